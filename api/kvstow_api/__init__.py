@@ -1,0 +1,1 @@
+"""The admin API of KVStow: an ASGI application over `kvstow.control`."""

@@ -1,0 +1,56 @@
+"""Sizes in bytes, written for people: `8GiB`, `2MiB`, `4096`."""
+
+from __future__ import annotations
+
+import re
+
+from kvstow.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_ALLOWED = "a number of bytes, or a number with one of KiB MiB GiB TiB (powers of 1024) or kB MB GB TB"
+
+
+def parse_size(text: str | int, key: str = "size") -> int:
+    """Bytes named by `text`. Raises `ConfigError` naming `key` for anything else, also for bool.
+
+    >>> parse_size("1.5KiB")
+    1536
+    """
+    if isinstance(text, bool):
+        raise ConfigError(key, text, _ALLOWED)
+    if isinstance(text, int):
+        if text < 0:
+            raise ConfigError(key, text, _ALLOWED)
+        return text
+    match = _PATTERN.fullmatch(text.strip())
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(key, text, _ALLOWED)
+    size = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
+    if size != int(size):
+        raise ConfigError(key, text, "a whole number of bytes")
+    return int(size)
+
+
+def format_size(size: float) -> str:
+    """`size` bytes with the largest binary unit that keeps it at 1 or more.
+
+    >>> format_size(1536)
+    '1.5 KiB'
+    """
+    for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(size) >= factor:
+            return f"{size / factor:.4g} {unit}"
+    return f"{size:.0f} B"

@@ -1,0 +1,78 @@
+"""Settings of the engine and of a rank's pool: frozen, validated when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstow.errors import ConfigError
+
+POLICIES = ("lru", "arc")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The control plane of one pool. Times in seconds.
+
+    `capacity_slots`: slots wanted on every rank. `transfer_timeout`: an op older than this is stuck; a stuck
+    store is given up (its slots are quarantined until every rank has spoken), a stuck load keeps waiting,
+    because a rank may still write its blocks. `report_timeout`: a rank silent for longer is not ready.
+    `event_buffer`: batches of stored/removed events kept for readers that lag.
+    """
+
+    slot_bytes: int
+    capacity_slots: int
+    num_ranks: int = 1
+    policy: str = "lru"
+    block_tokens: int = 16
+    transfer_timeout: float = 30.0
+    report_timeout: float = 5.0
+    event_buffer: int = 4096
+
+    def __post_init__(self) -> None:
+        for key in ("slot_bytes", "capacity_slots", "num_ranks", "block_tokens", "event_buffer"):
+            _require_positive(key, getattr(self, key))
+        for key in ("transfer_timeout", "report_timeout"):
+            if not getattr(self, key) > 0:
+                raise ConfigError(key, getattr(self, key), "more than 0 seconds")
+        if self.policy not in POLICIES:
+            raise ConfigError("policy", self.policy, " or ".join(POLICIES))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """One rank's host pool. Sizes in bytes, times in seconds.
+
+    `pool_bytes` is taken down to whole slots, never rounded up. `max_bytes` bounds later growth: only address
+    space is reserved for it. `chunk_bytes`: memory made ready per step of pinning (at least one slot);
+    `pause`: rest between two chunks. `lock`: lock or register the memory; without it it is only populated.
+    """
+
+    slot_bytes: int
+    pool_bytes: int
+    max_bytes: int = 0
+    chunk_bytes: int = 64 << 20
+    pause: float = 0.002
+    lock: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("slot_bytes", "pool_bytes", "chunk_bytes"):
+            _require_positive(key, getattr(self, key))
+        if self.pool_bytes < self.slot_bytes:
+            raise ConfigError("pool_bytes", self.pool_bytes, f"at least one slot, {self.slot_bytes} bytes")
+        if self.max_bytes and self.max_bytes < self.pool_bytes:
+            raise ConfigError("max_bytes", self.max_bytes, f"0 (as pool_bytes), or at least {self.pool_bytes}")
+        if not 0 <= self.pause < float("inf"):
+            raise ConfigError("pause", self.pause, "0 or more seconds")
+
+    @property
+    def capacity_slots(self) -> int:
+        return self.pool_bytes // self.slot_bytes
+
+    @property
+    def max_slots(self) -> int:
+        return max(self.max_bytes, self.pool_bytes) // self.slot_bytes
+
+
+def _require_positive(key: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise ConfigError(key, value, "a whole number, 1 or more")

@@ -1,0 +1,1 @@
+"""Devices: one module per way to move bytes between a KV cache and a pool (protocol in `base`)."""

@@ -1,0 +1,95 @@
+"""Every error that KVStow raises, in one tree.
+
+Each class carries a stable `code` (snake case): the HTTP layer, counters and logs use it as it is.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KvstowError(Exception):
+    """Base of all errors raised by KVStow."""
+
+    code: ClassVar[str] = "internal"
+
+
+class ConfigError(KvstowError):
+    """A setting has a value that is not allowed."""
+
+    code = "invalid_config"
+
+    def __init__(self, key: str, value: object, allowed: str) -> None:
+        super().__init__(f"{key} is {value!r}; allowed: {allowed}")
+        self.key, self.value, self.allowed = key, value, allowed
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
+        return type(self), (self.key, self.value, self.allowed)
+
+
+class InsufficientMemoryError(KvstowError):
+    """The machine or the cgroup has less memory than the pool asks for."""
+
+    code = "insufficient_memory"
+
+
+class PinError(KvstowError):
+    """Memory could not be populated or registered; `reason` is one of `PIN_FAILURES`."""
+
+    code = "pin_failed"
+    PIN_FAILURES: ClassVar[tuple[str, ...]] = ("memlock", "cgroup_limit", "driver", "out_of_memory")
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[PinError], tuple[str, str]]:
+        return type(self), (self.reason, str(self))
+
+
+class CopyError(KvstowError):
+    """A copy between the device and the pool failed."""
+
+    code = "copy_failed"
+
+
+class QueueFullError(KvstowError):
+    """The worker holds as many ops as it may; the op was not taken."""
+
+    code = "queue_full"
+
+
+class WorkerFailedError(KvstowError):
+    """The worker's copy thread has failed or was closed; it takes no more ops."""
+
+    code = "worker_failed"
+
+
+class InvalidRequestError(KvstowError):
+    """The arguments of a call contradict each other or name something that does not exist."""
+
+    code = "invalid_request"
+
+
+class NotFoundError(KvstowError):
+    """The block, rank, pool or operation that was named does not exist."""
+
+    code = "not_found"
+
+
+class ConflictError(KvstowError):
+    """The call is valid, but not in the present state."""
+
+    code = "conflict"
+
+
+class LeaseError(KvstowError):
+    """The lease was released, used up by a load, or broken by a rank that lost its memory."""
+
+    code = "lease_invalid"
+
+
+class IntegrityError(KvstowError):
+    """The control plane's books do not balance: a defect of KVStow, never of its user."""
+
+    code = "integrity"

@@ -1,0 +1,45 @@
+"""Keys: the bytes that name a block's content.
+
+A key is the id of the KV group (2 bytes, big endian) and a chained prefix hash. The chain covers all that
+shapes the content (tokens, model inputs, LoRA, cache salt), so equal keys mean equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+from kvstow.errors import InvalidRequestError
+
+BlockKey = bytes
+
+_DIGEST_BYTES = 32
+
+
+def make_key(group: int, block_hash: bytes) -> BlockKey:
+    """The key of the block with `block_hash` (a chained prefix hash) in KV group `group`."""
+    return group.to_bytes(2, "big") + block_hash
+
+
+def chain_keys(payloads: Iterable[bytes], *, group: int = 0, salt: bytes = b"") -> Iterator[BlockKey]:
+    """Keys of the consecutive blocks whose own content is `payloads`; each covers all before it."""
+    parent = hashlib.blake2b(salt, digest_size=_DIGEST_BYTES).digest()
+    for payload in payloads:
+        parent = hashlib.blake2b(payload, key=parent, digest_size=_DIGEST_BYTES).digest()
+        yield make_key(group, parent)
+
+
+def format_key(key: BlockKey) -> str:
+    """`key` as people and JSON see it: lower-case hex."""
+    return key.hex()
+
+
+def parse_key(text: str) -> BlockKey:
+    """Inverse of `format_key`; raises `InvalidRequestError` for what is not hex or is empty."""
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if not key:
+        raise InvalidRequestError(f"key {text!r} is not a non-empty string of hex digit pairs")
+    return key

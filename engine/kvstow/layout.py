@@ -1,0 +1,54 @@
+"""Where a block's bytes lie: its pages in the device regions, and their place in a host slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from kvstow.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One strided device area `[num_blocks, page_bytes]`: block `b` lies at `b * stride_bytes`."""
+
+    name: str
+    num_blocks: int
+    page_bytes: int
+    stride_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1:
+            raise ConfigError(f"region {self.name}: num_blocks", self.num_blocks, "1 or more")
+        if self.page_bytes < 1:
+            raise ConfigError(f"region {self.name}: page_bytes", self.page_bytes, "1 or more")
+        if self.num_blocks > 1 and self.stride_bytes < self.page_bytes:
+            raise ConfigError(f"region {self.name}: stride_bytes", self.stride_bytes, f"at least {self.page_bytes}")
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """All regions of one rank. A slot holds a block's pages in this order, back to back."""
+
+    regions: tuple[Region, ...]
+
+    def __post_init__(self) -> None:
+        if not self.regions:
+            raise ConfigError("regions", self.regions, "one or more")
+        counts = {region.num_blocks for region in self.regions}
+        if len(counts) > 1:
+            raise ConfigError("regions: num_blocks", sorted(counts), "the same number in every region")
+
+    @property
+    def num_blocks(self) -> int:
+        return self.regions[0].num_blocks
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one block over all regions."""
+        return sum(region.page_bytes for region in self.regions)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Byte offset of each region's page within a slot."""
+        return tuple(accumulate((region.page_bytes for region in self.regions), initial=0))[:-1]

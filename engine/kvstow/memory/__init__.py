@@ -1,0 +1,1 @@
+"""Host memory: reserved address space, paced pinning, the pool of slots."""

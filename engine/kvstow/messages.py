@@ -1,0 +1,156 @@
+"""What the control plane and the data plane say to each other.
+
+Frozen dataclasses of plain values: picklable for an inference engine's own channel; `RankReport` and
+`DesiredState` also travel as JSON between an agent and the admin server (`to_json` / `from_json`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, Literal, TypeVar, get_type_hints
+
+from kvstow.errors import InvalidRequestError
+
+Direction = Literal["store", "load"]
+Mark = Literal["source_free", "done", "failed"]
+RankState = Literal["starting", "pinning", "ready", "degraded", "failed", "stopped"]
+
+RANK_STATES: tuple[RankState, ...] = ("starting", "pinning", "ready", "degraded", "failed", "stopped")
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One store or load: pair `i` moves block `blocks[i]` to or from slot `slots[i]` on every rank.
+
+    `op_id` is never reused while an engine lives.
+    """
+
+    op_id: int
+    direction: Direction
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The ops that start with one step of the host, in order."""
+
+    ops: tuple[Op, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one rank says of one op.
+
+    `source_free`: the blocks of a store may be overwritten on this rank. `done` (implies it): the host bytes
+    are valid, or the blocks of a load are written. `failed`: no byte of the op can be trusted, and this rank
+    reads and writes none of its blocks and slots any more.
+    """
+
+    op_id: int
+    mark: Mark
+    error: str | None = None
+    num_bytes: int = 0
+    seconds: float = 0.0
+    queue_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """The state of one rank, sent every second and on change. All rates are per second, times in seconds.
+
+    `boot_id` changes when the rank's process or pool starts anew: its memory is empty then.
+    `pinned_slots` counts from slot 0: the slots below it are usable.
+    `pin_mode` says what pinning is on this device ("mlock", "populate", "cuda", ...), `locked_bytes` how much
+    of the pinned bytes is locked in memory; `notice` is a sentence for people where that falls short.
+    """
+
+    rank: int
+    boot_id: str
+    state: RankState
+    slot_bytes: int
+    pinned_slots: int
+    target_slots: int
+    pinned_bytes: int
+    target_bytes: int
+    pin_rate_bytes_per_second: float = 0.0
+    pin_elapsed_seconds: float = 0.0
+    pin_mode: str = "none"
+    locked_bytes: int = 0
+    resident_bytes: int = 0
+    chunks_done: int = 0
+    chunks_total: int = 0
+    chunks_failed: int = 0
+    error_reason: str | None = None
+    error: str | None = None
+    notice: str | None = None
+    pending_ops: int = 0
+    store_bytes_total: int = 0
+    load_bytes_total: int = 0
+    store_busy_seconds: float = 0.0
+    load_busy_seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> RankReport:
+        """Raises `InvalidRequestError` naming the field for unknown, missing or mistyped fields."""
+        return _from_json(cls, value)
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredState:
+    """What the control plane wants of a rank.
+
+    `engine_id` names the engine's life. `capacity_slots`: pin up to it; give back what lies above it.
+    `paused`: start no further chunk. `pin_attempt`: when it grows, try a failed chunk again.
+    """
+
+    engine_id: str
+    capacity_slots: int
+    paused: bool = False
+    pin_attempt: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> DesiredState:
+        """Raises `InvalidRequestError` naming the field for unknown, missing or mistyped fields."""
+        return _from_json(cls, value)
+
+
+_Message = TypeVar("_Message", RankReport, DesiredState)
+
+
+def _from_json(cls: type[_Message], value: Any) -> _Message:
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{cls.__name__} is {type(value).__name__}; allowed: an object")
+    hints = get_type_hints(cls)
+    unknown = sorted(set(value) - set(hints))
+    if unknown:
+        raise InvalidRequestError(f"{cls.__name__} has unknown fields {unknown}; allowed: {sorted(hints)}")
+    for field in fields(cls):
+        if field.name not in value:
+            if field.default is MISSING:
+                raise InvalidRequestError(f"{cls.__name__}.{field.name} is missing")
+            continue
+        _check(cls.__name__, field.name, hints[field.name], value[field.name])
+    return cls(**value)
+
+
+def _check(message: str, name: str, hint: Any, value: Any) -> None:
+    """Reject a value whose JSON type is not the field's; negative numbers never make sense in a message."""
+    if hint is int:
+        ok = type(value) is int and value >= 0
+    elif hint is float:
+        ok = type(value) in (int, float) and value >= 0  # false for NaN
+    elif hint is bool:
+        ok = type(value) is bool
+    elif hint == str | None:
+        ok = value is None or type(value) is str
+    else:
+        ok = type(value) is str and (hint is str or value in RANK_STATES)
+    if not ok:
+        raise InvalidRequestError(f"{message}.{name} is {value!r}; allowed: {hint}")

@@ -1,0 +1,194 @@
+"""What the engine says about itself: frozen snapshots, and the histogram behind some of them.
+
+All times are seconds, all ages are relative to the moment of the snapshot.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from kvstow.messages import Direction, RankState
+
+EngineState = Literal["starting", "pinning", "ready", "degraded", "draining", "stopped"]
+SlotState = Literal["free", "filling", "cached", "leased", "pinned", "quarantined"]
+
+SLOT_STATES: tuple[SlotState, ...] = ("free", "filling", "cached", "leased", "pinned", "quarantined")
+
+
+class HistogramSnapshot(NamedTuple):
+    """`counts[i]` observations lie at or below `bounds[i]` and above `bounds[i - 1]`; the last count is of
+    those above all bounds."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+class Histogram:
+    """Counts in fixed buckets. Not locked: its owner observes and snapshots under its own lock."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def snapshot(self) -> HistogramSnapshot:
+        return HistogramSnapshot(self._bounds, tuple(self._counts), self._total)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCounts:
+    """How many slots are in which state. They add up to `usable`.
+
+    `leased`: held by a lease or a load and not pinned; `pinned`: pinned by an operator, leased or not.
+    """
+
+    free: int
+    filling: int
+    cached: int
+    leased: int
+    pinned: int
+    quarantined: int
+
+    @property
+    def usable(self) -> int:
+        return self.free + self.filling + self.cached + self.leased + self.pinned + self.quarantined
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTransfers:
+    """Ops that not every rank has finished. Bytes are of one rank."""
+
+    loads: int
+    stores: int
+    load_blocks: int
+    store_blocks: int
+    load_bytes: int
+    store_bytes: int
+    oldest_seconds: float
+    stuck: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One consistent view of the counters, taken in O(1) of the pool's size.
+
+    Counters only grow. Keys of the mappings are fixed from the start. `lookups`: full, partial, miss,
+    deferred. `miss_blocks`: absent, not_ready, bypassed, draining, load_failed. `store_blocks`: stored, skipped_*, dropped_*,
+    failed. `evicted_blocks`: by reason. `transfers`: (direction, result) with results ok and error.
+    `transfer_blocks`, `transfer_bytes`: by direction, of one rank, of ops that succeeded.
+    """
+
+    state: EngineState
+    slot_bytes: int
+    block_tokens: int
+    capacity_slots: int
+    usable_slots: int
+    policy: str
+    slots: SlotCounts
+    leases: int
+    pending: PendingTransfers
+    lookups: Mapping[str, int]
+    query_blocks: int
+    hit_blocks: int
+    miss_blocks: Mapping[str, int]
+    store_blocks: Mapping[str, int]
+    evicted_blocks: Mapping[str, int]
+    transfers: Mapping[tuple[Direction, str], int]
+    transfer_blocks: Mapping[Direction, int]
+    transfer_bytes: Mapping[Direction, int]
+    transfer_seconds: Mapping[Direction, HistogramSnapshot]
+    transfer_size: Mapping[Direction, HistogramSnapshot]
+    queue_seconds: Mapping[Direction, HistogramSnapshot]
+    lookup_seconds: HistogramSnapshot
+    stale_completions: int
+    duplicate_completions: int
+    rank_restarts: int
+    events_dropped: int
+    errors: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """What is known of one rank; `boot_id` is None until it has reported."""
+
+    rank: int
+    boot_id: str | None
+    state: RankState
+    pinned_slots: int
+    target_slots: int
+    pinned_bytes: int
+    target_bytes: int
+    pin_rate_bytes_per_second: float
+    pin_elapsed_seconds: float
+    pin_mode: str
+    locked_bytes: int
+    resident_bytes: int
+    chunks_done: int
+    chunks_total: int
+    chunks_failed: int
+    error_reason: str | None
+    error: str | None
+    notice: str | None
+    pending_ops: int
+    store_bytes_total: int
+    load_bytes_total: int
+    store_busy_seconds: float
+    load_busy_seconds: float
+    last_report_age_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether traffic can flow, and how far each rank is."""
+
+    state: EngineState
+    reason: str
+    usable_slots: int
+    capacity_slots: int
+    ranks: tuple[RankStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferView:
+    """One op in flight. `state`: queued (nothing heard yet), running (some rank has reported), stuck, or
+    quarantined (a store given up, waiting for the last ranks)."""
+
+    op_id: int
+    direction: Direction
+    state: Literal["queued", "running", "stuck", "quarantined"]
+    blocks: int
+    bytes: int
+    age_seconds: float
+    pending_ranks: tuple[int, ...]
+    failed: bool
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """One slot that holds a visible block."""
+
+    key: bytes
+    slot: int
+    state: SlotState
+    age_seconds: float
+    idle_seconds: float
+    leases: int
+    pin_ttl_seconds: float | None
+
+
+class BlockPage(NamedTuple):
+    """Some blocks in order of their slots; `next_slot` continues the listing, None at its end."""
+
+    blocks: tuple[BlockView, ...]
+    next_slot: int | None

@@ -1,0 +1,1 @@
+"""Hosts of the engine. Importing this package starts nothing and needs none of the extras."""
