@@ -1,0 +1,27 @@
+"""Times written for people: `2ms`, `30s`, `0.5`."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from kvstow.errors import ConfigError
+
+_UNITS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+_ALLOWED = "0 or more seconds, or a number with one of us ms s m h"
+
+
+def parse_duration(value: object, key: str = "duration") -> float:
+    """Seconds named by `value`, a number or text. Raises `ConfigError` naming `key` for anything else.
+
+    >>> parse_duration("2ms")
+    0.002
+    """
+    if type(value) in (int, float):
+        seconds = float(str(value))
+        if seconds >= 0 and math.isfinite(seconds):
+            return seconds
+    elif isinstance(value, str) and (match := _PATTERN.fullmatch(value.strip().lower())) and match[2] in _UNITS:
+        return float(match[1]) * _UNITS[match[2]]
+    raise ConfigError(key, value, _ALLOWED)

@@ -1,0 +1,45 @@
+"""Log lines of the standalone process: text for people, or one JSON object a line for machines.
+
+Only the loggers "kvstow" and "uvicorn" are configured; the root logger stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Literal
+
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+_TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
+
+
+class JsonFormatter(logging.Formatter):
+    """`time` (UTC), `level`, `logger`, `message`, then what the caller gave as `extra`, then `exception`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {key: value for key, value in vars(record).items() if key not in _STANDARD_FIELDS}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure_logs(log_format: LogFormat, level: LogLevel) -> None:
+    """Send both loggers to stderr; calling it again replaces what it did before."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
+    for name, threshold in (("kvstow", level), ("uvicorn", "debug" if level == "debug" else "warning")):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(threshold.upper())
+        logger.propagate = False

@@ -1,0 +1,84 @@
+"""The admin server: uvicorn on a thread and an event loop of its own, inside a process that owns the signals."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Generator, Sequence
+from socket import socket
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from kvstow.errors import ConflictError
+
+_log = logging.getLogger("kvstow.server")
+
+_START_SECONDS = 10.0
+_GRACE_SECONDS = 2  # for responses under way when the server stops; streams are cut off then
+
+
+class AdminServer:
+    """Serves one ASGI app on sockets that are bound already.
+
+    Guarantees: `start` returns when requests are answered; `stop` is idempotent, ends the thread and closes
+    the sockets; signal handlers of the process stay untouched; `on_failure` is called, on the server's thread,
+    when the server ends without `stop`.
+    """
+
+    def __init__(self, app: ASGIApp, sockets: Sequence[socket], on_failure: Callable[[str], None]) -> None:
+        self._sockets = list(sockets)
+        self._on_failure = on_failure
+        self._server = _QuietServer(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                timeout_graceful_shutdown=_GRACE_SECONDS,
+            )
+        )
+        self._thread = threading.Thread(target=self._run, name="kvstow-admin", daemon=True)
+
+    def start(self) -> None:
+        """Raises `ConflictError` when the server does not come up."""
+        self._thread.start()
+        if not self._server.answering.wait(_START_SECONDS) or not self._server.started:
+            self.stop()
+            raise ConflictError("the admin server did not start; the log says why")
+
+    def stop(self, timeout: float = 10.0) -> None:
+        self._server.should_exit = True
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+        for listener in self._sockets:
+            listener.close()
+
+    def _run(self) -> None:
+        reason = "it returned"
+        try:
+            self._server.run(self._sockets)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the owner; SystemExit: a failed start
+            reason = repr(error)
+            _log.exception("the admin server failed")
+        self._server.answering.set()
+        if not self._server.should_exit:
+            self._on_failure(f"the admin server ended: {reason}")
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without signal handlers; `answering` is set once it listens on all sockets."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.answering = threading.Event()
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.answering.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield

@@ -1,0 +1,233 @@
+"""Settings of `kvstow serve`: one frozen model, filled from flags, `KVSTOW_*` variables and a TOML file.
+
+A field `pool_size` is the flag `--pool-size`, the variable `KVSTOW_POOL_SIZE` and the key `pool_size` of the
+file; flags win over variables, variables over the file, the file over the defaults.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from kvstow.bytesize import format_size, parse_size
+from kvstow.config import POLICIES, EngineConfig, PoolConfig
+from kvstow.errors import ConfigError
+from kvstow_service.duration import parse_duration
+from kvstow_service.logs import LogFormat, LogLevel
+
+ENV_PREFIX = "KVSTOW_"
+REQUIRABLE_CHECKS = ("pool", "pinned")
+
+
+def _size(value: object) -> int:
+    if not isinstance(value, (str, int)):
+        raise ConfigError("", value, "a size such as 8GiB")
+    return parse_size(value)
+
+
+def _count(value: object) -> int:
+    if type(value) is int or (isinstance(value, str) and value.strip().isdecimal()):
+        number = int(value)
+        if number >= 1:
+            return number
+    raise ConfigError("", value, "a whole number, 1 or more")
+
+
+def _port(value: object) -> int:
+    if value in (0, "0") and type(value) is not bool:
+        return 0
+    try:
+        number = _count(value)
+    except ConfigError:
+        number = 1 << 16
+    if number >= 1 << 16:
+        raise ConfigError("", value, "0 (any free port) to 65535")
+    return number
+
+
+def _flag(value: object) -> bool:
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    raise ConfigError("", value, "true or false")
+
+
+def _checks(value: object) -> tuple[str, ...]:
+    names = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not set(names) <= set(REQUIRABLE_CHECKS):
+        raise ConfigError("", value, f"a list of {' and '.join(REQUIRABLE_CHECKS)}")
+    return tuple(names)
+
+
+def _policy(value: object) -> str:
+    if value not in POLICIES:
+        raise ConfigError("", value, " or ".join(POLICIES))
+    return str(value)
+
+
+def _reads(parse: Any) -> BeforeValidator:
+    """Run `parse` on the raw value; what it allows goes into the error."""
+
+    def validate(value: object) -> object:
+        try:
+            return parse(value)
+        except ConfigError as error:
+            raise PydanticCustomError("not_allowed", "{allowed}", {"allowed": error.allowed}) from error
+
+    return BeforeValidator(validate)
+
+
+Size = Annotated[int, _reads(_size)]
+Count = Annotated[int, _reads(_count)]
+Duration = Annotated[float, _reads(parse_duration)]
+
+
+class Settings(BaseModel):
+    """All of it, validated. Sizes in bytes, times in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: Literal["cpu"] = Field("cpu", description="Device that holds the KV cache.")
+    ranks: Count = Field(1, description="Ranks in this process.")
+    pool_size: Size = Field(8 << 30, description="Host memory of the pool, per rank.")
+    slot_size: Size = Field(2 << 20, description="Bytes of one block, per rank.")
+    pool_max_size: Size | None = Field(
+        None,
+        description="How far the pool may grow at runtime, per rank; by default the ranks' share of the machine.",
+    )
+    policy: Annotated[str, _reads(_policy)] = Field("lru", description=f"Order of eviction: {' or '.join(POLICIES)}.")
+    host: str = Field("127.0.0.1", description="Address of the admin server; other than loopback needs a token file.")
+    port: Annotated[int, _reads(_port)] = Field(9595, description="Port of the admin server; 0 takes any free one.")
+    uds: Path | None = Field(None, description="Listen on this Unix socket (mode 0600) as well.")
+    token_file: Path | None = Field(None, description="File with the bearer tokens that mutating requests need.")
+    pin_chunk: Size = Field(64 << 20, description="Memory made ready per step of pinning.")
+    pin_pause: Duration = Field(0.002, description="Rest between two steps of pinning.")
+    lock: Annotated[bool, _reads(_flag)] = Field(
+        True, description="Lock the pool in memory; without, it is only populated."
+    )
+    kv_blocks: Count = Field(512, description="Blocks of the CPU device's KV cache, per rank, as a replay uses it.")
+    readiness_require: Annotated[tuple[str, ...], _reads(_checks)] = Field(
+        (), description="Checks that must pass before /readyz does: pool (first slots), pinned (all of them)."
+    )
+    drain_deadline: Duration = Field(10.0, description="How long traffic may drain after SIGTERM.")
+    transfer_timeout: Duration = Field(30.0, description="Age at which a transfer counts as stuck.")
+    log_format: LogFormat = Field("text", description="Log lines for people (text) or machines (json).")
+    log_level: LogLevel = Field("info", description="Least level logged: debug, info, warning or error.")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.slot_size < 1:
+            raise _contradiction("slot_size", "more than 0 bytes")
+        if self.pool_size < self.slot_size:
+            raise _contradiction("pool_size", f"at least one slot, {format_size(self.slot_size)}")
+        if self.pin_chunk < 1:
+            raise _contradiction("pin_chunk", "more than 0 bytes")
+        if self.pool_max_size is not None and self.pool_max_size < self.pool_size:
+            raise _contradiction("pool_max_size", f"at least the pool's size, {format_size(self.pool_size)}")
+        if not self.transfer_timeout:
+            raise _contradiction("transfer_timeout", "more than 0 seconds")
+        return self
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            slot_bytes=self.slot_size,
+            capacity_slots=self.pool_size // self.slot_size,
+            num_ranks=self.ranks,
+            policy=self.policy,
+            transfer_timeout=self.transfer_timeout,
+        )
+
+    def pool_config(self, machine_bytes: int) -> PoolConfig:
+        """One rank's pool on a machine with so much memory."""
+        return PoolConfig(
+            slot_bytes=self.slot_size,
+            pool_bytes=self.pool_size,
+            max_bytes=self.pool_max_size or max(self.pool_size, machine_bytes // self.ranks),
+            chunk_bytes=self.pin_chunk,
+            pause=self.pin_pause,
+            lock=self.lock,
+        )
+
+
+class _Given(NamedTuple):
+    """A raw value and what its user calls it."""
+
+    value: object
+    label: str
+
+
+def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], config: Path | None = None) -> Settings:
+    """Settings from `flags` (by field name; None is not given), `environ` and the file `config`, which
+    `KVSTOW_CONFIG` may name instead. An empty variable is not given.
+
+    Raises a group of `ConfigError`, one for each wrong key or value, by the name its user gave it.
+    """
+    if config is None and environ.get(ENV_PREFIX + "CONFIG"):
+        config = Path(environ[ENV_PREFIX + "CONFIG"])
+    given = {
+        **_from_file(config),
+        **_from_environ(environ),
+        **{key: _Given(value, flag_name(key)) for key, value in flags.items() if value is not None},
+    }
+    try:
+        return Settings.model_validate({key: raw.value for key, raw in given.items()})
+    except ValidationError as error:
+        raise ExceptionGroup("settings", [_explain(problem, given) for problem in error.errors()]) from error
+
+
+def flag_name(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def _from_file(path: Path | None) -> dict[str, _Given]:
+    if path is None:
+        return {}
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ExceptionGroup("settings", [ConfigError("--config", str(path), f"a TOML file ({error})")]) from error
+    allowed = sorted(Settings.model_fields)
+    _refuse_unknown({f"{path}: {key}": value for key, value in values.items() if key not in allowed}, allowed)
+    return {key: _Given(value, f"{path}: {key}") for key, value in values.items()}
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, _Given]:
+    ours = {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(ENV_PREFIX) and value and not _is_service_link(name, value)
+    }
+    fields = {ENV_PREFIX + key.upper(): key for key in Settings.model_fields}
+    allowed = [*sorted(fields), ENV_PREFIX + "CONFIG"]
+    _refuse_unknown({name: value for name, value in ours.items() if name not in allowed}, allowed)
+    return {fields[name]: _Given(value, name) for name, value in ours.items() if name in fields}
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    """Kubernetes describes a Service named kvstow to each pod in variables such as KVSTOW_PORT=tcp://10.0.0.1:9595."""
+    rest = name.removeprefix(ENV_PREFIX)
+    return rest.startswith(("SERVICE_", "PORT_")) or (rest == "PORT" and "://" in value)
+
+
+def _refuse_unknown(unknown: Mapping[str, object], allowed: list[str]) -> None:
+    if unknown:
+        choices = "no such setting; there are " + ", ".join(allowed)
+        raise ExceptionGroup("settings", [ConfigError(label, value, choices) for label, value in unknown.items()])
+
+
+def _contradiction(key: str, allowed: str) -> PydanticCustomError:
+    return PydanticCustomError("contradiction", "{allowed}", {"allowed": allowed, "key": key})
+
+
+def _explain(problem: ErrorDetails, given: Mapping[str, _Given]) -> ConfigError:
+    key = str(problem["ctx"]["key"] if problem["type"] == "contradiction" else problem["loc"][0])
+    raw = given.get(key, _Given(Settings.model_fields[key].default, flag_name(key)))
+    allowed = problem.get("ctx", {}).get("expected", problem["msg"])
+    return ConfigError(raw.label, raw.value, allowed)
