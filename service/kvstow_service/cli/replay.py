@@ -1,0 +1,146 @@
+"""`kvstow replay`: a request trace through the engine, without a server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvstow.errors import KvstowError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from kvstow.config import EngineConfig
+    from kvstow_service.replay.pace import ReplayOptions
+    from kvstow_service.replay.result import ReplayResult
+    from kvstow_service.replay.session import Session
+    from kvstow_service.replay.trace import TraceRequest
+
+EXIT_MISMATCH = 1
+EXIT_BAD_INPUT = 2
+
+
+def replay(
+    trace: Annotated[str, typer.Argument(help="Trace file, JSON lines; - reads standard input.", metavar="TRACE")],
+    pool_slots: Annotated[int, typer.Option(help="Slots of the pool, per rank.")] = 1000,
+    slot_size: Annotated[str, typer.Option(help="Bytes of one block, per rank.")] = "256KiB",
+    requests: Annotated[int | None, typer.Option(min=1, help="Replay so many requests at most.")] = None,
+    ranks: Annotated[int, typer.Option(help="Ranks in this process.")] = 1,
+    policy: Annotated[str, typer.Option(help="Order of eviction: lru or arc.")] = "lru",
+    rate: Annotated[float | None, typer.Option(help="Requests started per second; default: all at once.")] = None,
+    time_scale: Annotated[
+        float | None, typer.Option(help="Start requests by their timestamps, so many times as fast as recorded.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(help="Requests in flight at once.")] = 1,
+    kv_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of the device's KV cache; default: what the trace needs.")
+    ] = None,
+    no_data: Annotated[bool, typer.Option("--no-data", help="Replay the control plane only; move no bytes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Replay a request trace: look up, load, compute, store, and verify every loaded byte.
+
+    Exit codes: 0 every loaded byte was right, 1 some was wrong, 2 bad input or not enough memory.
+    """
+    from kvstow.bytesize import parse_size
+    from kvstow.config import EngineConfig
+    from kvstow_service.replay.pace import ReplayOptions
+    from kvstow_service.replay.trace import BLOCK_TOKENS, read_trace
+
+    try:
+        config = EngineConfig(
+            slot_bytes=parse_size(slot_size, "--slot-size"),
+            capacity_slots=pool_slots,
+            num_ranks=ranks,
+            policy=policy,
+            block_tokens=BLOCK_TOKENS,
+        )
+        options = ReplayOptions(concurrency=concurrency, rate=rate, time_scale=time_scale)
+        result = _run(config, options, read_trace(trace, limit=requests), kv_blocks, no_data=no_data)
+    except KvstowError as error:
+        typer.echo(f"kvstow replay: {error}", err=True)
+        raise typer.Exit(EXIT_BAD_INPUT) from error
+    _print(result, as_json=as_json)
+    if not result.ok:
+        raise typer.Exit(EXIT_MISMATCH)
+
+
+def _run(
+    config: EngineConfig,
+    options: ReplayOptions,
+    requests: list[TraceRequest],
+    kv_blocks: int | None,
+    *,
+    no_data: bool,
+) -> ReplayResult:
+    from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+    from kvstow_service.replay.session import cpu_session, simulated_session
+
+    blocks = kv_blocks or blocks_needed(requests, options.concurrency)
+    with _stop_on_signals() as stop, _progress() as progress:
+        replayed = progress.add_task("replaying", total=len(requests), start=False)
+        session: AbstractContextManager[Session]
+        if no_data:
+            session = simulated_session(config)
+        else:
+            pinned = progress.add_task("pinning", total=config.capacity_slots)
+            session = cpu_session(
+                config, kv_blocks=blocks, stop=stop, on_pinned=lambda slots: progress.update(pinned, completed=slots)
+            )
+        with session as parts:
+            progress.start_task(replayed)
+            driver = ReplayDriver(
+                parts.engine,
+                parts.workers,
+                parts.kv,
+                requests,
+                options,
+                kv_blocks=blocks,
+                on_request=lambda count: progress.update(replayed, completed=count),
+            )
+            return driver.run(stop)
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set; a second signal ends the process the usual way."""
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.set()
+        signal.signal(number, before[number])
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _progress() -> Progress:
+    """Bars on standard error, so that --json stays clean; nothing where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _print(result: ReplayResult, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from kvstow_service.replay.summary import print_rows, summary_rows
+
+    if as_json:
+        typer.echo(json.dumps(result.to_json()))
+    else:
+        print_rows(summary_rows(result), Console(), title="Replay")

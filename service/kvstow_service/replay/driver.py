@@ -1,0 +1,329 @@
+"""Feeds a trace through the engine by the calls that an inference connector makes, in steps like a scheduler's.
+
+Each request leases the leading run of its keys, loads it into KV blocks, computes the rest, and stores that.
+Every loaded byte is verified, and freed blocks are overwritten, so that a store that reads its blocks after it
+said `source_free` and a load that writes nothing are seen.
+
+Threads. `run` drives everything on the caller's thread and is the only consumer of the engine's settled ops and
+of the workers' completions meanwhile. `result` and the stop event may be used from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstow.control.engine import Lease, OffloadEngine, Settled
+from kvstow.errors import InvalidRequestError, LeaseError
+from kvstow.keys import BlockKey
+from kvstow.messages import Completion, Op, StepPlan
+from kvstow_service.replay.kv import FreeBlocks, KVCache
+from kvstow_service.replay.pace import ReplayOptions
+from kvstow_service.replay.result import ReplayResult, Tally
+from kvstow_service.replay.trace import TraceRequest
+
+_log = logging.getLogger("kvstow.replay")
+_WAIT = 0.05  # the longest that the loop is blind to a stop or to another rank
+
+
+class RankWorker(Protocol):
+    """What the replay needs of a rank's worker."""
+
+    @property
+    def boot_id(self) -> str: ...
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def take_completions(self) -> list[Completion]: ...
+
+    def wait_completions(self, timeout: float) -> bool: ...
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request in flight. Its first `loaded` blocks come from the pool. `blocks` is empty once they are freed.
+
+    `hold` keeps the hit prefix leased until the rest is stored: the prefix goes back to the order of eviction
+    last, and so outlives its continuation.
+    """
+
+    request_id: str
+    keys: list[BlockKey]
+    blocks: list[int]
+    hold: Lease | None = None
+    loaded: int = 0
+
+
+class ReplayDriver:
+    """One replay of `requests` over `engine` and its ranks.
+
+    `workers[r]` and `kv` are of all ranks; `kv_blocks` is the size of each rank's KV cache, which belongs to the
+    replay while it runs. Reporting ranks and ticking the engine stay with the host. `on_request` is called on the
+    thread of `run` with the number of requests finished. Raises `InvalidRequestError` for a request that does
+    not fit the KV cache.
+    """
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        workers: Sequence[RankWorker],
+        kv: KVCache,
+        requests: Sequence[TraceRequest],
+        options: ReplayOptions,
+        *,
+        kv_blocks: int,
+        on_request: Callable[[int], None] | None = None,
+    ) -> None:
+        needed = blocks_needed(requests, 1)
+        if needed > kv_blocks:
+            raise InvalidRequestError(
+                f"the largest request has {needed} blocks, the KV cache {kv_blocks}; allowed: {needed} or more"
+            )
+        self._engine = engine
+        self._workers = workers
+        self._kv = kv
+        self._requests = requests
+        self._options = options
+        self._on_request = on_request
+        self._free = FreeBlocks(kv_blocks)
+        self._next = 0
+        self._jobs: dict[str, _Job] = {}
+        self._plan: list[Op] = []
+        self._ops: dict[int, tuple[Op, _Job]] = {}
+        self._outstanding: list[set[int]] = [set() for _ in workers]
+        self._tally = Tally()
+        self._evicted_before = self._evictions()
+        self._started = self._ended = 0.0
+
+    @property
+    def free_blocks(self) -> int:
+        """KV blocks that no request holds."""
+        return len(self._free)
+
+    def run(self, stop: threading.Event) -> ReplayResult:
+        """Replay to the end, or until `stop` is set: then no request starts, and what is in flight has
+        `drain_seconds` to finish. All leases and KV blocks are given back in any case."""
+        self._started = time.monotonic()
+        deadline = float("inf")
+        try:
+            while not self._finished(stop):
+                if stop.is_set():
+                    deadline = min(deadline, time.monotonic() + self._options.drain_seconds)
+                    if time.monotonic() >= deadline:
+                        break
+                else:
+                    self._admit()
+                self._submit_step()
+                if not self._collect() and not self._finished(stop):
+                    self._wait(stop)
+        finally:
+            self._abandon()
+            self._ended = time.monotonic()
+        return self.result()
+
+    def result(self) -> ReplayResult:
+        """The figures now; while `run` goes on they may be of slightly different moments."""
+        seconds = (self._ended or time.monotonic()) - self._started if self._started else 0.0
+        return self._tally.freeze(
+            evicted_blocks=self._evictions() - self._evicted_before,
+            seconds=seconds,
+            policy=self._engine.stats().policy,
+            ranks=len(self._workers),
+            slots=self._engine.stats().capacity_slots,
+        )
+
+    def _finished(self, stop: threading.Event) -> bool:
+        return not self._jobs and (stop.is_set() or self._next == len(self._requests))
+
+    def _evictions(self) -> int:
+        return sum(self._engine.stats().evicted_blocks.values())
+
+    # One step: requests start, their ops go to every rank, what became final moves requests on.
+
+    def _admit(self) -> None:
+        while self._next < len(self._requests) and len(self._jobs) < self._options.concurrency:
+            request = self._requests[self._next]
+            if len(request.hash_ids) > len(self._free) or self._seconds_to_due() > 0:
+                return
+            self._start(str(self._next), request)
+            self._next += 1
+
+    def _submit_step(self) -> None:
+        if not self._plan:
+            return
+        plan = StepPlan(tuple(self._plan))
+        self._plan.clear()
+        for worker, outstanding in zip(self._workers, self._outstanding, strict=True):
+            outstanding.update(op.op_id for op in plan.ops)
+            worker.submit(plan)
+
+    def _collect(self) -> bool:
+        """Whether any op became final or freed its blocks, on all ranks."""
+        for rank, worker in enumerate(self._workers):
+            completions = worker.take_completions()
+            if completions:
+                self._account(rank, completions)
+                self._engine.complete(rank, worker.boot_id, completions)
+        settled = self._engine.take_settled()
+        for entry in settled:
+            self._advance(entry)
+        return bool(settled)
+
+    def _wait(self, stop: threading.Event) -> None:
+        timeout = min(_WAIT, self._seconds_to_due()) if self._may_admit() else _WAIT
+        for worker, outstanding in zip(self._workers, self._outstanding, strict=True):
+            if outstanding:
+                worker.wait_completions(timeout)
+                return
+        if stop.is_set():
+            time.sleep(_WAIT)  # nothing runs on a rank: the engine itself has to give an op up
+        elif timeout > 0:
+            stop.wait(timeout)
+
+    def _may_admit(self) -> bool:
+        if self._next == len(self._requests) or len(self._jobs) >= self._options.concurrency:
+            return False
+        return len(self._requests[self._next].hash_ids) <= len(self._free)
+
+    def _seconds_to_due(self) -> float:
+        due = self._options.due(self._next, self._requests[self._next], self._requests[0])
+        return self._started + due - time.monotonic() if due > 0 else 0.0
+
+    # The life of a request.
+
+    def _start(self, request_id: str, request: TraceRequest) -> None:
+        job = _Job(request_id, request.keys(), self._free.take(len(request.hash_ids)))
+        self._jobs[request_id] = job
+        self._tally.blocks += len(job.keys)
+        lease = self._engine.acquire(job.keys)
+        if lease.slots and self._begin_load(job, lease):
+            return
+        self._engine.release(lease)
+        self._store(job)
+
+    def _begin_load(self, job: _Job, lease: Lease) -> bool:
+        """False for a lease that broke in between: its blocks are misses then."""
+        hits = len(lease.slots)
+        job.hold = self._engine.lease(job.keys[:hits])
+        try:
+            op = self._engine.begin_load(lease, job.blocks[:hits], request_id=job.request_id)
+        except LeaseError:
+            self._release(job)
+            return False
+        job.loaded = hits
+        self._tally.hit_blocks += hits
+        self._plan_op(op, job)
+        return True
+
+    def _store(self, job: _Job) -> None:
+        """Compute what was not loaded, and store it; the engine skips what another request has stored meanwhile."""
+        keys, blocks = job.keys[job.loaded :], job.blocks[job.loaded :]
+        self._kv.compute(keys, blocks)
+        if keys:
+            grant = self._engine.begin_store(keys, blocks, request_id=job.request_id)
+            self._count_drops(grant.outcomes)
+            if grant.op is not None:
+                self._plan_op(grant.op, job)
+                return
+        self._finish(job)
+
+    def _plan_op(self, op: Op, job: _Job) -> None:
+        self._plan.append(op)
+        self._ops[op.op_id] = op, job
+
+    def _advance(self, settled: Settled) -> None:
+        if settled.op_id not in self._ops:
+            return  # of an earlier replay over this engine, which was stopped
+        op, job = self._ops[settled.op_id]
+        if settled.mark == "source_free":
+            self._free_blocks(job)
+            return
+        del self._ops[settled.op_id]
+        if op.direction == "load":
+            self._loaded(job, settled)
+            self._store(job)
+        else:
+            self._stored(settled)
+            self._finish(job)
+
+    def _loaded(self, job: _Job, settled: Settled) -> None:
+        if settled.mark == "done":
+            self._tally.loaded_blocks += job.loaded
+            self._verify(job)
+            return
+        _log.warning("a load of %d blocks failed, computing them again: %s", job.loaded, settled.error)
+        self._tally.failed_loads += job.loaded
+        job.loaded = 0
+        self._release(job)
+
+    def _verify(self, job: _Job) -> None:
+        wrong = self._kv.verify(job.keys[: job.loaded], job.blocks[: job.loaded])
+        self._tally.verified_bytes += self._kv.verified_bytes(job.loaded)
+        if wrong:
+            self._tally.count_mismatches(wrong)
+            _log.error("%d loaded blocks hold wrong bytes; so far: %s", len(wrong), self._tally.first_mismatches)
+
+    def _stored(self, settled: Settled) -> None:
+        if settled.mark == "done":
+            self._tally.stored_blocks += len(settled.blocks)
+            return
+        _log.warning("a store of %d blocks failed: %s", len(settled.blocks), settled.error)
+        self._tally.failed_stores += len(settled.blocks)
+
+    def _finish(self, job: _Job) -> None:
+        self._release(job)
+        self._free_blocks(job)
+        del self._jobs[job.request_id]
+        self._tally.requests += 1
+        if self._on_request is not None:
+            self._on_request(self._tally.requests)
+
+    def _release(self, job: _Job) -> None:
+        if job.hold is not None:
+            self._engine.release(job.hold)
+            job.hold = None
+
+    def _free_blocks(self, job: _Job) -> None:
+        self._kv.scrub(job.blocks)
+        self._free.give_back(job.blocks)
+        job.blocks = []
+
+    def _abandon(self) -> None:
+        """Give back what unfinished requests hold. Their blocks are not scrubbed: copies may still use them."""
+        for job in self._jobs.values():
+            self._release(job)
+            self._free.give_back(job.blocks)
+        self._ops.clear()
+        self._tally.abandoned = len(self._jobs)
+        self._jobs.clear()
+
+    # Figures.
+
+    def _account(self, rank: int, completions: list[Completion]) -> None:
+        tally = self._tally
+        for completion in completions:
+            if completion.mark == "source_free":
+                continue
+            self._outstanding[rank].discard(completion.op_id)
+            if completion.mark == "failed" or completion.op_id not in self._ops:
+                continue
+            if self._ops[completion.op_id][0].direction == "load":
+                tally.loaded_bytes += completion.num_bytes
+                tally.load_seconds += completion.seconds
+            else:
+                tally.stored_bytes += completion.num_bytes
+                tally.store_seconds += completion.seconds
+
+    def _count_drops(self, outcomes: dict[str, int]) -> None:
+        for outcome, count in outcomes.items():
+            if outcome.startswith("dropped") and count:
+                self._tally.drops[outcome] += count
+
+
+def blocks_needed(requests: Sequence[TraceRequest], concurrency: int) -> int:
+    """KV blocks with which `concurrency` requests of any size run at once."""
+    return max((len(request.hash_ids) for request in requests), default=0) * concurrency

@@ -1,0 +1,71 @@
+"""What the replay needs of the KV caches of all ranks, and the cache of a replay that moves no bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from kvstow.keys import BlockKey
+
+
+class Mismatch(NamedTuple):
+    """A block on one rank whose bytes are not those of its key."""
+
+    key: BlockKey
+    rank: int
+    region: int
+    block: int
+
+
+class KVCache(Protocol):
+    """The device KV caches of all ranks, used by one thread, block by block.
+
+    Stands in for the model: what it writes for a key is what computing that key's block would have written.
+    """
+
+    def compute(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        """Write the bytes of `keys[i]` into block `blocks[i]` on every rank."""
+
+    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Mismatch]:
+        """Compare every byte of block `blocks[i]` with those of `keys[i]`; one entry per wrong block and rank."""
+
+    def scrub(self, blocks: Sequence[int]) -> None:
+        """Overwrite freed blocks: a store that still reads them, or a load that writes nothing, shows as a mismatch."""
+
+    def verified_bytes(self, blocks: int) -> int:
+        """How many bytes `verify` compares for so many blocks."""
+
+
+class NoKV:
+    """No cache: for a replay of the control plane alone."""
+
+    def compute(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        """Nothing to write."""
+
+    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Mismatch]:
+        return []
+
+    def scrub(self, blocks: Sequence[int]) -> None:
+        """Nothing to overwrite."""
+
+    def verified_bytes(self, blocks: int) -> int:
+        return 0
+
+
+class FreeBlocks:
+    """The free list of the KV cache's blocks, which all ranks share. First in, first out, so that a block is
+    reused as late as possible, as in an inference engine."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._blocks = deque(range(num_blocks))
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def take(self, count: int) -> list[int]:
+        """`count` free blocks; the caller has seen that there are so many."""
+        return [self._blocks.popleft() for _ in range(count)]
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        self._blocks.extend(blocks)

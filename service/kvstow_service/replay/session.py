@@ -1,0 +1,87 @@
+"""An engine with its ranks in this process, without a server: what `kvstow replay` runs on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstow.config import EngineConfig, PoolConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.errors import PinError
+from kvstow.messages import DesiredState, RankReport
+from kvstow_service.replay.driver import RankWorker
+from kvstow_service.replay.kv import KVCache, NoKV
+from kvstow_service.replay.simulated import SimulatedWorker
+
+_POLL = 0.01
+
+
+class ReportingWorker(RankWorker, Protocol):
+    """A worker whose rank the session reports."""
+
+    def report(self) -> RankReport: ...
+
+    def apply(self, desired: DesiredState) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a replay needs, with all slots usable. Owned by the context manager that gave it."""
+
+    engine: OffloadEngine
+    workers: Sequence[ReportingWorker]
+    kv: KVCache
+
+
+@contextmanager
+def simulated_session(config: EngineConfig) -> Iterator[Session]:
+    """The control plane alone: no memory, no copies, no torch."""
+    with ExitStack() as stack:
+        engine = OffloadEngine(config)
+        stack.callback(engine.close)
+        workers = [SimulatedWorker(rank, config.slot_bytes, config.capacity_slots) for rank in range(config.num_ranks)]
+        _report(engine, workers)
+        yield Session(engine, workers, NoKV())
+
+
+@contextmanager
+def cpu_session(
+    config: EngineConfig, *, kv_blocks: int, stop: threading.Event, on_pinned: Callable[[int], None] | None = None
+) -> Iterator[Session]:
+    """Ranks on the CPU device. Returns when every slot is usable, so that figures repeat, or when `stop` is set.
+
+    `on_pinned` hears the number of usable slots while it waits. Raises `InsufficientMemoryError` or `PinError`
+    where the pool cannot be made.
+    """
+    from kvstow_service.ranks import build_ranks  # torch, which a replay of the control plane does without
+    from kvstow_service.replay.pattern import PatternedKV
+
+    pool = PoolConfig(slot_bytes=config.slot_bytes, pool_bytes=config.slot_bytes * config.capacity_slots)
+    with ExitStack() as stack:
+        engine = OffloadEngine(config)
+        stack.callback(engine.close)
+        ranks = build_ranks(config.num_ranks, pool, kv_blocks)
+        for rank in ranks:
+            stack.callback(rank.close)
+        for rank in ranks:
+            rank.start_pinning()
+        workers = [rank.worker for rank in ranks]
+        while not stop.is_set() and (usable := _report(engine, workers)) < config.capacity_slots:
+            if on_pinned is not None:
+                on_pinned(usable)
+            time.sleep(_POLL)
+        yield Session(engine, workers, PatternedKV([rank.tensors for rank in ranks]))
+
+
+def _report(engine: OffloadEngine, workers: Sequence[ReportingWorker]) -> int:
+    """Report all ranks once and return the slots usable on all of them; raises a rank's `PinError`."""
+    for worker in workers:
+        report = worker.report()
+        if report.error is not None:
+            raise PinError(report.error_reason or "driver", f"rank {report.rank}: {report.error}")
+        worker.apply(engine.report(report))
+    return engine.readiness().usable_slots
