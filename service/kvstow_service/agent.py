@@ -14,7 +14,7 @@ import httpx
 
 from kvstow.messages import DesiredState, RankReport
 
-_log = logging.getLogger("kvstow.agent")
+logger = logging.getLogger("kvstow.agent")
 
 _TIMEOUT_SECONDS = 5.0
 _MIN_GAP_SECONDS = 0.05  # at most 20 reports a second, however fast chunks are pinned
@@ -107,12 +107,12 @@ class RankAgent:
         except Exception as error:  # noqa: BLE001 - whatever it is, the thread goes on
             self._failed += 1
             if not self._failing:
-                _log.warning("rank %d: report failed, trying on: %s", self._rank, error, exc_info=_unless_http(error))
+                logger.warning("rank %d: report failed, trying on: %s", self._rank, error, exc_info=_unless_http(error))
             self._failing = True
         else:
             self._sent += 1
             if self._failing:
-                _log.info("rank %d: reports arrive again after %d failures", self._rank, self._failed)
+                logger.info("rank %d: reports arrive again after %d failures", self._rank, self._failed)
             self._failing = False
 
 

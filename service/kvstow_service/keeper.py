@@ -8,17 +8,18 @@ import threading
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import IntegrityError
 
-_log = logging.getLogger("kvstow.keeper")
+logger = logging.getLogger("kvstow.keeper")
 
 _TICKS_PER_CHECK = 60
-# The check holds the engine's lock for as long as it walks the pool; above this size it waits for an idle moment.
-_SMALL_POOL_SLOTS = 16_384
+# The check holds the engine's lock while it walks the pool, 1 us a slot: larger pools do without it.
+_MOST_CHECKED_SLOTS = 65_536
 
 
 class Keeper:
     """Ticks once a second until `stop`, which is idempotent. No failure ends the thread.
 
-    `problem` says what is wrong with the engine's books, or None; it stays, for only a restart cures that.
+    Once a minute, in a quiet moment, it checks the books of a pool that is not too large for that. `problem` says
+    what is wrong with them, or None; it stays, for only a restart cures that.
     """
 
     def __init__(self, engine: OffloadEngine, *, interval: float = 1.0) -> None:
@@ -36,6 +37,10 @@ class Keeper:
         if self._thread.ident is not None:
             self._thread.join()
 
+    def check(self) -> str | None:
+        """The health check: `problem`, or that the clockwork stands still."""
+        return self.problem or (None if self._thread.is_alive() else "the engine's clockwork has stopped")
+
     def _run(self) -> None:
         ticks = 0
         while not self._stopping.wait(self._interval):
@@ -45,13 +50,12 @@ class Keeper:
                 if ticks % _TICKS_PER_CHECK == 0 and self._may_check():
                     self._engine.check_integrity()
             except IntegrityError as error:
-                if self.problem is None:
-                    _log.error("the engine's books do not balance: %s", error)
-                self.problem = str(error)
-            except Exception:  # noqa: BLE001 - logged; the next tick comes
-                _log.exception("the engine's tick failed")
+                self.problem = f"the engine's books do not balance: {error}"
+                logger.error("%s", self.problem)
+            except Exception:
+                logger.exception("the engine's tick failed")
 
     def _may_check(self) -> bool:
         stats = self._engine.stats()
         idle = not (stats.pending.loads or stats.pending.stores or stats.leases)
-        return idle or stats.usable_slots <= _SMALL_POOL_SLOTS
+        return idle and stats.usable_slots <= _MOST_CHECKED_SLOTS

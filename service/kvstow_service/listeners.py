@@ -7,7 +7,6 @@ import socket
 import stat
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 
 from kvstow.errors import ConfigError, ConflictError
@@ -33,10 +32,6 @@ class TcpAddress:
             raise ConfigError("host", host, f"an address or a name of this machine ({error})") from error
         family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
         return cls(family, str(address[0]), port)
-
-    @property
-    def is_loopback(self) -> bool:
-        return ip_address(self.host.partition("%")[0]).is_loopback
 
 
 class Listeners:

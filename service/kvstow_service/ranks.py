@@ -13,7 +13,6 @@ import torch
 from kvstow.config import PoolConfig
 from kvstow.devices.cpu import CpuDevice, MlockRegistrar
 from kvstow.layout import KVLayout, Region
-from kvstow.memory.pinning import PopulateOnly
 from kvstow.memory.pool import HostPool
 from kvstow.worker import OffloadWorker
 
@@ -61,7 +60,7 @@ def build_rank(rank: int, config: PoolConfig, kv_blocks: int) -> LocalRank:
     """
     layout = cpu_layout(config.slot_bytes, kv_blocks)
     with ExitStack() as undo:
-        pool = HostPool(config, MlockRegistrar() if config.lock else PopulateOnly())
+        pool = HostPool(config, MlockRegistrar())
         undo.callback(pool.close)
         # Zeroed memory of this size is not resident before it is written.
         tensors = tuple(torch.zeros((kv_blocks, region.page_bytes), dtype=torch.uint8) for region in layout.regions)

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from kvstow.errors import ConflictError
 
-_log = logging.getLogger("kvstow.server")
+logger = logging.getLogger("kvstow.server")
 
 _START_SECONDS = 10.0
 _GRACE_SECONDS = 2  # for responses under way when the server stops; streams are cut off then
@@ -60,9 +60,9 @@ class AdminServer:
         reason = "it returned"
         try:
             self._server.run(self._sockets)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the owner; SystemExit: a failed start
+        except (Exception, SystemExit) as error:  # uvicorn ends a failed start with SystemExit
             reason = repr(error)
-            _log.exception("the admin server failed")
+            logger.exception("the admin server failed")
         self._server.answering.set()
         if not self._server.should_exit:
             self._on_failure(f"the admin server ended: {reason}")

@@ -38,6 +38,16 @@ def _count(value: object) -> int:
     raise ConfigError("", value, "a whole number, 1 or more")
 
 
+def _rate(value: object) -> float:
+    try:
+        rate = float(value) if isinstance(value, (str, int, float)) and type(value) is not bool else 0.0
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise ConfigError("", value, "a number, more than 0")
+    return rate
+
+
 def _port(value: object) -> int:
     if value in (0, "0") and type(value) is not bool:
         return 0
@@ -86,18 +96,19 @@ def _reads(parse: Any) -> BeforeValidator:
 
 Size = Annotated[int, _reads(_size)]
 Count = Annotated[int, _reads(_count)]
+Rate = Annotated[float, _reads(_rate)]
 Duration = Annotated[float, _reads(parse_duration)]
 
 
 class Settings(BaseModel):
     """All of it, validated. Sizes in bytes, times in seconds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     device: Literal["cpu"] = Field("cpu", description="Device that holds the KV cache.")
     ranks: Count = Field(1, description="Ranks in this process.")
-    pool_size: Size = Field(8 << 30, description="Host memory of the pool, per rank.")
-    slot_size: Size = Field(2 << 20, description="Bytes of one block, per rank.")
+    pool_size: Size = Field("8GiB", description="Host memory of the pool, per rank.")
+    slot_size: Size = Field("2MiB", description="Bytes of one block, per rank.")
     pool_max_size: Size | None = Field(
         None,
         description="How far the pool may grow at runtime, per rank; by default the ranks' share of the machine.",
@@ -107,17 +118,32 @@ class Settings(BaseModel):
     port: Annotated[int, _reads(_port)] = Field(9595, description="Port of the admin server; 0 takes any free one.")
     uds: Path | None = Field(None, description="Listen on this Unix socket (mode 0600) as well.")
     token_file: Path | None = Field(None, description="File with the bearer tokens that mutating requests need.")
-    pin_chunk: Size = Field(64 << 20, description="Memory made ready per step of pinning.")
-    pin_pause: Duration = Field(0.002, description="Rest between two steps of pinning.")
+    pin_chunk: Size = Field("64MiB", description="Memory made ready per step of pinning.")
+    pin_pause: Duration = Field("2ms", description="Rest between two steps of pinning.")
     lock: Annotated[bool, _reads(_flag)] = Field(
         True, description="Lock the pool in memory; without, it is only populated."
     )
-    kv_blocks: Count = Field(512, description="Blocks of the CPU device's KV cache, per rank, as a replay uses it.")
+    kv_blocks: Count | None = Field(
+        None, description="Blocks of the CPU device's KV cache, per rank; by default as many as the replay needs."
+    )
     readiness_require: Annotated[tuple[str, ...], _reads(_checks)] = Field(
         (), description="Checks that must pass before /readyz does: pool (first slots), pinned (all of them)."
     )
-    drain_deadline: Duration = Field(10.0, description="How long traffic may drain after SIGTERM.")
-    transfer_timeout: Duration = Field(30.0, description="Age at which a transfer counts as stuck.")
+    shutdown_delay: Duration = Field(
+        "500ms", description="After SIGTERM, how long /readyz fails before anything stops, so that routers notice."
+    )
+    drain_deadline: Duration = Field("10s", description="After that, how long traffic may take to drain.")
+    transfer_timeout: Duration = Field("30s", description="Age at which a transfer counts as stuck.")
+    replay: Path | None = Field(None, description="Drive the service with this request trace (JSON lines).")
+    replay_requests: Count | None = Field(None, description="Replay only so many requests of the trace.")
+    replay_concurrency: Count = Field(1, description="Requests of the replay in flight at once.")
+    replay_rate: Rate | None = Field(
+        None, description="Requests the replay starts per second; by default as fast as possible."
+    )
+    replay_time_scale: Rate | None = Field(
+        None, description="Replay by the trace's timestamps, this many times as fast."
+    )
+    exit_after_replay: Annotated[bool, _reads(_flag)] = Field(False, description="Stop once the replay has ended.")
     log_format: LogFormat = Field("text", description="Log lines for people (text) or machines (json).")
     log_level: LogLevel = Field("info", description="Least level logged: debug, info, warning or error.")
 
@@ -133,23 +159,32 @@ class Settings(BaseModel):
             raise _contradiction("pool_max_size", f"at least the pool's size, {format_size(self.pool_size)}")
         if not self.transfer_timeout:
             raise _contradiction("transfer_timeout", "more than 0 seconds")
+        if self.replay_rate is not None and self.replay_time_scale is not None:
+            raise _contradiction("replay_time_scale", "a rate or a time scale, not both")
+        if self.replay is None and self.exit_after_replay:
+            raise _contradiction("exit_after_replay", "true only with a replay")
         return self
 
-    def engine_config(self) -> EngineConfig:
+    @property
+    def capacity_slots(self) -> int:
+        return self.pool_size // self.slot_size
+
+    def engine_config(self, block_tokens: int) -> EngineConfig:
         return EngineConfig(
             slot_bytes=self.slot_size,
-            capacity_slots=self.pool_size // self.slot_size,
+            capacity_slots=self.capacity_slots,
             num_ranks=self.ranks,
             policy=self.policy,
+            block_tokens=block_tokens,
             transfer_timeout=self.transfer_timeout,
         )
 
-    def pool_config(self, machine_bytes: int) -> PoolConfig:
-        """One rank's pool on a machine with so much memory."""
+    def pool_config(self, memory_left: int) -> PoolConfig:
+        """One rank's pool; unless a bound is set, the ranks may grow into `memory_left` bytes together."""
         return PoolConfig(
             slot_bytes=self.slot_size,
             pool_bytes=self.pool_size,
-            max_bytes=self.pool_max_size or max(self.pool_size, machine_bytes // self.ranks),
+            max_bytes=self.pool_max_size or max(self.pool_size, memory_left // self.ranks),
             chunk_bytes=self.pin_chunk,
             pause=self.pin_pause,
             lock=self.lock,

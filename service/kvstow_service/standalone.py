@@ -1,0 +1,141 @@
+"""The standalone host: engine, data plane and admin server in one process."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import kvstow
+from kvstow.bytesize import format_size
+from kvstow.control.engine import OffloadEngine
+from kvstow.errors import InsufficientMemoryError
+from kvstow.memory.limits import MemoryLimits
+from kvstow_api.app import create_app
+from kvstow_api.auth import TokenFile, require_token
+from kvstow_api.context import ApiContext
+from kvstow_service.agent import AdminAddress
+from kvstow_service.fleet import Fleet
+from kvstow_service.keeper import Keeper
+from kvstow_service.listeners import Listeners, TcpAddress
+from kvstow_service.logs import configure_logs
+from kvstow_service.replay.trace import BLOCK_TOKENS
+from kvstow_service.server import AdminServer
+from kvstow_service.settings import Settings
+from kvstow_service.stop import StopRequests
+from kvstow_service.traffic import ReplayTraffic, kv_blocks, read_requests
+
+logger = logging.getLogger("kvstow.service")
+
+_DRAIN_POLL_SECONDS = 0.02
+
+
+def run_service(settings: Settings) -> int:
+    """Serve until a signal, the end of a replay that was to be the end, or a failure; returns the exit status.
+
+    Owns the process's signals and its loggers. Raises `ConfigError` or another `KvstowError` for what keeps it
+    from starting; by then everything it had taken is given back.
+    """
+    stops = StopRequests()
+    stops.install()
+    configure_logs(settings.log_format, settings.log_level)
+
+    # What can be refused is refused before anything is taken.
+    requests = read_requests(settings)
+    address = TcpAddress.resolve(settings.host, settings.port)
+    require_token(address.host, settings.token_file)
+    if settings.token_file is not None:
+        TokenFile(settings.token_file)
+    blocks = kv_blocks(settings, requests)
+    memory_left = require_memory(settings, kv_blocks=blocks if requests else 0)
+
+    with ExitStack() as running:
+        listeners = Listeners(address, settings.uds)
+        running.callback(listeners.close)
+
+        engine = OffloadEngine(settings.engine_config(BLOCK_TOKENS if requests else 16))
+        running.callback(engine.close)
+        keeper = Keeper(engine)
+        pool = settings.pool_config(memory_left)
+        agent_token = secrets.token_hex(16)
+        context = ApiContext(
+            engine=engine,
+            max_capacity_slots=pool.max_slots,
+            version=kvstow.__version__,
+            mode="standalone",
+            settings=public_settings(settings),
+            token_file=settings.token_file,
+            agent_token=agent_token,
+            readiness_require=settings.readiness_require,
+            ready_checks={"keeper": keeper.check},
+        )
+        keeper.start()
+        running.callback(keeper.stop)
+
+        server = AdminServer(create_app(context), listeners.sockets, lambda reason: stops.request(reason, 1))
+        server.start()
+        running.callback(server.stop)
+        _announce(settings, listeners)
+
+        fleet = Fleet(settings.ranks, pool, blocks, AdminAddress(listeners.url, agent_token, settings.uds))
+        fleet.start()
+        running.callback(fleet.close)
+
+        traffic = ReplayTraffic(settings, requests, lambda status: _on_replay_end(settings, stops, status))
+        if requests:
+            traffic.start(engine, fleet)
+
+        stop = stops.wait()
+        logger.info("stopping: %s", stop.reason)
+        _drain(engine, traffic, settings)
+    logger.info("stopped")
+    return stop.status
+
+
+def require_memory(settings: Settings, *, kv_blocks: int) -> int:
+    """Bytes that the pools of all ranks may have together. Raises `InsufficientMemoryError` if that is too little."""
+    headroom = MemoryLimits().headroom()
+    pools = settings.ranks * settings.pool_size
+    if headroom is None:
+        return pools
+    caches = settings.ranks * kv_blocks * settings.slot_size
+    if pools + caches > headroom.num_bytes:
+        cache_words = f" and {format_size(caches)} of KV cache" if caches else ""
+        raise InsufficientMemoryError(
+            f"{settings.ranks} x {format_size(settings.pool_size)} of pool{cache_words} cannot fit: {headroom.limit}"
+        )
+    return headroom.num_bytes - caches
+
+
+def public_settings(settings: Settings) -> dict[str, Any]:
+    """For every reader of /v1/info: paths of this machine stay out."""
+    return settings.model_dump(mode="json", exclude={"token_file", "uds", "replay"})
+
+
+def _announce(settings: Settings, listeners: Listeners) -> None:
+    logger.info("admin server on %s", " and ".join(listeners.addresses))
+    logger.info("changes through it %s", "need a token" if settings.token_file else "need no token: loopback only")
+    each = f"{format_size(settings.pool_size)} in {settings.capacity_slots} slots"
+    pinning = "locked in memory (mlock)" if settings.lock else "populated, not locked"
+    logger.info("pool: %d rank%s x %s, %s", settings.ranks, "s" if settings.ranks > 1 else "", each, pinning)
+
+
+def _on_replay_end(settings: Settings, stops: StopRequests, status: int) -> None:
+    if settings.exit_after_replay:
+        stops.request("the replay has ended", status)
+    else:
+        logger.info("the replay has ended; the service goes on")
+
+
+def _drain(engine: OffloadEngine, traffic: ReplayTraffic, settings: Settings) -> None:
+    """Fail readiness, then let traffic finish while the server still answers."""
+    engine.admin.drain("all", settings.drain_deadline)
+    time.sleep(settings.shutdown_delay)
+    deadline = time.monotonic() + settings.drain_deadline
+    traffic.stop()
+    while not (status := engine.admin.drain_status).drained and time.monotonic() < deadline:
+        time.sleep(_DRAIN_POLL_SECONDS)
+    if not status.drained:
+        logger.warning("%d transfers did not end in %g s", status.pending_transfers, settings.drain_deadline)
