@@ -82,9 +82,9 @@ class PendingTransfers:
 class EngineStats:
     """One consistent view of the counters, taken in O(1) of the pool's size.
 
-    Counters only grow. Keys of the mappings are fixed from the start. `lookups`: full, partial, miss,
-    deferred. `miss_blocks`: absent, not_ready, bypassed, draining, load_failed. `store_blocks`: stored, skipped_*, dropped_*,
-    failed. `evicted_blocks`: by reason. `transfers`: (direction, result) with results ok and error.
+    Counters only grow. Keys of the mappings are fixed from the start. `lookups`: full, partial, miss.
+    `miss_blocks`: absent, not_ready, bypassed, draining, load_failed. `store_blocks`: stored, skipped_*,
+    dropped_*, failed. `evicted_blocks`: by reason. `transfers`: (direction, result) with results ok and error.
     `transfer_blocks`, `transfer_bytes`: by direction, of one rank, of ops that succeeded.
     """
 
@@ -112,8 +112,9 @@ class EngineStats:
     lookup_seconds: HistogramSnapshot
     stale_completions: int
     duplicate_completions: int
+    stale_reports: int
     rank_restarts: int
-    events_dropped: int
+    last_event: int
     errors: Mapping[str, int]
 
 

@@ -1,0 +1,351 @@
+"""What operators do to the pool while it works."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from typing import NamedTuple
+
+from kvstow.config import POLICIES
+from kvstow.control.gate import BypassStatus, DrainMode, DrainStatus
+from kvstow.control.state import ControlState
+from kvstow.control.sweep import SLICE_SLOTS, Sweep
+from kvstow.errors import ConfigError, ConflictError, InvalidRequestError
+
+logger = logging.getLogger("kvstow.admin")
+
+
+class PinResult(NamedTuple):
+    """`changed` blocks were pinned or unpinned; `missing` keys were not there (or not pinned)."""
+
+    changed: int
+    missing: int
+
+
+class Administrator:
+    """Eviction, size, pins, drain and bypass of a running engine. Every call is safe from any thread.
+
+    Bulk work comes as a `Sweep`: nothing happens until it is stepped or run, and it frees the engine's lock
+    between slices. A dry run counts what the same call would remove now. Bytes are of one rank. Times are
+    seconds; wrong arguments raise `InvalidRequestError` before anything changes.
+    """
+
+    def __init__(self, state: ControlState) -> None:
+        self._state = state
+
+    # -- eviction -------------------------------------------------------------------------------------------
+
+    def evict(
+        self,
+        *,
+        slots: int | None = None,
+        num_bytes: int | None = None,
+        idle_seconds: float | None = None,
+        dry_run: bool = False,
+    ) -> Sweep:
+        """Remove evictable blocks: the next `slots`, or as many as hold `num_bytes`, in the policy's order, or
+        all that were last used `idle_seconds` ago or earlier. Blocks in use or pinned stay."""
+        _exactly_one(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds)
+        if idle_seconds is not None:
+            return self._scan("evict", "operator", dry_run, self._evictable_before(idle_seconds, "idle_seconds"))
+        return self._evict_next("evict", "operator", self._count_of(slots, num_bytes), dry_run)
+
+    def purge(
+        self,
+        *,
+        everything: bool = False,
+        keys: Sequence[bytes] | None = None,
+        key_prefixes: Sequence[bytes] | None = None,
+        idle_seconds: float | None = None,
+        age_seconds: float | None = None,
+        slots: int | None = None,
+        num_bytes: int | None = None,
+        dry_run: bool = False,
+    ) -> Sweep:
+        """Remove blocks for good: by all, exact keys, key prefixes, idle time, age, or the next by count.
+
+        By all, keys and prefixes, pinned and leased blocks go too, and stores in flight do not become visible;
+        a leased slot is reused only when its lease or load ends. The others remove evictable blocks only.
+        """
+        _exactly_one(
+            all=everything or None,
+            keys=keys,
+            key_prefixes=key_prefixes,
+            idle_seconds=idle_seconds,
+            age_seconds=age_seconds,
+            slots=slots,
+            bytes=num_bytes,
+        )
+        if everything:
+            return self._purge_matching(lambda key: True, dry_run)
+        if key_prefixes is not None:
+            prefixes = tuple(key_prefixes)
+            if not prefixes or not all(prefixes):
+                raise InvalidRequestError("key_prefixes is empty or has an empty prefix; allowed: non-empty prefixes")
+            return self._purge_matching(lambda key: key.startswith(prefixes), dry_run)
+        if keys is not None:
+            return self._purge_keys(keys, dry_run)
+        for name, seconds in (("idle_seconds", idle_seconds), ("age_seconds", age_seconds)):
+            if seconds is not None:
+                return self._scan("purge", "purge", dry_run, self._evictable_before(seconds, name))
+        return self._evict_next("purge", "purge", self._count_of(slots, num_bytes), dry_run)
+
+    def _count_of(self, slots: int | None, num_bytes: int | None) -> int:
+        """Slots to evict; bytes are rounded up to whole slots, so that at least that much is freed."""
+        for name, value in (("slots", slots), ("bytes", num_bytes)):
+            if value is not None and value < 1:
+                raise InvalidRequestError(f"{name} is {value}; allowed: 1 or more")
+        return slots if slots is not None else -(-(num_bytes or 0) // self._state.config.slot_bytes)
+
+    def _evictable_before(self, seconds: float, name: str) -> Callable[[int], bool]:
+        if not 0 <= seconds < inf:
+            raise InvalidRequestError(f"{name} is {seconds}; allowed: 0 or more seconds")
+        state, index = self._state, self._state.index
+        limit = state.clock() - seconds
+        moment = index.used_at if name == "idle_seconds" else index.stored_at
+        return lambda slot: moment(slot) <= limit and not index.is_pinned(slot) and not index.holds(slot)
+
+    def _evict_next(self, kind: str, reason: str, count: int, dry_run: bool) -> Sweep:
+        state = self._state
+
+        def work(sweep: Sweep) -> Iterator[None]:
+            while sweep.done < count:
+                with state.lock:
+                    if dry_run:
+                        found = slice_size = min(count, state.index.num_cached)
+                    else:
+                        slice_size = min(SLICE_SLOTS, count - sweep.done)
+                        removal = state.index.evict(slice_size)
+                        state.removed(removal, reason)
+                        found = len(removal.keys)
+                sweep.evicted_slots += found
+                sweep.done += found
+                if dry_run or found < slice_size:
+                    sweep.total = sweep.done
+                    return
+                yield
+
+        return self._sweep(kind, count, work)
+
+    def _scan(
+        self,
+        kind: str,
+        reason: str,
+        dry_run: bool,
+        wanted: Callable[[int], bool],
+        prepare: Callable[[], object] | None = None,
+    ) -> Sweep:
+        """After `prepare`, go over all slots in order of their numbers, and remove the visible ones wanted."""
+        state, index = self._state, self._state.index
+        total = index.num_known_slots
+
+        def work(sweep: Sweep) -> Iterator[None]:
+            if prepare and not dry_run:
+                with state.lock:
+                    prepare()
+            while sweep.done < total:
+                end = min(sweep.done + SLICE_SLOTS, total)
+                with state.lock:
+                    found = [s for s in range(sweep.done, end) if index.key_at(s) is not None and wanted(s)]
+                    sweep.evicted_slots += len(found) if dry_run else state.remove(found, reason)
+                sweep.done = end
+                yield
+
+        return self._sweep(kind, total, work)
+
+    def _purge_matching(self, matches: Callable[[bytes], bool], dry_run: bool) -> Sweep:
+        index = self._state.index
+
+        def wanted(slot: int) -> bool:
+            key = index.key_at(slot)
+            return key is not None and matches(key)
+
+        def disown() -> None:  # O(blocks that the host is storing now)
+            index.disown_filling([key for key in index.filling_keys() if matches(key)])
+
+        return self._scan("purge", "purge", dry_run, wanted, prepare=disown)
+
+    def _purge_keys(self, keys: Sequence[bytes], dry_run: bool) -> Sweep:
+        state = self._state
+        wanted = list(dict.fromkeys(keys))
+
+        def work(sweep: Sweep) -> Iterator[None]:
+            while sweep.done < len(wanted):
+                some = wanted[sweep.done : sweep.done + SLICE_SLOTS]
+                with state.lock:
+                    found = [slot for slot in state.index.slots_of(some) if slot is not None]
+                    if not dry_run:
+                        state.index.disown_filling(some)
+                        state.remove(found, "purge")
+                sweep.evicted_slots += len(found)
+                sweep.done += len(some)
+                yield
+
+        return self._sweep("purge", len(wanted), work)
+
+    def _sweep(self, kind: str, total: int, work: Callable[[Sweep], Iterator[None]]) -> Sweep:
+        return Sweep(kind, total, self._state.config.slot_bytes, work)
+
+    # -- size and policy ------------------------------------------------------------------------------------
+
+    def resize(self, capacity_slots: int) -> Sweep:
+        """Give every rank `capacity_slots` slots. Growing is finished at once (the ranks then pin); shrinking
+        first removes what lies above, and waits until nothing there is leased or in flight.
+
+        Raises `ConflictError` while another resize is under way, or when operator's pins lie above.
+        """
+        if capacity_slots < 1:
+            raise InvalidRequestError(f"capacity_slots is {capacity_slots}; allowed: 1 or more")
+        state = self._state
+        with state.lock:
+            if state.resizing:
+                raise ConflictError("another resize is under way; wait for its operation, or cancel it")
+            pinned = sum(slot >= capacity_slots for slot in state.index.pinned_slots())
+            if pinned:
+                raise ConflictError(f"{pinned} pinned blocks lie above slot {capacity_slots}; unpin them first")
+            top = state.slots.limit
+            state.resizing = True
+            state.ceiling = capacity_slots
+            if capacity_slots >= state.capacity:
+                state.capacity = capacity_slots
+            state.apply_limit()
+        logger.info("resize to %d slots", capacity_slots)
+        return self._sweep("resize", max(0, top - capacity_slots), lambda sweep: self._vacate(sweep, top))
+
+    def _vacate(self, sweep: Sweep, top: int) -> Iterator[None]:
+        state = self._state
+        done = False
+        try:
+            low = state.ceiling
+            while low < top:
+                with state.lock:
+                    before = state.index.num_visible
+                    low = state.vacate(low, top, "resize")
+                    sweep.evicted_slots += before - state.index.num_visible
+                sweep.done = sweep.total - (top - low)
+                yield
+            while True:
+                with state.lock:
+                    sweep.waiting = state.slots.leaving > 0
+                    if not sweep.waiting:
+                        state.capacity = state.ceiling
+                        done = True
+                        return
+                yield
+        finally:
+            with state.lock:
+                state.resizing = False
+                if not done:
+                    state.ceiling = state.capacity
+                    state.apply_limit()
+
+    def set_policy(self, name: str) -> None:
+        """Change the order of eviction, keeping the present order as its start. Raises `ConfigError`."""
+        if name not in POLICIES:
+            raise ConfigError("policy", name, " or ".join(POLICIES))
+        with self._state.lock:
+            self._state.index.set_policy(name)
+
+    # -- operator's pins ------------------------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[bytes], ttl_seconds: float | None) -> PinResult:
+        """Keep these blocks from eviction, for `ttl_seconds` or until `unpin`. A new pin replaces an old one.
+        Blocks above the size that a resize is bringing about count as missing."""
+        if ttl_seconds is not None and not 0 < ttl_seconds < inf:
+            raise InvalidRequestError(f"ttl_seconds is {ttl_seconds}; allowed: more than 0, or null")
+        state = self._state
+        expires = inf if ttl_seconds is None else state.clock() + ttl_seconds
+
+        def pin_slot(slot: int) -> bool:
+            if slot >= state.slots.limit:
+                return False
+            state.index.pin(slot, expires)
+            return True
+
+        return self._each_key(keys, pin_slot)
+
+    def unpin(self, keys: Sequence[bytes] | None) -> PinResult:
+        """End the pins of these blocks, or of all (None)."""
+        state = self._state
+        if keys is not None:
+            return self._each_key(keys, state.index.unpin)
+        with state.lock:
+            pinned = state.index.pinned_slots()
+        changed = 0
+        for start in range(0, len(pinned), SLICE_SLOTS):
+            with state.lock:
+                changed += sum(map(state.index.unpin, pinned[start : start + SLICE_SLOTS]))
+        return PinResult(changed, 0)
+
+    def _each_key(self, keys: Sequence[bytes], change: Callable[[int], bool]) -> PinResult:
+        state = self._state
+        unique = list(dict.fromkeys(keys))
+        changed = 0
+        for start in range(0, len(unique), SLICE_SLOTS):
+            with state.lock:
+                slots = state.index.slots_of(unique[start : start + SLICE_SLOTS])
+                changed += sum(slot is not None and change(slot) for slot in slots)
+        return PinResult(changed, len(unique) - changed)
+
+    # -- memory ---------------------------------------------------------------------------------------------
+
+    def retry_pinning(self) -> None:
+        """Ranks whose pinning failed try again."""
+        with self._state.lock:
+            self._state.pin_attempt += 1
+
+    def pause_pinning(self, paused: bool) -> None:
+        """Ranks start no further chunk while paused; what is pinned stays usable."""
+        with self._state.lock:
+            self._state.pinning_paused = paused
+
+    # -- drain and bypass -----------------------------------------------------------------------------------
+
+    def drain(self, mode: DrainMode, deadline_seconds: float | None) -> DrainStatus:
+        """Refuse new stores, or (mode "all") new loads too, until `undrain`. A new drain replaces an old one.
+        The deadline is a word to whoever waits: nothing in flight is broken off when it passes."""
+        if deadline_seconds is not None and not 0 <= deadline_seconds < inf:
+            raise InvalidRequestError(f"deadline_seconds is {deadline_seconds}; allowed: 0 or more, or null")
+        state = self._state
+        with state.lock:
+            state.gate.drain_mode = mode
+            state.gate.drain_deadline = inf if deadline_seconds is None else state.clock() + deadline_seconds
+        return self.drain_status
+
+    def undrain(self) -> DrainStatus:
+        """Accept loads and stores again."""
+        with self._state.lock:
+            self._state.gate.drain_mode = None
+            self._state.gate.drain_deadline = inf
+        return self.drain_status
+
+    @property
+    def drain_status(self) -> DrainStatus:
+        state = self._state
+        with state.lock:
+            gate, pending, leases = state.gate, len(state.ledger), len(state.leases)
+            left = None if gate.drain_deadline == inf else max(0.0, gate.drain_deadline - state.clock())
+            active = gate.drain_mode is not None
+            return DrainStatus(active, gate.drain_mode, left, active and not pending and not leases, pending, leases)
+
+    def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus:
+        """Switch loads or stores off, for `ttl_seconds` or until switched on again. Look-ups then miss."""
+        if ttl_seconds is not None and not 0 < ttl_seconds < inf:
+            raise InvalidRequestError(f"ttl_seconds is {ttl_seconds}; allowed: more than 0, or null")
+        state = self._state
+        with state.lock:
+            until = inf if ttl_seconds is None else state.clock() + ttl_seconds
+            state.gate.set_bypass(load=load, store=store, until=until)
+        return self.bypass
+
+    @property
+    def bypass(self) -> BypassStatus:
+        with self._state.lock:
+            return self._state.gate.bypass(self._state.clock())
+
+
+def _exactly_one(**selectors: object) -> None:
+    given = [name for name, value in selectors.items() if value is not None]
+    if len(given) != 1:
+        raise InvalidRequestError(f"selectors given: {given or 'none'}; allowed: exactly one of {list(selectors)}")

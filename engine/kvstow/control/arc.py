@@ -1,0 +1,107 @@
+"""ARC (Megiddo, Modha: "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003) over slots.
+
+Blocks used once and blocks used again live in two lists. The keys evicted of late from either are remembered;
+a store of such a key says which list was too short, and moves the target size of the first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from kvstow.control.recency import Links, RecencyList
+
+
+class ArcPolicy:
+    """Resists scans: blocks that were used twice are not flushed by blocks that are used once.
+
+    `key_of[slot]` is the key of a slot's content: read when slots are admitted and evicted. The ghosts hold
+    up to one key per slot of the pool.
+    """
+
+    name = "arc"
+
+    def __init__(self, order: RecencyList, links: Links, key_of: Sequence[bytes | None]) -> None:
+        self._links = links
+        self._key_of = key_of
+        self._recent = order
+        self._frequent = RecencyList(links)
+        self._is_frequent = bytearray(len(key_of))
+        self._recent_ghosts: OrderedDict[bytes | None, None] = OrderedDict()
+        self._frequent_ghosts: OrderedDict[bytes | None, None] = OrderedDict()
+        self._capacity = len(key_of)
+        self._target = 0.0
+
+    def __len__(self) -> int:
+        return len(self._recent) + len(self._frequent)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(self._recent, self._frequent)
+
+    def admit(self, slots: Sequence[int]) -> None:
+        once: list[int] = []
+        again: list[int] = []
+        for slot in slots:
+            (again if self._recall(self._key_of[slot]) else once).append(slot)
+        for slot in again:
+            self._is_frequent[slot] = 1
+        self._recent.append(once)
+        self._frequent.append(again)
+
+    def detach(self, slots: Sequence[int]) -> None:
+        marks = self._is_frequent
+        again = [slot for slot in slots if marks[slot]]
+        self._frequent.remove(again)
+        self._recent.remove([slot for slot in slots if not marks[slot]] if again else slots)
+        for slot in again:
+            marks[slot] = 0
+
+    def attach(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._is_frequent[slot] = 1
+        self._frequent.append(slots)
+
+    def evict(self, count: int) -> list[int]:
+        surplus = max(0, len(self._recent) - int(self._target))
+        shortfall = max(0, count - len(self._frequent))
+        from_recent = self._recent.pop_coldest(min(count, max(surplus, shortfall)))
+        from_frequent = self._frequent.pop_coldest(count - len(from_recent))
+        for slot in from_recent:
+            self._recent_ghosts[self._key_of[slot]] = None
+        for slot in from_frequent:
+            self._frequent_ghosts[self._key_of[slot]] = None
+            self._is_frequent[slot] = 0
+        self._trim_ghosts()
+        return from_recent + from_frequent
+
+    def set_capacity(self, num_slots: int) -> None:
+        missing = len(self._key_of) - len(self._is_frequent)
+        if missing > 0:
+            self._is_frequent.extend(bytes(missing))
+        self._capacity = num_slots
+        self._target = min(self._target, float(num_slots))
+        self._trim_ghosts()
+
+    def hand_over(self) -> RecencyList:
+        self._recent.absorb(self._frequent)
+        return self._recent
+
+    def _recall(self, key: bytes | None) -> bool:
+        """Whether `key` was evicted of late; if so, learn from it and forget it."""
+        recent, frequent = self._recent_ghosts, self._frequent_ghosts
+        if key in recent:
+            self._target = min(float(self._capacity), self._target + max(1.0, len(frequent) / len(recent)))
+            del recent[key]
+            return True
+        if key in frequent:
+            self._target = max(0.0, self._target - max(1.0, len(recent) / len(frequent)))
+            del frequent[key]
+            return True
+        return False
+
+    def _trim_ghosts(self) -> None:
+        while len(self._recent_ghosts) > max(0, self._capacity - len(self._recent)):
+            self._recent_ghosts.popitem(last=False)
+        while len(self._recent_ghosts) + len(self._frequent_ghosts) > self._capacity:
+            (self._frequent_ghosts or self._recent_ghosts).popitem(last=False)

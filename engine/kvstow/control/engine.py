@@ -1,0 +1,437 @@
+"""The facade of the control plane: what a host of the engine calls."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstow.config import EngineConfig
+from kvstow.control import views
+from kvstow.control.administration import Administrator
+from kvstow.control.counters import STORE_REFUSALS
+from kvstow.control.events import EventLog
+from kvstow.control.lease import Lease
+from kvstow.control.ledger import OpenOp, Verdict
+from kvstow.control.state import ControlState, Settled
+from kvstow.errors import IntegrityError, InvalidRequestError, LeaseError
+from kvstow.messages import Completion, DesiredState, Mark, Op, RankReport
+from kvstow.stats import BlockPage, BlockView, EngineStats, Readiness, TransferView
+
+logger = logging.getLogger("kvstow.engine")
+
+_NOTHING = Lease(0, (), ())
+"""The lease of a miss: it holds nothing and is in no book."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreGrant:
+    """What becomes of a store. `accepted[i]` is the index, in the keys given, of pair `i` of `op`; `op` is None
+    when nothing is left to store. `outcomes` counts all other keys by reason."""
+
+    op: Op | None
+    accepted: tuple[int, ...]
+    outcomes: dict[str, int]
+
+
+class OffloadEngine:
+    """Decides which block lives in which slot, and follows every copy until all ranks have spoken.
+
+    Guarantees. A key is visible only once every rank holds its bytes. A slot is reused only when no rank may
+    still read or write it. Op ids are never reused. Every call is safe from any thread.
+
+    Cost. One lock; a call holds it for O(blocks given), and nothing here waits. The exceptions are named:
+    `report` when a rank has lost its memory, and `check_integrity`.
+
+    Keys and blocks are in prefix order, root first. Times are seconds of `clock`.
+    """
+
+    def __init__(self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.engine_id = secrets.token_hex(8)
+        self._state = ControlState(config, clock)
+        self.admin = Administrator(self._state)
+
+    @property
+    def events(self) -> EventLog:
+        return self._state.events
+
+    # -- look-up and load -----------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """How many of the keys, from the first on, are present. Holds nothing: see `acquire`."""
+        state = self._state
+        with state.lock:
+            if state.gate.refuses_load(state.clock()):
+                return 0
+            return len(state.index.leading_run(keys))
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of the keys are present (for windows that need no leading run). Holds nothing: see `lease`."""
+        state = self._state
+        with state.lock:
+            if state.gate.refuses_load(state.clock()):
+                return [False] * len(keys)
+            return [slot is not None for slot in state.index.slots_of(keys)]
+
+    def acquire(self, keys: Sequence[bytes]) -> Lease:
+        """Look up the leading run and keep it from eviction, in one step. The lease may be empty; release it,
+        or use it up with `begin_load`."""
+        state, counters = self._state, self._state.counters
+        begun = time.perf_counter()
+        with state.lock:
+            now = state.clock()
+            refusal = state.gate.refuses_load(now)
+            slots = [] if refusal else state.index.leading_run(keys)
+            if slots:
+                state.index.hold(slots, now)
+            hits = len(slots)
+            counters.lookups["miss" if not hits else "partial" if hits < len(keys) else "full"] += 1
+            counters.query_blocks += len(keys)
+            counters.hit_blocks += hits
+            counters.miss_blocks[refusal or "absent"] += len(keys) - hits
+            lease = state.leases.add(tuple(keys[:hits]), tuple(slots)) if slots else _NOTHING
+            counters.lookup_seconds.observe(time.perf_counter() - begun)
+        return lease
+
+    def lease(self, keys: Sequence[bytes]) -> Lease | None:
+        """Keep exactly these keys from eviction; None, and nothing held, if one of them is absent."""
+        state = self._state
+        with state.lock:
+            now = state.clock()
+            if state.gate.refuses_load(now):
+                return None
+            slots = [slot for slot in state.index.slots_of(keys) if slot is not None]
+            if len(slots) < len(keys):
+                return None
+            state.index.hold(slots, now)
+            return state.leases.add(tuple(keys), tuple(slots))
+
+    def release(self, lease: Lease) -> None:
+        """End a lease. Idempotent, also after a load has used the lease up."""
+        state = self._state
+        with state.lock:
+            if state.leases.end(lease):
+                state.unhold(lease.slots)
+
+    def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int = 0, request_id: str = "") -> Op:
+        """Plan to load the slots of the lease, from its `first` on, into `blocks`. Uses the lease up: its
+        slots are kept until the load settles.
+
+        Raises `LeaseError` if the lease has ended, or a rank has lost its memory since (release it then);
+        `InvalidRequestError` for no blocks, or more than the lease has from `first` on.
+        """
+        state = self._state
+        if not blocks or first < 0 or first + len(blocks) > len(lease.slots):
+            raise InvalidRequestError(
+                f"load of {len(blocks)} blocks from number {first} on; "
+                f"allowed: 1 or more, within the {len(lease.slots)} leased"
+            )
+        with state.lock:
+            if not state.leases.is_out(lease):
+                raise LeaseError(f"lease {lease.lease_id} was released or used up")
+            if state.leases.is_broken(lease):
+                raise LeaseError(f"lease {lease.lease_id} is broken: a rank has lost its memory since it was given")
+            state.leases.end(lease)
+            end = first + len(blocks)
+            return state.ledger.open(
+                "load",
+                tuple(blocks),
+                lease.slots[first:end],
+                keys=lease.keys[first:end],
+                held=lease.slots,
+                request_id=request_id,
+                now=state.clock(),
+            )
+
+    # -- store ----------------------------------------------------------------------------------------------
+
+    def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str = "") -> StoreGrant:
+        """Plan to store block `blocks[i]` under `keys[i]`, evicting as needed. Keys that are present (they count
+        as used), in flight or given twice are skipped; what finds no slot is dropped, from the end.
+
+        Raises `InvalidRequestError` when keys and blocks differ in number.
+        """
+        if len(keys) != len(blocks):
+            raise InvalidRequestError(f"store of {len(keys)} keys and {len(blocks)} blocks; allowed: as many of each")
+        state, index = self._state, self._state.index
+        with state.lock:
+            now = state.clock()
+            outcomes: dict[str, int] = {}
+            refusal = state.gate.refuses_store(now)
+            if refusal:
+                outcomes[STORE_REFUSALS[refusal]] = len(keys)
+                self._count_outcomes(outcomes)
+                return StoreGrant(None, (), outcomes)
+            fresh, present = self._select(keys, outcomes)
+            index.end_pins(now)
+            slots = self._make_room(len(fresh), present, now)
+            if len(slots) < len(fresh):
+                outcomes["dropped_cpu_full"] = len(fresh) - len(slots)
+                del fresh[len(slots) :]
+            self._count_outcomes(outcomes)
+            if not fresh:
+                return StoreGrant(None, (), outcomes)
+            new_keys = tuple([keys[i] for i in fresh])
+            index.fill(new_keys, slots)
+            op = state.ledger.open(
+                "store",
+                tuple([blocks[i] for i in fresh]),
+                tuple(slots),
+                keys=new_keys,
+                held=(),
+                request_id=request_id,
+                now=now,
+            )
+            return StoreGrant(op, tuple(fresh), outcomes)
+
+    def _select(self, keys: Sequence[bytes], outcomes: dict[str, int]) -> tuple[list[int], list[int]]:
+        """(indices of the keys that need a slot, slots of those that are present)."""
+        index = self._state.index
+        fresh: list[int] = []
+        present: list[int] = []
+        taken: set[bytes] = set()
+        for i, (key, slot) in enumerate(zip(keys, index.slots_of(keys), strict=True)):
+            if slot is not None:
+                present.append(slot)
+                reason = "skipped_already_cached"
+            elif index.is_filling(key):
+                reason = "skipped_in_flight"
+            elif key in taken:
+                reason = "skipped_duplicate"
+            else:
+                taken.add(key)
+                fresh.append(i)
+                continue
+            outcomes[reason] = outcomes.get(reason, 0) + 1
+        return fresh, present
+
+    def _make_room(self, count: int, present: list[int], now: float) -> list[int]:
+        """Up to `count` slots to fill: free ones, then evicted ones. Blocks of the same prefix are not evicted."""
+        state = self._state
+        if present:
+            state.index.hold(present, now)
+        slots = state.slots.allocate(min(count, state.slots.free))
+        while len(slots) < count and state.index.num_cached:
+            removal = state.index.evict(count - len(slots))
+            state.counters.evicted_blocks["capacity"] += len(removal.keys)
+            state.events.add("removed", removal.keys, "capacity")
+            slots += state.reuse(removal.freed)
+        if present:
+            state.unhold(present)
+        return slots
+
+    def _count_outcomes(self, outcomes: dict[str, int]) -> None:
+        for outcome, count in outcomes.items():
+            self._state.counters.store_blocks[outcome] += count
+
+    # -- completion -----------------------------------------------------------------------------------------
+
+    def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
+        """Take what `rank` says of its ops. Idempotent: what is late, repeated or of a dead boot is counted and
+        not believed. Raises `NotFoundError` for an unknown rank."""
+        state = self._state
+        with state.lock:
+            if state.ranks.boot_id(rank) != boot_id:
+                state.ledger.stale += len(completions)
+                return
+            for completion in completions:
+                self._record(rank, completion)
+
+    def take_settled(self) -> list[Settled]:
+        """All that became final since the last call, in order: one consistent snapshot of done and failed."""
+        state = self._state
+        with state.lock:
+            settled = list(state.settled)
+            state.settled.clear()
+            return settled
+
+    def _record(self, rank: int, completion: Completion) -> None:
+        state = self._state
+        verdict = state.ledger.record(rank, completion)
+        if verdict in (Verdict.STALE, Verdict.DUPLICATE):
+            return
+        entry = state.ledger.get(completion.op_id)
+        assert entry is not None  # only a stale completion has no entry
+        if completion.mark == "failed" and entry.op.direction == "load":
+            # At the first rank's word: the request must not find these keys again and load in a circle.
+            state.remove(entry.op.slots, "load_failed")
+        if verdict is Verdict.SETTLED:
+            self._settle(state.ledger.close(completion.op_id))
+        elif verdict is Verdict.SOURCE_FREE and not entry.given_up:
+            self._tell(entry, "source_free")
+
+    def _settle(self, entry: OpenOp) -> None:
+        state, counters, op = self._state, self._state.counters, entry.op
+        if op.direction == "load":
+            state.unhold(entry.held)
+            if entry.error:
+                counters.miss_blocks["load_failed"] += len(op.blocks)
+        else:
+            self._settle_store(entry)
+        if entry.error:
+            counters.transfers[op.direction, "error"] += 1
+            counters.errors[f"{op.direction}_failed"] += 1
+            logger.warning("%s %d of %d blocks failed: %s", op.direction, op.op_id, len(op.blocks), entry.error)
+        else:
+            self._count_transfer(entry)
+        if not entry.given_up:
+            self._tell(entry, "failed" if entry.error else "done")
+        if entry.stuck:
+            self._refresh_gate()
+
+    def _settle_store(self, entry: OpenOp) -> None:
+        state, outcomes, op = self._state, self._state.counters.store_blocks, entry.op
+        if entry.given_up:
+            state.index.end_quarantine(op.slots)
+            state.slots.release(op.slots)
+        elif entry.error:
+            state.index.abandon(entry.keys, op.slots)
+            state.slots.release(op.slots)
+            outcomes["failed"] += len(op.slots)
+        else:
+            published = state.index.publish(entry.keys, op.slots, state.clock())
+            state.slots.release(published.freed)
+            state.events.add("stored", published.keys)
+            outcomes["stored"] += len(published.keys)
+            outcomes["dropped_purged"] += len(published.freed)
+
+    def _count_transfer(self, entry: OpenOp) -> None:
+        counters, direction = self._state.counters, entry.op.direction
+        counters.transfers[direction, "ok"] += 1
+        counters.transfer_blocks[direction] += len(entry.op.blocks)
+        counters.transfer_seconds[direction].observe(entry.seconds)
+        counters.transfer_size[direction].observe(float(len(entry.op.blocks) * self.config.slot_bytes))
+        counters.queue_seconds[direction].observe(entry.queue_seconds)
+
+    def _tell(self, entry: OpenOp, mark: Mark) -> None:
+        op = entry.op
+        self._state.settled.append(Settled(op.op_id, op.direction, mark, entry.request_id, op.blocks, entry.error))
+
+    # -- ranks ----------------------------------------------------------------------------------------------
+
+    def report(self, report: RankReport) -> DesiredState:
+        """Take a rank's report; answers what is wanted of it.
+
+        A new boot id means that the rank has lost its memory: its ops fail, leases break, and every block is
+        removed, slice by slice, before anything is served again. The same goes for slots that a rank takes
+        back unasked. That takes about 1 ms per 1,000 blocks, without holding the lock: do not call it from an
+        event loop. Raises `NotFoundError` or `InvalidRequestError` for a report that is not of this pool.
+        """
+        state = self._state
+        with state.lock:
+            state.ranks.check(report)
+            if state.ranks.is_dead(report):
+                state.counters.stale_reports += 1
+                return self._desired()
+            restarted = state.ranks.update(report, state.clock())
+            top = state.slots.limit
+            if restarted:
+                self._rank_restarted(report.rank)
+            shrunk = state.apply_limit() > 0
+            low = 0 if restarted else state.slots.limit
+            self._refresh_gate()
+            removing = restarted or shrunk
+            state.gate.rebuilding += removing
+        if removing:
+            try:
+                state.vacate_all(low, top, "rank_restart")
+            finally:
+                with state.lock:
+                    state.gate.rebuilding -= 1
+        with state.lock:
+            return self._desired()
+
+    def desired(self) -> DesiredState:
+        """What is wanted of every rank now."""
+        with self._state.lock:
+            return self._desired()
+
+    def _desired(self) -> DesiredState:
+        state = self._state
+        return DesiredState(self.engine_id, state.capacity, state.pinning_paused, state.pin_attempt)
+
+    def _rank_restarted(self, rank: int) -> None:
+        state = self._state
+        state.counters.rank_restarts += 1
+        state.counters.errors["rank_restarted"] += 1
+        state.leases.epoch += 1
+        state.index.disown_filling(state.index.filling_keys())
+        owed = state.ledger.owed_by(rank)
+        logger.warning("rank %d has started anew: its memory is lost, %d transfers fail", rank, len(owed))
+        for op_id in owed:
+            self._record(rank, Completion(op_id, "failed", f"rank {rank} has started anew"))
+
+    def _refresh_gate(self) -> None:
+        state = self._state
+        state.gate.serving = state.ranks.can_copy() and not state.ledger.num_stuck
+
+    # -- time, end, views -----------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Let time pass: pins end, transfers become stuck. Call it about once a second. O(what changes)."""
+        state = self._state
+        with state.lock:
+            now = state.clock()
+            state.index.end_pins(now)
+            for entry in state.ledger.mark_stuck(now - self.config.transfer_timeout):
+                self._give_up(entry)
+            self._refresh_gate()
+
+    def _give_up(self, entry: OpenOp) -> None:
+        """A transfer is stuck. A store fails now: what the silent rank may still read of its blocks goes into slots
+        in quarantine. A load goes on waiting, because that rank may still write its blocks."""
+        state, op = self._state, entry.op
+        state.counters.errors["transfer_stuck"] += 1
+        logger.error(
+            "%s %d is stuck: ranks %s are silent after %g s; loads and stores stop until they speak",
+            op.direction,
+            op.op_id,
+            sorted(entry.pending),
+            self.config.transfer_timeout,
+        )
+        if op.direction == "store":
+            entry.given_up = True
+            entry.error = entry.error or f"no word of ranks {sorted(entry.pending)} in time"
+            state.index.quarantine(entry.keys, op.slots)
+            state.counters.store_blocks["failed"] += len(op.slots)
+            self._tell(entry, "failed")
+
+    def close(self) -> None:
+        """The host stops: nothing is served any more. Idempotent."""
+        with self._state.lock:
+            self._state.gate.closed = True
+
+    def stats(self) -> EngineStats:
+        """One consistent view of all counters. O(1)."""
+        return views.stats(self._state)
+
+    def readiness(self) -> Readiness:
+        """Whether traffic can flow, why not, and how far each rank is. O(ranks)."""
+        return views.readiness(self._state)
+
+    def transfers(self, limit: int = 1000) -> list[TransferView]:
+        """Ops in flight, oldest first."""
+        return views.transfers(self._state, limit)
+
+    def block(self, key: bytes) -> BlockView | None:
+        """The visible block under `key`."""
+        return views.block(self._state, key)
+
+    def blocks(self, start_slot: int = 0, limit: int = 100) -> BlockPage:
+        """Visible blocks in order of their slots, from `start_slot` on. Looks at 1,024 slots at most: a page may
+        be short, or empty, and still have a `next_slot`."""
+        return views.blocks(self._state, start_slot, limit)
+
+    def check_integrity(self) -> None:
+        """Compare all books with each other. Raises `IntegrityError`. O(pool), with the lock held: 1 s for a
+        million slots, so for tests and quiet hours."""
+        state = self._state
+        with state.lock:
+            defects = views.defects(state)
+            state.integrity_error = "; ".join(defects) or None
+            state.counters.errors["integrity"] += bool(defects)
+        if defects:
+            raise IntegrityError("; ".join(defects))

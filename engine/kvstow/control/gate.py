@@ -1,0 +1,69 @@
+"""The gate: whether loads and stores may start, and if not, why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+DrainMode = Literal["stop_stores", "all"]
+Refusal = Literal["not_ready", "draining", "bypassed"]
+
+
+@dataclass(frozen=True, slots=True)
+class BypassStatus:
+    """Which direction the operator has switched off, and for how much longer (None: until switched on)."""
+
+    load: bool
+    store: bool
+    ttl_seconds_left: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStatus:
+    """`drained`: a drain is on and nothing is in flight or leased any more."""
+
+    active: bool
+    mode: DrainMode | None
+    deadline_seconds_left: float | None
+    drained: bool
+    pending_transfers: int
+    leases: int
+
+
+class Gate:
+    """Drain and bypass, and what closes the gate from within. Not locked."""
+
+    def __init__(self) -> None:
+        self.drain_mode: DrainMode | None = None
+        self.drain_deadline = inf
+        self.serving = False
+        """Every rank can copy and no transfer is stuck."""
+        self.rebuilding = 0
+        """Rank restarts whose stale blocks are still being removed: nothing may be served meanwhile."""
+        self.closed = False
+        self._bypass_load = self._bypass_store = False
+        self._bypass_until = inf
+
+    def set_bypass(self, *, load: bool, store: bool, until: float) -> None:
+        self._bypass_load, self._bypass_store, self._bypass_until = load, store, until
+
+    def bypass(self, now: float) -> BypassStatus:
+        if now >= self._bypass_until:
+            return BypassStatus(load=False, store=False, ttl_seconds_left=None)
+        left = None if self._bypass_until == inf else self._bypass_until - now
+        return BypassStatus(self._bypass_load, self._bypass_store, left)
+
+    def refuses_load(self, now: float) -> Refusal | None:
+        if self.drain_mode == "all" or self.closed:
+            return "draining"
+        if not self.serving or self.rebuilding:
+            return "not_ready"
+        return "bypassed" if self._bypass_load and now < self._bypass_until else None
+
+    def refuses_store(self, now: float) -> Refusal | None:
+        if self.drain_mode or self.closed:
+            return "draining"
+        if not self.serving or self.rebuilding:
+            return "not_ready"
+        return "bypassed" if self._bypass_store and now < self._bypass_until else None

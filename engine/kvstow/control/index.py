@@ -1,0 +1,372 @@
+"""The index: which key lies in which slot, and which slots are in use.
+
+Every used slot is in exactly one of these sets:
+
+    filling      a store is writing it; its key is invisible
+    cached       visible and evictable: these, and no others, are in the eviction policy
+    held         leased (by `hold`); visible, or an orphan whose key was removed meanwhile
+    pinned       visible and pinned by an operator (may be held too)
+    quarantined  a store was given up while some rank may still write it
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import repeat
+from math import inf
+
+from kvstow.control.arc import ArcPolicy
+from kvstow.control.policy import EvictionPolicy, LruPolicy
+from kvstow.control.recency import Links, RecencyList
+from kvstow.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """Keys that left the index, and the slots that are free for other use because of it."""
+
+    keys: tuple[bytes, ...]
+    freed: list[int]
+
+
+class Index:
+    """Keys and the use of slots. Not locked; each call is O(keys or slots given).
+
+    Sequences of keys and slots are in prefix order, root first: the order in which they stay longest.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self._links = Links()
+        self._slot_of: dict[bytes, int] = {}
+        self._key_of: list[bytes | None] = []
+        self._filling_of: dict[bytes, int] = {}
+        self._filling: set[int] = set()
+        self._held: set[int] = set()
+        self._extra_holds: dict[int, int] = {}
+        self._orphans: set[int] = set()
+        self._pinned: dict[int, float] = {}
+        self._expiries: list[tuple[float, int]] = []
+        self._held_and_pinned = 0
+        self._quarantined: set[int] = set()
+        self._stored_at = array("d")
+        self._used_at = array("d")
+        self._num_slots = 0
+        self.policy: EvictionPolicy = self._make_policy(policy, RecencyList(self._links))
+
+    # -- counts ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_visible(self) -> int:
+        return len(self._slot_of)
+
+    @property
+    def num_known_slots(self) -> int:
+        """No slot at or above it has ever existed."""
+        return len(self._key_of)
+
+    @property
+    def num_filling(self) -> int:
+        return len(self._filling)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self.policy)
+
+    @property
+    def num_leased(self) -> int:
+        """Held slots that are not pinned."""
+        return len(self._held) - self._held_and_pinned
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pinned)
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    # -- look-up --------------------------------------------------------------------------------------------
+
+    def leading_run(self, keys: Iterable[bytes]) -> list[int]:
+        """Slots of the keys up to the first that is not visible."""
+        # iter(f, None) stops at the first None that f returns: the whole loop runs in C.
+        return list(iter(map(self._slot_of.get, keys).__next__, None))
+
+    def slots_of(self, keys: Iterable[bytes]) -> list[int | None]:
+        return list(map(self._slot_of.get, keys))
+
+    def is_filling(self, key: bytes) -> bool:
+        return key in self._filling_of
+
+    def key_at(self, slot: int) -> bytes | None:
+        """The visible key in `slot`."""
+        return self._key_of[slot]
+
+    def is_pinned(self, slot: int) -> bool:
+        return slot in self._pinned
+
+    def pin_expiry(self, slot: int) -> float | None:
+        """When the operator's pin ends (`inf`: never); None where there is no pin."""
+        return self._pinned.get(slot)
+
+    def holds(self, slot: int) -> int:
+        """How many holds are on the slot."""
+        return self._extra_holds.get(slot, 0) + 1 if slot in self._held else 0
+
+    def stored_at(self, slot: int) -> float:
+        return self._stored_at[slot]
+
+    def used_at(self, slot: int) -> float:
+        return self._used_at[slot]
+
+    # -- holds ----------------------------------------------------------------------------------------------
+
+    def hold(self, slots: list[int], now: float) -> None:
+        """Keep visible slots from eviction until `unhold` with the same slots."""
+        wanted = set(slots)
+        if len(wanted) < len(slots):
+            slots = list(dict.fromkeys(slots))
+        used_at = self._used_at
+        for slot in slots:
+            used_at[slot] = now
+        again = self._held & wanted
+        if again:
+            extra = self._extra_holds
+            for slot in again:
+                extra[slot] = extra.get(slot, 0) + 1
+            slots = [slot for slot in slots if slot not in again]
+        self._held |= wanted
+        if self._pinned:
+            unpinned = [slot for slot in slots if slot not in self._pinned]
+            self._held_and_pinned += len(slots) - len(unpinned)
+            slots = unpinned
+        self.policy.detach(slots)
+
+    def unhold(self, slots: list[int]) -> list[int]:
+        """End a hold. Returns the slots that are free now, because their keys were removed meanwhile."""
+        leaving = set(slots)
+        if len(leaving) < len(slots):
+            slots = list(dict.fromkeys(slots))
+        if self._extra_holds:
+            extra = self._extra_holds
+            again = [slot for slot in leaving if slot in extra]
+            for slot in again:
+                if extra[slot] == 1:
+                    del extra[slot]
+                else:
+                    extra[slot] -= 1
+            leaving.difference_update(again)
+            slots = [slot for slot in slots if slot in leaving]
+        self._held -= leaving
+        freed: list[int] = []
+        if self._orphans:
+            freed = [slot for slot in slots if slot in self._orphans]
+            self._orphans.difference_update(freed)
+            slots = [slot for slot in slots if self._key_of[slot] is not None]
+        if self._pinned:
+            unpinned = [slot for slot in slots if slot not in self._pinned]
+            self._held_and_pinned -= len(slots) - len(unpinned)
+            slots = unpinned
+        self.policy.attach(slots)
+        return freed
+
+    def touch(self, slots: list[int], now: float) -> None:
+        """Visible slots were used without being held. Those in use already keep their place."""
+        idle = [slot for slot in dict.fromkeys(slots) if slot not in self._held and slot not in self._pinned]
+        self.policy.detach(idle)
+        self.policy.attach(idle)
+        for slot in slots:
+            self._used_at[slot] = now
+
+    # -- stores ---------------------------------------------------------------------------------------------
+
+    def fill(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Free slots are being written with keys that are neither visible nor filling."""
+        self._filling_of.update(zip(keys, slots, strict=True))
+        self._filling.update(slots)
+
+    def publish(self, keys: Sequence[bytes], slots: Sequence[int], now: float) -> Removal:
+        """Filling slots hold valid bytes: their keys become visible. Those disowned meanwhile are freed.
+
+        Returns the keys that were published, and the freed slots.
+        """
+        self._filling.difference_update(slots)
+        pop = self._filling_of.pop
+        owners = [self._filling_of.get(key) for key in keys]
+        if owners == list(slots):
+            for key in keys:
+                pop(key)
+            freed: list[int] = []
+        else:
+            freed = [slot for slot, owner in zip(slots, owners, strict=True) if slot != owner]
+            keys = [key for key, slot, owner in zip(keys, slots, owners, strict=True) if slot == owner]
+            slots = [pop(key) for key in keys]
+        key_of, stored_at, used_at = self._key_of, self._stored_at, self._used_at
+        for key, slot in zip(keys, slots, strict=True):
+            key_of[slot] = key
+            stored_at[slot] = used_at[slot] = now
+        self._slot_of.update(zip(keys, slots, strict=True))
+        self.policy.admit(list(slots))
+        return Removal(tuple(keys), freed)
+
+    def abandon(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """A store failed and no rank writes its filling slots any more: the caller frees them."""
+        self._disown(keys, slots)
+        self._filling.difference_update(slots)
+
+    def quarantine(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """A store was given up, but some rank may still write its slots."""
+        self.abandon(keys, slots)
+        self._quarantined.update(slots)
+
+    def end_quarantine(self, slots: Iterable[int]) -> None:
+        """No rank writes these slots any more: the caller frees them."""
+        self._quarantined.difference_update(slots)
+
+    def disown_filling(self, matches: Iterable[bytes]) -> int:
+        """Keys that are being stored shall not become visible; returns how many there were."""
+        return sum(self._filling_of.pop(key, None) is not None for key in matches)
+
+    def filling_keys(self) -> list[bytes]:
+        return list(self._filling_of)
+
+    def _disown(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        for key, slot in zip(keys, slots, strict=True):
+            if self._filling_of.get(key) == slot:
+                del self._filling_of[key]
+
+    # -- removal --------------------------------------------------------------------------------------------
+
+    def evict(self, count: int) -> Removal:
+        """Remove up to `count` evictable blocks, in the policy's order; their slots are free."""
+        slots = self.policy.evict(count)
+        key_of = self._key_of
+        keys: list[bytes] = []
+        for slot in slots:
+            key = key_of[slot]
+            assert key is not None  # evictable slots are visible
+            keys.append(key)
+            key_of[slot] = None
+            del self._slot_of[key]
+        return Removal(tuple(keys), slots)
+
+    def remove(self, slots: Iterable[int]) -> Removal:
+        """Remove visible blocks, whatever holds them. A held slot stays in use until its last `unhold`."""
+        keys: list[bytes] = []
+        freed: list[int] = []
+        cached: list[int] = []
+        for slot in slots:
+            key = self._key_of[slot]
+            if key is None:
+                continue
+            keys.append(key)
+            self._key_of[slot] = None
+            del self._slot_of[key]
+            pinned = self._pinned.pop(slot, None) is not None
+            if slot in self._held:
+                self._orphans.add(slot)
+                self._held_and_pinned -= pinned
+            else:
+                freed.append(slot)
+                if not pinned:
+                    cached.append(slot)
+        self.policy.detach(cached)
+        return Removal(tuple(keys), freed)
+
+    # -- operator's pins ------------------------------------------------------------------------------------
+
+    def pin(self, slot: int, expires: float) -> None:
+        """Keep a visible slot from eviction until `expires` (`inf`: until `unpin`); a new pin replaces an old one."""
+        if slot not in self._pinned:
+            if slot in self._held:
+                self._held_and_pinned += 1
+            else:
+                self.policy.detach([slot])
+        self._pinned[slot] = expires
+        if expires < inf:
+            heappush(self._expiries, (expires, slot))
+
+    def end_pins(self, now: float) -> None:
+        """End the pins that expire at or before `now`. O(log pins) for each that ends."""
+        while self._expiries and self._expiries[0][0] <= now:
+            expires, slot = heappop(self._expiries)
+            if self._pinned.get(slot) == expires:  # else it was ended, or replaced, before
+                self.unpin(slot)
+
+    def unpin(self, slot: int) -> bool:
+        """End a pin; False where there was none."""
+        if self._pinned.pop(slot, None) is None:
+            return False
+        if slot in self._held:
+            self._held_and_pinned -= 1
+        else:
+            self.policy.attach([slot])
+        return True
+
+    def pinned_slots(self) -> list[int]:
+        return list(self._pinned)
+
+    # -- policy and size ------------------------------------------------------------------------------------
+
+    def set_policy(self, name: str) -> None:
+        """Change the order of eviction without touching a slot: the new policy starts from the present order."""
+        if name != self.policy.name:
+            self.policy = self._make_policy(name, self.policy.hand_over())
+            self.policy.set_capacity(self._num_slots)
+
+    def set_num_slots(self, num_slots: int) -> None:
+        """The pool has the slots below `num_slots`; blocks above it are removed by the caller."""
+        self._num_slots = num_slots
+        missing = num_slots - len(self._key_of)
+        if missing > 0:
+            self._links.grow(num_slots)
+            self._key_of.extend(repeat(None, missing))
+            self._stored_at.frombytes(bytes(8 * missing))
+            self._used_at.frombytes(bytes(8 * missing))
+        self.policy.set_capacity(num_slots)
+
+    def _make_policy(self, name: str, order: RecencyList) -> EvictionPolicy:
+        if name == "lru":
+            return LruPolicy(order)
+        if name == "arc":
+            return ArcPolicy(order, self._links, self._key_of)
+        raise ConfigError("policy", name, "lru or arc")
+
+    # -- integrity ------------------------------------------------------------------------------------------
+
+    def slots_in_use(self) -> dict[str, set[int]]:
+        """The used slots by set; held and pinned ones count as pinned. O(pool): for integrity checks."""
+        pinned = set(self._pinned)
+        return {
+            "filling": set(self._filling),
+            "cached": set(self.policy),
+            "leased": self._held - pinned,
+            "pinned": pinned,
+            "quarantined": set(self._quarantined),
+        }
+
+    def defects(self) -> list[str]:
+        """What does not balance within the index. O(pool): for integrity checks."""
+        found = []
+        visible = {slot for slot, key in enumerate(self._key_of) if key is not None}
+        if visible != set(self._slot_of.values()) or len(visible) != len(self._slot_of):
+            found.append("keys by slot and slots by key differ")
+        elif any(self._key_of[slot] != key for key, slot in self._slot_of.items()):
+            found.append("a key's slot names another key")
+        cached = list(self.policy)
+        if len(cached) != len(self.policy) or len(set(cached)) != len(cached):
+            found.append("the eviction order repeats or loses slots")
+        if set(cached) != visible - self._held - set(self._pinned):
+            found.append("the evictable slots are not those that are visible and unused")
+        if self._orphans != self._held - visible:
+            found.append("orphans are not the held slots without a key")
+        if not set(self._pinned) <= visible:
+            found.append("a pinned slot is not visible")
+        if self._held_and_pinned != len(self._held & set(self._pinned)):
+            found.append("the count of held and pinned slots is wrong")
+        if not set(self._filling_of.values()) <= self._filling or not set(self._extra_holds) <= self._held:
+            found.append("a filling key or an extra hold names a slot that is not in use so")
+        return found

@@ -1,0 +1,94 @@
+"""What each rank has reported, and what follows for the pool as a whole."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvstow.errors import InvalidRequestError, NotFoundError
+from kvstow.messages import RankReport
+from kvstow.stats import RankStatus
+
+
+@dataclass(slots=True)
+class RankRecord:
+    """The last report of a rank, and when it came."""
+
+    rank: int
+    report: RankReport | None = None
+    reported_at: float = 0.0
+
+
+class RankTable:
+    """The ranks 0 to `num_ranks` - 1. Not locked.
+
+    A rank with a new boot id has lost its memory. What an earlier boot says afterwards is not believed.
+    """
+
+    def __init__(self, num_ranks: int, slot_bytes: int) -> None:
+        self._ranks = [RankRecord(rank) for rank in range(num_ranks)]
+        self._slot_bytes = slot_bytes
+        self._dead_boots: deque[tuple[int, str]] = deque(maxlen=16 * num_ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def boot_id(self, rank: int) -> str | None:
+        """The boot that `rank` is in; None before its first report. Raises `NotFoundError`."""
+        report = self._get(rank).report
+        return report.boot_id if report else None
+
+    def check(self, report: RankReport) -> None:
+        """Raises `NotFoundError` or `InvalidRequestError` if the report cannot be of a rank of this pool."""
+        self._get(report.rank)
+        if report.slot_bytes != self._slot_bytes:
+            raise InvalidRequestError(
+                f"rank {report.rank} reports slot_bytes {report.slot_bytes}; allowed: {self._slot_bytes}, as the pool"
+            )
+        if not report.boot_id:
+            raise InvalidRequestError(f"rank {report.rank} reports boot_id ''; allowed: a non-empty string")
+
+    def is_dead(self, report: RankReport) -> bool:
+        """Whether the report comes from a boot that another has replaced."""
+        return (report.rank, report.boot_id) in self._dead_boots
+
+    def update(self, report: RankReport, now: float) -> bool:
+        """Take a report that passed `check` and is not of a dead boot; True if the rank has started anew."""
+        record = self._ranks[report.rank]
+        before = record.report
+        record.report, record.reported_at = report, now
+        if before is None or before.boot_id == report.boot_id:
+            return False
+        self._dead_boots.append((before.rank, before.boot_id))
+        return True
+
+    def usable_slots(self) -> int:
+        """Slots that every rank has pinned; 0 until all have reported."""
+        return min(record.report.pinned_slots if record.report else 0 for record in self._ranks)
+
+    def can_copy(self) -> bool:
+        """Whether every rank has reported and none has lost its copy thread."""
+        return all(record.report and record.report.state not in ("failed", "stopped") for record in self._ranks)
+
+    def records(self) -> list[RankRecord]:
+        return self._ranks
+
+    def statuses(self, now: float) -> tuple[RankStatus, ...]:
+        return tuple(self._status(record, now) for record in self._ranks)
+
+    def _get(self, rank: int) -> RankRecord:
+        if not 0 <= rank < len(self._ranks):
+            raise NotFoundError(f"rank is {rank}; allowed: 0 to {len(self._ranks) - 1}")
+        return self._ranks[rank]
+
+    @staticmethod
+    def _status(record: RankRecord, now: float) -> RankStatus:
+        known = record.report or RankReport(record.rank, "", "starting", 0, 0, 0, 0, 0)
+        return RankStatus(
+            **{name: getattr(known, name) for name in _SHARED_FIELDS},
+            boot_id=known.boot_id or None,
+            last_report_age_seconds=now - record.reported_at if record.report else None,
+        )
+
+
+_SHARED_FIELDS = (set(RankStatus.__dataclass_fields__) & set(RankReport.__dataclass_fields__)) - {"boot_id"}

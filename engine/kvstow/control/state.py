@@ -1,0 +1,109 @@
+"""The state of the control plane, with the steps that several of its parts share.
+
+Lock: every method and attribute is used with `lock` held, but for `config`, `clock`, `events` and the methods
+that say so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from threading import Lock
+
+from kvstow.config import EngineConfig
+from kvstow.control.counters import Counters
+from kvstow.control.events import EventLog
+from kvstow.control.gate import Gate
+from kvstow.control.index import Index, Removal
+from kvstow.control.lease import LeaseBook
+from kvstow.control.ledger import Ledger
+from kvstow.control.ranks import RankTable
+from kvstow.control.slots import SlotMap
+from kvstow.control.sweep import SLICE_SLOTS
+from kvstow.messages import Direction, Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Something final about an op, told once. For a store, `source_free` (its blocks may be overwritten on
+    every rank) may come before `done` or `failed`, which imply it."""
+
+    op_id: int
+    direction: Direction
+    mark: Mark
+    request_id: str
+    blocks: tuple[int, ...]
+    error: str | None
+
+
+class ControlState:
+    """All that the engine and its administration work on."""
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
+        self.config = config
+        self.clock = clock
+        self.lock = Lock()
+        self.slots = SlotMap()
+        self.index = Index(config.policy)
+        self.ledger = Ledger(config.num_ranks)
+        self.ranks = RankTable(config.num_ranks, config.slot_bytes)
+        self.leases = LeaseBook()
+        self.gate = Gate()
+        self.counters = Counters()
+        self.events = EventLog(config.event_buffer)
+        self.settled: deque[Settled] = deque()
+        self.started = clock()
+        self.capacity = config.capacity_slots
+        """Slots wanted on every rank; ranks give memory back only when this is lowered."""
+        self.ceiling = config.capacity_slots
+        """Slots at or above it are not used any more; below `capacity` while a resize vacates them."""
+        self.resizing = False
+        self.pinning_paused = False
+        self.pin_attempt = 0
+        self.integrity_error: str | None = None
+
+    def removed(self, removal: Removal, reason: str) -> None:
+        """Account for blocks that left the index, and free their slots."""
+        self.slots.release(removal.freed)
+        self.counters.evicted_blocks[reason] += len(removal.keys)
+        self.events.add("removed", removal.keys, reason)
+
+    def remove(self, slots: Iterable[int], reason: str) -> int:
+        """Remove the visible blocks in these slots, whatever holds them; returns how many there were."""
+        removal = self.index.remove(slots)
+        self.removed(removal, reason)
+        return len(removal.keys)
+
+    def reuse(self, slots: list[int]) -> list[int]:
+        """Of used slots that lost their content, those that may be filled again; the others leave the service."""
+        limit = self.slots.limit
+        if self.slots.leaving:
+            self.slots.release([slot for slot in slots if slot >= limit])
+            return [slot for slot in slots if slot < limit]
+        return slots
+
+    def unhold(self, slots: Iterable[int]) -> None:
+        self.slots.release(self.index.unhold(list(slots)))
+
+    def apply_limit(self) -> int:
+        """Make the usable slots follow ceiling and ranks. Returns the former limit if blocks above the new one
+        must be removed (`vacate`), else 0."""
+        limit = min(self.ceiling, self.ranks.usable_slots())
+        before = self.slots.limit
+        if limit != before:
+            self.slots.set_limit(limit)
+            self.index.set_num_slots(limit)
+        return before if limit < before else 0
+
+    def vacate(self, low: int, high: int, reason: str) -> int:
+        """Remove the visible blocks of one slice of slots, `low` to at most `high`; returns where to go on."""
+        end = min(low + SLICE_SLOTS, high)
+        self.remove(range(low, end), reason)
+        return end
+
+    def vacate_all(self, low: int, high: int, reason: str) -> None:
+        """`vacate` all of a range, slice by slice. Takes the lock itself, and lets go of it in between."""
+        while low < high:
+            with self.lock:
+                low = self.vacate(low, high, reason)

@@ -1,0 +1,223 @@
+"""Snapshots of the control plane for people, probes and metrics."""
+
+from __future__ import annotations
+
+from math import inf
+from types import MappingProxyType
+from typing import Literal, TypeVar
+
+from kvstow.control.ledger import OpenOp
+from kvstow.control.state import ControlState
+from kvstow.control.sweep import SLICE_SLOTS
+from kvstow.stats import (
+    BlockPage,
+    BlockView,
+    EngineState,
+    EngineStats,
+    PendingTransfers,
+    Readiness,
+    SlotCounts,
+    SlotState,
+    TransferView,
+)
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+def stats(state: ControlState) -> EngineStats:
+    config, counters = state.config, state.counters
+    with state.lock:
+        now = state.clock()
+        usable = state.slots.in_service
+        return EngineStats(
+            state=_state_of(state, now)[0],
+            slot_bytes=config.slot_bytes,
+            block_tokens=config.block_tokens,
+            capacity_slots=state.capacity,
+            usable_slots=usable,
+            policy=state.index.policy.name,
+            slots=_slot_counts(state),
+            leases=len(state.leases),
+            pending=_pending(state, now),
+            lookups=_copy(counters.lookups),
+            query_blocks=counters.query_blocks,
+            hit_blocks=counters.hit_blocks,
+            miss_blocks=_copy(counters.miss_blocks),
+            store_blocks=_copy(counters.store_blocks),
+            evicted_blocks=_copy(counters.evicted_blocks),
+            transfers=_copy(counters.transfers),
+            transfer_blocks=_copy(counters.transfer_blocks),
+            transfer_bytes=_copy({key: n * config.slot_bytes for key, n in counters.transfer_blocks.items()}),
+            transfer_seconds=_copy({key: h.snapshot() for key, h in counters.transfer_seconds.items()}),
+            transfer_size=_copy({key: h.snapshot() for key, h in counters.transfer_size.items()}),
+            queue_seconds=_copy({key: h.snapshot() for key, h in counters.queue_seconds.items()}),
+            lookup_seconds=counters.lookup_seconds.snapshot(),
+            stale_completions=state.ledger.stale,
+            duplicate_completions=state.ledger.duplicates,
+            stale_reports=counters.stale_reports,
+            rank_restarts=counters.rank_restarts,
+            last_event=state.events.last_sequence,
+            errors=_copy(counters.errors),
+        )
+
+
+def readiness(state: ControlState) -> Readiness:
+    with state.lock:
+        now = state.clock()
+        name, reason = _state_of(state, now)
+        return Readiness(name, reason, state.slots.in_service, state.capacity, state.ranks.statuses(now))
+
+
+def transfers(state: ControlState, limit: int) -> list[TransferView]:
+    with state.lock:
+        now = state.clock()
+        entries = state.ledger.entries()[:limit]
+        return [_transfer(entry, state, now) for entry in entries]
+
+
+def block(state: ControlState, key: bytes) -> BlockView | None:
+    with state.lock:
+        (slot,) = state.index.slots_of((key,))
+        return None if slot is None else _block(state, slot, key, state.clock())
+
+
+def blocks(state: ControlState, start_slot: int, limit: int) -> BlockPage:
+    with state.lock:
+        now = state.clock()
+        end = min(start_slot + SLICE_SLOTS, state.index.num_known_slots)
+        found: list[BlockView] = []
+        slot = start_slot
+        while slot < end and len(found) < limit:
+            key = state.index.key_at(slot)
+            if key is not None:
+                found.append(_block(state, slot, key, now))
+            slot += 1
+        return BlockPage(tuple(found), slot if slot < state.index.num_known_slots else None)
+
+
+def defects(state: ControlState) -> list[str]:
+    """What does not balance between the books; empty when all is well. O(pool); the caller holds the lock."""
+    found = state.index.defects()
+    in_use = state.index.slots_in_use()
+    used = state.slots.used_slots()
+    listed = sorted(slot for slots in in_use.values() for slot in slots)
+    if len(set(listed)) != len(listed):
+        found.append("a slot is in two states")
+    if set(listed) != used:
+        found.append(f"{len(set(listed) ^ used)} used slots are in no state, or free ones in some")
+    if state.slots.counted() != (state.slots.free, state.slots.in_service):
+        found.append("the counts of free slots and slots in service are wrong")
+    if state.slots.leaving != sum(slot >= state.slots.limit for slot in used):
+        found.append("the count of slots on their way out is wrong")
+    counts = _slot_counts(state)
+    if counts.usable != state.slots.in_service:
+        found.append(f"the states {counts} do not add up to {state.slots.in_service}")
+    stores = [entry for entry in state.ledger.entries() if entry.op.direction == "store"]
+    for name, given_up in (("filling", False), ("quarantined", True)):
+        owed = {slot for entry in stores if entry.given_up is given_up for slot in entry.op.slots}
+        if owed != in_use[name]:
+            found.append(f"the {name} slots are not those of the open stores")
+    return found
+
+
+def _copy(counts: dict[_K, _V]) -> MappingProxyType[_K, _V]:
+    return MappingProxyType(dict(counts))
+
+
+def _slot_counts(state: ControlState) -> SlotCounts:
+    index = state.index
+    return SlotCounts(
+        free=state.slots.free,
+        filling=index.num_filling,
+        cached=index.num_cached,
+        leased=index.num_leased,
+        pinned=index.num_pinned,
+        quarantined=index.num_quarantined,
+    )
+
+
+def _pending(state: ControlState, now: float) -> PendingTransfers:
+    ledger, slot_bytes = state.ledger, state.config.slot_bytes
+    oldest = ledger.oldest()
+    return PendingTransfers(
+        loads=ledger.ops["load"],
+        stores=ledger.ops["store"],
+        load_blocks=ledger.blocks["load"],
+        store_blocks=ledger.blocks["store"],
+        load_bytes=ledger.blocks["load"] * slot_bytes,
+        store_bytes=ledger.blocks["store"] * slot_bytes,
+        oldest_seconds=now - oldest.started if oldest else 0.0,
+        stuck=ledger.num_stuck,
+    )
+
+
+def _state_of(state: ControlState, now: float) -> tuple[EngineState, str]:
+    """The state of the whole, and a sentence that says why."""
+    if state.gate.closed:
+        return "stopped", "the engine was closed"
+    if state.gate.drain_mode:
+        return "draining", f"an operator drains the engine (mode {state.gate.drain_mode})"
+    trouble = _trouble(state, now)
+    if trouble:
+        return "degraded", trouble
+    silent = [record.rank for record in state.ranks.records() if record.report is None]
+    if silent:
+        return "starting", f"ranks {silent} have not reported yet"
+    if state.slots.limit < state.ceiling:
+        return "pinning", f"{state.slots.limit} of {state.ceiling} slots are pinned on every rank"
+    return "ready", "all slots are pinned"
+
+
+def _trouble(state: ControlState, now: float) -> str:
+    if state.integrity_error:
+        return f"the books do not balance: {state.integrity_error}"
+    if state.ledger.num_stuck:
+        return f"{state.ledger.num_stuck} transfers are stuck"
+    for record in state.ranks.records():
+        if record.report is None:
+            continue
+        if record.report.state in ("degraded", "failed", "stopped"):
+            return f"rank {record.rank} is {record.report.state}: {record.report.error or 'no reason given'}"
+        age = now - record.reported_at
+        if age > state.config.report_timeout:
+            return f"rank {record.rank} has been silent for {age:.1f} s"
+    return ""
+
+
+def _transfer(entry: OpenOp, state: ControlState, now: float) -> TransferView:
+    op = entry.op
+    phase: Literal["queued", "running", "stuck", "quarantined"] = "queued"
+    if entry.given_up:
+        phase = "quarantined"
+    elif entry.stuck:
+        phase = "stuck"
+    elif len(entry.pending) < len(state.ranks) or (op.direction == "store" and len(entry.reading) < len(state.ranks)):
+        phase = "running"
+    return TransferView(
+        op_id=op.op_id,
+        direction=op.direction,
+        state=phase,
+        blocks=len(op.blocks),
+        bytes=len(op.blocks) * state.config.slot_bytes,
+        age_seconds=now - entry.started,
+        pending_ranks=tuple(sorted(entry.pending)),
+        failed=entry.error is not None,
+        request_id=entry.request_id,
+    )
+
+
+def _block(state: ControlState, slot: int, key: bytes, now: float) -> BlockView:
+    index = state.index
+    expiry = index.pin_expiry(slot)
+    holds = index.holds(slot)
+    name: SlotState = "pinned" if expiry is not None else "leased" if holds else "cached"
+    return BlockView(
+        key=key,
+        slot=slot,
+        state=name,
+        age_seconds=now - index.stored_at(slot),
+        idle_seconds=now - index.used_at(slot),
+        leases=holds,
+        pin_ttl_seconds=None if expiry is None or expiry == inf else max(0.0, expiry - now),
+    )
