@@ -1,0 +1,276 @@
+"""The thread that drives a device: it starts ops, watches their tickets and collects their completions.
+
+Guarantees
+- `submit` never blocks, and each op that it was given ends in exactly one `done` or `failed` completion.
+- `failed` means that the device no longer reads or writes the op's blocks and slots.
+- The end of the thread is never silent: its ops fail, `failure` says why, and ops submitted later fail at once.
+
+Assumes
+- The control plane does not reuse a slot before the op on it is complete. So ops may overtake one another, and a
+  store whose fence is not reached holds up no load.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvstow.devices.base import Device, Fence, Ticket, TicketState
+from kvstow.errors import CopyError, QueueFullError, WorkerFailedError
+from kvstow.messages import Completion, Direction, Op
+
+_IN_FLIGHT = 2  # ops per direction: more would make a sampled token's copy wait behind them on the link
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3  # seconds between two looks at fences and tickets
+_STUCK_GRACE = 5.0  # seconds that one copy may outlast the timeout of `close`
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStatistics:
+    """`pending_ops` is of now, the others only grow. Bytes and seconds count ops that were done."""
+
+    pending_ops: int = 0
+    store_bytes: int = 0
+    load_bytes: int = 0
+    store_seconds: float = 0.0
+    load_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    op: Op
+    after: Fence | None
+    submitted: float
+
+
+@dataclass(slots=True)
+class _Running:
+    op: Op
+    ticket: Ticket
+    queue_seconds: float
+    source_free: bool = False
+
+
+class CopyThread:
+    """Owns `device` and closes it. `on_failure` is called on the thread when it has failed.
+
+    Thread-safe. `_lock` guards all fields; the device is called outside of it, and by this thread only.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: Device,
+        slot_bytes: int,
+        max_queued: int,
+        clock: Callable[[], float],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._device, self._slot_bytes, self._max_queued = device, slot_bytes, max_queued
+        self._clock, self._on_failure = clock, on_failure
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._completed = threading.Condition(self._lock)
+        self._queues: dict[Direction, deque[_Queued]] = {"store": deque(), "load": deque()}
+        self._running: dict[Direction, list[_Running]] = {"store": [], "load": []}
+        self._completions: list[Completion] = []
+        self._statistics = CopyStatistics()
+        self._failure: str | None = None
+        self._stop_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the thread has failed, or None."""
+        with self._lock:
+            return self._failure
+
+    def submit(self, ops: Sequence[Op], after: Fence | None) -> None:
+        with self._lock:
+            now = self._clock()
+            refused = [completion for op in ops if (completion := self._enqueue(_Queued(op, after, now)))]
+            self._work.notify()
+            self._publish(refused)
+
+    def take_completions(self) -> list[Completion]:
+        with self._lock:
+            taken, self._completions = self._completions, []
+            return taken
+
+    def wait_completions(self, timeout: float) -> bool:
+        with self._lock:
+            return self._completed.wait_for(lambda: bool(self._completions), timeout)
+
+    def statistics(self) -> CopyStatistics:
+        with self._lock:
+            return replace(self._statistics, pending_ops=self._num_queued() + self._num_running())
+
+    def close(self, timeout: float) -> bool:
+        """Fail what is queued, give running ops `timeout` seconds, close the device. False when a copy outlasts even
+        the grace period: the device is open then, and its memory must stay where it is."""
+        with self._lock:
+            if self._stop_at is None:
+                self._stop_at = self._clock() + timeout
+                self._fail_queued("the worker was closed before the op began")
+                self._work.notify()
+        self._thread.join(timeout + _STUCK_GRACE)
+        return not self._thread.is_alive()
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            pause = 0.0
+            while self._wait_for_work(pause):
+                self._start_ops()
+                pause = 0.0 if self._poll_tickets() else min(max(2 * pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+        except BaseException as error:
+            _logger.exception("the copy thread has failed")
+            with self._lock:
+                self._failure = f"the copy thread has failed: {error!r}"
+        self._end()
+
+    def _wait_for_work(self, pause: float) -> bool:
+        """Wait until an op can start; while some run, at most `pause`: fences and tickets can only be asked. False
+        when it is time to end."""
+        with self._lock:
+            if self._num_running():
+                self._work.wait_for(self._can_start, timeout=pause)
+            else:
+                self._work.wait_for(lambda: self._can_start() or self._stop_at is not None)
+            return self._stop_at is None or (self._num_running() > 0 and self._clock() < self._stop_at)
+
+    def _start_ops(self) -> None:
+        for direction in self._queues:
+            while (queued := self._next(direction)) is not None:
+                self._start(direction, queued)
+
+    def _next(self, direction: Direction) -> _Queued | None:
+        with self._lock:
+            return self._queues[direction].popleft() if self._has_room(direction) else None
+
+    def _start(self, direction: Direction, queued: _Queued) -> None:
+        waited = self._clock() - queued.submitted
+        try:
+            ticket = self._begin(queued.op, queued.after)
+        except Exception as error:  # noqa: BLE001 - the failure of one op, which its completion tells
+            with self._lock:
+                self._publish([_failed(queued.op, error)])
+            return
+        with self._lock:
+            self._running[direction].append(_Running(queued.op, ticket, waited))
+
+    def _begin(self, op: Op, after: Fence | None) -> Ticket:
+        if op.direction == "store":
+            return self._device.begin_store(op.op_id, op.blocks, op.slots, after)
+        staged = self._device.stage_load(op.op_id, op.slots)
+        return self._device.commit_load(op.op_id, staged, op.blocks, after)
+
+    def _poll_tickets(self) -> bool:
+        """Look at each running op once; True when one has moved on."""
+        moved = False
+        for direction, running in self._running.items():
+            for copy in tuple(running):
+                completion = self._poll(copy)
+                if completion is not None:
+                    moved = True
+                    self._record(direction, copy, completion)
+        return moved
+
+    def _poll(self, copy: _Running) -> Completion | None:
+        """What there is to say of `copy` that was not said yet."""
+        state = copy.ticket.poll()
+        if state is TicketState.DONE:
+            num_bytes = len(copy.op.slots) * self._slot_bytes
+            seconds = copy.ticket.seconds
+            return Completion(copy.op.op_id, "done", None, num_bytes, seconds, copy.queue_seconds)
+        if state is TicketState.FAILED:
+            return _failed(copy.op, copy.ticket.error or CopyError("the device gave no reason"))
+        if state is TicketState.SOURCE_FREE and not copy.source_free:
+            copy.source_free = True
+            return Completion(copy.op.op_id, "source_free")
+        return None
+
+    def _record(self, direction: Direction, copy: _Running, completion: Completion) -> None:
+        with self._lock:
+            if completion.mark != "source_free":
+                self._running[direction].remove(copy)
+            if completion.mark == "done":
+                self._statistics = _counted(self._statistics, direction, completion)
+            self._publish([completion])
+
+    def _end(self) -> None:
+        """Only a closed device touches no memory any more: close it before ops are called failed."""
+        with self._lock:
+            self._stop_at = self._clock() if self._stop_at is None else self._stop_at
+            reason = self._failure or "the worker was closed while the op ran"
+            self._fail_queued(reason)
+        try:
+            self._device.close()
+        except Exception:
+            _logger.exception("the device did not close")
+        with self._lock:
+            self._publish([_failed(copy.op, WorkerFailedError(reason)) for copy in self._all_running()])
+            for running in self._running.values():
+                running.clear()
+        if self._failure is not None:
+            self._on_failure()
+
+    # Under `_lock`.
+
+    def _enqueue(self, queued: _Queued) -> Completion | None:
+        """Queue the op, or say why not."""
+        if self._stop_at is not None or self._failure is not None:
+            return _failed(queued.op, WorkerFailedError(self._failure or "the worker is closed"))
+        if self._num_queued() >= self._max_queued:
+            return _failed(queued.op, QueueFullError(f"{self._max_queued} ops are queued; no more are taken"))
+        self._queues[queued.op.direction].append(queued)
+        return None
+
+    def _publish(self, completions: Sequence[Completion]) -> None:
+        if completions:
+            self._completions.extend(completions)
+            self._completed.notify_all()
+
+    def _fail_queued(self, reason: str) -> None:
+        for queue in self._queues.values():
+            self._publish([_failed(queued.op, WorkerFailedError(reason)) for queued in queue])
+            queue.clear()
+
+    def _can_start(self) -> bool:
+        return any(self._has_room(direction) for direction in self._queues)
+
+    def _has_room(self, direction: Direction) -> bool:
+        return bool(self._queues[direction]) and len(self._running[direction]) < _IN_FLIGHT
+
+    def _all_running(self) -> list[_Running]:
+        return [copy for running in self._running.values() for copy in running]
+
+    def _num_queued(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def _num_running(self) -> int:
+        return sum(map(len, self._running.values()))
+
+
+def _failed(op: Op, error: BaseException) -> Completion:
+    return Completion(op.op_id, "failed", f"{type(error).__name__}: {error}")
+
+
+def _counted(statistics: CopyStatistics, direction: Direction, done: Completion) -> CopyStatistics:
+    if direction == "store":
+        return replace(
+            statistics,
+            store_bytes=statistics.store_bytes + done.num_bytes,
+            store_seconds=statistics.store_seconds + done.seconds,
+        )
+    return replace(
+        statistics,
+        load_bytes=statistics.load_bytes + done.num_bytes,
+        load_seconds=statistics.load_seconds + done.seconds,
+    )

@@ -1,0 +1,90 @@
+"""Pinning: the calls by which a device makes populated memory fit for its copies, and how far they are."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Registrar(Protocol):
+    """Registers a pool's memory, range by range. All calls come from one thread, the pool's pinning thread
+    (`unregister` also from the thread that closes the pool, after the pinning thread has ended)."""
+
+    @property
+    def mode(self) -> str:
+        """What pinning is at the moment: "mlock", "cuda", "populate" (nothing but resident), ..."""
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes that the machine may not take away now."""
+
+    @property
+    def notice(self) -> str | None:
+        """A sentence for people where the memory is less than pinned, else None."""
+
+    def prepare_thread(self) -> None:
+        """Called once by the pinning thread before anything else. Raises `PinError`; it is then tried again."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pin a populated range of whole pages. Raises `PinError`, and then has pinned none of it."""
+
+    def unregister(self, address: int, num_bytes: int) -> None:
+        """Undo `register` of the same range. Raises `PinError`, and then the range counts as pinned still."""
+
+
+class PopulateOnly:
+    """Pins nothing: the memory is resident, and the machine may swap it."""
+
+    mode = "populate"
+    locked_bytes = 0
+    notice = None
+
+    def prepare_thread(self) -> None:
+        """Nothing to prepare."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Nothing to pin."""
+
+    def unregister(self, address: int, num_bytes: int) -> None:
+        """Nothing to undo."""
+
+
+class PinProgress:
+    """How fast the present growth is, and how long it has taken. Not locked: the pool calls it under its own lock."""
+
+    _WINDOW = 5.0  # seconds that the rate looks back
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began: float | None = None
+        self._elapsed = 0.0
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def begin(self, pinned_bytes: int) -> None:
+        """Growth starts from `pinned_bytes`; nothing changes where it is under way."""
+        if self._began is None:
+            self._began = self._clock()
+            self._samples = deque([(self._began, pinned_bytes)])
+
+    def record(self, pinned_bytes: int) -> None:
+        self._samples.append((self._clock(), pinned_bytes))
+
+    def end(self) -> None:
+        self._elapsed = self.elapsed
+        self._began = None
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the present growth, or of the last one."""
+        return self._elapsed if self._began is None else self._clock() - self._began
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second over the last seconds; 0 when nothing was pinned in them."""
+        now = self._clock()
+        while len(self._samples) > 1 and self._samples[1][0] <= now - self._WINDOW:
+            self._samples.popleft()
+        if not self._samples or now <= self._samples[0][0]:
+            return 0.0
+        return (self._samples[-1][1] - self._samples[0][1]) / (now - self._samples[0][0])

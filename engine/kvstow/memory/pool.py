@@ -1,0 +1,334 @@
+"""One rank's host pool: slots in memory that grows, is pinned and is given back while the slots are in use."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from kvstow.bytesize import format_size
+from kvstow.config import PoolConfig
+from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
+from kvstow.memory.chunks import Chunk, ChunkGrid
+from kvstow.memory.limits import Headroom, MemoryLimits
+from kvstow.memory.pinning import PinProgress, PopulateOnly, Registrar
+from kvstow.memory.region import HostRegion
+
+PoolState = Literal["pinning", "ready", "degraded", "failed", "closed"]
+
+RESERVE_BYTES = 64 << 20  # memory that the pool always leaves to the rest of its cgroup and machine
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """One view of a pool. `degraded`: a chunk failed, growth waits for `retry` or a new target; `failed`: the
+    pinning thread has ended. In both, `error_reason` and `error` say why and the pinned slots stay usable."""
+
+    state: PoolState
+    pinned_slots: int
+    target_slots: int
+    pinned_bytes: int
+    target_bytes: int
+    resident_bytes: int
+    locked_bytes: int
+    pin_mode: str
+    notice: str | None
+    pin_rate_bytes_per_second: float
+    pin_elapsed_seconds: float
+    chunks_done: int
+    chunks_total: int
+    chunks_failed: int
+    error_reason: str | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    reason: str
+    message: str
+
+
+class HostPool:
+    """Slots of `slot_bytes` at `address + slot * slot_stride`; those below `pinned_slots` may be used.
+
+    Guarantees: every slot below `pinned_slots` is populated and registered. Memory is given back from the
+    top, by whole chunks, never while somebody is inside `hold`. A failed chunk leaves nothing of itself behind
+    and stops growth, not the pool. The pinning thread does not end unseen. After `close` nothing is left.
+
+    Assumes: the control plane has vacated the slots above a smaller target before it sets it; whoever uses slots
+    outside `hold` (a device that copies on its own) has ended that before `close`.
+
+    Thread-safe. `_state` guards the fields and is never held during a system call; `_memory` is held while
+    memory is given back. Where both are taken, `_memory` comes first.
+    """
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        registrar: Registrar,
+        *,
+        limits: MemoryLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Reserve address space; takes no memory yet. Raises `InsufficientMemoryError` when `pool_bytes` cannot fit."""
+        self._config = config
+        self._limits = limits or MemoryLimits()
+        self._registrar = registrar if config.lock else PopulateOnly()
+        self._grid = ChunkGrid.of(config)
+        self._require_room_for_pool()
+        self._state = threading.Condition()
+        self._memory = threading.Lock()
+        self._target = config.capacity_slots
+        self._chunks: list[Chunk] = []
+        self._failure: _Failure | None = None
+        self._progress = PinProgress(clock)
+        self._paused = self._closing = self._closed = self._dead = self._prepared = False
+        self._listeners: list[Callable[[], None]] = []
+        self._thread: threading.Thread | None = None
+        self._region = HostRegion(self._grid.region_bytes)
+
+    @property
+    def address(self) -> int:
+        return self._region.address
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._config.slot_bytes
+
+    @property
+    def slot_stride(self) -> int:
+        """Bytes from one slot to the next; more than `slot_bytes` only for sizes far from a page multiple."""
+        return self._grid.slot_stride
+
+    @property
+    def max_slots(self) -> int:
+        """The largest target: address space is reserved for no more."""
+        return self._config.max_slots
+
+    @property
+    def pinned_slots(self) -> int:
+        """The watermark: slots below it may be used."""
+        with self._state:
+            return self._pinned()
+
+    def start(self) -> None:
+        """Start to pin, in the background; idempotent."""
+        with self._state:
+            if self._thread is None and not self._closing:
+                thread = threading.Thread(target=self._run, name="kvstow-pin", daemon=True)
+                thread.start()
+                self._thread = thread
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the pinning thread after each change of `status`. It must not block or close the pool."""
+        self._listeners.append(callback)
+
+    def set_target(self, slots: int) -> None:
+        """Grow or shrink to `slots`, in the background; slots above it are unusable at once. A new target is also a
+        new attempt after a failure. Raises `ConfigError` outside 0 to `max_slots`."""
+        if not 0 <= slots <= self.max_slots:
+            raise ConfigError("target slots", slots, f"0 to {self.max_slots} (max_bytes of the pool)")
+        with self._state:
+            if slots != self._target:
+                self._target = slots
+                self._failure = None
+                self._state.notify_all()
+
+    def set_paused(self, paused: bool) -> None:
+        """Start no further chunk until unpaused; shrinking goes on."""
+        with self._state:
+            self._paused = paused
+            self._state.notify_all()
+
+    def retry(self) -> None:
+        """Try the chunk that failed once more; nothing happens where none has."""
+        with self._state:
+            self._failure = None
+            self._state.notify_all()
+
+    @contextmanager
+    def hold(self, end_slot: int) -> Iterator[None]:
+        """Keep the memory of all slots below `end_slot` in place. Raises `CopyError` if they are not all pinned."""
+        with self._memory:
+            if (pinned := self.pinned_slots) < end_slot:
+                raise CopyError(f"slot {end_slot - 1} is not pinned; the pool has {pinned} slots pinned")
+            yield
+
+    def status(self) -> PoolStatus:
+        with self._state:
+            pinned, covered = self._pinned(), self._covered()
+            done = len(self._chunks)
+            return PoolStatus(
+                state=self._current_state(),
+                pinned_slots=pinned,
+                target_slots=self._target,
+                pinned_bytes=pinned * self.slot_bytes,
+                target_bytes=self._target * self.slot_bytes,
+                resident_bytes=sum(chunk.num_bytes for chunk in self._chunks),
+                locked_bytes=self._registrar.locked_bytes,
+                pin_mode=self._registrar.mode,
+                notice=self._registrar.notice,
+                pin_rate_bytes_per_second=self._progress.rate,
+                pin_elapsed_seconds=self._progress.elapsed,
+                chunks_done=done,
+                chunks_total=done + self._grid.count(covered, self._target),
+                chunks_failed=int(self._failure is not None),
+                error_reason=self._failure.reason if self._failure else None,
+                error=self._failure.message if self._failure else None,
+            )
+
+    def close(self) -> None:
+        """Stop pinning at the next chunk, unregister, give the memory back; idempotent, safe at any moment."""
+        with self._state:
+            self._closing = True
+            self._state.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        with self._memory:
+            if not self._closed:
+                self._closed = True
+                self._give_back_all()
+
+    def _give_back_all(self) -> None:
+        with self._state:
+            chunks, self._chunks = self._chunks, []
+        try:
+            for chunk in reversed(chunks):
+                self._unregister_at_close(chunk)
+        finally:
+            self._region.close()
+
+    def _unregister_at_close(self, chunk: Chunk) -> None:
+        try:
+            self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
+        except PinError as error:
+            _logger.warning("could not unregister slots %d-%d: %s", chunk.first_slot, chunk.end_slot - 1, error)
+
+    # The pinning thread.
+
+    def _run(self) -> None:
+        try:
+            while (step := self._wait_for_step()) is not None:
+                self._attempt(step)
+                self._announce()
+                self._rest()
+        except Exception as error:
+            _logger.exception("the pinning thread has failed")
+            self._fail("internal", f"the pinning thread has failed: {error!r}", dead=True)
+            self._announce()
+
+    def _wait_for_step(self) -> Callable[[], None] | None:
+        """The next thing to do, once there is one; None when the pool closes."""
+        with self._state:
+            self._state.wait_for(lambda: self._closing or self._next_step() is not None)
+            return None if self._closing else self._next_step()
+
+    def _next_step(self) -> Callable[[], None] | None:
+        if self._failure is not None:
+            return None
+        if self._chunks and self._chunks[-1].first_slot >= self._target:
+            return self._shrink
+        if self._covered() < self._target and not self._paused:
+            return partial(self._grow, self._grid.next_chunk(self._covered(), self._target))
+        return None
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except PinError as error:
+            _logger.warning("pinning stopped at %d slots: %s", self.pinned_slots, error)
+            self._fail(error.reason, str(error))
+
+    def _grow(self, chunk: Chunk) -> None:
+        with self._state:
+            self._progress.begin(self._covered() * self.slot_bytes)
+        if not self._prepared:
+            self._registrar.prepare_thread()
+            self._prepared = True
+        self._require_room_for(chunk)
+        self._region.commit(chunk.offset, chunk.num_bytes)
+        try:
+            self._registrar.register(self.address + chunk.offset, chunk.num_bytes)
+        except BaseException:
+            self._region.decommit(chunk.offset, chunk.num_bytes)
+            raise
+        with self._state:
+            self._chunks.append(chunk)
+            self._progress.record(self._covered() * self.slot_bytes)
+            if self._covered() >= self._target:
+                self._progress.end()
+
+    def _shrink(self) -> None:
+        """Give the last chunk back, unless the target has grown again in the meantime."""
+        with self._memory:
+            with self._state:
+                if self._chunks[-1].first_slot < self._target:
+                    return
+                chunk = self._chunks.pop()
+            try:
+                self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
+            except BaseException:
+                with self._state:
+                    self._chunks.append(chunk)  # it is pinned still: `close` or the next attempt sees to it
+                raise
+            self._region.decommit(chunk.offset, chunk.num_bytes)
+
+    def _rest(self) -> None:
+        """Let others at the driver's lock, which is unfair: without a pause they wait for many chunks."""
+        with self._state:
+            self._state.wait_for(lambda: self._closing, timeout=self._config.pause)
+
+    def _fail(self, reason: str, message: str, *, dead: bool = False) -> None:
+        with self._state:
+            self._failure = _Failure(reason, message)
+            self._dead = dead
+            self._progress.end()
+
+    def _announce(self) -> None:
+        for callback in self._listeners:
+            callback()
+
+    # Under `_state`.
+
+    def _covered(self) -> int:
+        return self._chunks[-1].end_slot if self._chunks else 0
+
+    def _pinned(self) -> int:
+        return min(self._target, self._covered())
+
+    def _current_state(self) -> PoolState:
+        if self._closing:
+            return "closed"
+        if self._dead:
+            return "failed"
+        if self._failure is not None:
+            return "degraded"
+        return "ready" if self._covered() >= self._target else "pinning"
+
+    # Memory limits.
+
+    def _require_room_for_pool(self) -> None:
+        num_bytes = self._config.capacity_slots * self._grid.slot_stride
+        if headroom := self._short_of(num_bytes):
+            raise InsufficientMemoryError(f"the pool needs {_shortage(num_bytes, headroom)}")
+
+    def _require_room_for(self, chunk: Chunk) -> None:
+        if headroom := self._short_of(chunk.num_bytes):
+            raise PinError(headroom.reason, f"the next chunk needs {_shortage(chunk.num_bytes, headroom)}")
+
+    def _short_of(self, num_bytes: int) -> Headroom | None:
+        """The limit that `num_bytes` more would break, or None."""
+        headroom = self._limits.headroom()
+        return headroom if headroom is not None and num_bytes + RESERVE_BYTES > headroom.num_bytes else None
+
+
+def _shortage(num_bytes: int, headroom: Headroom) -> str:
+    return f"{format_size(num_bytes)} beside a reserve of {format_size(RESERVE_BYTES)}, but {headroom.limit}"

@@ -1,0 +1,106 @@
+"""Host memory as address space that is committed and given back piece by piece.
+
+All calls go through ctypes, which lets go of the interpreter lock while the kernel works: populating 64 MiB
+takes 10 ms, and serving must not wait for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+from kvstow.bytesize import format_size
+from kvstow.errors import PinError
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+HUGE_PAGE_BYTES = 2 << 20
+
+_PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
+_MAP_PRIVATE, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x02, 0x20, 0x4000
+_MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 4, 10, 14, 23
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_libc.mmap.restype, _libc.mmap.argtypes = _address, (_address, _size, _int, _int, _int, ctypes.c_long)
+_libc.munmap.argtypes = (_address, _size)
+_libc.mprotect.argtypes = (_address, _size, _int)
+_libc.madvise.argtypes = (_address, _size, _int)
+
+
+class HostRegion:
+    """`num_bytes` of reserved address space, aligned to a huge page; a child process does not inherit it.
+
+    Offsets and sizes given to `commit` and `decommit` are multiples of `PAGE_BYTES`. Not locked: one thread at
+    a time. The owner calls `close`, and sees to it that nobody touches the memory afterwards.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = round_up(num_bytes, PAGE_BYTES)
+        self.address = _reserve_aligned(self.num_bytes)
+        self._closed = False
+        # A pool's memory must not double in a fork, nor its huge pages be split by copy-on-write.
+        _libc.madvise(self.address, self.num_bytes, _MADV_DONTFORK)
+        # Registering huge pages is 10 times cheaper. A kernel without them refuses: the pool works all the same.
+        _libc.madvise(self.address, self.num_bytes, _MADV_HUGEPAGE)
+
+    def commit(self, offset: int, num_bytes: int) -> None:
+        """Back the range by memory. Raises `PinError`, and then the range holds none."""
+        address = self.address + offset
+        try:
+            _check(_libc.mprotect(address, num_bytes, _PROT_READ_WRITE), "mprotect", num_bytes)
+            _populate(address, num_bytes)
+        except PinError:
+            self.decommit(offset, num_bytes)
+            raise
+
+    def decommit(self, offset: int, num_bytes: int) -> None:
+        """Give the range's memory back to the machine; its bytes are lost."""
+        address = self.address + offset
+        _check(_libc.madvise(address, num_bytes, _MADV_DONTNEED), "madvise(MADV_DONTNEED)", num_bytes)
+        _check(_libc.mprotect(address, num_bytes, _PROT_NONE), "mprotect", num_bytes)
+
+    def close(self) -> None:
+        """Give back memory and address space; idempotent."""
+        if not self._closed:
+            self._closed = True
+            _libc.munmap(self.address, self.num_bytes)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _reserve_aligned(num_bytes: int) -> int:
+    """Reserve more than is asked, then give back what lies before and after the aligned part."""
+    asked = num_bytes + HUGE_PAGE_BYTES
+    flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
+    start = _libc.mmap(None, asked, _PROT_NONE, flags, -1, 0)
+    if start == _MAP_FAILED:
+        raise PinError("out_of_memory", f"cannot reserve {format_size(asked)} of address space: {_error_text()}")
+    address = round_up(start, HUGE_PAGE_BYTES)
+    if address > start:
+        _libc.munmap(start, address - start)
+    if (rest := start + asked - address - num_bytes) > 0:
+        _libc.munmap(address + num_bytes, rest)
+    return int(address)
+
+
+def _populate(address: int, num_bytes: int) -> None:
+    """Fault every page in, so that no later touch can fail or wait."""
+    result = _libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE)
+    if result != 0 and ctypes.get_errno() == errno.EINVAL:  # a kernel before 5.14
+        ctypes.memset(address, 0, num_bytes)
+        return
+    _check(result, "populating", num_bytes)
+
+
+def _check(result: int, what: str, num_bytes: int) -> None:
+    if result != 0:
+        raise PinError("out_of_memory", f"{what} of {format_size(num_bytes)} failed: {_error_text()}")
+
+
+def _error_text() -> str:
+    code = ctypes.get_errno()
+    return f"{errno.errorcode.get(code, code)} ({os.strerror(code)})"

@@ -1,0 +1,144 @@
+"""One rank's data plane: it takes ops, moves their bytes, says what became of them and how the pool is.
+
+What it guarantees of ops and of its copy thread, and what it assumes, stands in `kvstow.copythread`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from kvstow.copythread import CopyThread
+from kvstow.devices.base import Device, Fence
+from kvstow.memory.pool import HostPool, PoolStatus
+from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
+
+_logger = logging.getLogger(__name__)
+
+
+class OffloadWorker:
+    """Owns `pool` and `device` and closes both. The host calls `pool.start()` when pinning may begin.
+
+    Thread-safe; `apply` is called by one thread at a time.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        pool: HostPool,
+        device: Device,
+        *,
+        max_queued: int = 65536,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """If this raises, pool and device stay the caller's."""
+        self.rank = rank
+        self.boot_id = secrets.token_hex(8)
+        self.pool = pool
+        self._listeners: list[Callable[[], None]] = []
+        self._engine_id, self._pin_attempt = "", 0
+        self._excess: str | None = None
+        self._closed = False
+        name = f"kvstow-copy-{rank}"
+        self._copies = CopyThread(name, device, pool.slot_bytes, max_queued, clock, self._announce)
+        pool.add_listener(self._announce)
+
+    def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
+        """Start the ops of `plan` once `after` is reached. Never blocks, never raises: an op that cannot be taken
+        (queue full, worker failed or closed) comes back as a failed completion."""
+        self._copies.submit(plan.ops, after)
+
+    def take_completions(self) -> list[Completion]:
+        """All completions since the last call, in one atomic snapshot; also after `close`."""
+        return self._copies.take_completions()
+
+    def wait_completions(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds; True when there are completions to take."""
+        return self._copies.wait_completions(timeout)
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, on any thread, after the report has changed otherwise than by traffic. It must neither
+        block nor close the worker."""
+        self._listeners.append(callback)
+
+    def apply(self, desired: DesiredState) -> None:
+        """Make the pool follow `desired`; idempotent. A capacity above the pool's `max_slots` is met as far as
+        it can be, and the report says so."""
+        again = desired.engine_id != self._engine_id or desired.pin_attempt > self._pin_attempt
+        self._engine_id, self._pin_attempt = desired.engine_id, desired.pin_attempt
+        wanted, most = desired.capacity_slots, self.pool.max_slots
+        self._excess = (
+            f"capacity is {wanted} slots; max_bytes of this rank's pool allows {most}" if wanted > most else None
+        )
+        self.pool.set_target(min(wanted, most))
+        self.pool.set_paused(desired.paused)
+        if again:
+            self.pool.retry()
+
+    def report(self) -> RankReport:
+        pool, copies, failure = self.pool.status(), self._copies.statistics(), self._copies.failure
+        reason, error = self._trouble(pool, failure)
+        return RankReport(
+            rank=self.rank,
+            boot_id=self.boot_id,
+            state=self._state(pool, failure),
+            slot_bytes=self.pool.slot_bytes,
+            pinned_slots=pool.pinned_slots,
+            target_slots=pool.target_slots,
+            pinned_bytes=pool.pinned_bytes,
+            target_bytes=pool.target_bytes,
+            pin_rate_bytes_per_second=pool.pin_rate_bytes_per_second,
+            pin_elapsed_seconds=pool.pin_elapsed_seconds,
+            pin_mode=pool.pin_mode,
+            locked_bytes=pool.locked_bytes,
+            resident_bytes=pool.resident_bytes,
+            chunks_done=pool.chunks_done,
+            chunks_total=pool.chunks_total,
+            chunks_failed=pool.chunks_failed,
+            error_reason=reason,
+            error=error,
+            notice=pool.notice,
+            pending_ops=copies.pending_ops,
+            store_bytes_total=copies.store_bytes,
+            load_bytes_total=copies.load_bytes,
+            store_busy_seconds=copies.store_seconds,
+            load_busy_seconds=copies.load_seconds,
+        )
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Take no more ops, let running ones finish for `timeout` seconds, fail the rest, close device and pool.
+        Idempotent. Where a copy hangs in the device, its memory is left as it is: taking it away would crash."""
+        self._closed = True
+        if self._copies.close(timeout):
+            self.pool.close()
+        else:
+            _logger.error("rank %d: a copy hangs in the device; its pool is not given back", self.rank)
+        self._announce()
+
+    def _state(self, pool: PoolStatus, failure: str | None) -> RankState:
+        if self._closed:
+            return "stopped"
+        if failure is not None:
+            return "failed"
+        if pool.error is not None or self._excess is not None:
+            return "degraded"
+        if pool.state == "ready":
+            return "ready"
+        return "pinning" if pool.pinned_slots else "starting"
+
+    def _trouble(self, pool: PoolStatus, failure: str | None) -> tuple[str | None, str | None]:
+        """Reason and text of the worst that has happened."""
+        if failure is not None:
+            return "copy_thread", failure
+        if pool.error is not None:
+            return pool.error_reason, pool.error
+        return ("max_bytes", self._excess) if self._excess is not None else (None, None)
+
+    def _announce(self) -> None:
+        for callback in tuple(self._listeners):
+            try:
+                callback()
+            except Exception:
+                _logger.exception("a listener of rank %d has failed", self.rank)
