@@ -1,0 +1,302 @@
+"""The driver over ranks whose faults the test chooses: what a faulty data plane does must be seen or survived."""
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Event
+
+import pytest
+import torch
+
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.lease import Lease
+from kvstow.errors import InvalidRequestError, LeaseError
+from kvstow.messages import Completion, Op, RankReport, StepPlan
+from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+from kvstow_service.replay.pace import ReplayOptions
+from kvstow_service.replay.pattern import PatternedKV
+from kvstow_service.replay.trace import TraceRequest
+
+PAGE = 24
+SLOTS = 200
+Step = Callable[[], Completion]
+
+
+@dataclass
+class MemoryWorker:
+    """A rank that copies between its KV cache and a plain tensor, op by op, when completions are taken.
+
+    `fault(op)` returns how to do an op instead, as steps that each give a completion.
+    """
+
+    rank: int
+    kv: torch.Tensor
+    fault: Callable[["MemoryWorker", Op], list[Step] | None] = lambda worker, op: None
+    boot_id: str = field(default_factory=lambda: secrets.token_hex(4))
+
+    def __post_init__(self) -> None:
+        self.pool = torch.zeros((SLOTS, self.kv.shape[1]), dtype=torch.uint8)
+        self.steps: list[Step] = []
+        self.held = False
+
+    def submit(self, plan: StepPlan) -> None:
+        for op in plan.ops:
+            self.steps += self.fault(self, op) or [lambda op=op: self.copy(op)]  # type: ignore[misc]
+
+    def copy(self, op: Op) -> Completion:
+        blocks, slots = torch.tensor(op.blocks), torch.tensor(op.slots)
+        if op.direction == "store":
+            self.pool[slots] = self.kv[blocks]
+        else:
+            self.kv[blocks] = self.pool[slots]
+        return Completion(op.op_id, "done", num_bytes=len(op.blocks) * PAGE, seconds=0.001)
+
+    def take_completions(self) -> list[Completion]:
+        """One step at a time, so that steps of several ops and ranks interleave with the driver's."""
+        return [self.steps.pop(0)()] if self.steps and not self.held else []
+
+    def wait_completions(self, timeout: float) -> bool:
+        return bool(self.steps) and not self.held
+
+    def report(self) -> RankReport:
+        num_bytes = SLOTS * PAGE
+        return RankReport(self.rank, self.boot_id, "ready", PAGE, SLOTS, SLOTS, num_bytes, num_bytes)
+
+
+@dataclass
+class Bench:
+    """A driver with all it drives."""
+
+    engine: OffloadEngine
+    workers: list[MemoryWorker]
+    driver: ReplayDriver
+    kv_blocks: int
+
+    def assert_all_given_back(self) -> None:
+        assert self.driver.free_blocks == self.kv_blocks
+        assert self.engine.stats().leases == 0
+        self.engine.check_integrity()
+
+
+@contextmanager
+def bench(
+    requests: Sequence[TraceRequest],
+    options: ReplayOptions = ReplayOptions(),  # noqa: B008 - frozen
+    *,
+    ranks: int = 2,
+    fault: Callable[[MemoryWorker, Op], list[Step] | None] = lambda worker, op: None,
+    engine_type: type[OffloadEngine] = OffloadEngine,
+    on_request: Callable[[int], None] | None = None,
+) -> Iterator[Bench]:
+    engine = engine_type(EngineConfig(slot_bytes=PAGE, capacity_slots=SLOTS, num_ranks=ranks))
+    kv_blocks = blocks_needed(requests, options.concurrency)
+    caches = [torch.zeros((kv_blocks, PAGE), dtype=torch.uint8) for _ in range(ranks)]
+    workers = [MemoryWorker(rank, cache, fault) for rank, cache in enumerate(caches)]
+    for worker in workers:
+        engine.report(worker.report())
+    kv = PatternedKV([[cache] for cache in caches])
+    driver = ReplayDriver(engine, workers, kv, requests, options, kv_blocks=kv_blocks, on_request=on_request)
+    try:
+        yield Bench(engine, workers, driver, kv_blocks)
+    finally:
+        engine.close()
+
+
+def loads_on_rank_1(op: Op, worker: MemoryWorker) -> bool:
+    return worker.rank == 1 and op.direction == "load"
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_every_loaded_byte_of_sound_ranks_is_right(conversations: list[TraceRequest], concurrency: int) -> None:
+    with bench(conversations, ReplayOptions(concurrency=concurrency)) as parts:
+        result = parts.driver.run(Event())
+        parts.assert_all_given_back()
+    assert (result.requests, result.mismatches) == (len(conversations), 0)
+    assert result.verified_bytes == result.loaded_bytes == result.loaded_blocks * PAGE * 2 > 0
+    assert result.stored_bytes == result.stored_blocks * PAGE * 2
+    assert result.evicted_blocks > 0
+
+
+def test_rates_are_bytes_over_the_busy_time_of_copies(conversations: list[TraceRequest]) -> None:
+    loads = 0
+
+    def count(worker: MemoryWorker, op: Op) -> None:
+        nonlocal loads
+        loads += op.direction == "load"
+
+    with bench(conversations[:50], fault=count) as parts:
+        result = parts.driver.run(Event())
+    assert result.load_gbps == pytest.approx(result.loaded_bytes / (loads * 0.001) / 1e9)
+
+
+def test_a_flipped_byte_on_one_rank_is_a_mismatch(conversations: list[TraceRequest]) -> None:
+    def flip(worker: MemoryWorker, op: Op) -> list[Step] | None:
+        def corrupted() -> Completion:
+            completion = worker.copy(op)
+            worker.kv[op.blocks[0], PAGE - 1] ^= 1
+            return completion
+
+        return [corrupted] if loads_on_rank_1(op, worker) else None
+
+    with bench(conversations[:60], fault=flip) as parts:
+        result = parts.driver.run(Event())
+        parts.assert_all_given_back()
+    assert not result.ok
+    assert 0 < result.mismatches < result.loaded_blocks
+    assert "rank 1" in result.first_mismatches[0]
+    assert len(result.first_mismatches) == 5
+
+
+def test_a_load_that_writes_nothing_is_a_mismatch(conversations: list[TraceRequest]) -> None:
+    def skip(worker: MemoryWorker, op: Op) -> list[Step] | None:
+        return [lambda: Completion(op.op_id, "done")] if loads_on_rank_1(op, worker) else None
+
+    with bench(conversations, fault=skip) as parts:
+        result = parts.driver.run(Event())
+    assert result.mismatches == result.loaded_blocks > 0
+
+
+def test_a_store_that_reads_blocks_after_it_freed_them_is_a_mismatch(conversations: list[TraceRequest]) -> None:
+    def read_late(worker: MemoryWorker, op: Op) -> list[Step] | None:
+        if op.direction == "load":
+            return None
+        return [lambda: Completion(op.op_id, "source_free"), lambda: worker.copy(op)]
+
+    with bench(conversations, fault=read_late) as parts:
+        result = parts.driver.run(Event())
+    assert result.mismatches > 0
+
+
+def test_a_store_that_reads_blocks_before_it_frees_them_is_right(conversations: list[TraceRequest]) -> None:
+    def read_early(worker: MemoryWorker, op: Op) -> list[Step] | None:
+        if op.direction == "load":
+            return None
+        done: list[Completion] = []
+
+        def read() -> Completion:
+            done.append(worker.copy(op))
+            return Completion(op.op_id, "source_free")
+
+        return [read, lambda: done[0]]
+
+    with bench(conversations, ReplayOptions(concurrency=3), fault=read_early) as parts:
+        result = parts.driver.run(Event())
+        parts.assert_all_given_back()
+    assert result.ok
+    assert result.loaded_blocks > 0
+
+
+def test_failed_loads_are_computed_again_and_stored_anew(conversations: list[TraceRequest]) -> None:
+    failed: list[Op] = []
+
+    def fail_the_first_three(worker: MemoryWorker, op: Op) -> list[Step] | None:
+        if not loads_on_rank_1(op, worker) or len(failed) == 3:
+            return None
+        failed.append(op)
+        worker.kv[list(op.blocks)] = 1  # a failed load may have written anything
+        return [lambda: Completion(op.op_id, "failed", error="torn")]
+
+    with bench(conversations, fault=fail_the_first_three) as parts:
+        result = parts.driver.run(Event())
+        parts.assert_all_given_back()
+    assert result.failed_loads == sum(len(op.blocks) for op in failed)
+    assert (result.requests, result.mismatches) == (len(conversations), 0)
+    assert result.hit_blocks == result.loaded_blocks + result.failed_loads
+    assert result.stored_blocks == result.blocks - result.loaded_blocks
+
+
+def test_failed_stores_are_counted_and_missed_later(conversations: list[TraceRequest]) -> None:
+    def fail(worker: MemoryWorker, op: Op) -> list[Step] | None:
+        return [lambda: Completion(op.op_id, "failed", error="torn")] if worker.rank == 0 else None
+
+    with bench(conversations[:20], fault=fail) as parts:
+        result = parts.driver.run(Event())
+        parts.assert_all_given_back()
+    assert result.failed_stores == result.blocks
+    assert (result.hit_blocks, result.stored_blocks) == (0, 0)
+
+
+def test_a_broken_lease_is_a_miss(conversations: list[TraceRequest]) -> None:
+    class Breaking(OffloadEngine):
+        def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int = 0, request_id: str = "") -> Op:
+            raise LeaseError("broken")
+
+    with bench(conversations, engine_type=Breaking) as parts:
+        result = parts.driver.run(Event())
+        parts.assert_all_given_back()
+    assert (result.requests, result.hit_blocks) == (len(conversations), 0)
+
+
+def test_dropped_stores_are_counted_by_reason(conversations: list[TraceRequest]) -> None:
+    with bench(conversations[:10]) as parts:
+        parts.engine.admin.drain("stop_stores", None)
+        result = parts.driver.run(Event())
+        parts.assert_all_given_back()
+    assert result.dropped_stores == sum(result.drops.values()) == result.blocks
+    assert list(result.drops) == ["dropped_draining"]
+
+
+def test_a_stop_lets_what_is_in_flight_finish(conversations: list[TraceRequest]) -> None:
+    stop = Event()
+
+    def stop_after_ten(finished: int) -> None:
+        if finished == 10:
+            stop.set()
+
+    with bench(conversations, ReplayOptions(concurrency=4), on_request=stop_after_ten) as parts:
+        result = parts.driver.run(stop)
+        parts.assert_all_given_back()
+        assert parts.engine.stats().pending.loads == parts.engine.stats().pending.stores == 0
+    assert 10 <= result.requests < 10 + 4
+    assert result.abandoned == 0
+
+
+def test_a_stop_gives_up_what_does_not_finish_in_time(conversations: list[TraceRequest]) -> None:
+    stop = Event()
+
+    def hold(finished: int) -> None:
+        if finished == 10:
+            for worker in parts.workers:
+                worker.held = True
+            stop.set()
+
+    options = ReplayOptions(concurrency=4, drain_seconds=0.0)
+    with bench(conversations, options, on_request=hold) as parts:
+        result = parts.driver.run(stop)
+        parts.assert_all_given_back()
+    assert (result.requests, result.abandoned) == (10, 3)
+
+
+def test_an_engine_error_gives_leases_and_blocks_back(conversations: list[TraceRequest]) -> None:
+    class Failing(OffloadEngine):
+        def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int = 0, request_id: str = "") -> Op:
+            self.release(lease)
+            raise InvalidRequestError("defect")
+
+    with bench(conversations, engine_type=Failing) as parts:
+        with pytest.raises(InvalidRequestError, match="defect"):
+            parts.driver.run(Event())
+        parts.assert_all_given_back()
+
+
+def test_a_request_that_does_not_fit_the_kv_cache_is_refused_at_once(conversations: list[TraceRequest]) -> None:
+    with bench(conversations) as parts:
+        workers: list[MemoryWorker] = parts.workers
+        with pytest.raises(InvalidRequestError, match="the KV cache 3; allowed: "):
+            ReplayDriver(parts.engine, workers, PatternedKV([]), conversations, ReplayOptions(), kv_blocks=3)
+
+
+def test_requests_wait_until_they_are_due(conversations: list[TraceRequest]) -> None:
+    with bench(conversations[:5], ReplayOptions(rate=100.0)) as parts:
+        result = parts.driver.run(Event())
+    assert result.seconds >= 0.04
+    assert result.requests == 5
+
+
+def test_figures_can_be_read_while_the_replay_runs(conversations: list[TraceRequest]) -> None:
+    seen: list[int] = []
+    with bench(conversations[:5], on_request=lambda finished: seen.append(parts.driver.result().requests)) as parts:
+        parts.driver.run(Event())
+    assert seen == [1, 2, 3, 4, 5]

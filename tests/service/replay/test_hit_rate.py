@@ -1,0 +1,104 @@
+"""The order of eviction, against simulations that share nothing with the engine."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from kvstow.config import EngineConfig
+from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+from kvstow_service.replay.pace import ReplayOptions
+from kvstow_service.replay.result import ReplayResult
+from kvstow_service.replay.session import simulated_session
+from kvstow_service.replay.trace import TraceRequest, read_trace
+
+MOONCAKE = Path(__file__).parents[3].parent / "shared" / "data" / "conversation_trace.jsonl"
+
+
+def replay(
+    requests: Sequence[TraceRequest], slots: int, *, policy: str = "lru", ranks: int = 1, concurrency: int = 1
+) -> ReplayResult:
+    config = EngineConfig(slot_bytes=4096, capacity_slots=slots, num_ranks=ranks, policy=policy)
+    kv_blocks = blocks_needed(requests, concurrency)
+    with simulated_session(config) as session:
+        driver = ReplayDriver(
+            session.engine,
+            session.workers,
+            session.kv,
+            requests,
+            ReplayOptions(concurrency=concurrency),
+            kv_blocks=kv_blocks,
+        )
+        result = driver.run(Event())
+        assert driver.free_blocks == kv_blocks
+        assert session.engine.stats().leases == 0
+        session.engine.check_integrity()
+    return result
+
+
+def lru_hits(requests: Iterable[TraceRequest], slots: int) -> int:
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for request in requests:
+        for hash_id in request.hash_ids:
+            if hash_id not in cache:
+                break
+            hits += 1
+        for hash_id in reversed(request.hash_ids):
+            cache[hash_id] = None
+            cache.move_to_end(hash_id)
+            if len(cache) > slots:
+                cache.popitem(last=False)
+    return hits
+
+
+@pytest.mark.parametrize("slots", [45, 100, 250, 600, 5000])
+def test_hits_are_those_of_a_plain_lru_cache(conversations: list[TraceRequest], slots: int) -> None:
+    result = replay(conversations, slots)
+    assert result.hit_blocks == lru_hits(conversations, slots)
+    assert result.blocks == sum(len(request.hash_ids) for request in conversations)
+    assert result.requests == len(conversations)
+
+
+def test_blocks_are_hit_stored_or_evicted(conversations: list[TraceRequest]) -> None:
+    result = replay(conversations, 100)
+    assert result.loaded_blocks == result.hit_blocks
+    assert result.stored_blocks == result.blocks - result.hit_blocks
+    assert result.evicted_blocks == result.stored_blocks - 100
+    assert (result.dropped_stores, result.loaded_bytes, result.load_gbps) == (0, 0, 0.0)
+
+
+def test_the_number_of_ranks_does_not_change_the_hits(conversations: list[TraceRequest]) -> None:
+    assert replay(conversations, 100, ranks=3).hit_blocks == replay(conversations, 100).hit_blocks
+
+
+def test_overlapping_requests_leave_the_books_balanced(conversations: list[TraceRequest]) -> None:
+    result = replay(conversations, 250, ranks=2, concurrency=8)
+    assert result.requests == len(conversations)
+
+
+@pytest.mark.skipif(not MOONCAKE.exists(), reason="the production trace is not beside the checkout")
+@pytest.mark.parametrize(("slots", "percent"), [(1000, 4.45), (10000, 21.16), (30000, 32.57)])
+def test_hit_rates_of_the_production_trace_are_the_published_ones(slots: int, percent: float) -> None:
+    assert round(replay(read_trace(str(MOONCAKE)), slots).block_hit_rate * 100, 2) == percent
+
+
+def scans_between_hot_requests() -> list[TraceRequest]:
+    """Twenty rounds of the same 40 blocks, asked for twice, with 200 blocks that come once between the rounds."""
+    hot = TraceRequest(0, 1, 1, tuple(range(40)))
+    rounds = []
+    for number in range(20):
+        first = 1000 + 200 * number
+        scan = [TraceRequest(0, 1, 1, tuple(range(start, start + 20))) for start in range(first, first + 200, 20)]
+        rounds += [hot, hot, *scan]
+    return rounds
+
+
+def test_a_scan_flushes_the_hot_set_of_lru() -> None:
+    assert replay(scans_between_hot_requests(), 100).hit_blocks == 20 * 40
+
+
+def test_a_scan_does_not_flush_the_hot_set_of_arc() -> None:
+    assert replay(scans_between_hot_requests(), 100, policy="arc").hit_blocks >= (20 + 18) * 40

@@ -1,0 +1,40 @@
+import pytest
+
+from kvstow.errors import ConfigError
+from kvstow_service.replay.pace import ReplayOptions
+from kvstow_service.replay.trace import TraceRequest
+
+FIRST, LATER = TraceRequest(5000, 1, 1, (1,)), TraceRequest(9000, 1, 1, (2,))
+
+
+@pytest.mark.parametrize(
+    ("options", "due"),
+    [
+        (ReplayOptions(), 0.0),
+        (ReplayOptions(rate=2.0), 1.5),
+        (ReplayOptions(time_scale=1.0), 4.0),
+        (ReplayOptions(time_scale=8.0), 0.5),
+    ],
+)
+def test_requests_are_due_by_rate_or_timestamp(options: ReplayOptions, due: float) -> None:
+    assert options.due(3, LATER, FIRST) == due
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"concurrency": 0},
+        {"rate": 0.0},
+        {"rate": float("nan")},
+        {"time_scale": -1.0},
+        {"drain_seconds": -1.0},
+    ],
+)
+def test_options_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is"):
+        ReplayOptions(**wrong)  # type: ignore[arg-type]
+
+
+def test_rate_and_time_scale_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="not both"):
+        ReplayOptions(rate=1.0, time_scale=1.0)
