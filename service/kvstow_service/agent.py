@@ -104,7 +104,7 @@ class RankAgent:
             answer = client.post(f"/v1/ranks/{self._rank}/report", json=report.to_json())
             answer.raise_for_status()
             self._source.apply(DesiredState.from_json(answer.json()))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the thread goes on
+        except Exception as error:  # whatever it is, the thread goes on
             self._failed += 1
             if not self._failing:
                 logger.warning("rank %d: report failed, trying on: %s", self._rank, error, exc_info=_unless_http(error))

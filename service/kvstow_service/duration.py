@@ -18,10 +18,10 @@ def parse_duration(value: object, key: str = "duration") -> float:
     >>> parse_duration("2ms")
     0.002
     """
-    if type(value) in (int, float):
-        seconds = float(str(value))
-        if seconds >= 0 and math.isfinite(seconds):
-            return seconds
-    elif isinstance(value, str) and (match := _PATTERN.fullmatch(value.strip().lower())) and match[2] in _UNITS:
-        return float(match[1]) * _UNITS[match[2]]
-    raise ConfigError(key, value, _ALLOWED)
+    if isinstance(value, str) and (match := _PATTERN.fullmatch(value.strip().lower())) and match[2] in _UNITS:
+        seconds = float(match[1]) * _UNITS[match[2]]
+    else:
+        seconds = float(str(value)) if type(value) in (int, float) else math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(key, value, _ALLOWED)
+    return seconds

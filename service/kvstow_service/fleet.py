@@ -71,7 +71,7 @@ class Fleet:
             from kvstow_service.ranks import build_rank  # torch: only here, behind an answering server
 
             local = build_rank(rank, self._pool, self._kv_blocks)
-        except Exception as error:  # noqa: BLE001 - reported and logged: the service goes on without this rank
+        except Exception as error:  # reported and logged: the service goes on without this rank
             logger.error("rank %d cannot be built: %s", rank, error, exc_info=not isinstance(error, KvstowError))
             return UnbuiltRank(rank, self._pool, error)
         self._resources.callback(local.close)

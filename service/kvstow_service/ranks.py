@@ -28,18 +28,16 @@ class LocalRank:
     """
 
     worker: OffloadWorker
-    pool: HostPool
     layout: KVLayout
     tensors: tuple[torch.Tensor, ...]
 
     def start_pinning(self) -> None:
         """Returns at once; the pool becomes usable slot by slot."""
-        self.pool.start()
+        self.worker.pool.start()
 
     def close(self) -> None:
         """End the copy thread, then unregister and unmap the pool. Idempotent."""
         self.worker.close()
-        self.pool.close()
 
 
 def build_ranks(num_ranks: int, config: PoolConfig, kv_blocks: int) -> list[LocalRank]:
@@ -66,7 +64,7 @@ def build_rank(rank: int, config: PoolConfig, kv_blocks: int) -> LocalRank:
         tensors = tuple(torch.zeros((kv_blocks, region.page_bytes), dtype=torch.uint8) for region in layout.regions)
         worker = OffloadWorker(rank, pool, CpuDevice(pool, layout, tensors))
         undo.pop_all()
-    return LocalRank(worker, pool, layout, tensors)
+    return LocalRank(worker, layout, tensors)
 
 
 def cpu_layout(slot_bytes: int, kv_blocks: int) -> KVLayout:

@@ -56,7 +56,7 @@ class ReplayTraffic:
             if result is not None:
                 print_result(result, sys.stdout, as_json=self._json)
                 status = 0 if result.ok else 1
-        except Exception as error:  # noqa: BLE001 - logged, and told by the exit status
+        except Exception as error:  # logged, and told by the exit status
             logger.error("the replay failed: %s", error, exc_info=not isinstance(error, KvstowError))
         if not self._stopping.is_set():
             self._on_end(status)

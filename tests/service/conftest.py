@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from starlette.types import ASGIApp
+
+from kvstow_service.listeners import Listeners, TcpAddress
+from kvstow_service.server import AdminServer
+
+
+class Eventually(Protocol):
+    def __call__(self, condition: Callable[[], object], what: str = ..., *, seconds: float = ...) -> None: ...
+
+
+@pytest.fixture
+def eventually() -> Eventually:
+    """Polls until a condition holds; fails with `what` after a deadline that no healthy run comes near."""
+
+    def wait(condition: Callable[[], object], what: str = "the condition", *, seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what} did not come about within {seconds:g} s"
+            time.sleep(0.01)
+
+    return wait
+
+
+class Serving(Protocol):
+    def __call__(self, app: ASGIApp, *, port: int = ..., uds: Path | None = ...) -> tuple[AdminServer, Listeners]: ...
+
+
+@pytest.fixture
+def serving() -> Iterator[Serving]:
+    """Starts admin servers for ASGI apps; all are stopped at the end."""
+    with ExitStack() as running:
+
+        def serve(app: ASGIApp, *, port: int = 0, uds: Path | None = None) -> tuple[AdminServer, Listeners]:
+            listeners = Listeners(TcpAddress.resolve("127.0.0.1", port), uds)
+            running.callback(listeners.close)
+            server = AdminServer(app, listeners.sockets, lambda reason: pytest.fail(reason))
+            server.start()
+            running.callback(server.stop)
+            return server, listeners
+
+        yield serve

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvstow.messages import DesiredState, RankReport
+from kvstow_service.agent import AdminAddress, RankAgent
+
+LONG = 60.0  # an interval that no test waits for
+
+
+@dataclass
+class FakeRank:
+    """A rank whose report and failures a test sets."""
+
+    pinned: int = 0
+    fails: bool = False
+    applied: list[DesiredState] = field(default_factory=list)
+    callback: Callable[[], None] | None = None
+
+    def report(self) -> RankReport:
+        if self.fails:
+            raise RuntimeError("the rank is confused")
+        return RankReport(1, "boot", "pinning", 4096, self.pinned, 8, self.pinned * 4096, 8 * 4096)
+
+    def apply(self, desired: DesiredState) -> None:
+        self.applied.append(desired)
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        self.callback = callback
+
+    def change(self, pinned: int) -> None:
+        assert self.callback is not None
+        self.pinned = pinned
+        self.callback()
+
+
+@dataclass
+class FakeAdmin:
+    """Takes reports, and answers with the desired state or the status that a test sets."""
+
+    desired: dict[str, Any] = field(default_factory=lambda: DesiredState("engine", 8).to_json())
+    status: int = 200
+    reports: list[RankReport] = field(default_factory=list)
+    tokens: set[str | None] = field(default_factory=set)
+
+    async def take(self, request: Request) -> Response:
+        assert request.path_params["rank"] == "1"
+        self.tokens.add(request.headers.get("authorization"))
+        self.reports.append(RankReport.from_json(await request.json()))
+        return JSONResponse(self.desired, self.status)
+
+    def app(self) -> Starlette:
+        return Starlette(routes=[Route("/v1/ranks/{rank}/report", self.take, methods=["POST"])])
+
+
+@pytest.fixture
+def rank() -> FakeRank:
+    return FakeRank()
+
+
+@pytest.fixture
+def admin() -> FakeAdmin:
+    return FakeAdmin()
+
+
+@pytest.fixture
+def start(rank: FakeRank) -> Iterator[Callable[..., RankAgent]]:
+    agents: list[RankAgent] = []
+
+    def start_agent(url: str, *, uds: Path | None = None, interval: float = LONG) -> RankAgent:
+        agents.append(RankAgent(1, rank, AdminAddress(url, "secret", uds), interval=interval))
+        agents[-1].start()
+        return agents[-1]
+
+    yield start_agent
+    for agent in agents:
+        agent.stop()
+
+
+def test_the_first_report_goes_out_at_once_with_the_token(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
+) -> None:
+    _, listeners = serving(admin.app())
+    agent = start(listeners.url)
+    eventually(lambda: rank.applied, "the desired state at the rank")
+    assert rank.applied == [DesiredState("engine", 8)]
+    assert (admin.reports, admin.tokens) == ([rank.report()], {"Bearer secret"})
+    eventually(lambda: agent.stats.sent == 1)
+
+
+def test_a_unix_socket_is_preferred(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, tmp_path: Path
+) -> None:
+    uds = tmp_path / "admin.sock"
+    serving(admin.app(), uds=uds)
+    start("http://127.0.0.1:1", uds=uds)
+    eventually(lambda: rank.applied, "a report over the Unix socket")
+
+
+def test_a_change_is_reported_without_waiting_for_the_next_beat(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
+) -> None:
+    _, listeners = serving(admin.app())
+    start(listeners.url)
+    eventually(lambda: rank.applied)
+    rank.change(pinned=5)
+    eventually(lambda: [report.pinned_slots for report in admin.reports] == [0, 5], "the second report")
+
+
+def test_beats_come_without_a_change(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
+) -> None:
+    _, listeners = serving(admin.app())
+    start(listeners.url, interval=0.01)
+    eventually(lambda: len(admin.reports) >= 3, "three beats")
+
+
+def test_many_changes_make_few_reports(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
+) -> None:
+    _, listeners = serving(admin.app())
+    start(listeners.url)
+    for pinned in range(1, 1001):
+        rank.change(pinned)
+    eventually(lambda: admin.reports and admin.reports[-1].pinned_slots == 1000, "the last change")
+    assert len(admin.reports) < 100
+
+
+def test_a_server_that_is_away_is_tried_again_and_logged_once(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvstow.agent")
+    server, listeners = serving(admin.app())
+    agent = start(listeners.url, interval=0.01)
+    eventually(lambda: agent.stats.sent)
+    server.stop()
+    eventually(lambda: agent.stats.failed >= 3, "failures")
+    assert agent.stats.failing
+    sent = agent.stats.sent
+    serving(admin.app(), port=listeners.port)
+    eventually(lambda: agent.stats.sent > sent, "reports after the server came back")
+    agent.stop()
+    assert not agent.stats.failing
+    levels = [record.levelname for record in caplog.records if record.name == "kvstow.agent"]
+    assert levels == ["WARNING", "INFO"]
+
+
+@pytest.mark.parametrize("desired", [{"engine_id": "e"}, {"engine_id": "e", "capacity_slots": -1}, []])
+def test_an_answer_that_makes_no_sense_is_not_applied(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, desired: Any
+) -> None:
+    admin.desired = desired
+    _, listeners = serving(admin.app())
+    agent = start(listeners.url, interval=0.01)
+    eventually(lambda: agent.stats.failed)
+    assert rank.applied == []
+
+
+def test_a_refused_report_counts_as_failed(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
+) -> None:
+    admin.status = 401
+    _, listeners = serving(admin.app())
+    agent = start(listeners.url, interval=0.01)
+    eventually(lambda: agent.stats.failed)
+    assert rank.applied == []
+
+
+def test_the_thread_outlives_a_rank_that_raises(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank.fails = True
+    _, listeners = serving(admin.app())
+    agent = start(listeners.url, interval=0.01)
+    eventually(lambda: agent.stats.failed >= 2)
+    rank.fails = False
+    eventually(lambda: rank.applied, "reports after the rank came to its senses")
+    assert "RuntimeError: the rank is confused" in caplog.text
+
+
+def test_stop_is_idempotent_and_ends_the_thread(serving: Any, start: Any, admin: FakeAdmin, eventually: Any) -> None:
+    _, listeners = serving(admin.app())
+    agent = start(listeners.url)
+    agent.stop()
+    agent.stop()
+    assert "kvstow-agent-1" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_agent_that_was_never_started_can_be_stopped(rank: FakeRank) -> None:
+    RankAgent(1, rank, AdminAddress("http://127.0.0.1:1", "secret")).stop()

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from kvstow.errors import ConflictError
+from kvstow_service.listeners import Listeners, TcpAddress
+from kvstow_service.server import AdminServer
+
+
+async def hello(request: Request) -> PlainTextResponse:
+    return PlainTextResponse("hello")
+
+
+APP = Starlette(routes=[Route("/", hello)])
+
+
+def test_it_answers_on_every_socket_once_started(serving: Any, tmp_path: Path) -> None:
+    uds = tmp_path / "admin.sock"
+    _, listeners = serving(APP, uds=uds)
+    assert httpx.get(listeners.url).text == "hello"
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(uds))) as client:
+        assert client.get("http://kvstow/").text == "hello"
+
+
+def test_the_signal_handlers_of_the_process_stay(serving: Any) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    server, _ = serving(APP)
+    assert signal.getsignal(signal.SIGTERM) is before
+    server.stop()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_stop_ends_the_thread_and_frees_the_port(serving: Any) -> None:
+    server, listeners = serving(APP)
+    server.stop()
+    server.stop()
+    assert "kvstow-admin" not in {thread.name for thread in threading.enumerate()}
+    serving(APP, port=listeners.port)
+
+
+def test_an_idle_connection_does_not_hold_up_the_stop(serving: Any) -> None:
+    server, listeners = serving(APP)
+    with httpx.Client(base_url=listeners.url) as client:
+        assert client.get("/").text == "hello"
+        server.stop()
+    assert "kvstow-admin" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_app_that_does_not_start_is_an_error() -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.failed", "message": "no"})
+
+    listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), None)
+    reasons: SimpleQueue[str] = SimpleQueue()
+    with pytest.raises(ConflictError, match="the admin server did not start"):
+        AdminServer(broken, listeners.sockets, reasons.put).start()
+    assert "SystemExit" in reasons.get(timeout=10)
+
+
+def test_an_end_that_nobody_asked_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), None)
+    reasons: SimpleQueue[str] = SimpleQueue()
+    server = AdminServer(APP, listeners.sockets, reasons.put)
+
+    async def broken_tick(counter: int) -> bool:
+        raise RuntimeError("the loop broke")
+
+    monkeypatch.setattr(server._server, "on_tick", broken_tick)
+    server.start()
+    assert "the loop broke" in reasons.get(timeout=10)
+    server.stop()
+
+
+def test_the_sockets_are_closed_even_if_it_never_started() -> None:
+    listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), None)
+    AdminServer(APP, listeners.sockets, pytest.fail).stop()
+    with pytest.raises(OSError, match=r"refused|Bad file"), socket.create_connection(("127.0.0.1", listeners.port)):
+        pass

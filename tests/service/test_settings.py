@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstow_service.settings import Settings, load_settings
+
+
+def errors_of(flags: dict[str, object], environ: dict[str, str] | None = None, config: Path | None = None) -> list[str]:
+    with pytest.raises(ExceptionGroup) as caught:
+        load_settings(flags, environ or {}, config)
+    return [str(error) for error in caught.value.exceptions]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "kvstow.toml"
+    path.write_text('ranks = 2\npool_size = "1GiB"\nslot_size = 4096\nlock = false\nreadiness_require = ["pool"]\n')
+    return path
+
+
+def test_defaults_are_those_of_the_documentation() -> None:
+    settings = load_settings({}, {})
+    assert (settings.pool_size, settings.slot_size, settings.pin_chunk) == (8 << 30, 2 << 20, 64 << 20)
+    assert (settings.host, settings.port, settings.pin_pause) == ("127.0.0.1", 9595, 0.002)
+
+
+def test_the_file_wins_over_the_defaults(config: Path) -> None:
+    settings = load_settings({}, {}, config)
+    assert (settings.ranks, settings.pool_size, settings.slot_size) == (2, 1 << 30, 4096)
+    assert (settings.lock, settings.readiness_require) == (False, ("pool",))
+
+
+def test_variables_win_over_the_file_and_flags_over_both(config: Path) -> None:
+    environ = {"KVSTOW_RANKS": "3", "KVSTOW_POOL_SIZE": "2GiB", "KVSTOW_LOCK": "true"}
+    settings = load_settings({"ranks": "4", "pool_size": None}, environ, config)
+    assert (settings.ranks, settings.pool_size, settings.slot_size, settings.lock) == (4, 2 << 30, 4096, True)
+
+
+def test_a_variable_can_name_the_file(config: Path) -> None:
+    assert load_settings({}, {"KVSTOW_CONFIG": str(config)}).ranks == 2
+
+
+def test_an_empty_variable_is_not_given() -> None:
+    assert load_settings({}, {"KVSTOW_TOKEN_FILE": "", "KVSTOW_RANKS": ""}) == load_settings({}, {})
+
+
+def test_other_variables_are_none_of_our_business() -> None:
+    assert load_settings({}, {"PATH": "/bin", "KVSTOWAGE": "1"}) == Settings()
+
+
+def test_variables_by_which_kubernetes_describes_a_service_are_ignored() -> None:
+    link = "tcp://10.0.0.7:9595"
+    environ = {"KVSTOW_PORT": link, "KVSTOW_PORT_9595_TCP": link, "KVSTOW_SERVICE_HOST": "10.0.0.7"}
+    assert load_settings({}, environ).port == 9595
+
+
+def test_an_unknown_variable_is_named_with_the_allowed_ones() -> None:
+    (error,) = errors_of({}, {"KVSTOW_RANKZ": "2"})
+    assert error.startswith("KVSTOW_RANKZ is '2'; allowed: no such setting; there are ")
+    assert "KVSTOW_RANKS" in error
+
+
+def test_an_unknown_key_of_the_file_is_named_with_the_file_and_the_allowed_ones(config: Path) -> None:
+    config.write_text("rankz = 2\n")
+    (error,) = errors_of({}, {}, config)
+    assert error.startswith(f"{config}: rankz is 2;")
+    assert "slot_size" in error
+
+
+@pytest.mark.parametrize("text", ["ranks =", "\xff"])
+def test_a_file_that_is_no_toml_is_refused(config: Path, text: str) -> None:
+    config.write_bytes(text.encode("latin-1"))
+    (error,) = errors_of({}, {}, config)
+    assert error.startswith(f"--config is '{config}'; allowed: a TOML file (")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    (error,) = errors_of({}, {}, tmp_path / "none.toml")
+    assert "No such file" in error
+
+
+def test_every_wrong_value_gets_one_line_by_the_name_its_user_gave_it(config: Path) -> None:
+    config.write_text("ranks = true\n")
+    flags: dict[str, object] = {"pool_size": "8GX", "port": "65536", "readiness_require": "pool,pined"}
+    environ = {"KVSTOW_PIN_PAUSE": "soon", "KVSTOW_LOG_FORMAT": "xml", "KVSTOW_LOCK": "maybe"}
+    errors = errors_of(flags, environ, config)
+    assert sorted(errors) == sorted(
+        [
+            f"{config}: ranks is True; allowed: a whole number, 1 or more",
+            "--pool-size is '8GX'; allowed: a number of bytes, or a number with one of KiB MiB GiB TiB (powers of 1024)"
+            " or kB MB GB TB",
+            "--port is '65536'; allowed: 0 (any free port) to 65535",
+            "--readiness-require is 'pool,pined'; allowed: a list of pool and pinned",
+            "KVSTOW_PIN_PAUSE is 'soon'; allowed: 0 or more seconds, or a number with one of us ms s m h",
+            "KVSTOW_LOG_FORMAT is 'xml'; allowed: 'text' or 'json'",
+            "KVSTOW_LOCK is 'maybe'; allowed: true or false",
+        ]
+    )
+    assert not any("\n" in error for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"ranks": "0"}, "--ranks is '0'; allowed: a whole number, 1 or more"),
+        ({"slot_size": "0"}, "--slot-size is '0'; allowed: more than 0 bytes"),
+        ({"pin_chunk": "0"}, "--pin-chunk is '0'; allowed: more than 0 bytes"),
+        ({"transfer_timeout": "0s"}, "--transfer-timeout is '0s'; allowed: more than 0 seconds"),
+        ({"pool_size": "1MiB"}, "--pool-size is '1MiB'; allowed: at least one slot, 2 MiB"),
+        ({"slot_size": "16GiB"}, "--pool-size is '8GiB'; allowed: at least one slot, 16 GiB"),
+        ({"pool_max_size": "1GiB"}, "--pool-max-size is '1GiB'; allowed: at least the pool's size, 8 GiB"),
+        ({"replay_rate": "-2"}, "--replay-rate is '-2'; allowed: a number, more than 0"),
+        ({"replay_rate": "x"}, "--replay-rate is 'x'; allowed: a number, more than 0"),
+        (
+            {"replay_rate": "2", "replay_time_scale": "3"},
+            "--replay-time-scale is '3'; allowed: a rate or a time scale, not both",
+        ),
+        ({"exit_after_replay": True}, "--exit-after-replay is True; allowed: true only with a replay"),
+        ({"policy": "fifo"}, "--policy is 'fifo'; allowed: lru or arc"),
+        ({"device": "tpu"}, "--device is 'tpu'; allowed: 'cpu'"),
+        ({"pool_size": 1.5}, "--pool-size is 1.5; allowed: a size such as 8GiB"),
+    ],
+)
+def test_contradictions_and_wrong_values_are_refused(flags: dict[str, object], error: str) -> None:
+    assert errors_of(flags) == [error]
+
+
+def test_the_pool_may_grow_into_a_ranks_share_of_the_memory() -> None:
+    settings = load_settings({"ranks": "2", "pool_size": "1GiB"}, {})
+    assert settings.pool_config(10 << 30).max_bytes == 5 << 30
+    assert settings.pool_config(0).max_bytes == 1 << 30
+
+
+def test_a_bound_on_growth_is_kept() -> None:
+    settings = load_settings({"pool_size": "1GiB", "pool_max_size": "2GiB"}, {})
+    assert settings.pool_config(10 << 30).max_slots == 1024
+
+
+def test_the_engine_gets_whole_slots() -> None:
+    settings = load_settings({"pool_size": "5MiB", "slot_size": "2MiB", "policy": "arc"}, {})
+    config = settings.engine_config(block_tokens=16)
+    assert (config.capacity_slots, config.slot_bytes, config.policy) == (2, 2 << 20, "arc")
