@@ -26,7 +26,7 @@ _IN_FLIGHT = 2  # ops per direction: more would make a sampled token's copy wait
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3  # seconds between two looks at fences and tickets
 _STUCK_GRACE = 5.0  # seconds that one copy may outlast the timeout of `close`
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger("kvstow.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class CopyThread:
                 self._start_ops()
                 pause = 0.0 if self._poll_tickets() else min(max(2 * pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
         except BaseException as error:
-            _logger.exception("the copy thread has failed")
+            logger.exception("the copy thread has failed")
             with self._lock:
                 self._failure = f"the copy thread has failed: {error!r}"
         self._end()
@@ -213,7 +213,7 @@ class CopyThread:
         try:
             self._device.close()
         except Exception:
-            _logger.exception("the device did not close")
+            logger.exception("the device did not close")
         with self._lock:
             self._publish([_failed(copy.op, WorkerFailedError(reason)) for copy in self._all_running()])
             for running in self._running.values():

@@ -12,10 +12,11 @@ from collections.abc import Callable
 
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import Device, Fence
+from kvstow.listeners import Listeners
 from kvstow.memory.pool import HostPool, PoolStatus
 from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger("kvstow.worker")
 
 
 class OffloadWorker:
@@ -37,13 +38,13 @@ class OffloadWorker:
         self.rank = rank
         self.boot_id = secrets.token_hex(8)
         self.pool = pool
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners = Listeners()
         self._engine_id, self._pin_attempt = "", 0
         self._excess: str | None = None
         self._closed = False
         name = f"kvstow-copy-{rank}"
-        self._copies = CopyThread(name, device, pool.slot_bytes, max_queued, clock, self._announce)
-        pool.add_listener(self._announce)
+        self._copies = CopyThread(name, device, pool.slot_bytes, max_queued, clock, self._listeners.tell)
+        pool.add_listener(self._listeners.tell)
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         """Start the ops of `plan` once `after` is reached. Never blocks, never raises: an op that cannot be taken
@@ -61,7 +62,7 @@ class OffloadWorker:
     def add_listener(self, callback: Callable[[], None]) -> None:
         """Call `callback`, on any thread, after the report has changed otherwise than by traffic. It must neither
         block nor close the worker."""
-        self._listeners.append(callback)
+        self._listeners.add(callback)
 
     def apply(self, desired: DesiredState) -> None:
         """Make the pool follow `desired`; idempotent. A capacity above the pool's `max_slots` is met as far as
@@ -114,8 +115,8 @@ class OffloadWorker:
         if self._copies.close(timeout):
             self.pool.close()
         else:
-            _logger.error("rank %d: a copy hangs in the device; its pool is not given back", self.rank)
-        self._announce()
+            logger.error("rank %d: a copy hangs in the device; its pool is not given back", self.rank)
+        self._listeners.tell()
 
     def _state(self, pool: PoolStatus, failure: str | None) -> RankState:
         if self._closed:
@@ -135,10 +136,3 @@ class OffloadWorker:
         if pool.error is not None:
             return pool.error_reason, pool.error
         return ("max_bytes", self._excess) if self._excess is not None else (None, None)
-
-    def _announce(self) -> None:
-        for callback in tuple(self._listeners):
-            try:
-                callback()
-            except Exception:
-                _logger.exception("a listener of rank %d has failed", self.rank)

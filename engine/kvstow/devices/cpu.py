@@ -119,7 +119,8 @@ class CpuDevice:
         self, blocks: Sequence[int], slots: Sequence[int], copy: Callable[[torch.Tensor, torch.Tensor, Run], None]
     ) -> None:
         self._check(blocks, slots)
-        with self._pool.hold(max(slots, default=-1) + 1):
+        # KV tensors may have been made in inference mode; then they can be written in it alone.
+        with torch.inference_mode(), self._pool.hold(max(slots, default=-1) + 1):
             for run in merge_runs(blocks, slots):
                 for kv, host in self._pages:
                     copy(kv, host, run)

@@ -23,9 +23,9 @@ class Chunk:
 class ChunkGrid:
     """Chunks of whole slots that share no page, so that each can be registered and given back alone.
 
-    `slot_stride`: distance of two slots, `slot_bytes` but for sizes that would reach a page boundary too seldom;
-    those are padded, by at most 8 KiB in `chunk_bytes`. `unit_slots`: chunks end at a multiple of it or
-    at the end of the region. `chunk_slots`: slots of a whole chunk.
+    `slot_stride`: distance of two slots. It is `slot_bytes`, but for sizes that meet a page boundary too seldom;
+    those are padded, by at most 8 KiB per `chunk_bytes` or a page per slot. `unit_slots`: chunks end at a multiple
+    of it, or at the end of the region. `chunk_slots`: slots of a whole chunk.
     """
 
     slot_stride: int

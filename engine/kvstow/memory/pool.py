@@ -11,25 +11,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
+from kvstow.listeners import Listeners
 from kvstow.memory.chunks import Chunk, ChunkGrid
-from kvstow.memory.limits import Headroom, MemoryLimits
+from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.pinning import PinProgress, PopulateOnly, Registrar
 from kvstow.memory.region import HostRegion
 
 PoolState = Literal["pinning", "ready", "degraded", "failed", "closed"]
 
-RESERVE_BYTES = 64 << 20  # memory that the pool always leaves to the rest of its cgroup and machine
+_DEFECT = "internal"  # the reason of failures that are not a `PinError`
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger("kvstow.pool")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
-    """One view of a pool. `degraded`: a chunk failed, growth waits for `retry` or a new target; `failed`: the
-    pinning thread has ended. In both, `error_reason` and `error` say why and the pinned slots stay usable."""
+    """One view of a pool. `degraded`: a chunk failed; `failed`: an error that nobody expected. In both,
+    `error_reason` and `error` say why, the pinned slots stay usable, and `retry` or a new target tries again."""
 
     state: PoolState
     pinned_slots: int
@@ -60,7 +60,7 @@ class HostPool:
 
     Guarantees: every slot below `pinned_slots` is populated and registered. Memory is given back from the
     top, by whole chunks, never while somebody is inside `hold`. A failed chunk leaves nothing of itself behind
-    and stops growth, not the pool. The pinning thread does not end unseen. After `close` nothing is left.
+    and stops growth, not the pool; no error ends the pinning thread. After `close` nothing is left.
 
     Assumes: the control plane has vacated the slots above a smaller target before it sets it; whoever uses slots
     outside `hold` (a device that copies on its own) has ended that before `close`.
@@ -82,15 +82,16 @@ class HostPool:
         self._limits = limits or MemoryLimits()
         self._registrar = registrar if config.lock else PopulateOnly()
         self._grid = ChunkGrid.of(config)
-        self._require_room_for_pool()
+        if shortage := self._limits.shortage(config.capacity_slots * self._grid.slot_stride):
+            raise InsufficientMemoryError(f"the pool does not fit: {shortage.message}")
         self._state = threading.Condition()
         self._memory = threading.Lock()
         self._target = config.capacity_slots
         self._chunks: list[Chunk] = []
         self._failure: _Failure | None = None
         self._progress = PinProgress(clock)
-        self._paused = self._closing = self._closed = self._dead = self._prepared = False
-        self._listeners: list[Callable[[], None]] = []
+        self._paused = self._closing = self._closed = self._prepared = False
+        self._listeners = Listeners()
         self._thread: threading.Thread | None = None
         self._region = HostRegion(self._grid.region_bytes)
 
@@ -127,8 +128,8 @@ class HostPool:
                 self._thread = thread
 
     def add_listener(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the pinning thread after each change of `status`. It must not block or close the pool."""
-        self._listeners.append(callback)
+        """Call `callback` on the pinning thread after each of its steps. It must neither block nor close the pool."""
+        self._listeners.add(callback)
 
     def set_target(self, slots: int) -> None:
         """Grow or shrink to `slots`, in the background; slots above it are unusable at once. A new target is also a
@@ -139,6 +140,8 @@ class HostPool:
             if slots != self._target:
                 self._target = slots
                 self._failure = None
+                if self._covered() >= slots:
+                    self._progress.end()
                 self._state.notify_all()
 
     def set_paused(self, paused: bool) -> None:
@@ -210,20 +213,22 @@ class HostPool:
         try:
             self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
         except PinError as error:
-            _logger.warning("could not unregister slots %d-%d: %s", chunk.first_slot, chunk.end_slot - 1, error)
+            logger.warning("could not unregister slots %d-%d: %s", chunk.first_slot, chunk.end_slot - 1, error)
 
     # The pinning thread.
 
     def _run(self) -> None:
-        try:
-            while (step := self._wait_for_step()) is not None:
-                self._attempt(step)
-                self._announce()
-                self._rest()
-        except Exception as error:
-            _logger.exception("the pinning thread has failed")
-            self._fail("internal", f"the pinning thread has failed: {error!r}", dead=True)
-            self._announce()
+        while (step := self._wait_for_step()) is not None:
+            try:
+                step()
+            except PinError as error:
+                logger.warning("pinning stopped at %d slots: %s", self.pinned_slots, error)
+                self._fail(error.reason, str(error))
+            except Exception as error:
+                logger.exception("pinning stopped at %d slots by a defect", self.pinned_slots)
+                self._fail(_DEFECT, repr(error))
+            self._listeners.tell()
+            self._rest()
 
     def _wait_for_step(self) -> Callable[[], None] | None:
         """The next thing to do, once there is one; None when the pool closes."""
@@ -240,20 +245,14 @@ class HostPool:
             return partial(self._grow, self._grid.next_chunk(self._covered(), self._target))
         return None
 
-    def _attempt(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except PinError as error:
-            _logger.warning("pinning stopped at %d slots: %s", self.pinned_slots, error)
-            self._fail(error.reason, str(error))
-
     def _grow(self, chunk: Chunk) -> None:
         with self._state:
             self._progress.begin(self._covered() * self.slot_bytes)
         if not self._prepared:
             self._registrar.prepare_thread()
             self._prepared = True
-        self._require_room_for(chunk)
+        if shortage := self._limits.shortage(chunk.num_bytes):
+            raise PinError(shortage.reason, f"the next chunk does not fit: {shortage.message}")
         self._region.commit(chunk.offset, chunk.num_bytes)
         try:
             self._registrar.register(self.address + chunk.offset, chunk.num_bytes)
@@ -286,15 +285,10 @@ class HostPool:
         with self._state:
             self._state.wait_for(lambda: self._closing, timeout=self._config.pause)
 
-    def _fail(self, reason: str, message: str, *, dead: bool = False) -> None:
+    def _fail(self, reason: str, message: str) -> None:
         with self._state:
             self._failure = _Failure(reason, message)
-            self._dead = dead
             self._progress.end()
-
-    def _announce(self) -> None:
-        for callback in self._listeners:
-            callback()
 
     # Under `_state`.
 
@@ -307,28 +301,6 @@ class HostPool:
     def _current_state(self) -> PoolState:
         if self._closing:
             return "closed"
-        if self._dead:
-            return "failed"
         if self._failure is not None:
-            return "degraded"
+            return "failed" if self._failure.reason == _DEFECT else "degraded"
         return "ready" if self._covered() >= self._target else "pinning"
-
-    # Memory limits.
-
-    def _require_room_for_pool(self) -> None:
-        num_bytes = self._config.capacity_slots * self._grid.slot_stride
-        if headroom := self._short_of(num_bytes):
-            raise InsufficientMemoryError(f"the pool needs {_shortage(num_bytes, headroom)}")
-
-    def _require_room_for(self, chunk: Chunk) -> None:
-        if headroom := self._short_of(chunk.num_bytes):
-            raise PinError(headroom.reason, f"the next chunk needs {_shortage(chunk.num_bytes, headroom)}")
-
-    def _short_of(self, num_bytes: int) -> Headroom | None:
-        """The limit that `num_bytes` more would break, or None."""
-        headroom = self._limits.headroom()
-        return headroom if headroom is not None and num_bytes + RESERVE_BYTES > headroom.num_bytes else None
-
-
-def _shortage(num_bytes: int, headroom: Headroom) -> str:
-    return f"{format_size(num_bytes)} beside a reserve of {format_size(RESERVE_BYTES)}, but {headroom.limit}"
