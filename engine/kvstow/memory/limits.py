@@ -21,7 +21,7 @@ class Shortage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Headroom:
+class Headroom:
     """`num_bytes` may still be taken before `limit`, named in words, is reached."""
 
     num_bytes: int
@@ -37,23 +37,27 @@ class MemoryLimits:
     own_cgroups: Path = Path("/proc/self/cgroup")
     cgroup_root: Path = Path("/sys/fs/cgroup")
 
-    def shortage(self, num_bytes: int) -> Shortage | None:
-        """What forbids to take `num_bytes` more, by the tightest limit; None where they fit."""
+    def headroom(self) -> Headroom | None:
+        """The tightest limit, the reserve included; None where no limit can be read."""
         found = [headroom for headroom in (self._machine(), *self._cgroups()) if headroom is not None]
-        tightest = min(found, key=lambda headroom: headroom.num_bytes, default=None)
+        return min(found, key=lambda headroom: headroom.num_bytes, default=None)
+
+    def shortage(self, num_bytes: int) -> Shortage | None:
+        """What forbids to take `num_bytes` more; None where they fit."""
+        tightest = self.headroom()
         if tightest is None or num_bytes + RESERVE_BYTES <= tightest.num_bytes:
             return None
         needs = f"{format_size(num_bytes)} are needed beside a reserve of {format_size(RESERVE_BYTES)}"
         return Shortage(tightest.reason, f"{needs}, but {tightest.limit}")
 
-    def _machine(self) -> _Headroom | None:
+    def _machine(self) -> Headroom | None:
         available = _read_fields(self.meminfo).get("MemAvailable:")
         if available is None:
             return None
         num_bytes = available * 1024
-        return _Headroom(num_bytes, "out_of_memory", f"the machine has {format_size(num_bytes)} of memory available")
+        return Headroom(num_bytes, "out_of_memory", f"the machine has {format_size(num_bytes)} of memory available")
 
-    def _cgroups(self) -> list[_Headroom | None]:
+    def _cgroups(self) -> list[Headroom | None]:
         """The limits of this process's cgroups and of all above them: each of them can stop it."""
         headrooms = []
         for line in _read(self.own_cgroups).splitlines():
@@ -72,15 +76,15 @@ def _with_ancestors(root: Path, path: str) -> list[Path]:
     return [root / relative, *(root / parent for parent in relative.parents)]
 
 
-def _headroom_v2(folder: Path) -> _Headroom | None:
+def _headroom_v2(folder: Path) -> Headroom | None:
     return _headroom(folder, "memory.max", "memory.current", "inactive_file")
 
 
-def _headroom_v1(folder: Path) -> _Headroom | None:
+def _headroom_v1(folder: Path) -> Headroom | None:
     return _headroom(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> _Headroom | None:
+def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> Headroom | None:
     limit, usage = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
     if not limit.isdecimal() or not usage.isdecimal() or int(limit) >= _UNLIMITED:
         return None
@@ -91,7 +95,7 @@ def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: 
         f"the cgroup limit {folder / limit_name} is {format_size(int(limit))}, "
         f"of which {format_size(num_bytes)} is left"
     )
-    return _Headroom(num_bytes, "cgroup_limit", words)
+    return Headroom(num_bytes, "cgroup_limit", words)
 
 
 def _read(path: Path) -> str:

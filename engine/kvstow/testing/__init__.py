@@ -1,1 +1,1 @@
-"""Test doubles for users of the engine: a manual clock, latches, a device whose copies complete on command."""
+"""Doubles for tests of KVStow and of its hosts: a clock, a fence, a registrar and a device under control."""

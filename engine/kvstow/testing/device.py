@@ -1,0 +1,89 @@
+"""A device that moves nothing and finishes when a test says so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstow.devices.base import Capabilities, Fence, Staged, TicketState
+
+
+@dataclass(frozen=True, slots=True)
+class FakeStaged:
+    slots: tuple[int, ...]
+
+
+class FakeTicket:
+    """Stays where the test puts it. `poll_error` makes `poll` break its promise to raise nothing."""
+
+    def __init__(self) -> None:
+        self.state = TicketState.PENDING
+        self.error: BaseException | None = None
+        self.seconds = 0.0
+        self.poll_error: BaseException | None = None
+
+    def poll(self) -> TicketState:
+        if self.poll_error is not None:
+            raise self.poll_error
+        return self.state
+
+    def free_source(self) -> None:
+        self.state = TicketState.SOURCE_FREE
+
+    def finish(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.state = TicketState.DONE
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self.state = TicketState.FAILED
+
+
+class FakeDevice:
+    """Hands out `FakeTicket`s by op id. `begin_error` is raised by the next `begin_store` or `commit_load`."""
+
+    capabilities = Capabilities(name="fake", kv_in_place=True, pin_mode="fake")
+
+    def __init__(self) -> None:
+        self.begin_error: Exception | None = None
+        self.close_error: Exception | None = None
+        self.closed = False
+        self._tickets: dict[int, FakeTicket] = {}
+        self._begun = threading.Condition()
+
+    def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> FakeTicket:
+        return self._begin(op_id)
+
+    def stage_load(self, op_id: int, slots: Sequence[int]) -> FakeStaged:
+        return FakeStaged(tuple(slots))
+
+    def commit_load(self, op_id: int, staged: Staged, blocks: Sequence[int], after: Fence | None) -> FakeTicket:
+        return self._begin(op_id)
+
+    def close(self) -> None:
+        self.closed = True
+        if self.close_error is not None:
+            raise self.close_error
+
+    @property
+    def begun(self) -> tuple[int, ...]:
+        """Ids of the ops that have begun, in order."""
+        with self._begun:
+            return tuple(self._tickets)
+
+    def ticket(self, op_id: int, timeout: float = 10.0) -> FakeTicket:
+        """The ticket of an op, once it has begun."""
+        with self._begun:
+            if not self._begun.wait_for(lambda: op_id in self._tickets, timeout):
+                raise TimeoutError(f"op {op_id} has not begun")
+            return self._tickets[op_id]
+
+    def _begin(self, op_id: int) -> FakeTicket:
+        with self._begun:
+            if (error := self.begin_error) is not None:
+                self.begin_error = None
+                raise error
+            self._tickets[op_id] = FakeTicket()
+            self._begun.notify_all()
+            return self._tickets[op_id]

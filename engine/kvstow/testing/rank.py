@@ -1,0 +1,108 @@
+"""A rank of lies: its memory is a dict, its copies run when the test says so, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.messages import Completion, DesiredState, Mark, Op, RankReport, RankState
+
+Content = bytes | None
+
+_boots = count(1)
+
+
+class FakeRank:
+    """One rank of an `OffloadEngine`, without threads.
+
+    `blocks[b]` and `slots[s]` are the contents of device blocks and host slots; what was never written, or was
+    lost, is None. A submitted op waits until `run` copies and reports it. Nothing here checks the engine: a
+    wrong decision of the engine shows as a wrong content.
+    """
+
+    def __init__(self, engine: OffloadEngine, rank: int = 0) -> None:
+        self.engine = engine
+        self.rank = rank
+        self.boot_id = f"boot-{next(_boots)}"
+        self.state: RankState = "ready"
+        self.error: str | None = None
+        self.pinned = 0
+        self.blocks: dict[int, Content] = {}
+        self.slots: dict[int, Content] = {}
+        self.queue: dict[int, Op] = {}
+
+    def report(self, boot_id: str | None = None) -> DesiredState:
+        """Send a report (of another boot, to play a late one); gives back memory that is no longer wanted."""
+        slot_bytes = self.engine.config.slot_bytes
+        target = self.engine.config.capacity_slots
+        desired = self.engine.report(
+            RankReport(
+                rank=self.rank,
+                boot_id=boot_id or self.boot_id,
+                state=self.state,
+                slot_bytes=slot_bytes,
+                pinned_slots=self.pinned,
+                target_slots=target,
+                pinned_bytes=self.pinned * slot_bytes,
+                target_bytes=target * slot_bytes,
+                error=self.error,
+            )
+        )
+        if desired.capacity_slots < self.pinned and boot_id is None:
+            self.pin(desired.capacity_slots)
+        return desired
+
+    def pin(self, num_slots: int) -> DesiredState:
+        """Have the slots below `num_slots` pinned, and report it. Contents above are lost."""
+        self.pinned = num_slots
+        self.slots = {slot: content for slot, content in self.slots.items() if slot < num_slots}
+        return self.report()
+
+    def restart(self, pinned: int = 0) -> None:
+        """Die and come back: memory and queue are gone, the boot id is new."""
+        self.boot_id = f"boot-{next(_boots)}"
+        self.state, self.error = "ready", None
+        self.slots.clear()
+        self.blocks.clear()
+        self.queue.clear()
+        self.pin(pinned)
+
+    def submit(self, *ops: Op | None) -> None:
+        for op in ops:
+            if op is not None:
+                self.queue[op.op_id] = op
+
+    def run(self, op_id: int, *, fail: bool = False) -> None:
+        """Copy a queued op and report it; a failing one spoils what it would have written."""
+        op = self.queue.pop(op_id)
+        source, target = (self.blocks, self.slots) if op.direction == "store" else (self.slots, self.blocks)
+        pairs = zip(op.blocks, op.slots, strict=True)
+        for block, slot in pairs:
+            at, to = (block, slot) if op.direction == "store" else (slot, block)
+            target[to] = None if fail else source.get(at)
+        self.say(op_id, "failed" if fail else "done")
+
+    def run_all(self) -> None:
+        for op_id in list(self.queue):
+            self.run(op_id)
+
+    def say(self, op_id: int, mark: Mark, *, boot_id: str | None = None) -> None:
+        """Report a mark of an op, whether it is true or not."""
+        error = "injected" if mark == "failed" else None
+        self.engine.complete(self.rank, boot_id or self.boot_id, [Completion(op_id, mark, error, seconds=0.001)])
+
+
+def make_ranks(engine: OffloadEngine, pinned: int | None = None) -> list[FakeRank]:
+    """All ranks of the engine, reporting `pinned` slots (by default all)."""
+    ranks = [FakeRank(engine, rank) for rank in range(engine.config.num_ranks)]
+    for rank in ranks:
+        rank.pin(engine.config.capacity_slots if pinned is None else pinned)
+    return ranks
+
+
+def write_blocks(ranks: Iterable[FakeRank], blocks: Iterable[int], keys: Iterable[bytes]) -> None:
+    """Compute: every rank's block `blocks[i]` holds the content that `keys[i]` names."""
+    pairs = list(zip(blocks, keys, strict=True))
+    for rank in ranks:
+        rank.blocks.update(pairs)
