@@ -1,0 +1,74 @@
+"""The ASGI application."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+
+from kvstow_api import problems
+from kvstow_api.auth import AuthMiddleware, TokenFile
+from kvstow_api.body import BodyMiddleware
+from kvstow_api.context import ApiContext
+from kvstow_api.metrics.collector import Collector
+from kvstow_api.openapi import Description
+from kvstow_api.requests import UNMATCHED, HttpCounters, RequestMiddleware, RouteKey
+from kvstow_api.routes import ROUTERS
+from kvstow_api.services import Services
+
+
+def create_app(context: ApiContext) -> FastAPI:
+    """The admin API of one engine. Several applications may live in one process, each with its own context.
+
+    The lifespan must run: it measures the event loop, and ends operations when the server stops. Registers a
+    collector with the context's registry. Raises `ConfigError` if the token file cannot be used.
+    """
+    token_file = TokenFile(context.token_file) if context.token_file is not None else None
+    http = HttpCounters(_known_requests())
+    services = Services.of(context, http)
+    app = FastAPI(
+        title="KVStow admin API",
+        version=context.version,
+        docs_url=None,  # it would load its scripts from a CDN
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=_lifespan,
+        middleware=[
+            Middleware(RequestMiddleware, counters=http),
+            Middleware(AuthMiddleware, token_file=token_file, agent_token=context.agent_token),
+            Middleware(BodyMiddleware),
+        ],
+    )
+    app.state.services = services
+    problems.install(app)
+    for router in ROUTERS:
+        app.include_router(router)
+    app.openapi = Description(app)  # type: ignore[method-assign]
+    context.registry.register(Collector(services))
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    services: Services = app.state.services
+    services.loop.start()
+    try:
+        yield
+    finally:
+        await services.loop.stop()
+        await run_in_threadpool(services.operations.close)
+
+
+def _known_requests() -> Iterator[tuple[RouteKey, int]]:
+    """What can be answered, as far as the routes describe it."""
+    yield RouteKey("GET", UNMATCHED), 404
+    for router in ROUTERS:
+        for route in router.routes:
+            assert isinstance(route, APIRoute)
+            codes = [route.status_code or 200, *(int(code) for code in route.responses)]
+            for method in route.methods or ():
+                yield from ((RouteKey(method, route.path), code) for code in codes)

@@ -1,0 +1,58 @@
+"""What a host gives the admin API: its engine, facts about itself, and what it wants checked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.errors import ConfigError
+
+INFORMATIONAL_CHECKS = ("pool", "pinned")
+
+HealthCheck = Callable[[], str | None]
+"""What is wrong, in words; None when nothing is. Called on the event loop: it must not block."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiContext:
+    """Everything `create_app` needs to know of its host.
+
+    `max_capacity_slots`: what the ranks' reserved address space can hold; no resize goes beyond it.
+    `settings`: shown to every reader of `/v1/info`, so it must hold no secrets. `build`: labels of
+    `kvstow_build_info` (revision, torch, vllm...). `token_file`: when set, requests that change anything need its
+    token. `agent_token`: lets a rank's agent report, and nothing else.
+    `readiness_require`: checks of `INFORMATIONAL_CHECKS` that shall fail `/readyz`. `startup_grace`: seconds for
+    which a rank may be silent before its first report. `live_checks` fail `/livez`: only for what a restart
+    cures, such as a dead thread; `ready_checks` and `startup_checks` fail the probes of their name.
+    """
+
+    engine: OffloadEngine
+    max_capacity_slots: int
+    version: str
+    mode: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    build: Mapping[str, str] = field(default_factory=dict)
+    token_file: Path | None = None
+    agent_token: str | None = field(default=None, repr=False)
+    readiness_require: tuple[str, ...] = ()
+    startup_grace: float = 10.0
+    live_checks: Mapping[str, HealthCheck] = field(default_factory=dict)
+    ready_checks: Mapping[str, HealthCheck] = field(default_factory=dict)
+    startup_checks: Mapping[str, HealthCheck] = field(default_factory=dict)
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.readiness_require) - set(INFORMATIONAL_CHECKS))
+        if unknown:
+            raise ConfigError("readiness.require", unknown, f"any of {', '.join(INFORMATIONAL_CHECKS)}")
+        if self.agent_token == "":
+            raise ConfigError("agent_token", "", "a non-empty string, or none")
+        if not 0 <= self.startup_grace < float("inf"):
+            raise ConfigError("startup_grace", self.startup_grace, "0 or more seconds")

@@ -1,0 +1,54 @@
+"""How late the event loop runs what is due."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from kvstow.stats import Histogram, HistogramSnapshot
+
+_INTERVAL = 0.25
+_WINDOW = 20  # ticks: the worst lag of the last 5 s counts, so that a probe right after a stall still sees it
+_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
+
+
+class LoopMonitor:
+    """Measures the lag of the event loop that runs `run`. Everything happens on that loop."""
+
+    def __init__(self, allowed: float = 1.0) -> None:
+        self._allowed = allowed
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._histogram = Histogram(_BOUNDS)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="kvstow-loop-lag")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def record(self, lag: float) -> None:
+        self._recent.append(lag)
+        self._histogram.observe(lag)
+
+    def failure(self) -> str | None:
+        """Why the loop is not well, None when it is."""
+        if self._task is not None and self._task.done():
+            return "the lag of the event loop is no longer measured"
+        worst = max(self._recent, default=0.0)
+        if worst > self._allowed:
+            return f"the event loop was late by {worst:.2f} s within the last seconds (allowed: {self._allowed:g} s)"
+        return None
+
+    def snapshot(self) -> HistogramSnapshot:
+        return self._histogram.snapshot()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _INTERVAL
+            await asyncio.sleep(_INTERVAL)
+            self.record(max(0.0, loop.time() - due))

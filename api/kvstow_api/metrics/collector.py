@@ -1,0 +1,41 @@
+"""The collector: what a scrape sees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import Metric
+from prometheus_client.registry import Collector as BaseCollector
+
+from kvstow_api.metrics.engine import engine_families
+from kvstow_api.metrics.families import histogram
+from kvstow_api.metrics.server import fact_families, http_families, operation_families, readiness_families
+from kvstow_api.services import Services
+
+
+class Collector(BaseCollector):
+    """Reads the snapshots of one application at scrape time. O(ranks + routes), whatever the pool's size.
+
+    Every label that can occur is there from the first scrape on.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing, so that registering does not scrape."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        services = self._services
+        engine = services.engine
+        stats, readiness = engine.stats(), engine.readiness()
+        yield from engine_families(stats, readiness, time.time())
+        yield from readiness_families(services.health, readiness, engine.config.report_timeout)
+        yield from operation_families(services.operations)
+        yield from http_families(services.http)
+        yield histogram(
+            "kvstow_event_loop_lag_seconds", "How late the event loop was", [], [((), services.loop.snapshot())]
+        )
+        yield from fact_families(services.context)

@@ -1,0 +1,198 @@
+"""Families of the engine: pool, pinning, ranks, transfers, look-ups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import get_args
+
+from prometheus_client import Metric
+
+from kvstow.messages import Direction
+from kvstow.stats import EngineState, EngineStats, HistogramSnapshot, RankStatus, Readiness
+from kvstow_api.metrics.families import Row, by_label, counter, gauge, histogram, scalar
+
+POOL = "host"
+SOURCE = "host"
+
+_STATES: tuple[EngineState, ...] = get_args(EngineState)
+_DIRECTIONS: tuple[Direction, ...] = ("load", "store")
+
+
+def engine_families(stats: EngineStats, readiness: Readiness, now: float) -> Iterator[Metric]:
+    """All of the engine. `now`: seconds since the epoch."""
+    yield from _pool(stats)
+    yield from _ranks(readiness, stats.slot_bytes, now)
+    yield from _pinning(readiness.ranks)
+    yield from _pending(stats)
+    yield from _transfers(stats)
+    yield from _busy(readiness.ranks)
+    yield from _lookups(stats)
+    yield from _faults(stats)
+
+
+def _pool(stats: EngineStats) -> Iterator[Metric]:
+    slots = asdict(stats.slots)
+    evicted = stats.evicted_blocks
+    evicted_bytes = {reason: count * stats.slot_bytes for reason, count in evicted.items()}
+    yield gauge("kvstow_pool_blocks", "Usable slots of one rank by state", ["pool", "state"], by_label(slots, POOL))
+    yield gauge(
+        "kvstow_pool_capacity_blocks", "Slots wanted on every rank", ["pool"], [((POOL,), stats.capacity_slots)]
+    )
+    yield gauge("kvstow_pool_usable_blocks", "Slots pinned on every rank", ["pool"], [((POOL,), stats.usable_slots)])
+    yield gauge("kvstow_pool_block_bytes", "Bytes of a slot on one rank", ["pool"], [((POOL,), stats.slot_bytes)])
+    yield gauge("kvstow_leases", "Leases that are out", [], scalar(stats.leases))
+    yield counter("kvstow_evicted_blocks", "Blocks removed, by reason", ["pool", "reason"], by_label(evicted, POOL))
+    yield counter(
+        "kvstow_evicted_bytes", "Bytes removed on one rank", ["pool", "reason"], by_label(evicted_bytes, POOL)
+    )
+
+
+def _ranks(readiness: Readiness, slot_bytes: int, now: float) -> Iterator[Metric]:
+    ranks = readiness.ranks
+    capacity = readiness.capacity_slots * slot_bytes
+    yield gauge(
+        "kvstow_state",
+        "1 for the state that the engine is in",
+        ["state"],
+        [((state,), float(state == readiness.state)) for state in _STATES],
+    )
+    yield gauge(
+        "kvstow_rank_heartbeat_timestamp_seconds",
+        "When the rank last reported, 0 if never",
+        ["rank"],
+        [((str(rank.rank),), _heard_at(rank, now)) for rank in ranks],
+    )
+    yield gauge(
+        "kvstow_pool_capacity_bytes",
+        "Bytes wanted",
+        ["pool", "rank"],
+        [((POOL, str(rank.rank)), capacity) for rank in ranks],
+    )
+    for name, text, attribute in (
+        ("kvstow_pool_pinned_bytes", "Bytes that are pinned", "pinned_bytes"),
+        ("kvstow_pool_locked_bytes", "Pinned bytes that are locked in memory", "locked_bytes"),
+        ("kvstow_pool_resident_bytes", "Bytes that are in memory", "resident_bytes"),
+    ):
+        yield gauge(name, text, ["pool", "rank"], _per_rank(ranks, attribute))
+    yield gauge(
+        "kvstow_rank_pending_ops",
+        "Ops that the rank has not finished",
+        ["rank"],
+        [((str(rank.rank),), rank.pending_ops) for rank in ranks],
+    )
+
+
+def _heard_at(rank: RankStatus, now: float) -> float:
+    return 0.0 if rank.last_report_age_seconds is None else now - rank.last_report_age_seconds
+
+
+def _per_rank(ranks: tuple[RankStatus, ...], attribute: str) -> list[Row]:
+    return [((POOL, str(rank.rank)), getattr(rank, attribute)) for rank in ranks]
+
+
+def _pinning(ranks: tuple[RankStatus, ...]) -> Iterator[Metric]:
+    yield gauge(
+        "kvstow_pin_progress_ratio",
+        "Pinned of the bytes wanted, 0 to 1",
+        ["pool", "rank"],
+        [((POOL, str(rank.rank)), _ratio(rank.pinned_bytes, rank.target_bytes)) for rank in ranks],
+    )
+    yield gauge(
+        "kvstow_pin_elapsed_seconds",
+        "Time spent on pinning",
+        ["pool", "rank"],
+        _per_rank(ranks, "pin_elapsed_seconds"),
+    )
+    yield gauge(
+        "kvstow_pin_rate_bytes_per_second",
+        "Bytes pinned per second",
+        ["pool", "rank"],
+        _per_rank(ranks, "pin_rate_bytes_per_second"),
+    )
+    yield gauge(
+        "kvstow_pin_chunks",
+        "Chunks of memory to pin, by state",
+        ["pool", "rank", "state"],
+        [row for rank in ranks for row in by_label(_chunks(rank), POOL, str(rank.rank))],
+    )
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _chunks(rank: RankStatus) -> Mapping[str, int]:
+    pending = max(0, rank.chunks_total - rank.chunks_done - rank.chunks_failed)
+    return {"pending": pending, "done": rank.chunks_done, "failed": rank.chunks_failed}
+
+
+def _pending(stats: EngineStats) -> Iterator[Metric]:
+    pending = stats.pending
+    ops = {"load": pending.loads, "store": pending.stores}
+    num_bytes = {"load": pending.load_bytes, "store": pending.store_bytes}
+    yield gauge("kvstow_transfers_inflight", "Ops that some rank has not finished", ["direction"], by_label(ops))
+    yield gauge("kvstow_transfer_inflight_bytes", "Bytes of these ops on one rank", ["direction"], by_label(num_bytes))
+    yield gauge("kvstow_transfers_stuck", "Ops older than the transfer timeout", [], scalar(pending.stuck))
+    yield gauge("kvstow_transfer_oldest_seconds", "Age of the oldest op", [], scalar(pending.oldest_seconds))
+
+
+def _transfers(stats: EngineStats) -> Iterator[Metric]:
+    yield counter("kvstow_transfers", "Ops that ended, by result", ["direction", "result"], stats.transfers.items())
+    yield counter(
+        "kvstow_transfer_blocks", "Blocks transferred", ["direction"], by_label(_named(stats.transfer_blocks))
+    )
+    yield counter(
+        "kvstow_transfer_bytes", "Bytes transferred on one rank", ["direction"], by_label(_named(stats.transfer_bytes))
+    )
+    for name, text, snapshots in (
+        ("kvstow_transfer_duration_seconds", "Time of the copy on the slowest rank", stats.transfer_seconds),
+        ("kvstow_transfer_size_bytes", "Bytes of an op on one rank", stats.transfer_size),
+        ("kvstow_transfer_queue_wait_seconds", "Time in the queue of the slowest rank", stats.queue_seconds),
+    ):
+        yield histogram(name, text, ["direction"], _by_direction(snapshots))
+
+
+def _busy(ranks: tuple[RankStatus, ...]) -> Iterator[Metric]:
+    """Counters that a rank keeps: they start again when it does."""
+    yield counter(
+        "kvstow_transfer_busy_seconds",
+        "Time in which the rank copied",
+        ["direction", "rank"],
+        [
+            row
+            for rank in ranks
+            for row in (
+                (("load", str(rank.rank)), rank.load_busy_seconds),
+                (("store", str(rank.rank)), rank.store_busy_seconds),
+            )
+        ],
+    )
+
+
+def _named(counts: Mapping[Direction, int]) -> dict[str, float]:
+    return {direction: counts[direction] for direction in _DIRECTIONS}
+
+
+def _by_direction(snapshots: Mapping[Direction, HistogramSnapshot]) -> list[tuple[tuple[str], HistogramSnapshot]]:
+    return [((direction,), snapshots[direction]) for direction in _DIRECTIONS]
+
+
+def _lookups(stats: EngineStats) -> Iterator[Metric]:
+    tokens = stats.block_tokens
+    misses = {reason: count * tokens for reason, count in stats.miss_blocks.items()}
+    yield counter("kvstow_lookups", "Look-ups, by result", ["result"], by_label(stats.lookups))
+    yield histogram(
+        "kvstow_lookup_duration_seconds", "Time of a look-up in the index", [], [((), stats.lookup_seconds)]
+    )
+    yield counter("kvstow_query_tokens", "Tokens of the blocks looked up", [], scalar(stats.query_blocks * tokens))
+    yield counter("kvstow_hit_tokens", "Tokens found", ["source"], [((SOURCE,), stats.hit_blocks * tokens)])
+    yield counter("kvstow_miss_tokens", "Tokens not found, or not loaded", ["reason"], by_label(misses))
+    yield counter("kvstow_store_blocks", "Blocks to store, by outcome", ["outcome"], by_label(stats.store_blocks))
+
+
+def _faults(stats: EngineStats) -> Iterator[Metric]:
+    yield counter("kvstow_errors", "Errors", ["component", "code"], by_label(stats.errors, "engine"))
+    yield counter("kvstow_rank_restarts", "Ranks that came back without their memory", [], scalar(stats.rank_restarts))
+    yield counter("kvstow_stale_completions", "Words on ops that were over", [], scalar(stats.stale_completions))
+    yield counter("kvstow_duplicate_completions", "Words said twice", [], scalar(stats.duplicate_completions))

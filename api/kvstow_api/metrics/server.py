@@ -1,0 +1,82 @@
+"""Families of the server: readiness, checks, operations, HTTP, event loop, build."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+
+from prometheus_client import Metric
+
+from kvstow.stats import Readiness
+from kvstow_api.context import ApiContext
+from kvstow_api.health import Health, rank_failure
+from kvstow_api.metrics.families import counter, gauge, histogram, scalar
+from kvstow_api.operations import KINDS, Operations
+from kvstow_api.requests import HttpCounters
+
+
+def readiness_families(health: Health, readiness: Readiness, report_timeout: float) -> Iterator[Metric]:
+    verdicts = [probe.run() for probe in health.probes.values()]
+    ready = next(verdict.ok for verdict in verdicts if verdict.probe == "readyz")
+    yield gauge("kvstow_ready", "1 while /readyz answers 200", [], scalar(float(ready)))
+    yield gauge(
+        "kvstow_rank_ready",
+        "1 while the rank reports and can copy",
+        ["rank"],
+        [((str(rank.rank),), float(rank_failure(rank, report_timeout) is None)) for rank in readiness.ranks],
+    )
+    yield gauge(
+        "kvstow_health_check",
+        "1 while the check is well",
+        ["check", "probe"],
+        [
+            ((finding.name, verdict.probe), float(finding.failure is None))
+            for verdict in verdicts
+            for finding in verdict.findings
+        ],
+    )
+
+
+def operation_families(operations: Operations) -> Iterator[Metric]:
+    yield gauge(
+        "kvstow_operations_inflight",
+        "Operations that run",
+        ["kind"],
+        [((kind,), operations.num_running(kind)) for kind in KINDS],
+    )
+    yield counter("kvstow_operations", "Operations that ended", ["kind", "result"], operations.ended().items())
+    yield histogram(
+        "kvstow_operation_duration_seconds",
+        "Time of an operation",
+        ["kind"],
+        [((kind,), snapshot) for kind, snapshot in operations.seconds().items()],
+    )
+
+
+def http_families(http: HttpCounters) -> Iterator[Metric]:
+    yield counter(
+        "kvstow_http_requests",
+        "Requests answered",
+        ["method", "route", "code"],
+        [((*key, str(status)), count) for key, status, count in http.requests()],
+    )
+    yield histogram(
+        "kvstow_http_request_duration_seconds",
+        "Time to answer a request",
+        ["method", "route"],
+        http.seconds(),
+    )
+    yield gauge("kvstow_http_requests_inflight", "Requests being answered", [], scalar(http.inflight))
+
+
+def fact_families(context: ApiContext) -> Iterator[Metric]:
+    build = {"version": context.version, "python": platform.python_version(), "mode": context.mode, **context.build}
+    yield gauge("kvstow_build_info", "1; the labels say what runs", list(build), [(list(build.values()), 1)])
+    config = context.engine.config
+    facts = {
+        "slot_bytes": str(config.slot_bytes),
+        "block_tokens": str(config.block_tokens),
+        "num_ranks": str(config.num_ranks),
+        "policy": context.engine.stats().policy,
+    }
+    yield gauge("kvstow_config_info", "1; the labels are settings", list(facts), [(list(facts.values()), 1)])

@@ -1,0 +1,97 @@
+"""The OpenAPI description: problems are described once, and every route names the ones it may answer."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from kvstow_api.problems import MEDIA_TYPE
+
+Responses = dict[int | str, dict[str, Any]]
+
+_AUTH = (401, 403, 503)
+_BODY = (400, 413, 415, 422)
+_ANY = (500,)
+
+
+class ProblemError(BaseModel):
+    """One thing that is wrong: where, with which value, and what is allowed instead."""
+
+    field: str
+    message: str
+    value: Any
+    allowed: str
+
+
+class Problem(BaseModel):
+    """RFC 9457 problem details. `instance` is the request id, which the log has, too."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    code: str
+    errors: list[ProblemError]
+    retry_after: int | None
+
+
+def reading(*codes: int) -> Responses:
+    """Problems that a GET may answer: `codes`, and those that any may."""
+    return _described(*codes, *_ANY)
+
+
+def changing(*codes: int, body: bool = True) -> Responses:
+    """Problems that a route that changes something may answer: `codes`, and those that any such may."""
+    return _described(*codes, *_AUTH, *(_BODY if body else ()), *_ANY)
+
+
+def _described(*codes: int) -> Responses:
+    return {code: {"description": HTTPStatus(code).phrase} for code in sorted(set(codes))}
+
+
+class Description:
+    """Makes the description of `app` when it is first asked for; give it to `app.openapi`."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._make = app.openapi
+        self._schema: dict[str, Any] | None = None
+
+    def __call__(self) -> dict[str, Any]:
+        if self._schema is None:
+            self._schema = _share_problems(self._make())
+        return self._schema
+
+
+def _share_problems(schema: dict[str, Any]) -> dict[str, Any]:
+    components = schema.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    description = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas.update(description.pop("$defs"))
+    schemas["Problem"] = description
+    components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    responses = components.setdefault("responses", {})
+    for item in schema["paths"].values():
+        for method, operation in item.items():
+            _describe_operation(method, operation, responses)
+    return schema
+
+
+def _describe_operation(method: str, operation: dict[str, Any], shared: dict[str, Any]) -> None:
+    if method != "get":
+        operation["security"] = [{"token": []}, {}]
+    for status, response in operation["responses"].items():
+        media = response.get("content", {})
+        if int(status) < 400 or "text/plain" in media:
+            continue
+        name = f"Problem{status}"
+        shared[name] = {
+            "description": HTTPStatus(int(status)).phrase,
+            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        }
+        operation["responses"][status] = {"$ref": f"#/components/responses/{name}"}

@@ -1,0 +1,262 @@
+"""Long-running operations: a sweep of the engine on a thread of its own, watched from the event loop.
+
+Guarantees: an operation always reaches an end state, also when its sweep raises; what the sweep raised is
+logged and kept as `error`. Only the operation's thread touches its sweep. `snapshot` may be called anywhere.
+Assumes: a sweep's step is short (one slice), so that cancelling and closing take effect at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Literal, NamedTuple, Protocol, get_args
+
+from kvstow.errors import ConflictError, KvstowError, NotFoundError, QueueFullError
+from kvstow.stats import Histogram, HistogramSnapshot
+
+logger = logging.getLogger("kvstow.api")
+
+OperationKind = Literal["evict", "purge", "resize"]
+OperationState = Literal["running", "succeeded", "failed", "cancelled"]
+
+KINDS: tuple[OperationKind, ...] = get_args(OperationKind)
+STATES: tuple[OperationState, ...] = get_args(OperationState)
+END_STATES = STATES[1:]
+
+MAX_RUNNING = 8
+_KEPT = 200
+_KEPT_SECONDS = 3600.0
+_WAIT_SECONDS = 0.01  # how often a sweep that waits for transfers is asked again
+_BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
+
+
+class Sweeping(Protocol):
+    """What an operation needs of a `kvstow.control.sweep.Sweep`."""
+
+    @property
+    def total(self) -> int: ...
+    @property
+    def done(self) -> int: ...
+    @property
+    def evicted_slots(self) -> int: ...
+    @property
+    def evicted_bytes(self) -> int: ...
+    @property
+    def waiting(self) -> bool: ...
+    def step(self) -> bool: ...
+    def cancel(self) -> None: ...
+
+
+class Progress(NamedTuple):
+    """Slots looked at, of how many."""
+
+    done: int
+    total: int
+    unit: str = "slots"
+
+
+class Removed(NamedTuple):
+    """What an operation removed, or in a dry run would remove. Bytes are of one rank."""
+
+    evicted_slots: int
+    evicted_bytes: int
+    dry_run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OperationView:
+    """One operation at one moment. `waiting`: it cannot go on until transfers or leases end.
+
+    `result` says what was done so far when it was cancelled, and is None while it runs or when it failed.
+    """
+
+    id: str
+    kind: OperationKind
+    state: OperationState
+    waiting: bool
+    progress: Progress
+    created: datetime
+    started: datetime | None
+    ended: datetime | None
+    error: str | None
+    result: Removed | None
+
+
+class Operation:
+    """One sweep on its way. Made by `Operations.start`; `born` is in seconds of its clock."""
+
+    def __init__(self, kind: OperationKind, sweep: Sweeping, dry_run: bool, born: float) -> None:
+        self._sweep, self._dry_run = sweep, dry_run
+        self.born = born
+        self._cancelled = threading.Event()
+        self._ended: Future[None] = Future()
+        self.failure: KvstowError | None = None
+        """What a failed operation's caller shall be told, if it is one of the engine's errors."""
+        self._view = OperationView(
+            id=f"{kind}-{secrets.token_hex(6)}",
+            kind=kind,
+            state="running",
+            waiting=False,
+            progress=Progress(sweep.done, sweep.total),
+            created=datetime.now(UTC),
+            started=None,
+            ended=None,
+            error=None,
+            result=None,
+        )
+
+    @property
+    def view(self) -> OperationView:
+        return self._view  # replaced as a whole by the thread, so a reader never sees half of a change
+
+    @property
+    def running(self) -> bool:
+        return self._view.state == "running"
+
+    def cancel(self) -> None:
+        """Stop at the next slice; nothing happens if it has ended."""
+        self._cancelled.set()
+
+    async def wait(self, timeout: float) -> OperationView:
+        """The operation at its end, or as it is after `timeout` seconds."""
+        await asyncio.wait([asyncio.wrap_future(self._ended)], timeout=timeout)
+        return self.view
+
+    def run(self) -> None:
+        """Work to the end, whatever happens. On the operation's thread, which then calls `announce`."""
+        self._update(started=datetime.now(UTC))
+        try:
+            state: OperationState = "succeeded" if self._sweep_all() else "cancelled"
+            self._finish(state, result=self._removed())
+        except BaseException as error:
+            logger.exception("operation %s failed", self._view.id)
+            if isinstance(error, KvstowError):
+                self.failure = error
+            text = str(error) if isinstance(error, KvstowError) else f"internal error ({type(error).__name__})"
+            self._finish("failed", error=text)
+
+    def announce(self) -> None:
+        """Wake those that `wait`."""
+        self._ended.set_result(None)
+
+    def _sweep_all(self) -> bool:
+        """Step until there is no more; False if cancelled before."""
+        sweep = self._sweep
+        while sweep.step():
+            self._update(waiting=sweep.waiting, progress=Progress(sweep.done, sweep.total))
+            if self._cancelled.wait(_WAIT_SECONDS if sweep.waiting else 0):
+                sweep.cancel()
+                return False
+        self._update(progress=Progress(sweep.done, sweep.total))
+        return True
+
+    def _removed(self) -> Removed:
+        return Removed(self._sweep.evicted_slots, self._sweep.evicted_bytes, self._dry_run)
+
+    def _finish(self, state: OperationState, *, result: Removed | None = None, error: str | None = None) -> None:
+        self._update(state=state, waiting=False, ended=datetime.now(UTC), result=result, error=error)
+
+    def _update(self, **changes: object) -> None:
+        self._view = replace(self._view, **changes)  # type: ignore[arg-type]
+
+
+class Operations:
+    """The operations of one server: those that run and the last ones that have ended. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._operations: dict[str, Operation] = {}
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+        self._ended = {(kind, state): 0 for kind in KINDS for state in END_STATES}
+        self._seconds = {kind: Histogram(_BOUNDS) for kind in KINDS}
+
+    def start(self, kind: OperationKind, make_sweep: Callable[[], Sweeping], *, dry_run: bool = False) -> Operation:
+        """Make a sweep and run it. Raises what `make_sweep` raises, `ConflictError` for a second resize,
+        and `QueueFullError` when too many run."""
+        with self._lock:
+            self._check(kind)
+            operation = Operation(kind, make_sweep(), dry_run, self._clock())
+            name = operation.view.id
+            thread = threading.Thread(target=self._run, args=(operation,), name=f"kvstow-{name}", daemon=True)
+            self._operations[name] = operation
+            self._forget_old()
+            self._threads.add(thread)
+            thread.start()
+        return operation
+
+    def get(self, operation_id: str) -> Operation:
+        """Raises `NotFoundError`, also for one that was forgotten."""
+        with self._lock:
+            self._forget_old()
+            operation = self._operations.get(operation_id)
+        if operation is None:
+            raise NotFoundError(
+                f"there is no operation {operation_id!r}; the last {_KEPT} are kept for {_KEPT_SECONDS:g} s"
+            )
+        return operation
+
+    def views(self) -> list[OperationView]:
+        """All operations, newest first."""
+        with self._lock:
+            self._forget_old()
+            return [operation.view for operation in reversed(self._operations.values())]
+
+    def num_running(self, kind: OperationKind) -> int:
+        with self._lock:
+            return self._running(kind)
+
+    def ended(self) -> dict[tuple[OperationKind, OperationState], int]:
+        with self._lock:
+            return dict(self._ended)
+
+    def seconds(self) -> dict[OperationKind, HistogramSnapshot]:
+        with self._lock:
+            return {kind: histogram.snapshot() for kind, histogram in self._seconds.items()}
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Cancel what runs and wait for its threads; no operation starts any more. Idempotent."""
+        with self._lock:
+            self._closed = True
+            threads = list(self._threads)
+            for operation in self._operations.values():
+                operation.cancel()
+        for thread in threads:
+            thread.join(timeout)
+
+    def _check(self, kind: OperationKind) -> None:
+        if self._closed:
+            raise ConflictError("the server is stopping")
+        if kind == "resize" and self._running("resize"):
+            raise ConflictError("a resize is running; wait for it or cancel it")
+        if len(self._threads) >= MAX_RUNNING:
+            raise QueueFullError(f"{MAX_RUNNING} operations are running; no more may")
+
+    def _running(self, kind: OperationKind) -> int:
+        return sum(operation.running and operation.view.kind == kind for operation in self._operations.values())
+
+    def _run(self, operation: Operation) -> None:
+        operation.run()
+        view = operation.view
+        with self._lock:
+            self._ended[view.kind, view.state] += 1
+            self._seconds[view.kind].observe(self._clock() - operation.born)
+            self._threads.discard(threading.current_thread())
+        operation.announce()
+
+    def _forget_old(self) -> None:
+        """Drop what has ended and is too old, or one too many."""
+        oldest = self._clock() - _KEPT_SECONDS
+        excess = len(self._operations) - _KEPT
+        for name, operation in list(self._operations.items()):
+            if not operation.running and (excess > 0 or operation.born < oldest):
+                del self._operations[name]
+                excess -= 1

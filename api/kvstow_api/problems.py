@@ -1,0 +1,163 @@
+"""Errors as `application/problem+json` (RFC 9457).
+
+One table turns the engine's errors into statuses. What is a defect of ours answers 500 without a word
+of the inside; the log has it, under the request id that the answer carries as `instance`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Scope
+
+from kvstow.errors import (
+    ConfigError,
+    ConflictError,
+    InsufficientMemoryError,
+    InvalidRequestError,
+    KvstowError,
+    LeaseError,
+    NotFoundError,
+    QueueFullError,
+    WorkerFailedError,
+)
+
+logger = logging.getLogger("kvstow.api")
+
+MEDIA_TYPE = "application/problem+json"
+REQUEST_ID = "kvstow.request_id"
+"""Key of the request id in an ASGI scope."""
+
+_STATUS_OF: dict[type[KvstowError], int] = {
+    InvalidRequestError: 422,
+    ConfigError: 422,
+    NotFoundError: 404,
+    ConflictError: 409,
+    LeaseError: 409,
+    InsufficientMemoryError: 507,
+    QueueFullError: 503,
+    WorkerFailedError: 503,
+    KvstowError: 500,
+}
+
+_CODE_OF: dict[int, str] = {
+    400: "malformed_body",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    409: "conflict",
+    412: "precondition_failed",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+    422: "invalid_request",
+    429: "too_many_requests",
+    500: "internal",
+    503: "unavailable",
+    507: "insufficient_memory",
+}
+
+_MAX_ECHO = 200  # characters of a refused value that the answer repeats
+
+
+def problem(
+    scope: Scope,
+    status: int,
+    detail: str,
+    *,
+    code: str | None = None,
+    errors: Sequence[Mapping[str, Any]] = (),
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """The problem response for the request of `scope`. `Retry-After` of `headers` also enters the body."""
+    code = code or _CODE_OF.get(status, "error")
+    retry_after = (headers or {}).get("Retry-After")
+    body = {
+        "type": f"urn:kvstow:problem:{code}",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        "instance": scope.get(REQUEST_ID, ""),
+        "code": code,
+        "errors": list(errors),
+        "retry_after": int(retry_after) if retry_after else None,
+    }
+    # ASCII: a refused value may hold what UTF-8 cannot carry, such as half of a surrogate pair
+    content = json.dumps(body, ensure_ascii=True, allow_nan=False)
+    return Response(content, status, dict(headers or {}), MEDIA_TYPE)
+
+
+def internal_problem(scope: Scope) -> Response:
+    """The answer to an error that nobody expected; its caller has logged it."""
+    return problem(scope, 500, "internal error; the log has it under this request id")
+
+
+def install(app: FastAPI) -> None:
+    """Make every error that a route of `app` raises a problem."""
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(KvstowError, _on_kvstow)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    detail = error.detail
+    if error.status_code == 404 and detail == HTTPStatus.NOT_FOUND.phrase:
+        detail = f"there is no {request.url.path}"
+    if error.status_code == 405:
+        detail = f"{request.method} is not allowed here; allowed: {(error.headers or {}).get('Allow', '')}"
+    return problem(request.scope, error.status_code, detail, headers=error.headers)
+
+
+async def _on_kvstow(request: Request, error: Exception) -> Response:
+    assert isinstance(error, KvstowError)
+    status = next(_STATUS_OF[cls] for cls in type(error).__mro__ if cls in _STATUS_OF)
+    if status == 500:
+        logger.error("request %s failed", request.scope.get(REQUEST_ID), exc_info=error)
+        return internal_problem(request.scope)
+    errors = []
+    if isinstance(error, ConfigError):
+        errors.append(
+            {"field": error.key, "message": str(error), "value": _echo(error.value), "allowed": error.allowed}
+        )
+    headers = {"Retry-After": "1"} if status == 503 else None
+    return problem(request.scope, status, str(error), code=error.code, errors=errors, headers=headers)
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()
+    if any(item["type"] == "json_invalid" for item in found):
+        reason = next(item.get("ctx", {}).get("error", "") for item in found if item["type"] == "json_invalid")
+        return problem(request.scope, 400, f"the body is not JSON: {reason}")
+    errors = [_describe(item) for item in found]
+    detail = "; ".join(f"{item['field']}: {item['message']}" for item in errors)
+    return problem(request.scope, 422, detail, errors=errors)
+
+
+def _describe(item: Mapping[str, Any]) -> dict[str, Any]:
+    """One error of pydantic as field, message, value and what is allowed."""
+    where, *path = item["loc"]
+    field = ".".join(str(part) for part in path) or str(where)
+    context = item.get("ctx", {})
+    allowed = context.get("allowed") or context.get("expected") or item["msg"]
+    if item["type"] == "extra_forbidden":
+        allowed = f"no {where} field of this name"
+    value = None if item["type"] == "missing" else _echo(item.get("input"))
+    return {"field": field, "message": item["msg"], "value": value, "allowed": str(allowed)}
+
+
+def _echo(value: Any) -> Any:
+    """`value` as JSON that is safe to repeat: short, and finite."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _MAX_ECHO else text[:_MAX_ECHO] + "..."

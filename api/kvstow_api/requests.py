@@ -1,0 +1,140 @@
+"""Every request: its id, its place in the counters and the audit log, and the errors that nobody caught."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvstow.stats import Histogram, HistogramSnapshot
+from kvstow_api.auth import ACTOR, READING_METHODS
+from kvstow_api.problems import REQUEST_ID, internal_problem
+
+logger = logging.getLogger("kvstow.api")
+audit_logger = logging.getLogger("kvstow.audit")
+
+UNMATCHED = "unmatched"
+CLIENT_CLOSED = 499  # as nginx counts a client that left before the answer
+
+_BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0)
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]")
+_REPORT_ROUTE = "/v1/ranks/{rank}/report"
+_ADDED_HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
+
+
+class RouteKey(NamedTuple):
+    method: str
+    route: str
+
+
+class HttpCounters:
+    """Requests by method, route template and status. Counted on the event loop; any thread may read."""
+
+    def __init__(self, known: Iterable[tuple[RouteKey, int]]) -> None:
+        """`known`: what is counted from 0, so that rates see the first request."""
+        self._requests: dict[tuple[RouteKey, int], int] = dict.fromkeys(known, 0)
+        self._seconds: dict[RouteKey, Histogram] = {key: Histogram(_BOUNDS) for key, _ in self._requests}
+        self.inflight = 0
+
+    def count(self, key: RouteKey, status: int, seconds: float) -> None:
+        self._requests[key, status] = self._requests.get((key, status), 0) + 1
+        if key not in self._seconds:
+            self._seconds[key] = Histogram(_BOUNDS)
+        self._seconds[key].observe(seconds)
+
+    def requests(self) -> list[tuple[RouteKey, int, int]]:
+        """Route, status, count."""
+        return [(key, status, count) for (key, status), count in list(self._requests.items())]
+
+    def seconds(self) -> list[tuple[RouteKey, HistogramSnapshot]]:
+        return [(key, histogram.snapshot()) for key, histogram in list(self._seconds.items())]
+
+
+class RequestMiddleware:
+    """The outermost layer of the application."""
+
+    def __init__(self, app: ASGIApp, *, counters: HttpCounters) -> None:
+        self._app = app
+        self._counters = counters
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope[REQUEST_ID] = _request_id(scope)
+        answer = _Answer(send, scope[REQUEST_ID])
+        started = time.perf_counter()
+        self._counters.inflight += 1
+        try:
+            await self._run(scope, receive, answer)
+        finally:
+            self._counters.inflight -= 1
+            key = RouteKey(scope["method"] if scope["method"] in _METHODS else "other", _template(scope))
+            self._counters.count(key, answer.status, time.perf_counter() - started)
+            if scope["method"] not in READING_METHODS:
+                _write_audit(scope, key, answer.status)
+
+    async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        try:
+            await self._app(scope, receive, answer)
+        except Exception:  # the last resort: whatever a route raised becomes a 500 and a line in the log
+            logger.exception("request %s failed: %s %s", scope[REQUEST_ID], scope["method"], _path(scope))
+            if answer.started:
+                raise  # half an answer is out: let the server cut the connection
+            await internal_problem(scope)(scope, receive, answer)
+
+
+class _Answer:
+    """A `send` that adds our headers and remembers the status."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._headers = [(b"x-request-id", request_id.encode()), *_ADDED_HEADERS]
+        self.status = CLIENT_CLOSED
+        self.started = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            self.status = message["status"]
+            message = {**message, "headers": [*message.get("headers", ()), *self._headers]}
+        await self._send(message)
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's id without what could break a log line, or a new one."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return _NOT_IN_ID.sub("", given.decode("latin-1"))[:64] or secrets.token_hex(8)
+
+
+def _template(scope: Scope) -> str:
+    """The template of the route that took the request; the router has put the route into the scope."""
+    return getattr(scope.get("route"), "path", UNMATCHED)
+
+
+def _path(scope: Scope) -> str:
+    """The path as it came over the wire: percent-encoded, so that it cannot break a log line."""
+    raw = scope.get("raw_path") or scope["path"].encode()
+    return ascii(raw.decode("latin-1"))[1:-1]
+
+
+def _write_audit(scope: Scope, key: RouteKey, status: int) -> None:
+    routine = key.route == _REPORT_ROUTE and status < 400  # every rank, every second
+    client = scope.get("client")
+    audit_logger.log(
+        logging.DEBUG if routine else logging.INFO,
+        "actor=%s client=%s method=%s route=%s path=%s status=%d request_id=%s",
+        scope.get(ACTOR, "-"),
+        client[0] if client else "-",
+        key.method,
+        key.route,
+        _path(scope),
+        status,
+        scope[REQUEST_ID],
+    )

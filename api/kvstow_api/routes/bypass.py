@@ -1,0 +1,25 @@
+"""Bypass: switch loads or stores off, and leave the pool as it is."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from kvstow_api.body import StrictRoute
+from kvstow_api.openapi import changing, reading
+from kvstow_api.schemas.gate import BypassBody, BypassView
+from kvstow_api.services import Use
+
+router = APIRouter(prefix="/v1", tags=["bypass"], route_class=StrictRoute)
+
+
+@router.get("/bypass", responses=reading())
+async def get_bypass(use: Use) -> BypassView:
+    """What is switched off."""
+    return BypassView.model_validate(use.engine.admin.bypass)
+
+
+@router.put("/bypass", responses=changing())
+async def set_bypass(use: Use, body: BypassBody) -> BypassView:
+    """Replace the bypass: a direction that is left out is on."""
+    status = use.engine.admin.set_bypass(load=bool(body.load), store=bool(body.store), ttl_seconds=body.ttl_seconds)
+    return BypassView.model_validate(status)

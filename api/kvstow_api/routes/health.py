@@ -1,0 +1,68 @@
+"""Probes: /livez, /readyz (also /health and /healthz), /startupz."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import PlainTextResponse
+
+from kvstow_api.health import Probe, Verdict
+from kvstow_api.openapi import Responses, reading
+from kvstow_api.services import Use
+
+router = APIRouter(tags=["health"], default_response_class=PlainTextResponse)
+
+_PROBE_OF = {
+    "/livez": "livez",
+    "/readyz": "readyz",
+    "/health": "readyz",
+    "/healthz": "readyz",
+    "/startupz": "startupz",
+}
+_FAILED: Responses = {503: {"description": "A required check fails", "content": {"text/plain": {}}}}
+
+Verbose = Annotated[str | None, Query(description="One line per check; on unless `false` or `0`")]
+Exclude = Annotated[str, Query(description="Checks to leave out, separated by commas")]
+
+
+async def probe(request: Request, use: Use, verbose: Verbose = None, exclude: Exclude = "") -> PlainTextResponse:
+    """`ok`, or one line per check."""
+    chosen = use.health.probes[_PROBE_OF[request.scope["route"].path]]
+    verdict = chosen.run(_known(chosen, exclude))
+    return _answer(verdict, verbose is not None and verbose.lower() not in ("false", "0"))
+
+
+async def check(request: Request, use: Use, check: str, verbose: Verbose = None) -> PlainTextResponse:
+    """One check of a probe; an informational one counts here."""
+    chosen = use.health.probes[_PROBE_OF[request.scope["route"].path.removesuffix("/{check}")]]
+    if check not in chosen.checks:
+        raise HTTPException(404, f"{chosen.name} has no check {check!r}; it has: {', '.join(chosen.checks)}")
+    finding = Probe(f"{chosen.name}/{check}", [chosen.checks[check]]).run().findings[0]
+    verdict = Verdict(f"{chosen.name}/{check}", (finding._replace(required=True),))
+    return _answer(verdict, verbose is not None)
+
+
+for _path in _PROBE_OF:
+    for _route, _endpoint, _codes in ((_path, probe, (422,)), (f"{_path}/{{check}}", check, (404,))):
+        _shared: dict[str, Any] = {"responses": {**_FAILED, **reading(*_codes)}}
+        router.add_api_route(_route, _endpoint, methods=["GET"], **_shared)
+        router.add_api_route(_route, _endpoint, methods=["HEAD"], include_in_schema=False, **_shared)
+
+
+def _known(chosen: Probe, exclude: str) -> frozenset[str]:
+    """The names in `exclude`; raises the validation error of one that is no check of the probe."""
+    names = frozenset(filter(None, (name.strip() for name in exclude.split(","))))
+    unknown = sorted(names - set(chosen.checks))
+    if unknown:
+        allowed = ", ".join(chosen.checks)
+        message = f"{chosen.name} has no check {', '.join(unknown)}"
+        error = {"type": "enum", "loc": ("query", "exclude"), "msg": message, "input": exclude}
+        raise RequestValidationError([{**error, "ctx": {"allowed": allowed}}])
+    return names
+
+
+def _answer(verdict: Verdict, verbose: bool) -> PlainTextResponse:
+    text = str(verdict) if verbose or not verdict.ok else "ok"
+    return PlainTextResponse(text, 200 if verdict.ok else 503)

@@ -1,0 +1,30 @@
+"""What this server is."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from kvstow_api.openapi import reading
+from kvstow_api.schemas.info import InfoView
+from kvstow_api.schemas.pools import POOL_NAME
+from kvstow_api.services import Use
+
+router = APIRouter(prefix="/v1", tags=["info"])
+
+
+@router.get("/info", responses=reading())
+async def get_info(use: Use) -> InfoView:
+    """Version, mode and settings, without secrets."""
+    context = use.context
+    return InfoView(
+        version=context.version,
+        mode=context.mode,
+        engine_id=context.engine.engine_id,
+        started=use.started,
+        uptime_seconds=use.uptime,
+        token_required=context.token_file is not None,
+        num_ranks=context.engine.config.num_ranks,
+        pools=[POOL_NAME],
+        build=dict(context.build),
+        settings=dict(context.settings),
+    )

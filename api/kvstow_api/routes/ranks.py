@@ -1,0 +1,46 @@
+"""Ranks: what they reported, and where they do."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Path
+from pydantic import WithJsonSchema
+from starlette.concurrency import run_in_threadpool
+
+from kvstow.errors import InvalidRequestError, NotFoundError
+from kvstow.messages import RankReport
+from kvstow_api.body import StrictRoute
+from kvstow_api.openapi import changing, reading
+from kvstow_api.schemas.ranks import REPORT_SCHEMA, DesiredView, RanksView, RankView
+from kvstow_api.services import Use
+
+router = APIRouter(prefix="/v1/ranks", tags=["ranks"], route_class=StrictRoute)
+
+RankNumber = Annotated[int, Path(ge=0)]
+Report = Annotated[dict[str, Any], Body(), WithJsonSchema(REPORT_SCHEMA)]
+
+
+@router.get("", responses=reading())
+async def list_ranks(use: Use) -> RanksView:
+    """All ranks."""
+    return RanksView(items=[RankView.model_validate(rank) for rank in use.engine.readiness().ranks])
+
+
+@router.get("/{rank}", responses=reading(404, 422))
+async def get_rank(use: Use, rank: RankNumber) -> RankView:
+    """One rank."""
+    ranks = use.engine.readiness().ranks
+    if rank >= len(ranks):
+        raise NotFoundError(f"rank is {rank}; allowed: 0 to {len(ranks) - 1}")
+    return RankView.model_validate(ranks[rank])
+
+
+@router.post("/{rank}/report", responses=changing(404))
+async def report(use: Use, rank: RankNumber, body: Report) -> DesiredView:
+    """Take a rank's report; answers what is wanted of it."""
+    message = RankReport.from_json(body)
+    if message.rank != rank:
+        raise InvalidRequestError(f"RankReport.rank is {message.rank}; allowed: {rank}, as in the path")
+    # takes as long as removing all blocks does when the rank has started anew
+    return DesiredView.model_validate(await run_in_threadpool(use.engine.report, message))

@@ -1,0 +1,17 @@
+"""Readiness as JSON; the probes say the same in words."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from kvstow_api.openapi import reading
+from kvstow_api.schemas.ranks import ReadinessView
+from kvstow_api.services import Use
+
+router = APIRouter(prefix="/v1", tags=["readiness"])
+
+
+@router.get("/readiness", responses=reading())
+async def get_readiness(use: Use) -> ReadinessView:
+    """The state of the whole, and of each rank."""
+    return ReadinessView.model_validate(use.engine.readiness())

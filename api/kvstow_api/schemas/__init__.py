@@ -1,0 +1,4 @@
+"""The JSON of the API: strict request bodies, and views that answers are made of.
+
+Fields are only ever added within /v1.
+"""

@@ -1,0 +1,52 @@
+"""What all bodies, queries and views have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+
+class Body(BaseModel):
+    """A request body: no unknown fields, no conversions, no NaN or infinity."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+
+class Query(BaseModel):
+    """Query parameters: no unknown ones. Texts are converted, as there is nothing else in a query."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class View(BaseModel):
+    """An answer, filled from the attributes of the engine's own snapshot."""
+
+    model_config = ConfigDict(from_attributes=True, frozen=True)
+
+
+Seconds = Annotated[float, Field(ge=0)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+KeyText = Annotated[str, Field(min_length=2, description="A key, or its beginning, as hex", examples=["00017f3a"])]
+KeyList = Annotated[list[KeyText], Field(min_length=1)]
+
+
+def require_one(body: Body, *names: str) -> None:
+    """Raises the validation error of a body that has none, or more than one, of the fields `names`."""
+    given = [name for name in names if getattr(body, name) is not None]
+    if len(given) != 1:
+        shown = [_wire_name(body, name) for name in names]
+        raise PydanticCustomError(
+            "exactly_one",
+            "exactly one of {allowed} is needed, got {given}",
+            {
+                "allowed": ", ".join(shown),
+                "given": ", ".join(_wire_name(body, name) for name in given) or "none",
+            },
+        )
+
+
+def _wire_name(body: Body, name: str) -> str:
+    return type(body).model_fields[name].alias or name

@@ -1,0 +1,51 @@
+"""Drain and bypass."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from kvstow_api.schemas.base import Body, PositiveSeconds, Seconds, View
+
+
+class DrainBody(Body):
+    """`stop_stores` takes no new stores; `all` also answers look-ups with misses. After `deadline_seconds`
+    what is still leased is given up."""
+
+    mode: Literal["stop_stores", "all"] = "all"
+    deadline_seconds: Seconds | None = Field(None, examples=[30.0])
+
+
+class DrainView(View):
+    """`drained`: a drain is on, and nothing is in flight or leased any more."""
+
+    active: bool
+    mode: Literal["stop_stores", "all"] | None
+    deadline_seconds_left: float | None
+    drained: bool
+    pending_transfers: int
+    leases: int
+
+
+class BypassBody(Body):
+    """Which direction is switched off, for `ttl_seconds` or (null) until it is switched on again."""
+
+    load: bool | None = Field(None, examples=[True])
+    store: bool | None = None
+    ttl_seconds: PositiveSeconds | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.load is None and self.store is None:
+            raise PydanticCustomError(
+                "nothing_given", "at least one of {allowed} is needed", {"allowed": "load, store"}
+            )
+        return self
+
+
+class BypassView(View):
+    load: bool
+    store: bool
+    ttl_seconds_left: float | None
