@@ -126,7 +126,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="kvstow-demo-") as folder:
             ok = _run(Path(folder), console, live=console.is_terminal and svg is None)
     except (DemoError, httpx.HTTPError) as error:
-        console.print(f"demo failed: {error}", style="red", markup=False, highlight=False)
+        console.print(f"demo failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     if svg:
         console.save_svg(str(svg), title="make demo")

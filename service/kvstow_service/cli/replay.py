@@ -115,7 +115,7 @@ def _stop_on_signals() -> Iterator[threading.Event]:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.set()
-        signal.signal(number, before[number])
+        signal.signal(number, before[signal.Signals(number)])
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstow.control.engine import Lease, OffloadEngine, Settled
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.lease import Lease
+from kvstow.control.state import Settled
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op, StepPlan

@@ -1,0 +1,132 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from kvstow.devices.cpu import CpuDevice
+from kvstow_service.cli import app, replay
+from kvstow_service.replay.generate import TraceShape, generate_trace
+
+FIELDS = {
+    "requests", "blocks", "hit_blocks", "block_hit_rate", "stored_bytes", "loaded_bytes", "verified_bytes",
+    "mismatches", "evicted_blocks", "dropped_stores", "load_gbps", "store_gbps", "seconds",
+}  # fmt: skip
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(f"{request.to_line()}\n" for request in generate_trace(TraceShape(sessions=12))))
+    return str(path)
+
+
+def invoke(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["replay", *arguments], input=stdin)
+
+
+def test_the_json_has_the_promised_fields(trace: str) -> None:
+    outcome = invoke(trace, "--slot-size", "1KiB", "--pool-slots", "100", "--ranks", "2", "--json")
+    assert outcome.exit_code == 0, outcome.stderr
+    result = json.loads(outcome.stdout)
+    assert result.keys() >= FIELDS
+    assert result["block_hit_rate"] == result["hit_blocks"] / result["blocks"]
+    assert result["verified_bytes"] == result["loaded_bytes"] == result["hit_blocks"] * 1024 * 2 > 0
+    assert (result["ranks"], result["slots"], result["policy"]) == (2, 100, "lru")
+
+
+def test_the_summary_names_what_matters(trace: str) -> None:
+    outcome = invoke(trace, "--slot-size", "1KiB", "--pool-slots", "100", "--concurrency", "3")
+    assert outcome.exit_code == 0
+    names = [line[:16].strip() for line in outcome.stdout.splitlines()]
+    assert names[:5] == ["requests", "pool", "hit rate", "loaded", "stored"]
+    assert names[5:] == ["evicted", "dropped stores", "failed", "verified", "mismatches"]
+
+
+def test_the_trace_may_come_from_standard_input_and_be_cut(trace: str) -> None:
+    outcome = invoke("-", "--no-data", "--requests", "7", "--json", "--policy", "arc", stdin=Path(trace).read_text())
+    assert outcome.exit_code == 0, outcome.stderr
+    result = json.loads(outcome.stdout)
+    assert (result["requests"], result["policy"], result["loaded_bytes"]) == (7, "arc", 0)
+
+
+def test_wrong_bytes_end_with_status_1(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = CpuDevice.commit_load
+
+    def flip_a_byte(self: CpuDevice, op_id: int, staged: object, blocks: Sequence[int], after: object) -> object:
+        ticket = commit(self, op_id, staged, blocks, after)  # type: ignore[arg-type]
+        poll = ticket.poll
+
+        class Flipping:
+            error = ticket.error
+            seconds = 0.0
+
+            def poll(self) -> object:
+                state = poll()
+                tensors[0][blocks[0], 0] ^= 1
+                return state
+
+        return Flipping()
+
+    tensors: list[torch.Tensor] = []
+    init = CpuDevice.__init__
+
+    def remember(self: CpuDevice, pool: object, layout: object, kv: Sequence[torch.Tensor]) -> None:
+        tensors.extend(kv)
+        init(self, pool, layout, kv)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CpuDevice, "__init__", remember)
+    monkeypatch.setattr(CpuDevice, "commit_load", flip_a_byte)
+    outcome = invoke(trace, "--slot-size", "1KiB", "--json")
+    assert outcome.exit_code == 1
+    result = json.loads(outcome.stdout)
+    assert 0 < result["mismatches"] < result["hit_blocks"]
+    assert len(result["first_mismatches"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--pool-slots", "0"), "capacity_slots is 0"),
+        (("--slot-size", "lots"), "--slot-size is 'lots'"),
+        (("--policy", "fifo"), "policy is 'fifo'; allowed: lru or arc"),
+        (("--concurrency", "0"), "concurrency is 0"),
+        (("--rate", "-1"), "rate is -1.0"),
+        (("--kv-blocks", "2"), "the KV cache 2; allowed"),
+        (("--rate", "1", "--time-scale", "1"), "not both"),
+    ],
+)
+def test_bad_options_end_with_status_2_and_a_reason(trace: str, arguments: tuple[str, ...], complaint: str) -> None:
+    outcome = invoke(trace, "--no-data", *arguments)
+    assert outcome.exit_code == 2
+    assert complaint in outcome.stderr
+
+
+def test_a_bad_line_ends_with_status_2_and_its_place(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"timestamp": 0}\n')
+    outcome = invoke(str(tmp_path / "bad.jsonl"))
+    assert outcome.exit_code == 2
+    assert "bad.jsonl:1: input_length, output_length, hash_ids missing" in outcome.stderr
+
+
+def test_signals_ask_for_a_stop_and_are_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with replay._stop_on_signals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wait(5.0)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.process
+def test_a_replay_without_data_does_without_torch(trace: str) -> None:
+    program = (
+        "import sys; from kvstow_service.cli import app; app(sys.argv[1:], standalone_mode=False);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program, "replay", trace, "--no-data"], check=True, capture_output=True)

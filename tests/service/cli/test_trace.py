@@ -1,0 +1,37 @@
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from kvstow_service.cli import app
+from kvstow_service.replay.generate import TraceShape, generate_trace
+from kvstow_service.replay.trace import parse_trace, read_trace
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["trace", "generate", *arguments])
+
+
+def test_standard_output_holds_the_trace() -> None:
+    outcome = invoke("--sessions", "3", "--turns", "2", "--shared-prompts", "1", "--seed", "5")
+    assert outcome.exit_code == 0
+    shape = TraceShape(sessions=3, turns=2, shared_prompts=1, seed=5)
+    assert list(parse_trace(outcome.stdout_bytes.splitlines(), "out")) == generate_trace(shape)
+
+
+def test_a_file_holds_the_first_requests(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    outcome = invoke("--requests", "9", "--output", str(path))
+    assert (outcome.exit_code, outcome.stdout) == (0, "")
+    assert read_trace(str(path)) == generate_trace(TraceShape(), limit=9)
+
+
+def test_a_shape_that_makes_no_sense_ends_with_status_2() -> None:
+    outcome = invoke("--turns", "0")
+    assert outcome.exit_code == 2
+    assert "turns is 0; allowed" in outcome.stderr
+
+
+def test_a_file_that_cannot_be_written_ends_with_status_2(tmp_path: Path) -> None:
+    outcome = invoke("--output", str(tmp_path / "none" / "trace.jsonl"))
+    assert outcome.exit_code == 2
+    assert "No such file or directory" in outcome.stderr
