@@ -98,7 +98,7 @@ class ReplayDriver:
         self._ops: dict[int, tuple[Op, _Job]] = {}
         self._outstanding: list[set[int]] = [set() for _ in workers]
         self._tally = Tally()
-        self._evicted_before = self._evictions()
+        self._evicted_before = 0
         self._started = self._ended = 0.0
 
     @property
@@ -109,6 +109,7 @@ class ReplayDriver:
     def run(self, stop: threading.Event) -> ReplayResult:
         """Replay to the end, or until `stop` is set: then no request starts, and what is in flight has
         `drain_seconds` to finish. All leases and KV blocks are given back in any case."""
+        self._evicted_before = sum(self._engine.stats().evicted_blocks.values())
         self._started = time.monotonic()
         deadline = float("inf")
         try:
@@ -130,19 +131,17 @@ class ReplayDriver:
     def result(self) -> ReplayResult:
         """The figures now; while `run` goes on they may be of slightly different moments."""
         seconds = (self._ended or time.monotonic()) - self._started if self._started else 0.0
+        stats = self._engine.stats()
         return self._tally.freeze(
-            evicted_blocks=self._evictions() - self._evicted_before,
+            evicted_blocks=sum(stats.evicted_blocks.values()) - self._evicted_before,
             seconds=seconds,
-            policy=self._engine.stats().policy,
+            policy=stats.policy,
             ranks=len(self._workers),
-            slots=self._engine.stats().capacity_slots,
+            slots=stats.capacity_slots,
         )
 
     def _finished(self, stop: threading.Event) -> bool:
         return not self._jobs and (stop.is_set() or self._next == len(self._requests))
-
-    def _evictions(self) -> int:
-        return sum(self._engine.stats().evicted_blocks.values())
 
     # One step: requests start, their ops go to every rank, what became final moves requests on.
 
@@ -263,11 +262,11 @@ class ReplayDriver:
         self._release(job)
 
     def _verify(self, job: _Job) -> None:
-        wrong = self._kv.verify(job.keys[: job.loaded], job.blocks[: job.loaded])
-        self._tally.verified_bytes += self._kv.verified_bytes(job.loaded)
-        if wrong:
-            self._tally.count_mismatches(wrong)
-            _log.error("%d loaded blocks hold wrong bytes; so far: %s", len(wrong), self._tally.first_mismatches)
+        found = self._kv.verify(job.keys[: job.loaded], job.blocks[: job.loaded])
+        self._tally.verified_bytes += found.num_bytes
+        if found.mismatches:
+            self._tally.count_mismatches(found.mismatches)
+            _log.error("%d blocks loaded wrong; the first: %s", len(found.mismatches), self._tally.first_mismatches)
 
     def _stored(self, settled: Settled) -> None:
         if settled.mark == "done":

@@ -18,6 +18,13 @@ class Mismatch(NamedTuple):
     block: int
 
 
+class Verification(NamedTuple):
+    """`num_bytes` were looked at, over all ranks; one entry in `mismatches` per wrong block and rank."""
+
+    num_bytes: int
+    mismatches: list[Mismatch]
+
+
 class KVCache(Protocol):
     """The device KV caches of all ranks, used by one thread, block by block.
 
@@ -27,14 +34,11 @@ class KVCache(Protocol):
     def compute(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
         """Write the bytes of `keys[i]` into block `blocks[i]` on every rank."""
 
-    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Mismatch]:
-        """Compare every byte of block `blocks[i]` with those of `keys[i]`; one entry per wrong block and rank."""
+    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> Verification:
+        """Compare every byte of block `blocks[i]` on every rank with those of `keys[i]`."""
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Overwrite freed blocks: a store that still reads them, or a load that writes nothing, shows as a mismatch."""
-
-    def verified_bytes(self, blocks: int) -> int:
-        """How many bytes `verify` compares for so many blocks."""
 
 
 class NoKV:
@@ -43,14 +47,11 @@ class NoKV:
     def compute(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
         """Nothing to write."""
 
-    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Mismatch]:
-        return []
+    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> Verification:
+        return Verification(0, [])
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Nothing to overwrite."""
-
-    def verified_bytes(self, blocks: int) -> int:
-        return 0
 
 
 class FreeBlocks:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kvstow.keys import BlockKey
-from kvstow_service.replay.kv import Mismatch
+from kvstow_service.replay.kv import Mismatch, Verification
 
 _WORD_BYTES = 8
 _STEP = 0x1E3779B97F4A7C15  # odd, so that no two of the 2^64 positions share a word
@@ -49,13 +49,14 @@ class PatternedKV:
                 for key, block in zip(keys, blocks, strict=True):
                     region[block].copy_(pattern.page(key, rank, index))
 
-    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Mismatch]:
-        return [
+    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> Verification:
+        mismatches = [
             Mismatch(key, rank, wrong, block)
             for rank in range(len(self._ranks))
             for key, block in zip(keys, blocks, strict=True)
             if (wrong := self._wrong_region(key, rank, block)) is not None
         ]
+        return Verification(len(blocks) * self._block_bytes, mismatches)
 
     def _wrong_region(self, key: BlockKey, rank: int, block: int) -> int | None:
         for index, region in enumerate(self._ranks[rank]):
@@ -68,9 +69,6 @@ class PatternedKV:
             for region in regions:
                 for block in blocks:
                     region[block].fill_(_SCRUB)
-
-    def verified_bytes(self, blocks: int) -> int:
-        return blocks * self._block_bytes
 
 
 def _shape(region: torch.Tensor) -> tuple[int, torch.device]:

@@ -70,9 +70,12 @@ def cpu_session(
         for rank in ranks:
             rank.start_pinning()
         workers = [rank.worker for rank in ranks]
-        while not stop.is_set() and (usable := _report(engine, workers)) < config.capacity_slots:
+        while not stop.is_set():
+            usable = _report(engine, workers)
             if on_pinned is not None:
                 on_pinned(usable)
+            if usable >= config.capacity_slots:
+                break
             time.sleep(_POLL)
         yield Session(engine, workers, PatternedKV([rank.tensors for rank in ranks]))
 

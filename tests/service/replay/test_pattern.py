@@ -20,10 +20,12 @@ def make_kv(page_bytes: int, *, ranks: int = 2, padding: int = 0) -> tuple[Patte
 def test_every_single_byte_is_checked(page_bytes: int, padding: int) -> None:
     kv, regions = make_kv(page_bytes, padding=padding)
     kv.compute(KEYS, [3, 0, 2])
-    assert kv.verify(KEYS, [3, 0, 2]) == []
+    assert kv.verify(KEYS, [3, 0, 2]).mismatches == []
     for byte in {0, page_bytes // 2, page_bytes - 1}:
         regions[1][1][0, byte] ^= 1
-        assert [(wrong.rank, wrong.region, wrong.block) for wrong in kv.verify(KEYS, [3, 0, 2])] == [(1, 1, 0)]
+        assert [(wrong.rank, wrong.region, wrong.block) for wrong in kv.verify(KEYS, [3, 0, 2]).mismatches] == [
+            (1, 1, 0)
+        ]
         regions[1][1][0, byte] ^= 1
 
 
@@ -38,16 +40,16 @@ def test_bytes_that_moved_within_a_page_are_wrong() -> None:
     kv, regions = make_kv(64)
     kv.compute(KEYS[:1], [0])
     regions[0][0][0].copy_(regions[0][0][0].roll(8))
-    assert len(kv.verify(KEYS[:1], [0])) == 1
+    assert len(kv.verify(KEYS[:1], [0]).mismatches) == 1
 
 
 def test_scrubbed_blocks_are_wrong_on_every_rank() -> None:
     kv, _ = make_kv(16)
     kv.compute(KEYS, [0, 1, 2])
     kv.scrub([1])
-    assert {(wrong.rank, wrong.block) for wrong in kv.verify(KEYS, [0, 1, 2])} == {(0, 1), (1, 1)}
+    assert {(wrong.rank, wrong.block) for wrong in kv.verify(KEYS, [0, 1, 2]).mismatches} == {(0, 1), (1, 1)}
 
 
 def test_verified_bytes_are_of_all_regions_and_ranks() -> None:
     kv, _ = make_kv(10, ranks=3)
-    assert kv.verified_bytes(5) == 5 * 10 * 2 * 3
+    assert kv.verify(KEYS, [0, 1, 2]).num_bytes == 3 * 10 * 2 * 3
