@@ -38,7 +38,7 @@ class MemoryLimits:
     cgroup_root: Path = Path("/sys/fs/cgroup")
 
     def headroom(self) -> Headroom | None:
-        """The tightest limit, the reserve included; None where no limit can be read."""
+        """The tightest limit, `RESERVE_BYTES` not yet taken off; None where no limit can be read."""
         found = [headroom for headroom in (self._machine(), *self._cgroups()) if headroom is not None]
         return min(found, key=lambda headroom: headroom.num_bytes, default=None)
 

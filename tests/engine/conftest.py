@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from kvstow.config import PoolConfig
+from kvstow.memory.limits import MemoryLimits
+from kvstow.memory.pool import HostPool
+from kvstow.testing.registrar import FakeRegistrar
+
+Eventually = Callable[[Callable[[], object]], None]
+
+
+@pytest.fixture
+def eventually() -> Eventually:
+    """Wait until a condition holds; fail after ten seconds."""
+
+    def wait(condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, "the condition did not come true"
+            threading.Event().wait(0.001)
+
+    return wait
+
+
+class MakePool(Protocol):
+    def __call__(self, registrar: Any = None, *, limits: MemoryLimits | None = None, **config: Any) -> HostPool: ...
+
+
+@pytest.fixture
+def make_pool(no_limits: MemoryLimits) -> Iterator[MakePool]:
+    """Pools that are closed at the end. By default 16 slots of 4 KiB, 4 in a chunk, with no limit on memory."""
+    pools: list[HostPool] = []
+
+    def make(registrar: Any = None, *, limits: MemoryLimits | None = None, **config: Any) -> HostPool:
+        settings = {"slot_bytes": 4096, "pool_bytes": 16 * 4096, "chunk_bytes": 4 * 4096, "pause": 0.0} | config
+        pools.append(HostPool(PoolConfig(**settings), registrar or FakeRegistrar(), limits=limits or no_limits))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def no_limits() -> MemoryLimits:
+    return MemoryLimits(Path("/nonexistent"), Path("/nonexistent"), Path("/nonexistent"))
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Every thread that a test started has ended with it."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread not in before and thread.name.startswith("kvstow")]
+    assert left == []

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstow.memory.limits import RESERVE_BYTES, Headroom, MemoryLimits
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def limits(tmp_path: Path) -> MemoryLimits:
+    """A machine with 8 GiB available, and no cgroup yet."""
+    (tmp_path / "meminfo").write_text("MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\nHugePages_Total: 0\n")
+    return MemoryLimits(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs")
+
+
+def write_v2(folder: Path, limit: str, current: int, inactive_file: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{current}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive_file}\n")
+
+
+def headroom_of(limits: MemoryLimits) -> Headroom:
+    headroom = limits.headroom()
+    assert headroom is not None
+    return headroom
+
+
+def test_without_cgroups_the_machine_is_the_limit(limits: MemoryLimits) -> None:
+    headroom = headroom_of(limits)
+    assert (headroom.num_bytes, headroom.reason) == (8 * GIB, "out_of_memory")
+    assert headroom.limit == "the machine has 8 GiB of memory available"
+
+
+def test_the_own_cgroup_limits_and_its_inactive_page_cache_counts_as_free(limits: MemoryLimits) -> None:
+    limits.own_cgroups.write_text("0::/pod/box\n")
+    write_v2(limits.cgroup_root / "pod/box", str(4 * GIB), 3 * GIB, GIB)
+    headroom = headroom_of(limits)
+    assert (headroom.num_bytes, headroom.reason) == (2 * GIB, "cgroup_limit")
+    assert "memory.max is 4 GiB, of which 2 GiB is left" in headroom.limit
+
+
+def test_a_cgroup_above_with_less_left_is_the_limit(limits: MemoryLimits) -> None:
+    limits.own_cgroups.write_text("0::/pod/box\n")
+    write_v2(limits.cgroup_root / "pod/box", "max", GIB)
+    write_v2(limits.cgroup_root / "pod", str(2 * GIB), GIB)
+    assert headroom_of(limits).num_bytes == GIB
+
+
+def test_in_a_container_the_root_is_the_own_cgroup_whatever_the_path_says(limits: MemoryLimits) -> None:
+    limits.own_cgroups.write_text("0::/../../kubepods/pod7\n")
+    write_v2(limits.cgroup_root, str(GIB), 0)
+    assert headroom_of(limits).num_bytes == GIB
+
+
+def test_usage_above_the_limit_leaves_nothing_rather_than_less(limits: MemoryLimits) -> None:
+    limits.own_cgroups.write_text("0::/\n")
+    write_v2(limits.cgroup_root, str(GIB), 2 * GIB)
+    assert headroom_of(limits).num_bytes == 0
+
+
+def test_version_1_of_cgroups_limits_too(limits: MemoryLimits) -> None:
+    limits.own_cgroups.write_text("9:cpu,cpuacct:/a\n4:memory:/a\n0::/\n")
+    folder = limits.cgroup_root / "memory/a"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{3 * GIB}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{2 * GIB}\n")
+    (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {GIB}\n")
+    assert headroom_of(limits).num_bytes == 2 * GIB
+    (folder / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert headroom_of(limits).reason == "out_of_memory", "that number means no limit"
+
+
+def test_a_shortage_is_told_in_figures_and_keeps_a_reserve(limits: MemoryLimits) -> None:
+    assert limits.shortage(8 * GIB - RESERVE_BYTES) is None
+    shortage = limits.shortage(8 * GIB - RESERVE_BYTES + 1)
+    assert shortage is not None
+    assert shortage.reason == "out_of_memory"
+    expected = "7.938 GiB are needed beside a reserve of 64 MiB, but the machine has 8 GiB of memory available"
+    assert shortage.message == expected
+
+
+def test_a_machine_that_tells_no_limit_refuses_nothing(tmp_path: Path) -> None:
+    limits = MemoryLimits(tmp_path / "a", tmp_path / "b", tmp_path / "c")
+    assert limits.headroom() is None
+    assert limits.shortage(1 << 50) is None
+
+
+def test_this_machine_tells_a_limit() -> None:
+    assert headroom_of(MemoryLimits()).num_bytes > 0

@@ -1,0 +1,414 @@
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
+from kvstow.memory.limits import MemoryLimits
+from kvstow.memory.pool import HostPool, PoolState
+from kvstow.testing.registrar import FakeRegistrar
+
+if TYPE_CHECKING:
+    MakePool = Callable[..., HostPool]
+    Eventually = Callable[[Callable[[], object]], None]
+
+MIB = 1 << 20
+
+
+def pinned(pool: HostPool, slots: int) -> Callable[[], bool]:
+    return lambda: pool.pinned_slots == slots and pool.status().state == "ready"
+
+
+def in_state(pool: HostPool, state: PoolState) -> Callable[[], bool]:
+    return lambda: pool.status().state == state
+
+
+def resident_bytes(pool: HostPool) -> int:
+    """What the kernel counts for the pool's addresses."""
+    total, inside = 0, False
+    end = pool.address + pool.max_slots * pool.slot_stride
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            name, _, rest = line.partition(" ")
+            if not name.endswith(":"):
+                first = int(name.split("-")[0], 16)
+                inside = pool.address <= first < end
+            elif inside and name == "Rss:":
+                total += int(rest.split()[0]) * 1024
+    return total
+
+
+def own_memory() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+def write_cgroup(folder: Path, limit: int) -> MemoryLimits:
+    folder.joinpath("cgroup").write_text("0::/\n")
+    folder.joinpath("memory.max").write_text(str(limit))
+    folder.joinpath("memory.current").write_text("0")
+    return MemoryLimits(folder / "meminfo", folder / "cgroup", folder)
+
+
+@pytest.mark.parametrize("slot_bytes", [4096, 12 * 1024, 1000, 100_003])
+def test_the_pool_takes_exactly_the_memory_configured(
+    make_pool: MakePool, eventually: Eventually, slot_bytes: int
+) -> None:
+    pool_bytes, chunk_bytes = 10 * MIB + 5, MIB
+    pool = make_pool(slot_bytes=slot_bytes, pool_bytes=pool_bytes, max_bytes=40 * MIB, chunk_bytes=chunk_bytes)
+    assert resident_bytes(pool) == 0
+    pool.start()
+    eventually(pinned(pool, pool_bytes // slot_bytes))
+    status = pool.status()
+    assert status.pinned_bytes == status.target_bytes == pool_bytes // slot_bytes * slot_bytes
+    assert resident_bytes(pool) == status.resident_bytes == status.locked_bytes
+    assert status.resident_bytes <= pool_bytes * 1.01 + chunk_bytes
+
+
+def test_a_pool_of_whole_pages_is_exact_to_the_slot(make_pool: MakePool, eventually: Eventually) -> None:
+    pool = make_pool(slot_bytes=3 * 4096, pool_bytes=100 * 3 * 4096, max_bytes=MIB * 64, chunk_bytes=MIB)
+    pool.start()
+    eventually(pinned(pool, 100))
+    assert resident_bytes(pool) == 100 * 3 * 4096
+
+
+def test_the_first_slots_are_usable_long_before_a_large_pool_is_pinned(
+    make_pool: MakePool, eventually: Eventually
+) -> None:
+    pool = make_pool(slot_bytes=4096, pool_bytes=64 << 30, chunk_bytes=MIB, pause=3600.0)
+    pool.start()
+    eventually(lambda: pool.pinned_slots)
+    with pool.hold(256):
+        ctypes.memset(pool.address, 1, MIB)
+    status = pool.status()
+    assert (status.state, status.pinned_slots) == ("pinning", 256)
+    assert (status.chunks_done, status.chunks_total) == (1, 64 << 10)
+    assert resident_bytes(pool) == MIB
+
+
+def test_the_pool_grows_at_runtime_and_keeps_what_it_held(make_pool: MakePool, eventually: Eventually) -> None:
+    pool = make_pool(max_bytes=64 * 4096)
+    pool.start()
+    eventually(pinned(pool, 16))
+    ctypes.memset(pool.address, 9, 16 * 4096)
+    pool.set_target(50)
+    eventually(pinned(pool, 50))
+    assert ctypes.string_at(pool.address, 16 * 4096) == b"\x09" * (16 * 4096)
+    assert resident_bytes(pool) == pool.status().resident_bytes == 50 * 4096
+
+
+def test_shrinking_gives_back_whole_chunks_and_hides_the_slots_above_at_once(
+    make_pool: MakePool, eventually: Eventually
+) -> None:
+    registrar = FakeRegistrar()
+    pool = make_pool(registrar)
+    pool.start()
+    eventually(pinned(pool, 16))
+    pool.set_target(6)
+    assert pool.pinned_slots == 6
+    eventually(lambda: pool.status().chunks_done == 2)
+    assert resident_bytes(pool) == registrar.locked_bytes == 8 * 4096, "the chunk on the boundary stays"
+    pool.set_target(0)
+    eventually(lambda: pool.status().chunks_done == 0)
+    assert resident_bytes(pool) == registrar.locked_bytes == 0
+    pool.set_target(10)
+    eventually(pinned(pool, 10))
+
+
+def test_memory_that_somebody_holds_is_not_given_back(make_pool: MakePool, eventually: Eventually) -> None:
+    pool = make_pool()
+    pool.start()
+    eventually(pinned(pool, 16))
+    stepped = threading.Event()
+    pool.add_listener(stepped.set)
+    with pool.hold(16):
+        pool.set_target(4)
+        assert not stepped.wait(0.05)
+        ctypes.memset(pool.address, 1, 16 * 4096)  # a crash, were it gone
+    eventually(lambda: pool.status().chunks_done == 1)
+
+
+def test_slots_above_the_watermark_cannot_be_held(make_pool: MakePool, eventually: Eventually) -> None:
+    pool = make_pool()
+    with pytest.raises(CopyError, match="slot 0 is not pinned; the pool has 0 slots pinned"), pool.hold(1):
+        pass
+    pool.start()
+    eventually(pinned(pool, 16))
+    with pytest.raises(CopyError, match="slot 16 is not pinned"), pool.hold(17):
+        pass
+    pool.set_target(3)
+    with pytest.raises(CopyError, match="slot 3 is not pinned"), pool.hold(4):
+        pass
+
+
+@pytest.mark.parametrize(("failing", "slots"), [(0, 0), (2, 8)])
+def test_a_failed_chunk_stops_growth_keeps_the_rest_and_is_tried_again_on_request(
+    make_pool: MakePool, eventually: Eventually, failing: int, slots: int
+) -> None:
+    registrar = FakeRegistrar({failing: PinError("driver", "CUDA_ERROR_OUT_OF_MEMORY: out of memory")})
+    pool = make_pool(registrar)
+    pool.start()
+    eventually(in_state(pool, "degraded"))
+    status = pool.status()
+    assert (status.error_reason, status.error) == ("driver", "CUDA_ERROR_OUT_OF_MEMORY: out of memory")
+    assert (status.pinned_slots, status.chunks_failed) == (slots, 1)
+    assert (status.chunks_done, status.chunks_total) == (slots // 4, 4)
+    assert resident_bytes(pool) == slots * 4096, "the failed chunk left nothing behind"
+    pool.retry()
+    eventually(pinned(pool, 16))
+    assert pool.status().error is None
+    assert pool.status().chunks_failed == 0
+
+
+def test_an_error_that_nobody_expects_is_seen_and_does_not_end_the_pinning(
+    make_pool: MakePool, eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_pool(FakeRegistrar({1: ZeroDivisionError("oops")}))
+    pool.start()
+    eventually(in_state(pool, "failed"))
+    status = pool.status()
+    assert (status.error_reason, status.error) == ("internal", "ZeroDivisionError('oops')")
+    assert (status.pinned_slots, resident_bytes(pool)) == (4, 4 * 4096)
+    assert "ZeroDivisionError" in caplog.text
+    pool.retry()
+    eventually(pinned(pool, 16))
+
+
+def test_a_new_target_is_a_new_attempt(make_pool: MakePool, eventually: Eventually) -> None:
+    pool = make_pool(FakeRegistrar({2: PinError("driver", "no")}))
+    pool.start()
+    eventually(in_state(pool, "degraded"))
+    pool.set_target(16)
+    assert pool.status().state == "degraded", "that was no new target"
+    pool.set_target(8)
+    eventually(pinned(pool, 8))
+    assert pool.status().error is None
+
+
+def test_a_chunk_that_cannot_be_unregistered_stays_and_is_tried_again(
+    make_pool: MakePool, eventually: Eventually
+) -> None:
+    registrar = FakeRegistrar()
+    pool = make_pool(registrar)
+    pool.start()
+    eventually(pinned(pool, 16))
+    registrar.unregister_error = PinError("driver", "busy")
+    pool.set_target(12)
+    eventually(in_state(pool, "degraded"))
+    assert (pool.pinned_slots, pool.status().chunks_done) == (12, 4)
+    registrar.unregister_error = None
+    pool.retry()
+    eventually(lambda: pool.status().chunks_done == 3)
+
+
+def test_pausing_starts_no_chunk_and_going_on_does(make_pool: MakePool, eventually: Eventually) -> None:
+    registrar = FakeRegistrar(wait_at=1)
+    pool = make_pool(registrar)
+    pool.start()
+    assert registrar.waiting.wait(10)
+    pool.set_paused(True)
+    registrar.go_on.set()
+    eventually(lambda: pool.pinned_slots == 8)
+    pool.set_target(4)
+    eventually(lambda: pool.status().chunks_done == 1)
+    pool.set_target(16)
+    assert (pool.status().state, pool.pinned_slots) == ("pinning", 4)
+    pool.set_paused(False)
+    eventually(pinned(pool, 16))
+
+
+def test_the_registrar_prepares_the_pinning_thread_once(make_pool: MakePool, eventually: Eventually) -> None:
+    registrar = FakeRegistrar()
+    pool = make_pool(registrar)
+    pool.start()
+    pool.start()
+    eventually(pinned(pool, 16))
+    assert registrar.prepared_by == ["kvstow-pin"]
+
+
+def test_a_target_beyond_the_reserved_space_is_refused_with_the_bounds(make_pool: MakePool) -> None:
+    pool = make_pool(max_bytes=20 * 4096)
+    for slots in (-1, 21):
+        with pytest.raises(ConfigError, match=f"target slots is {slots}; allowed: 0 to 20"):
+            pool.set_target(slots)
+
+
+def test_a_pool_larger_than_the_cgroup_is_refused_before_anything_is_taken(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    limits = write_cgroup(tmp_path, 1 << 30)
+    with pytest.raises(InsufficientMemoryError, match=r"2 GiB are needed .* is 1 GiB, of which 1 GiB is left"):
+        make_pool(limits=limits, pool_bytes=2 << 30)
+
+
+def test_a_pool_larger_than_the_machine_is_refused(make_pool: MakePool) -> None:
+    with pytest.raises(InsufficientMemoryError, match=r"1024 TiB are needed .* the machine has"):
+        make_pool(limits=MemoryLimits(), pool_bytes=1 << 50)
+
+
+@pytest.mark.parametrize("what", ["cgroup", "machine"])
+def test_memory_that_others_took_since_the_start_stops_growth_with_a_reason(
+    make_pool: MakePool, eventually: Eventually, tmp_path: Path, what: str
+) -> None:
+    limits = write_cgroup(tmp_path, 1 << 30)
+    pool = make_pool(limits=limits)
+    if what == "cgroup":
+        (tmp_path / "memory.current").write_text(str(1 << 30))
+    else:
+        (tmp_path / "meminfo").write_text("MemAvailable: 1 kB\n")
+    pool.start()
+    eventually(in_state(pool, "degraded"))
+    assert pool.status().error_reason == ("cgroup_limit" if what == "cgroup" else "out_of_memory")
+    assert resident_bytes(pool) == 0
+    write_cgroup(tmp_path, 1 << 30)
+    (tmp_path / "meminfo").unlink(missing_ok=True)
+    pool.retry()
+    eventually(pinned(pool, 16))
+
+
+def test_address_space_that_cannot_be_reserved_is_a_pin_error(make_pool: MakePool) -> None:
+    with pytest.raises(PinError, match="cannot reserve"):
+        make_pool(max_bytes=1 << 60)
+
+
+def test_closing_interrupts_a_running_pin_at_the_next_chunk(make_pool: MakePool, eventually: Eventually) -> None:
+    registrar = FakeRegistrar(wait_at=1)
+    pool = make_pool(registrar)
+    pool.start()
+    assert registrar.waiting.wait(10)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    eventually(in_state(pool, "closed"))
+    registrar.go_on.set()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert (registrar.calls, registrar.registered) == (2, {})
+    assert (pool.pinned_slots, resident_bytes(pool)) == (0, 0)
+
+
+def test_closing_does_not_wait_for_the_pause(make_pool: MakePool, eventually: Eventually) -> None:
+    pool = make_pool(pause=3600.0)
+    pool.start()
+    eventually(lambda: pool.pinned_slots == 4)
+    pool.close()
+    assert pool.status().state == "closed"
+
+
+def test_close_may_come_twice_at_once_before_start_and_is_final(make_pool: MakePool) -> None:
+    registrar = FakeRegistrar()
+    pool = make_pool(registrar)
+    pool.start()
+    closing = [threading.Thread(target=pool.close) for _ in range(4)]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join(10)
+    assert registrar.registered == {}
+    unstarted = make_pool()
+    unstarted.close()
+    unstarted.start()
+    unstarted.set_target(1)
+    assert unstarted.status().state == "closed"
+
+
+def test_closing_goes_on_where_the_driver_refuses_to_unregister(
+    make_pool: MakePool, eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    registrar = FakeRegistrar()
+    pool = make_pool(registrar)
+    pool.start()
+    eventually(pinned(pool, 16))
+    registrar.unregister_error = PinError("driver", "gone")
+    with caplog.at_level(logging.WARNING):
+        pool.close()
+    assert "could not unregister slots 0-3: gone" in caplog.text
+    assert resident_bytes(pool) == 0
+
+
+def test_closing_gives_all_memory_back(make_pool: MakePool, eventually: Eventually) -> None:
+    before = own_memory()
+    pool = make_pool(pool_bytes=48 * MIB, chunk_bytes=8 * MIB)
+    pool.start()
+    eventually(pinned(pool, 48 * 256))
+    assert own_memory() > before + 40 * MIB
+    pool.close()
+    assert own_memory() < before + 8 * MIB
+
+
+def test_listeners_hear_of_every_chunk_and_one_that_raises_harms_nothing(
+    make_pool: MakePool, eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[int] = []
+
+    def broken() -> None:
+        raise RuntimeError("a broken listener")
+
+    pool = make_pool()
+    pool.add_listener(broken)
+    pool.add_listener(lambda: heard.append(pool.pinned_slots))
+    pool.start()
+    eventually(lambda: heard == [4, 8, 12, 16])
+    assert caplog.text.count("RuntimeError: a broken listener") == 4
+
+
+def test_progress_is_reported(make_pool: MakePool, eventually: Eventually) -> None:
+    pool = make_pool()
+    assert pool.status().pin_elapsed_seconds == 0
+    pool.start()
+    eventually(pinned(pool, 16))
+    status = pool.status()
+    assert status.pin_rate_bytes_per_second > 0
+    assert status.pin_elapsed_seconds > 0
+    assert status.pin_elapsed_seconds == pool.status().pin_elapsed_seconds, "the growth is over"
+
+
+def test_a_pool_that_shall_not_lock_asks_the_registrar_for_nothing(make_pool: MakePool, eventually: Eventually) -> None:
+    registrar = FakeRegistrar()
+    pool = make_pool(registrar, lock=False)
+    pool.start()
+    eventually(pinned(pool, 16))
+    status = pool.status()
+    assert (status.pin_mode, status.locked_bytes, status.resident_bytes) == ("populate", 0, 16 * 4096)
+    assert registrar.calls == 0
+
+
+def test_two_pools_in_one_process_do_not_meet(make_pool: MakePool, eventually: Eventually) -> None:
+    pools = [make_pool(), make_pool()]
+    for value, pool in enumerate(pools):
+        pool.start()
+        eventually(pinned(pool, 16))
+        ctypes.memset(pool.address, value, 16 * 4096)
+    pools[0].close()
+    assert ctypes.string_at(pools[1].address, 16 * 4096) == b"\x01" * (16 * 4096)
+
+
+_KILLED = """
+import os, signal, sys, threading
+from kvstow.config import PoolConfig
+from kvstow.memory.pinning import PopulateOnly
+from kvstow.memory.pool import HostPool
+pool = HostPool(PoolConfig(4096, 1 << 20, chunk_bytes=1 << 16, pause=3600.0), PopulateOnly())
+pinned = threading.Event()
+pool.add_listener(pinned.set)
+pool.start()
+pinned.wait(10)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_killed_while_pinning_leaves_no_file_and_no_shared_memory(tmp_path: Path) -> None:
+    shared_before = set(os.listdir("/dev/shm"))
+    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", _KILLED], env=environment, cwd=tmp_path, check=False)
+    assert run.returncode == -9
+    assert list(tmp_path.iterdir()) == []
+    assert {name for name in set(os.listdir("/dev/shm")) - shared_before if "kvstow" in name} == set()

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+import pytest
+
+from kvstow.errors import PinError
+from kvstow.memory import region as region_module
+from kvstow.memory.region import HUGE_PAGE_BYTES, PAGE_BYTES, HostRegion
+
+
+def mapped(address: int) -> str | None:
+    """The permissions of the mapping that holds `address`; None where there is none."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            bounds, permissions = line.split()[:2]
+            first, end = (int(part, 16) for part in bounds.split("-"))
+            if first <= address < end:
+                return permissions
+    return None
+
+
+def test_reserving_is_aligned_and_gives_no_access_until_committed() -> None:
+    region = HostRegion(64 << 30)
+    assert region.address % HUGE_PAGE_BYTES == 0
+    assert mapped(region.address) == mapped(region.address + region.num_bytes - 1) == "---p"
+    region.commit(4 * PAGE_BYTES, PAGE_BYTES)
+    assert mapped(region.address + 4 * PAGE_BYTES) == "rw-p"
+    assert mapped(region.address + 5 * PAGE_BYTES) == "---p"
+    region.close()
+
+
+def test_a_decommitted_range_has_lost_its_bytes_and_allows_no_access() -> None:
+    region = HostRegion(2 * PAGE_BYTES)
+    region.commit(0, PAGE_BYTES)
+    ctypes.memset(region.address, 7, PAGE_BYTES)
+    region.decommit(0, PAGE_BYTES)
+    assert mapped(region.address) == "---p"
+    region.commit(0, PAGE_BYTES)
+    assert ctypes.string_at(region.address, PAGE_BYTES) == bytes(PAGE_BYTES)
+    region.close()
+
+
+def test_close_gives_the_address_space_back_and_may_come_twice() -> None:
+    region = HostRegion(HUGE_PAGE_BYTES)
+    region.close()
+    assert mapped(region.address) is None
+    region.close()
+
+
+def test_more_address_space_than_there_is_is_refused_with_the_size_in_words() -> None:
+    with pytest.raises(PinError, match=r"cannot reserve 1.049e\+06 TiB .*ENOMEM") as caught:
+        HostRegion(1 << 60)
+    assert caught.value.reason == "out_of_memory"
+
+
+def test_a_commit_that_fails_in_the_middle_takes_access_away_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: int, num_bytes: int) -> None:
+        raise PinError("out_of_memory", "no pages")
+
+    region = HostRegion(PAGE_BYTES)
+    monkeypatch.setattr(region_module, "_populate", refuse)
+    with pytest.raises(PinError, match="no pages"):
+        region.commit(0, PAGE_BYTES)
+    assert mapped(region.address) == "---p"
+    region.close()
+
+
+def test_a_system_call_that_fails_is_an_error_that_names_it() -> None:
+    region = HostRegion(PAGE_BYTES)
+    region.close()
+    with pytest.raises(PinError, match=r"of 4 KiB failed: ENOMEM \(Cannot allocate memory\)"):
+        region.commit(0, PAGE_BYTES)
+
+
+def test_an_old_kernel_that_cannot_populate_gets_its_pages_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OldKernel:
+        def __getattr__(self, name: str) -> object:
+            return getattr(libc, name)
+
+        def madvise(self, address: int, num_bytes: int, advice: int) -> int:
+            if advice == 23:
+                ctypes.set_errno(errno.EINVAL)
+                return -1
+            return int(libc.madvise(address, num_bytes, advice))
+
+    libc = region_module._libc
+    monkeypatch.setattr(region_module, "_libc", OldKernel())
+    region = HostRegion(4 * PAGE_BYTES)
+    region.commit(0, 4 * PAGE_BYTES)
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(region.address // PAGE_BYTES * 8)
+        entries = memoryview(pagemap.read(4 * 8)).cast("Q")
+    assert all(entry >> 63 for entry in entries), "every page is present"
+    region.close()
+
+
+def test_a_forked_child_does_not_inherit_the_memory() -> None:
+    region = HostRegion(PAGE_BYTES)
+    region.commit(0, PAGE_BYTES)
+    with open("/proc/self/smaps") as smaps:
+        text = smaps.read()
+    own = text[text.index(f"{region.address:x}-") :]
+    flags = own[own.index("VmFlags:") :].split("\n", 1)[0].split()
+    assert "dc" in flags, "do not copy on fork"
+    assert "hg" in flags or not os.path.exists("/sys/kernel/mm/transparent_hugepage"), "huge pages advised"
+    region.close()
