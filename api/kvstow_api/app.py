@@ -70,5 +70,5 @@ def _known_requests() -> Iterator[tuple[RouteKey, int]]:
         for route in router.routes:
             assert isinstance(route, APIRoute)
             codes = [route.status_code or 200, *(int(code) for code in route.responses)]
-            for method in route.methods or ():
+            for method in (route.methods or ()) if route.include_in_schema else ():
                 yield from ((RouteKey(method, route.path), code) for code in codes)

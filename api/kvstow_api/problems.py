@@ -65,6 +65,7 @@ _CODE_OF: dict[int, str] = {
     507: "insufficient_memory",
 }
 
+_MAX_ERRORS = 20  # named in one answer
 _MAX_ECHO = 200  # characters of a refused value that the answer repeats
 
 
@@ -138,7 +139,7 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
     if any(item["type"] == "json_invalid" for item in found):
         reason = next(item.get("ctx", {}).get("error", "") for item in found if item["type"] == "json_invalid")
         return problem(request.scope, 400, f"the body is not JSON: {reason}")
-    errors = [_describe(item) for item in found]
+    errors = [_describe(item) for item in found[:_MAX_ERRORS]]
     detail = "; ".join(f"{item['field']}: {item['message']}" for item in errors)
     return problem(request.scope, 422, detail, errors=errors)
 

@@ -73,7 +73,7 @@ async def change_pool(
     if_match: Annotated[str | None, Header()] = None,
 ) -> PoolView | PoolPlan | Response:
     """Resize the pool, or change its policy."""
-    if if_match not in (None, "*", _etag(use)):
+    if if_match is not None and not {"*", _etag(use)} & set(map(str.strip, if_match.split(","))):
         raise HTTPException(412, f"the settings have changed; their ETag is {_etag(use)}")
     capacity = _new_capacity(use, body)
     if body.dry_run:

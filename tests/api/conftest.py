@@ -1,0 +1,147 @@
+"""The application over a real engine; ranks report, and finish what they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.lease import Lease
+from kvstow.messages import Completion, Op, RankReport
+from kvstow.testing.clock import FakeClock
+from kvstow_api.app import create_app
+from kvstow_api.context import ApiContext
+
+SLOT_BYTES = 4096
+CAPACITY = 16
+RANKS = 2
+
+
+class Ranks:
+    """All ranks of an engine, as far as its control plane can tell."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self.engine = engine
+
+    def make_report(self, rank: int, **changes: Any) -> RankReport:
+        slots = changes.pop("pinned_slots", self.engine.config.capacity_slots)
+        wanted = self.engine.desired().capacity_slots
+        given: dict[str, Any] = {
+            "rank": rank,
+            "boot_id": f"boot-{rank}",
+            "state": "ready",
+            "slot_bytes": SLOT_BYTES,
+            "pinned_slots": slots,
+            "target_slots": wanted,
+            "pinned_bytes": slots * SLOT_BYTES,
+            "target_bytes": wanted * SLOT_BYTES,
+        }
+        return RankReport(**{**given, **changes})
+
+    def report(self, **changes: Any) -> None:
+        """Every rank reports the same."""
+        for rank in range(self.engine.config.num_ranks):
+            self.engine.report(self.make_report(rank, **changes))
+
+    def finish(self, op: Op) -> None:
+        """Every rank says that the op is done."""
+        done = Completion(op.op_id, "done", num_bytes=len(op.slots) * SLOT_BYTES, seconds=0.001)
+        for rank in range(self.engine.config.num_ranks):
+            self.engine.complete(rank, f"boot-{rank}", [done])
+
+    def begin_store(self, keys: Sequence[bytes]) -> Op:
+        op = self.engine.begin_store(keys, range(len(keys)), request_id="r-store").op
+        assert op is not None
+        return op
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        self.finish(self.begin_store(keys))
+
+    def lease(self, keys: Sequence[bytes]) -> Lease:
+        lease = self.engine.lease(keys)
+        assert lease is not None
+        return lease
+
+
+class Launch(Protocol):
+    async def __call__(
+        self, prepare: Callable[[FastAPI], object] | None = None, **changes: Any
+    ) -> httpx.AsyncClient: ...
+
+
+class Eventually(Protocol):
+    async def __call__(self, condition: Callable[[], Awaitable[bool]], *, seconds: float = ...) -> None: ...
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(100.0)
+
+
+@pytest.fixture
+def engine(clock: FakeClock) -> OffloadEngine:
+    """2 ranks, 16 slots of 4 KiB; no rank has reported."""
+    return OffloadEngine(EngineConfig(slot_bytes=SLOT_BYTES, capacity_slots=CAPACITY, num_ranks=RANKS), clock=clock)
+
+
+@pytest.fixture
+def ranks(engine: OffloadEngine) -> Ranks:
+    """The ranks of `engine`, which have pinned everything."""
+    ranks = Ranks(engine)
+    ranks.report()
+    return ranks
+
+
+@pytest.fixture
+def keys() -> list[bytes]:
+    return [b"\x00\x00" + bytes([n]) * 4 for n in range(CAPACITY)]
+
+
+@pytest.fixture
+async def launch(engine: OffloadEngine, clock: FakeClock) -> AsyncIterator[Launch]:
+    """Makes an application, with a context that differs by what is given, and a client of it. `prepare` may
+    change the application before it starts."""
+    async with AsyncExitStack() as stack:
+
+        async def start(prepare: Callable[[FastAPI], object] | None = None, **changes: Any) -> httpx.AsyncClient:
+            given = {"engine": engine, "max_capacity_slots": 2 * CAPACITY, "version": "1.2.3", "mode": "test"}
+            app = create_app(ApiContext(**{**given, "clock": clock, **changes}))
+            if prepare:
+                prepare(app)
+            await stack.enter_async_context(app.router.lifespan_context(app))
+            client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kvstow")
+            return await stack.enter_async_context(client)
+
+        yield start
+
+
+@pytest.fixture
+async def client(launch: Launch) -> httpx.AsyncClient:
+    """A client of the application with the default context."""
+    return await launch()
+
+
+@pytest.fixture
+def eventually() -> Eventually:
+    """Polls until a condition holds; fails after a deadline that no healthy run comes near."""
+
+    async def wait(condition: Callable[[], Awaitable[bool]], *, seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not await condition():
+            assert time.monotonic() < deadline, f"the condition did not come about within {seconds:g} s"
+            await asyncio.sleep(0.005)
+
+    return wait

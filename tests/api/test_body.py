@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+EVICT = "/v1/pools/host/evict"
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"nonsense",
+        b"\xff\xfe",
+        b'{"slots": 1',
+        b'{"idle_seconds": NaN}',
+        b'{"idle_seconds": Infinity}',
+        b'{"idle_seconds": -Infinity}',
+        b'{"idle_seconds": 1e999}',
+        b'{"slots": 9223372036854775808}',
+        b'{"slots": ' + b"9" * 10_000 + b"}",
+        b"[" * 100_000,
+    ],
+)
+async def test_what_is_not_json_is_malformed(client: httpx.AsyncClient, content: bytes) -> None:
+    answer = await client.post(EVICT, content=content, headers=JSON)
+    assert answer.status_code == 400
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["code"] == "malformed_body"
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "application/jsonx", ""])
+async def test_another_content_type_is_refused(client: httpx.AsyncClient, content_type: str) -> None:
+    answer = await client.post(EVICT, content=b'{"slots": 1}', headers={"Content-Type": content_type})
+    assert answer.status_code == 415
+    assert answer.json()["code"] == "unsupported_media_type"
+
+
+async def test_a_charset_does_no_harm(client: httpx.AsyncClient, ranks: Any) -> None:
+    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert (await client.post(EVICT, content=b'{"slots": 1}', headers=headers)).status_code == 200
+
+
+async def test_an_absent_body_is_a_missing_field(client: httpx.AsyncClient) -> None:
+    answer = await client.post(EVICT)
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["message"] == "Field required"
+
+
+async def test_a_body_that_says_it_is_too_large_is_not_read(client: httpx.AsyncClient) -> None:
+    async def never() -> AsyncIterator[bytes]:
+        pytest.fail("the body was read")
+        yield b""
+
+    answer = await client.post(EVICT, content=never(), headers={**JSON, "Content-Length": str((1 << 20) + 1)})
+    assert answer.status_code == 413
+    assert "1048576" in answer.json()["detail"]
+
+
+async def test_a_body_that_turns_out_too_large_is_read_no_further(client: httpx.AsyncClient) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while sent < 100:
+            sent += 1
+            yield b" " * (1 << 18)
+
+    assert (await client.post(EVICT, content=endless(), headers=JSON)).status_code == 413
+    assert sent == 5
+
+
+async def test_a_body_of_the_largest_size_is_read(client: httpx.AsyncClient, ranks: Any) -> None:
+    content = b'{"slots": 1}'.ljust(1 << 20)
+    assert (await client.post(EVICT, content=content, headers=JSON)).status_code == 200
+
+
+async def test_a_body_in_pieces_is_put_together(client: httpx.AsyncClient, ranks: Any) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (b'{"slo', b'ts"', b": 1}"):
+            yield piece
+
+    assert (await client.post(EVICT, content=pieces(), headers=JSON)).status_code == 200

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from kvstow_api.loop import LoopMonitor
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_loop_that_stalls_is_seen_afterwards() -> None:
+    monitor = LoopMonitor(allowed=0.05)
+    monitor.start()
+    try:
+        assert monitor.failure() is None
+        await asyncio.sleep(0)  # the monitor goes to sleep
+        time.sleep(0.4)  # noqa: ASYNC251 - what a route must never do
+        while not sum(monitor.snapshot().counts):
+            await asyncio.sleep(0.001)
+        assert "late by" in (monitor.failure() or "")
+    finally:
+        await monitor.stop()
+
+
+def test_an_old_stall_is_forgotten() -> None:
+    monitor = LoopMonitor()
+    monitor.record(2.0)
+    assert monitor.failure() == "the event loop was late by 2.00 s within the last seconds (allowed: 1 s)"
+    for _ in range(20):
+        monitor.record(0.0)
+    assert monitor.failure() is None
+    assert sum(monitor.snapshot().counts) == 21
+
+
+async def test_a_monitor_that_died_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = LoopMonitor()
+
+    def broken(lag: float) -> None:
+        raise RuntimeError(lag)
+
+    monkeypatch.setattr(monitor, "record", broken)
+    monitor.start()
+    while monitor.failure() is None:
+        await asyncio.sleep(0.01)
+    assert monitor.failure() == "the lag of the event loop is no longer measured"
+    await monitor.stop()
+    await monitor.stop()
