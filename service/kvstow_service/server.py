@@ -36,6 +36,7 @@ class AdminServer:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                lifespan="on",
                 ws="none",
                 timeout_graceful_shutdown=_GRACE_SECONDS,
             )

@@ -100,6 +100,11 @@ Rate = Annotated[float, _reads(_rate)]
 Duration = Annotated[float, _reads(parse_duration)]
 
 
+def _written(text: str) -> Any:
+    """A default as people write it; it is read like any other value."""
+    return text
+
+
 class Settings(BaseModel):
     """All of it, validated. Sizes in bytes, times in seconds."""
 
@@ -107,8 +112,8 @@ class Settings(BaseModel):
 
     device: Literal["cpu"] = Field("cpu", description="Device that holds the KV cache.")
     ranks: Count = Field(1, description="Ranks in this process.")
-    pool_size: Size = Field("8GiB", description="Host memory of the pool, per rank.")
-    slot_size: Size = Field("2MiB", description="Bytes of one block, per rank.")
+    pool_size: Size = Field(_written("8GiB"), description="Host memory of the pool, per rank.")
+    slot_size: Size = Field(_written("2MiB"), description="Bytes of one block, per rank.")
     pool_max_size: Size | None = Field(
         None,
         description="How far the pool may grow at runtime, per rank; by default the ranks' share of the machine.",
@@ -117,9 +122,9 @@ class Settings(BaseModel):
     host: str = Field("127.0.0.1", description="Address of the admin server; other than loopback needs a token file.")
     port: Annotated[int, _reads(_port)] = Field(9595, description="Port of the admin server; 0 takes any free one.")
     uds: Path | None = Field(None, description="Listen on this Unix socket (mode 0600) as well.")
-    token_file: Path | None = Field(None, description="File with the bearer tokens that mutating requests need.")
-    pin_chunk: Size = Field("64MiB", description="Memory made ready per step of pinning.")
-    pin_pause: Duration = Field("2ms", description="Rest between two steps of pinning.")
+    token_file: Path | None = Field(None, description="File with the bearer token that changing requests need.")
+    pin_chunk: Size = Field(_written("64MiB"), description="Memory made ready per step of pinning.")
+    pin_pause: Duration = Field(_written("2ms"), description="Rest between two steps of pinning.")
     lock: Annotated[bool, _reads(_flag)] = Field(
         True, description="Lock the pool in memory; without, it is only populated."
     )
@@ -130,10 +135,11 @@ class Settings(BaseModel):
         (), description="Checks that must pass before /readyz does: pool (first slots), pinned (all of them)."
     )
     shutdown_delay: Duration = Field(
-        "500ms", description="After SIGTERM, how long /readyz fails before anything stops, so that routers notice."
+        _written("500ms"),
+        description="After SIGTERM, how long /readyz fails before anything stops, so that routers notice.",
     )
-    drain_deadline: Duration = Field("10s", description="After that, how long traffic may take to drain.")
-    transfer_timeout: Duration = Field("30s", description="Age at which a transfer counts as stuck.")
+    drain_deadline: Duration = Field(_written("10s"), description="After that, how long traffic may take to drain.")
+    transfer_timeout: Duration = Field(_written("30s"), description="Age at which a transfer counts as stuck.")
     replay: Path | None = Field(None, description="Drive the service with this request trace (JSON lines).")
     replay_requests: Count | None = Field(None, description="Replay only so many requests of the trace.")
     replay_concurrency: Count = Field(1, description="Requests of the replay in flight at once.")

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,6 +15,27 @@ from starlette.types import ASGIApp
 
 from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.server import AdminServer
+
+
+@pytest.fixture
+def process_state() -> Iterator[None]:
+    """Puts back what the service's process owns: signal handlers and the two loggers that it configures."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    loggers = [logging.getLogger(name) for name in ("kvstow", "uvicorn")]
+    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    for logger, (log_handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = log_handlers, propagate
+        logger.setLevel(level)
+
+
+@pytest.fixture
+def child_environ() -> dict[str, str]:
+    """For processes that find the same modules as the tests, and no settings of whoever runs them."""
+    ours = {key: value for key, value in os.environ.items() if not key.startswith("KVSTOW_")}
+    return {**ours, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 class Eventually(Protocol):

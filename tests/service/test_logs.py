@@ -2,23 +2,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from kvstow_service.logs import configure_logs
 
-NAMES = ("kvstow", "uvicorn")
-
-
-@pytest.fixture(autouse=True)
-def restored_loggers() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in NAMES]
-    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
-    yield
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
+pytestmark = pytest.mark.usefixtures("process_state")
 
 
 def test_json_is_one_object_a_line_with_extras_and_the_exception(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,7 +15,7 @@ def test_json_is_one_object_a_line_with_extras_and_the_exception(capsys: pytest.
     try:
         raise ValueError("two\nlines")
     except ValueError:
-        logging.getLogger("kvstow.agent").exception("rank %d", 3, extra={"rank": 3, "path": NAMES})
+        logging.getLogger("kvstow.agent").exception("rank %d", 3, extra={"rank": 3, "path": None})
     (line,) = capsys.readouterr().err.splitlines()
     entry = json.loads(line)
     assert list(entry) == ["time", "level", "logger", "message", "rank", "path", "exception"]

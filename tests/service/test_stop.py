@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,13 +10,10 @@ from kvstow_service.stop import Stop, StopRequests
 
 
 @pytest.fixture
-def stops() -> Iterator[StopRequests]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+def stops(process_state: None) -> StopRequests:
     requests = StopRequests()
     requests.install()
-    yield requests
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    return requests
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

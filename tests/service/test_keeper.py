@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import threading
+from typing import Any, cast
+
+import pytest
+
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.errors import IntegrityError
+from kvstow_service import keeper as keeper_module
+from kvstow_service.keeper import Keeper
+
+FAST = 0.001
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> OffloadEngine:
+    monkeypatch.setattr(keeper_module, "_TICKS_PER_CHECK", 2)
+    return OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=8))
+
+
+def test_it_ticks_until_it_is_stopped(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any) -> None:
+    ticks: list[int] = []
+    monkeypatch.setattr(engine, "tick", lambda: ticks.append(1))
+    keeper = Keeper(engine, interval=FAST)
+    keeper.start()
+    eventually(lambda: len(ticks) > 3)
+    assert keeper.check() is None
+    keeper.stop()
+    keeper.stop()
+    assert keeper.check() == "the engine's clockwork has stopped"
+
+
+def test_a_tick_that_raises_does_not_end_it(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticked_again = threading.Event()
+
+    def tick() -> None:
+        if caplog.records:
+            ticked_again.set()
+        raise RuntimeError("out of step")
+
+    monkeypatch.setattr(engine, "tick", tick)
+    keeper = Keeper(engine, interval=FAST)
+    keeper.start()
+    assert ticked_again.wait(30)
+    keeper.stop()
+    assert "RuntimeError: out of step" in caplog.text
+
+
+def test_books_that_do_not_balance_are_a_lasting_problem(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    def check() -> None:
+        raise IntegrityError("2 free slots are lost")
+
+    monkeypatch.setattr(engine, "check_integrity", check)
+    keeper = Keeper(engine, interval=FAST)
+    keeper.start()
+    eventually(lambda: keeper.problem)
+    monkeypatch.setattr(engine, "check_integrity", lambda: None)
+    assert keeper.check() == "the engine's books do not balance: 2 free slots are lost"
+    keeper.stop()
+
+
+def test_books_are_left_alone_while_traffic_flows(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    checks: list[int] = []
+    asked = 0
+    quiet = False
+    stats = engine.stats
+
+    def busy_stats() -> object:
+        nonlocal asked
+        asked += 1
+        real = stats()
+        return real if quiet else cast(Any, type("Busy", (), {"pending": real.pending, "leases": 1}))
+
+    monkeypatch.setattr(engine, "stats", busy_stats)
+    monkeypatch.setattr(engine, "check_integrity", lambda: checks.append(1))
+    keeper = Keeper(engine, interval=FAST)
+    keeper.start()
+    eventually(lambda: asked >= 3)
+    assert checks == []
+    quiet = True
+    eventually(lambda: checks)
+    keeper.stop()
+
+
+def test_one_that_was_never_started_can_be_stopped(engine: OffloadEngine) -> None:
+    Keeper(engine).stop()

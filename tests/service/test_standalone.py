@@ -1,0 +1,190 @@
+"""The whole service in this process: run on the main thread, watched and stopped by another."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstow.errors import InsufficientMemoryError
+from kvstow.memory.limits import MemoryLimits
+from kvstow_service import ranks
+from kvstow_service.server import _QuietServer
+from kvstow_service.settings import Settings
+from kvstow_service.standalone import public_settings, require_memory, run_service
+
+pytestmark = pytest.mark.usefixtures("process_state")
+
+BASE: dict[str, Any] = {
+    "port": 0,
+    "pool_size": "512KiB",
+    "slot_size": "16KiB",
+    "pin_pause": "0",
+    "shutdown_delay": "0",
+    "log_format": "json",
+}
+
+
+class Watcher(threading.Thread):
+    """Waits until the service answers on its Unix socket, then runs `visit`, then sends SIGTERM."""
+
+    def __init__(self, uds: Path, visit: Callable[[httpx.Client], None], eventually: Any) -> None:
+        super().__init__()
+        self._uds, self._visit, self._eventually = uds, visit, eventually
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            with httpx.Client(base_url="http://kvstow", transport=httpx.HTTPTransport(uds=str(self._uds))) as client:
+                self._eventually(lambda: _answers(client), "an answer of the service")
+                self._visit(client)
+        except BaseException as error:  # noqa: BLE001 - raised again on the test's thread
+            self.error = error
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/livez").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def run_and_visit(settings: Settings, visit: Callable[[httpx.Client], None], eventually: Any) -> int:
+    assert settings.uds is not None
+    watcher = Watcher(settings.uds, visit, eventually)
+    watcher.start()
+    status = run_service(settings)
+    watcher.join()
+    if watcher.error is not None:
+        raise watcher.error
+    return status
+
+
+def write_trace(path: Path, requests: int) -> Path:
+    lines = [
+        {"timestamp": number, "input_length": 2048, "output_length": 8, "hash_ids": [0, 1, 2 + number, 1000 + number]}
+        for number in range(requests)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_it_serves_until_a_signal_and_leaves_nothing_behind(
+    tmp_path: Path, eventually: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings(**BASE, uds=tmp_path / "admin.sock", ranks=2, readiness_require=("pinned",))
+
+    def visit(client: httpx.Client) -> None:
+        eventually(lambda: client.get("/readyz").status_code == 200, "a pinned pool")
+        readiness = client.get("/v1/readiness").json()
+        assert (readiness["state"], readiness["usable_slots"], len(readiness["ranks"])) == ("ready", 32, 2)
+        info = client.get("/v1/info").json()
+        assert info["settings"]["pool_size"] == 512 << 10
+        assert str(tmp_path) not in json.dumps(info)
+
+    assert run_and_visit(settings, visit, eventually) == 0
+    assert not (tmp_path / "admin.sock").exists()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstow")] == []
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    messages = [line["message"] for line in lines]
+    assert "changes through it need no token: loopback only" in messages
+    assert "pool: 2 ranks x 512 KiB in 32 slots, locked in memory (mlock)" in messages
+    assert messages[-2:] == ["stopping: SIGTERM", "stopped"]
+    assert not [line for line in lines if line["level"] in ("warning", "error")]
+
+
+def test_a_replay_can_be_the_end_and_prints_its_result(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", 40)
+    assert run_service(Settings(**BASE, replay=trace, exit_after_replay=True)) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert (result["requests"], result["blocks"], result["mismatches"]) == (40, 160, 0)
+    assert result["hit_blocks"] > 0
+    assert result["verified_bytes"] == result["loaded_bytes"] > 0
+
+
+def test_a_signal_ends_a_replay_that_is_under_way(
+    tmp_path: Path, eventually: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", 2000)
+    settings = Settings(
+        **{**BASE, "log_format": "text"}, uds=tmp_path / "admin.sock", replay=trace, replay_rate=20, ranks=2
+    )
+
+    def visit(client: httpx.Client) -> None:
+        eventually(lambda: client.get("/v1/stats").json()["lookups"]["query_blocks"] >= 8, "traffic of the replay")
+
+    assert run_and_visit(settings, visit, eventually) == 0
+    out, err = capfd.readouterr()
+    assert "mismatches      0 blocks" in out
+    assert "replaying 2000 requests" in err
+
+
+def test_the_service_outlives_its_replay(tmp_path: Path, eventually: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", 2)
+    settings = Settings(**BASE, uds=tmp_path / "admin.sock", replay=trace)
+    text = ""
+
+    def ended() -> bool:
+        nonlocal text
+        text += capfd.readouterr().err
+        return "the replay has ended; the service goes on" in text
+
+    def visit(client: httpx.Client) -> None:
+        eventually(ended, "the end of the replay")
+        assert client.get("/readyz").status_code == 200
+
+    assert run_and_visit(settings, visit, eventually) == 0
+
+
+def test_a_replay_that_cannot_run_is_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise InsufficientMemoryError("someone else took it")
+
+    monkeypatch.setattr(ranks, "build_rank", refuse)
+    trace = write_trace(tmp_path / "trace.jsonl", 2)
+    assert run_service(Settings(**BASE, replay=trace, exit_after_replay=True)) == 1
+    err = capfd.readouterr().err
+    assert "rank 0 cannot be built: someone else took it" in err
+    assert "the replay does not run" in err
+
+
+def test_a_server_that_ends_by_itself_ends_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def broken_tick(self: _QuietServer, counter: int) -> bool:
+        raise RuntimeError("the loop broke")
+
+    monkeypatch.setattr(_QuietServer, "on_tick", broken_tick)
+    assert run_service(Settings(**BASE)) == 1
+    assert "stopping: the admin server ended: RuntimeError" in capfd.readouterr().err
+
+
+def test_memory_is_counted_over_all_ranks_and_with_the_caches() -> None:
+    left = require_memory(Settings(**BASE), kv_blocks=0)
+    per_rank = left // 4 * 3
+    settings = Settings(**{**BASE, "pool_size": per_rank})
+    with pytest.raises(InsufficientMemoryError, match=r"2 x .* of pool cannot fit: the"):
+        require_memory(settings.model_copy(update={"ranks": 2}), kv_blocks=0)
+    with pytest.raises(InsufficientMemoryError, match=r"1 x .* of pool and .* of KV cache cannot fit: the"):
+        require_memory(settings, kv_blocks=left // 2 // settings.slot_size)
+
+
+def test_a_machine_that_tells_no_limit_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryLimits, "headroom", lambda self: None)
+    settings = Settings(**{**BASE, "pool_size": 1 << 50})
+    assert require_memory(settings, kv_blocks=1) == 1 << 50
+
+
+def test_what_everybody_may_read_names_no_files(tmp_path: Path) -> None:
+    settings = Settings(**BASE, uds=tmp_path / "s", token_file=tmp_path / "t", replay=tmp_path / "r")
+    assert str(tmp_path) not in json.dumps(public_settings(settings))
