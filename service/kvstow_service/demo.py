@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import httpx
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from kvstow.bytesize import format_size
 from kvstow_service.replay.generate import TraceShape, generate_trace
@@ -104,15 +105,13 @@ class Moment(NamedTuple):
     pinned: int
     target: int
     usable_slots: int
-    capacity_slots: int
     cached_slots: int
     pending: int
 
     def __str__(self) -> str:
         return (
-            f"pinned {format_size(self.pinned)} of {format_size(self.target)}, "
-            f"{self.usable_slots:,} of {self.capacity_slots:,} slots usable, "
-            f"{self.cached_slots:,} cached, {self.pending} transfers pending"
+            f"{format_size(self.pinned)} of {format_size(self.target)} pinned, "
+            f"{self.usable_slots:,} slots usable, {self.cached_slots:,} cached, {self.pending} pending"
         )
 
 
@@ -173,29 +172,38 @@ def _answers(client: httpx.Client, probe: str) -> bool:
 
 
 def _follow(service: Service, client: httpx.Client, console: Console, line: Live | None) -> ReplayResult:
-    """Until the replay has ended and all is pinned: a live line, and one to keep at every quarter pinned."""
+    """Until the replay has ended and all is pinned: a live line, and lines to keep at the first slot and at every
+    quarter pinned."""
+    _wait_for_slots(service, client, console)
     quarter = 0
     while True:
         service.check()
         moment = _look(client)
         if line is not None:
-            line.update(f"{service.seconds:5.1f} s  {moment}")
-        if moment.target and moment.pinned * 4 // moment.target > quarter:
+            line.update(Text(f"{service.seconds:5.1f} s  {moment}", no_wrap=True))
+        if moment.pinned * 4 // moment.target > quarter:
             quarter = moment.pinned * 4 // moment.target
             _say(console, f"{service.seconds:5.1f} s  {moment}")
         result = service.result()
-        if result is not None and 0 < moment.target <= moment.pinned:
+        if result is not None and moment.pinned >= moment.target:
             return result
         time.sleep(10 * _POLL)
+
+
+def _wait_for_slots(service: Service, client: httpx.Client, console: Console) -> None:
+    while not (moment := _look(client)).usable_slots:
+        service.check()
+        time.sleep(_POLL)
+    milliseconds = service.seconds * 1000
+    _say(console, f"The first {moment.usable_slots} slots are usable after {milliseconds:,.0f} ms; the replay begins.")
 
 
 def _look(client: httpx.Client) -> Moment:
     readiness, pool, transfers = (_get(client, path) for path in ("/v1/readiness", "/v1/pools/host", "/v1/transfers"))
     return Moment(
         pinned=sum(rank["pinned_bytes"] for rank in readiness["ranks"]),
-        target=sum(rank["target_bytes"] for rank in readiness["ranks"]),
+        target=readiness["capacity_slots"] * pool["slot_bytes"] * _RANKS,
         usable_slots=readiness["usable_slots"],
-        capacity_slots=readiness["capacity_slots"],
         cached_slots=pool["slots"]["cached"] + pool["slots"]["leased"],
         pending=transfers["pending"]["loads"] + transfers["pending"]["stores"],
     )

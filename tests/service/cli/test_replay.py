@@ -129,4 +129,6 @@ def test_a_replay_without_data_does_without_torch(trace: str) -> None:
         "import sys; from kvstow_service.cli import app; app(sys.argv[1:], standalone_mode=False);"
         "sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program, "replay", trace, "--no-data"], check=True, capture_output=True)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # the checkout need not be installed
+    command = [sys.executable, "-c", program, "replay", trace, "--no-data"]
+    subprocess.run(command, check=True, capture_output=True, env=environ)
