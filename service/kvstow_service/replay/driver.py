@@ -175,14 +175,15 @@ class ReplayDriver:
         return bool(settled)
 
     def _wait(self, stop: threading.Event) -> None:
-        timeout = min(_WAIT, self._seconds_to_due()) if self._may_admit() else _WAIT
+        may_admit = not stop.is_set() and self._may_admit()
+        timeout = max(0.0, min(_WAIT, self._seconds_to_due())) if may_admit else _WAIT
         for worker, outstanding in zip(self._workers, self._outstanding, strict=True):
             if outstanding:
                 worker.wait_completions(timeout)
                 return
         if stop.is_set():
             time.sleep(_WAIT)  # nothing runs on a rank: the engine itself has to give an op up
-        elif timeout > 0:
+        else:
             stop.wait(timeout)
 
     def _may_admit(self) -> bool:
