@@ -70,9 +70,8 @@ class OffloadWorker:
         again = desired.engine_id != self._engine_id or desired.pin_attempt > self._pin_attempt
         self._engine_id, self._pin_attempt = desired.engine_id, desired.pin_attempt
         wanted, most = desired.capacity_slots, self.pool.max_slots
-        self._excess = (
-            f"capacity is {wanted} slots; max_bytes of this rank's pool allows {most}" if wanted > most else None
-        )
+        excess = f"the capacity is {wanted} slots; max_bytes of this rank's pool allows {most}"
+        self._excess = excess if wanted > most else None
         self.pool.set_target(min(wanted, most))
         self.pool.set_paused(desired.paused)
         if again:

@@ -58,5 +58,7 @@ def no_thread_left() -> Iterator[None]:
     """Every thread that a test started has ended with it."""
     before = set(threading.enumerate())
     yield
-    left = [thread.name for thread in threading.enumerate() if thread not in before and thread.name.startswith("kvstow")]
+    left = [
+        thread.name for thread in threading.enumerate() if thread not in before and thread.name.startswith("kvstow")
+    ]
     assert left == []

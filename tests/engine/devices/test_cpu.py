@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstow.config import PoolConfig
+from kvstow.devices.base import Device, Ticket, TicketState
+from kvstow.devices.cpu import CpuDevice, MlockRegistrar, Run, merge_runs
+from kvstow.errors import ConfigError, CopyError, PinError
+from kvstow.layout import KVLayout, Region
+from kvstow.memory.pinning import PopulateOnly
+from kvstow.memory.pool import HostPool
+from kvstow.memory.region import HostRegion
+from kvstow.testing.latch import Latch
+
+if TYPE_CHECKING:
+    MakePool = Callable[..., HostPool]
+    Eventually = Callable[[Callable[[], object]], None]
+
+
+class Rank:
+    """A KV cache with gaps between its rows, filled with random bytes, and a device over a pinned pool."""
+
+    def __init__(
+        self, pages: Sequence[int], gaps: Sequence[int], num_blocks: int, num_slots: int, seed: int = 0
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.storage = [
+            torch.randint(0, 256, (num_blocks, page + gap), dtype=torch.uint8, generator=generator)
+            for page, gap in zip(pages, gaps, strict=True)
+        ]
+        self.tensors = [memory[:, :page] for memory, page in zip(self.storage, pages, strict=True)]
+        regions = [Region(f"{i}", num_blocks, t.shape[1], t.stride(0)) for i, t in enumerate(self.tensors)]
+        layout = KVLayout(tuple(regions))
+        size = layout.slot_bytes
+        self.pool = HostPool(PoolConfig(size, size * num_slots, chunk_bytes=64 << 10, pause=0.0), PopulateOnly())
+        self.device = CpuDevice(self.pool, layout, self.tensors)
+        self.pool.start()
+
+    def block(self, block: int) -> bytes:
+        return b"".join(bytes(tensor[block].tolist()) for tensor in self.tensors)
+
+    def slot(self, slot: int) -> bytes:
+        return ctypes.string_at(self.pool.address + slot * self.pool.slot_stride, self.pool.slot_bytes)
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
+        return self.device.begin_store(1, blocks, slots, None)
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> Ticket:
+        return self.device.commit_load(2, self.device.stage_load(2, slots), blocks, None)
+
+    def close(self) -> None:
+        self.device.close()
+        self.pool.close()
+
+
+@pytest.fixture
+def make_rank(eventually: Eventually) -> Any:
+    ranks: list[Rank] = []
+
+    def make(
+        pages: Sequence[int] = (4096, 1000), gaps: Sequence[int] = (0, 24), blocks: int = 8, slots: int = 8
+    ) -> Rank:
+        ranks.append(Rank(pages, gaps, blocks, slots))
+        eventually(lambda: ranks[-1].pool.pinned_slots == slots)
+        return ranks[-1]
+
+    yield make
+    for rank in ranks:
+        rank.close()
+
+
+def error_of(ticket: Ticket) -> str:
+    assert ticket.poll() is TicketState.FAILED
+    assert isinstance(ticket.error, CopyError)
+    return str(ticket.error)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    regions=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 40)), min_size=1, max_size=5),
+    num_blocks=st.integers(1, 24),
+    num_slots=st.integers(1, 24),
+    data=st.data(),
+)
+def test_any_layout_survives_the_way_to_the_pool_and_back(
+    regions: list[tuple[int, int]], num_blocks: int, num_slots: int, data: st.DataObject
+) -> None:
+    pages, gaps = zip(*regions, strict=True)
+    rank = Rank(pages, gaps, num_blocks, num_slots, seed=data.draw(st.integers(0, 1000)))
+    try:
+        while rank.pool.pinned_slots < num_slots:
+            pass
+        count = data.draw(st.integers(0, min(num_blocks, num_slots)))
+        sources = data.draw(st.permutations(range(num_blocks)))[:count]
+        slots = data.draw(st.permutations(range(num_slots)) | st.just(list(range(num_slots))))[:count]
+        targets = data.draw(st.permutations(range(num_blocks)) | st.just(list(range(num_blocks))))[:count]
+        stored = {slot: rank.block(block) for block, slot in zip(sources, slots, strict=True)}
+        assert rank.store(sources, slots).poll() is TicketState.DONE
+        for slot in range(num_slots):
+            assert rank.slot(slot) == stored.get(slot, bytes(rank.pool.slot_bytes))
+
+        expected = [memory.clone() for memory in rank.storage]
+        for memory, page in zip(rank.storage, pages, strict=True):
+            memory[:, :page] = 0
+        for slot, block in zip(slots, targets, strict=True):
+            assert slot in stored
+            offset = 0
+            for memory, page in zip(expected, pages, strict=True):
+                memory[block, :page] = torch.tensor(list(stored[slot][offset : offset + page]), dtype=torch.uint8)
+                offset += page
+        for memory, page in zip(expected, pages, strict=True):
+            untouched = sorted(set(range(num_blocks)) - set(targets))
+            memory[untouched, :page] = 0
+        assert rank.load(slots, targets).poll() is TicketState.DONE
+        assert all(torch.equal(*pair) for pair in zip(rank.storage, expected, strict=True))
+    finally:
+        rank.close()
+
+
+@given(pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=20))
+def test_runs_say_the_same_pairs_in_order_and_are_as_long_as_can_be(pairs: list[tuple[int, int]]) -> None:
+    runs = list(merge_runs([block for block, _ in pairs], [slot for _, slot in pairs]))
+    assert [(run.block + i, run.slot + i) for run in runs for i in range(run.length)] == pairs
+    for left, right in pairwise(runs):
+        assert (left.block + left.length, left.slot + left.length) != (right.block, right.slot)
+
+
+def test_neighbours_are_merged_only_where_both_ascend_together() -> None:
+    assert list(merge_runs([3, 4, 5, 9, 8], [7, 8, 9, 0, 1])) == [Run(3, 7, 3), Run(9, 0, 1), Run(8, 1, 1)]
+
+
+def test_a_kv_cache_made_in_inference_mode_is_written_too(eventually: Eventually, make_pool: MakePool) -> None:
+    pool = make_pool()
+    pool.start()
+    eventually(lambda: pool.pinned_slots == 16)
+    with torch.inference_mode():
+        kv = torch.ones((4, 4096), dtype=torch.uint8)
+    device: Device = CpuDevice(pool, KVLayout((Region("kv", 4, 4096, 4096),)), [kv])
+    ticket = device.commit_load(1, device.stage_load(1, [0, 5]), [1, 3], None)
+    assert ticket.poll() is TicketState.DONE
+    assert kv.sum(dim=1).tolist() == [4096, 0, 4096, 0]
+
+
+def test_a_fence_holds_the_copy_back_and_only_then_are_the_bytes_read(make_rank: Callable[[], Rank]) -> None:
+    rank, latch = make_rank(), Latch()
+    ticket = rank.device.begin_store(1, [2], [0], latch)
+    assert ticket.poll() is TicketState.PENDING
+    assert rank.slot(0) == bytes(rank.pool.slot_bytes)
+    for tensor in rank.tensors:
+        tensor[2] = 77
+    latch.open()
+    assert ticket.poll() is TicketState.DONE
+    assert rank.slot(0) == b"\x4d" * rank.pool.slot_bytes
+
+
+def test_staging_a_load_touches_no_block_and_committing_waits_for_the_fence(make_rank: Callable[[], Rank]) -> None:
+    rank, latch = make_rank(), Latch()
+    before = rank.block(5)
+    staged = rank.device.stage_load(1, [3])
+    assert staged.slots == (3,)
+    ticket = rank.device.commit_load(1, staged, [5], latch)
+    assert ticket.poll() is TicketState.PENDING
+    assert rank.block(5) == before
+    latch.open()
+    assert ticket.poll() is TicketState.DONE
+    assert rank.block(5) == bytes(rank.pool.slot_bytes)
+
+
+def test_seconds_are_those_of_the_copy_and_stand_still_after_it(make_rank: Callable[[], Rank]) -> None:
+    rank = make_rank()
+    ticket = rank.store([0], [0])
+    assert ticket.seconds == 0
+    ticket.poll()
+    seconds = ticket.seconds
+    assert seconds > 0
+    assert ticket.poll() is TicketState.DONE
+    assert ticket.seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slots", "message"),
+    [
+        ([0, 8], [0, 1], "blocks 0 to 8; allowed: 0 to 7"),
+        ([-1], [0], "blocks -1 to -1; allowed: 0 to 7"),
+        ([0], [-1], "slot -1; allowed: 0 or more"),
+        ([0], [8], "slot 7 is not pinned"),
+        ([0, 1], [0], "2 blocks and 1 slots; allowed: as many of each"),
+    ],
+)
+def test_what_lies_outside_fails_and_moves_nothing(
+    make_rank: Callable[[], Rank], blocks: list[int], slots: list[int], message: str
+) -> None:
+    rank = make_rank()
+    rank.pool.set_target(7)
+    before = [memory.clone() for memory in rank.storage]
+    assert message.replace("slot 7", f"slot {max(slots)}") in error_of(rank.store(blocks, slots))
+    error_of(rank.load(slots, blocks))
+    assert all(torch.equal(*pair) for pair in zip(rank.storage, before, strict=True))
+    assert rank.slot(0) == bytes(rank.pool.slot_bytes)
+
+
+def test_a_fence_that_raises_fails_the_copy(make_rank: Callable[[], Rank]) -> None:
+    class BrokenFence:
+        def query(self) -> bool:
+            raise OSError("the stream is gone")
+
+    ticket = make_rank().device.begin_store(1, [0], [0], BrokenFence())
+    assert ticket.poll() is TicketState.FAILED
+    assert str(ticket.error) == "the stream is gone"
+
+
+def test_an_empty_op_is_done_at_once(make_rank: Callable[[], Rank]) -> None:
+    assert make_rank().store([], []).poll() is TicketState.DONE
+
+
+def test_a_closed_device_or_pool_fails_copies_instead_of_crashing(make_rank: Callable[[], Rank]) -> None:
+    rank = make_rank()
+    rank.pool.close()
+    assert error_of(rank.store([0], [0])) == "slot 0 is not pinned; the pool has 0 slots pinned"
+    waiting = rank.store([0], [0])
+    rank.device.close()
+    rank.device.close()
+    assert error_of(waiting) == "the device is closed"
+
+
+def test_tensors_that_do_not_fit_the_layout_are_refused_by_name(make_pool: MakePool) -> None:
+    pool = make_pool()
+    layout = KVLayout((Region("k", 4, 1024, 1024), Region("v", 4, 3072, 3072)))
+    k, v = torch.zeros((4, 1024), dtype=torch.uint8), torch.zeros((4, 3072), dtype=torch.uint8)
+    cases: list[tuple[KVLayout, list[torch.Tensor], str]] = [
+        (KVLayout(layout.regions[:1]), [k], "slot_bytes is 4096; allowed: 1024"),
+        (layout, [k], "tensors is 1; allowed: 2"),
+        (layout, [k.to(torch.int8), v], "region k is 'torch.int8 on cpu'; allowed: torch.uint8 on cpu"),
+        (layout, [k[:3], v], "region k is (3, 1024); allowed: shape (4, 1024)"),
+        (layout, [k, torch.zeros((3072, 4), dtype=torch.uint8).T], "region v is (1, 4); allowed: rows without gaps"),
+        (layout, [k, torch.zeros((4, 4000), dtype=torch.uint8)[:, :3072]], "region v is 4000; allowed: a row stride"),
+    ]
+    for wrong_layout, tensors, message in cases:
+        with pytest.raises(ConfigError) as caught:
+            CpuDevice(pool, wrong_layout, tensors)
+        assert message in str(caught.value)
+
+
+def test_locking_is_counted_and_undone(make_pool: MakePool, eventually: Eventually) -> None:
+    registrar = MlockRegistrar()
+    pool = make_pool(registrar)
+    pool.start()
+    eventually(lambda: pool.pinned_slots == 16)
+    status = pool.status()
+    if status.notice is not None:
+        pytest.skip("this process may not lock 64 KiB")
+    assert (status.pin_mode, status.locked_bytes) == ("mlock", 16 * 4096)
+    pool.set_target(4)
+    eventually(lambda: pool.status().locked_bytes == 4 * 4096)
+    pool.close()
+    assert registrar.locked_bytes == 0
+
+
+def test_memory_that_is_not_there_cannot_be_locked_and_that_is_an_error() -> None:
+    region = HostRegion(4096)
+    region.close()
+    registrar = MlockRegistrar()
+    with pytest.raises(PinError, match=r"mlock of 4 KiB failed: ENOMEM") as caught:
+        registrar.register(region.address, 4096)
+    assert caught.value.reason == "memlock"
+    assert registrar.locked_bytes == 0
+
+
+_FORBIDDEN = """
+import os, resource, sys, threading
+from kvstow.config import PoolConfig
+from kvstow.devices.cpu import MlockRegistrar
+from kvstow.memory.pool import HostPool
+if os.getuid() == 0:
+    os.setuid(65534)  # takes all capabilities
+hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+for limit in (0, 64 << 10):
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, hard))
+    pool = HostPool(PoolConfig(4096, 96 << 10, chunk_bytes=32 << 10, pause=0.0), MlockRegistrar())
+    done = threading.Event()
+    pool.add_listener(lambda: done.set() if pool.pinned_slots == 24 else None)
+    pool.start()
+    assert done.wait(10), pool.status()
+    status = pool.status()
+    pool.close()
+    print(status.state, status.pin_mode, status.locked_bytes, status.resident_bytes, status.notice)
+"""
+
+
+def test_where_memlock_is_refused_the_memory_is_populated_and_the_report_says_so() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _FORBIDDEN]
+    run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    refused, limited = run.stdout.splitlines()
+    assert refused.startswith("ready populate 0 98304 mlock of 32 KiB failed: EPERM")
+    assert "RLIMIT_MEMLOCK is 0 B and CAP_IPC_LOCK is missing. 0 B are locked" in refused
+    assert limited.startswith("ready populate 65536 98304 mlock of 32 KiB failed: ENOMEM")
+    assert "RLIMIT_MEMLOCK is 64 KiB" in limited
+    assert "64 KiB are locked; the rest is populated, but the machine may swap it" in limited

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstow.copythread import CopyThread
+from kvstow.messages import Completion, Direction, Op
+from kvstow.testing.clock import FakeClock
+from kvstow.testing.device import FakeDevice
+
+if TYPE_CHECKING:
+    Eventually = Callable[[Callable[[], object]], None]
+
+
+class Harness:
+    """A copy thread over a fake device. Slots are of 100 bytes."""
+
+    def __init__(self, max_queued: int = 100) -> None:
+        self.device, self.clock, self.failed = FakeDevice(), FakeClock(), threading.Event()
+        self.copies = CopyThread("kvstow-copy-test", self.device, 100, max_queued, self.clock, self.failed.set)
+        self.seen: list[Completion] = []
+
+    def submit(self, *op_ids: int, direction: Direction = "store") -> None:
+        self.copies.submit([Op(op_id, direction, (op_id,), (op_id,)) for op_id in op_ids], None)
+
+    def completions(self, count: int) -> list[Completion]:
+        """The next `count` completions, in order."""
+        while len(self.seen) < count:
+            assert self.copies.wait_completions(10), f"only {self.seen}"
+            self.seen += self.copies.take_completions()
+        taken, self.seen = self.seen[:count], self.seen[count:]
+        return taken
+
+
+@pytest.fixture
+def harness() -> Iterator[Harness]:
+    harness = Harness()
+    yield harness
+    harness.copies.close(0)
+
+
+def test_a_store_says_when_its_blocks_are_free_and_when_its_bytes_are_there(harness: Harness) -> None:
+    harness.submit(1)
+    ticket = harness.device.ticket(1)
+    ticket.free_source()
+    assert harness.completions(1) == [Completion(1, "source_free")]
+    ticket.finish(seconds=0.25)
+    assert harness.completions(1) == [Completion(1, "done", None, 100, 0.25, 0.0)]
+
+
+def test_a_store_that_is_done_at_once_says_only_that(harness: Harness) -> None:
+    harness.submit(1, 2)
+    for op_id in (1, 2):
+        harness.device.ticket(op_id).finish()
+    assert {(c.op_id, c.mark) for c in harness.completions(2)} == {(1, "done"), (2, "done")}
+    assert not harness.copies.wait_completions(0)
+
+
+def test_at_most_two_ops_of_a_direction_run_and_the_other_direction_is_not_held_up(harness: Harness) -> None:
+    harness.submit(1, 2, 3)
+    harness.submit(11, 12, 13, direction="load")
+    harness.device.ticket(12)
+    assert set(harness.device.begun) == {1, 2, 11, 12}
+    assert harness.copies.statistics().pending_ops == 6
+    harness.device.ticket(2).finish()
+    harness.device.ticket(3)
+    assert set(harness.device.begun) == {1, 2, 3, 11, 12}
+    assert harness.completions(1)[0].op_id == 2
+    assert harness.copies.statistics().pending_ops == 5
+
+
+def test_waiting_for_a_place_counts_as_queue_time(harness: Harness) -> None:
+    harness.submit(1, 2, 3)
+    first = harness.device.ticket(1)
+    harness.device.ticket(2)
+    harness.clock.advance(3.0)
+    first.finish()
+    harness.device.ticket(3).finish()
+    assert [c.queue_seconds for c in harness.completions(2)] == [0.0, 3.0]
+
+
+def test_an_op_that_fails_on_the_device_or_at_its_begin_does_not_stop_the_next(harness: Harness) -> None:
+    harness.device.begin_error = ValueError("no such block")
+    harness.submit(1, 2, 3)
+    harness.device.ticket(2).fail(OSError("link down"))
+    harness.device.ticket(3).finish()
+    by_id = {completion.op_id: completion for completion in harness.completions(3)}
+    assert (by_id[1].mark, by_id[1].error) == ("failed", "ValueError: no such block")
+    assert (by_id[2].mark, by_id[2].error) == ("failed", "OSError: link down")
+    assert by_id[3].mark == "done"
+    assert harness.copies.failure is None
+
+
+def test_totals_count_what_was_done_by_direction(harness: Harness) -> None:
+    harness.submit(1, 2)
+    harness.submit(3, direction="load")
+    harness.device.ticket(1).finish(1.5)
+    harness.device.ticket(2).fail(OSError("no"))
+    harness.device.ticket(3).finish(0.5)
+    harness.completions(3)
+    totals = harness.copies.statistics()
+    assert (totals.store_bytes, totals.store_seconds) == (100, 1.5)
+    assert (totals.load_bytes, totals.load_seconds) == (100, 0.5)
+
+
+def test_what_does_not_fit_into_the_queue_comes_back_failed(eventually: Eventually) -> None:
+    harness = Harness(max_queued=2)
+    harness.submit(1, 2)
+    harness.device.ticket(2)
+    harness.submit(3, 4, 5)
+    assert harness.completions(1) == [
+        Completion(5, "failed", "QueueFullError: 2 ops are queued; no more are taken"),
+    ]
+    harness.device.ticket(1).finish()
+    harness.device.ticket(3)
+    harness.copies.close(0)
+
+
+def test_the_end_of_the_thread_fails_every_op_and_is_told(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    harness.submit(1, 2, 3)
+    harness.device.ticket(2)
+    harness.device.ticket(1).poll_error = RuntimeError("a defect")
+    failed = harness.completions(3)
+    reason = "WorkerFailedError: the copy thread has failed: RuntimeError('a defect')"
+    assert {c.op_id for c in failed} == {1, 2, 3}
+    assert {(c.mark, c.error) for c in failed} == {("failed", reason)}
+    assert harness.failed.wait(10)
+    assert harness.copies.failure == reason.removeprefix("WorkerFailedError: ")
+    assert harness.device.closed, "nothing moves bytes any more"
+    assert "RuntimeError: a defect" in caplog.text
+    harness.submit(4)
+    assert harness.completions(1) == [Completion(4, "failed", reason)]
+    assert harness.copies.statistics().pending_ops == 0
+
+
+def test_running_ops_are_called_failed_only_after_the_device_was_closed(harness: Harness) -> None:
+    seen_at_close: list[bool] = []
+    close = harness.device.close
+
+    def watched_close() -> None:
+        seen_at_close.append(harness.copies.wait_completions(0))
+        close()
+
+    harness.device.close = watched_close  # type: ignore[method-assign]
+    harness.submit(1)
+    harness.device.ticket(1)
+    harness.copies.close(0)
+    assert seen_at_close == [False]
+    assert harness.completions(1)[0].mark == "failed"
+
+
+def test_closing_lets_running_ops_finish_and_fails_the_queued_ones(harness: Harness) -> None:
+    harness.submit(1, 2, 3)
+    harness.device.ticket(2)
+    closing = threading.Thread(target=harness.copies.close, args=(10,))
+    closing.start()
+    assert harness.completions(1) == [
+        Completion(3, "failed", "WorkerFailedError: the worker was closed before the op began"),
+    ]
+    for op_id in (1, 2):
+        harness.device.ticket(op_id).finish()
+    closing.join(10)
+    assert [c.mark for c in harness.completions(2)] == ["done", "done"]
+    assert harness.device.closed
+
+
+def test_closing_fails_what_is_not_finished_in_time_and_what_comes_later(harness: Harness) -> None:
+    harness.submit(1)
+    harness.device.ticket(1)
+    assert harness.copies.close(0)
+    assert harness.copies.close(0), "a second time"
+    harness.submit(2)
+    assert [(c.op_id, c.mark, c.error) for c in harness.completions(2)] == [
+        (1, "failed", "WorkerFailedError: the worker was closed while the op ran"),
+        (2, "failed", "WorkerFailedError: the worker is closed"),
+    ]
+
+
+def test_a_device_that_does_not_close_is_logged_and_holds_up_nothing(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness.device.close_error = OSError("busy")
+    harness.submit(1)
+    harness.device.ticket(1)
+    assert harness.copies.close(0)
+    assert "the device did not close" in caplog.text
+    assert harness.completions(1)[0].mark == "failed"
+
+
+def test_a_copy_that_hangs_is_told_to_whoever_closes(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow.copythread._STUCK_GRACE", 0.01)
+    hanging, go_on = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        hanging.set()
+        go_on.wait(10)
+
+    monkeypatch.setattr(harness.device, "begin_store", hang)
+    harness.submit(1)
+    assert hanging.wait(10)
+    assert not harness.copies.close(0)
+    assert not harness.device.closed
+    go_on.set()
+    assert harness.copies.close(10)
+
+
+def test_an_idle_thread_asks_nobody_anything(harness: Harness) -> None:
+    harness.submit(1)
+    harness.device.ticket(1).finish()
+    harness.completions(1)
+    waits = threading.Event()
+    original = harness.copies._wait_for_work
+
+    def counted(pause: float) -> bool:
+        waits.set()
+        return original(pause)
+
+    harness.copies._wait_for_work = counted  # type: ignore[method-assign]
+    assert not waits.wait(0.05)

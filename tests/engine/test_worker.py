@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kvstow.devices.cpu import CpuDevice
+from kvstow.errors import PinError
+from kvstow.layout import KVLayout, Region
+from kvstow.memory.pool import HostPool
+from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
+from kvstow.testing.device import FakeDevice
+from kvstow.testing.latch import Latch
+from kvstow.testing.registrar import FakeRegistrar
+from kvstow.worker import OffloadWorker
+
+if TYPE_CHECKING:
+    MakePool = Callable[..., HostPool]
+    MakeWorker = Callable[..., OffloadWorker]
+    Eventually = Callable[[Callable[[], object]], None]
+
+BLOCKS = 8
+
+
+def plan(op_id: int, direction: Direction, blocks: tuple[int, ...], slots: tuple[int, ...]) -> StepPlan:
+    return StepPlan((Op(op_id, direction, blocks, slots),))
+
+
+def wait_for(worker: OffloadWorker, *op_ids: int) -> dict[int, Completion]:
+    """The final completions of these ops."""
+    seen: dict[int, Completion] = {}
+    while not seen.keys() >= set(op_ids):
+        assert worker.wait_completions(10), f"only {sorted(seen)}"
+        seen |= {c.op_id: c for c in worker.take_completions() if c.mark != "source_free"}
+    return seen
+
+
+@pytest.fixture
+def make_worker(make_pool: MakePool) -> Iterator[MakeWorker]:
+    """Workers over 16 slots of 4 KiB; not pinned before `pool.start()`."""
+    workers: list[OffloadWorker] = []
+
+    def make(pool: HostPool | None = None, device: Any = None, **options: Any) -> OffloadWorker:
+        workers.append(OffloadWorker(len(workers), pool or make_pool(), device or FakeDevice(), **options))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.close(0)
+
+
+class CpuRank:
+    """A worker over a CPU device whose blocks hold their own number, with a pinned pool."""
+
+    def __init__(self, pool: HostPool, make_worker: MakeWorker, eventually: Eventually) -> None:
+        self.kv = torch.arange(BLOCKS, dtype=torch.uint8).repeat_interleave(4096).view(BLOCKS, 4096)
+        self.pool = pool
+        device = CpuDevice(pool, KVLayout((Region("kv", BLOCKS, 4096, 4096),)), [self.kv])
+        self.worker = make_worker(pool, device)
+        pool.start()
+        eventually(lambda: self.worker.report().state == "ready")
+
+    def slot(self, slot: int) -> bytes:
+        return ctypes.string_at(self.pool.address + slot * 4096, 4096)
+
+
+@pytest.fixture
+def make_rank(make_pool: MakePool, make_worker: MakeWorker, eventually: Eventually) -> Callable[[], CpuRank]:
+    return lambda: CpuRank(make_pool(), make_worker, eventually)
+
+
+def test_blocks_go_to_slots_and_come_back(make_rank: Callable[[], CpuRank]) -> None:
+    rank = make_rank()
+    rank.worker.submit(plan(1, "store", (5, 2), (0, 9)))
+    stored = wait_for(rank.worker, 1)[1]
+    assert (stored.mark, stored.num_bytes, stored.error) == ("done", 2 * 4096, None)
+    assert stored.seconds > 0
+    rank.worker.submit(plan(2, "load", (7, 1), (9, 0)))
+    assert wait_for(rank.worker, 2)[2].mark == "done"
+    assert rank.kv[:, 0].tolist() == [0, 5, 2, 3, 4, 5, 6, 2]
+    report = rank.worker.report()
+    assert (report.store_bytes_total, report.load_bytes_total, report.pending_ops) == (8192, 8192, 0)
+    assert report.store_busy_seconds == stored.seconds
+
+
+def test_a_store_reads_its_blocks_only_after_the_fence(make_rank: Callable[[], CpuRank]) -> None:
+    rank, latch = make_rank(), Latch()
+    rank.worker.submit(plan(1, "store", (3,), (0,)), latch)
+    assert latch.wait_queried(2)
+    rank.kv[3] = 99  # the work that the fence names
+    latch.open()
+    wait_for(rank.worker, 1)
+    assert rank.slot(0) == b"\x63" * 4096
+
+
+def test_a_load_writes_its_blocks_only_after_the_fence(make_rank: Callable[[], CpuRank]) -> None:
+    rank, latch = make_rank(), Latch()
+    rank.worker.submit(plan(1, "load", (3,), (0,)), latch)
+    assert latch.wait_queried(2)
+    assert rank.kv[3].tolist() == [3] * 4096
+    rank.kv[3] = 99  # an older step that still writes the destination
+    latch.open()
+    wait_for(rank.worker, 1)
+    assert rank.kv[3].tolist() == [0] * 4096
+
+
+def test_a_fence_that_is_not_reached_holds_up_no_other_op(make_rank: Callable[[], CpuRank]) -> None:
+    rank, latch = make_rank(), Latch()
+    rank.worker.submit(plan(1, "store", (1,), (1,)), latch)
+    rank.worker.submit(plan(2, "load", (7,), (2,)))
+    rank.worker.submit(plan(3, "store", (4,), (4,)))
+    assert wait_for(rank.worker, 2, 3).keys() == {2, 3}
+    assert rank.worker.report().pending_ops == 1
+    latch.open()
+    assert wait_for(rank.worker, 1)[1].mark == "done"
+
+
+def test_a_copy_that_fails_in_the_middle_of_the_queue_leaves_the_others_right(make_rank: Callable[[], CpuRank]) -> None:
+    rank = make_rank()
+    ops = [
+        Op(1, "store", (1,), (1,)),
+        Op(2, "store", (2,), (16,)),
+        Op(3, "store", (8,), (3,)),
+        Op(4, "store", (4,), (4,)),
+    ]
+    rank.worker.submit(StepPlan(tuple(ops)))
+    completions = wait_for(rank.worker, 1, 2, 3, 4)
+    assert [completions[op_id].mark for op_id in (1, 2, 3, 4)] == ["done", "failed", "failed", "done"]
+    assert "slot 16 is not pinned" in str(completions[2].error)
+    assert "blocks 8 to 8; allowed: 0 to 7" in str(completions[3].error)
+    assert (rank.slot(1)[0], rank.slot(4)[0]) == (1, 4)
+
+
+def test_an_op_on_slots_that_are_not_pinned_yet_fails_and_crashes_nothing(
+    make_pool: MakePool, make_worker: MakeWorker
+) -> None:
+    pool = make_pool()
+    kv = torch.zeros((BLOCKS, 4096), dtype=torch.uint8)
+    worker = make_worker(pool, CpuDevice(pool, KVLayout((Region("kv", BLOCKS, 4096, 4096),)), [kv]))
+    worker.submit(plan(1, "store", (0,), (0,)))
+    assert wait_for(worker, 1)[1].mark == "failed"
+
+
+def test_two_workers_in_one_process_keep_their_bytes_apart(make_rank: Callable[[], CpuRank]) -> None:
+    first, second = make_rank(), make_rank()
+    assert first.worker.boot_id != second.worker.boot_id
+    for rank, block in ((first, 3), (second, 6)):
+        rank.worker.submit(plan(1, "store", (block,), (0,)))
+    for rank in (first, second):
+        wait_for(rank.worker, 1)
+    assert (first.slot(0)[0], second.slot(0)[0]) == (3, 6)
+    first.worker.close()
+    second.worker.submit(plan(2, "load", (0,), (0,)))
+    assert wait_for(second.worker, 2)[2].mark == "done"
+    assert second.kv[0, 0] == 6
+
+
+def test_the_report_follows_pinning_from_starting_to_ready(make_pool: MakePool, make_worker: MakeWorker) -> None:
+    registrar = FakeRegistrar(wait_at=1)
+    pool = make_pool(registrar)
+    worker = make_worker(pool)
+    states: list[str] = []
+    ready = threading.Event()
+
+    def listen() -> None:
+        states.append(worker.report().state)
+        if states[-1] == "ready":
+            ready.set()
+
+    worker.add_listener(listen)
+    assert worker.report().state == "starting"
+    pool.start()
+    assert registrar.waiting.wait(10)
+    report = worker.report()
+    assert (report.state, report.pinned_slots, report.target_slots) == ("pinning", 4, 16)
+    registrar.go_on.set()
+    assert ready.wait(10)
+    assert states == ["pinning", "pinning", "pinning", "ready"]
+    final = worker.report()
+    assert RankReport.from_json(final.to_json()) == final
+    assert (final.pin_mode, final.locked_bytes) == ("fake", 16 * 4096)
+
+
+@pytest.mark.parametrize(("failing", "slots"), [(0, 0), (2, 8)])
+def test_a_pin_failure_degrades_the_rank_until_another_attempt_is_desired(
+    make_pool: MakePool, make_worker: MakeWorker, eventually: Eventually, failing: int, slots: int
+) -> None:
+    pool = make_pool(FakeRegistrar({failing: PinError("driver", "no more pages")}))
+    worker = make_worker(pool)
+    worker.apply(DesiredState("engine", 16))
+    pool.start()
+    eventually(lambda: worker.report().state == "degraded")
+    report = worker.report()
+    assert (report.error_reason, report.error, report.pinned_slots) == ("driver", "no more pages", slots)
+    worker.apply(DesiredState("engine", 16))
+    assert worker.report().state == "degraded", "the same desire is no new attempt"
+    worker.apply(DesiredState("engine", 16, pin_attempt=1))
+    eventually(lambda: worker.report().state == "ready")
+    assert worker.report().error is None
+
+
+def test_the_pool_follows_the_desired_capacity_and_pause(
+    make_pool: MakePool, make_worker: MakeWorker, eventually: Eventually
+) -> None:
+    pool = make_pool(max_bytes=32 * 4096)
+    worker = make_worker(pool)
+    pool.start()
+    worker.apply(DesiredState("engine", 24))
+    eventually(lambda: worker.report().pinned_slots == 24)
+    worker.apply(DesiredState("engine", 3))
+    assert worker.report().pinned_slots == 3
+    eventually(lambda: worker.report().chunks_done == 1)
+    worker.apply(DesiredState("engine", 24, paused=True))
+    assert worker.report().pinned_slots == 4
+    worker.apply(DesiredState("engine", 24))
+    eventually(lambda: worker.report().state == "ready")
+
+
+def test_a_capacity_beyond_the_reserved_space_is_met_in_part_and_said(
+    make_worker: MakeWorker, eventually: Eventually
+) -> None:
+    worker = make_worker()
+    worker.pool.start()
+    worker.apply(DesiredState("engine", 17))
+    eventually(lambda: worker.report().pinned_slots == 16)
+    report = worker.report()
+    assert (report.state, report.target_slots, report.error_reason) == ("degraded", 16, "max_bytes")
+    assert report.error == "the capacity is 17 slots; max_bytes of this rank's pool allows 16"
+    worker.apply(DesiredState("engine", 16))
+    assert worker.report().state == "ready"
+
+
+def test_the_death_of_the_copy_thread_is_reported_and_told_to_listeners(make_worker: MakeWorker) -> None:
+    device, told = FakeDevice(), threading.Event()
+    worker = make_worker(device=device)
+    worker.add_listener(told.set)
+    worker.submit(plan(1, "store", (0,), (0,)))
+    device.ticket(1).poll_error = RuntimeError("a defect")
+    assert wait_for(worker, 1)[1].mark == "failed"
+    assert told.wait(10)
+    report = worker.report()
+    assert (report.state, report.error_reason) == ("failed", "copy_thread")
+    assert report.error == "the copy thread has failed: RuntimeError('a defect')"
+    worker.submit(plan(2, "load", (0,), (0,)))
+    assert wait_for(worker, 2)[2].mark == "failed"
+
+
+def test_ops_beyond_the_queue_come_back_failed(make_worker: MakeWorker) -> None:
+    device = FakeDevice()
+    worker = make_worker(device=device, max_queued=1)
+    for op_id in (1, 2):
+        worker.submit(plan(op_id, "store", (0,), (0,)))
+        device.ticket(op_id)
+    worker.submit(StepPlan((Op(3, "store", (0,), (0,)), Op(4, "store", (0,), (0,)))))
+    assert "QueueFullError" in str(wait_for(worker, 4)[4].error)
+
+
+def test_closing_ends_threads_device_and_pool_and_keeps_the_completions(make_worker: MakeWorker) -> None:
+    device = FakeDevice()
+    worker = make_worker(device=device)
+    worker.pool.start()
+    worker.submit(plan(1, "store", (0,), (0,)))
+    device.ticket(1)
+    worker.close(0)
+    worker.close(0)
+    assert device.closed
+    assert worker.pool.status().state == "closed"
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstow")] == []
+    assert [(c.op_id, c.mark) for c in worker.take_completions()] == [(1, "failed")]
+    assert worker.report().state == "stopped"
+
+
+def test_the_pool_outlives_a_copy_that_hangs(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvstow.copythread._STUCK_GRACE", 0.01)
+    device, hanging, go_on = FakeDevice(), threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        hanging.set()
+        go_on.wait(10)
+
+    monkeypatch.setattr(device, "begin_store", hang)
+    worker = make_worker(device=device)
+    worker.submit(plan(1, "store", (0,), (0,)))
+    assert hanging.wait(10)
+    with caplog.at_level(logging.ERROR):
+        worker.close(0)
+    assert worker.pool.status().state != "closed"
+    assert "a copy hangs in the device; its pool is not given back" in caplog.text
+    go_on.set()
+    monkeypatch.undo()
+    worker.close(0)
+    assert worker.pool.status().state == "closed"
