@@ -211,7 +211,9 @@ class Administrator:
                 state.capacity = capacity_slots
             state.apply_limit()
         logger.info("resize to %d slots", capacity_slots)
-        return self._sweep("resize", max(0, top - capacity_slots), lambda sweep: self._vacate(sweep, top))
+        sweep = self._sweep("resize", max(0, top - capacity_slots), lambda sweep: self._vacate(sweep, top))
+        sweep.step()  # enters the part that puts the capacity back when the sweep is cancelled
+        return sweep
 
     def _vacate(self, sweep: Sweep, top: int) -> Iterator[None]:
         state = self._state

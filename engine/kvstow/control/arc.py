@@ -33,6 +33,11 @@ class ArcPolicy:
         self._capacity = len(key_of)
         self._target = 0.0
 
+    @property
+    def num_ghosts(self) -> int:
+        """Keys that were evicted of late and are remembered."""
+        return len(self._recent_ghosts) + len(self._frequent_ghosts)
+
     def __len__(self) -> int:
         return len(self._recent) + len(self._frequent)
 
@@ -103,5 +108,5 @@ class ArcPolicy:
     def _trim_ghosts(self) -> None:
         while len(self._recent_ghosts) > max(0, self._capacity - len(self._recent)):
             self._recent_ghosts.popitem(last=False)
-        while len(self._recent_ghosts) + len(self._frequent_ghosts) > self._capacity:
+        while self.num_ghosts > self._capacity:
             (self._frequent_ghosts or self._recent_ghosts).popitem(last=False)

@@ -297,6 +297,8 @@ class OffloadEngine:
             state.events.add("stored", published.keys)
             outcomes["stored"] += len(published.keys)
             outcomes["dropped_purged"] += len(published.freed)
+            if state.slots.leaving:  # a resize has passed these slots already
+                state.remove([slot for slot in op.slots if slot >= state.slots.limit], "resize")
 
     def _count_transfer(self, entry: OpenOp) -> None:
         counters, direction = self._state.counters, entry.op.direction

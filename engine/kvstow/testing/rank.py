@@ -31,6 +31,7 @@ class FakeRank:
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
         self.queue: dict[int, Op] = {}
+        self.staging: dict[int, list[Content]] = {}
 
     def report(self, boot_id: str | None = None) -> DesiredState:
         """Send a report (of another boot, to play a late one); gives back memory that is no longer wanted."""
@@ -66,6 +67,7 @@ class FakeRank:
         self.slots.clear()
         self.blocks.clear()
         self.queue.clear()
+        self.staging.clear()
         self.pin(pinned)
 
     def submit(self, *ops: Op | None) -> None:
@@ -73,14 +75,23 @@ class FakeRank:
             if op is not None:
                 self.queue[op.op_id] = op
 
+    def gather(self, op_id: int) -> None:
+        """Read the blocks of a queued store into staging, and say that its source is free."""
+        self.staging.setdefault(op_id, [self.blocks.get(block) for block in self.queue[op_id].blocks])
+        self.say(op_id, "source_free")
+
     def run(self, op_id: int, *, fail: bool = False) -> None:
         """Copy a queued op and report it; a failing one spoils what it would have written."""
         op = self.queue.pop(op_id)
-        source, target = (self.blocks, self.slots) if op.direction == "store" else (self.slots, self.blocks)
-        pairs = zip(op.blocks, op.slots, strict=True)
-        for block, slot in pairs:
-            at, to = (block, slot) if op.direction == "store" else (slot, block)
-            target[to] = None if fail else source.get(at)
+        if op.direction == "store":
+            contents = self.staging.pop(op_id, [self.blocks.get(block) for block in op.blocks])
+            self.slots.update(zip(op.slots, contents, strict=True))
+        else:
+            contents = [self.slots.get(slot) for slot in op.slots]
+            self.blocks.update(zip(op.blocks, contents, strict=True))
+        if fail:
+            spoiled, numbers = (self.slots, op.slots) if op.direction == "store" else (self.blocks, op.blocks)
+            spoiled.update(dict.fromkeys(numbers))
         self.say(op_id, "failed" if fail else "done")
 
     def run_all(self) -> None:

@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.gate import BypassStatus
+from kvstow.control.sweep import SLICE_SLOTS
+from kvstow.errors import ConfigError, ConflictError, InvalidRequestError
+from kvstow.testing.clock import FakeClock
+from kvstow.testing.rank import FakeRank, make_ranks, write_blocks
+
+MakeEngine = Callable[..., OffloadEngine]
+
+A, B, C, D = (bytes([letter]) for letter in b"ABCD")
+
+
+def store(engine: OffloadEngine, ranks: list[FakeRank], keys: list[bytes]) -> None:
+    write_blocks(ranks, range(len(keys)), keys)
+    op = engine.begin_store(keys, range(len(keys))).op
+    for rank in ranks:
+        rank.submit(op)
+        rank.run_all()
+
+
+def test_eviction_by_count_takes_the_coldest(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    store(engine, make_ranks(engine), [A, B, C])
+    sweep = engine.admin.evict(slots=2).run()
+    assert (sweep.evicted_slots, sweep.evicted_bytes, sweep.finished) == (2, 128, True)
+    assert engine.contains([A, B, C]) == [True, False, False]
+    assert engine.stats().evicted_blocks["operator"] == 2
+    engine.check_integrity()
+
+
+def test_eviction_by_bytes_frees_at_least_as_much(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    store(engine, make_ranks(engine), [A, B, C])
+    assert engine.admin.evict(num_bytes=65).run().evicted_slots == 2
+
+
+def test_eviction_ends_when_nothing_more_may_go(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    store(engine, make_ranks(engine), [A, B, C])
+    lease = engine.acquire([A])
+    sweep = engine.admin.evict(slots=100).run()
+    assert (sweep.evicted_slots, sweep.done, sweep.total) == (2, 2, 2)
+    engine.release(lease)
+    assert engine.lookup([A]) == 1
+
+
+def test_eviction_by_idle_time(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine()
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A])
+    store(engine, ranks, [B])
+    clock.advance(10.0)
+    engine.release(engine.acquire([B]))
+    clock.advance(5.0)
+    assert engine.admin.evict(idle_seconds=12.0).run().evicted_slots == 1
+    assert engine.contains([A, B]) == [False, True]
+
+
+def test_a_dry_run_counts_and_changes_nothing(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine()
+    store(engine, make_ranks(engine), [A, B, C])
+    clock.advance(2.0)
+    before = engine.stats()
+    assert engine.admin.evict(slots=2, dry_run=True).run().evicted_slots == 2
+    assert engine.admin.evict(idle_seconds=1.0, dry_run=True).run().evicted_slots == 3
+    assert engine.admin.purge(everything=True, dry_run=True).run().evicted_slots == 3
+    assert engine.admin.purge(keys=[A, D], dry_run=True).run().evicted_slots == 1
+    assert engine.admin.evict(slots=9, dry_run=True).run().evicted_slots == 3
+    assert engine.stats() == before
+
+
+@pytest.mark.parametrize(
+    "selectors",
+    [
+        {},
+        {"slots": 1, "num_bytes": 1},
+        {"slots": 0},
+        {"num_bytes": -1},
+        {"idle_seconds": -1.0},
+        {"idle_seconds": float("nan")},
+    ],
+)
+def test_contradictory_selectors_of_an_eviction_are_refused(
+    make_engine: MakeEngine, selectors: dict[str, float]
+) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequestError, match="allowed"):
+        engine.admin.evict(**selectors)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "selectors", [{}, {"everything": True, "keys": [A]}, {"key_prefixes": []}, {"key_prefixes": [b""]}]
+)
+def test_contradictory_selectors_of_a_purge_are_refused(make_engine: MakeEngine, selectors: dict[str, object]) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequestError, match="allowed"):
+        engine.admin.purge(**selectors)  # type: ignore[arg-type]
+
+
+def test_purge_by_keys_prefixes_age_and_count(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine(slots=8)
+    ranks = make_ranks(engine)
+    store(engine, ranks, [b"p1", b"p2", b"q1", b"q2", b"r1"])
+    assert engine.admin.purge(keys=[b"p1", b"p1", b"none"]).run().evicted_slots == 1
+    assert engine.admin.purge(key_prefixes=[b"q", b"x"]).run().evicted_slots == 2
+    clock.advance(60.0)
+    store(engine, ranks, [b"s1"])
+    assert engine.admin.purge(age_seconds=30.0).run().evicted_slots == 2
+    assert engine.contains([b"r1", b"s1"]) == [False, True]
+    assert engine.admin.purge(slots=5).run().evicted_slots == 1
+    assert engine.stats().evicted_blocks["purge"] == 6
+    engine.check_integrity()
+
+
+def test_a_purge_hides_leased_blocks_at_once_and_frees_them_later(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    (rank,) = make_ranks(engine)
+    store(engine, [rank], [A])
+    op = engine.begin_load(engine.acquire([A]), [7])
+    assert engine.admin.purge(everything=True).run().evicted_slots == 1
+    assert engine.lookup([A]) == 0
+    assert engine.stats().slots.leased == 1
+    store(engine, [rank], [B, C, D])
+    rank.submit(op)
+    rank.run_all()
+    assert rank.blocks[7] == A, "the slot was not reused under the load"
+    assert engine.stats().slots.free == 1
+    engine.check_integrity()
+
+
+def test_a_purge_reaches_stores_in_flight(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    (rank,) = make_ranks(engine)
+    write_blocks([rank], [0, 1], [A, B])
+    old = engine.begin_store([A, B], [0, 1]).op
+    engine.admin.purge(keys=[A]).run()
+    again = engine.begin_store([A], [0])
+    assert again.op is not None, "the purged key may be stored anew while the old store still runs"
+    rank.submit(old, again.op)
+    rank.run_all()
+    assert engine.contains([A, B]) == [True, True]
+    assert engine.stats().store_blocks["dropped_purged"] == 1
+    assert engine.stats().slots.free == 2
+    engine.check_integrity()
+
+
+def test_bulk_work_goes_in_slices_that_free_the_lock(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=3 * SLICE_SLOTS)
+    ranks = make_ranks(engine)
+    store(engine, ranks, [n.to_bytes(4, "big") for n in range(3 * SLICE_SLOTS)])
+    sweep = engine.admin.purge(everything=True)
+    assert engine.stats().slots.cached == 3 * SLICE_SLOTS, "nothing happens before the first step"
+    assert sweep.step()
+    assert engine.stats().slots.free == SLICE_SLOTS
+    assert (sweep.done, sweep.total) == (SLICE_SLOTS, 3 * SLICE_SLOTS)
+    sweep.cancel()
+    assert not sweep.step()
+    assert (sweep.cancelled, sweep.evicted_slots) == (True, SLICE_SLOTS)
+    engine.check_integrity()
+
+
+def test_pinned_blocks_stay_until_their_time_is_over(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine(slots=2)
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A, B])
+    assert engine.admin.pin([A, B, C], ttl_seconds=10.0) == (2, 1)
+    assert engine.begin_store([D], [0]).outcomes == {"dropped_cpu_full": 1}
+    assert engine.admin.evict(slots=5).run().evicted_slots == 0
+    assert engine.stats().slots.pinned == 2
+    clock.advance(10.0)
+    engine.tick()
+    assert (engine.stats().slots.pinned, engine.stats().slots.cached) == (0, 2)
+    assert engine.begin_store([D], [0]).op is not None
+
+
+def test_a_new_pin_replaces_the_old_one(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine()
+    store(engine, make_ranks(engine), [A])
+    engine.admin.pin([A], ttl_seconds=10.0)
+    engine.admin.pin([A], ttl_seconds=None)
+    clock.advance(11.0)
+    engine.tick()
+    assert engine.stats().slots.pinned == 1
+    assert engine.admin.unpin([A, B]) == (1, 1)
+    assert engine.admin.unpin([A]) == (0, 1)
+    assert engine.stats().slots.cached == 1
+
+
+def test_pins_and_leases_overlap(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    store(engine, make_ranks(engine), [A, B])
+    engine.admin.pin([A], None)
+    lease = engine.acquire([A, B])
+    engine.admin.pin([B], None)
+    assert (engine.stats().slots.pinned, engine.stats().slots.leased) == (2, 0)
+    engine.check_integrity()
+    assert engine.admin.unpin(None) == (2, 0)
+    assert (engine.stats().slots.pinned, engine.stats().slots.leased) == (0, 2)
+    engine.release(lease)
+    assert engine.stats().slots.cached == 2
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("ttl", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_pin_needs_a_sensible_time_to_live(make_engine: MakeEngine, ttl: float) -> None:
+    with pytest.raises(InvalidRequestError, match="ttl_seconds"):
+        make_engine().admin.pin([A], ttl_seconds=ttl)
+
+
+def test_growing_is_finished_at_once_and_the_ranks_follow(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=2)
+    (rank,) = make_ranks(engine)
+    assert engine.admin.resize(5).run().finished
+    assert rank.report().capacity_slots == 5
+    assert engine.readiness().state == "pinning"
+    rank.pin(5)
+    assert (engine.stats().usable_slots, engine.readiness().state) == (5, "ready")
+
+
+def test_shrinking_removes_first_and_only_then_tells_the_ranks(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=4)
+    (rank,) = make_ranks(engine)
+    store(engine, [rank], [A, B, C])
+    sweep = engine.admin.resize(1)
+    assert rank.report().capacity_slots == 4
+    sweep.run()
+    assert (sweep.finished, sweep.evicted_slots) == (True, 2)
+    assert rank.report().capacity_slots == 1
+    assert (engine.stats().usable_slots, engine.lookup([A, B])) == (1, 1)
+    assert engine.stats().evicted_blocks["resize"] == 2
+    engine.check_integrity()
+
+
+def test_shrinking_waits_for_leases_and_transfers_above(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=4)
+    (rank,) = make_ranks(engine)
+    store(engine, [rank], [A, B])
+    op = engine.begin_load(engine.acquire([A, B]), [7, 8])
+    filling = engine.begin_store([C], [0]).op
+    sweep = engine.admin.resize(1).run()
+    assert (sweep.waiting, sweep.finished) == (True, False)
+    assert rank.report().capacity_slots == 4, "slot 1 is still read, slot 2 still written"
+    stats = engine.stats()
+    assert stats.slots.usable == stats.usable_slots == 3
+    rank.submit(op, filling)
+    rank.run_all()
+    assert rank.blocks[8] == B
+    sweep.run()
+    assert sweep.finished
+    assert rank.report().capacity_slots == 1
+    assert engine.stats().usable_slots == 1
+    engine.check_integrity()
+
+
+def test_no_new_block_goes_where_a_resize_clears(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=4)
+    (rank,) = make_ranks(engine)
+    store(engine, [rank], [A, B, C])
+    sweep = engine.admin.resize(2)
+    store(engine, [rank], [b"x", b"y", b"z"])  # evicts A, B and C, of which slot 2 must not be used again
+    assert max(engine.block(key).slot for key in (b"x", b"y") if engine.contains([key])[0]) < 2  # type: ignore[union-attr]
+    assert sweep.run().finished
+    engine.check_integrity()
+
+
+def test_a_cancelled_shrink_puts_the_capacity_back(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=4)
+    (rank,) = make_ranks(engine)
+    store(engine, [rank], [A, B])
+    lease = engine.acquire([A, B])
+    sweep = engine.admin.resize(1).run()
+    with pytest.raises(ConflictError, match="another resize"):
+        engine.admin.resize(3)
+    sweep.cancel()
+    assert engine.stats().capacity_slots == 4
+    engine.release(lease)
+    assert engine.stats().usable_slots == 4
+    engine.check_integrity()
+    assert engine.admin.resize(3).run().finished
+
+
+def test_a_resize_can_be_cancelled_before_it_is_run(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=4)
+    make_ranks(engine)
+    engine.admin.resize(1).cancel()
+    assert (engine.stats().capacity_slots, engine.stats().usable_slots) == (4, 4)
+    assert engine.admin.resize(2).run().finished
+
+
+def test_a_shrink_over_pinned_blocks_is_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=4)
+    store(engine, make_ranks(engine), [A, B])
+    engine.admin.pin([B], None)
+    with pytest.raises(ConflictError, match="1 pinned blocks lie above slot 1; unpin them first"):
+        engine.admin.resize(1)
+    with pytest.raises(InvalidRequestError, match="capacity_slots is 0"):
+        engine.admin.resize(0)
+    engine.admin.unpin(None)
+    sweep = engine.admin.resize(1)
+    assert engine.admin.pin([A, B], None) == (1, 1), "what a resize removes cannot be pinned meanwhile"
+    assert sweep.run().finished
+
+
+def test_the_policy_changes_under_traffic_without_losing_a_block(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=3)
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A, B, C])
+    lease = engine.acquire([A])
+    engine.admin.set_policy("arc")
+    engine.release(lease)
+    engine.check_integrity()
+    assert engine.stats().policy == "arc"
+    store(engine, ranks, [D])
+    assert engine.contains([A, B, C, D]) == [True, True, False, True]
+    engine.admin.set_policy("lru")
+    engine.admin.set_policy("lru")
+    engine.check_integrity()
+    assert engine.contains([A, B, D]) == [True, True, True]
+    with pytest.raises(ConfigError, match="policy is 'fifo'; allowed: lru or arc"):
+        engine.admin.set_policy("fifo")
+
+
+def test_draining_refuses_new_work_and_says_when_it_is_done(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine()
+    (rank,) = make_ranks(engine)
+    store(engine, [rank], [A])
+    op = engine.begin_load(engine.acquire([A]), [7])
+    status = engine.admin.drain("all", deadline_seconds=30.0)
+    clock.advance(10.0)
+    status = engine.admin.drain_status
+    assert (status.active, status.mode, status.drained, status.pending_transfers) == (True, "all", False, 1)
+    assert status.deadline_seconds_left == 20.0
+    assert engine.readiness().state == "draining"
+    assert engine.acquire([A]).slots == ()
+    assert engine.stats().miss_blocks["draining"] == 1
+    rank.submit(op)
+    rank.run_all()
+    assert engine.admin.drain_status.drained
+    assert not engine.admin.undrain().active
+    rank.report()
+    assert engine.lookup([A]) == 1
+    assert engine.readiness().state == "ready"
+
+
+def test_draining_stores_only_still_serves_loads(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    store(engine, make_ranks(engine), [A])
+    engine.admin.drain("stop_stores", None)
+    assert engine.lookup([A]) == 1
+    assert engine.begin_store([B], [0]).outcomes == {"dropped_draining": 1}
+    with pytest.raises(InvalidRequestError, match="deadline_seconds"):
+        engine.admin.drain("all", -1.0)
+
+
+def test_bypass_switches_each_direction_off_for_a_time(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine()
+    store(engine, make_ranks(engine), [A])
+    engine.admin.set_bypass(load=True, store=False, ttl_seconds=10.0)
+    assert engine.lookup([A]) == 0
+    assert engine.contains([A]) == [False]
+    assert engine.lease([A]) is None
+    assert engine.begin_store([B], [0]).op is not None
+    clock.advance(4.0)
+    assert engine.admin.bypass == BypassStatus(load=True, store=False, ttl_seconds_left=6.0)
+    clock.advance(6.0)
+    assert engine.admin.bypass == BypassStatus(load=False, store=False, ttl_seconds_left=None)
+    assert engine.lookup([A]) == 1
+    engine.admin.set_bypass(load=False, store=True, ttl_seconds=None)
+    assert engine.begin_store([C], [0]).outcomes == {"skipped_bypass": 1}
+    with pytest.raises(InvalidRequestError, match="ttl_seconds"):
+        engine.admin.set_bypass(load=True, store=True, ttl_seconds=0.0)

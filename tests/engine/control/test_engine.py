@@ -1,0 +1,437 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.lease import Lease
+from kvstow.control.state import Settled
+from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
+from kvstow.messages import Completion
+from kvstow.testing.clock import FakeClock
+from kvstow.testing.rank import FakeRank, make_ranks, write_blocks
+
+MakeEngine = Callable[..., OffloadEngine]
+
+A, B, C, D, E = (bytes([letter]) for letter in b"ABCDE")
+
+
+def store(engine: OffloadEngine, ranks: list[FakeRank], keys: list[bytes]) -> None:
+    """Store keys on all ranks and see it through."""
+    blocks = range(100, 100 + len(keys))
+    write_blocks(ranks, blocks, keys)
+    grant = engine.begin_store(keys, blocks)
+    for rank in ranks:
+        rank.submit(grant.op)
+        rank.run_all()
+    engine.take_settled()
+
+
+def load(engine: OffloadEngine, ranks: list[FakeRank], lease: Lease) -> list[bytes | None]:
+    """Load what is leased into fresh blocks; the contents as the first rank has them."""
+    blocks = range(500, 500 + len(lease.slots))
+    op = engine.begin_load(lease, blocks)
+    for rank in ranks:
+        rank.submit(op)
+        rank.run_all()
+    return [ranks[0].blocks.get(block) for block in blocks]
+
+
+def test_what_was_stored_is_found_and_loaded(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A, B, C])
+    lease = engine.acquire([A, B, C, D])
+    assert lease.keys == (A, B, C)
+    assert load(engine, ranks, lease) == [A, B, C]
+    engine.check_integrity()
+
+
+def test_only_the_leading_run_is_a_hit(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    store(engine, make_ranks(engine), [A, C])
+    assert engine.lookup([A, B, C]) == 1
+    assert engine.contains([A, B, C]) == [True, False, True]
+
+
+def test_nothing_is_found_before_every_rank_reported(make_engine: MakeEngine) -> None:
+    engine = make_engine(ranks=2)
+    FakeRank(engine, 0).pin(4)
+    grant = engine.begin_store([A], [0])
+    assert grant.op is None
+    assert grant.outcomes == {"dropped_not_ready": 1}
+    assert engine.readiness().state == "starting"
+
+
+def test_a_lease_of_a_miss_is_empty_and_holds_nothing(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    make_ranks(engine)
+    lease = engine.acquire([A])
+    assert lease.slots == ()
+    engine.release(lease)
+    assert engine.stats().leases == 0
+
+
+def test_leased_blocks_are_not_evicted_and_others_are(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=3)
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A, B, C])
+    lease = engine.acquire([A])
+    store(engine, ranks, [D, E])
+    assert engine.contains([A, B, C, D, E]) == [True, False, False, True, True]
+    assert load(engine, ranks, lease) == [A]
+
+
+def test_a_prefix_outlives_its_continuation(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=3)
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A, B, C])
+    store(engine, ranks, [D])
+    assert engine.contains([A, B, C, D]) == [True, True, False, True]
+
+
+def test_a_slot_is_leased_until_its_last_lease_ends(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=1)
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A])
+    first, second = engine.acquire([A]), engine.acquire([A])
+    engine.release(first)
+    engine.release(first)
+    assert engine.begin_store([B], [0]).outcomes == {"dropped_cpu_full": 1}
+    engine.release(second)
+    assert engine.begin_store([B], [0]).op is not None
+
+
+def test_a_lease_of_single_keys_is_all_or_nothing(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    store(engine, make_ranks(engine), [A, C])
+    assert engine.lease([A, B]) is None
+    lease = engine.lease([C, A, C])
+    assert lease is not None
+    assert lease.keys == (C, A, C)
+    assert engine.stats().slots.leased == 2
+    engine.release(lease)
+    engine.check_integrity()
+
+
+def test_a_lease_can_be_used_only_once(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A])
+    lease = engine.acquire([A])
+    op = engine.begin_load(lease, [7])
+    with pytest.raises(LeaseError, match="released or used up"):
+        engine.begin_load(lease, [8])
+    engine.release(lease)  # the load still holds its slot
+    assert engine.stats().slots.leased == 1
+    ranks[0].submit(op)
+    ranks[0].run_all()
+    assert engine.stats().slots.leased == 0
+
+
+def test_part_of_a_lease_may_be_loaded(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A, B, C])
+    op = engine.begin_load(engine.acquire([A, B, C]), [7], first=1)
+    ranks[0].submit(op)
+    ranks[0].run_all()
+    assert ranks[0].blocks[7] == B
+    assert engine.stats().slots.leased == 0
+
+
+@pytest.mark.parametrize(("blocks", "first"), [([], 0), ([1, 2, 3], 0), ([1], 2), ([1], -1)])
+def test_a_load_outside_its_lease_is_refused(make_engine: MakeEngine, blocks: list[int], first: int) -> None:
+    engine = make_engine()
+    store(engine, make_ranks(engine), [A, B])
+    lease = engine.acquire([A, B])
+    with pytest.raises(InvalidRequestError, match="allowed: 1 or more, within the 2 leased"):
+        engine.begin_load(lease, blocks, first=first)
+    assert engine.stats().leases == 1
+
+
+def test_keys_and_blocks_of_a_store_must_pair(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    make_ranks(engine)
+    with pytest.raises(InvalidRequestError, match="store of 2 keys and 1 blocks"):
+        engine.begin_store([A, B], [0])
+
+
+def test_a_key_is_stored_once(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A])
+    in_flight = engine.begin_store([B], [1]).op
+    grant = engine.begin_store([A, B, C, C, D], range(10, 15))
+    assert grant.accepted == (2, 4)
+    assert grant.op is not None
+    assert grant.op.blocks == (12, 14)
+    assert grant.outcomes == {"skipped_already_cached": 1, "skipped_in_flight": 1, "skipped_duplicate": 1}
+    ranks[0].submit(in_flight, grant.op)
+    ranks[0].run_all()
+    engine.check_integrity()
+    assert engine.lookup([A, B, C, D]) == 4
+
+
+def test_storing_a_present_key_counts_as_using_it(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=2)
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A])
+    store(engine, ranks, [B])
+    engine.begin_store([A], [0])
+    store(engine, ranks, [C])
+    assert engine.contains([A, B, C]) == [True, False, True]
+
+
+def test_a_store_never_evicts_blocks_of_its_own_prefix(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=2)
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A, B])
+    grant = engine.begin_store([A, B, C], range(3))
+    assert grant.outcomes == {"skipped_already_cached": 2, "dropped_cpu_full": 1}
+    assert engine.lookup([A, B]) == 2
+    engine.check_integrity()
+
+
+def test_what_finds_no_slot_is_dropped_from_the_end(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=2)
+    ranks = make_ranks(engine)
+    grant = engine.begin_store([A, B, C], range(3))
+    assert grant.accepted == (0, 1)
+    assert grant.outcomes == {"dropped_cpu_full": 1}
+    assert engine.begin_store([D], [9]).outcomes == {"dropped_cpu_full": 1}  # filling slots are no room either
+    ranks[0].submit(grant.op)
+    ranks[0].run_all()
+    assert engine.lookup([A, B, C]) == 2
+
+
+def test_settled_ops_are_told_once_with_blocks_and_request(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    (rank,) = make_ranks(engine)
+    op = engine.begin_store([A], [5], request_id="r1").op
+    assert op is not None
+    rank.say(op.op_id, "source_free")
+    rank.submit(op)
+    rank.run_all()
+    assert engine.take_settled() == [
+        Settled(op.op_id, "store", "source_free", "r1", (5,), None),
+        Settled(op.op_id, "store", "done", "r1", (5,), None),
+    ]
+    assert engine.take_settled() == []
+
+
+def test_the_source_is_free_only_when_every_rank_says_so(make_engine: MakeEngine) -> None:
+    engine = make_engine(ranks=2)
+    ranks = make_ranks(engine)
+    op = engine.begin_store([A], [5]).op
+    assert op is not None
+    ranks[0].say(op.op_id, "source_free")
+    ranks[0].say(op.op_id, "source_free")
+    assert engine.take_settled() == []
+    ranks[1].say(op.op_id, "done")  # implies it
+    assert [settled.mark for settled in engine.take_settled()] == ["source_free"]
+
+
+def test_a_failed_store_publishes_nothing_and_frees_its_slots(make_engine: MakeEngine) -> None:
+    engine = make_engine(ranks=2)
+    ranks = make_ranks(engine)
+    op = engine.begin_store([A, B], [0, 1]).op
+    assert op is not None
+    ranks[0].submit(op)
+    ranks[1].submit(op)
+    ranks[0].run(op.op_id, fail=True)
+    assert engine.take_settled() == []  # rank 1 may still write the slots
+    assert engine.stats().slots.filling == 2
+    ranks[1].run(op.op_id)
+    (settled,) = engine.take_settled()
+    assert settled.mark == "failed"
+    assert settled.error == "rank 0: injected"
+    assert engine.lookup([A]) == 0
+    assert engine.stats().slots.free == 4
+    assert engine.stats().store_blocks["failed"] == 2
+    assert engine.stats().transfers["store", "error"] == 1
+
+
+def test_a_failed_load_removes_its_keys_at_the_first_word(make_engine: MakeEngine) -> None:
+    engine = make_engine(ranks=2)
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A, B])
+    op = engine.begin_load(engine.acquire([A, B]), [1, 2], request_id="r")
+    ranks[0].say(op.op_id, "failed")
+    assert engine.lookup([A]) == 0, "the request would find the keys again and load in a circle"
+    assert engine.take_settled() == []
+    ranks[1].say(op.op_id, "done")
+    (settled,) = engine.take_settled()
+    assert (settled.mark, settled.request_id) == ("failed", "r")
+    assert engine.stats().slots.free == 4
+    assert engine.stats().miss_blocks["load_failed"] == 2
+    engine.check_integrity()
+
+
+def test_late_and_repeated_words_are_counted_and_not_believed(make_engine: MakeEngine) -> None:
+    engine = make_engine(ranks=2)
+    ranks = make_ranks(engine)
+    op = engine.begin_store([A], [0]).op
+    assert op is not None
+    ranks[0].say(op.op_id, "done")
+    ranks[0].say(op.op_id, "done")
+    ranks[0].say(op.op_id, "failed")
+    assert engine.lookup([A]) == 0
+    assert engine.stats().duplicate_completions == 2
+    ranks[1].say(op.op_id, "done")
+    assert engine.lookup([A]) == 1
+    ranks[1].say(op.op_id, "failed")
+    ranks[1].say(op.op_id + 1, "done")
+    ranks[1].say(op.op_id, "done", boot_id="another")
+    assert engine.stats().stale_completions == 3
+    assert engine.lookup([A]) == 1
+
+
+def test_a_word_of_an_unknown_rank_is_an_error(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(NotFoundError, match="rank is 3; allowed: 0 to 0"):
+        engine.complete(3, "x", [Completion(1, "done")])
+
+
+def test_op_ids_are_never_reused(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    (rank,) = make_ranks(engine)
+    seen = set()
+    for n in range(20):
+        op = engine.begin_store([bytes([n])], [n]).op
+        assert op is not None
+        assert op.op_id not in seen
+        seen.add(op.op_id)
+        rank.submit(op)
+        rank.run(op.op_id, fail=n % 2 == 0)
+
+
+def test_a_stuck_store_is_given_up_and_its_slots_wait_in_quarantine(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine(slots=2, ranks=2, transfer_timeout=10.0)
+    ranks = make_ranks(engine)
+    write_blocks(ranks, [0], [A])
+    op = engine.begin_store([A], [0], request_id="r").op
+    for rank in ranks:
+        rank.submit(op)
+    assert op is not None
+    ranks[0].run(op.op_id)
+    clock.advance(10.5)
+    engine.tick()
+    (settled,) = engine.take_settled()
+    assert (settled.mark, settled.error) == ("failed", "no word of ranks [1] in time")
+    stats = engine.stats()
+    assert (stats.slots.quarantined, stats.slots.free, stats.pending.stuck) == (1, 1, 1)
+    assert engine.begin_store([B], [1]).outcomes == {"dropped_not_ready": 1}, "a stuck rank stops the traffic"
+    (view,) = engine.transfers()
+    assert (view.state, view.pending_ranks, view.failed) == ("quarantined", (1,), True)
+    ranks[1].run(op.op_id)
+    assert engine.take_settled() == []
+    assert engine.stats().slots.free == 2
+    assert engine.begin_store([B], [1]).op is not None, "traffic flows again"
+    assert engine.lookup([A]) == 0
+    engine.check_integrity()
+
+
+def test_a_stuck_load_goes_on_waiting(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine(transfer_timeout=10.0)
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A])
+    op = engine.begin_load(engine.acquire([A]), [7])
+    clock.advance(10.5)
+    engine.tick()
+    engine.tick()
+    assert engine.take_settled() == [], "the silent rank may still write the blocks"
+    assert [view.state for view in engine.transfers()] == ["stuck"]
+    assert engine.stats().errors["transfer_stuck"] == 1
+    assert engine.lookup([A]) == 0
+    assert engine.acquire([A]).slots == ()
+    ranks[0].submit(op)
+    ranks[0].run_all()
+    assert [settled.mark for settled in engine.take_settled()] == ["done"]
+    assert engine.lookup([A]) == 1
+
+
+def test_counters_tell_what_happened(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=2)
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A, B])
+    store(engine, ranks, [C])
+    load(engine, ranks, engine.acquire([A, B]))
+    engine.release(engine.acquire([A]))
+    engine.acquire([E])
+    stats = engine.stats()
+    assert dict(stats.lookups) == {"full": 1, "partial": 1, "miss": 1}
+    assert (stats.query_blocks, stats.hit_blocks) == (4, 2)
+    assert stats.miss_blocks["absent"] == 2
+    assert stats.store_blocks["stored"] == 3
+    assert stats.evicted_blocks["capacity"] == 1
+    assert stats.transfers == {("load", "ok"): 1, ("load", "error"): 0, ("store", "ok"): 2, ("store", "error"): 0}
+    assert stats.transfer_bytes == {"load": 64, "store": 3 * 64}
+    assert sum(stats.transfer_seconds["store"].counts) == 2
+    assert sum(stats.lookup_seconds.counts) == 3
+    assert stats.slots.usable == stats.usable_slots == 2
+
+
+def test_pending_transfers_are_shown_with_their_ranks(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine(ranks=2)
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A])
+    engine.begin_load(engine.acquire([A]), [7], request_id="r7")
+    clock.advance(2.0)
+    op = engine.begin_store([B, C], [8, 9]).op
+    assert op is not None
+    ranks[1].say(op.op_id, "source_free")
+    pending = engine.stats().pending
+    assert (pending.loads, pending.stores, pending.load_bytes, pending.store_bytes) == (1, 1, 64, 128)
+    assert pending.oldest_seconds == 2.0
+    oldest, newest = engine.transfers()
+    assert (oldest.direction, oldest.state, oldest.request_id, oldest.pending_ranks) == ("load", "queued", "r7", (0, 1))
+    assert (newest.direction, newest.state, newest.blocks, newest.bytes) == ("store", "running", 2, 128)
+    assert len(engine.transfers(limit=1)) == 1
+
+
+def test_blocks_are_listed_in_pages(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine()
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A, B, C])
+    lease = engine.acquire([A])
+    engine.admin.pin([B], ttl_seconds=60.0)
+    clock.advance(5.0)
+    first = engine.blocks(limit=2)
+    assert [(view.key, view.state, view.leases) for view in first.blocks] == [(A, "leased", 1), (B, "pinned", 0)]
+    assert first.blocks[1].pin_ttl_seconds == 55.0
+    assert first.next_slot is not None
+    rest = engine.blocks(first.next_slot)
+    assert [view.key for view in rest.blocks] == [C]
+    assert rest.next_slot is None
+    assert rest.blocks[0].idle_seconds == 5.0
+    engine.release(lease)
+    view = engine.block(A)
+    assert view is not None
+    assert view.state == "cached"
+    assert engine.block(D) is None
+
+
+def test_events_tell_what_came_and_went(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=2)
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A, B])
+    store(engine, ranks, [C])
+    engine.admin.purge(keys=[A]).run()
+    told = [(event.kind, event.keys, event.reason) for event in engine.events.read(0).events]
+    assert told == [
+        ("stored", (A, B), ""),
+        ("removed", (B,), "capacity"),
+        ("stored", (C,), ""),
+        ("removed", (A,), "purge"),
+    ]
+
+
+def test_a_closed_engine_serves_nothing(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    store(engine, make_ranks(engine), [A])
+    engine.close()
+    assert engine.readiness().state == "stopped"
+    assert engine.lookup([A]) == 0
+    assert engine.begin_store([B], [0]).outcomes == {"dropped_draining": 1}

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
+from kvstow.messages import RankReport
+from kvstow.testing.clock import FakeClock
+from kvstow.testing.rank import FakeRank, make_ranks, write_blocks
+
+MakeEngine = Callable[..., OffloadEngine]
+
+A, B = b"A", b"B"
+
+
+def store(engine: OffloadEngine, ranks: list[FakeRank], keys: list[bytes]) -> None:
+    write_blocks(ranks, range(len(keys)), keys)
+    op = engine.begin_store(keys, range(len(keys))).op
+    for rank in ranks:
+        rank.submit(op)
+        rank.run_all()
+    engine.take_settled()
+
+
+def test_the_slowest_rank_decides_how_many_slots_are_usable(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=8, ranks=2)
+    fast, slow = FakeRank(engine, 0), FakeRank(engine, 1)
+    fast.pin(8)
+    assert engine.stats().usable_slots == 0
+    assert engine.readiness().state == "starting"
+    slow.pin(3)
+    assert engine.stats().usable_slots == 3
+    readiness = engine.readiness()
+    assert (readiness.state, readiness.reason) == ("pinning", "3 of 8 slots are pinned on every rank")
+    slow.pin(8)
+    assert (engine.readiness().state, engine.stats().usable_slots) == ("ready", 8)
+    engine.check_integrity()
+
+
+def test_traffic_flows_with_the_first_slot(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=8)
+    rank = FakeRank(engine)
+    rank.pin(1)
+    store(engine, [rank], [A])
+    assert engine.lookup([A]) == 1
+
+
+def test_readiness_shows_each_rank(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine(slots=8, ranks=2)
+    rank = FakeRank(engine, 1)
+    rank.pin(2)
+    clock.advance(3.0)
+    silent, speaking = engine.readiness().ranks
+    assert (silent.boot_id, silent.state, silent.last_report_age_seconds) == (None, "starting", None)
+    assert (speaking.boot_id, speaking.pinned_slots, speaking.last_report_age_seconds) == (rank.boot_id, 2, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"), [("degraded", "rank 0 is degraded: no memory"), ("failed", "rank 0 is failed: no memory")]
+)
+def test_a_rank_in_trouble_degrades_the_whole(make_engine: MakeEngine, state: str, reason: str) -> None:
+    engine = make_engine()
+    (rank,) = make_ranks(engine)
+    rank.state, rank.error = state, "no memory"  # type: ignore[assignment]
+    rank.report()
+    readiness = engine.readiness()
+    assert (readiness.state, readiness.reason) == ("degraded", reason)
+
+
+def test_a_rank_without_its_copy_thread_gets_no_traffic(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    (rank,) = make_ranks(engine)
+    store(engine, [rank], [A])
+    rank.state = "failed"
+    rank.report()
+    assert engine.lookup([A]) == 0
+    assert engine.begin_store([B], [0]).outcomes == {"dropped_not_ready": 1}
+    rank.state = "ready"
+    rank.report()
+    assert engine.lookup([A]) == 1, "its memory is still there"
+
+
+def test_a_silent_rank_degrades_the_whole_until_it_speaks(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine(report_timeout=5.0)
+    (rank,) = make_ranks(engine)
+    clock.advance(5.5)
+    assert engine.readiness().reason == "rank 0 has been silent for 5.5 s"
+    rank.report()
+    assert engine.readiness().state == "ready"
+
+
+def test_a_restarted_rank_loses_everything_on_all_ranks(make_engine: MakeEngine) -> None:
+    engine = make_engine(ranks=2)
+    ranks = make_ranks(engine)
+    store(engine, ranks, [A, B])
+    engine.admin.pin([B], None)
+    ranks[1].restart(pinned=4)
+    assert engine.lookup([A]) == 0
+    stats = engine.stats()
+    assert (stats.slots.free, stats.rank_restarts, stats.evicted_blocks["rank_restart"]) == (4, 1, 2)
+    engine.check_integrity()
+    store(engine, ranks, [A])
+    assert engine.lookup([A]) == 1
+
+
+def test_a_restart_fails_what_the_rank_owed_and_keeps_slots_others_still_use(make_engine: MakeEngine) -> None:
+    engine = make_engine(ranks=2)
+    ranks = make_ranks(engine)
+    write_blocks(ranks, [0], [A])
+    op = engine.begin_store([A], [0]).op
+    assert op is not None
+    ranks[0].submit(op)
+    ranks[1].restart(pinned=4)
+    assert engine.take_settled() == []
+    assert engine.stats().slots.filling == 1, "rank 0 may still write the slot"
+    ranks[0].run_all()
+    (settled,) = engine.take_settled()
+    assert (settled.mark, settled.error) == ("failed", "rank 1: rank 1 has started anew")
+    assert engine.stats().slots.free == 4
+
+
+def test_a_store_that_a_lost_rank_had_finished_is_not_published(make_engine: MakeEngine) -> None:
+    engine = make_engine(ranks=2)
+    ranks = make_ranks(engine)
+    write_blocks(ranks, [0], [A])
+    op = engine.begin_store([A], [0]).op
+    assert op is not None
+    for rank in ranks:
+        rank.submit(op)
+    ranks[1].run_all()
+    ranks[1].restart(pinned=4)
+    ranks[0].run_all()
+    assert engine.lookup([A]) == 0
+    assert engine.stats().store_blocks["dropped_purged"] == 1
+    engine.check_integrity()
+
+
+def test_a_lease_breaks_when_a_rank_loses_its_memory(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    (rank,) = make_ranks(engine)
+    store(engine, [rank], [A])
+    lease = engine.acquire([A])
+    rank.restart(pinned=4)
+    with pytest.raises(LeaseError, match="a rank has lost its memory"):
+        engine.begin_load(lease, [7])
+    engine.release(lease)
+    assert engine.stats().slots.free == 4
+    engine.check_integrity()
+
+
+def test_a_late_report_of_a_dead_boot_is_not_believed(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    (rank,) = make_ranks(engine)
+    dead = rank.boot_id
+    rank.restart(pinned=4)
+    store(engine, [rank], [A])
+    rank.report(boot_id=dead)
+    assert engine.lookup([A]) == 1
+    stats = engine.stats()
+    assert (stats.stale_reports, stats.rank_restarts) == (1, 1)
+
+
+def test_memory_that_a_rank_takes_back_unasked_is_not_served(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    (rank,) = make_ranks(engine)
+    store(engine, [rank], [A, B])
+    rank.pin(1)
+    assert engine.contains([A, B]) == [True, False]
+    assert engine.stats().usable_slots == 1
+    engine.check_integrity()
+
+
+def test_reports_of_another_pool_are_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    good = RankReport(0, "boot", "ready", 64, 4, 4, 256, 256)
+    with pytest.raises(NotFoundError, match="rank is 1; allowed: 0 to 0"):
+        engine.report(replace(good, rank=1))
+    with pytest.raises(InvalidRequestError, match="slot_bytes 32; allowed: 64"):
+        engine.report(replace(good, slot_bytes=32))
+    with pytest.raises(InvalidRequestError, match="boot_id"):
+        engine.report(replace(good, boot_id=""))
+    assert engine.readiness().state == "starting"
+
+
+def test_ranks_are_told_what_is_wanted(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=4)
+    rank = FakeRank(engine)
+    desired = rank.pin(4)
+    assert desired == engine.desired()
+    assert (desired.engine_id, desired.capacity_slots, desired.paused, desired.pin_attempt) == (
+        engine.engine_id,
+        4,
+        False,
+        0,
+    )
+    engine.admin.pause_pinning(True)
+    engine.admin.retry_pinning()
+    desired = rank.report()
+    assert (desired.paused, desired.pin_attempt) == (True, 1)

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstow.control.recency import Links, RecencyList
+
+NUM_SLOTS = 12
+
+
+def make_list(*lists_of_slots: list[int]) -> RecencyList:
+    links = Links()
+    links.grow(NUM_SLOTS)
+    order = RecencyList(links)
+    for slots in lists_of_slots:
+        order.append(slots)
+    return order
+
+
+def test_the_first_of_a_prefix_is_the_hottest() -> None:
+    assert list(make_list([3, 1, 2])) == [2, 1, 3]
+
+
+def test_later_appends_are_hotter() -> None:
+    assert list(make_list([0, 1], [2, 3])) == [1, 0, 3, 2]
+
+
+def test_a_run_that_was_taken_out_goes_back_whole() -> None:
+    order = make_list([0, 1, 2], [3], [4, 5])
+    order.remove([0, 1, 2])
+    order.append([0, 1, 2])
+    assert list(order) == [3, 5, 4, 2, 1, 0]
+
+
+def test_absorbing_puts_the_other_list_at_the_hot_end() -> None:
+    links = Links()
+    links.grow(NUM_SLOTS)
+    cold, hot, empty = RecencyList(links), RecencyList(links), RecencyList(links)
+    cold.append([0, 1])
+    hot.append([2, 3])
+    cold.absorb(hot)
+    cold.absorb(empty)
+    empty.absorb(cold)
+    assert list(empty) == [1, 0, 3, 2]
+    assert list(cold) == list(hot) == []
+    assert len(empty) == 4
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["append", "remove", "pop"]), st.lists(st.integers(0, NUM_SLOTS - 1), max_size=6))
+    )
+)
+def test_it_behaves_like_a_plain_list(steps: list[tuple[str, list[int]]]) -> None:
+    order = make_list()
+    model: list[int] = []
+    for action, numbers in steps:
+        slots = list(dict.fromkeys(numbers))
+        if action == "append":
+            slots = [slot for slot in slots if slot not in model]
+            order.append(slots)
+            model += reversed(slots)
+        elif action == "remove":
+            slots = [slot for slot in slots if slot in model]
+            order.remove(slots)
+            model = [slot for slot in model if slot not in slots]
+        else:
+            assert order.pop_coldest(len(slots)) == model[: len(slots)]
+            model = model[len(slots) :]
+        assert list(order) == model
+        assert len(order) == len(model)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstow.control.slots import SlotMap
+
+
+def test_free_neighbours_are_given_out_together() -> None:
+    slots = SlotMap()
+    slots.set_limit(6)
+    assert slots.allocate(4) == [0, 1, 2, 3]
+    slots.release([1, 2])
+    assert slots.allocate(4) == [4, 5, 1, 2]
+    assert slots.free == 0
+
+
+def test_a_used_slot_above_the_limit_leaves_when_it_is_released() -> None:
+    slots = SlotMap()
+    slots.set_limit(4)
+    slots.allocate(3)
+    slots.set_limit(1)
+    assert (slots.in_service, slots.free, slots.leaving) == (3, 0, 2)
+    slots.release([0, 2])
+    assert (slots.in_service, slots.free, slots.leaving) == (2, 1, 1)
+
+
+def test_a_slot_on_its_way_out_stays_when_the_limit_rises_again() -> None:
+    slots = SlotMap()
+    slots.set_limit(3)
+    slots.allocate(3)
+    slots.set_limit(0)
+    slots.set_limit(3)
+    assert (slots.in_service, slots.free, slots.leaving) == (3, 0, 0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "release", "limit"]), st.integers(0, 9))))
+def test_counts_follow_the_slots(steps: list[tuple[str, int]]) -> None:
+    slots = SlotMap()
+    used: list[int] = []
+    for action, number in steps:
+        if action == "allocate":
+            given_out = slots.allocate(min(number, slots.free))
+            assert not set(given_out) & set(used)
+            assert all(slot < slots.limit for slot in given_out)
+            used += given_out
+        elif action == "release":
+            slots.release(used[:number])
+            del used[:number]
+        else:
+            slots.set_limit(number)
+        assert slots.used_slots() == set(used)
+        assert slots.counted() == (slots.free, slots.in_service)
+        assert slots.leaving == sum(slot >= slots.limit for slot in used)
+        assert slots.free == slots.limit - sum(slot < slots.limit for slot in used)

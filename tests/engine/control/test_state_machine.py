@@ -1,0 +1,376 @@
+"""Random schedules of everything that may happen to the control plane, over ranks whose copies run late, out of
+order, failing, or never. The contents of blocks and slots are real (see `FakeRank`), so a wrong decision of the
+engine shows as a wrong byte. The mutants at the end take one protection out each: the machine must notice."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.index import Index
+from kvstow.control.lease import Lease
+from kvstow.control.ledger import Ledger, OpenOp, Verdict
+from kvstow.control.state import ControlState, Settled
+from kvstow.control.sweep import Sweep
+from kvstow.errors import ConflictError, LeaseError
+from kvstow.messages import Completion, Mark, Op
+from kvstow.testing.clock import FakeClock
+from kvstow.testing.rank import FakeRank, make_ranks, write_blocks
+
+MAX_SLOTS = 6
+CHAINS = [[bytes([chain, depth]) for depth in range(4)] for chain in range(3)]
+ACTIONS = {  # who: what, as often as it is named
+    "host": ["store"] * 8 + ["look up"] * 6 + ["load"] * 6 + ["release"],
+    "copy": ["copy"] * 10 + ["copy all", "copy of one rank"] * 3 + ["fail", "gather", "gather", "repeat", "repeat"],
+    "trouble": ["restart", "silence", "pin", "pin", "report", "report"],
+    "operate": ["evict", "idle", "purge", "pin", "unpin", "resize", "policy", "gate"],
+}
+
+
+class Traffic(RuleBasedStateMachine):
+    """A host with a few request chains, its ranks, and an operator."""
+
+    engine: OffloadEngine
+
+    @initialize(num_ranks=st.integers(1, 3), slots=st.integers(2, MAX_SLOTS), policy=st.sampled_from(["lru", "arc"]))
+    def start(self, num_ranks: int, slots: int, policy: str) -> None:
+        self.clock = FakeClock()
+        config = EngineConfig(slot_bytes=1, capacity_slots=slots, num_ranks=num_ranks, policy=policy)
+        self.engine = OffloadEngine(config, clock=self.clock)
+        self.ranks = make_ranks(self.engine)
+        self.leases: list[Lease] = []
+        self.loads: dict[int, tuple[Op, Lease, list[str]]] = {}
+        self.stores: dict[int, Op] = {}
+        self.said: list[tuple[int, str, int, Mark]] = []
+        self.sweep: Sweep | None = None
+        self.gate_closed = False
+        self.next_block = 0
+        logging.getLogger("kvstow").setLevel(logging.CRITICAL)  # failures are the rule here
+
+    # One rule: of several, hypothesis leaves some out of most runs, and without hosts or copies nothing happens.
+    @rule(
+        action=st.sampled_from([(who, what) for who, things in ACTIONS.items() for what in things]),
+        pick=st.integers(0, 251),
+    )
+    def act(self, action: tuple[str, str], pick: int) -> None:
+        who, what = action
+        {"host": self.host, "copy": self.copy, "trouble": self.trouble, "operate": self.operate}[who](what, pick)
+
+    def host(self, what: str, pick: int) -> None:
+        chain = CHAINS[pick % len(CHAINS)]
+        if what == "store":
+            self.store(chain[: 1 + pick % 4])
+        elif what == "look up":
+            lease = self.engine.acquire(chain)
+            assert lease.keys == tuple(chain[: len(lease.slots)])
+            self.leases.append(lease)
+        elif self.leases:
+            lease = self.leases.pop(pick % len(self.leases))
+            if what == "load" and lease.slots:
+                self.load(lease)
+            else:
+                self.engine.release(lease)
+
+    def store(self, keys: list[bytes]) -> None:
+        blocks = self.fresh_blocks(len(keys))
+        write_blocks(self.ranks, blocks, keys)
+        op = self.engine.begin_store(keys, blocks).op
+        if op:
+            self.stores[op.op_id] = op
+            self.submit(op)
+
+    def load(self, lease: Lease) -> None:
+        try:
+            op = self.engine.begin_load(lease, self.fresh_blocks(len(lease.slots)))
+        except LeaseError:
+            self.engine.release(lease)
+            return
+        self.loads[op.op_id] = (op, lease, [rank.boot_id for rank in self.ranks])
+        self.submit(op)
+
+    def copy(self, what: str, pick: int) -> None:
+        queued = [(rank, op) for rank in self.ranks for op in rank.queue.values()]
+        if what == "repeat" and self.said:
+            rank_number, boot_id, op_id, mark = self.said[pick % len(self.said)]  # however long ago
+            self.engine.complete(rank_number, boot_id, [Completion(op_id, mark)])
+        elif queued and what != "repeat":
+            rank, op = queued[pick % len(queued)]
+            if what == "gather" and op.direction == "store":
+                rank.gather(op.op_id)  # read now, write the slots later
+            elif what in ("copy", "fail"):
+                self.copy_one(rank, op, fail=what == "fail")
+            elif what != "gather":
+                for each, waiting in queued:
+                    if what == "copy all" or each is rank:
+                        self.copy_one(each, waiting)
+        self.settle()
+
+    def copy_one(self, rank: FakeRank, op: Op, *, fail: bool = False) -> None:
+        assert max(op.slots) < rank.pinned, "a slot that is not pinned was given out, or taken back in use"
+        self.said.append((rank.rank, rank.boot_id, op.op_id, "failed" if fail else "done"))
+        rank.run(op.op_id, fail=fail)
+
+    def trouble(self, what: str, pick: int) -> None:
+        rank = self.ranks[pick % len(self.ranks)]
+        if what == "restart":
+            rank.restart(min(pick % 3 * 3, self.engine.desired().capacity_slots))
+        elif what == "silence":
+            self.clock.advance(40.0)
+            self.engine.tick()
+        elif what == "pin":
+            rank.pin(min(rank.pinned + 2, self.engine.desired().capacity_slots))
+        else:
+            for each in self.ranks:
+                each.report()
+        self.settle()
+
+    # -- the operator ---------------------------------------------------------------------------------------
+
+    def operate(self, what: str, pick: int) -> None:
+        admin = self.engine.admin
+        chain = CHAINS[pick % len(CHAINS)]
+        if self.gate_closed:
+            self.open_gate()
+        elif self.sweep:
+            self.go_on_with_resize(pick)
+        elif what == "evict":
+            admin.evict(slots=1 + pick % 3).run()
+        elif what == "idle":
+            admin.evict(idle_seconds=10.0).run()
+        elif what == "purge":
+            self.purge(pick)
+        elif what == "pin":
+            admin.pin(chain[:2], 5.0 if pick % 2 else None)
+        elif what == "unpin":
+            admin.unpin(chain if pick % 2 else None)
+        elif what == "policy":
+            admin.set_policy("lru" if pick % 2 else "arc")
+        elif what == "gate":
+            self.close_gate(pick)
+        else:
+            self.resize(1 + pick % MAX_SLOTS)
+
+    def go_on_with_resize(self, pick: int) -> None:
+        assert self.sweep is not None
+        if pick % 3:
+            self.sweep.run()
+        else:
+            self.sweep.cancel()
+        self.sweep = None if self.sweep.finished else self.sweep
+
+    def open_gate(self) -> None:
+        self.engine.admin.undrain()
+        self.engine.admin.set_bypass(load=False, store=False, ttl_seconds=None)
+        self.gate_closed = False
+
+    def close_gate(self, pick: int) -> None:
+        if pick % 2:
+            self.engine.admin.drain("all" if pick % 4 == 1 else "stop_stores", None)
+        else:
+            self.engine.admin.set_bypass(load=pick % 4 == 0, store=pick % 4 == 2, ttl_seconds=30.0)
+        self.gate_closed = True
+
+    def resize(self, slots: int) -> None:
+        try:
+            self.sweep = self.engine.admin.resize(slots)
+        except ConflictError:
+            return  # pinned blocks are in the way
+
+    def purge(self, pick: int) -> None:
+        chain = CHAINS[pick % len(CHAINS)]
+        if pick % 5 == 0:
+            self.engine.admin.purge(everything=True).run()
+            assert self.engine.stats().slots.cached == 0
+        elif pick % 5 < 3:
+            self.engine.admin.purge(key_prefixes=[chain[0][:1]]).run()
+        else:
+            self.engine.admin.purge(keys=chain).run()
+        if pick % 5:
+            assert not any(self.engine.contains(chain))
+
+    # -- what must be true ----------------------------------------------------------------------------------
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "ranks"):
+            self.engine.check_integrity()
+            stats = self.engine.stats()
+            assert stats.slots.usable == stats.usable_slots
+
+    def teardown(self) -> None:
+        """Let everything end: nothing may be left behind."""
+        logging.getLogger("kvstow").setLevel(logging.NOTSET)
+        if not hasattr(self, "ranks"):
+            return
+        for lease in self.leases:
+            self.engine.release(lease)
+        if self.sweep:
+            self.sweep.cancel()
+        for rank in self.ranks:
+            rank.run_all()
+        self.settle()
+        stats = self.engine.stats()
+        assert not self.loads, f"loads {list(self.loads)} never settled"
+        assert not self.stores, f"stores {list(self.stores)} never settled"
+        assert (stats.pending.loads, stats.pending.stores, stats.leases) == (0, 0, 0)
+        assert (stats.slots.leased, stats.slots.filling, stats.slots.quarantined) == (0, 0, 0)
+        self.engine.check_integrity()
+
+    # -- parts ----------------------------------------------------------------------------------------------
+
+    def fresh_blocks(self, count: int) -> list[int]:
+        self.next_block += count
+        return list(range(self.next_block - count, self.next_block))
+
+    def submit(self, op: Op) -> None:
+        for rank in self.ranks:
+            rank.submit(op)
+
+    def settle(self) -> None:
+        for settled in self.engine.take_settled():
+            if settled.direction == "store":
+                self.settle_store(settled)
+            else:
+                self.settle_load(settled)
+
+    def settle_store(self, settled: Settled) -> None:
+        """The host uses the blocks for something else from now on."""
+        for rank in self.ranks:
+            rank.blocks.update(dict.fromkeys(settled.blocks, b"overwritten"))
+        if settled.mark != "source_free":
+            del self.stores[settled.op_id]
+
+    def settle_load(self, settled: Settled) -> None:
+        op, lease, boots = self.loads.pop(settled.op_id)
+        if settled.mark != "done":
+            return
+        for rank, boot_id in zip(self.ranks, boots, strict=True):
+            if rank.boot_id == boot_id:
+                assert op.op_id not in rank.queue, "a load is done although a rank has not copied it"
+                assert tuple(rank.blocks[block] for block in op.blocks) == lease.keys, "wrong bytes were loaded"
+        event("a load was verified")
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=300, stateful_step_count=80, deadline=None)
+
+
+# -- mutants ------------------------------------------------------------------------------------------------------
+
+
+def without_leases(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Index, "hold", lambda self, slots, now: None)
+    patch.setattr(Index, "unhold", lambda self, slots: [])
+
+
+def visible_at_submission(patch: pytest.MonkeyPatch) -> None:
+    begin_store = OffloadEngine.begin_store
+
+    def publish_at_once(self: OffloadEngine, keys: list[bytes], blocks: list[int], **rest: str) -> object:
+        grant = begin_store(self, keys, blocks, **rest)
+        if grant.op:
+            state: ControlState = self._state
+            entry = state.ledger.get(grant.op.op_id)
+            assert entry is not None
+            state.index.publish(entry.keys, grant.op.slots, 0.0)
+            entry.keys, entry.op = (), Op(grant.op.op_id, "store", (), ())
+        return grant
+
+    patch.setattr(OffloadEngine, "begin_store", publish_at_once)
+
+
+def first_rank_decides(patch: pytest.MonkeyPatch) -> None:
+    record = Ledger.record
+
+    def settle_at_first_word(self: Ledger, rank: int, completion: Completion) -> Verdict:
+        verdict = record(self, rank, completion)
+        return Verdict.SETTLED if verdict is Verdict.PROGRESS and completion.mark != "source_free" else verdict
+
+    patch.setattr(Ledger, "record", settle_at_first_word)
+
+
+def repeated_words_count(patch: pytest.MonkeyPatch) -> None:
+    record = Ledger.record
+
+    def count_words(self: Ledger, rank: int, completion: Completion) -> Verdict:
+        entry: OpenOp | None = self.get(completion.op_id)
+        if entry and completion.mark != "source_free" and rank not in entry.pending:
+            rank = min(entry.pending)
+        return record(self, rank, completion)
+
+    patch.setattr(Ledger, "record", count_words)
+
+
+def op_ids_are_reused(patch: pytest.MonkeyPatch) -> None:
+    close = Ledger.close
+
+    def forget(self: Ledger, op_id: int) -> OpenOp:
+        entry = close(self, op_id)
+        if not len(self):
+            self._last_op_id = 0
+        return entry
+
+    patch.setattr(Ledger, "close", forget)
+
+
+def dead_boots_are_believed(patch: pytest.MonkeyPatch) -> None:
+    complete = OffloadEngine.complete
+
+    def believe(self: OffloadEngine, rank: int, boot_id: str, completions: list[Completion]) -> None:
+        complete(self, rank, self._state.ranks.boot_id(rank) or boot_id, completions)
+
+    patch.setattr(OffloadEngine, "complete", believe)
+    op_ids_are_reused(patch)
+
+
+def restarts_keep_the_index(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ControlState, "vacate_all", lambda self, low, high, reason: None)
+
+
+def resize_does_not_wait(patch: pytest.MonkeyPatch) -> None:
+    desired = OffloadEngine._desired
+
+    def at_once(self: OffloadEngine) -> object:
+        self._state.capacity = self._state.ceiling
+        return desired(self)
+
+    patch.setattr(OffloadEngine, "_desired", at_once)
+
+
+MUTANTS = [
+    without_leases,
+    visible_at_submission,
+    first_rank_decides,
+    repeated_words_count,
+    op_ids_are_reused,
+    dead_boots_are_believed,
+    restarts_keep_the_index,
+    resize_does_not_wait,
+]
+
+
+@pytest.mark.parametrize("mutate", MUTANTS)
+def test_taking_out_a_protection_is_noticed(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    monkeypatch.setattr(Traffic, "books_balance", lambda self: None)  # the bytes alone must tell
+    search = settings(
+        max_examples=2000,
+        stateful_step_count=80,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(Traffic, settings=search)
