@@ -12,7 +12,8 @@ from typing import Protocol
 
 import httpx
 
-from kvstow.messages import DesiredState, RankReport
+from kvstow.bytesize import format_size
+from kvstow.messages import DesiredState, RankReport, RankState
 
 logger = logging.getLogger("kvstow.agent")
 
@@ -60,7 +61,8 @@ class RankAgent:
     """Reports once a second and on change, and applies the desired state of every answer.
 
     Guarantees: no failure ends the thread, neither of the server nor of the rank: the next beat tries again,
-    and only the first failure and the recovery are logged. `stop` is idempotent and waits for a beat under way.
+    and only the first failure and the recovery are logged, and each change of the rank's state. `stop` is
+    idempotent and waits for a beat under way.
     """
 
     def __init__(self, rank: int, source: ReportingRank, server: AdminAddress, *, interval: float = 1.0) -> None:
@@ -71,6 +73,7 @@ class RankAgent:
         self._sent = 0
         self._failed = 0
         self._failing = False
+        self._state: RankState | None = None
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvstow-agent-{rank}", daemon=True)
@@ -101,6 +104,7 @@ class RankAgent:
     def _beat(self, client: httpx.Client) -> None:
         try:
             report = self._source.report()
+            self._log_change(report)
             answer = client.post(f"/v1/ranks/{self._rank}/report", json=report.to_json())
             answer.raise_for_status()
             self._source.apply(DesiredState.from_json(answer.json()))
@@ -114,6 +118,21 @@ class RankAgent:
             if self._failing:
                 logger.info("rank %d: reports arrive again after %d failures", self._rank, self._failed)
             self._failing = False
+
+    def _log_change(self, report: RankReport) -> None:
+        if report.state == self._state:
+            return
+        self._state = report.state
+        logger.log(
+            logging.WARNING if report.error else logging.INFO,
+            "rank %d is %s: %s of %s pinned (%s)%s",
+            self._rank,
+            report.state,
+            format_size(report.pinned_bytes),
+            format_size(report.target_bytes),
+            report.pin_mode,
+            "".join(f"; {words}" for words in (report.notice, report.error) if words),
+        )
 
 
 def _unless_http(error: Exception) -> Exception | None:

@@ -31,7 +31,6 @@ class Fleet:
     """
 
     def __init__(self, num_ranks: int, pool: PoolConfig, kv_blocks: int, server: AdminAddress) -> None:
-        self.built = threading.Event()
         self._num_ranks = num_ranks
         self._pool = pool
         self._kv_blocks = kv_blocks
@@ -39,6 +38,7 @@ class Fleet:
         self._local: list[LocalRank] = []
         self._resources = ExitStack()
         self._closing = threading.Event()
+        self._settled = threading.Event()
         self._thread = threading.Thread(target=self._build, name="kvstow-fleet", daemon=True)
 
     def start(self) -> None:
@@ -46,13 +46,14 @@ class Fleet:
 
     def ranks(self) -> list[LocalRank] | None:
         """Every rank, or None when one could not be built. Waits until that is known, or until `close`."""
-        self.built.wait()
+        self._settled.wait()
         return list(self._local) if len(self._local) == self._num_ranks else None
 
     def close(self) -> None:
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join(_BUILD_SECONDS)
+        self._settled.set()
         self._resources.close()
 
     def _build(self) -> None:
@@ -64,7 +65,7 @@ class Fleet:
         except Exception:  # the missing reports fail readiness
             logger.exception("the ranks could not be started")
         finally:
-            self.built.set()
+            self._settled.set()
 
     def _build_or_explain(self, rank: int) -> ReportingRank:
         try:

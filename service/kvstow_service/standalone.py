@@ -12,7 +12,7 @@ import kvstow
 from kvstow.bytesize import format_size
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import InsufficientMemoryError
-from kvstow.memory.limits import MemoryLimits
+from kvstow.memory.limits import RESERVE_BYTES, MemoryLimits
 from kvstow_api.app import create_app
 from kvstow_api.auth import TokenFile, require_token
 from kvstow_api.context import ApiContext
@@ -95,18 +95,19 @@ def run_service(settings: Settings) -> int:
 
 
 def require_memory(settings: Settings, *, kv_blocks: int) -> int:
-    """Bytes that the pools of all ranks may have together. Raises `InsufficientMemoryError` if that is too little."""
-    headroom = MemoryLimits().headroom()
+    """Bytes that the pools of all ranks may have together. Raises `InsufficientMemoryError` if that is too little:
+    each pool checks for itself, but only together they may be too large."""
+    limits = MemoryLimits()
     pools = settings.ranks * settings.pool_size
-    if headroom is None:
-        return pools
     caches = settings.ranks * kv_blocks * settings.slot_size
-    if pools + caches > headroom.num_bytes:
+    shortage = limits.shortage(pools + caches)
+    if shortage is not None:
         cache_words = f" and {format_size(caches)} of KV cache" if caches else ""
         raise InsufficientMemoryError(
-            f"{settings.ranks} x {format_size(settings.pool_size)} of pool{cache_words} cannot fit: {headroom.limit}"
+            f"{settings.ranks} x {format_size(settings.pool_size)} of pool{cache_words} cannot fit: {shortage.message}"
         )
-    return headroom.num_bytes - caches
+    headroom = limits.headroom()
+    return pools if headroom is None else headroom.num_bytes - RESERVE_BYTES - caches
 
 
 def public_settings(settings: Settings) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvstow.messages import DesiredState, RankReport
+from kvstow.messages import DesiredState, RankReport, RankState
 from kvstow_service.agent import AdminAddress, RankAgent
 
 LONG = 60.0  # an interval that no test waits for
@@ -25,13 +25,15 @@ class FakeRank:
 
     pinned: int = 0
     fails: bool = False
+    error: str | None = None
     applied: list[DesiredState] = field(default_factory=list)
     callback: Callable[[], None] | None = None
 
     def report(self) -> RankReport:
         if self.fails:
             raise RuntimeError("the rank is confused")
-        return RankReport(1, "boot", "pinning", 4096, self.pinned, 8, self.pinned * 4096, 8 * 4096)
+        state: RankState = "degraded" if self.error else "pinning"
+        return RankReport(1, "boot", state, 4096, self.pinned, 8, self.pinned * 4096, 8 * 4096, error=self.error)
 
     def apply(self, desired: DesiredState) -> None:
         self.applied.append(desired)
@@ -152,8 +154,8 @@ def test_a_server_that_is_away_is_tried_again_and_logged_once(
     eventually(lambda: agent.stats.sent > sent, "reports after the server came back")
     agent.stop()
     assert not agent.stats.failing
-    levels = [record.levelname for record in caplog.records if record.name == "kvstow.agent"]
-    assert levels == ["WARNING", "INFO"]
+    messages = [record.getMessage() for record in caplog.records if "report" in record.getMessage()]
+    assert [message.split(":")[1].split(" ")[1] for message in messages] == ["report", "reports"]
 
 
 @pytest.mark.parametrize("desired", [{"engine_id": "e"}, {"engine_id": "e", "capacity_slots": -1}, []])
@@ -187,6 +189,22 @@ def test_the_thread_outlives_a_rank_that_raises(
     rank.fails = False
     eventually(lambda: rank.applied, "reports after the rank came to its senses")
     assert "RuntimeError: the rank is confused" in caplog.text
+
+
+def test_a_change_of_the_ranks_state_is_logged_once(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvstow.agent")
+    _, listeners = serving(admin.app())
+    agent = start(listeners.url, interval=0.01)
+    eventually(lambda: agent.stats.sent >= 2)
+    rank.error = "memlock is 64 KiB"
+    eventually(lambda: admin.reports[-1].error)
+    agent.stop()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records if "rank 1 is" in record.message] == [
+        ("INFO", "rank 1 is pinning: 0 B of 32 KiB pinned (none)"),
+        ("WARNING", "rank 1 is degraded: 0 B of 32 KiB pinned (none); memlock is 64 KiB"),
+    ]
 
 
 def test_stop_is_idempotent_and_ends_the_thread(serving: Any, start: Any, admin: FakeAdmin, eventually: Any) -> None:

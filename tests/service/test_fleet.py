@@ -85,8 +85,9 @@ def test_close_is_idempotent_and_leaves_no_thread_and_no_memory(
     }
 
 
-def test_one_that_was_never_started_can_be_closed(fleet: Fleet) -> None:
+def test_one_that_was_never_started_can_be_closed_and_has_no_ranks(fleet: Fleet) -> None:
     fleet.close()
+    assert fleet.ranks() is None
 
 
 def test_a_rank_that_cannot_be_built_says_why_and_the_others_go_on(
