@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.lease import Lease
-from kvstow.messages import Completion, Op, RankReport
+from kvstow.messages import Completion, Mark, Op, RankReport
 from kvstow.testing.clock import FakeClock
 from kvstow_api.app import create_app
 from kvstow_api.context import ApiContext
@@ -51,11 +51,11 @@ class Ranks:
         for rank in range(self.engine.config.num_ranks):
             self.engine.report(self.make_report(rank, **changes))
 
-    def finish(self, op: Op) -> None:
-        """Every rank says that the op is done."""
-        done = Completion(op.op_id, "done", num_bytes=len(op.slots) * SLOT_BYTES, seconds=0.001)
+    def finish(self, op: Op, mark: Mark = "done") -> None:
+        """Every rank says this of the op."""
+        said = Completion(op.op_id, mark, num_bytes=len(op.slots) * SLOT_BYTES, seconds=0.001)
         for rank in range(self.engine.config.num_ranks):
-            self.engine.complete(rank, f"boot-{rank}", [done])
+            self.engine.complete(rank, f"boot-{rank}", [said])
 
     def begin_store(self, keys: Sequence[bytes]) -> Op:
         op = self.engine.begin_store(keys, range(len(keys)), request_id="r-store").op

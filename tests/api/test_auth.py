@@ -82,16 +82,12 @@ async def test_a_change_without_a_good_token_is_refused(
 
 
 @pytest.mark.parametrize("change", CHANGES)
-async def test_the_admin_token_opens_every_change(
-    guarded: httpx.AsyncClient, change: tuple[str, str, Any]
-) -> None:
+async def test_the_admin_token_opens_every_change(guarded: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
     assert (await ask(guarded, change, ADMIN)).status_code in (200, 202, 404, 422)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-async def test_the_agent_token_opens_only_the_report(
-    guarded: httpx.AsyncClient, change: tuple[str, str, Any]
-) -> None:
+async def test_the_agent_token_opens_only_the_report(guarded: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
     expected = 422 if change[1].endswith("/report") else 403
     assert (await ask(guarded, change, AGENT)).status_code == expected
 

@@ -33,8 +33,6 @@ def test_a_context_does_not_show_its_agent_token(engine: OffloadEngine) -> None:
 
 
 def test_an_application_does_not_start_without_its_token(engine: OffloadEngine, tmp_path: Path) -> None:
-    context = ApiContext(
-        engine=engine, max_capacity_slots=16, version="1", mode="test", token_file=tmp_path / "absent"
-    )
+    context = ApiContext(engine=engine, max_capacity_slots=16, version="1", mode="test", token_file=tmp_path / "absent")
     with pytest.raises(ConfigError, match="token_file"):
         create_app(context)

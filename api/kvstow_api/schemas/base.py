@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 
 class Body(BaseModel):
     """A request body: no unknown fields, no conversions, no NaN or infinity."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Query(BaseModel):
@@ -25,6 +25,15 @@ class View(BaseModel):
 
     model_config = ConfigDict(from_attributes=True, frozen=True)
 
+
+def _require_true(value: bool) -> bool:
+    if not value:
+        raise PydanticCustomError("only_true", "must be {allowed}, or left out", {"allowed": "true"})
+    return value
+
+
+OnlyTrue = Annotated[bool, AfterValidator(_require_true), Field(json_schema_extra={"const": True})]
+"""`true`, and not the 1 that `Literal[True]` takes for it."""
 
 Seconds = Annotated[float, Field(ge=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvstow.stats import EngineStats
-from kvstow_api.schemas.base import Body, Count, KeyList, PositiveSeconds, Query, Seconds, View, require_one
+from kvstow_api.schemas.base import Body, Count, KeyList, OnlyTrue, PositiveSeconds, Query, Seconds, View, require_one
 
 POOL_NAME = "host"
 
@@ -136,7 +136,7 @@ class PurgeBody(Body):
     """Exactly one selector. `all`, `keys` and `key_prefixes` take pinned and leased blocks, too; the others
     only what eviction may take."""
 
-    everything: Literal[True] | None = Field(None, alias="all", examples=[True])
+    everything: OnlyTrue | None = Field(None, alias="all", examples=[True])
     keys: KeyList | None = None
     key_prefixes: KeyList | None = None
     idle_seconds: Seconds | None = None
@@ -175,7 +175,7 @@ class UnpinBody(Body):
     """Exactly one of `keys` and `all`."""
 
     keys: KeyList | None = None
-    everything: Literal[True] | None = Field(None, alias="all")
+    everything: OnlyTrue | None = Field(None, alias="all")
 
     @model_validator(mode="after")
     def _has_one_selector(self) -> Self:

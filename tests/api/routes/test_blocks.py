@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.testing.clock import FakeClock
+
+pytestmark = pytest.mark.anyio
+
+BLOCKS = "/v1/pools/host/blocks"
+
+
+async def test_pages_list_every_block_once(client: httpx.AsyncClient, ranks: Any, keys: list[bytes]) -> None:
+    ranks.store(keys[:10])
+    found: list[str] = []
+    token: str | None = ""
+    pages = 0
+    while token is not None:
+        body = (await client.get(BLOCKS, params={"page_size": 4, "page_token": token})).json()
+        assert len(body["items"]) <= 4
+        found += [item["key"] for item in body["items"]]
+        token = body["next_page_token"]
+        pages += 1
+    assert sorted(found) == sorted(key.hex() for key in keys[:10])
+    assert pages in (3, 4)
+
+
+async def test_a_page_reaches_over_empty_stretches(launch: Any, ranks: Any, keys: list[bytes]) -> None:
+    engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=5000, num_ranks=2))
+    wide = type(ranks)(engine)
+    wide.report()
+    many = [number.to_bytes(4, "big") for number in range(5000)]
+    wide.store(many)
+    engine.admin.purge(keys=many[:4990]).run()
+    client = await launch(engine=engine, max_capacity_slots=5000)
+    body = (await client.get(BLOCKS)).json()
+    assert len(body["items"]) == 10
+
+
+async def test_a_block_is_shown_with_its_state(
+    client: httpx.AsyncClient, engine: OffloadEngine, clock: FakeClock, ranks: Any, keys: list[bytes]
+) -> None:
+    ranks.store(keys[:3])
+    clock.advance(2.0)
+    ranks.lease(keys[:1])
+    engine.admin.pin(keys[1:2], 60.0)
+    leased, pinned, cached = [(await client.get(f"{BLOCKS}/{key.hex().upper()}")).json() for key in keys[:3]]
+    assert (leased["state"], leased["leases"], leased["idle_seconds"]) == ("leased", 1, 0.0)
+    assert (pinned["state"], pinned["pin_ttl_seconds"]) == ("pinned", 60.0)
+    slot = cached.pop("slot")
+    assert 0 <= slot < 16
+    assert cached == {
+        "key": keys[2].hex(),
+        "state": "cached",
+        "age_seconds": 2.0,
+        "idle_seconds": 2.0,
+        "leases": 0,
+        "pin_ttl_seconds": None,
+    }
+
+
+@pytest.mark.parametrize(("key", "status"), [("0000ffff", 404), ("xyz", 422), ("abc", 422), ("%20", 422)])
+async def test_a_block_that_is_not_there_is_a_problem(client: httpx.AsyncClient, key: str, status: int) -> None:
+    assert (await client.get(f"{BLOCKS}/{key}")).status_code == status
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["page_size=0", "page_size=1001", "page_size=x", "page_token=x", "page_token=AAAA", "page_token=%C3%A9", "size=1"],
+)
+async def test_a_bad_page_is_refused(client: httpx.AsyncClient, query: str) -> None:
+    assert (await client.get(f"{BLOCKS}?{query}")).status_code == 422
+
+
+async def test_a_token_beyond_the_pool_is_the_end(client: httpx.AsyncClient, ranks: Any) -> None:
+    body = (await client.get(BLOCKS, params={"page_token": "_" * 8})).json()
+    assert body == {"items": [], "next_page_token": None}

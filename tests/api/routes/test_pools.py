@@ -1,0 +1,470 @@
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.testing.clock import FakeClock
+
+pytestmark = pytest.mark.anyio
+
+HOST = "/v1/pools/host"
+SLOT_BYTES = 4096
+SELECTORS = [
+    {"slots": 1},
+    {"bytes": 4096},
+    {"idle_seconds": 0},
+]
+
+
+def texts(keys: list[bytes]) -> list[str]:
+    return [key.hex() for key in keys]
+
+
+def states(body: dict[str, Any]) -> dict[str, int]:
+    """The slots by state, after checking that they add up."""
+    slots: dict[str, int] = body["slots"]
+    assert sum(slots.values()) == body["usable_slots"]
+    return slots
+
+
+async def test_the_pool_is_shown_with_states_that_add_up(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
+) -> None:
+    ranks.store(keys[:6])
+    ranks.begin_store(keys[6:8])
+    ranks.lease(keys[:2])
+    engine.admin.pin(keys[2:3], None)
+    body = (await client.get(HOST)).json()
+    assert states(body) == {"free": 8, "filling": 2, "cached": 3, "leased": 2, "pinned": 1, "quarantined": 0}
+    del body["slots"]
+    assert body == {
+        "name": "host",
+        "slot_bytes": 4096,
+        "block_tokens": 16,
+        "capacity_slots": 16,
+        "capacity_bytes": 16 * 4096,
+        "max_capacity_slots": 32,
+        "max_capacity_bytes": 32 * 4096,
+        "usable_slots": 16,
+        "usable_bytes": 16 * 4096,
+        "policy": "lru",
+        "leases": 1,
+        "num_ranks": 2,
+    }
+
+
+async def test_quarantined_slots_add_up_too(
+    client: httpx.AsyncClient, engine: OffloadEngine, clock: FakeClock, ranks: Any, keys: list[bytes]
+) -> None:
+    op = ranks.begin_store(keys[:3])
+    ranks.finish(op, "source_free")
+    clock.advance(31.0)
+    engine.tick()
+    assert states((await client.get(HOST)).json())["quarantined"] == 3
+
+
+async def test_all_pools_are_the_host_pool(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/v1/pools")).json() == {"items": [(await client.get(HOST)).json()]}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "", None),
+        ("PATCH", "", {"policy": "arc"}),
+        ("POST", "/evict", {"slots": 1}),
+        ("POST", "/purge", {"all": True}),
+        ("POST", "/pin", {"keys": ["aa"]}),
+        ("POST", "/unpin", {"all": True}),
+        ("POST", "/retry", None),
+        ("GET", "/blocks", None),
+        ("GET", "/blocks/aa", None),
+    ],
+)
+async def test_another_pool_is_not_found(client: httpx.AsyncClient, method: str, path: str, body: Any) -> None:
+    answer = await client.request(method, f"/v1/pools/disk{path}", json=body)
+    assert (answer.status_code, answer.json()["detail"]) == (404, "there is no pool 'disk'; there is: host")
+
+
+# -- evict and purge ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "slots"), [({"slots": 3}, 3), ({"bytes": 2 * SLOT_BYTES + 1}, 3), ({"idle_seconds": 5}, 4)]
+)
+async def test_evict_removes_what_was_asked_for(
+    client: httpx.AsyncClient, clock: FakeClock, ranks: Any, keys: list[bytes], body: dict[str, Any], slots: int
+) -> None:
+    ranks.store(keys[:4])
+    clock.advance(5.0)
+    ranks.store(keys[4:8])
+    answer = await client.post(f"{HOST}/evict", json=body)
+    assert answer.status_code == 200
+    assert answer.json() == {"evicted_slots": slots, "evicted_bytes": slots * SLOT_BYTES, "dry_run": False}
+    assert ranks.engine.contains(keys[:8]).count(True) == 8 - slots
+
+
+@pytest.mark.parametrize("verb", ["evict", "purge"])
+@pytest.mark.parametrize("body", SELECTORS)
+async def test_a_dry_run_counts_and_changes_nothing(
+    client: httpx.AsyncClient, ranks: Any, keys: list[bytes], verb: str, body: dict[str, Any]
+) -> None:
+    ranks.store(keys[:4])
+    planned = (await client.post(f"{HOST}/{verb}", json={**body, "dry_run": True})).json()
+    assert ranks.engine.lookup(keys[:4]) == 4
+    done = (await client.post(f"{HOST}/{verb}", json=body)).json()
+    assert planned == {**done, "dry_run": True}
+    assert done["evicted_slots"] >= 1
+
+
+async def test_evict_spares_leased_and_pinned_blocks(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
+) -> None:
+    ranks.store(keys[:4])
+    ranks.lease(keys[:1])
+    engine.admin.pin(keys[1:2], None)
+    assert (await client.post(f"{HOST}/evict", json={"slots": 16})).json()["evicted_slots"] == 2
+    assert engine.contains(keys[:4]) == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"dry_run": True},
+        {"slots": 1, "bytes": 1},
+        {"slots": 1, "idle_seconds": 1},
+        {"slots": None},
+        {"slots": 0},
+        {"slots": -1},
+        {"slots": 1.0},
+        {"slots": "1"},
+        {"slots": True},
+        {"bytes": 0},
+        {"idle_seconds": -1},
+        {"idle_seconds": "1"},
+        {"idle_seconds": True},
+        {"slots": 1, "dry_run": "yes"},
+        {"slots": 1, "dry_run": 1},
+        {"num_bytes": 1},
+        {"ratio": 0.5},
+        [],
+        "slots",
+        None,
+    ],
+)
+async def test_a_bad_evict_changes_nothing(client: httpx.AsyncClient, ranks: Any, keys: list[bytes], body: Any) -> None:
+    ranks.store(keys[:4])
+    answer = await client.post(f"{HOST}/evict", json=body)
+    assert answer.status_code == 422
+    assert answer.json()["errors"]
+    assert ranks.engine.lookup(keys[:4]) == 4
+    assert (await client.get("/v1/operations")).json() == {"items": []}
+
+
+@pytest.mark.parametrize(
+    ("body", "left"),
+    [
+        ({"all": True}, [False, False, False, False]),
+        ({"keys": ["000001010101", "0000aaaa"]}, [True, False, True, True]),
+        ({"key_prefixes": ["000001", "000002"]}, [True, False, False, True]),
+        ({"slots": 4}, [True, False, False, False]),
+        ({"bytes": 1}, [True, True, True, False]),
+        ({"idle_seconds": 5}, [True, False, False, True]),
+        ({"age_seconds": 5}, [True, False, False, True]),
+    ],
+)
+async def test_purge_takes_its_selector(
+    client: httpx.AsyncClient,
+    engine: OffloadEngine,
+    clock: FakeClock,
+    ranks: Any,
+    keys: list[bytes],
+    body: dict[str, Any],
+    left: list[bool],
+) -> None:
+    ranks.store(keys[:3])
+    engine.admin.pin(keys[:1], None)
+    clock.advance(5.0)
+    ranks.report()
+    ranks.store(keys[3:4])
+    answer = await client.post(f"{HOST}/purge", json=body)
+    assert answer.status_code == 200
+    if "bytes" in body:
+        assert answer.json()["evicted_slots"] == engine.contains(keys[:4]).count(False) == 1
+    else:
+        assert engine.contains(keys[:4]) == left
+        assert answer.json()["evicted_slots"] == left.count(False)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"all": False},
+        {"all": True, "slots": 1},
+        {"all": 1},
+        {"keys": []},
+        {"keys": "00aa"},
+        {"keys": ["zz"]},
+        {"keys": ["0"]},
+        {"keys": [""]},
+        {"keys": [1, 2, 3]},
+        {"key_prefixes": []},
+        {"key_prefixes": [""]},
+        {"keys": ["aa"], "key_prefixes": ["aa"]},
+        {"everything": True},
+        {"age_seconds": -0.1},
+    ],
+)
+async def test_a_bad_purge_changes_nothing(client: httpx.AsyncClient, ranks: Any, keys: list[bytes], body: Any) -> None:
+    ranks.store(keys[:4])
+    assert (await client.post(f"{HOST}/purge", json=body)).status_code == 422
+    assert ranks.engine.lookup(keys[:4]) == 4
+
+
+# -- pins -----------------------------------------------------------------------------------------------------
+
+
+async def test_blocks_are_pinned_for_a_time_and_unpinned(
+    client: httpx.AsyncClient, engine: OffloadEngine, clock: FakeClock, ranks: Any, keys: list[bytes]
+) -> None:
+    ranks.store(keys[:3])
+    body = {"keys": texts(keys[:2]) + ["0000ffff"], "ttl_seconds": 10}
+    assert (await client.post(f"{HOST}/pin", json=body)).json() == {"changed": 2, "missing": 1}
+    assert states((await client.get(HOST)).json())["pinned"] == 2
+    one = {"keys": texts(keys[:1])}
+    assert (await client.post(f"{HOST}/unpin", json=one)).json() == {"changed": 1, "missing": 0}
+    assert (await client.post(f"{HOST}/unpin", json={"all": True})).json() == {"changed": 1, "missing": 0}
+    await client.post(f"{HOST}/pin", json={"keys": texts(keys[:1]), "ttl_seconds": None})
+    await client.post(f"{HOST}/pin", json={"keys": texts(keys[1:2]), "ttl_seconds": 0.5})
+    clock.advance(1.0)
+    engine.tick()
+    assert states((await client.get(HOST)).json())["pinned"] == 1
+
+
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [
+        ("pin", {}),
+        ("pin", {"keys": []}),
+        ("pin", {"keys": ["aa"], "ttl_seconds": 0}),
+        ("pin", {"keys": ["aa"], "ttl_seconds": -1}),
+        ("pin", {"keys": ["aa"], "ttl_seconds": "1"}),
+        ("pin", {"keys": ["xx"]}),
+        ("pin", {"all": True}),
+        ("unpin", {}),
+        ("unpin", {"all": False}),
+        ("unpin", {"all": True, "keys": ["aa"]}),
+        ("unpin", {"keys": ["a"]}),
+    ],
+)
+async def test_bad_pins_are_refused(client: httpx.AsyncClient, verb: str, body: Any) -> None:
+    assert (await client.post(f"{HOST}/{verb}", json=body)).status_code == 422
+
+
+async def test_retry_asks_the_ranks_to_pin_again(client: httpx.AsyncClient, engine: OffloadEngine) -> None:
+    answer = await client.post(f"{HOST}/retry")
+    assert (answer.status_code, answer.json()) == (202, {"pin_attempt": 1})
+    assert engine.desired().pin_attempt == 1
+
+
+# -- settings -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [{"capacity_slots": 24}, {"capacity_bytes": 25 * SLOT_BYTES - 1}])
+async def test_growing_is_done_at_once(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, body: dict[str, int]
+) -> None:
+    answer = await client.patch(HOST, json=body)
+    assert (answer.status_code, answer.json()["capacity_slots"]) == (200, 24)
+    assert answer.json()["usable_slots"] == 16
+    assert engine.desired().capacity_slots == 24
+
+
+async def test_shrinking_removes_what_lies_above(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
+) -> None:
+    ranks.store(keys)
+    planned = (await client.patch(HOST, json={"capacity_slots": 6, "dry_run": True})).json()
+    assert planned == {
+        "dry_run": True,
+        "capacity_slots": 6,
+        "policy": "lru",
+        "evicted_slots": 10,
+        "evicted_bytes": 10 * SLOT_BYTES,
+    }
+    assert engine.lookup(keys) == 16
+    body = (await client.patch(HOST, json={"capacity_slots": 6})).json()
+    assert states(body)["cached"] == 6
+    (operation,) = (await client.get("/v1/operations")).json()["items"]
+    assert operation["result"] == {"evicted_slots": 10, "evicted_bytes": 10 * SLOT_BYTES, "dry_run": False}
+    engine.check_integrity()
+
+
+async def test_the_policy_can_be_changed(client: httpx.AsyncClient, ranks: Any) -> None:
+    assert (await client.patch(HOST, json={"policy": "arc"})).json()["policy"] == "arc"
+    both = (await client.patch(HOST, json={"policy": "lru", "capacity_slots": 8})).json()
+    assert (both["policy"], both["capacity_slots"]) == ("lru", 8)
+
+
+async def test_a_dry_run_of_a_policy_changes_nothing(client: httpx.AsyncClient, ranks: Any) -> None:
+    planned = (await client.patch(HOST, json={"policy": "arc", "dry_run": True})).json()
+    assert (planned["policy"], planned["capacity_slots"], planned["evicted_slots"]) == ("arc", 16, 0)
+    assert (await client.get(HOST)).json()["policy"] == "lru"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"dry_run": True},
+        {"capacity_slots": 0},
+        {"capacity_slots": 33},
+        {"capacity_slots": "8"},
+        {"capacity_slots": 8.0},
+        {"capacity_slots": 8, "capacity_bytes": 4096},
+        {"capacity_bytes": SLOT_BYTES - 1},
+        {"capacity_bytes": 33 * SLOT_BYTES},
+        {"policy": "mru"},
+        {"policy": "arc", "capacity_slots": 33},
+        {"quota": 1},
+    ],
+)
+async def test_bad_settings_change_nothing(client: httpx.AsyncClient, ranks: Any, body: dict[str, Any]) -> None:
+    before = (await client.get(HOST)).json()
+    answer = await client.patch(HOST, json=body)
+    assert answer.status_code == 422
+    assert answer.json()["errors"]
+    assert (await client.get(HOST)).json() == before
+
+
+async def test_growing_beyond_the_host_names_its_maximum(client: httpx.AsyncClient) -> None:
+    slots = (await client.patch(HOST, json={"capacity_slots": 33})).json()
+    assert slots["errors"][0]["allowed"] == "1 to 32, the maximum of this host"
+    size = (await client.patch(HOST, json={"capacity_bytes": 33 * SLOT_BYTES})).json()
+    assert size["errors"][0]["allowed"] == f"4096 (one slot) to {32 * SLOT_BYTES}, the maximum of this host"
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+async def test_pinned_blocks_keep_the_pool_from_shrinking(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes], dry_run: bool
+) -> None:
+    ranks.store(keys)
+    engine.admin.pin(keys, None)
+    body = {"capacity_slots": 6, "policy": "arc", "dry_run": dry_run}
+    answer = await client.patch(HOST, json=body)
+    assert answer.status_code == 409
+    assert "unpin" in answer.json()["detail"]
+    after = (await client.get(HOST)).json()
+    assert (after["capacity_slots"], after["policy"]) == (16, "lru")
+
+
+async def test_an_etag_guards_against_a_lost_change(client: httpx.AsyncClient, ranks: Any) -> None:
+    etag = (await client.get(HOST)).headers["etag"]
+    changed = await client.patch(HOST, json={"capacity_slots": 8}, headers={"If-Match": f'"other", {etag}'})
+    assert changed.status_code == 200
+    assert changed.headers["etag"] == (await client.get(HOST)).headers["etag"] != etag
+    late = await client.patch(HOST, json={"capacity_slots": 9}, headers={"If-Match": etag})
+    assert (late.status_code, late.json()["code"]) == (412, "precondition_failed")
+    assert (await client.patch(HOST, json={"capacity_slots": 9}, headers={"If-Match": "*"})).status_code == 200
+
+
+# -- operations -----------------------------------------------------------------------------------------------
+
+
+async def test_a_resize_waits_for_a_lease_as_an_operation(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes], eventually: Any
+) -> None:
+    ranks.store(keys)
+    lease = ranks.lease(keys)
+    answer = await client.patch(HOST, json={"capacity_slots": 4}, params={"wait": 0})
+    assert answer.status_code == 202
+    assert answer.headers["retry-after"] == "1"
+    place = answer.headers["location"]
+    assert place == f"/v1/operations/{answer.json()['id']}"
+    assert (answer.json()["kind"], answer.json()["state"], answer.json()["result"]) == ("resize", "running", None)
+
+    async def is_waiting() -> bool:
+        return bool((await client.get(place)).json()["waiting"])
+
+    await eventually(is_waiting)
+    assert engine.desired().capacity_slots == 16
+    assert (await client.patch(HOST, json={"capacity_slots": 5})).status_code == 409
+    states((await client.get(HOST)).json())
+
+    engine.release(lease)
+
+    async def has_ended() -> bool:
+        return (await client.get(place)).json()["state"] == "succeeded"
+
+    await eventually(has_ended)
+    ended = (await client.get(place)).json()
+    assert ended["result"]["evicted_slots"] == 12
+    assert ended["progress"] == {"done": 12, "total": 12, "unit": "slots"}
+    assert ended["ended"] is not None
+    assert engine.desired().capacity_slots == 4
+
+
+async def test_a_cancelled_resize_puts_the_capacity_back(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes], eventually: Any
+) -> None:
+    ranks.store(keys)
+    ranks.lease(keys)
+    place = (await client.patch(HOST, json={"capacity_slots": 4}, params={"wait": 0})).headers["location"]
+    await client.post(f"{place}/cancel")
+
+    async def is_cancelled() -> bool:
+        return (await client.get(place)).json()["state"] == "cancelled"
+
+    await eventually(is_cancelled)
+    assert (await client.get(HOST)).json()["capacity_slots"] == 16
+    again = await client.post(f"{place}/cancel")
+    assert (again.status_code, again.json()["state"]) == (200, "cancelled")
+    engine.check_integrity()
+
+
+async def test_cancelled_while_waited_for_is_a_conflict(
+    client: httpx.AsyncClient, ranks: Any, keys: list[bytes], eventually: Any
+) -> None:
+    ranks.store(keys)
+    ranks.lease(keys)
+
+    async def is_running() -> bool:
+        items = (await client.get("/v1/operations", params={"state": "running"})).json()["items"]
+        for item in items:
+            await client.post(f"/v1/operations/{item['id']}/cancel")
+        return bool(items)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(eventually, is_running)
+        answer = await client.patch(HOST, json={"capacity_slots": 4}, params={"wait": 30})
+    assert answer.status_code == 409
+    assert "was cancelled" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("wait", ["-1", "31", "nan", "inf", "soon"])
+async def test_a_bad_wait_is_refused(client: httpx.AsyncClient, wait: str) -> None:
+    answer = await client.post(f"{HOST}/evict", json={"slots": 1}, params={"wait": wait})
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["field"] == "wait"
+
+
+async def test_a_sweep_that_fails_answers_500_and_is_kept(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.store(keys[:1])
+
+    def broken(count: int) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(engine._state.index, "evict", broken)
+    answer = await client.post(f"{HOST}/evict", json={"slots": 1}, params={"wait": 30})
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    (operation,) = (await client.get("/v1/operations")).json()["items"]
+    assert (operation["state"], operation["error"]) == ("failed", "internal error (RuntimeError)")

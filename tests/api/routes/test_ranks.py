@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.testing.clock import FakeClock
+
+pytestmark = pytest.mark.anyio
+
+SHAPE = {
+    "rank",
+    "boot_id",
+    "state",
+    "pinned_bytes",
+    "target_bytes",
+    "pin_rate_bytes_per_second",
+    "error",
+    "last_report_age_seconds",
+}
+
+
+async def test_readiness_before_any_report(client: httpx.AsyncClient) -> None:
+    body = (await client.get("/v1/readiness")).json()
+    assert (body["state"], body["usable_slots"], body["capacity_slots"]) == ("starting", 0, 16)
+    assert [rank["rank"] for rank in body["ranks"]] == [0, 1]
+    assert set(body["ranks"][0]) >= SHAPE
+    assert body["ranks"][0]["boot_id"] is None
+    assert body["ranks"][0]["last_report_age_seconds"] is None
+
+
+async def test_readiness_follows_the_reports(client: httpx.AsyncClient, clock: FakeClock, ranks: Any) -> None:
+    ranks.report(state="pinning", pinned_slots=4, pin_rate_bytes_per_second=1e9)
+    clock.advance(1.5)
+    body = (await client.get("/v1/readiness")).json()
+    assert (body["state"], body["usable_slots"]) == ("pinning", 4)
+    rank = body["ranks"][1]
+    assert (rank["boot_id"], rank["state"], rank["error"]) == ("boot-1", "pinning", None)
+    assert (rank["pinned_bytes"], rank["target_bytes"]) == (4 * 4096, 16 * 4096)
+    assert rank["pin_rate_bytes_per_second"] == 1e9
+    assert rank["last_report_age_seconds"] == 1.5
+
+
+async def test_ranks_are_listed_and_shown(client: httpx.AsyncClient, ranks: Any) -> None:
+    items = (await client.get("/v1/ranks")).json()["items"]
+    assert items == (await client.get("/v1/readiness")).json()["ranks"]
+    assert (await client.get("/v1/ranks/1")).json() == items[1]
+
+
+@pytest.mark.parametrize(("rank", "status"), [("2", 404), ("-1", 422), ("x", 422), ("1.5", 422), ("9" * 30, 404)])
+async def test_another_rank_is_a_problem(client: httpx.AsyncClient, ranks: Any, rank: str, status: int) -> None:
+    assert (await client.get(f"/v1/ranks/{rank}")).status_code == status
+    body = ranks.make_report(0).to_json()
+    assert (await client.post(f"/v1/ranks/{rank}/report", json=body)).status_code in (status, 422)
+
+
+async def test_a_report_is_taken_and_answered(client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any) -> None:
+    engine.admin.pause_pinning(True)
+    body = ranks.make_report(1, boot_id="anew", state="pinning", pinned_slots=3).to_json()
+    answer = await client.post("/v1/ranks/1/report", json=body)
+    assert answer.status_code == 200
+    assert answer.json() == engine.desired().to_json()
+    assert answer.json()["paused"] is True
+    assert engine.readiness().ranks[1].boot_id == "anew"
+    assert engine.readiness().usable_slots == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rank": 0}, "RankReport.rank is 0; allowed: 1"),
+        ({"rank": "1"}, "RankReport.rank is '1'"),
+        ({"slot_bytes": 64}, "slot_bytes 64"),
+        ({"state": "happy"}, "RankReport.state"),
+        ({"pinned_slots": -1}, "RankReport.pinned_slots"),
+        ({"pinned_slots": 1.0}, "RankReport.pinned_slots"),
+        ({"boot_id": ""}, "boot_id"),
+        ({"boot_id": None}, "RankReport.boot_id"),
+        ({"mood": "good"}, "unknown fields"),
+    ],
+)
+async def test_a_bad_report_is_refused_and_changes_nothing(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, change: dict[str, Any], words: str
+) -> None:
+    before = engine.readiness()
+    answer = await client.post("/v1/ranks/1/report", json={**ranks.make_report(1).to_json(), **change})
+    assert answer.status_code == 422
+    assert words in answer.json()["detail"]
+    assert engine.readiness() == before
+
+
+@pytest.mark.parametrize("content", [b"[]", b"1", b"null", b'"x"', b"{}"])
+async def test_a_report_that_is_none_is_refused(client: httpx.AsyncClient, content: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    assert (await client.post("/v1/ranks/0/report", content=content, headers=headers)).status_code == 422
+
+
+async def test_a_rank_that_starts_anew_loses_its_blocks(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
+) -> None:
+    ranks.store(keys)
+    body = ranks.make_report(0, boot_id="anew").to_json()
+    assert (await client.post("/v1/ranks/0/report", json=body)).status_code == 200
+    assert engine.stats().slots.cached == 0
+    assert (await client.get("/v1/stats")).json()["faults"]["rank_restarts"] == 1

@@ -1,0 +1,45 @@
+"""What holds for every route that reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstow.control.engine import OffloadEngine
+from kvstow_api.routes import ROUTERS
+
+pytestmark = pytest.mark.anyio
+
+PATHS = sorted(
+    route.path  # type: ignore[attr-defined]
+    for router in ROUTERS
+    for route in router.routes
+    if "GET" in route.methods  # type: ignore[attr-defined]
+)
+
+
+async def test_reading_changes_nothing(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
+) -> None:
+    ranks.store(keys[:4])
+    ranks.lease(keys[:1])
+    known = {"{pool}": "host", "{rank}": "0", "{key}": keys[0].hex(), "{operation_id}": "none", "{check}": "loop"}
+    before = (engine.stats(), engine.readiness(), engine.blocks(), engine.desired(), engine.admin.drain_status)
+    for path in PATHS:
+        for name, given in known.items():
+            path = path.replace(name, given)
+        answer = await client.get(path)
+        assert answer.status_code in (200, 404), path
+        assert (answer.status_code == 404) == (path.endswith("none") or path in ("/livez/loop", "/startupz/loop")), path
+    after = (engine.stats(), engine.readiness(), engine.blocks(), engine.desired(), engine.admin.drain_status)
+    assert after == before
+    assert replace(engine.stats()) == engine.stats()
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if path.startswith("/v1")])
+async def test_only_reading_is_possible_by_get_and_head_is_not_offered(client: httpx.AsyncClient, path: str) -> None:
+    answer = await client.head(path.replace("{rank}", "0").replace("{pool}", "host"))
+    assert answer.status_code == 405

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstow.control.engine import OffloadEngine
+
+pytestmark = pytest.mark.anyio
+
+SECTIONS = {"pool", "transfers", "lookups", "stores", "evictions", "faults"}
+
+
+async def test_stats_count_traffic(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
+) -> None:
+    ranks.store(keys[:4])
+    engine.release(engine.acquire([*keys[:3], b"absent"]))
+    engine.admin.evict(slots=1).run()
+    body = (await client.get("/v1/stats")).json()
+    assert set(body) == SECTIONS | {"state"}
+    assert body["state"] == "ready"
+    assert sum(body["pool"]["slots"].values()) == body["pool"]["usable_slots"]
+    store = body["transfers"]["store"]
+    assert (store["ok"], store["error"], store["blocks"], store["bytes"]) == (1, 0, 4, 4 * 4096)
+    assert (store["seconds"]["count"], store["seconds"]["sum"]) == (1, 0.001)
+    assert len(store["seconds"]["counts"]) == len(store["seconds"]["bounds"]) + 1
+    assert body["lookups"]["results"]["partial"] == 1
+    assert body["lookups"]["hit_ratio"] == 0.75
+    assert body["stores"]["stored"] == 4
+    assert body["evictions"]["operator"] == 1
+    assert body["faults"]["rank_restarts"] == 0
+
+
+async def test_a_ratio_of_nothing_is_null(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/v1/stats?section=lookups")).json()["lookups"]["hit_ratio"] is None
+
+
+@pytest.mark.parametrize("section", ["pool", "stores,evictions"])
+async def test_sections_can_be_chosen(client: httpx.AsyncClient, section: str) -> None:
+    body = (await client.get("/v1/stats", params={"section": section})).json()
+    assert set(body) == {"state", *section.split(",")}
+
+
+async def test_an_unknown_section_is_refused_naming_those_there_are(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/v1/stats?section=pool,pols")
+    assert answer.status_code == 422
+    (error,) = answer.json()["errors"]
+    assert (error["field"], error["allowed"]) == ("section", "pool, transfers, lookups, stores, evictions, faults")

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.messages import Completion
+from kvstow.testing.clock import FakeClock
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_nothing_in_flight(client: httpx.AsyncClient) -> None:
+    body = (await client.get("/v1/transfers")).json()
+    assert body["items"] == []
+    assert {name: body["pending"][name] for name in ("loads", "stores", "load_bytes", "store_bytes")} == {
+        "loads": 0,
+        "stores": 0,
+        "load_bytes": 0,
+        "store_bytes": 0,
+    }
+
+
+async def test_transfers_are_shown_oldest_first(
+    client: httpx.AsyncClient, engine: OffloadEngine, clock: FakeClock, ranks: Any, keys: list[bytes]
+) -> None:
+    ranks.store(keys[:2])
+    store = ranks.begin_store(keys[2:5])
+    clock.advance(1.0)
+    load = engine.begin_load(engine.acquire(keys[:2]), [7, 8], request_id="r-load")
+    engine.complete(0, "boot-0", [Completion(store.op_id, "done")])
+    body = (await client.get("/v1/transfers")).json()
+    assert body["pending"] == {
+        "loads": 1,
+        "stores": 1,
+        "load_blocks": 2,
+        "store_blocks": 3,
+        "load_bytes": 2 * 4096,
+        "store_bytes": 3 * 4096,
+        "oldest_seconds": 1.0,
+        "stuck": 0,
+    }
+    assert body["items"] == [
+        {
+            "op_id": store.op_id,
+            "direction": "store",
+            "state": "running",
+            "blocks": 3,
+            "bytes": 3 * 4096,
+            "age_seconds": 1.0,
+            "pending_ranks": [1],
+            "failed": False,
+            "request_id": "r-store",
+        },
+        {
+            "op_id": load.op_id,
+            "direction": "load",
+            "state": "queued",
+            "blocks": 2,
+            "bytes": 2 * 4096,
+            "age_seconds": 0.0,
+            "pending_ranks": [0, 1],
+            "failed": False,
+            "request_id": "r-load",
+        },
+    ]
+    for direction, op in (("store", store), ("load", load)):
+        chosen = (await client.get("/v1/transfers", params={"direction": direction})).json()
+        assert [item["op_id"] for item in chosen["items"]] == [op.op_id]
+        assert chosen["pending"] == body["pending"]
+
+
+async def test_the_list_has_a_limit(client: httpx.AsyncClient, ranks: Any, keys: list[bytes]) -> None:
+    ops = [ranks.begin_store([key]) for key in keys[:3]]
+    body = (await client.get("/v1/transfers", params={"limit": 2, "direction": "store"})).json()
+    assert [item["op_id"] for item in body["items"]] == [op.op_id for op in ops[:2]]
+    assert body["pending"]["stores"] == 3
+    assert len((await client.get("/v1/transfers", params={"limit": 1})).json()["items"]) == 1
+
+
+@pytest.mark.parametrize("query", ["direction=up", "limit=0", "limit=10001", "limit=x", "directon=store"])
+async def test_a_bad_query_is_refused(client: httpx.AsyncClient, query: str) -> None:
+    assert (await client.get(f"/v1/transfers?{query}")).status_code == 422

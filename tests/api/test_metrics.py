@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.testing.clock import FakeClock
+
+pytestmark = pytest.mark.anyio
+
+FAMILIES = {
+    "counter": """
+        kvstow_transfers kvstow_transfer_blocks kvstow_transfer_bytes kvstow_transfer_busy_seconds kvstow_query_tokens
+        kvstow_hit_tokens kvstow_miss_tokens kvstow_lookups kvstow_store_blocks kvstow_evicted_blocks
+        kvstow_evicted_bytes kvstow_errors kvstow_rank_restarts kvstow_stale_completions kvstow_duplicate_completions
+        kvstow_operations kvstow_http_requests
+    """,
+    "gauge": """
+        kvstow_transfers_inflight kvstow_transfer_inflight_bytes kvstow_transfers_stuck kvstow_transfer_oldest_seconds
+        kvstow_pool_capacity_bytes kvstow_pool_pinned_bytes kvstow_pool_locked_bytes kvstow_pool_resident_bytes
+        kvstow_pool_blocks kvstow_pool_capacity_blocks kvstow_pool_usable_blocks kvstow_pool_block_bytes kvstow_leases
+        kvstow_pin_progress_ratio kvstow_pin_elapsed_seconds kvstow_pin_rate_bytes_per_second kvstow_pin_chunks
+        kvstow_ready kvstow_rank_ready kvstow_rank_heartbeat_timestamp_seconds kvstow_rank_pending_ops kvstow_state
+        kvstow_health_check kvstow_operations_inflight kvstow_http_requests_inflight kvstow_build_info
+        kvstow_config_info
+    """,
+    "histogram": """
+        kvstow_transfer_duration_seconds kvstow_transfer_size_bytes kvstow_transfer_queue_wait_seconds
+        kvstow_lookup_duration_seconds kvstow_operation_duration_seconds kvstow_http_request_duration_seconds
+        kvstow_event_loop_lag_seconds
+    """,
+}
+
+
+async def scrape(client: httpx.AsyncClient) -> dict[str, Metric]:
+    answer = await client.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    return {family.name: family for family in text_string_to_metric_families(answer.text)}
+
+
+def value(families: dict[str, Metric], name: str, **labels: str) -> float:
+    """The one sample of this name with exactly these labels."""
+    found = [
+        sample.value
+        for family in families.values()
+        for sample in family.samples
+        if sample.name == name and sample.labels == labels
+    ]
+    assert len(found) == 1, (name, labels, found)
+    return float(found[0])
+
+
+def labels_of(families: dict[str, Metric]) -> set[tuple[str, frozenset[tuple[str, str]]]]:
+    return {
+        (sample.name, frozenset(sample.labels.items())) for family in families.values() for sample in family.samples
+    }
+
+
+async def test_every_family_is_there_before_any_traffic(client: httpx.AsyncClient) -> None:
+    families = await scrape(client)
+    assert {(name, family.type) for name, family in families.items()} == {
+        (name, kind) for kind, names in FAMILIES.items() for name in names.split()
+    }
+    assert all(family.samples and family.documentation for family in families.values())
+
+
+async def test_traffic_adds_no_label(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
+) -> None:
+    before = labels_of(await scrape(client))
+    ranks.store(keys[:4])
+    engine.begin_load(engine.acquire(keys[:2]), [0, 1])
+    await client.post("/v1/pools/host/evict", json={"slots": 1})
+    await client.post("/v1/pools/host/evict", json={"slots": 0})
+    await client.get("/v1/pools/other")
+    await client.get("/nothing")
+    assert labels_of(await scrape(client)) == before
+
+
+async def test_names_are_clean(client: httpx.AsyncClient) -> None:
+    text = (await client.get("/metrics")).text
+    names = set(re.findall(r"^([a-z0-9_]+)[{ ]", text, re.MULTILINE))
+    assert all(name.startswith("kvstow_") for name in names)
+    assert not [name for name in names if name.endswith("_created")]
+    assert not re.search(r"_(ms|milliseconds|mib|perc|percent)\b", text)
+
+
+async def test_openmetrics_parses_too(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert "kvstow_pool_blocks" in {family.name for family in parse_openmetrics(answer.text)}
+
+
+async def test_values_are_those_of_the_engine(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
+) -> None:
+    ranks.store(keys[:3])
+    ranks.begin_store(keys[3:5])
+    lease = ranks.lease(keys[:1])
+    engine.begin_load(engine.acquire([*keys[:2], b"absent"]), [7, 8])
+    engine.admin.pin(keys[2:3], None)
+    families = await scrape(client)
+    for state, count in {"free": 11, "filling": 2, "cached": 0, "leased": 2, "pinned": 1, "quarantined": 0}.items():
+        assert value(families, "kvstow_pool_blocks", pool="host", state=state) == count
+    assert value(families, "kvstow_transfers_total", direction="store", result="ok") == 1
+    assert value(families, "kvstow_transfer_bytes_total", direction="store") == 3 * 4096
+    assert value(families, "kvstow_transfers_inflight", direction="store") == 1
+    assert value(families, "kvstow_transfer_inflight_bytes", direction="load") == 2 * 4096
+    assert value(families, "kvstow_lookups_total", result="partial") == 1
+    assert value(families, "kvstow_query_tokens_total") == 3 * 16
+    assert value(families, "kvstow_hit_tokens_total", source="host") == 2 * 16
+    assert value(families, "kvstow_miss_tokens_total", reason="absent") == 16
+    assert value(families, "kvstow_store_blocks_total", outcome="stored") == 3
+    assert value(families, "kvstow_leases") == 1
+    assert value(families, "kvstow_ready") == 1
+    assert value(families, "kvstow_pin_progress_ratio", pool="host", rank="1") == 1
+    engine.release(lease)
+
+
+async def test_histograms_are_cumulative(client: httpx.AsyncClient, ranks: Any, keys: list[bytes]) -> None:
+    ranks.store(keys[:3])
+    families = await scrape(client)
+    labels = {"direction": "store"}
+    assert value(families, "kvstow_transfer_duration_seconds_bucket", **labels, le="0.0003") == 0
+    assert value(families, "kvstow_transfer_duration_seconds_bucket", **labels, le="0.001") == 1
+    assert value(families, "kvstow_transfer_duration_seconds_bucket", **labels, le="+Inf") == 1
+    assert value(families, "kvstow_transfer_duration_seconds_count", **labels) == 1
+    assert value(families, "kvstow_transfer_duration_seconds_sum", **labels) == 0.001
+
+
+async def test_states_and_checks_follow_the_engine(
+    client: httpx.AsyncClient, engine: OffloadEngine, clock: FakeClock, ranks: Any
+) -> None:
+    ranks.engine.report(ranks.make_report(1, state="degraded", error_reason="memlock", chunks_failed=1, chunks_total=4))
+    families = await scrape(client)
+    assert value(families, "kvstow_ready") == 0
+    assert value(families, "kvstow_state", state="degraded") == 1
+    assert sum(sample.value for sample in families["kvstow_state"].samples) == 1
+    assert value(families, "kvstow_rank_ready", rank="0") == 1
+    assert value(families, "kvstow_rank_ready", rank="1") == 0
+    assert value(families, "kvstow_health_check", check="ranks", probe="readyz") == 0
+    assert value(families, "kvstow_health_check", check="server", probe="livez") == 1
+    assert value(families, "kvstow_pin_chunks", pool="host", rank="1", state="failed") == 1
+    assert value(families, "kvstow_pin_chunks", pool="host", rank="1", state="pending") == 3
+
+
+async def test_a_heartbeat_is_0_until_the_rank_reports(client: httpx.AsyncClient, engine: OffloadEngine) -> None:
+    assert value(await scrape(client), "kvstow_rank_heartbeat_timestamp_seconds", rank="0") == 0
+    assert value(await scrape(client), "kvstow_rank_ready", rank="0") == 0
+
+
+async def test_a_heartbeat_is_the_time_of_the_last_report(
+    client: httpx.AsyncClient, ranks: Any, clock: FakeClock
+) -> None:
+    clock.advance(1000.0)
+    age = time.time() - value(await scrape(client), "kvstow_rank_heartbeat_timestamp_seconds", rank="0")
+    assert 999.0 < age < 1100.0
+
+
+async def test_operations_are_counted(client: httpx.AsyncClient, ranks: Any) -> None:
+    await client.post("/v1/pools/host/evict", json={"slots": 1})
+    families = await scrape(client)
+    assert value(families, "kvstow_operations_total", kind="evict", result="succeeded") == 1
+    assert value(families, "kvstow_operation_duration_seconds_count", kind="evict") == 1
+    assert value(families, "kvstow_operations_inflight", kind="evict") == 0
+
+
+async def test_metrics_go_to_the_registry_of_the_host(launch: Any) -> None:
+    registry = CollectorRegistry()
+    await launch(registry=registry, build={"vllm": "0.33"})
+    facts = registry.get_sample_value(
+        "kvstow_build_info",
+        {"version": "1.2.3", "mode": "test", "vllm": "0.33", "python": ".".join(map(str, sys.version_info[:3]))},
+    )
+    assert facts == 1
+
+
+SCRAPE = """
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow_api.app import create_app
+from kvstow_api.context import ApiContext
+from prometheus_client import generate_latest
+
+engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
+context = ApiContext(engine=engine, max_capacity_slots=4, version="1", mode="test")
+create_app(context)
+print(generate_latest(context.registry).decode())
+"""
+
+
+def test_nothing_leaks_into_the_multiprocess_directory_of_a_host(tmp_path: Path) -> None:
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", SCRAPE], env=environment, capture_output=True, text=True, check=True)
+    assert "kvstow_pool_blocks" in done.stdout
+    assert list(tmp_path.iterdir()) == []

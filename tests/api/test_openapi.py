@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def schema(client: httpx.AsyncClient) -> dict[str, Any]:
+    answer = await client.get("/openapi.json")
+    assert answer.status_code == 200
+    described: dict[str, Any] = answer.json()
+    return described
+
+
+def operations(schema: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, item in schema["paths"].items():
+        for method, operation in item.items():
+            yield method, path, operation
+
+
+def references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == "$ref":
+                yield inner
+            else:
+                yield from references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from references(inner)
+
+
+async def test_every_problem_is_described_by_reference(schema: dict[str, Any]) -> None:
+    for method, path, operation in operations(schema):
+        for status, response in operation["responses"].items():
+            if int(status) >= 400 and status != "503":
+                assert response == {"$ref": f"#/components/responses/Problem{status}"}, (method, path)
+    described = schema["components"]["responses"]["Problem422"]["content"]
+    assert list(described) == ["application/problem+json"]
+
+
+async def test_every_reference_leads_somewhere(schema: dict[str, Any]) -> None:
+    for reference in set(references(schema)):
+        found: Any = schema
+        for part in reference.removeprefix("#/").split("/"):
+            found = found[part]
+        assert found
+    assert "HTTPValidationError" not in schema["components"]["schemas"]
+
+
+async def test_changes_name_the_token_and_reading_does_not(schema: dict[str, Any]) -> None:
+    for method, path, operation in operations(schema):
+        assert ("security" in operation) == (method != "get"), (method, path)
+        if method != "get":
+            assert {"401", "403", "500", "503"} <= set(operation["responses"]), (method, path)
+
+
+async def test_operation_ids_are_unique_and_all_have_words(schema: dict[str, Any]) -> None:
+    ids = [operation["operationId"] for _, _, operation in operations(schema)]
+    assert len(set(ids)) == len(ids)
+    assert all(operation.get("description") for _, _, operation in operations(schema))
+
+
+async def test_bodies_are_strict(schema: dict[str, Any]) -> None:
+    for method, path, operation in operations(schema):
+        content = operation.get("requestBody", {}).get("content", {})
+        for media in content.values():
+            reference = media["schema"].get("$ref", "").rpartition("/")[2]
+            if reference:
+                assert schema["components"]["schemas"][reference]["additionalProperties"] is False, (method, path)
+
+
+async def test_accepted_answers_are_operations(schema: dict[str, Any]) -> None:
+    evict = schema["paths"]["/v1/pools/{pool}/evict"]["post"]["responses"]
+    assert evict["202"]["content"]["application/json"]["schema"]["$ref"].endswith("/OperationView")
+    assert evict["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/RemovedView")
+
+
+async def test_the_report_is_described(schema: dict[str, Any]) -> None:
+    body = schema["paths"]["/v1/ranks/{rank}/report"]["post"]["requestBody"]
+    assert {"rank", "boot_id", "pinned_slots"} <= set(body["content"]["application/json"]["schema"]["properties"])

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvstow.errors import ConflictError, NotFoundError, QueueFullError
+from kvstow.testing.clock import FakeClock
+from kvstow_api.operations import MAX_RUNNING, Operation, Operations, OperationView
+
+pytestmark = pytest.mark.anyio
+
+DEADLINE = 20.0
+
+
+class FakeSweep:
+    """A sweep whose next step comes when the test allows it; `allow` may be set for all steps."""
+
+    def __init__(self, steps: int = 3, error: BaseException | None = None, waiting: bool = False) -> None:
+        self.total, self.done, self.waiting = steps, 0, waiting
+        self.evicted_slots = self.evicted_bytes = 0
+        self.cancelled = False
+        self.asked = 0
+        self.allow = threading.Event()
+        self._error = error
+
+    def step(self) -> bool:
+        self.asked += 1
+        assert self.allow.wait(DEADLINE)
+        if self._error:
+            raise self._error
+        if not self.waiting:
+            self.done += 1
+            self.evicted_slots += 1
+            self.evicted_bytes += 64
+        return self.done < self.total
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def operations(clock: FakeClock) -> Iterator[Operations]:
+    operations = Operations(clock)
+    yield operations
+    operations.close()
+
+
+def run(operations: Operations, sweep: FakeSweep) -> Operation:
+    sweep.allow.set()
+    return operations.start("evict", lambda: sweep)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+async def ended(operation: Operation) -> OperationView:
+    view = await operation.wait(DEADLINE)
+    assert view.state != "running"
+    return view
+
+
+async def test_an_operation_runs_its_sweep_to_the_end(operations: Operations) -> None:
+    view = await ended(run(operations, FakeSweep(3)))
+    assert view.state == "succeeded"
+    assert view.progress == (3, 3, "slots")
+    assert view.result == (3, 192, False)
+    assert view.error is None
+    assert view.started is not None
+    assert view.ended is not None
+    assert view.created <= view.started <= view.ended
+    assert operations.ended()["evict", "succeeded"] == 1
+    assert sum(operations.seconds()["evict"].counts) == 1
+
+
+async def test_waiting_for_an_operation_has_a_limit(operations: Operations) -> None:
+    sweep = FakeSweep()
+    operation = operations.start("evict", lambda: sweep)
+    view = await operation.wait(0.0)
+    assert (view.state, view.result, view.ended) == ("running", None, None)
+    assert operations.num_running("evict") == 1
+    sweep.allow.set()
+    await ended(operation)
+    assert operations.num_running("evict") == 0
+
+
+async def test_what_a_sweep_raises_is_logged_and_ends_the_operation(
+    operations: Operations, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, "kvstow.api"):
+        view = await ended(run(operations, FakeSweep(error=RuntimeError("secret"))))
+    assert (view.state, view.error, view.result) == ("failed", "internal error (RuntimeError)", None)
+    assert view.id in caplog.text
+    assert "secret" in caplog.text
+    assert operations.ended()["evict", "failed"] == 1
+
+
+async def test_an_error_of_the_engine_is_kept_in_its_words(operations: Operations) -> None:
+    operation = run(operations, FakeSweep(error=ConflictError("not now")))
+    assert (await ended(operation)).error == "not now"
+    assert isinstance(operation.failure, ConflictError)
+
+
+async def test_even_an_exit_cannot_end_the_thread_unseen(operations: Operations) -> None:
+    assert (await ended(run(operations, FakeSweep(error=SystemExit())))).state == "failed"
+
+
+async def test_a_cancelled_operation_keeps_what_was_done(operations: Operations) -> None:
+    sweep = FakeSweep(3)
+    operation = operations.start("purge", lambda: sweep, dry_run=True)
+    operation.cancel()
+    sweep.allow.set()
+    view = await ended(operation)
+    assert (view.state, view.result, view.progress.done) == ("cancelled", (1, 64, True), 1)
+    assert sweep.cancelled
+    operation.cancel()
+    assert operation.view.state == "cancelled"
+
+
+async def test_a_sweep_that_waits_is_asked_again_without_spinning(operations: Operations) -> None:
+    sweep = FakeSweep(1, waiting=True)
+    started = time.monotonic()
+    operation = run(operations, sweep)
+    wait_for(lambda: sweep.asked > 5)
+    assert sweep.asked <= (time.monotonic() - started) / 0.01 + 2
+    assert operation.view.waiting
+    sweep.waiting = False
+    view = await ended(operation)
+    assert (view.state, view.waiting) == ("succeeded", False)
+
+
+async def test_only_one_resize_runs_at_a_time(operations: Operations) -> None:
+    sweep = FakeSweep()
+    operation = operations.start("resize", lambda: sweep)
+    with pytest.raises(ConflictError, match="resize is running"):
+        operations.start("resize", lambda: pytest.fail("a second sweep was made"))
+    await ended(run(operations, FakeSweep()))
+    sweep.allow.set()
+    await ended(operation)
+    again = FakeSweep()
+    again.allow.set()
+    assert (await ended(operations.start("resize", lambda: again))).state == "succeeded"
+
+
+async def test_only_so_many_run_at_a_time(operations: Operations) -> None:
+    sweeps = [FakeSweep() for _ in range(MAX_RUNNING)]
+    running = [operations.start("evict", lambda sweep=sweep: sweep) for sweep in sweeps]  # type: ignore[misc]
+    with pytest.raises(QueueFullError):
+        operations.start("evict", FakeSweep)
+    for sweep in sweeps:
+        sweep.allow.set()
+    for operation in running:
+        await ended(operation)
+    await ended(run(operations, FakeSweep()))
+
+
+def refuse() -> FakeSweep:
+    raise ConflictError("no")
+
+
+async def test_a_sweep_that_cannot_be_made_leaves_no_operation(operations: Operations) -> None:
+    with pytest.raises(ConflictError):
+        operations.start("resize", refuse)
+    assert operations.views() == []
+    assert operations.num_running("resize") == 0
+
+
+async def test_the_last_200_are_kept_newest_first(operations: Operations) -> None:
+    ids = [(await ended(run(operations, FakeSweep(1)))).id for _ in range(203)]
+    assert [view.id for view in operations.views()] == ids[:2:-1]
+    with pytest.raises(NotFoundError):
+        operations.get(ids[0])
+
+
+async def test_what_ended_is_forgotten_after_an_hour_and_what_runs_is_not(
+    operations: Operations, clock: FakeClock
+) -> None:
+    old = await ended(run(operations, FakeSweep(1)))
+    slow = FakeSweep()
+    running = operations.start("evict", lambda: slow)
+    clock.advance(3600.0)
+    assert operations.get(old.id).view is old
+    clock.advance(1.0)
+    assert [view.id for view in operations.views()] == [running.view.id]
+    slow.allow.set()
+    await ended(running)
+
+
+async def test_closing_cancels_what_runs_and_starts_nothing_more(clock: FakeClock) -> None:
+    operations = Operations(clock)
+    operation = run(operations, FakeSweep(1, waiting=True))
+    operations.close()
+    operations.close()
+    assert operation.view.state == "cancelled"
+    with pytest.raises(ConflictError, match="stopping"):
+        operations.start("evict", FakeSweep)
+    assert not [thread for thread in threading.enumerate() if operation.view.id in thread.name]
