@@ -16,7 +16,7 @@ async def test_a_loop_that_stalls_is_seen_afterwards() -> None:
     try:
         assert monitor.failure() is None
         await asyncio.sleep(0)  # the monitor goes to sleep
-        time.sleep(0.4)  # noqa: ASYNC251 - what a route must never do
+        time.sleep(0.4)  # what a route must never do
         while not sum(monitor.snapshot().counts):
             await asyncio.sleep(0.001)
         assert "late by" in (monitor.failure() or "")

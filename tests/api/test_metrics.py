@@ -5,19 +5,24 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics_untyped
+from prometheus_client.parser import text_string_to_metric_families as parse_untyped
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
+
+Parse = Callable[[str], Iterable[Metric]]
+parse: Parse = parse_untyped
+parse_openmetrics: Parse = parse_openmetrics_untyped
 
 FAMILIES = {
     "counter": """
@@ -47,7 +52,7 @@ async def scrape(client: httpx.AsyncClient) -> dict[str, Metric]:
     answer = await client.get("/metrics")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=")
-    return {family.name: family for family in text_string_to_metric_families(answer.text)}
+    return {family.name: family for family in parse(answer.text)}
 
 
 def value(families: dict[str, Metric], name: str, **labels: str) -> float:

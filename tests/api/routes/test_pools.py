@@ -234,7 +234,7 @@ async def test_blocks_are_pinned_for_a_time_and_unpinned(
     client: httpx.AsyncClient, engine: OffloadEngine, clock: FakeClock, ranks: Any, keys: list[bytes]
 ) -> None:
     ranks.store(keys[:3])
-    body = {"keys": texts(keys[:2]) + ["0000ffff"], "ttl_seconds": 10}
+    body = {"keys": [*texts(keys[:2]), "0000ffff"], "ttl_seconds": 10}
     assert (await client.post(f"{HOST}/pin", json=body)).json() == {"changed": 2, "missing": 1}
     assert states((await client.get(HOST)).json())["pinned"] == 2
     one = {"keys": texts(keys[:1])}
@@ -400,7 +400,7 @@ async def test_a_resize_waits_for_a_lease_as_an_operation(
     engine.release(lease)
 
     async def has_ended() -> bool:
-        return (await client.get(place)).json()["state"] == "succeeded"
+        return bool((await client.get(place)).json()["state"] == "succeeded")
 
     await eventually(has_ended)
     ended = (await client.get(place)).json()
@@ -419,7 +419,7 @@ async def test_a_cancelled_resize_puts_the_capacity_back(
     await client.post(f"{place}/cancel")
 
     async def is_cancelled() -> bool:
-        return (await client.get(place)).json()["state"] == "cancelled"
+        return bool((await client.get(place)).json()["state"] == "cancelled")
 
     await eventually(is_cancelled)
     assert (await client.get(HOST)).json()["capacity_slots"] == 16
