@@ -8,6 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from kvstow.config import POLICIES
+from kvstow.control import eviction
 from kvstow.control.gate import BypassStatus, DrainMode, DrainStatus
 from kvstow.control.state import ControlState
 from kvstow.control.sweep import SLICE_SLOTS, Sweep
@@ -48,8 +49,9 @@ class Administrator:
         all that were last used `idle_seconds` ago or earlier. Blocks in use or pinned stay."""
         _exactly_one(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds)
         if idle_seconds is not None:
-            return self._scan("evict", "operator", dry_run, self._evictable_before(idle_seconds, "idle_seconds"))
-        return self._evict_next("evict", "operator", self._count_of(slots, num_bytes), dry_run)
+            wanted = self._evictable_before(idle_seconds, "idle_seconds")
+            return eviction.scan(self._state, "evict", "operator", dry_run, wanted)
+        return eviction.evict_next(self._state, "evict", "operator", self._count_of(slots, num_bytes), dry_run)
 
     def purge(
         self,
@@ -78,18 +80,19 @@ class Administrator:
             bytes=num_bytes,
         )
         if everything:
-            return self._purge_matching(lambda key: True, dry_run)
+            return eviction.purge_matching(self._state, lambda key: True, dry_run)
         if key_prefixes is not None:
             prefixes = tuple(key_prefixes)
             if not prefixes or not all(prefixes):
                 raise InvalidRequestError("key_prefixes is empty or has an empty prefix; allowed: non-empty prefixes")
-            return self._purge_matching(lambda key: key.startswith(prefixes), dry_run)
+            return eviction.purge_matching(self._state, lambda key: key.startswith(prefixes), dry_run)
         if keys is not None:
-            return self._purge_keys(keys, dry_run)
+            return eviction.purge_keys(self._state, keys, dry_run)
         for name, seconds in (("idle_seconds", idle_seconds), ("age_seconds", age_seconds)):
             if seconds is not None:
-                return self._scan("purge", "purge", dry_run, self._evictable_before(seconds, name))
-        return self._evict_next("purge", "purge", self._count_of(slots, num_bytes), dry_run)
+                wanted = self._evictable_before(seconds, name)
+                return eviction.scan(self._state, "purge", "purge", dry_run, wanted)
+        return eviction.evict_next(self._state, "purge", "purge", self._count_of(slots, num_bytes), dry_run)
 
     def _count_of(self, slots: int | None, num_bytes: int | None) -> int:
         """Slots to evict; bytes are rounded up to whole slots, so that at least that much is freed."""
@@ -105,87 +108,6 @@ class Administrator:
         limit = state.clock() - seconds
         moment = index.used_at if name == "idle_seconds" else index.stored_at
         return lambda slot: moment(slot) <= limit and not index.is_pinned(slot) and not index.holds(slot)
-
-    def _evict_next(self, kind: str, reason: str, count: int, dry_run: bool) -> Sweep:
-        state = self._state
-
-        def work(sweep: Sweep) -> Iterator[None]:
-            while sweep.done < count:
-                with state.lock:
-                    if dry_run:
-                        found = slice_size = min(count, state.index.num_cached)
-                    else:
-                        slice_size = min(SLICE_SLOTS, count - sweep.done)
-                        removal = state.index.evict(slice_size)
-                        state.removed(removal, reason)
-                        found = len(removal.keys)
-                sweep.evicted_slots += found
-                sweep.done += found
-                if dry_run or found < slice_size:
-                    sweep.total = sweep.done
-                    return
-                yield
-
-        return self._sweep(kind, count, work)
-
-    def _scan(
-        self,
-        kind: str,
-        reason: str,
-        dry_run: bool,
-        wanted: Callable[[int], bool],
-        prepare: Callable[[], object] | None = None,
-    ) -> Sweep:
-        """After `prepare`, go over all slots in order of their numbers, and remove the visible ones wanted."""
-        state, index = self._state, self._state.index
-        total = index.num_known_slots
-
-        def work(sweep: Sweep) -> Iterator[None]:
-            if prepare and not dry_run:
-                with state.lock:
-                    prepare()
-            while sweep.done < total:
-                end = min(sweep.done + SLICE_SLOTS, total)
-                with state.lock:
-                    found = [s for s in range(sweep.done, end) if index.key_at(s) is not None and wanted(s)]
-                    sweep.evicted_slots += len(found) if dry_run else state.remove(found, reason)
-                sweep.done = end
-                yield
-
-        return self._sweep(kind, total, work)
-
-    def _purge_matching(self, matches: Callable[[bytes], bool], dry_run: bool) -> Sweep:
-        index = self._state.index
-
-        def wanted(slot: int) -> bool:
-            key = index.key_at(slot)
-            return key is not None and matches(key)
-
-        def disown() -> None:  # O(blocks that the host is storing now)
-            index.disown_filling([key for key in index.filling_keys() if matches(key)])
-
-        return self._scan("purge", "purge", dry_run, wanted, prepare=disown)
-
-    def _purge_keys(self, keys: Sequence[bytes], dry_run: bool) -> Sweep:
-        state = self._state
-        wanted = list(dict.fromkeys(keys))
-
-        def work(sweep: Sweep) -> Iterator[None]:
-            while sweep.done < len(wanted):
-                some = wanted[sweep.done : sweep.done + SLICE_SLOTS]
-                with state.lock:
-                    found = [slot for slot in state.index.slots_of(some) if slot is not None]
-                    if not dry_run:
-                        state.index.disown_filling(some)
-                        state.remove(found, "purge")
-                sweep.evicted_slots += len(found)
-                sweep.done += len(some)
-                yield
-
-        return self._sweep("purge", len(wanted), work)
-
-    def _sweep(self, kind: str, total: int, work: Callable[[Sweep], Iterator[None]]) -> Sweep:
-        return Sweep(kind, total, self._state.config.slot_bytes, work)
 
     # -- size and policy ------------------------------------------------------------------------------------
 
@@ -211,7 +133,8 @@ class Administrator:
                 state.capacity = capacity_slots
             state.apply_limit()
         logger.info("resize to %d slots", capacity_slots)
-        sweep = self._sweep("resize", max(0, top - capacity_slots), lambda sweep: self._vacate(sweep, top))
+        total = max(0, top - capacity_slots)
+        sweep = Sweep("resize", total, state.config.slot_bytes, lambda sweep: self._vacate(sweep, top))
         sweep.step()  # enters the part that puts the capacity back when the sweep is cancelled
         return sweep
 

@@ -52,3 +52,13 @@ class Counters:
         self.stale_reports = 0
         self.rank_restarts = 0
         self.errors = dict.fromkeys(ERRORS, 0)
+
+    def count_transfer(
+        self, direction: Direction, blocks: int, num_bytes: int, seconds: float, queue_seconds: float
+    ) -> None:
+        """A transfer has succeeded on every rank; the times are those of the slowest."""
+        self.transfers[direction, "ok"] += 1
+        self.transfer_blocks[direction] += blocks
+        self.transfer_seconds[direction].observe(seconds)
+        self.transfer_size[direction].observe(float(num_bytes))
+        self.queue_seconds[direction].observe(queue_seconds)

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvstow.config import EngineConfig
-from kvstow.control import views
+from kvstow.control import settlement, views
 from kvstow.control.administration import Administrator
-from kvstow.control.counters import STORE_REFUSALS
 from kvstow.control.events import EventLog
 from kvstow.control.lease import Lease
-from kvstow.control.ledger import OpenOp, Verdict
+from kvstow.control.placement import StoreGrant, place_store
 from kvstow.control.state import ControlState, Settled
 from kvstow.errors import IntegrityError, InvalidRequestError, LeaseError
-from kvstow.messages import Completion, DesiredState, Mark, Op, RankReport
+from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.stats import BlockPage, BlockView, EngineStats, Readiness, TransferView
-
-logger = logging.getLogger("kvstow.engine")
 
 _NOTHING = Lease(0, (), ())
 """The lease of a miss: it holds nothing and is in no book."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreGrant:
-    """What becomes of a store. `accepted[i]` is the index, in the keys given, of pair `i` of `op`; `op` is None
-    when nothing is left to store. `outcomes` counts all other keys by reason."""
-
-    op: Op | None
-    accepted: tuple[int, ...]
-    outcomes: dict[str, int]
 
 
 class OffloadEngine:
@@ -156,76 +141,8 @@ class OffloadEngine:
         """
         if len(keys) != len(blocks):
             raise InvalidRequestError(f"store of {len(keys)} keys and {len(blocks)} blocks; allowed: as many of each")
-        state, index = self._state, self._state.index
-        with state.lock:
-            now = state.clock()
-            outcomes: dict[str, int] = {}
-            refusal = state.gate.refuses_store(now)
-            if refusal:
-                outcomes[STORE_REFUSALS[refusal]] = len(keys)
-                self._count_outcomes(outcomes)
-                return StoreGrant(None, (), outcomes)
-            fresh, present = self._select(keys, outcomes)
-            index.end_pins(now)
-            slots = self._make_room(len(fresh), present, now)
-            if len(slots) < len(fresh):
-                outcomes["dropped_cpu_full"] = len(fresh) - len(slots)
-                del fresh[len(slots) :]
-            self._count_outcomes(outcomes)
-            if not fresh:
-                return StoreGrant(None, (), outcomes)
-            new_keys = tuple([keys[i] for i in fresh])
-            index.fill(new_keys, slots)
-            op = state.ledger.open(
-                "store",
-                tuple([blocks[i] for i in fresh]),
-                tuple(slots),
-                keys=new_keys,
-                held=(),
-                request_id=request_id,
-                now=now,
-            )
-            return StoreGrant(op, tuple(fresh), outcomes)
-
-    def _select(self, keys: Sequence[bytes], outcomes: dict[str, int]) -> tuple[list[int], list[int]]:
-        """(indices of the keys that need a slot, slots of those that are present)."""
-        index = self._state.index
-        fresh: list[int] = []
-        present: list[int] = []
-        taken: set[bytes] = set()
-        for i, (key, slot) in enumerate(zip(keys, index.slots_of(keys), strict=True)):
-            if slot is not None:
-                present.append(slot)
-                reason = "skipped_already_cached"
-            elif index.is_filling(key):
-                reason = "skipped_in_flight"
-            elif key in taken:
-                reason = "skipped_duplicate"
-            else:
-                taken.add(key)
-                fresh.append(i)
-                continue
-            outcomes[reason] = outcomes.get(reason, 0) + 1
-        return fresh, present
-
-    def _make_room(self, count: int, present: list[int], now: float) -> list[int]:
-        """Up to `count` slots to fill: free ones, then evicted ones. Blocks of the same prefix are not evicted."""
-        state = self._state
-        if present:
-            state.index.hold(present, now)
-        slots = state.slots.allocate(min(count, state.slots.free))
-        while len(slots) < count and state.index.num_cached:
-            removal = state.index.evict(count - len(slots))
-            state.counters.evicted_blocks["capacity"] += len(removal.keys)
-            state.events.add("removed", removal.keys, "capacity")
-            slots += state.reuse(removal.freed)
-        if present:
-            state.unhold(present)
-        return slots
-
-    def _count_outcomes(self, outcomes: dict[str, int]) -> None:
-        for outcome, count in outcomes.items():
-            self._state.counters.store_blocks[outcome] += count
+        with self._state.lock:
+            return place_store(self._state, keys, blocks, request_id)
 
     # -- completion -----------------------------------------------------------------------------------------
 
@@ -238,7 +155,8 @@ class OffloadEngine:
                 state.ledger.stale += len(completions)
                 return
             for completion in completions:
-                self._record(rank, completion)
+                settlement.record(state, rank, completion)
+        state.write_log()
 
     def take_settled(self) -> list[Settled]:
         """All that became final since the last call, in order: one consistent snapshot of done and failed."""
@@ -247,70 +165,6 @@ class OffloadEngine:
             settled = list(state.settled)
             state.settled.clear()
             return settled
-
-    def _record(self, rank: int, completion: Completion) -> None:
-        state = self._state
-        verdict = state.ledger.record(rank, completion)
-        if verdict in (Verdict.STALE, Verdict.DUPLICATE):
-            return
-        entry = state.ledger.get(completion.op_id)
-        assert entry is not None  # only a stale completion has no entry
-        if completion.mark == "failed" and entry.op.direction == "load":
-            # At the first rank's word: the request must not find these keys again and load in a circle.
-            state.remove(entry.op.slots, "load_failed")
-        if verdict is Verdict.SETTLED:
-            self._settle(state.ledger.close(completion.op_id))
-        elif verdict is Verdict.SOURCE_FREE and not entry.given_up:
-            self._tell(entry, "source_free")
-
-    def _settle(self, entry: OpenOp) -> None:
-        state, counters, op = self._state, self._state.counters, entry.op
-        if op.direction == "load":
-            state.unhold(entry.held)
-            if entry.error:
-                counters.miss_blocks["load_failed"] += len(op.blocks)
-        else:
-            self._settle_store(entry)
-        if entry.error:
-            counters.transfers[op.direction, "error"] += 1
-            counters.errors[f"{op.direction}_failed"] += 1
-            logger.warning("%s %d of %d blocks failed: %s", op.direction, op.op_id, len(op.blocks), entry.error)
-        else:
-            self._count_transfer(entry)
-        if not entry.given_up:
-            self._tell(entry, "failed" if entry.error else "done")
-        if entry.stuck:
-            self._refresh_gate()
-
-    def _settle_store(self, entry: OpenOp) -> None:
-        state, outcomes, op = self._state, self._state.counters.store_blocks, entry.op
-        if entry.given_up:
-            state.index.end_quarantine(op.slots)
-            state.slots.release(op.slots)
-        elif entry.error:
-            state.index.abandon(entry.keys, op.slots)
-            state.slots.release(op.slots)
-            outcomes["failed"] += len(op.slots)
-        else:
-            published = state.index.publish(entry.keys, op.slots, state.clock())
-            state.slots.release(published.freed)
-            state.events.add("stored", published.keys)
-            outcomes["stored"] += len(published.keys)
-            outcomes["dropped_purged"] += len(published.freed)
-            if state.slots.leaving:  # a resize has passed these slots already
-                state.remove([slot for slot in op.slots if slot >= state.slots.limit], "resize")
-
-    def _count_transfer(self, entry: OpenOp) -> None:
-        counters, direction = self._state.counters, entry.op.direction
-        counters.transfers[direction, "ok"] += 1
-        counters.transfer_blocks[direction] += len(entry.op.blocks)
-        counters.transfer_seconds[direction].observe(entry.seconds)
-        counters.transfer_size[direction].observe(float(len(entry.op.blocks) * self.config.slot_bytes))
-        counters.queue_seconds[direction].observe(entry.queue_seconds)
-
-    def _tell(self, entry: OpenOp, mark: Mark) -> None:
-        op = entry.op
-        self._state.settled.append(Settled(op.op_id, op.direction, mark, entry.request_id, op.blocks, entry.error))
 
     # -- ranks ----------------------------------------------------------------------------------------------
 
@@ -331,12 +185,13 @@ class OffloadEngine:
             restarted = state.ranks.update(report, state.clock())
             top = state.slots.limit
             if restarted:
-                self._rank_restarted(report.rank)
+                settlement.fail_rank(state, report.rank)
             shrunk = state.apply_limit() > 0
             low = 0 if restarted else state.slots.limit
-            self._refresh_gate()
+            state.refresh_gate()
             removing = restarted or shrunk
             state.gate.rebuilding += removing
+        state.write_log()
         if removing:
             try:
                 state.vacate_all(low, top, "rank_restart")
@@ -355,21 +210,6 @@ class OffloadEngine:
         state = self._state
         return DesiredState(self.engine_id, state.capacity, state.pinning_paused, state.pin_attempt)
 
-    def _rank_restarted(self, rank: int) -> None:
-        state = self._state
-        state.counters.rank_restarts += 1
-        state.counters.errors["rank_restarted"] += 1
-        state.leases.epoch += 1
-        state.index.disown_filling(state.index.filling_keys())
-        owed = state.ledger.owed_by(rank)
-        logger.warning("rank %d has started anew: its memory is lost, %d transfers fail", rank, len(owed))
-        for op_id in owed:
-            self._record(rank, Completion(op_id, "failed", f"rank {rank} has started anew"))
-
-    def _refresh_gate(self) -> None:
-        state = self._state
-        state.gate.serving = state.ranks.can_copy() and not state.ledger.num_stuck
-
     # -- time, end, views -----------------------------------------------------------------------------------
 
     def tick(self) -> None:
@@ -379,27 +219,9 @@ class OffloadEngine:
             now = state.clock()
             state.index.end_pins(now)
             for entry in state.ledger.mark_stuck(now - self.config.transfer_timeout):
-                self._give_up(entry)
-            self._refresh_gate()
-
-    def _give_up(self, entry: OpenOp) -> None:
-        """A transfer is stuck. A store fails now: what the silent rank may still read of its blocks goes into slots
-        in quarantine. A load goes on waiting, because that rank may still write its blocks."""
-        state, op = self._state, entry.op
-        state.counters.errors["transfer_stuck"] += 1
-        logger.error(
-            "%s %d is stuck: ranks %s are silent after %g s; loads and stores stop until they speak",
-            op.direction,
-            op.op_id,
-            sorted(entry.pending),
-            self.config.transfer_timeout,
-        )
-        if op.direction == "store":
-            entry.given_up = True
-            entry.error = entry.error or f"no word of ranks {sorted(entry.pending)} in time"
-            state.index.quarantine(entry.keys, op.slots)
-            state.counters.store_blocks["failed"] += len(op.slots)
-            self._tell(entry, "failed")
+                settlement.give_up(state, entry)
+            state.refresh_gate()
+        state.write_log()
 
     def close(self) -> None:
         """The host stops: nothing is served any more. Idempotent."""

@@ -19,6 +19,7 @@ from itertools import repeat
 from math import inf
 
 from kvstow.control.arc import ArcPolicy
+from kvstow.control.holds import Holds
 from kvstow.control.policy import EvictionPolicy, LruPolicy
 from kvstow.control.recency import Links, RecencyList
 from kvstow.errors import ConfigError
@@ -44,8 +45,7 @@ class Index:
         self._key_of: list[bytes | None] = []
         self._filling_of: dict[bytes, int] = {}
         self._filling: set[int] = set()
-        self._held: set[int] = set()
-        self._extra_holds: dict[int, int] = {}
+        self._held = Holds()
         self._orphans: set[int] = set()
         self._pinned: dict[int, float] = {}
         self._expiries: list[tuple[float, int]] = []
@@ -114,7 +114,7 @@ class Index:
 
     def holds(self, slot: int) -> int:
         """How many holds are on the slot."""
-        return self._extra_holds.get(slot, 0) + 1 if slot in self._held else 0
+        return self._held.count(slot)
 
     def stored_at(self, slot: int) -> float:
         return self._stored_at[slot]
@@ -126,19 +126,10 @@ class Index:
 
     def hold(self, slots: list[int], now: float) -> None:
         """Keep visible slots from eviction until `unhold` with the same slots."""
-        wanted = set(slots)
-        if len(wanted) < len(slots):
-            slots = list(dict.fromkeys(slots))
         used_at = self._used_at
         for slot in slots:
             used_at[slot] = now
-        again = self._held & wanted
-        if again:
-            extra = self._extra_holds
-            for slot in again:
-                extra[slot] = extra.get(slot, 0) + 1
-            slots = [slot for slot in slots if slot not in again]
-        self._held |= wanted
+        slots = self._held.add(slots)
         if self._pinned:
             unpinned = [slot for slot in slots if slot not in self._pinned]
             self._held_and_pinned += len(slots) - len(unpinned)
@@ -147,20 +138,7 @@ class Index:
 
     def unhold(self, slots: list[int]) -> list[int]:
         """End a hold. Returns the slots that are free now, because their keys were removed meanwhile."""
-        leaving = set(slots)
-        if len(leaving) < len(slots):
-            slots = list(dict.fromkeys(slots))
-        if self._extra_holds:
-            extra = self._extra_holds
-            again = [slot for slot in leaving if slot in extra]
-            for slot in again:
-                if extra[slot] == 1:
-                    del extra[slot]
-                else:
-                    extra[slot] -= 1
-            leaving.difference_update(again)
-            slots = [slot for slot in slots if slot in leaving]
-        self._held -= leaving
+        slots = self._held.remove(slots)
         freed: list[int] = []
         if self._orphans:
             freed = [slot for slot in slots if slot in self._orphans]
@@ -172,14 +150,6 @@ class Index:
             slots = unpinned
         self.policy.attach(slots)
         return freed
-
-    def touch(self, slots: list[int], now: float) -> None:
-        """Visible slots were used without being held. Those in use already keep their place."""
-        idle = [slot for slot in dict.fromkeys(slots) if slot not in self._held and slot not in self._pinned]
-        self.policy.detach(idle)
-        self.policy.attach(idle)
-        for slot in slots:
-            self._used_at[slot] = now
 
     # -- stores ---------------------------------------------------------------------------------------------
 
@@ -343,7 +313,7 @@ class Index:
         return {
             "filling": set(self._filling),
             "cached": set(self.policy),
-            "leased": self._held - pinned,
+            "leased": self._held.slots() - pinned,
             "pinned": pinned,
             "quarantined": set(self._quarantined),
         }
@@ -356,17 +326,18 @@ class Index:
             found.append("keys by slot and slots by key differ")
         elif any(self._key_of[slot] != key for key, slot in self._slot_of.items()):
             found.append("a key's slot names another key")
+        held = self._held.slots()
         cached = list(self.policy)
         if len(cached) != len(self.policy) or len(set(cached)) != len(cached):
             found.append("the eviction order repeats or loses slots")
-        if set(cached) != visible - self._held - set(self._pinned):
+        if set(cached) != visible - held - set(self._pinned):
             found.append("the evictable slots are not those that are visible and unused")
-        if self._orphans != self._held - visible:
+        if self._orphans != held - visible:
             found.append("orphans are not the held slots without a key")
         if not set(self._pinned) <= visible:
             found.append("a pinned slot is not visible")
-        if self._held_and_pinned != len(self._held & set(self._pinned)):
+        if self._held_and_pinned != len(held & set(self._pinned)):
             found.append("the count of held and pinned slots is wrong")
-        if not set(self._filling_of.values()) <= self._filling or not set(self._extra_holds) <= self._held:
-            found.append("a filling key or an extra hold names a slot that is not in use so")
+        if not set(self._filling_of.values()) <= self._filling or not self._held.balances():
+            found.append("a filling key or a further holder names a slot that is not in use so")
         return found

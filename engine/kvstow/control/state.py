@@ -6,6 +6,7 @@ that say so.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from kvstow.control.ranks import RankTable
 from kvstow.control.slots import SlotMap
 from kvstow.control.sweep import SLICE_SLOTS
 from kvstow.messages import Direction, Mark
+
+logger = logging.getLogger("kvstow.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,24 @@ class ControlState:
         self.pinning_paused = False
         self.pin_attempt = 0
         self.integrity_error: str | None = None
+        self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
+
+    def log(self, level: int, message: str, *values: object) -> None:
+        """Note a log line; `write_log` writes it, because a log handler may block."""
+        self._messages.append((level, message, values))
+
+    def write_log(self) -> None:
+        """Write the lines noted so far. Without the lock."""
+        while self._messages:
+            try:
+                level, message, values = self._messages.popleft()
+            except IndexError:  # another thread was faster
+                return
+            logger.log(level, message, *values)
+
+    def refresh_gate(self) -> None:
+        """Open or close the gate after a change of the ranks or of what is stuck."""
+        self.gate.serving = self.ranks.can_copy() and not self.ledger.num_stuck
 
     def removed(self, removal: Removal, reason: str) -> None:
         """Account for blocks that left the index, and free their slots."""

@@ -1,0 +1,100 @@
+"""Settlement: what follows from a rank's word on an op. The caller holds the lock of the state."""
+
+from __future__ import annotations
+
+from logging import ERROR, WARNING
+
+from kvstow.control.ledger import OpenOp, Verdict
+from kvstow.control.state import ControlState, Settled
+from kvstow.messages import Completion, Mark
+
+
+def record(state: ControlState, rank: int, completion: Completion) -> None:
+    """Take a rank's word, and settle the op if it was the last one owed."""
+    verdict = state.ledger.record(rank, completion)
+    if verdict in (Verdict.STALE, Verdict.DUPLICATE):
+        return
+    entry = state.ledger.get(completion.op_id)
+    assert entry is not None  # only a stale completion has no entry
+    if completion.mark == "failed" and entry.op.direction == "load":
+        # At the first rank's word: the request must not find these keys again and load in a circle.
+        state.remove(entry.op.slots, "load_failed")
+    if verdict is Verdict.SETTLED:
+        _settle(state, state.ledger.close(completion.op_id))
+    elif verdict is Verdict.SOURCE_FREE and not entry.given_up:
+        _tell(state, entry, "source_free")
+
+
+def fail_rank(state: ControlState, rank: int) -> None:
+    """A rank has started anew: its ops fail, leases break, and no store in flight becomes visible."""
+    state.counters.rank_restarts += 1
+    state.counters.errors["rank_restarted"] += 1
+    state.leases.epoch += 1
+    state.index.disown_filling(state.index.filling_keys())
+    owed = state.ledger.owed_by(rank)
+    state.log(WARNING, "rank %d has started anew: its memory is lost, %d transfers fail", rank, len(owed))
+    for op_id in owed:
+        record(state, rank, Completion(op_id, "failed", f"rank {rank} has started anew"))
+
+
+def give_up(state: ControlState, entry: OpenOp) -> None:
+    """A transfer is stuck. A store fails now: what the silent rank may still read of its blocks goes into slots
+    in quarantine. A load goes on waiting, because that rank may still write its blocks."""
+    op, silent = entry.op, sorted(entry.pending)
+    state.counters.errors["transfer_stuck"] += 1
+    state.log(
+        ERROR,
+        "%s %d is stuck: ranks %s are silent after %g s; loads and stores stop until they speak",
+        *(op.direction, op.op_id, silent, state.config.transfer_timeout),
+    )
+    if op.direction == "store":
+        entry.given_up = True
+        entry.error = entry.error or f"no word of ranks {silent} in time"
+        state.index.quarantine(entry.keys, op.slots)
+        state.counters.store_blocks["failed"] += len(op.slots)
+        _tell(state, entry, "failed")
+
+
+def _settle(state: ControlState, entry: OpenOp) -> None:
+    counters, op = state.counters, entry.op
+    if op.direction == "load":
+        state.unhold(entry.held)
+        if entry.error:
+            counters.miss_blocks["load_failed"] += len(op.blocks)
+    else:
+        _settle_store(state, entry)
+    if entry.error:
+        counters.transfers[op.direction, "error"] += 1
+        counters.errors[f"{op.direction}_failed"] += 1
+        state.log(WARNING, "%s %d of %d blocks failed: %s", op.direction, op.op_id, len(op.blocks), entry.error)
+    else:
+        num_bytes = len(op.blocks) * state.config.slot_bytes
+        counters.count_transfer(op.direction, len(op.blocks), num_bytes, entry.seconds, entry.queue_seconds)
+    if not entry.given_up:
+        _tell(state, entry, "failed" if entry.error else "done")
+    if entry.stuck:
+        state.refresh_gate()
+
+
+def _settle_store(state: ControlState, entry: OpenOp) -> None:
+    outcomes, op = state.counters.store_blocks, entry.op
+    if entry.given_up:
+        state.index.end_quarantine(op.slots)
+        state.slots.release(op.slots)
+    elif entry.error:
+        state.index.abandon(entry.keys, op.slots)
+        state.slots.release(op.slots)
+        outcomes["failed"] += len(op.slots)
+    else:
+        published = state.index.publish(entry.keys, op.slots, state.clock())
+        state.slots.release(published.freed)
+        state.events.add("stored", published.keys)
+        outcomes["stored"] += len(published.keys)
+        outcomes["dropped_purged"] += len(published.freed)
+        if state.slots.leaving:  # a resize has passed these slots already
+            state.remove([slot for slot in op.slots if slot >= state.slots.limit], "resize")
+
+
+def _tell(state: ControlState, entry: OpenOp, mark: Mark) -> None:
+    op = entry.op
+    state.settled.append(Settled(op.op_id, op.direction, mark, entry.request_id, op.blocks, entry.error))
