@@ -49,10 +49,16 @@ class _Queued:
 
 @dataclass(slots=True)
 class _Running:
-    op: Op
-    ticket: Ticket
-    queue_seconds: float
+    """`ticket` is None until the device was told to begin."""
+
+    queued: _Queued
+    ticket: Ticket | None = None
+    queue_seconds: float = 0.0
     source_free: bool = False
+
+    @property
+    def op(self) -> Op:
+        return self.queued.op
 
 
 class CopyThread:
@@ -127,8 +133,8 @@ class CopyThread:
         try:
             pause = 0.0
             while self._wait_for_work(pause):
-                self._start_ops()
-                pause = 0.0 if self._poll_tickets() else min(max(2 * pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+                self._admit()
+                pause = 0.0 if self._advance_all() else min(max(2 * pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
         except BaseException as error:
             logger.exception("the copy thread has failed")
             with self._lock:
@@ -145,56 +151,48 @@ class CopyThread:
                 self._work.wait_for(lambda: self._can_start() or self._stop_at is not None)
             return self._stop_at is None or (self._num_running() > 0 and self._clock() < self._stop_at)
 
-    def _start_ops(self) -> None:
-        for direction in self._queues:
-            while (queued := self._next(direction)) is not None:
-                self._start(direction, queued)
-
-    def _next(self, direction: Direction) -> _Queued | None:
+    def _admit(self) -> None:
+        """Let queued ops run where there is room."""
         with self._lock:
-            return self._queues[direction].popleft() if self._has_room(direction) else None
+            for direction, queue in self._queues.items():
+                while self._has_room(direction):
+                    self._running[direction].append(_Running(queue.popleft()))
 
-    def _start(self, direction: Direction, queued: _Queued) -> None:
-        waited = self._clock() - queued.submitted
-        try:
-            ticket = self._begin(queued.op, queued.after)
-        except Exception as error:  # noqa: BLE001 - the failure of one op, which its completion tells
-            with self._lock:
-                self._publish([_failed(queued.op, error)])
-            return
-        with self._lock:
-            self._running[direction].append(_Running(queued.op, ticket, waited))
-
-    def _begin(self, op: Op, after: Fence | None) -> Ticket:
-        if op.direction == "store":
-            return self._device.begin_store(op.op_id, op.blocks, op.slots, after)
-        staged = self._device.stage_load(op.op_id, op.slots)
-        return self._device.commit_load(op.op_id, staged, op.blocks, after)
-
-    def _poll_tickets(self) -> bool:
-        """Look at each running op once; True when one has moved on."""
+    def _advance_all(self) -> bool:
+        """Begin or poll each running op; True when one of them has moved on."""
         moved = False
         for direction, running in self._running.items():
             for copy in tuple(running):
-                completion = self._poll(copy)
+                completion = self._advance(copy)
                 if completion is not None:
                     moved = True
                     self._record(direction, copy, completion)
         return moved
 
-    def _poll(self, copy: _Running) -> Completion | None:
+    def _advance(self, copy: _Running) -> Completion | None:
         """What there is to say of `copy` that was not said yet."""
+        if copy.ticket is None:
+            copy.queue_seconds = self._clock() - copy.queued.submitted
+            try:
+                copy.ticket = self._begin(copy.op, copy.queued.after)
+            except Exception as error:  # noqa: BLE001 - the failure of one op, which its completion tells
+                return _failed(copy.op, error)
         state = copy.ticket.poll()
         if state is TicketState.DONE:
             num_bytes = len(copy.op.slots) * self._slot_bytes
-            seconds = copy.ticket.seconds
-            return Completion(copy.op.op_id, "done", None, num_bytes, seconds, copy.queue_seconds)
+            return Completion(copy.op.op_id, "done", None, num_bytes, copy.ticket.seconds, copy.queue_seconds)
         if state is TicketState.FAILED:
             return _failed(copy.op, copy.ticket.error or CopyError("the device gave no reason"))
         if state is TicketState.SOURCE_FREE and not copy.source_free:
             copy.source_free = True
             return Completion(copy.op.op_id, "source_free")
         return None
+
+    def _begin(self, op: Op, after: Fence | None) -> Ticket:
+        if op.direction == "store":
+            return self._device.begin_store(op.op_id, op.blocks, op.slots, after)
+        staged = self._device.stage_load(op.op_id, op.slots)
+        return self._device.commit_load(op.op_id, staged, op.blocks, after)
 
     def _record(self, direction: Direction, copy: _Running, completion: Completion) -> None:
         with self._lock:

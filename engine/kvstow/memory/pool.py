@@ -77,7 +77,8 @@ class HostPool:
         limits: MemoryLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Reserve address space; takes no memory yet. Raises `InsufficientMemoryError` when `pool_bytes` cannot fit."""
+        """Reserve address space; takes no memory yet. Raises `InsufficientMemoryError` when `pool_bytes` cannot fit,
+        `PinError` when not even address space is left."""
         self._config = config
         self._limits = limits or MemoryLimits()
         self._registrar = registrar if config.lock else PopulateOnly()
@@ -90,7 +91,7 @@ class HostPool:
         self._chunks: list[Chunk] = []
         self._failure: _Failure | None = None
         self._progress = PinProgress(clock)
-        self._paused = self._closing = self._closed = self._prepared = False
+        self._paused = self._closing = self._prepared = False
         self._listeners = Listeners()
         self._thread: threading.Thread | None = None
         self._region = HostRegion(self._grid.region_bytes)
@@ -174,7 +175,7 @@ class HostPool:
                 target_slots=self._target,
                 pinned_bytes=pinned * self.slot_bytes,
                 target_bytes=self._target * self.slot_bytes,
-                resident_bytes=sum(chunk.num_bytes for chunk in self._chunks),
+                resident_bytes=self._chunks[-1].offset + self._chunks[-1].num_bytes if self._chunks else 0,
                 locked_bytes=self._registrar.locked_bytes,
                 pin_mode=self._registrar.mode,
                 notice=self._registrar.notice,
@@ -196,9 +197,7 @@ class HostPool:
         if thread is not None:
             thread.join()
         with self._memory:
-            if not self._closed:
-                self._closed = True
-                self._give_back_all()
+            self._give_back_all()
 
     def _give_back_all(self) -> None:
         with self._state:
