@@ -1,0 +1,78 @@
+"""Imports point one way: service -> api -> engine; within the engine, the control plane knows no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WEB = {
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "pydantic",
+    "pydantic_settings",
+    "prometheus_client",
+    "httpx",
+    "typer",
+    "rich",
+}
+
+FORBIDDEN = {
+    "engine/kvstow": {"kvstow_api", "kvstow_service", "vllm", *WEB},
+    "engine/kvstow/control": {"torch", "cuda", "kvstow.memory", "kvstow.devices", "kvstow.worker", "kvstow.testing"},
+    "engine/kvstow/memory": {"torch", "cuda", "kvstow.control", "kvstow.devices", "kvstow.worker", "kvstow.testing"},
+    "engine/kvstow/devices": {"kvstow.control", "kvstow.worker", "kvstow.testing"},
+    "api/kvstow_api": {"kvstow_service", "vllm", "torch", "kvstow.memory", "kvstow.devices", "kvstow.testing"},
+    "service/kvstow_service": {"kvstow.testing"},
+}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def violations(folder: str, forbidden: set[str]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in imports_of(path)
+        if any(name == bad or name.startswith(f"{bad}.") for bad in forbidden)
+    ]
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_a_layer_imports_only_what_lies_below(folder: str) -> None:
+    assert list((ROOT / folder).rglob("*.py"))
+    assert violations(folder, FORBIDDEN[folder]) == []
+
+
+def test_the_check_sees_a_violation() -> None:
+    assert violations("service/kvstow_service", {"kvstow.control"}) != []
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("kvstow.control.engine", ["torch", "numpy", "fastapi", "httpx", "prometheus_client"]),
+        ("kvstow_api.app", ["torch"]),
+        ("kvstow_service", ["torch", "fastapi"]),
+        ("kvstow_service.cli", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
+    ],
+)
+def test_importing_a_module_leaves_out_what_it_does_not_need(module: str, absent: list[str]) -> None:
+    code = f"import sys, {module}; print([name for name in {absent!r} if name in sys.modules])"
+    env = {"PYTHONPATH": ":".join(str(ROOT / folder) for folder in ("engine", "api", "service"))}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,62 @@
+"""The wheel holds all of the three packages and nothing else, and works where the sources are not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ["engine/kvstow", "api/kvstow_api", "service/kvstow_service"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("wheel")
+    (path,) = WheelBuilder(str(ROOT)).build(directory=str(target), versions=["standard"])
+    return Path(path)
+
+
+def test_the_packages_are_those_of_the_tree() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert settings["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == PACKAGES
+    found = [
+        str(path.parent.relative_to(ROOT))
+        for top in ("engine", "api", "service")
+        for path in (ROOT / top).glob("*/__init__.py")
+    ]
+    assert found == PACKAGES
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = {
+        f"{Path(package).name}/{path.relative_to(ROOT / package)}"
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert held == expected
+
+
+def test_the_command_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=False, system_site_packages=False)
+    site = next((tmp_path / "env" / "lib").glob("python*/site-packages"))
+    zipfile.ZipFile(wheel).extractall(site)
+    # The dependencies come from the environment of the tests; the code under test only from the wheel.
+    dependencies = next(path for path in sys.path if path.endswith("site-packages"))
+    code = (
+        f"import sys; sys.path.append({dependencies!r});"
+        "import kvstow, kvstow_service.cli, kvstow_service.settings, kvstow_api.app;"
+        f"assert kvstow.__file__.startswith({str(tmp_path)!r}), kvstow.__file__; print(kvstow.__version__)"
+    )
+    python = tmp_path / "env" / "bin" / "python"
+    result = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "0.1.0"
