@@ -9,6 +9,7 @@ from typing import Any, Never
 
 from fastapi import Request
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,7 +32,10 @@ class BodyMiddleware:
         if scope["type"] != "http" or scope["method"] in READING_METHODS:
             await self._app(scope, receive, send)
             return
-        body = await self._read(scope, receive)
+        try:
+            body = await self._read(scope, receive)
+        except ClientDisconnect:
+            return  # half of a body must not be taken for the whole
         if body is None:
             detail = f"the body is too large; allowed: {self._limit} bytes"
             await problem(scope, 413, detail, headers={"Connection": "close"})(scope, receive, send)
@@ -41,7 +45,7 @@ class BodyMiddleware:
             await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body, or None as soon as it is known to be too large."""
+        """The whole body, or None as soon as it is known to be too large. Raises `ClientDisconnect`."""
         declared = _header(scope, b"content-length")
         if declared.isdigit() and int(declared) > self._limit:
             return None
@@ -49,8 +53,10 @@ class BodyMiddleware:
         more = True
         while more:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
             body += message.get("body", b"")
-            more = message.get("more_body", False)  # false also when the client has gone
+            more = message.get("more_body", False)
             if len(body) > self._limit:
                 return None
         return bytes(body)

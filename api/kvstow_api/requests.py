@@ -21,7 +21,7 @@ audit_logger = logging.getLogger("kvstow.audit")
 UNMATCHED = "unmatched"
 CLIENT_CLOSED = 499  # as nginx counts a client that left before the answer
 
-_BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0)
+_BOUNDS = (0.01, 0.1, 1.0, 10.0)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]")
 _REPORT_ROUTE = "/v1/ranks/{rank}/report"

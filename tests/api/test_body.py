@@ -5,6 +5,8 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from starlette.types import Message, Scope
 
 pytestmark = pytest.mark.anyio
 
@@ -87,3 +89,30 @@ async def test_a_body_in_pieces_is_put_together(client: httpx.AsyncClient, ranks
             yield piece
 
     assert (await client.post(EVICT, content=pieces(), headers=JSON)).status_code == 200
+
+
+async def test_half_a_body_is_not_taken_for_the_whole(ranks: Any, launch: Any, keys: list[bytes]) -> None:
+    ranks.store(keys[:1])
+    apps: list[FastAPI] = []
+    await launch(apps.append)
+    messages: list[Message] = [
+        {"type": "http.request", "body": b'{"slots": 1}', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: Scope = {
+        "type": "http",
+        "method": "POST",
+        "path": EVICT,
+        "headers": [(b"content-type", b"application/json"), (b"content-length", b"100")],
+    }
+    await apps[0](scope, receive, send)
+    assert not sent
+    assert ranks.engine.lookup(keys[:1]) == 1

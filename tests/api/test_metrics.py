@@ -6,14 +6,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics_untyped
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.parser import text_string_to_metric_families as parse_untyped
+from prometheus_client.registry import Collector
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.clock import FakeClock
@@ -22,7 +24,6 @@ pytestmark = pytest.mark.anyio
 
 Parse = Callable[[str], Iterable[Metric]]
 parse: Parse = parse_untyped
-parse_openmetrics: Parse = parse_openmetrics_untyped
 
 FAMILIES = {
     "counter": """
@@ -46,6 +47,15 @@ FAMILIES = {
         kvstow_event_loop_lag_seconds
     """,
 }
+
+
+class InfoCollector(Collector):
+    """A collector of a host, of a kind that ours do not use."""
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily("host_odd", "not finite", value=inf)
+        yield GaugeMetricFamily("host_odder", "not finite", value=-inf)
+        yield InfoMetricFamily("host_facts", "a \\ and a \n", value={"name": "host"})
 
 
 async def scrape(client: httpx.AsyncClient) -> dict[str, Metric]:
@@ -102,10 +112,20 @@ async def test_names_are_clean(client: httpx.AsyncClient) -> None:
     assert not re.search(r"_(ms|milliseconds|mib|perc|percent)\b", text)
 
 
-async def test_openmetrics_parses_too(client: httpx.AsyncClient) -> None:
-    answer = await client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
-    assert answer.headers["content-type"].startswith("application/openmetrics-text")
-    assert "kvstow_pool_blocks" in {family.name for family in parse_openmetrics(answer.text)}
+async def test_the_text_says_what_prometheus_client_would_write(client: httpx.AsyncClient, launch: Any) -> None:
+    registry = CollectorRegistry()
+    client = await launch(registry=registry, build={"odd": 'a "quote", a \\ and a \n'})
+    ProcessCollector(registry=registry)
+    registry.register(InfoCollector())
+    ours = list(parse((await client.get("/metrics")).text))
+    theirs = list(parse(generate_latest(registry).decode()))
+    assert [(family.name, family.type, family.documentation) for family in ours] == [
+        (family.name, family.type, family.documentation) for family in theirs
+    ]
+    assert {"host_odd", "host_odder", "process_cpu_seconds", "host_facts_info"} <= {family.name for family in ours}
+    assert [(sample.name, sample.labels) for family in ours for sample in family.samples] == [
+        (sample.name, sample.labels) for family in theirs for sample in family.samples
+    ]
 
 
 async def test_values_are_those_of_the_engine(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
-from prometheus_client.exposition import choose_encoder
+from fastapi import APIRouter
 from starlette.responses import Response
 
+from kvstow_api.metrics.exposition import MEDIA_TYPE, render
 from kvstow_api.openapi import reading
 from kvstow_api.services import Use
 
@@ -13,7 +13,6 @@ router = APIRouter(tags=["metrics"])
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **reading()})
-async def metrics(request: Request, use: Use) -> Response:
-    """All metrics, as Prometheus text or OpenMetrics."""
-    encode, media_type = choose_encoder(request.headers.get("accept", ""))
-    return Response(encode(use.context.registry), media_type=media_type)
+async def metrics(use: Use) -> Response:
+    """All metrics in Prometheus' text format, whatever the scraper would prefer."""
+    return Response(render(use.context.registry), media_type=MEDIA_TYPE)
