@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import kvstow
 from kvstow.bytesize import format_size
+from kvstow.config import PoolConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import RESERVE_BYTES, MemoryLimits
@@ -21,7 +24,7 @@ from kvstow_service.fleet import Fleet
 from kvstow_service.keeper import Keeper
 from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.logs import configure_logs
-from kvstow_service.replay.trace import BLOCK_TOKENS
+from kvstow_service.replay.trace import BLOCK_TOKENS, TraceRequest
 from kvstow_service.server import AdminServer
 from kvstow_service.settings import Settings
 from kvstow_service.stop import StopRequests
@@ -30,61 +33,42 @@ from kvstow_service.traffic import ReplayTraffic, kv_blocks, read_requests
 logger = logging.getLogger("kvstow.service")
 
 _DRAIN_POLL_SECONDS = 0.02
+_DEFAULT_BLOCK_TOKENS = 16  # until somebody who knows attaches; it scales token counters only
 
 
 def run_service(settings: Settings) -> int:
     """Serve until a signal, the end of a replay that was to be the end, or a failure; returns the exit status.
 
-    Owns the process's signals and its loggers. Raises `ConfigError` or another `KvstowError` for what keeps it
-    from starting; by then everything it had taken is given back.
+    Owns the process's signals and its loggers; call it on the main thread. Raises `ConfigError` or another
+    `KvstowError` for what keeps it from starting; by then everything it had taken is given back.
     """
-    stops = StopRequests()
-    stops.install()
     configure_logs(settings.log_format, settings.log_level)
-
-    # What can be refused is refused before anything is taken.
-    requests = read_requests(settings)
-    address = TcpAddress.resolve(settings.host, settings.port)
-    require_token(address.host, settings.token_file)
-    if settings.token_file is not None:
-        TokenFile(settings.token_file)
-    blocks = kv_blocks(settings, requests)
-    memory_left = require_memory(settings, kv_blocks=blocks if requests else 0)
-
     with ExitStack() as running:
-        listeners = Listeners(address, settings.uds)
+        stops = running.enter_context(StopRequests())
+        plan = _check(settings)
+
+        listeners = Listeners(plan.address, settings.uds)
         running.callback(listeners.close)
 
-        engine = OffloadEngine(settings.engine_config(BLOCK_TOKENS if requests else 16))
+        engine = OffloadEngine(settings.engine_config(plan.block_tokens))
         running.callback(engine.close)
         keeper = Keeper(engine)
-        pool = settings.pool_config(memory_left)
-        agent_token = secrets.token_hex(16)
-        context = ApiContext(
-            engine=engine,
-            max_capacity_slots=pool.max_slots,
-            version=kvstow.__version__,
-            mode="standalone",
-            settings=public_settings(settings),
-            token_file=settings.token_file,
-            agent_token=agent_token,
-            readiness_require=settings.readiness_require,
-            ready_checks={"keeper": keeper.check},
-        )
         keeper.start()
         running.callback(keeper.stop)
 
-        server = AdminServer(create_app(context), listeners.sockets, lambda reason: stops.request(reason, 1))
+        agents_reach = AdminAddress(listeners.url, secrets.token_hex(16), settings.uds)
+        app = create_app(_context(settings, plan, engine, keeper, agents_reach))
+        server = AdminServer(app, listeners.sockets, lambda reason: stops.request(reason, 1))
         server.start()
         running.callback(server.stop)
         _announce(settings, listeners)
 
-        fleet = Fleet(settings.ranks, pool, blocks, AdminAddress(listeners.url, agent_token, settings.uds))
+        fleet = Fleet(settings.ranks, plan.pool, plan.kv_blocks, agents_reach)
         fleet.start()
         running.callback(fleet.close)
 
-        traffic = ReplayTraffic(settings, requests, lambda status: _on_replay_end(settings, stops, status))
-        if requests:
+        traffic = ReplayTraffic(settings, plan.requests, lambda status: _on_replay_end(settings, stops, status))
+        if plan.requests:
             traffic.start(engine, fleet)
 
         stop = stops.wait()
@@ -92,6 +76,48 @@ def run_service(settings: Settings) -> int:
         _drain(engine, traffic, settings)
     logger.info("stopped")
     return stop.status
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What follows from the settings on this machine."""
+
+    address: TcpAddress
+    requests: Sequence[TraceRequest]
+    kv_blocks: int
+    pool: PoolConfig
+
+    @property
+    def block_tokens(self) -> int:
+        return BLOCK_TOKENS if self.requests else _DEFAULT_BLOCK_TOKENS
+
+
+def _check(settings: Settings) -> _Plan:
+    """Refuse what can be refused before anything is taken."""
+    address = TcpAddress.resolve(settings.host, settings.port)
+    require_token(address.host, settings.token_file)
+    if settings.token_file is not None:
+        TokenFile(settings.token_file)
+    requests = read_requests(settings)
+    blocks = kv_blocks(settings, requests)
+    memory_left = require_memory(settings, kv_blocks=blocks if requests else 0)
+    return _Plan(address, requests, blocks, settings.pool_config(memory_left))
+
+
+def _context(
+    settings: Settings, plan: _Plan, engine: OffloadEngine, keeper: Keeper, agents_reach: AdminAddress
+) -> ApiContext:
+    return ApiContext(
+        engine=engine,
+        max_capacity_slots=plan.pool.max_slots,
+        version=kvstow.__version__,
+        mode="standalone",
+        settings=public_settings(settings),
+        token_file=settings.token_file,
+        agent_token=agents_reach.token,
+        readiness_require=settings.readiness_require,
+        ready_checks={"keeper": keeper.check},
+    )
 
 
 def require_memory(settings: Settings, *, kv_blocks: int) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,10 +11,9 @@ from kvstow_service.stop import Stop, StopRequests
 
 
 @pytest.fixture
-def stops(process_state: None) -> StopRequests:
-    requests = StopRequests()
-    requests.install()
-    return requests
+def stops() -> Iterator[StopRequests]:
+    with StopRequests() as requests:
+        yield requests
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -24,6 +24,20 @@ def test_a_signal_interrupts_the_wait_and_means_success(stops: StopRequests, num
     sender.join()
 
 
+def test_a_signal_that_another_thread_gets_is_heard_as_well(stops: StopRequests) -> None:
+    """Nothing wakes the main thread then, and handlers of Python's run nowhere else."""
+    end = threading.Event()
+    target = threading.Thread(target=end.wait)
+    target.start()
+    assert target.ident is not None
+    sender = threading.Thread(target=signal.pthread_kill, args=(target.ident, signal.SIGTERM))
+    sender.start()
+    assert stops.wait() == Stop("SIGTERM", 0)
+    end.set()
+    sender.join()
+    target.join()
+
+
 def test_the_first_request_of_any_thread_counts(stops: StopRequests) -> None:
     thread = threading.Thread(target=stops.request, args=("the server ended", 1))
     thread.start()
@@ -32,10 +46,27 @@ def test_the_first_request_of_any_thread_counts(stops: StopRequests) -> None:
     assert stops.wait() == Stop("the server ended", 1)
 
 
-def test_a_second_signal_ends_the_process_at_once(stops: StopRequests, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     statuses: list[int] = []
     monkeypatch.setattr(os, "_exit", statuses.append)
-    signal.raise_signal(signal.SIGTERM)
-    assert statuses == []
-    signal.raise_signal(signal.SIGINT)
+    with StopRequests():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
     assert statuses == [130]
+
+
+def test_other_signals_are_none_of_its_business(stops: StopRequests) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    signal.raise_signal(signal.SIGUSR1)
+    stops.request("the test", 0)
+    assert stops.wait() == Stop("the test", 0)
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_handlers_and_thread_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with StopRequests():
+        assert signal.getsignal(signal.SIGTERM) is not before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert "kvstow-signals" not in {thread.name for thread in threading.enumerate()}
