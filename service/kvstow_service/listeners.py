@@ -89,18 +89,16 @@ def _bind_tcp(address: TcpAddress) -> socket.socket:
 
 
 def _bind_uds(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        _remove_stale(path)
-        listener.bind(str(path))
-        os.chmod(path, _UDS_MODE)  # before listen: nobody can have connected
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConflictError(f"cannot listen on unix:{path}: {error.strerror or error}") from error
-    except BaseException:
-        listener.close()
-        raise
+    with ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        try:
+            _remove_stale(path)
+            listener.bind(str(path))
+            os.chmod(path, _UDS_MODE)  # before listen: nobody can have connected
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise ConflictError(f"cannot listen on unix:{path}: {error.strerror or error}") from error
+        undo.pop_all()
     return listener
 
 

@@ -17,7 +17,7 @@ from kvstow.messages import Op, StepPlan
 from kvstow_api.app import create_app
 from kvstow_api.context import ApiContext
 from kvstow_service import ranks as ranks_module
-from kvstow_service.agent import AdminAddress
+from kvstow_service.agent import AdminAddress, RankAgent
 from kvstow_service.fleet import Fleet, UnbuiltRank
 
 SLOT = 16 << 10
@@ -88,6 +88,43 @@ def test_close_is_idempotent_and_leaves_no_thread_and_no_memory(
 def test_one_that_was_never_started_can_be_closed_and_has_no_ranks(fleet: Fleet) -> None:
     fleet.close()
     assert fleet.ranks() is None
+
+
+def test_closing_while_a_rank_is_built_waits_for_it_and_builds_no_other(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    built: list[Any] = []
+    entered, release = threading.Event(), threading.Event()
+    build_rank = ranks_module.build_rank
+
+    def build_slowly(*args: Any) -> Any:
+        entered.set()
+        release.wait(30)
+        built.append(build_rank(*args))
+        return built[-1]
+
+    monkeypatch.setattr(ranks_module, "build_rank", build_slowly)
+    fleet.start()
+    assert entered.wait(30)
+    closer = threading.Thread(target=fleet.close)
+    closer.start()
+    eventually(fleet._closing.is_set)
+    release.set()
+    closer.join()
+    assert [rank.worker.report().state for rank in built] == ["stopped"]
+    assert fleet.ranks() is None
+
+
+def test_a_thread_that_cannot_be_started_is_logged(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(agent: RankAgent) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(RankAgent, "start", refuse)
+    fleet.start()
+    assert fleet.ranks() is None
+    assert "can't start new thread" in caplog.text
 
 
 def test_a_rank_that_cannot_be_built_says_why_and_the_others_go_on(

@@ -105,6 +105,12 @@ def test_a_path_that_cannot_be_bound_is_named(tmp_path: Path, name: str) -> None
         listeners_on(tmp_path / name)
 
 
+def test_a_socket_file_that_somebody_removed_is_not_missed(tmp_path: Path) -> None:
+    listeners = listeners_on(tmp_path / "admin.sock")
+    (tmp_path / "admin.sock").unlink()
+    listeners.close()
+
+
 def test_closing_leaves_the_socket_of_a_successor(tmp_path: Path) -> None:
     path = tmp_path / "admin.sock"
     first = listeners_on(path)

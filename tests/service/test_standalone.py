@@ -16,6 +16,7 @@ import pytest
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits
 from kvstow_service import ranks
+from kvstow_service.replay.driver import ReplayDriver
 from kvstow_service.server import _QuietServer
 from kvstow_service.settings import Settings
 from kvstow_service.standalone import public_settings, require_memory, run_service
@@ -157,6 +158,18 @@ def test_a_replay_that_cannot_run_is_the_exit_status(
     err = capfd.readouterr().err
     assert "rank 0 cannot be built: someone else took it" in err
     assert "the replay does not run" in err
+
+
+def test_a_replay_with_a_defect_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ReplayDriver, "run", fail)
+    trace = write_trace(tmp_path / "trace.jsonl", 2)
+    assert run_service(Settings(**BASE, replay=trace, exit_after_replay=True)) == 1
+    assert "the replay failed: " in capfd.readouterr().err
 
 
 def test_a_server_that_ends_by_itself_ends_the_service(
