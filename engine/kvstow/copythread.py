@@ -223,7 +223,7 @@ class CopyThread:
 
     def _enqueue(self, queued: _Queued) -> Completion | None:
         """Queue the op, or say why not."""
-        if self._stop_at is not None or self._failure is not None:
+        if self._stop_at is not None:
             return _failed(queued.op, WorkerFailedError(self._failure or "the worker is closed"))
         if self._num_queued() >= self._max_queued:
             return _failed(queued.op, QueueFullError(f"{self._max_queued} ops are queued; no more are taken"))

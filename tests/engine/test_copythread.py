@@ -207,16 +207,21 @@ def test_a_copy_that_hangs_is_told_to_whoever_closes(harness: Harness, monkeypat
     assert harness.copies.close(10)
 
 
-def test_an_idle_thread_asks_nobody_anything(harness: Harness) -> None:
-    harness.submit(1)
-    harness.device.ticket(1).finish()
-    harness.completions(1)
-    waits = threading.Event()
-    original = harness.copies._wait_for_work
+def test_an_idle_thread_does_not_spin(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[float] = []
+    wait = harness.copies._wait_for_work
 
     def counted(pause: float) -> bool:
-        waits.set()
-        return original(pause)
+        rounds.append(pause)
+        return wait(pause)
 
-    harness.copies._wait_for_work = counted  # type: ignore[method-assign]
-    assert not waits.wait(0.05)
+    harness.submit(1)
+    ticket = harness.device.ticket(1)
+    monkeypatch.setattr(harness.copies, "_wait_for_work", counted)
+    ticket.finish()
+    harness.completions(1)
+    assert not harness.copies.wait_completions(0.05)
+    assert len([pause for pause in rounds if pause == 0]) <= 1, "only the round after the last completion"
+    before = len(rounds)
+    assert not harness.copies.wait_completions(0.05)
+    assert len(rounds) == before

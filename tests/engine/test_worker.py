@@ -215,7 +215,10 @@ def test_the_pool_follows_the_desired_capacity_and_pause(
     worker.apply(DesiredState("engine", 3))
     assert worker.report().pinned_slots == 3
     eventually(lambda: worker.report().chunks_done == 1)
+    pinned_more = threading.Event()
+    worker.add_listener(lambda: pinned_more.set() if worker.report().pinned_slots > 4 else None)
     worker.apply(DesiredState("engine", 24, paused=True))
+    assert not pinned_more.wait(0.05)
     assert worker.report().pinned_slots == 4
     worker.apply(DesiredState("engine", 24))
     eventually(lambda: worker.report().state == "ready")
