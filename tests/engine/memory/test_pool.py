@@ -242,9 +242,7 @@ def test_a_target_beyond_the_reserved_space_is_refused_with_the_bounds(make_pool
             pool.set_target(slots)
 
 
-def test_a_pool_larger_than_the_cgroup_is_refused_before_anything_is_taken(
-    make_pool: MakePool, tmp_path: Path
-) -> None:
+def test_a_pool_larger_than_the_cgroup_is_refused_before_anything_is_taken(make_pool: MakePool, tmp_path: Path) -> None:
     limits = write_cgroup(tmp_path, 1 << 30)
     with pytest.raises(InsufficientMemoryError, match=r"2 GiB are needed .* is 1 GiB, of which 1 GiB is left"):
         make_pool(limits=limits, pool_bytes=2 << 30)
