@@ -1,7 +1,7 @@
 """Long-running operations: a sweep of the engine on a thread of its own, watched from the event loop.
 
 Guarantees: an operation always reaches an end state, also when its sweep raises; what the sweep raised is
-logged and kept as `error`. Only the operation's thread touches its sweep. `snapshot` may be called anywhere.
+logged and kept as `error`. Only the operation's thread touches its sweep. `view` may be read anywhere.
 Assumes: a sweep's step is short (one slice), so that cancelling and closing take effect at once.
 """
 
@@ -187,10 +187,10 @@ class Operations:
             operation = Operation(kind, make_sweep(), dry_run, self._clock())
             name = operation.view.id
             thread = threading.Thread(target=self._run, args=(operation,), name=f"kvstow-{name}", daemon=True)
+            thread.start()  # before the books: a thread that cannot start leaves no operation that never ends
+            self._threads.add(thread)
             self._operations[name] = operation
             self._forget_old()
-            self._threads.add(thread)
-            thread.start()
         return operation
 
     def get(self, operation_id: str) -> Operation:

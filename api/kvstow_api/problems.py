@@ -112,7 +112,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     detail = error.detail
     if error.status_code == 404 and detail == HTTPStatus.NOT_FOUND.phrase:
-        detail = f"there is no {request.url.path}"
+        detail = f"there is no {request.url.path[:_MAX_ECHO]}"
     if error.status_code == 405:
         detail = f"{request.method} is not allowed here; allowed: {(error.headers or {}).get('Allow', '')}"
     return problem(request.scope, error.status_code, detail, headers=error.headers)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstow.stats import Histogram, HistogramSnapshot
@@ -114,8 +115,12 @@ def _request_id(scope: Scope) -> str:
 
 
 def _template(scope: Scope) -> str:
-    """The template of the route that took the request; the router has put the route into the scope."""
-    return getattr(scope.get("route"), "path", UNMATCHED)
+    """The template of the route that took the request, or would have if it had not been refused before."""
+    route = scope.get("route")  # as the router has left it
+    if route is None:
+        routes = scope["app"].router.routes
+        route = next((route for route in routes if route.matches(scope)[0] is Match.FULL), None)
+    return getattr(route, "path", UNMATCHED)
 
 
 def _path(scope: Scope) -> str:

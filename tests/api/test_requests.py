@@ -90,7 +90,7 @@ async def test_every_change_is_audited_and_no_read(
     lines = [record.getMessage() for record in caplog.records if record.name == "kvstow.audit"]
     assert len(lines) == 2
     assert "actor=- " in lines[0]
-    assert "status=401" in lines[0]
+    assert "method=PUT route=/v1/drain path=/v1/drain status=401" in lines[0]
     assert "actor=admin " in lines[1]
     assert "method=PUT route=/v1/drain path=/v1/drain status=200 request_id=r1" in lines[1]
     assert "s3cret" not in caplog.text

@@ -30,8 +30,7 @@ Exclude = Annotated[str, Query(description="Checks to leave out, separated by co
 async def probe(request: Request, use: Use, verbose: Verbose = None, exclude: Exclude = "") -> PlainTextResponse:
     """`ok`, or one line per check."""
     chosen = use.health.probes[_PROBE_OF[request.scope["route"].path]]
-    verdict = chosen.run(_known(chosen, exclude))
-    return _answer(verdict, verbose is not None and verbose.lower() not in ("false", "0"))
+    return _answer(chosen.run(_known(chosen, exclude)), verbose)
 
 
 async def check(request: Request, use: Use, check: str, verbose: Verbose = None) -> PlainTextResponse:
@@ -39,9 +38,7 @@ async def check(request: Request, use: Use, check: str, verbose: Verbose = None)
     chosen = use.health.probes[_PROBE_OF[request.scope["route"].path.removesuffix("/{check}")]]
     if check not in chosen.checks:
         raise HTTPException(404, f"{chosen.name} has no check {check!r}; it has: {', '.join(chosen.checks)}")
-    finding = Probe(f"{chosen.name}/{check}", [chosen.checks[check]]).run().findings[0]
-    verdict = Verdict(f"{chosen.name}/{check}", (finding._replace(required=True),))
-    return _answer(verdict, verbose is not None)
+    return _answer(chosen.run_one(check), verbose)
 
 
 for _path in _PROBE_OF:
@@ -63,6 +60,7 @@ def _known(chosen: Probe, exclude: str) -> frozenset[str]:
     return names
 
 
-def _answer(verdict: Verdict, verbose: bool) -> PlainTextResponse:
-    text = str(verdict) if verbose or not verdict.ok else "ok"
+def _answer(verdict: Verdict, verbose: str | None) -> PlainTextResponse:
+    wordy = verbose is not None and verbose.lower() not in ("false", "0")
+    text = str(verdict) if wordy or not verdict.ok else "ok"
     return PlainTextResponse(text, 200 if verdict.ok else 503)

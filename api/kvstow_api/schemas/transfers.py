@@ -12,7 +12,7 @@ from kvstow_api.schemas.base import Query, View
 
 class TransfersQuery(Query):
     direction: Direction | None = None
-    limit: Annotated[int, Field(ge=1, le=10_000)] = 100
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
 
 
 class PendingView(View):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -36,7 +35,6 @@ async def test_reading_changes_nothing(
         assert (answer.status_code == 404) == (path.endswith("none") or path in ("/livez/loop", "/startupz/loop")), path
     after = (engine.stats(), engine.readiness(), engine.blocks(), engine.desired(), engine.admin.drain_status)
     assert after == before
-    assert replace(engine.stats()) == engine.stats()
 
 
 @pytest.mark.parametrize("path", [path for path in PATHS if path.startswith("/v1")])
