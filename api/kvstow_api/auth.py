@@ -104,6 +104,8 @@ class AuthMiddleware:
                 return None
             return problem(scope, 403, "an agent's token opens only the report route")
         if self._token_file is None:
+            if _is_cross_site(scope):
+                return problem(scope, 403, "without a token, web pages of other sites may change nothing")
             scope[ACTOR] = "anonymous"
             return None
         try:
@@ -115,6 +117,13 @@ class AuthMiddleware:
             return _unauthorized(scope, given is not None)
         scope[ACTOR] = "admin"
         return None
+
+
+def _is_cross_site(scope: Scope) -> bool:
+    """Whether a browser sends this on behalf of another site: loopback does not keep such requests out."""
+    headers = dict(scope["headers"])
+    origin = headers.get(b"origin")
+    return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
 
 
 def _unauthorized(scope: Scope, has_token: bool) -> Response:

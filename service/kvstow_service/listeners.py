@@ -75,7 +75,8 @@ class Listeners:
 
 
 def _bind_tcp(address: TcpAddress) -> socket.socket:
-    listener = socket.socket(address.family, socket.SOCK_STREAM)
+    # Only with the protocol named does asyncio set TCP_NODELAY; without it each kept-alive answer waits 40 ms.
+    listener = socket.socket(address.family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         # A restart must not wait for the old connections' TIME_WAIT. Listening at once matters: Linux lets two
         # sockets with this option share a port until one of them listens.

@@ -30,6 +30,8 @@ class StopRequests:
     """
 
     def __init__(self) -> None:
+        self.requested = threading.Event()
+        """Set with the first request; never by a signal handler, which might hold the event's own lock."""
         self._requests: SimpleQueue[Stop] = SimpleQueue()
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)  # what set_wakeup_fd asks for
@@ -54,6 +56,7 @@ class StopRequests:
     def request(self, reason: str, status: int) -> None:
         """Safe on any thread."""
         self._requests.put(Stop(reason, status))
+        self.requested.set()
 
     def wait(self) -> Stop:
         """The first request."""

@@ -173,3 +173,11 @@ def test_an_open_address_needs_a_token_file(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost", None])
 def test_a_local_address_needs_none(host: str | None) -> None:
     require_token(host, None)
+
+
+async def test_pages_of_other_sites_change_nothing_where_no_token_is_needed(launch: Any, ranks: Any) -> None:
+    client: httpx.AsyncClient = await launch()
+    refused = await client.post("/v1/pools/host/retry", headers={"Origin": "http://evil.example"})
+    assert (refused.status_code, refused.headers["content-type"]) == (403, "application/problem+json")
+    own = f"http://{client.base_url.netloc.decode()}"
+    assert (await client.post("/v1/pools/host/retry", headers={"Origin": own})).status_code == 202

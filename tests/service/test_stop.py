@@ -20,6 +20,7 @@ def stops() -> Iterator[StopRequests]:
 def test_a_signal_interrupts_the_wait_and_means_success(stops: StopRequests, number: signal.Signals) -> None:
     sender = threading.Thread(target=os.kill, args=(os.getpid(), number))
     sender.start()
+    assert stops.requested.wait(30.0)
     assert stops.wait() == Stop(number.name, 0)
     sender.join()
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import FrameType
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvstow.errors import KvstowError
+from kvstow_service.stop import StopRequests
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -84,7 +81,7 @@ def _run(
     from kvstow_service.replay.session import cpu_session, simulated_session
 
     blocks = kv_blocks or blocks_needed(requests, options.concurrency)
-    with _stop_on_signals() as stop, _progress() as progress:
+    with StopRequests() as stops, _progress() as progress:
         replayed = progress.add_task("replaying", total=len(requests), start=False)
         session: AbstractContextManager[Session]
         if no_data:
@@ -92,7 +89,10 @@ def _run(
         else:
             pinned = progress.add_task("pinning", total=config.capacity_slots)
             session = cpu_session(
-                config, kv_blocks=blocks, stop=stop, on_pinned=lambda slots: progress.update(pinned, completed=slots)
+                config,
+                kv_blocks=blocks,
+                stop=stops.requested,
+                on_pinned=lambda slots: progress.update(pinned, completed=slots),
             )
         with session as parts:
             progress.start_task(replayed)
@@ -105,24 +105,7 @@ def _run(
                 kv_blocks=blocks,
                 on_request=lambda count: progress.update(replayed, completed=count),
             )
-            return driver.run(stop)
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set; a second signal ends the process the usual way."""
-    stop = threading.Event()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.set()
-        signal.signal(number, before[signal.Signals(number)])
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            return driver.run(stops.requested)
 
 
 def _progress() -> Progress:

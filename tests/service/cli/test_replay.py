@@ -1,6 +1,5 @@
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from kvstow.devices.cpu import CpuDevice
-from kvstow_service.cli import app, replay
+from kvstow_service.cli import app
 from kvstow_service.replay.generate import TraceShape, generate_trace
 
 FIELDS = {
@@ -113,14 +112,6 @@ def test_a_bad_line_ends_with_status_2_and_its_place(tmp_path: Path) -> None:
     outcome = invoke(str(tmp_path / "bad.jsonl"))
     assert outcome.exit_code == 2
     assert "bad.jsonl:1: input_length, output_length, hash_ids missing" in outcome.stderr
-
-
-def test_signals_ask_for_a_stop_and_are_restored() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with replay._stop_on_signals() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.wait(5.0)
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.process
