@@ -8,7 +8,10 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 
 import kvstow
 from kvstow.bytesize import format_size
@@ -117,7 +120,25 @@ def _context(
         agent_token=agents_reach.token,
         readiness_require=settings.readiness_require,
         ready_checks={"keeper": keeper.check},
+        build={"torch": _installed("torch")},
+        registry=_registry(),
     )
+
+
+def _installed(distribution: str) -> str:
+    """Its version, from the metadata: importing torch here would hold up the start."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _registry() -> CollectorRegistry:
+    """For figures of this process beside the engine's own."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
+    return registry
 
 
 def require_memory(settings: Settings, *, kv_blocks: int) -> int:

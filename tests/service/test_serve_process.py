@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,10 @@ def test_it_serves_while_it_pins_and_stops_in_the_middle(start: Start, tmp_path:
     assert "[-]pinned failed: " in service.client.get("/readyz?verbose").text
     before = readiness["usable_slots"]
     eventually(lambda: service.readiness()["usable_slots"] > before, "progress")
+
+    metrics = service.client.get("/metrics").text
+    assert f'torch="{version("torch")}"' in metrics
+    assert "process_resident_memory_bytes" in metrics
 
     resize = {"capacity_slots": 1}
     assert service.client.patch("/v1/pools/host", json=resize).status_code == 401
