@@ -1,15 +1,63 @@
-"""`python -m bench`: run the benchmarks named on the command line, or all of them."""
+"""`python -m bench`: run the benchmarks that are named, or all, and write their figures into `bench/README.md`."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from bench import admin, control, startup
+from bench.machine import describe
+from bench.report import Table, write_section
+
+_ROOT = Path(__file__).parents[1]
+BENCHMARKS = ("control", "trace", "admin", "startup")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.parse_args(argv)
+    options = _parser().parse_args(argv)
+    names = options.benchmarks or BENCHMARKS
+    if {"control", "trace"} & set(names) and not control.vllm_is_there():
+        _say("no .venv-vllm: bench/vllm_env.sh makes it; KVStow is measured alone")
+    for name in BENCHMARKS:
+        if name in names:
+            load = os.getloadavg()[0]
+            tables = _run(name, options)
+            introduction = f"{describe()}; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after."
+            write_section(name, introduction, tables)
+            _say("\n\n".join(table.to_markdown() for table in tables))
     return 0
+
+
+def _run(name: str, options: argparse.Namespace) -> list[Table]:
+    if name == "control":
+        return control.run(options.sizes, options.repeats, _say)
+    if name == "trace":
+        if not options.trace.exists():
+            _say(f"no trace at {options.trace}: pass --trace")
+            return []
+        return control.run_trace(options.trace, control.TRACE_SIZES, _say)
+    if name == "admin":
+        return admin.run(options.admin_slots, options.seconds, _say)
+    return startup.run(options.pools, options.repeats + 2, _say)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("benchmarks", nargs="*", choices=[*BENCHMARKS, []], help="default: all")
+    parser.add_argument("--repeats", type=int, default=3, help="processes for each figure")
+    parser.add_argument("--sizes", type=int, nargs="+", default=control.SIZES, metavar="SLOTS")
+    parser.add_argument("--trace", type=Path, default=_ROOT.parent / "shared" / "data" / "conversation_trace.jsonl")
+    parser.add_argument("--admin-slots", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of each phase of the admin benchmark")
+    parser.add_argument("--pools", nargs="+", default=["256MiB", "16GiB"], metavar="SIZE")
+    return parser
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,174 @@
+"""The admin server beside traffic: latency of `/metrics`, and what requests cost the scheduler's steps.
+
+Server and traffic share one process, as in production; the client is in this one.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+from bench.machine import wait_until_quiet
+from bench.report import Table, verdict
+
+RANKS = 8
+REQUESTS_PER_SECOND = 50
+_SCRAPES_PER_SECOND = 20  # far more than Prometheus asks for, so that a few seconds give a 99th percentile
+_PACED_REPLAY = 100.0  # requests a second: more than one engine serves
+_METRICS_BAR = 0.010
+_STEP_BAR = 1.05
+_TURNS = 3
+_PATIENCE_SECONDS = 20.0
+_SETTLE_SECONDS = 1.0
+
+# What operators and their tools ask for; the last one changes something.
+_MIX: tuple[tuple[str, str, Any], ...] = (
+    ("GET", "/metrics", None),
+    ("GET", "/readyz", None),
+    ("GET", "/v1/stats", None),
+    ("GET", "/v1/readiness", None),
+    ("GET", "/v1/pools/host", None),
+    ("GET", "/v1/transfers", None),
+    ("GET", "/v1/ranks", None),
+    ("GET", "/v1/pools/host/blocks", None),
+    ("GET", "/livez", None),
+    ("POST", "/v1/pools/host/evict", {"slots": 1}),
+)
+
+
+class Host:
+    """The child process that serves."""
+
+    def __init__(self, slots: int, running: ExitStack) -> None:
+        self._process = running.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-m", "bench.admin_host", str(slots), str(RANKS)],
+                cwd=Path(__file__).parents[1],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        self.port: int = self._answer()["port"]
+
+    def switch(self, traffic: str, **options: Any) -> dict[str, Any]:
+        """Change the traffic; returns the figures of the traffic before."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"traffic": traffic, **options}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the process of the admin server has ended; its last words are above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def run(slots: int, seconds: float, say: Callable[[str], None]) -> list[Table]:
+    with ExitStack() as running:
+        host = Host(slots, running)
+        client = http.client.HTTPConnection("127.0.0.1", host.port, timeout=30)
+        running.callback(client.close)
+        wait_until_quiet(_PATIENCE_SECONDS)
+        metrics = _metrics(host, client, slots, seconds, say)
+        return [metrics, _steps(host, client, slots, seconds, say)]
+
+
+def _metrics(
+    host: Host, client: http.client.HTTPConnection, slots: int, seconds: float, say: Callable[[str], None]
+) -> Table:
+    rows = []
+    for title, traffic, rate in (
+        ("no traffic", "idle", None),
+        (f"replay, {_PACED_REPLAY:g} requests/s", "replay", _PACED_REPLAY),
+        ("replay as fast as it can", "replay", None),
+    ):
+        host.switch(traffic, rate=rate)
+        time.sleep(_SETTLE_SECONDS)
+        p50, p99, most = _spread(_paced(client, (("GET", "/metrics", None),), _SCRAPES_PER_SECOND, 2 * seconds))
+        figures = host.switch("idle")
+        speed = f"{figures['requests_per_second']:,.0f}" if figures else "0"
+        bar = f"{_METRICS_BAR * 1e3:g} ms, {verdict(p99 <= _METRICS_BAR)}" if traffic == "replay" else ""
+        rows.append([title, speed, _ms(p50), _ms(p99), _ms(most), bar])
+        say(f"/metrics, {title}: p99 {_ms(p99)}")
+    head = ["traffic in the process", "requests/s replayed", "p50", "p99", "longest", "bar for p99"]
+    return Table(f"`/metrics` at {slots:,} slots and {RANKS} ranks", head, rows)
+
+
+def _steps(
+    host: Host, client: http.client.HTTPConnection, slots: int, seconds: float, say: Callable[[str], None]
+) -> Table:
+    """By turns without and with requests; the steps of all turns are looked at together."""
+    found: dict[bool, dict[str, list[float]]] = {busy: {"calls": [], "steps": []} for busy in (False, True)}
+    latencies: list[float] = []
+    for _ in range(_TURNS):
+        for busy, figures in found.items():
+            host.switch("steps")
+            if busy:
+                latencies += _paced(client, _MIX, REQUESTS_PER_SECOND, seconds)
+            else:
+                time.sleep(seconds)
+            for name, values in host.switch("idle").items():
+                figures[name] += values
+    say("steps of the scheduler")
+    rows = []
+    for name, title in (("steps", "step: 20 ms elsewhere, then the engine's calls"), ("calls", "the engine's calls")):
+        for label, index in (("p50", 0), ("p99", 1)):
+            alone, beside = (_spread(found[state][name])[index] for state in (False, True))
+            judged = (name, label) == ("steps", "p99")
+            bar = f"{_STEP_BAR:g}, {verdict(beside <= _STEP_BAR * alone)}" if judged else ""
+            rows.append([f"{title}, {label}", _ms(alone), _ms(beside), f"{beside / alone:.2f}", bar])
+    p50, p99, _ = _spread(latencies)
+    rows.append(["an admin request, p50 / p99", "", f"{_ms(p50)} / {_ms(p99)}", "", ""])
+    head = ["", "no requests", f"{REQUESTS_PER_SECOND} requests/s", "ratio", "bar"]
+    title = f"Steps (look-up, lease and release of 1,000 blocks, store of 128) at {slots:,} slots and {RANKS} ranks"
+    return Table(title, head, rows)
+
+
+def _paced(
+    client: http.client.HTTPConnection, mix: Sequence[tuple[str, str, Any]], rate: float, seconds: float
+) -> list[float]:
+    """Ask `rate` times a second; seconds from each request to the last byte of its answer."""
+    latencies: list[float] = []
+    started = time.perf_counter()
+    for number, (method, path, body) in enumerate(itertools.cycle(mix)):
+        due = started + number / rate
+        if due > started + seconds:
+            return latencies
+        time.sleep(max(0.0, due - time.perf_counter()))
+        latencies.append(_ask(client, method, path, body))
+    raise AssertionError("the cycle has no end")
+
+
+def _ask(client: http.client.HTTPConnection, method: str, path: str, body: Any) -> float:
+    asked = time.perf_counter()
+    payload = None if body is None else json.dumps(body)
+    client.request(method, path, payload, {"Content-Type": "application/json"} if payload else {})
+    answer = client.getresponse()
+    answer.read()
+    took = time.perf_counter() - asked
+    if answer.status not in (200, 202):
+        raise RuntimeError(f"{method} {path} answered {answer.status}")
+    return took
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 99th percentile, longest."""
+    cuts = quantiles(values, n=100)
+    return cuts[49], cuts[98], max(values)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,135 @@
+"""The process whose admin server is measured: a full pool, its ranks' agents, and traffic on a thread of its own.
+
+`python -m bench.admin_host SLOTS RANKS` prints `{"port": n}`, then obeys one JSON command a line, whose `traffic` is
+`idle`, `replay` (with `rate`: requests a second, or null for as fast as it can) or `steps`. The traffic before it ends,
+and its figures are the answer. The end of the input ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from bench.hashes import Hashes
+from bench.kvstow_subject import SLOT_BYTES, EngineSubject
+from bench.subject import CHAIN_BLOCKS, STORE_BLOCKS
+from kvstow_api.app import create_app
+from kvstow_api.context import ApiContext
+from kvstow_service.agent import AdminAddress, RankAgent
+from kvstow_service.keeper import Keeper
+from kvstow_service.listeners import Listeners, TcpAddress
+from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+from kvstow_service.replay.generate import TraceShape, generate_trace
+from kvstow_service.replay.kv import NoKV
+from kvstow_service.replay.pace import ReplayOptions
+from kvstow_service.replay.simulated import SimulatedWorker
+from kvstow_service.server import AdminServer
+
+_AGENT_TOKEN = "bench"
+_STEP_SECONDS = 0.02  # a step of the inference engine: it waits for the GPU meanwhile
+
+
+class QuietRank(SimulatedWorker):
+    """A simulated rank whose report never changes, so that its agent sends one a second."""
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """There is nothing to tell."""
+
+
+class Host:
+    """Engine, server and agents of one process, as `kvstow serve` puts them together."""
+
+    def __init__(self, slots: int, ranks: int, running: ExitStack) -> None:
+        self.subject = EngineSubject(slots, ranks=ranks)
+        self.hashes = Hashes(2 * slots)
+        self.slots = slots
+        self.trace = generate_trace(TraceShape(sessions=500))
+        for start in range(0, slots, STORE_BLOCKS):
+            self.subject.store(self.subject.keys(self.hashes.run(start, min(STORE_BLOCKS, slots - start))))
+        engine = self.subject.engine
+        listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), None)
+        running.callback(listeners.close)
+        context = ApiContext(
+            engine=engine, max_capacity_slots=slots, version="bench", mode="standalone", agent_token=_AGENT_TOKEN
+        )
+        server = AdminServer(create_app(context), listeners.sockets, lambda reason: print(reason, file=sys.stderr))
+        server.start()
+        running.callback(server.stop)
+        keeper = Keeper(engine)
+        keeper.start()
+        running.callback(keeper.stop)
+        for rank, worker in enumerate(self.subject.workers):
+            source = QuietRank(rank, SLOT_BYTES, slots)
+            source.boot_id = worker.boot_id
+            agent = RankAgent(rank, source, AdminAddress(listeners.url, _AGENT_TOKEN))
+            agent.start()
+            running.callback(agent.stop)
+        self.port = listeners.port
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._figures: dict[str, Any] = {}
+
+    def switch(self, traffic: str, rate: float | None) -> dict[str, Any]:
+        """End the traffic that runs, and start another; returns the figures of the former."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._stop, self._thread, figures = threading.Event(), None, self._figures
+        self._figures = {}
+        if traffic != "idle":
+            work = self._step if traffic == "steps" else lambda: self._replay(rate)
+            self._thread = threading.Thread(target=work, name="traffic", daemon=True)
+            self._thread.start()
+        return figures
+
+    def _replay(self, rate: float | None) -> None:
+        """The driver of `kvstow replay --no-data`, over and over; other content each time, so that stores evict."""
+        subject = self.subject
+        options = ReplayOptions(concurrency=8, rate=rate)
+        kv_blocks = blocks_needed(self.trace, options.concurrency)
+        done = first = 0
+        started = time.perf_counter()
+        while not self._stop.is_set():
+            requests = [one._replace(hash_ids=tuple([first + block for block in one.hash_ids])) for one in self.trace]
+            first += 1 << 32
+            driver = ReplayDriver(subject.engine, subject.workers, NoKV(), requests, options, kv_blocks=kv_blocks)
+            done += driver.run(self._stop).requests
+        self._figures = {"requests_per_second": done / (time.perf_counter() - started)}
+
+    def _step(self) -> None:
+        """Steps of a busy scheduler: it waits for the GPU, looks up and leases a long prefix, and stores 128 blocks that
+        evict 128 others."""
+        subject, new = self.subject, self.slots
+        calls, steps = [], []
+        while not self._stop.is_set():
+            chain = subject.keys(self.hashes.run(self.slots // 2 // CHAIN_BLOCKS * CHAIN_BLOCKS, CHAIN_BLOCKS))
+            fresh = subject.keys(self.hashes.run(new, STORE_BLOCKS))
+            new = self.slots + (new + STORE_BLOCKS) % (self.slots - STORE_BLOCKS)
+            began = time.perf_counter()
+            time.sleep(_STEP_SECONDS)
+            called = time.perf_counter()
+            subject.use(chain)
+            subject.store(fresh)
+            ended = time.perf_counter()
+            calls.append(ended - called)
+            steps.append(ended - began)
+        self._figures = {"calls": calls, "steps": steps}
+
+
+def main(slots: int, ranks: int) -> None:
+    with ExitStack() as running:
+        host = Host(slots, ranks, running)
+        print(json.dumps({"port": host.port}), flush=True)
+        for line in sys.stdin:
+            command = json.loads(line)
+            print(json.dumps(host.switch(command["traffic"], command.get("rate"))), flush=True)
+        host.switch("idle", None)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,142 @@
+"""The control plane against vLLM's BlockPool: the same workload, each measurement in a process of its own, the
+subjects by turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.machine import wait_until_quiet
+from bench.report import Table, verdict
+
+VLLM_PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+SIZES = (10_000, 100_000, 1_000_000)
+TRACE_SIZES = (1_000, 10_000, 30_000, 100_000)
+
+_OURS = ("kvstow-lru-1", "kvstow-arc-1", "kvstow-lru-8")
+_NAMES = {
+    "kvstow-lru-1": "KVStow LRU",
+    "kvstow-arc-1": "KVStow ARC",
+    "kvstow-lru-8": "KVStow LRU, 8 ranks",
+    "vllm": "vLLM BlockPool",
+}
+_PATIENCE_SECONDS = 20.0
+_KEY_BYTES = 80  # both make bytes objects of 67 to 69 bytes, which the allocator rounds up
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A row of the tables. `bar`: how many times as fast as BlockPool the largest pool must be."""
+
+    figure: str
+    title: str
+    bar: float | None = None
+
+
+_OPERATIONS = (
+    Operation("lookup", "look up 1,000 blocks", 4.0),
+    Operation("lookup_warm", "the same again, warm"),
+    Operation("use", "look up, lease, release 1,000", 3.0),
+    Operation("use_warm", "the same again, warm"),
+    Operation("keys", "make the keys of 1,000 blocks"),
+    Operation("store", "begin + complete a store of 128, free slots"),
+    Operation("store_evicting", "begin + complete a store of 128, evicting", 1.3),
+)
+_BYTES_BAR = 250
+
+
+def vllm_is_there() -> bool:
+    return VLLM_PYTHON.exists()
+
+
+def run(sizes: Sequence[int], repeats: int, say: Callable[[str], None]) -> list[Table]:
+    """One table for each size. Figures are medians over `repeats` processes of the medians in each."""
+    tables = []
+    for slots in sizes:
+        found: dict[str, list[Figures]] = {name: [] for name in _subjects()}
+        for turn in range(repeats):
+            for name, figures in found.items():
+                busy = wait_until_quiet(_PATIENCE_SECONDS)
+                figures.append(probe(name, slots))
+                say(f"control plane, {slots} slots, {_NAMES[name]}, run {turn + 1} of {repeats}, CPUs {busy:.0%} busy")
+        tables.append(_table(slots, {name: _medians(figures) for name, figures in found.items()}))
+    return tables
+
+
+def run_trace(trace: Path, sizes: Sequence[int], say: Callable[[str], None]) -> list[Table]:
+    """The whole trace through both, one request at a time."""
+    rows = []
+    subjects = [name for name in _subjects() if name != "kvstow-lru-8"]
+    for slots in sizes:
+        wait_until_quiet(_PATIENCE_SECONDS)
+        found = {name: probe(name, slots, str(trace)) for name in subjects}
+        say(f"trace, {slots} slots")
+        rates = [f"{100 * found[name]['hits'] / found[name]['blocks']:.2f} %" for name in subjects]
+        times = [f"{found[name]['seconds']:.2f} s" for name in subjects]
+        rows.append([f"{slots:,}", *rates, *times])
+    names = [_NAMES[name] for name in subjects]
+    return [Table(f"{trace.name}, block hit rate and time of the whole trace", ["slots", *names, *names], rows)]
+
+
+def probe(name: str, slots: int, *arguments: str) -> Figures:
+    """Run `bench.probe` where the subject lives. Raises `RuntimeError` with what it wrote if it fails."""
+    python = str(VLLM_PYTHON) if name == "vllm" else sys.executable
+    ended = subprocess.run(
+        [python, "-m", "bench.probe", name, str(slots), *arguments],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CONFIGURE_LOGGING": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ended.returncode:
+        raise RuntimeError(f"the probe of {name} failed:\n{ended.stderr[-2000:]}")
+    figures: Figures = json.loads(ended.stdout.splitlines()[-1])
+    return figures
+
+
+def _subjects() -> tuple[str, ...]:
+    return (*_OURS, "vllm") if vllm_is_there() else _OURS
+
+
+def _medians(runs: Sequence[Figures]) -> Figures:
+    return {figure: median(run[figure] for run in runs) for figure in runs[0]}
+
+
+def _table(slots: int, found: dict[str, Figures]) -> Table:
+    largest = slots == max(SIZES)
+    head = ["", *(_NAMES[name] for name in found), "LRU to BlockPool", "bar"]
+    rows = [_operation_row(operation, found, with_bar=largest) for operation in _OPERATIONS]
+    return Table(f"{slots:,} slots", head, [*rows, *_memory_rows(found, with_bar=largest), *_purge_rows(found)])
+
+
+def _operation_row(operation: Operation, found: dict[str, Figures], *, with_bar: bool) -> list[str]:
+    cells = [f"{figures[operation.figure] * 1e6:,.0f} us" for figures in found.values()]
+    if "vllm" not in found or operation.figure == "keys":
+        return [operation.title, *cells, "", ""]
+    ratio = found["vllm"][operation.figure] / found["kvstow-lru-1"][operation.figure]
+    bar = f"{operation.bar:g} x, {verdict(ratio >= operation.bar)}" if operation.bar and with_bar else ""
+    return [operation.title, *cells, f"{ratio:.1f} x faster", bar]
+
+
+def _memory_rows(found: dict[str, Figures], *, with_bar: bool) -> Iterator[list[str]]:
+    sizes = [figures["bytes_per_slot"] for figures in found.values()]
+    ratio = f"{sizes[0] / sizes[-1]:.2f} of it" if "vllm" in found else ""
+    bar = f"at most {_BYTES_BAR}, {verdict(sizes[0] <= _BYTES_BAR)}" if with_bar else ""
+    yield ["bytes a cached slot, with its key", *(f"{size:.0f}" for size in sizes), ratio, bar]
+    yield ["bytes a cached slot, without", *(f"{size - _KEY_BYTES:.0f}" for size in sizes), "", ""]
+
+
+def _purge_rows(found: dict[str, Figures]) -> Iterator[list[str]]:
+    for figure, title in (("purge_slice_median", "slice of a purge of all, median"), ("purge_slice_max", "longest")):
+        cells = [f"{figures[figure] * 1e6:,.0f} us" if figure in figures else "none" for figures in found.values()]
+        yield [title, *cells, "", ""]

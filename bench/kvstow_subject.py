@@ -1,0 +1,65 @@
+"""KVStow's control plane as a subject: an engine whose ranks finish every copy at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.keys import make_key
+from kvstow.messages import Completion
+from kvstow_service.replay.simulated import SimulatedWorker
+
+SLOT_BYTES = 2 << 20
+
+
+class EngineSubject:
+    """One key group, as a model with full attention has."""
+
+    def __init__(self, slots: int, *, policy: str = "lru", ranks: int = 1) -> None:
+        self.engine = OffloadEngine(
+            EngineConfig(slot_bytes=SLOT_BYTES, capacity_slots=slots, num_ranks=ranks, policy=policy)
+        )
+        self.workers = [SimulatedWorker(rank, SLOT_BYTES, slots) for rank in range(ranks)]
+        for worker in self.workers:
+            self.engine.report(worker.report())
+        self._boots = [(rank, worker.boot_id) for rank, worker in enumerate(self.workers)]
+
+    def keys(self, hashes: list[bytes]) -> list[bytes]:
+        return [make_key(0, block_hash) for block_hash in hashes]
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        return self.engine.lookup(keys)
+
+    def use(self, keys: Sequence[bytes]) -> int:
+        lease = self.engine.acquire(keys)
+        self.engine.release(lease)
+        return len(lease.slots)
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        engine = self.engine
+        grant = engine.begin_store(keys, range(len(keys)))
+        if grant.op is not None:
+            done = [Completion(grant.op.op_id, "done", None, len(keys) * SLOT_BYTES, 0.001)]
+            for rank, boot_id in self._boots:
+                engine.complete(rank, boot_id, done)
+        engine.take_settled()
+
+    def request(self, keys: Sequence[bytes]) -> int:
+        lease = self.engine.acquire(keys)
+        hits = len(lease.slots)
+        if hits < len(keys):
+            self.store(keys[hits:])
+        self.engine.release(lease)
+        return hits
+
+    def purge_slices(self) -> list[float]:
+        sweep = self.engine.admin.purge(everything=True)
+        times = []
+        more = True
+        while more:
+            started = time.perf_counter()
+            more = sweep.step()
+            times.append(time.perf_counter() - started)
+        return times

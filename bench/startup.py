@@ -1,0 +1,131 @@
+"""From the start of the process: `kvstow serve` until it answers, and until the first slot is usable."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+from bench.machine import wait_until_quiet
+from bench.report import Table, verdict
+from kvstow.bytesize import parse_size
+from kvstow.memory.limits import MemoryLimits
+
+_DEADLINE_SECONDS = 60.0
+_POLL_SECONDS = 0.002
+_PATIENCE_SECONDS = 20.0
+_BAR_SECONDS = 1.0
+_ROOT = Path(__file__).parents[1]
+
+_SERVER_IMPORTS = "import kvstow_service.cli, kvstow_service.standalone"
+_RANK_IMPORTS = f"{_SERVER_IMPORTS}, kvstow_service.ranks"
+
+
+def run(pools: Sequence[str], repeats: int, say: Callable[[str], None]) -> list[Table]:
+    """Medians of `repeats` starts for each pool size."""
+    imports = {
+        code: median(_import_seconds(code) for _ in range(repeats)) for code in ("pass", _SERVER_IMPORTS, _RANK_IMPORTS)
+    }
+    say("start-up, imports")
+    rows = []
+    for pool in pools:
+        shortage = MemoryLimits().shortage(parse_size(pool))
+        if shortage is not None:
+            rows.append([pool, "not run: " + shortage.message, *[""] * 5])
+            continue
+        wait_until_quiet(_PATIENCE_SECONDS)
+        starts = [_start(pool) for _ in range(repeats)]
+        say(f"start-up, {pool}")
+        rows.append(_row(pool, starts, imports[_SERVER_IMPORTS], imports[_RANK_IMPORTS]))
+    head = ["pool", "first /livez", "of it imports", "first usable slot", "of it imports", "rest", "bar"]
+    return [Table("Time from process start", head, rows), _import_table(imports)]
+
+
+def _row(pool: str, starts: Sequence[tuple[float, float]], server: float, ranks: float) -> list[str]:
+    alive, usable = (median(values) for values in zip(*starts, strict=True))
+    bar = f"{_BAR_SECONDS:g} s after imports, {verdict(usable - ranks <= _BAR_SECONDS)}"
+    times = (alive, server, usable, ranks, usable - ranks)
+    return [pool, *(f"{seconds:.2f} s" for seconds in times), bar]
+
+
+def _import_table(imports: dict[str, float]) -> Table:
+    bare, server, ranks = imports.values()
+    rows = [
+        ["Python itself", f"{bare:.2f} s"],
+        ["FastAPI, uvicorn, pydantic, typer and the service", f"{server - bare:.2f} s"],
+        ["torch and the data plane, behind the answering server", f"{ranks - server:.2f} s"],
+    ]
+    return Table("Imports alone, in a process of their own", ["", "time"], rows)
+
+
+def _import_seconds(code: str) -> float:
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=_ROOT)
+    return time.perf_counter() - started
+
+
+def _start(pool: str) -> tuple[float, float]:
+    """Seconds until /livez answers, and until a slot is usable. The process is killed then: its pool is not waited
+    for."""
+    started = time.perf_counter()
+    with _serving(pool) as (process, port):
+        for _ in _polls(process):
+            if _get(port, "/livez") is not None:
+                break
+        alive = time.perf_counter() - started
+        for _ in _polls(process):
+            answer = _get(port, "/v1/readiness")
+            if answer is not None and json.loads(answer)["usable_slots"]:
+                break
+        return alive, time.perf_counter() - started
+
+
+@contextmanager
+def _serving(pool: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    port = _free_port()
+    command = [sys.executable, "-m", "kvstow_service", "serve", "--pool-size", pool, "--port", str(port)]
+    process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _polls(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Goes on until the deadline; raises `RuntimeError` when that has passed or the process has ended."""
+    deadline = time.monotonic() + _DEADLINE_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"kvstow serve ended with {process.returncode}")
+        yield
+        time.sleep(_POLL_SECONDS)
+    raise RuntimeError(f"kvstow serve was not there after {_DEADLINE_SECONDS:g} s")
+
+
+def _get(port: int, path: str) -> bytes | None:
+    """The body of a 200; None when nothing answers yet."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read()
+        return body if answer.status == 200 else None
+    except OSError:
+        return None
+    finally:
+        connection.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

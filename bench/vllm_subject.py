@@ -1,0 +1,71 @@
+"""vLLM's BlockPool as a subject, by the calls of its scheduler: runs in `.venv-vllm` (see `vllm_env.sh`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.core.block_pool import BlockPool  # type: ignore[import-not-found]
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager  # type: ignore[import-not-found]
+from vllm.v1.kv_cache_interface import FullAttentionSpec  # type: ignore[import-not-found]
+
+_BLOCK_TOKENS = 16
+
+
+class BlockPoolSubject:
+    """One KV cache group with full attention, prefix caching on, events and metrics off: its fastest setting.
+
+    The pool adds the group id to each hash itself, at every look-up.
+    """
+
+    def __init__(self, slots: int) -> None:
+        # One more: it keeps a block for itself as the null block.
+        self._pool = BlockPool(num_gpu_blocks=slots + 1, enable_caching=True, hash_block_size=_BLOCK_TOKENS)
+        self._spec = FullAttentionSpec(block_size=_BLOCK_TOKENS, num_kv_heads=8, head_size=128, dtype=torch.float16)
+
+    def keys(self, hashes: list[bytes]) -> list[bytes]:
+        return hashes
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        return len(self._find(keys))
+
+    def use(self, keys: Sequence[bytes]) -> int:
+        blocks = self._find(keys)
+        self._pool.touch(blocks)
+        self._pool.free_blocks(reversed(blocks))
+        return len(blocks)
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        blocks = self._allocate(keys, [])
+        self._pool.free_blocks(reversed(blocks))
+
+    def request(self, keys: Sequence[bytes]) -> int:
+        found = self._find(keys)
+        self._pool.touch(found)
+        blocks = self._allocate(keys, found)
+        self._pool.free_blocks(reversed(blocks))
+        return len(found)
+
+    def purge_slices(self) -> None:
+        """It resets all at once, when nothing runs, or not at all."""
+
+    def _find(self, keys: Sequence[bytes]) -> list[Any]:
+        found, _ = FullAttentionManager.find_longest_cache_hit(
+            block_hashes=keys,
+            max_length=len(keys) * _BLOCK_TOKENS,
+            kv_cache_group_ids=[0],
+            block_pool=self._pool,
+            kv_cache_spec=self._spec,
+            drop_eagle_block=False,
+            alignment_tokens=_BLOCK_TOKENS,
+        )
+        blocks: list[Any] = found[0]
+        return blocks
+
+    def _allocate(self, keys: Sequence[bytes], found: list[Any]) -> list[Any]:
+        blocks: list[Any] = found + self._pool.get_new_blocks(len(keys) - len(found))
+        request = SimpleNamespace(block_hashes=keys)  # all that is read of it
+        self._pool.cache_full_blocks(request, blocks, len(found), len(keys), _BLOCK_TOKENS, 0)
+        return blocks
