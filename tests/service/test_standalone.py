@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -44,11 +45,18 @@ class Watcher(threading.Thread):
     def run(self) -> None:
         try:
             with httpx.Client(base_url="http://kvstow", transport=httpx.HTTPTransport(uds=str(self._uds))) as client:
+                self._eventually(lambda: _listens(self._uds), "the Unix socket")
                 self._eventually(lambda: _answers(client), "an answer of the service")
                 self._visit(client)
         except BaseException as error:  # noqa: BLE001 - raised again on the test's thread
             self.error = error
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _listens(uds: Path) -> bool:
+    """Asked first: httpcore leaks the socket of a connection that is refused."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(uds)) == 0
 
 
 def _answers(client: httpx.Client) -> bool:
