@@ -15,8 +15,9 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import repeat
+from itertools import compress, count, repeat
 from math import inf
+from operator import ne
 
 from kvstow.control.arc import ArcPolicy
 from kvstow.control.holds import Holds
@@ -44,7 +45,9 @@ class Index:
         self._slot_of: dict[bytes, int] = {}
         self._key_of: list[bytes | None] = []
         self._filling_of: dict[bytes, int] = {}
-        self._filling: set[int] = set()
+        self._num_filling = 0
+        self._disowned: set[int] = set()
+        """Filling slots whose keys shall not become visible."""
         self._held = Holds()
         self._orphans: set[int] = set()
         self._pinned: dict[int, float] = {}
@@ -69,7 +72,7 @@ class Index:
 
     @property
     def num_filling(self) -> int:
-        return len(self._filling)
+        return self._num_filling
 
     @property
     def num_cached(self) -> int:
@@ -90,10 +93,36 @@ class Index:
 
     # -- look-up --------------------------------------------------------------------------------------------
 
-    def leading_run(self, keys: Iterable[bytes]) -> list[int]:
-        """Slots of the keys up to the first that is not visible."""
-        # iter(f, None) stops at the first None that f returns: the whole loop runs in C.
-        return list(iter(map(self._slot_of.get, keys).__next__, None))
+    def leading_run(self, keys: Sequence[bytes]) -> list[int]:
+        """Slots of the keys up to the first that is not visible.
+
+        Blocks of a prefix mostly lie in neighbouring slots (`place_store` sees to it). Where they do, comparing
+        keys slot by slot reads memory in order and computes no hash: a look-up among a million slots is three times
+        as fast as by the dictionary alone.
+        """
+        key_of, slot_of = self._key_of, self._slot_of
+        slots: list[int] = []
+        at, last, last_slot = 0, len(keys) - 1, len(key_of) - 1
+        while at <= last:
+            slot = slot_of.get(keys[at])
+            if slot is None:
+                break
+            run = 1
+            if at < last and slot < last_slot and key_of[slot + 1] == keys[at + 1]:
+                run = self._run_length(keys, at, slot)
+            slots += range(slot, slot + run)
+            at += run
+        return slots
+
+    def _run_length(self, keys: Sequence[bytes], at: int, slot: int) -> int:
+        """How many keys from `at` on lie in the slots from `slot` on; the first two do."""
+        run = window = 2
+        while run == window and at + run < len(keys):  # all of the window matched: look at one four times as long
+            window = min(4 * window, len(keys) - at)
+            found = self._key_of[slot + run : slot + window]
+            differing = map(ne, keys[at + run : at + window], found)
+            run = next(compress(count(run), differing), run + len(found))
+        return run
 
     def slots_of(self, keys: Iterable[bytes]) -> list[int | None]:
         return list(map(self._slot_of.get, keys))
@@ -156,36 +185,38 @@ class Index:
     def fill(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Free slots are being written with keys that are neither visible nor filling."""
         self._filling_of.update(zip(keys, slots, strict=True))
-        self._filling.update(slots)
+        self._num_filling += len(slots)
 
     def publish(self, keys: Sequence[bytes], slots: Sequence[int], now: float) -> Removal:
         """Filling slots hold valid bytes: their keys become visible. Those disowned meanwhile are freed.
 
         Returns the keys that were published, and the freed slots.
         """
-        self._filling.difference_update(slots)
-        pop = self._filling_of.pop
-        owners = [self._filling_of.get(key) for key in keys]
-        if owners == list(slots):
-            for key in keys:
-                pop(key)
-            freed: list[int] = []
-        else:
-            freed = [slot for slot, owner in zip(slots, owners, strict=True) if slot != owner]
-            keys = [key for key, slot, owner in zip(keys, slots, owners, strict=True) if slot == owner]
-            slots = [pop(key) for key in keys]
-        key_of, stored_at, used_at = self._key_of, self._stored_at, self._used_at
+        self._num_filling -= len(slots)
+        freed: list[int] = []
+        if self._disowned:
+            freed = [slot for slot in slots if slot in self._disowned]
+            keys = [key for key, slot in zip(keys, slots, strict=True) if slot not in self._disowned]
+            slots = [slot for slot in slots if slot not in self._disowned]
+            self._disowned.difference_update(freed)
+        key_of, slot_of, filling_of = self._key_of, self._slot_of, self._filling_of
+        stored_at, used_at = self._stored_at, self._used_at
         for key, slot in zip(keys, slots, strict=True):
+            del filling_of[key]
+            slot_of[key] = slot
             key_of[slot] = key
             stored_at[slot] = used_at[slot] = now
-        self._slot_of.update(zip(keys, slots, strict=True))
         self.policy.admit(list(slots))
         return Removal(tuple(keys), freed)
 
     def abandon(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """A store failed and no rank writes its filling slots any more: the caller frees them."""
-        self._disown(keys, slots)
-        self._filling.difference_update(slots)
+        self._num_filling -= len(slots)
+        for key, slot in zip(keys, slots, strict=True):
+            if slot in self._disowned:
+                self._disowned.discard(slot)
+            else:
+                del self._filling_of[key]
 
     def quarantine(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """A store was given up, but some rank may still write its slots."""
@@ -196,23 +227,26 @@ class Index:
         """No rank writes these slots any more: the caller frees them."""
         self._quarantined.difference_update(slots)
 
-    def disown_filling(self, matches: Iterable[bytes]) -> int:
-        """Keys that are being stored shall not become visible; returns how many there were."""
-        return sum(self._filling_of.pop(key, None) is not None for key in matches)
+    def disown_filling(self, keys: Iterable[bytes]) -> None:
+        """Of these keys, those that are being stored shall not become visible."""
+        for key in keys:
+            slot = self._filling_of.pop(key, None)
+            if slot is not None:
+                self._disowned.add(slot)
 
     def filling_keys(self) -> list[bytes]:
         return list(self._filling_of)
 
-    def _disown(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        for key, slot in zip(keys, slots, strict=True):
-            if self._filling_of.get(key) == slot:
-                del self._filling_of[key]
+    def needs_no_choice(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> bool:
+        """Whether these keys, which lie in `slots`, are all new and different: then all of them need storing."""
+        absent = slots.count(None) == len(keys) and self._filling_of.keys().isdisjoint(keys)
+        return absent and len(set(keys)) == len(keys)
 
     # -- removal --------------------------------------------------------------------------------------------
 
-    def evict(self, count: int) -> Removal:
-        """Remove up to `count` evictable blocks, in the policy's order; their slots are free."""
-        slots = self.policy.evict(count)
+    def evict(self, num_slots: int) -> Removal:
+        """Remove up to `num_slots` evictable blocks, in the policy's order; their slots are free."""
+        slots = self.policy.evict(num_slots)
         key_of = self._key_of
         keys: list[bytes] = []
         for slot in slots:
@@ -308,10 +342,10 @@ class Index:
     # -- integrity ------------------------------------------------------------------------------------------
 
     def slots_in_use(self) -> dict[str, set[int]]:
-        """The used slots by set; held and pinned ones count as pinned. O(pool): for integrity checks."""
+        """The used slots by state; held and pinned ones count as pinned. O(pool): for integrity checks."""
         pinned = set(self._pinned)
         return {
-            "filling": set(self._filling),
+            "filling": set(self._filling_of.values()) | self._disowned,
             "cached": set(self.policy),
             "leased": self._held.slots() - pinned,
             "pinned": pinned,
@@ -338,6 +372,9 @@ class Index:
             found.append("a pinned slot is not visible")
         if self._held_and_pinned != len(held & set(self._pinned)):
             found.append("the count of held and pinned slots is wrong")
-        if not set(self._filling_of.values()) <= self._filling or not self._held.balances():
-            found.append("a filling key or a further holder names a slot that is not in use so")
+        owned = set(self._filling_of.values())
+        if len(owned) != len(self._filling_of) or len(owned | self._disowned) != self._num_filling:
+            found.append("the count of filling slots is wrong")
+        if not self._held.balances():
+            found.append("a slot has further holders, but no first one")
         return found

@@ -49,10 +49,13 @@ def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int
 def _select(state: ControlState, keys: Sequence[bytes], outcomes: dict[str, int]) -> tuple[list[int], list[int]]:
     """(indices of the keys that need a slot, slots of those that are present)."""
     index = state.index
+    slots = index.slots_of(keys)
+    if index.needs_no_choice(keys, slots):
+        return list(range(len(keys))), []
     fresh: list[int] = []
     present: list[int] = []
     taken: set[bytes] = set()
-    for i, (key, slot) in enumerate(zip(keys, index.slots_of(keys), strict=True)):
+    for i, (key, slot) in enumerate(zip(keys, slots, strict=True)):
         if slot is not None:
             present.append(slot)
             reason = "skipped_already_cached"
@@ -80,4 +83,5 @@ def _make_room(state: ControlState, count: int, present: list[int], now: float) 
         slots += state.reuse(removal.freed)
     if present:
         state.unhold(present)
+    slots.sort()  # neighbours for neighbours: look-ups and copies of a prefix go faster where its slots are in a row
     return slots
