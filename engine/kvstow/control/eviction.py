@@ -67,7 +67,7 @@ def purge_matching(state: ControlState, matches: Callable[[bytes], bool], dry_ru
         return key is not None and matches(key)
 
     def disown() -> None:  # O(blocks that the host is storing now)
-        index.disown_filling([key for key in index.filling_keys() if matches(key)])
+        index.filling.disown([key for key in index.filling if matches(key)])
 
     return scan(state, "purge", "purge", dry_run, wanted, prepare=disown)
 
@@ -82,7 +82,7 @@ def purge_keys(state: ControlState, keys: Sequence[bytes], dry_run: bool) -> Swe
             with state.lock:
                 found = [slot for slot in state.index.slots_of(some) if slot is not None]
                 if not dry_run:
-                    state.index.disown_filling(some)
+                    state.index.filling.disown(some)
                     state.remove(found, "purge")
             sweep.evicted_slots += len(found)
             sweep.done += len(some)

@@ -20,6 +20,7 @@ from math import inf
 from operator import ne
 
 from kvstow.control.arc import ArcPolicy
+from kvstow.control.filling import Filling
 from kvstow.control.holds import Holds
 from kvstow.control.policy import EvictionPolicy, LruPolicy
 from kvstow.control.recency import Links, RecencyList
@@ -44,10 +45,7 @@ class Index:
         self._links = Links()
         self._slot_of: dict[bytes, int] = {}
         self._key_of: list[bytes | None] = []
-        self._filling_of: dict[bytes, int] = {}
-        self._num_filling = 0
-        self._disowned: set[int] = set()
-        """Filling slots whose keys shall not become visible."""
+        self.filling = Filling()
         self._held = Holds()
         self._orphans: set[int] = set()
         self._pinned: dict[int, float] = {}
@@ -69,10 +67,6 @@ class Index:
     def num_known_slots(self) -> int:
         """No slot at or above it has ever existed."""
         return len(self._key_of)
-
-    @property
-    def num_filling(self) -> int:
-        return self._num_filling
 
     @property
     def num_cached(self) -> int:
@@ -127,9 +121,6 @@ class Index:
     def slots_of(self, keys: Iterable[bytes]) -> list[int | None]:
         return list(map(self._slot_of.get, keys))
 
-    def is_filling(self, key: bytes) -> bool:
-        return key in self._filling_of
-
     def key_at(self, slot: int) -> bytes | None:
         """The visible key in `slot`."""
         return self._key_of[slot]
@@ -182,64 +173,36 @@ class Index:
 
     # -- stores ---------------------------------------------------------------------------------------------
 
-    def fill(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Free slots are being written with keys that are neither visible nor filling."""
-        self._filling_of.update(zip(keys, slots, strict=True))
-        self._num_filling += len(slots)
-
     def publish(self, keys: Sequence[bytes], slots: Sequence[int], now: float) -> Removal:
         """Filling slots hold valid bytes: their keys become visible. Those disowned meanwhile are freed.
 
         Returns the keys that were published, and the freed slots.
         """
-        self._num_filling -= len(slots)
-        freed: list[int] = []
-        if self._disowned:
-            freed = [slot for slot in slots if slot in self._disowned]
-            keys = [key for key, slot in zip(keys, slots, strict=True) if slot not in self._disowned]
-            slots = [slot for slot in slots if slot not in self._disowned]
-            self._disowned.difference_update(freed)
-        key_of, slot_of, filling_of = self._key_of, self._slot_of, self._filling_of
+        disowned = self.filling.remove(keys, slots)
+        if disowned:
+            keys = [key for key, slot in zip(keys, slots, strict=True) if slot not in disowned]
+            slots = [slot for slot in slots if slot not in disowned]
+        key_of, slot_of = self._key_of, self._slot_of
         stored_at, used_at = self._stored_at, self._used_at
         for key, slot in zip(keys, slots, strict=True):
-            del filling_of[key]
             slot_of[key] = slot
             key_of[slot] = key
             stored_at[slot] = used_at[slot] = now
         self.policy.admit(list(slots))
-        return Removal(tuple(keys), freed)
-
-    def abandon(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """A store failed and no rank writes its filling slots any more: the caller frees them."""
-        self._num_filling -= len(slots)
-        for key, slot in zip(keys, slots, strict=True):
-            if slot in self._disowned:
-                self._disowned.discard(slot)
-            else:
-                del self._filling_of[key]
+        return Removal(tuple(keys), list(disowned))
 
     def quarantine(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """A store was given up, but some rank may still write its slots."""
-        self.abandon(keys, slots)
+        self.filling.remove(keys, slots)
         self._quarantined.update(slots)
 
     def end_quarantine(self, slots: Iterable[int]) -> None:
         """No rank writes these slots any more: the caller frees them."""
         self._quarantined.difference_update(slots)
 
-    def disown_filling(self, keys: Iterable[bytes]) -> None:
-        """Of these keys, those that are being stored shall not become visible."""
-        for key in keys:
-            slot = self._filling_of.pop(key, None)
-            if slot is not None:
-                self._disowned.add(slot)
-
-    def filling_keys(self) -> list[bytes]:
-        return list(self._filling_of)
-
-    def needs_no_choice(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> bool:
-        """Whether these keys, which lie in `slots`, are all new and different: then all of them need storing."""
-        absent = slots.count(None) == len(keys) and self._filling_of.keys().isdisjoint(keys)
+    def needs_all(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> bool:
+        """Whether these keys, which lie in `slots`, are all new and different."""
+        absent = slots.count(None) == len(keys) and self.filling.isdisjoint(keys)
         return absent and len(set(keys)) == len(keys)
 
     # -- removal --------------------------------------------------------------------------------------------
@@ -345,7 +308,7 @@ class Index:
         """The used slots by state; held and pinned ones count as pinned. O(pool): for integrity checks."""
         pinned = set(self._pinned)
         return {
-            "filling": set(self._filling_of.values()) | self._disowned,
+            "filling": self.filling.slots(),
             "cached": set(self.policy),
             "leased": self._held.slots() - pinned,
             "pinned": pinned,
@@ -372,8 +335,7 @@ class Index:
             found.append("a pinned slot is not visible")
         if self._held_and_pinned != len(held & set(self._pinned)):
             found.append("the count of held and pinned slots is wrong")
-        owned = set(self._filling_of.values())
-        if len(owned) != len(self._filling_of) or len(owned | self._disowned) != self._num_filling:
+        if not self.filling.balances():
             found.append("the count of filling slots is wrong")
         if not self._held.balances():
             found.append("a slot has further holders, but no first one")

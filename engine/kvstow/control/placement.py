@@ -38,7 +38,7 @@ def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int
             del fresh[len(slots) :]
         if fresh:
             new_keys = tuple([keys[i] for i in fresh])
-            state.index.fill(new_keys, slots)
+            state.index.filling.add(new_keys, slots)
             moved = tuple([blocks[i] for i in fresh])
             op = state.ledger.open("store", moved, tuple(slots), keys=new_keys, held=(), request_id=request_id, now=now)
     for outcome, count in outcomes.items():
@@ -50,7 +50,7 @@ def _select(state: ControlState, keys: Sequence[bytes], outcomes: dict[str, int]
     """(indices of the keys that need a slot, slots of those that are present)."""
     index = state.index
     slots = index.slots_of(keys)
-    if index.needs_no_choice(keys, slots):
+    if index.needs_all(keys, slots):
         return list(range(len(keys))), []
     fresh: list[int] = []
     present: list[int] = []
@@ -59,7 +59,7 @@ def _select(state: ControlState, keys: Sequence[bytes], outcomes: dict[str, int]
         if slot is not None:
             present.append(slot)
             reason = "skipped_already_cached"
-        elif index.is_filling(key):
+        elif key in index.filling:
             reason = "skipped_in_flight"
         elif key in taken:
             reason = "skipped_duplicate"

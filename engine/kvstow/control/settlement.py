@@ -30,7 +30,7 @@ def fail_rank(state: ControlState, rank: int) -> None:
     state.counters.rank_restarts += 1
     state.counters.errors["rank_restarted"] += 1
     state.leases.epoch += 1
-    state.index.disown_filling(state.index.filling_keys())
+    state.index.filling.disown(list(state.index.filling))
     owed = state.ledger.owed_by(rank)
     state.log(WARNING, "rank %d has started anew: its memory is lost, %d transfers fail", rank, len(owed))
     for op_id in owed:
@@ -82,7 +82,7 @@ def _settle_store(state: ControlState, entry: OpenOp) -> None:
         state.index.end_quarantine(op.slots)
         state.slots.release(op.slots)
     elif entry.error:
-        state.index.abandon(entry.keys, op.slots)
+        state.index.filling.remove(entry.keys, op.slots)
         state.slots.release(op.slots)
         outcomes["failed"] += len(op.slots)
     else:

@@ -129,7 +129,7 @@ def _slot_counts(state: ControlState) -> SlotCounts:
     index = state.index
     return SlotCounts(
         free=state.slots.free,
-        filling=index.num_filling,
+        filling=len(index.filling),
         cached=index.num_cached,
         leased=index.num_leased,
         pinned=index.num_pinned,

@@ -1,0 +1,63 @@
+"""The slots that stores are writing, and the keys that shall become visible with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+
+class Filling:
+    """Keys being stored, each with its slot. Not locked; each call is O(keys given).
+
+    A key can be disowned while its slot is written: then it does not become visible, and may be stored anew
+    elsewhere at the same time.
+    """
+
+    __slots__ = ("_disowned", "_num_slots", "_slot_of")
+
+    def __init__(self) -> None:
+        self._slot_of: dict[bytes, int] = {}
+        self._disowned: set[int] = set()
+        self._num_slots = 0
+
+    def __len__(self) -> int:
+        """Slots being written, those of disowned keys too."""
+        return self._num_slots
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._slot_of
+
+    def isdisjoint(self, keys: Iterable[bytes]) -> bool:
+        return self._slot_of.keys().isdisjoint(keys)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The keys that are not disowned."""
+        return iter(self._slot_of)
+
+    def slots(self) -> set[int]:
+        return {*self._slot_of.values(), *self._disowned}
+
+    def add(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Begin to write slots with keys that are not being stored."""
+        self._slot_of.update(zip(keys, slots, strict=True))
+        self._num_slots += len(slots)
+
+    def remove(self, keys: Sequence[bytes], slots: Sequence[int]) -> set[int]:
+        """The store that `add` began with these is over; returns the slots whose keys were disowned."""
+        self._num_slots -= len(slots)
+        disowned = self._disowned.intersection(slots) if self._disowned else set()
+        self._disowned -= disowned
+        for key, slot in zip(keys, slots, strict=True):
+            if slot not in disowned:
+                del self._slot_of[key]
+        return disowned
+
+    def disown(self, keys: Iterable[bytes]) -> None:
+        """Those of the keys that are being stored shall not become visible."""
+        for key in keys:
+            slot = self._slot_of.pop(key, None)
+            if slot is not None:
+                self._disowned.add(slot)
+
+    def balances(self) -> bool:
+        """Whether every slot is counted once. For integrity checks."""
+        return len(self._slot_of) + len(self._disowned) == self._num_slots == len(self.slots())
