@@ -1,12 +1,13 @@
 """The process whose admin server is measured: a full pool, its ranks' agents, and traffic on a thread of its own.
 
 `python -m bench.admin_host SLOTS RANKS` prints `{"port": n}`, then obeys one JSON command a line, whose `traffic` is
-`idle`, `replay` (with `rate`: requests a second, or null for as fast as it can) or `steps`. The traffic before it ends,
-and its figures are the answer. The end of the input ends the process.
+`idle`, `replay` (with `rate`: requests a second, or null for as fast as it can) or `steps`; with `freeze`, `gc.freeze`
+comes first. The traffic before it ends, and its figures are the answer. The end of the input ends the process.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import threading
@@ -102,8 +103,8 @@ class Host:
         self._figures = {"requests_per_second": done / (time.perf_counter() - started)}
 
     def _step(self) -> None:
-        """Steps of a busy scheduler: it waits for the GPU, looks up and leases a long prefix, and stores 128 blocks that
-        evict 128 others."""
+        """Steps of a busy scheduler: it waits for the GPU, looks up and leases a long prefix, and stores 128 blocks
+        in place of 128 others."""
         subject, new = self.subject, self.slots
         calls, steps = [], []
         while not self._stop.is_set():
@@ -127,6 +128,9 @@ def main(slots: int, ranks: int) -> None:
         print(json.dumps({"port": host.port}), flush=True)
         for line in sys.stdin:
             command = json.loads(line)
+            if command.get("freeze"):  # what lives for long is not looked at by the collector any more
+                gc.collect()
+                gc.freeze()
             print(json.dumps(host.switch(command["traffic"], command.get("rate"))), flush=True)
         host.switch("idle", None)
 

@@ -20,7 +20,7 @@ from kvstow.memory.limits import MemoryLimits
 
 _DEADLINE_SECONDS = 60.0
 _POLL_SECONDS = 0.002
-_PATIENCE_SECONDS = 20.0
+_PATIENCE_SECONDS = 8.0
 _BAR_SECONDS = 1.0
 _ROOT = Path(__file__).parents[1]
 

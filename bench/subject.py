@@ -19,6 +19,7 @@ CHAIN_BLOCKS = 1000
 STORE_BLOCKS = 128
 _LOOKUPS = 300
 _STORES = 300
+_LENGTHS = (37, 128, 300, 999, CHAIN_BLOCKS, CHAIN_BLOCKS, CHAIN_BLOCKS)
 
 
 class Subject(Protocol):
@@ -44,8 +45,12 @@ class Subject(Protocol):
 
 
 def measure(make: Callable[[int], Subject], slots: int) -> dict[str, float]:
-    """Times in seconds (medians) and bytes a slot. Fills a new subject; needs a process of its own for the memory."""
-    hashes = Hashes(slots + _STORES * STORE_BLOCKS)
+    """Times in seconds (medians) and bytes a slot, of a new subject in a process of its own.
+
+    `_fresh` figures are of a pool that was just filled, chain by chain. For `_worn` ones it was filled once more with
+    prefixes of all lengths, so that the blocks of a prefix lie where older ones happened to be evicted.
+    """
+    hashes = Hashes(3 * slots)
     before = _resident_bytes()
     subject = make(slots)
     filling = _fill(subject, hashes, slots)
@@ -53,9 +58,10 @@ def measure(make: Callable[[int], Subject], slots: int) -> dict[str, float]:
     gc.collect()
     gc.freeze()  # as vLLM does with what lives for long
     found = {"store": median(filling), "bytes_per_slot": grown / slots}
-    found |= _lookups(subject, hashes, slots // CHAIN_BLOCKS)
-    new = [subject.keys(hashes.run(slots + n * STORE_BLOCKS, STORE_BLOCKS)) for n in range(_STORES)]
-    found["store_evicting"] = median(_seconds(subject.store, keys) for keys in new)
+    found |= _lookups(subject, hashes, range(0, slots, CHAIN_BLOCKS), "_fresh")
+    stored, times = _wear(subject, hashes, slots)
+    found["store_evicting"] = median(times[-_STORES:])
+    found |= _lookups(subject, hashes, stored, "_worn")
     slices = subject.purge_slices()
     if slices:
         found["purge_slice_median"], found["purge_slice_max"] = median(slices), max(slices)
@@ -75,24 +81,41 @@ def replay(subject: Subject, requests: Sequence[Sequence[int]]) -> dict[str, Any
 def _fill(subject: Subject, hashes: Hashes, slots: int) -> list[float]:
     """Store whole chains until every slot is used; seconds of each full-size store."""
     times = []
-    for chain in range(0, slots, CHAIN_BLOCKS):
-        keys = subject.keys(hashes.run(chain, CHAIN_BLOCKS))
-        for start in range(0, CHAIN_BLOCKS, STORE_BLOCKS):
-            piece = keys[start : start + STORE_BLOCKS]
-            seconds = _seconds(subject.store, piece)
-            if len(piece) == STORE_BLOCKS:
-                times.append(seconds)
+    for start in range(0, slots, CHAIN_BLOCKS):
+        times += _store_prefix(subject, hashes.run(start, CHAIN_BLOCKS))
     return times
 
 
-def _lookups(subject: Subject, hashes: Hashes, chains: int) -> dict[str, float]:
-    """Each time another chain, out of all of the pool's: its part of the index is in no cache of the CPU. The same
-    again, with the key objects made anew, is `warm`."""
+def _wear(subject: Subject, hashes: Hashes, slots: int) -> tuple[list[int], list[float]]:
+    """Store as many new blocks as there are slots, in prefixes of mixed lengths. Returns where the whole chains in
+    the last half of them start, and the seconds of each full-size store."""
+    choose = random.Random(2)
+    at, times, chains = slots, [], []
+    while at < 2 * slots:
+        length = choose.choice(_LENGTHS)
+        if at >= slots + slots // 2 and length == CHAIN_BLOCKS:
+            chains.append(at)
+        times += _store_prefix(subject, hashes.run(at, length))
+        at += length
+    return chains, times
+
+
+def _store_prefix(subject: Subject, hashes: list[bytes]) -> list[float]:
+    """Store a prefix piece by piece, as prefill computes it; seconds of each full-size store."""
+    keys = subject.keys(hashes)
+    pieces = [keys[start : start + STORE_BLOCKS] for start in range(0, len(keys), STORE_BLOCKS)]
+    times = [_seconds(subject.store, piece) for piece in pieces]
+    return [seconds for seconds, piece in zip(times, pieces, strict=True) if len(piece) == STORE_BLOCKS]
+
+
+def _lookups(subject: Subject, hashes: Hashes, chains: Sequence[int], suffix: str) -> dict[str, float]:
+    """Each time another chain, out of many: its part of the index is in no cache of the CPU. The same again, with
+    the key objects made anew, is `_warm`."""
     choose = random.Random(1)
     times: dict[str, list[float]] = {name: [] for name in ("lookup", "lookup_warm", "use", "use_warm", "keys")}
     for _ in range(_LOOKUPS):
         for name, call in (("lookup", subject.lookup), ("use", subject.use)):
-            start = choose.randrange(chains) * CHAIN_BLOCKS
+            start = choose.choice(chains)
             for kind in (name, f"{name}_warm"):
                 fresh = hashes.run(start, CHAIN_BLOCKS)
                 times["keys"].append(_seconds(subject.keys, fresh))
@@ -100,7 +123,7 @@ def _lookups(subject: Subject, hashes: Hashes, chains: int) -> dict[str, float]:
                 times[kind].append(_seconds(call, keys))
                 if call(keys) != CHAIN_BLOCKS:
                     raise RuntimeError(f"{name} did not find a chain that was stored")
-    return {name: median(values) for name, values in times.items()}
+    return {name + suffix: median(values) for name, values in times.items()}
 
 
 def _seconds(call: Callable[[list[bytes]], object], keys: list[bytes]) -> float:
