@@ -1,0 +1,35 @@
+"""The CUDA context that torch works in, made current for one piece of work at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from kvstow.devices.cuda.driver import Driver, load_driver
+
+
+@cache
+def primary_context(ordinal: int) -> Context:
+    """The context of GPU `ordinal` (as torch counts them). Retained for the life of the process, as torch does."""
+    return Context(load_driver(), ordinal)
+
+
+class Context:
+    """Thread-safe. Costs about 1 us per `current`."""
+
+    def __init__(self, driver: Driver, ordinal: int) -> None:
+        self.driver, self.ordinal = driver, ordinal
+        self._handle = driver.retain_primary_context(ordinal)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """The calling thread works in this context, and may do so while another thread captures a CUDA graph:
+        otherwise a mere event query would break that capture. Both are put back afterwards; may be nested."""
+        self.driver.push_context(self._handle)
+        mode = self.driver.relax_capture()
+        try:
+            yield
+        finally:
+            self.driver.exchange_capture_mode(mode)
+            self.driver.pop_context()

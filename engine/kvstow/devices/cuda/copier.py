@@ -1,0 +1,247 @@
+"""The copies of one direction: batch by batch through two staging buffers.
+
+Guarantees
+- A batch touches the KV cache after its op's fence, in the order in which ops were submitted. Work of the host
+  never waits for a batch.
+- No more batches than buffers are given to the device at a time: whoever else copies in this direction waits for no
+  more. A buffer is used again after its batch has finished.
+- `advance` never waits for the device.
+- After an error no further batch of the op is begun, and those under way are waited for before it counts as failed.
+
+Assumes one thread, which has made the context current.
+
+A batch has two halves on two streams: a store's are on `kv` the kernel that gathers pages, then on `link` the
+copies; a load's are on `link` the copies, then on `kv` the kernel that scatters pages (and the direct copies, as
+they write the KV cache). So the kernel of one batch runs while another's copies do.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal
+
+from kvstow.devices.cuda.driver import AccessOrder, Driver, Handle
+from kvstow.devices.cuda.fence import CudaFence
+from kvstow.devices.cuda.kernels import PageKernels
+from kvstow.devices.cuda.plan import Copies, Split
+from kvstow.devices.cuda.staging import StagingBuffer, Timer, new_stream
+from kvstow.devices.cuda.transfer import Transfer
+from kvstow.errors import CopyError
+
+
+@dataclass(slots=True)
+class Batch:
+    transfer: Transfer
+    number: int
+    buffer: StagingBuffer
+    ended: bool = False  # its second half was given to the device
+
+
+class Copier(ABC):
+    """`undo` frees what the copier holds; call `drain` before. `kernels` is None where no region is staged."""
+
+    _kernel: Literal["gather", "scatter"]
+    _order: AccessOrder
+
+    def __init__(
+        self, driver: Driver, split: Split, kernels: PageKernels | None, num_buffers: int, undo: ExitStack
+    ) -> None:
+        self._driver, self._split, self._kernels = driver, split, kernels
+        self._kv, self._link = new_stream(driver, undo), new_stream(driver, undo)
+        self._free = deque(StagingBuffer(driver, split.staging_bytes, undo) for _ in range(num_buffers))
+        self._waiting: deque[Transfer] = deque()
+        self._flying: deque[Batch] = deque()
+
+    def submit(self, transfer: Transfer) -> None:
+        """Queue a transfer; `advance` starts it."""
+        self._waiting.append(transfer)
+
+    def advance(self) -> None:
+        """Take back what has finished, then give the device what it may have."""
+        self._take_back()
+        while self._free and (transfer := self._next()) is not None:
+            self._begin(Batch(transfer, transfer.begun, self._free.popleft()))
+        for batch in self._flying:
+            if not batch.ended:
+                if not self._may_end(batch.transfer):
+                    break
+                self._end(batch)
+
+    def drain(self) -> None:
+        """Wait for what is under way; what is not complete then has failed."""
+        unended = [batch for batch in self._flying if not batch.ended]
+        for transfer in [*self._waiting, *(batch.transfer for batch in unended)]:
+            transfer.fail(CopyError("the device was closed before the copy was complete"))
+        self._waiting.clear()
+        for batch in unended:
+            self._end(batch)
+        for stream in (self._kv, self._link):
+            self._driver.synchronize(stream)
+        self._take_back()
+
+    # What the directions differ in.
+
+    @property
+    @abstractmethod
+    def _streams(self) -> tuple[Handle, Handle]:
+        """The streams of a batch's first and of its second half."""
+
+    @abstractmethod
+    def _may_begin(self, transfer: Transfer) -> bool: ...
+
+    @abstractmethod
+    def _may_end(self, transfer: Transfer) -> bool: ...
+
+    @abstractmethod
+    def _first_half(self, batch: Batch) -> None: ...
+
+    @abstractmethod
+    def _second_half(self, batch: Batch) -> None: ...
+
+    # The life of a batch.
+
+    def _next(self) -> Transfer | None:
+        """The first transfer with a batch to begin, if it may."""
+        while self._waiting:
+            transfer = self._waiting[0]
+            if transfer.error is None and transfer.begun < transfer.num_batches:
+                if self._may_begin(transfer):
+                    return transfer
+                if transfer.error is None:
+                    return None
+            self._waiting.popleft()
+        return None
+
+    def _begin(self, batch: Batch) -> None:
+        batch.transfer.begun += 1
+        self._flying.append(batch)
+        first, _ = self._streams
+        _attempt(batch, self._first_half)
+        _attempt(batch, lambda batch: self._driver.record_event(batch.buffer.halfway, first), always=True)
+
+    def _end(self, batch: Batch) -> None:
+        """A failed batch ends too: `finished` then says that nothing of it is under way any more."""
+        batch.ended = True
+        _, second = self._streams
+        _attempt(batch, lambda batch: self._driver.wait_event(second, batch.buffer.halfway), always=True)
+        _attempt(batch, self._second_half)
+        _attempt(batch, lambda batch: self._driver.record_event(batch.buffer.finished, second), always=True)
+
+    def _take_back(self) -> None:
+        while self._flying and self._flying[0].ended and self._has_finished(self._flying[0]):
+            batch = self._flying.popleft()
+            _attempt(batch, _count_seconds, always=True)
+            batch.transfer.finished += 1
+            self._free.append(batch.buffer)
+
+    def _has_finished(self, batch: Batch) -> bool:
+        try:
+            return self._driver.is_reached(batch.buffer.finished)
+        except Exception as error:  # noqa: BLE001 - the device is lost, and what was under way with it
+            batch.transfer.fail(error)
+            return True
+
+    # The halves.
+
+    def _wait_fence(self, transfer: Transfer) -> None:
+        """Let the stream of work on the KV cache wait for the op's fence."""
+        if isinstance(transfer.after, CudaFence) and not transfer.fence_queued:
+            self._driver.wait_event(self._kv, transfer.after.event)
+            transfer.fence_queued = True
+
+    def _run_kernel(self, batch: Batch) -> None:
+        if self._kernels is None or batch.transfer.blocks is None:
+            return
+        start = batch.number * self._split.batch_blocks
+        blocks = batch.transfer.blocks[start : start + self._split.batch_blocks]
+        self._kernels.launch(self._kernel, batch.buffer.address, blocks, self._kv)
+
+    def _copy_staged(self, batch: Batch) -> None:
+        if self._kernels is not None:
+            device, host, size = batch.transfer.staged.batch(batch.number)
+            self._copy(Copies(device + batch.buffer.address, host, size), batch.buffer.staged_timer, self._link)
+
+    def _copy_direct(self, batch: Batch, stream: Handle) -> None:
+        if self._split.has_direct and batch.transfer.direct is not None:
+            self._copy(batch.transfer.direct.batch(batch.number), batch.buffer.direct_timer, stream)
+
+    def _copy(self, copies: Copies, timer: Timer, stream: Handle) -> None:
+        device, host, size = copies
+        target, source = (host, device) if self._order == "stream" else (device, host)
+        timer.start(stream)
+        self._driver.copy(target, source, size, self._order, stream)
+        timer.stop(stream)
+
+
+class StoreCopier(Copier):
+    """Device to host."""
+
+    _kernel, _order = "gather", "stream"
+
+    def advance(self) -> None:
+        super().advance()
+        for batch in self._flying:
+            if batch.number == batch.transfer.num_batches - 1 and not self._split.has_direct:
+                _attempt(batch, self._mark_source_free)
+
+    @property
+    def _streams(self) -> tuple[Handle, Handle]:
+        return self._kv, self._link
+
+    def _may_begin(self, transfer: Transfer) -> bool:
+        return transfer.may_touch_blocks()
+
+    def _may_end(self, transfer: Transfer) -> bool:
+        return True
+
+    def _first_half(self, batch: Batch) -> None:
+        self._wait_fence(batch.transfer)
+        self._run_kernel(batch)
+
+    def _second_half(self, batch: Batch) -> None:
+        self._copy_staged(batch)
+        self._copy_direct(batch, self._link)
+
+    def _mark_source_free(self, batch: Batch) -> None:
+        batch.transfer.source_free = batch.transfer.source_free or self._driver.is_reached(batch.buffer.halfway)
+
+
+class LoadCopier(Copier):
+    """Host to device. The slots of a waiting load belong to its op, so reading them may begin before all else."""
+
+    _kernel, _order = "scatter", "any"
+
+    @property
+    def _streams(self) -> tuple[Handle, Handle]:
+        return self._link, self._kv
+
+    def _may_begin(self, transfer: Transfer) -> bool:
+        return True
+
+    def _may_end(self, transfer: Transfer) -> bool:
+        return transfer.error is not None or transfer.may_touch_blocks()
+
+    def _first_half(self, batch: Batch) -> None:
+        self._copy_staged(batch)
+
+    def _second_half(self, batch: Batch) -> None:
+        self._wait_fence(batch.transfer)
+        self._run_kernel(batch)
+        self._copy_direct(batch, self._kv)
+
+
+def _attempt(batch: Batch, step: Callable[[Batch], None], *, always: bool = False) -> None:
+    """Do a step of a batch; its failure is the transfer's. After a failure only what `always` has to be done is."""
+    if always or batch.transfer.error is None:
+        try:
+            step(batch)
+        except Exception as error:  # noqa: BLE001 - the failure of one op, which its ticket tells
+            batch.transfer.fail(error)
+
+
+def _count_seconds(batch: Batch) -> None:
+    batch.transfer.seconds += batch.buffer.take_seconds()

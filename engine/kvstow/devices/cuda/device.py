@@ -1,0 +1,207 @@
+"""The CUDA device: moves blocks between torch tensors on a GPU and a pool of registered host memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+
+from kvstow.devices.base import Capabilities, Fence, Staged
+from kvstow.devices.cuda.calibration import CANDIDATES, direct_threshold
+from kvstow.devices.cuda.context import primary_context
+from kvstow.devices.cuda.copier import Copier, LoadCopier, StoreCopier
+from kvstow.devices.cuda.driver import Driver, Int64Array
+from kvstow.devices.cuda.kernels import PageKernels
+from kvstow.devices.cuda.plan import SlotArea, Split
+from kvstow.devices.cuda.registrar import CudaRegistrar
+from kvstow.devices.cuda.transfer import Transfer
+from kvstow.errors import ConfigError, CopyError
+from kvstow.layout import KVLayout, Region
+from kvstow.memory.pool import HostPool
+
+Strategy = Literal["auto", "staged", "direct"]
+STRATEGIES: tuple[Strategy, ...] = ("auto", "staged", "direct")
+
+logger = logging.getLogger("kvstow.cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class CudaOptions:
+    """How bytes travel. Sizes in bytes.
+
+    `strategy`: "staged" packs pages on the device and copies whole blocks, "direct" copies page by page, "auto"
+    decides per region by its page size: direct from `threshold_bytes` on, which is measured when it is None.
+    `staging_bytes`: the size of a batch and of a staging buffer; at least one block, where a block is larger.
+    `num_buffers`: batches given to the device at a time, per direction. Their size together is what another copy in
+    that direction, say of a sampled token, may have to wait for.
+    """
+
+    strategy: Strategy = "auto"
+    threshold_bytes: int | None = None
+    staging_bytes: int = 32 << 20
+    num_buffers: int = 2
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ConfigError("strategy", self.strategy, " or ".join(STRATEGIES))
+        for key in ("staging_bytes", "num_buffers", "threshold_bytes"):
+            value = getattr(self, key)
+            if (type(value) is not int or value < 1) and not (key == "threshold_bytes" and value is None):
+                raise ConfigError(key, value, "a whole number, 1 or more")
+
+
+class CudaDevice:
+    """Moves blocks between `tensors` and `pool`; protocol and ordering in `kvstow.devices.base`.
+
+    `tensors[i]` is region `i` of `layout` as uint8 `[num_blocks, page_bytes]` on one GPU, its rows dense and any
+    stride between them. They are written and read in place; the caller keeps them alive. The pool is borrowed;
+    `registrar` is the one that pins it.
+
+    Loads reach their blocks in the order in which they were staged, so each staged load has to be committed.
+    A fence that is a `CudaFence` is waited for on the device. Any other is asked by `poll`: until it is reached it
+    holds up the later ops of its direction.
+    """
+
+    capabilities = Capabilities(name="cuda", kv_in_place=True, pin_mode="cuda")
+
+    def __init__(
+        self,
+        pool: HostPool,
+        layout: KVLayout,
+        tensors: Sequence[torch.Tensor],
+        *,
+        registrar: CudaRegistrar,
+        options: CudaOptions | None = None,
+    ) -> None:
+        """Allocates up to four staging buffers on the device, and may calibrate (`CudaOptions`). Raises
+        `ConfigError`, `DriverUnavailableError` and `DriverError`, and leaves nothing behind then."""
+        _check_layout(pool, layout, tensors)
+        self._pool, self._registrar, self._num_blocks = pool, registrar, layout.num_blocks
+        self._area = SlotArea(pool.address, pool.slot_stride)
+        self._context = primary_context(tensors[0].device.index)
+        self._closed = False
+        with self._context.current(), ExitStack() as undo:
+            self._build(layout, tensors, options or CudaOptions(), undo)
+            self._undo = undo.pop_all()
+
+    def _build(self, layout: KVLayout, tensors: Sequence[torch.Tensor], options: CudaOptions, undo: ExitStack) -> None:
+        driver = self._context.driver
+        bases = [tensor.data_ptr() for tensor in tensors]
+        self._split = Split(layout, bases, _direct_regions(driver, layout, options), options.staging_bytes)
+        split = self._split
+        kernels = PageKernels(self._context, split.pieces, split.staged_bytes, undo) if split.staged_bytes else None
+        self._stores = StoreCopier(driver, split, kernels, options.num_buffers, undo)
+        self._loads = LoadCopier(driver, split, kernels, options.num_buffers, undo)
+
+    @property
+    def notice(self) -> str | None:
+        """A sentence for people where copies are slower than they could be."""
+        return self._context.driver.notice
+
+    def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
+        transfer = self._new_transfer(self._stores, slots)
+        self._commit(transfer, self._checked_blocks(blocks, len(slots)), after)
+        return self._submitted(self._stores, transfer)
+
+    def stage_load(self, op_id: int, slots: Sequence[int]) -> Transfer:
+        return self._submitted(self._loads, self._new_transfer(self._loads, slots))
+
+    def commit_load(self, op_id: int, staged: Staged, blocks: Sequence[int], after: Fence | None) -> Transfer:
+        """Never raises for what is wrong with the blocks: as slots are being read, the ticket fails when that ends."""
+        if not isinstance(staged, Transfer):
+            raise CopyError(f"{type(staged).__name__} was not staged by this device")
+        try:
+            self._commit(staged, self._checked_blocks(blocks, len(staged.slots)), after)
+        except CopyError as error:
+            staged.fail(error)
+        staged.poll()
+        return staged
+
+    def close(self) -> None:
+        """Also waits for the fences that copies under way wait for. Raises `DriverError` after all was tried."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._context.current(), self._undo:
+            self._stores.drain()
+            self._loads.drain()
+
+    def _new_transfer(self, copier: Copier, slots: Sequence[int]) -> Transfer:
+        places = self._checked_slots(slots)
+        order = np.argsort(places)  # neighbouring slots that follow one another are copied as one
+        staged = self._split.staged_copies(places[order], self._area, self._registrar.starts())
+        num_batches = self._split.num_batches(len(places))
+        return Transfer(tuple(slots), places[order], order, num_batches, staged, partial(self._advance, copier))
+
+    def _commit(self, transfer: Transfer, blocks: Int64Array, after: Fence | None) -> None:
+        ordered = blocks[transfer.order]
+        starts = self._registrar.starts()
+        transfer.commit(ordered, self._split.direct_copies(ordered, transfer.places, self._area, starts), after)
+
+    def _submitted(self, copier: Copier, transfer: Transfer) -> Transfer:
+        copier.submit(transfer)
+        transfer.poll()
+        return transfer
+
+    def _advance(self, copier: Copier) -> None:
+        if self._closed:
+            raise CopyError("the device is closed")
+        with self._context.current():
+            copier.advance()
+
+    def _checked_blocks(self, blocks: Sequence[int], num_slots: int) -> Int64Array:
+        if len(blocks) != num_slots:
+            raise CopyError(f"{len(blocks)} blocks and {num_slots} slots; allowed: as many of each")
+        values = np.array(blocks, np.int64)
+        if len(values) and not 0 <= values.min() <= values.max() < self._num_blocks:
+            raise CopyError(f"blocks {values.min()} to {values.max()}; allowed: 0 to {self._num_blocks - 1}")
+        return values
+
+    def _checked_slots(self, slots: Sequence[int]) -> Int64Array:
+        if self._closed:
+            raise CopyError("the device is closed")
+        values = np.array(slots, np.int64)
+        pinned = self._pool.pinned_slots
+        if len(values) and not 0 <= values.min() <= values.max() < pinned:
+            raise CopyError(f"slots {values.min()} to {values.max()}; allowed: 0 to {pinned - 1}, which are pinned")
+        return values
+
+
+def _direct_regions(driver: Driver, layout: KVLayout, options: CudaOptions) -> list[bool]:
+    """Which regions are copied directly."""
+    pages = [region.page_bytes for region in layout.regions]
+    if options.strategy != "auto":
+        return [options.strategy == "direct"] * len(pages)
+    threshold = options.threshold_bytes
+    if threshold is None:
+        threshold = direct_threshold(driver) if max(pages) >= min(CANDIDATES) else max(pages) + 1
+    direct = [page >= threshold for page in pages]
+    logger.info("%d of %d regions are copied directly, the others staged", sum(direct), len(pages))
+    return direct
+
+
+def _check_layout(pool: HostPool, layout: KVLayout, tensors: Sequence[torch.Tensor]) -> None:
+    if layout.slot_bytes != pool.slot_bytes:
+        raise ConfigError("slot_bytes", pool.slot_bytes, f"{layout.slot_bytes}, the sum of the layout's pages")
+    if len(tensors) != len(layout.regions):
+        raise ConfigError("tensors", len(tensors), f"{len(layout.regions)}, one per region")
+    for region, tensor in zip(layout.regions, tensors, strict=True):
+        _check_tensor(region, tensor, tensors[0].device)
+
+
+def _check_tensor(region: Region, tensor: torch.Tensor, device: torch.device) -> None:
+    key = f"region {region.name}"
+    if tensor.dtype is not torch.uint8 or tensor.device.type != "cuda" or tensor.device != device:
+        raise ConfigError(key, f"{tensor.dtype} on {tensor.device}", "torch.uint8, all regions on one CUDA device")
+    if tuple(tensor.shape) != (region.num_blocks, region.page_bytes):
+        raise ConfigError(key, tuple(tensor.shape), f"shape {(region.num_blocks, region.page_bytes)}")
+    if region.page_bytes > 1 and tensor.stride(1) != 1:
+        raise ConfigError(key, tensor.stride(), "rows without gaps between their bytes")
+    if region.num_blocks > 1 and tensor.stride(0) != region.stride_bytes:
+        raise ConfigError(key, tensor.stride(0), f"a row stride of {region.stride_bytes} bytes")

@@ -1,0 +1,140 @@
+"""What fails in the driver fails one op, or the construction, and nothing else: torch goes on working."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvstow.devices.base import TicketState
+from kvstow.devices.cuda import CudaRegistrar, DriverError
+from kvstow.devices.cuda.context import primary_context
+from kvstow.errors import CopyError, PinError
+from kvstow.memory.region import HostRegion
+
+MakeRank = Callable[..., Any]
+Finish = Callable[[Any], TicketState]
+
+strategies = pytest.mark.parametrize("strategy", ["staged", "direct"])
+
+
+@pytest.fixture(autouse=True)
+def torch_works_afterwards() -> Any:
+    yield
+    values = torch.arange(1000, device="cuda")
+    assert values.sum().item() == 499_500
+    torch.cuda.synchronize()
+
+
+@pytest.fixture
+def driver() -> Any:
+    return primary_context(0).driver
+
+
+def _fail_copy(driver: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Make the real driver refuse the copy `number`, counted from 0, as it runs past the end of its memory."""
+    copy, calls = driver.copy, iter(range(1000))
+
+    def spoiled(target: Any, source: Any, size: Any, *rest: Any) -> None:
+        copy(target, source, size + (1 << 44) if next(calls) == number else size, *rest)
+
+    monkeypatch.setattr(driver, "copy", spoiled)
+
+
+@strategies
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_failing_copy_fails_its_op_alone(
+    strategy: str,
+    direction: str,
+    number: int,
+    make_rank: MakeRank,
+    finish: Finish,
+    driver: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = make_rank([8192] * 4, staging_bytes=1, strategy=strategy)
+    expected = rank.blocks(range(16))
+    assert finish(rank.store(range(16), range(16))) is TicketState.DONE
+    with monkeypatch.context() as patch:
+        _fail_copy(driver, patch, number)
+        op = rank.store if direction == "store" else rank.load
+        ticket = op(range(16), range(16))
+        assert finish(ticket) is TicketState.FAILED
+    assert isinstance(ticket.error, DriverError)
+    assert ticket.error.name == "CUDA_ERROR_INVALID_VALUE"
+    assert str(pickle.loads(pickle.dumps(ticket.error))) == str(ticket.error)
+    assert torch.zeros(4, device="cuda").sum().item() == 0
+    assert finish(rank.store(range(16), range(16))) is TicketState.DONE
+    rank.scramble()
+    assert finish(rank.load(range(16), range(16))) is TicketState.DONE
+    if direction == "store":
+        np.testing.assert_array_equal(rank.blocks(range(16)), expected)
+
+
+def test_slots_that_are_not_pinned_are_refused(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    with pytest.raises(CopyError, match="pinned"):
+        rank.store([0], [16])
+    with pytest.raises(CopyError, match="pinned"):
+        rank.load([-1], [0])
+
+
+def test_blocks_that_do_not_exist_are_refused(make_rank: MakeRank, finish: Finish) -> None:
+    rank = make_rank()
+    with pytest.raises(CopyError, match="blocks 16"):
+        rank.store([16], [0])
+    ticket = rank.load([0], [16])
+    assert finish(ticket) is TicketState.FAILED
+    assert isinstance(ticket.error, CopyError)
+
+
+def test_ops_of_a_closed_device_fail(make_rank: MakeRank, finish: Finish) -> None:
+    rank = make_rank()
+    staged = rank.device.stage_load(1, [0])
+    rank.device.close()
+    assert finish(staged) is TicketState.FAILED
+    with pytest.raises(CopyError, match="closed"):
+        rank.store([0], [0])
+
+
+@pytest.mark.parametrize("call", ["cuMemAlloc", "cuStreamCreateWithPriority", "cuEventCreate", "cuModuleLoadData"])
+def test_a_device_that_cannot_be_made_leaves_nothing_behind(
+    call: str, make_rank: MakeRank, driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank([1 << 20], staging_bytes=64 << 20, strategy="staged")
+    rank.device.close()
+    free, _ = torch.cuda.mem_get_info()
+    real, calls = driver._call, iter(range(1000))
+
+    def failing(name: str, *arguments: Any) -> Any:
+        if name == call and next(calls) == (0 if call == "cuModuleLoadData" else 2):
+            raise DriverError(name, 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+        return real(name, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "_call", failing)
+        with pytest.raises(DriverError, match=call):
+            rank.new_device()
+    assert torch.cuda.mem_get_info()[0] == free
+
+
+def test_memory_that_is_not_mapped_is_not_registered() -> None:
+    registrar = CudaRegistrar()
+    region = HostRegion(1 << 20)
+    try:
+        with pytest.raises(PinError, match="cuMemHostRegister"):
+            registrar.register(region.address, 1 << 20)
+        assert registrar.locked_bytes == 0
+        region.commit(0, 1 << 20)
+        registrar.register(region.address, 1 << 20)
+        assert registrar.locked_bytes == 1 << 20
+        registrar.unregister(region.address, 1 << 20)
+        with pytest.raises(PinError, match="cuMemHostUnregister"):
+            registrar.unregister(region.address, 1 << 20)
+    finally:
+        region.close()
