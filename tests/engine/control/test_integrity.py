@@ -1,0 +1,110 @@
+"""`check_integrity` must see every kind of disorder: each test puts one book out of step with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.state import ControlState
+from kvstow.errors import IntegrityError
+from kvstow.testing.rank import make_ranks, write_blocks
+
+Disorder = Callable[[ControlState], object]
+
+
+def lose_a_key(state: ControlState) -> None:
+    del state.index._slot_of[b"A"]
+
+
+def swap_two_keys(state: ControlState) -> None:
+    key_of = state.index._key_of
+    key_of[0], key_of[1] = key_of[1], key_of[0]
+
+
+def lose_an_evictable_slot(state: ControlState) -> None:
+    state.index.policy.detach([3])
+
+
+def miscount_the_order(state: ControlState) -> None:
+    state.index.policy.hand_over()._size += 1
+
+
+def forget_an_orphan(state: ControlState) -> None:
+    state.index._orphans.clear()
+
+
+def pin_an_invisible_slot(state: ControlState) -> None:
+    state.index._pinned[6] = 1.0
+
+
+def miscount_held_pins(state: ControlState) -> None:
+    state.index._held_and_pinned += 1
+
+
+def miscount_filling_slots(state: ControlState) -> None:
+    state.index.filling._num_slots += 1
+
+
+def add_a_holder_to_a_free_slot(state: ControlState) -> None:
+    state.index._held._extra[7] = 1
+
+
+def put_a_slot_into_two_states(state: ControlState) -> None:
+    state.index._quarantined.add(0)
+
+
+def free_a_used_slot(state: ControlState) -> None:
+    state.slots.release([0])
+
+
+def miscount_free_slots(state: ControlState) -> None:
+    state.slots.free += 1
+
+
+def miscount_leaving_slots(state: ControlState) -> None:
+    state.slots.leaving += 1
+
+
+def settle_in_secret(state: ControlState) -> None:
+    state.ledger._open.clear()
+
+
+@pytest.mark.parametrize(
+    ("disorder", "complaint"),
+    [
+        (lose_a_key, "keys by slot and slots by key differ"),
+        (swap_two_keys, "a key's slot names another key"),
+        (lose_an_evictable_slot, "the evictable slots are not those"),
+        (miscount_the_order, "the eviction order repeats or loses slots"),
+        (forget_an_orphan, "orphans are not the held slots without a key"),
+        (pin_an_invisible_slot, "a pinned slot is not visible"),
+        (miscount_held_pins, "the count of held and pinned slots is wrong"),
+        (miscount_filling_slots, "the count of filling slots is wrong"),
+        (add_a_holder_to_a_free_slot, "a slot has further holders, but no first one"),
+        (put_a_slot_into_two_states, "a slot is in two states"),
+        (free_a_used_slot, "used slots are in no state"),
+        (miscount_free_slots, "the counts of free slots and slots in service are wrong"),
+        (miscount_leaving_slots, "the count of slots on their way out is wrong"),
+        (settle_in_secret, "the filling slots are not those of the open stores"),
+    ],
+)
+def test_disorder_is_seen(make_engine: Callable[..., OffloadEngine], disorder: Disorder, complaint: str) -> None:
+    engine = make_engine(slots=8)
+    (rank,) = make_ranks(engine)
+    write_blocks([rank], range(4), [b"A", b"B", b"C", b"D"])
+    rank.submit(engine.begin_store([b"A", b"B", b"C", b"D"], range(4)).op)
+    rank.run_all()
+    engine.acquire([b"A", b"B", b"C"])  # held, of which C becomes an orphan
+    lease = engine.acquire([b"A", b"B"])
+    engine.admin.purge(keys=[b"C"]).run()
+    engine.release(lease)
+    engine.begin_store([b"E"], [9])
+    engine.check_integrity()
+    disorder(engine._state)
+    with pytest.raises(IntegrityError, match=complaint):
+        engine.check_integrity()
+    assert complaint.split()[-1] in engine.readiness().reason
+    assert engine.readiness().state == "degraded"
+    assert engine.stats().errors["integrity"] == 1

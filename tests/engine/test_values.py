@@ -1,0 +1,143 @@
+"""The plain values that all parts share: sizes, keys, layouts, settings, messages, errors."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from kvstow.bytesize import format_size, parse_size
+from kvstow.config import EngineConfig, PoolConfig
+from kvstow.errors import ConfigError, InvalidRequestError, KvstowError, PinError
+from kvstow.keys import chain_keys, format_key, make_key, parse_key
+from kvstow.layout import KVLayout, Region
+from kvstow.messages import DesiredState, RankReport
+
+REPORT = RankReport(0, "boot", "ready", 4096, 8, 8, 1 << 15, 1 << 15)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), (4096, 4096), ("8GiB", 8 << 30), (" 2 mib ", 2 << 20), ("1.5KiB", 1536), ("60GB", 60 * 10**9)],
+)
+def test_sizes_are_read(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "8 GiB 2", "1e3", "0.3B", "8XB", -1, True])
+def test_what_is_no_size_is_refused_by_name(text: str | int) -> None:
+    with pytest.raises(ConfigError, match=r"pool_size is .*; allowed: "):
+        parse_size(text, "pool_size")
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (8 << 30, "8 GiB"), (3 << 40, "3 TiB")])
+def test_sizes_are_written(size: int, text: str) -> None:
+    assert format_size(size) == text
+
+
+def test_keys_chain() -> None:
+    first, second = chain_keys([b"one", b"two"])
+    assert list(chain_keys([b"one"])) == [first]
+    assert list(chain_keys([b"eno", b"two"]))[1] != second, "a key covers all that comes before it"
+    assert next(chain_keys([b"one"], salt=b"s")) != first
+    assert next(chain_keys([b"one"], group=1)) == make_key(1, first[2:])
+
+
+def test_keys_are_written_as_hex() -> None:
+    assert parse_key(format_key(b"\x00\xff")) == b"\x00\xff"
+    for text in ("", "zz", "abc"):
+        with pytest.raises(InvalidRequestError, match="hex"):
+            parse_key(text)
+
+
+def test_a_slot_holds_a_blocks_pages_back_to_back() -> None:
+    layout = KVLayout((Region("a", 4, 16, 16), Region("b", 4, 8, 32), Region("c", 4, 24, 24)))
+    assert (layout.num_blocks, layout.slot_bytes, layout.offsets) == (4, 48, (0, 16, 24))
+
+
+@pytest.mark.parametrize(("num_blocks", "page", "stride"), [(0, 8, 8), (1, 0, 8), (2, 8, 7)])
+def test_a_region_that_cannot_be_is_refused(num_blocks: int, page: int, stride: int) -> None:
+    with pytest.raises(ConfigError, match="region x"):
+        Region("x", num_blocks, page, stride)
+
+
+def test_a_layout_needs_regions_of_the_same_length() -> None:
+    with pytest.raises(ConfigError, match="one or more"):
+        KVLayout(())
+    with pytest.raises(ConfigError, match="the same number in every region"):
+        KVLayout((Region("a", 4, 8, 8), Region("b", 5, 8, 8)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"slot_bytes": 0},
+        {"capacity_slots": 0},
+        {"num_ranks": True},
+        {"policy": "fifo"},
+        {"transfer_timeout": 0.0},
+        {"report_timeout": float("nan")},
+        {"event_buffer": 1.5},
+    ],
+)
+def test_an_engine_config_is_checked(wrong: dict[str, object]) -> None:
+    (key,) = wrong
+    with pytest.raises(ConfigError, match=f"{key} is .*; allowed: "):
+        EngineConfig(**{"slot_bytes": 64, "capacity_slots": 4, **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"pool_bytes": 63}, {"max_bytes": 64}, {"pause": -1.0}, {"pause": float("inf")}, {"chunk_bytes": 0}]
+)
+def test_a_pool_config_is_checked(wrong: dict[str, object]) -> None:
+    (key,) = wrong
+    with pytest.raises(ConfigError, match=f"{key} is .*; allowed: "):
+        PoolConfig(**{"slot_bytes": 64, "pool_bytes": 256, **wrong})  # type: ignore[arg-type]
+
+
+def test_a_pool_takes_whole_slots_and_never_more_than_asked() -> None:
+    config = PoolConfig(slot_bytes=100, pool_bytes=1099, max_bytes=2050)
+    assert (config.capacity_slots, config.max_slots) == (10, 20)
+    assert PoolConfig(slot_bytes=100, pool_bytes=1099).max_slots == 10
+
+
+def test_messages_survive_json() -> None:
+    report = replace(REPORT, error="no memory", pin_rate_bytes_per_second=1.5)
+    assert RankReport.from_json(report.to_json()) == report
+    assert RankReport.from_json({**REPORT.to_json(), "pin_elapsed_seconds": 2}).pin_elapsed_seconds == 2
+    desired = DesiredState("engine", 7, paused=True, pin_attempt=2)
+    assert DesiredState.from_json(desired.to_json()) == desired
+    assert DesiredState.from_json({"engine_id": "e", "capacity_slots": 1}) == DesiredState("e", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"rank": True}, "RankReport.rank is True"),
+        ({"rank": -1}, "RankReport.rank is -1"),
+        ({"boot_id": None}, "RankReport.boot_id is None"),
+        ({"state": "fine"}, "RankReport.state is 'fine'"),
+        ({"pin_elapsed_seconds": float("nan")}, "pin_elapsed_seconds is nan"),
+        ({"error": 5}, "RankReport.error is 5"),
+        ({"more": 1}, r"unknown fields \['more'\]"),
+    ],
+)
+def test_a_message_of_the_wrong_shape_is_refused_by_field(change: dict[str, object], complaint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=complaint):
+        RankReport.from_json({**REPORT.to_json(), **change})
+
+
+def test_an_incomplete_message_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"DesiredState\.engine_id is missing"):
+        DesiredState.from_json({"capacity_slots": 1})
+    with pytest.raises(InvalidRequestError, match="DesiredState is list; allowed: an object"):
+        DesiredState.from_json([])
+    with pytest.raises(InvalidRequestError, match="paused is 1"):
+        DesiredState.from_json({"engine_id": "e", "capacity_slots": 1, "paused": 1})
+
+
+@pytest.mark.parametrize("error", [ConfigError("key", 1, "2"), PinError("memlock", "refused"), KvstowError("x")])
+def test_errors_cross_processes(error: KvstowError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
