@@ -43,26 +43,45 @@ class PoolConfig:
     """One rank's host pool. Sizes in bytes, times in seconds.
 
     `pool_bytes` is taken down to whole slots, never rounded up. `max_bytes` bounds later growth: only address
-    space is reserved for it. `chunk_bytes`: memory made ready per step of pinning (at least one slot);
-    `pause`: rest between two chunks. `lock`: lock or register the memory; without it it is only populated.
+    space is reserved for it. `lock`: lock or register the memory; without it it is only populated.
+
+    The pace of pinning is adaptive: `latency_target` is what it may add to a step of whoever shares the driver
+    (1 ms by default). With `chunk_bytes` (per call, at least one slot; 64 MiB by default) or `pause` (between two
+    calls; 2 ms by default) it is fixed instead.
     """
 
     slot_bytes: int
     pool_bytes: int
     max_bytes: int = 0
-    chunk_bytes: int = 64 << 20
-    pause: float = 0.002
+    chunk_bytes: int | None = None
+    pause: float | None = None
+    latency_target: float | None = None
     lock: bool = True
 
     def __post_init__(self) -> None:
-        for key in ("slot_bytes", "pool_bytes", "chunk_bytes"):
+        for key in ("slot_bytes", "pool_bytes"):
             _require_positive(key, getattr(self, key))
         if self.pool_bytes < self.slot_bytes:
             raise ConfigError("pool_bytes", self.pool_bytes, f"at least one slot, {self.slot_bytes} bytes")
         if self.max_bytes and self.max_bytes < self.pool_bytes:
             raise ConfigError("max_bytes", self.max_bytes, f"0 (as pool_bytes), or at least {self.pool_bytes}")
-        if not 0 <= self.pause < float("inf"):
+        self._check_pace()
+
+    def _check_pace(self) -> None:
+        if self.chunk_bytes is not None:
+            _require_positive("chunk_bytes", self.chunk_bytes)
+        if self.pause is not None and not 0 <= self.pause < float("inf"):
             raise ConfigError("pause", self.pause, "0 or more seconds")
+        if self.latency_target is None:
+            return
+        if not 0 < self.latency_target < float("inf"):
+            raise ConfigError("latency_target", self.latency_target, "more than 0 seconds")
+        if self.has_fixed_pace:
+            raise ConfigError("latency_target", self.latency_target, "none beside chunk_bytes or pause (a fixed pace)")
+
+    @property
+    def has_fixed_pace(self) -> bool:
+        return self.chunk_bytes is not None or self.pause is not None
 
     @property
     def capacity_slots(self) -> int:

@@ -30,17 +30,33 @@ def eventually() -> Eventually:
 
 
 class MakePool(Protocol):
-    def __call__(self, registrar: Any = None, *, limits: MemoryLimits | None = None, **config: Any) -> HostPool: ...
+    def __call__(
+        self,
+        registrar: Any = None,
+        *,
+        limits: MemoryLimits | None = None,
+        clock: Callable[[], float] = ...,
+        numa_node: int | None = None,
+        **config: Any,
+    ) -> HostPool: ...
 
 
 @pytest.fixture
 def make_pool(no_limits: MemoryLimits) -> Iterator[MakePool]:
-    """Pools that are closed at the end. By default 16 slots of 4 KiB, 4 in a chunk, with no limit on memory."""
+    """Pools that are closed at the end. By default 16 slots of 4 KiB, 4 in a chunk, no pause, no limit on memory."""
     pools: list[HostPool] = []
 
-    def make(registrar: Any = None, *, limits: MemoryLimits | None = None, **config: Any) -> HostPool:
+    def make(
+        registrar: Any = None,
+        *,
+        limits: MemoryLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        numa_node: int | None = None,
+        **config: Any,
+    ) -> HostPool:
         settings = {"slot_bytes": 4096, "pool_bytes": 16 * 4096, "chunk_bytes": 4 * 4096, "pause": 0.0} | config
-        pools.append(HostPool(PoolConfig(**settings), registrar or FakeRegistrar(), limits=limits or no_limits))
+        limits, registrar = limits or no_limits, registrar or FakeRegistrar()
+        pools.append(HostPool(PoolConfig(**settings), registrar, limits=limits, clock=clock, numa_node=numa_node))
         return pools[-1]
 
     yield make

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from kvstow.config import PoolConfig
 from kvstow.memory.region import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
 
 
@@ -18,6 +17,10 @@ class Chunk:
     offset: int
     num_bytes: int
 
+    @property
+    def end_offset(self) -> int:
+        return self.offset + self.num_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkGrid:
@@ -25,39 +28,52 @@ class ChunkGrid:
 
     `slot_stride`: distance of two slots. It is `slot_bytes`, but for sizes that meet a page boundary too seldom;
     those are padded, by at most 8 KiB per `chunk_bytes` or a page per slot. `unit_slots`: chunks end at a multiple
-    of it, or at the end of the region. `chunk_slots`: slots of a whole chunk.
+    of it, or at the end of the region; those short of the target at a multiple of `step_slots`.
     """
 
     slot_stride: int
     unit_slots: int
-    chunk_slots: int
+    step_slots: int
     max_slots: int
 
     @classmethod
-    def of(cls, config: PoolConfig) -> ChunkGrid:
-        stride = _stride(config.slot_bytes, config.chunk_bytes)
+    def of(cls, slot_bytes: int, max_slots: int, chunk_bytes: int) -> ChunkGrid:
+        """A grid that can be cut into chunks of about `chunk_bytes` and any larger size."""
+        stride = _stride(slot_bytes, chunk_bytes)
         unit = _slots_between_boundaries(stride, PAGE_BYTES)
         huge_unit = _slots_between_boundaries(stride, HUGE_PAGE_BYTES)
-        step = huge_unit if huge_unit * stride <= config.chunk_bytes else unit
-        chunk = max(step, config.chunk_bytes // stride // step * step)
-        return cls(stride, unit, chunk, config.max_slots)
+        return cls(stride, unit, huge_unit if huge_unit * stride <= chunk_bytes else unit, max_slots)
 
     @property
     def region_bytes(self) -> int:
-        return round_up(self.max_slots * self.slot_stride, PAGE_BYTES)
+        return self.end_offset(self.max_slots)
 
-    def next_chunk(self, covered: int, target: int) -> Chunk:
-        """The chunk after the first `covered` slots, on the way to `target` slots (`covered` < `target`)."""
-        whole = (covered // self.chunk_slots + 1) * self.chunk_slots
-        end = min(whole, round_up(target, self.unit_slots), self.max_slots)
+    def end_offset(self, target: int) -> int:
+        """The bytes of all chunks on the way to `target` slots."""
+        return round_up(self._end_slot(target) * self.slot_stride, PAGE_BYTES)
+
+    def next_chunk(self, covered: int, target: int, num_bytes: int) -> Chunk:
+        """The chunk after the first `covered` slots, on the way to `target` slots (`covered` < `target`), of at most
+        `num_bytes`, or as small as can be."""
+        end = min(self._next_step(covered, num_bytes), self._end_slot(target))
         offset = covered * self.slot_stride
         return Chunk(covered, end, offset, round_up(end * self.slot_stride, PAGE_BYTES) - offset)
 
-    def count(self, covered: int, target: int) -> int:
-        """How many chunks lie between `covered` and `target` slots."""
+    def count(self, covered: int, target: int, num_bytes: int) -> int:
+        """How many chunks of `num_bytes` lie between `covered` and `target` slots."""
         if covered >= target:
             return 0
-        return (target - 1) // self.chunk_slots - covered // self.chunk_slots + 1
+        rest = max(0, target - self._next_step(covered, num_bytes))
+        return 1 + -(-rest // self._chunk_slots(num_bytes))
+
+    def _chunk_slots(self, num_bytes: int) -> int:
+        return max(self.step_slots, num_bytes // self.slot_stride // self.step_slots * self.step_slots)
+
+    def _next_step(self, covered: int, num_bytes: int) -> int:
+        return (covered + self._chunk_slots(num_bytes)) // self.step_slots * self.step_slots
+
+    def _end_slot(self, target: int) -> int:
+        return min(round_up(target, self.unit_slots), self.max_slots)
 
 
 def _slots_between_boundaries(stride: int, boundary: int) -> int:

@@ -16,8 +16,11 @@ from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinEr
 from kvstow.listeners import Listeners
 from kvstow.memory.chunks import Chunk, ChunkGrid
 from kvstow.memory.limits import MemoryLimits
+from kvstow.memory.numa import prefer_node
+from kvstow.memory.pace import pace_of
 from kvstow.memory.pinning import PinProgress, PopulateOnly, Registrar
-from kvstow.memory.region import HostRegion
+from kvstow.memory.populator import Bounds, Populator
+from kvstow.memory.region import HUGE_PAGE_BYTES, HostRegion, round_up
 
 PoolState = Literal["pinning", "ready", "degraded", "failed", "closed"]
 
@@ -60,13 +63,16 @@ class HostPool:
 
     Guarantees: every slot below `pinned_slots` is populated and registered. Memory is given back from the
     top, by whole chunks, never while somebody is inside `hold`. A failed chunk leaves nothing of itself behind
-    and stops growth, not the pool; no error ends the pinning thread. After `close` nothing is left.
+    and stops growth, not the pool; no error ends a thread. After `close` nothing is left.
+
+    Two threads: one populates, the other registers what is populated, in calls whose size and rate a `Pace` gives.
+    The first is at most two chunks ahead, never beyond the target, and takes back what is ahead after a failure.
 
     Assumes: the control plane has vacated the slots above a smaller target before it sets it; whoever uses slots
     outside `hold` (a device that copies on its own) has ended that before `close`.
 
     Thread-safe. `_state` guards the fields and is never held during a system call; `_memory` is held while
-    memory is given back. Where both are taken, `_memory` comes first.
+    memory is unregistered. Where both are taken, `_memory` comes first.
     """
 
     def __init__(
@@ -76,25 +82,33 @@ class HostPool:
         *,
         limits: MemoryLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        numa_node: int | None = None,
     ) -> None:
-        """Reserve address space; takes no memory yet. Raises `InsufficientMemoryError` when `pool_bytes` cannot fit,
-        `PinError` when not even address space is left."""
+        """Reserve address space; takes no memory yet. The memory shall come from `numa_node`, where that is possible.
+        Raises `InsufficientMemoryError` when `pool_bytes` cannot fit, `PinError` when not even address space is left.
+        """
         self._config = config
         self._limits = limits or MemoryLimits()
         self._registrar = registrar if config.lock else PopulateOnly()
-        self._grid = ChunkGrid.of(config)
+        self._pace = pace_of(config)
+        self._grid = ChunkGrid.of(config.slot_bytes, config.max_slots, self._pace.chunk_bytes)
         if shortage := self._limits.shortage(config.capacity_slots * self._grid.slot_stride):
             raise InsufficientMemoryError(f"the pool does not fit: {shortage.message}")
         self._state = threading.Condition()
         self._memory = threading.Lock()
         self._target = config.capacity_slots
         self._chunks: list[Chunk] = []
+        self._claimed: Chunk | None = None  # is being registered or unregistered: its memory stays
         self._failure: _Failure | None = None
-        self._progress = PinProgress(clock)
+        self._clock, self._progress = clock, PinProgress(clock)
         self._paused = self._closing = self._prepared = False
         self._listeners = Listeners()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._region = HostRegion(self._grid.region_bytes)
+        self._populator = Populator(self._region, self._state, self._bounds, self._admit, self._fail)
+        self._numa_notice: str | None = None
+        if numa_node is not None:
+            self._numa_notice = prefer_node(self._region.address, self._region.num_bytes, numa_node)
 
     @property
     def address(self) -> int:
@@ -123,13 +137,14 @@ class HostPool:
     def start(self) -> None:
         """Start to pin, in the background; idempotent."""
         with self._state:
-            if self._thread is None and not self._closing:
-                thread = threading.Thread(target=self._run, name="kvstow-pin", daemon=True)
-                thread.start()
-                self._thread = thread
+            if not self._threads and not self._closing:
+                for name, target in (("kvstow-populate", self._populator.run), ("kvstow-pin", self._run)):
+                    self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+                    self._threads[-1].start()
 
     def add_listener(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the pinning thread after each of its steps. It must neither block nor close the pool."""
+        """Call `callback` on a thread of the pool after each step of pinning and each failure. It must neither block
+        nor close the pool."""
         self._listeners.add(callback)
 
     def set_target(self, slots: int) -> None:
@@ -146,7 +161,7 @@ class HostPool:
                 self._state.notify_all()
 
     def set_paused(self, paused: bool) -> None:
-        """Start no further chunk until unpaused; shrinking goes on."""
+        """Start no further chunk and take no further memory until unpaused; shrinking goes on."""
         with self._state:
             self._paused = paused
             self._state.notify_all()
@@ -175,14 +190,14 @@ class HostPool:
                 target_slots=self._target,
                 pinned_bytes=pinned * self.slot_bytes,
                 target_bytes=self._target * self.slot_bytes,
-                resident_bytes=self._chunks[-1].offset + self._chunks[-1].num_bytes if self._chunks else 0,
+                resident_bytes=self._populator.end,
                 locked_bytes=self._registrar.locked_bytes,
                 pin_mode=self._registrar.mode,
-                notice=self._registrar.notice,
+                notice="; ".join(filter(None, (self._registrar.notice, self._numa_notice))) or None,
                 pin_rate_bytes_per_second=self._progress.rate,
                 pin_elapsed_seconds=self._progress.elapsed,
                 chunks_done=done,
-                chunks_total=done + self._grid.count(covered, self._target),
+                chunks_total=done + self._grid.count(covered, self._target, self._pace.chunk_bytes),
                 chunks_failed=int(self._failure is not None),
                 error_reason=self._failure.reason if self._failure else None,
                 error=self._failure.message if self._failure else None,
@@ -193,8 +208,8 @@ class HostPool:
         with self._state:
             self._closing = True
             self._state.notify_all()
-            thread = self._thread
-        if thread is not None:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join()
         with self._memory:
             self._give_back_all()
@@ -217,79 +232,109 @@ class HostPool:
     # The pinning thread.
 
     def _run(self) -> None:
-        while (step := self._wait_for_step()) is not None:
+        while (step := self._claim_step()) is not None:
             try:
                 step()
-            except PinError as error:
-                logger.warning("pinning stopped at %d slots: %s", self.pinned_slots, error)
-                self._fail(error.reason, str(error))
-            except Exception as error:
-                logger.exception("pinning stopped at %d slots by a defect", self.pinned_slots)
-                self._fail(_DEFECT, repr(error))
-            self._listeners.tell()
+                self._listeners.tell()
+            except Exception as error:  # noqa: BLE001 - logged and reported
+                self._fail(error)
+            with self._state:
+                self._claimed = None
+                self._state.notify_all()
             self._rest()
 
-    def _wait_for_step(self) -> Callable[[], None] | None:
+    def _claim_step(self) -> Callable[[], None] | None:
         """The next thing to do, once there is one; None when the pool closes."""
         with self._state:
             self._state.wait_for(lambda: self._closing or self._next_step() is not None)
-            return None if self._closing else self._next_step()
+            step = None if self._closing else self._next_step()
+            self._claimed = step.args[0] if step is not None else None
+            return step
 
-    def _next_step(self) -> Callable[[], None] | None:
+    def _next_step(self) -> partial[None] | None:
         if self._failure is not None:
             return None
         if self._chunks and self._chunks[-1].first_slot >= self._target:
-            return self._shrink
+            return partial(self._shrink, self._chunks[-1])
         if self._covered() < self._target and not self._paused:
-            return partial(self._grow, self._grid.next_chunk(self._covered(), self._target))
+            chunk = self._next_chunk()
+            return partial(self._grow, chunk) if chunk.end_offset <= self._populator.end else None
         return None
 
     def _grow(self, chunk: Chunk) -> None:
-        with self._state:
-            self._progress.begin(self._covered() * self.slot_bytes)
         if not self._prepared:
             self._registrar.prepare_thread()
             self._prepared = True
-        if shortage := self._limits.shortage(chunk.num_bytes):
-            raise PinError(shortage.reason, f"the next chunk does not fit: {shortage.message}")
-        self._region.commit(chunk.offset, chunk.num_bytes)
-        try:
-            self._registrar.register(self.address + chunk.offset, chunk.num_bytes)
-        except BaseException:
-            self._region.decommit(chunk.offset, chunk.num_bytes)
-            raise
+        started = self._clock()
+        self._registrar.register(self.address + chunk.offset, chunk.num_bytes)
+        self._pace.record(chunk.num_bytes, self._clock() - started)
         with self._state:
             self._chunks.append(chunk)
             self._progress.record(self._covered() * self.slot_bytes)
             if self._covered() >= self._target:
                 self._progress.end()
 
-    def _shrink(self) -> None:
-        """Give the last chunk back, unless the target has grown again in the meantime."""
+    def _shrink(self, chunk: Chunk) -> None:
+        """Unregister the last chunk, unless the target has grown again in the meantime; its memory then counts as
+        populated ahead."""
         with self._memory:
             with self._state:
-                if self._chunks[-1].first_slot < self._target:
+                if chunk.first_slot < self._target:
                     return
-                chunk = self._chunks.pop()
+                self._chunks.pop()
             try:
                 self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
             except BaseException:
                 with self._state:
                     self._chunks.append(chunk)  # it is pinned still: `close` or the next attempt sees to it
                 raise
-            self._region.decommit(chunk.offset, chunk.num_bytes)
 
     def _rest(self) -> None:
-        """Let others at the driver's lock, which is unfair: without a pause they wait for many chunks."""
         with self._state:
-            self._state.wait_for(lambda: self._closing, timeout=self._config.pause)
+            self._state.wait_for(lambda: self._closing, timeout=self._pace.pause)
 
-    def _fail(self, reason: str, message: str) -> None:
+    # The populating thread.
+
+    def _admit(self, num_bytes: int) -> None:
+        """Called before `num_bytes` more are populated."""
         with self._state:
-            self._failure = _Failure(reason, message)
+            self._progress.begin(self._covered() * self.slot_bytes)
+        if shortage := self._limits.shortage(num_bytes):
+            raise PinError(shortage.reason, f"the next chunk does not fit: {shortage.message}")
+
+    def _bounds(self) -> Bounds | None:
+        """How far to populate; under `_state`."""
+        if self._closing:
+            return None
+        kept = self._claimed.end_offset if self._claimed is not None else self._grid.end_offset(self._covered())
+        if self._failure is not None:
+            return Bounds(0, kept)
+        most = self._grid.end_offset(self._target)
+        if self._paused or self._covered() >= self._target:
+            return Bounds(0, max(kept, most))
+        chunk = self._next_chunk()
+        return Bounds(min(most, round_up(chunk.end_offset + chunk.num_bytes, HUGE_PAGE_BYTES)), max(kept, most))
+
+    # Any thread.
+
+    def _fail(self, error: Exception) -> None:
+        """Stop growth, and say why."""
+        if isinstance(error, PinError):
+            logger.warning("pinning stopped at %d slots: %s", self.pinned_slots, error)
+            failure = _Failure(error.reason, str(error))
+        else:
+            logger.error("pinning stopped at %d slots by a defect", self.pinned_slots, exc_info=error)
+            failure = _Failure(_DEFECT, repr(error))
+        with self._state:
+            self._failure = failure
             self._progress.end()
+            self._state.notify_all()
+        self._listeners.tell()
 
     # Under `_state`.
+
+    def _next_chunk(self) -> Chunk:
+        return self._grid.next_chunk(self._covered(), self._target, self._pace.chunk_bytes)
 
     def _covered(self) -> int:
         return self._chunks[-1].end_slot if self._chunks else 0

@@ -15,6 +15,7 @@ from kvstow.errors import PinError
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 HUGE_PAGE_BYTES = 2 << 20
+_POPULATE_BYTES = 8 << 20  # per call, 1 ms: meanwhile an mmap of any thread waits for the address space
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
 _MAP_PRIVATE, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x02, 0x20, 0x4000
@@ -89,11 +90,13 @@ def _reserve_aligned(num_bytes: int) -> int:
 
 def _populate(address: int, num_bytes: int) -> None:
     """Fault every page in, so that no later touch can fail or wait."""
-    result = _libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE)
-    if result != 0 and ctypes.get_errno() == errno.EINVAL:  # a kernel before 5.14
-        ctypes.memset(address, 0, num_bytes)
-        return
-    _check(result, "populating", num_bytes)
+    for start in range(address, address + num_bytes, _POPULATE_BYTES):
+        size = min(_POPULATE_BYTES, address + num_bytes - start)
+        result = _libc.madvise(start, size, _MADV_POPULATE_WRITE)
+        if result != 0 and ctypes.get_errno() == errno.EINVAL:  # a kernel before 5.14
+            ctypes.memset(start, 0, size)
+        else:
+            _check(result, "populating", num_bytes)
 
 
 def _check(result: int, what: str, num_bytes: int) -> None:
