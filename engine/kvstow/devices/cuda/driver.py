@@ -24,9 +24,9 @@ AccessOrder = Literal["stream", "any"]
 _OLDEST = 12000
 _BATCH_COPY = 12080  # cuMemcpyBatchAsync came with CUDA 12.8
 _SUCCESS, _OUT_OF_MEMORY, _NOT_READY = 0, 2, 600
-_STREAM_NON_BLOCKING, _EVENT_NO_TIMING, _HOST_PORTABLE_MAPPED = 1, 2, 1 | 2
+_STREAM_NON_BLOCKING, _EVENT_NO_TIMING, _HOST_PORTABLE, _HOST_PORTABLE_MAPPED = 1, 2, 1, 1 | 2
 _CAPTURE_RELAXED = 2
-_COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+_COMPUTE_MAJOR, _COMPUTE_MINOR, _HOST_NUMA_ID = 75, 76, 134  # CU_DEVICE_ATTRIBUTE_*
 
 
 class DriverError(KvstowError):
@@ -106,6 +106,15 @@ class Driver:
         major = self._call("cuDeviceGetAttribute", attribute(_COMPUTE_MAJOR), device)
         return int(major), int(self._call("cuDeviceGetAttribute", attribute(_COMPUTE_MINOR), device))
 
+    def host_numa_node(self, ordinal: int) -> int | None:
+        """The NUMA node of the host that is nearest to the GPU; None where there is none, or nobody knows."""
+        try:
+            attribute = self._cu.CUdevice_attribute(_HOST_NUMA_ID)
+            node = int(self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", ordinal)))
+        except (ValueError, DriverError):  # cuda-bindings or a driver that does not know the attribute
+            return None
+        return node if node >= 0 else None
+
     # Streams and events.
 
     def create_stream(self) -> Handle:
@@ -163,8 +172,8 @@ class Driver:
         self._call("cuMemFreeHost", address)
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Holds a lock of the driver: other CUDA calls of the process wait meanwhile."""
-        self._call("cuMemHostRegister", address, num_bytes, 0)
+        """For all contexts. Holds a lock of the driver: other CUDA calls of the process wait meanwhile."""
+        self._call("cuMemHostRegister", address, num_bytes, _HOST_PORTABLE)
 
     def unregister_host(self, address: int) -> None:
         self._call("cuMemHostUnregister", address)

@@ -10,7 +10,11 @@ from kvstow.errors import PinError
 
 
 class CudaRegistrar:
-    """Registers ranges with the CUDA driver. One registrar per pool."""
+    """Registers ranges with the CUDA driver. One registrar per pool.
+
+    While any thread captures a CUDA graph, registering in the default mode fails and breaks that capture (error 900).
+    So each call is made in relaxed capture mode, and works beside captures.
+    """
 
     mode = "cuda"
     notice: str | None = None
@@ -18,12 +22,13 @@ class CudaRegistrar:
     def __init__(self, ordinal: int = 0, *, context: Context | None = None) -> None:
         """`ordinal`: the GPU that copies, as torch counts them. Raises `DriverUnavailableError`, `DriverError`."""
         self._context = context or primary_context(ordinal)
-        self._ranges: dict[int, int] = {}
+        self.locked_bytes = 0
         self._starts: Int64Array = np.zeros(0, np.int64)
 
     @property
-    def locked_bytes(self) -> int:
-        return sum(tuple(self._ranges.values()))
+    def numa_node(self) -> int | None:
+        """The node whose memory the GPU reaches best, where there is more than one."""
+        return self._context.driver.host_numa_node(self._context.ordinal)
 
     def prepare_thread(self) -> None:
         """Nothing to prepare: each call makes the context current and relaxes the thread's capture mode."""
@@ -34,8 +39,8 @@ class CudaRegistrar:
                 self._context.driver.register_host(address, num_bytes)
         except DriverError as error:
             raise PinError("out_of_memory" if error.is_out_of_memory else "driver", str(error)) from error
-        self._ranges[address] = num_bytes
-        self._list_starts()
+        self.locked_bytes += num_bytes
+        self._starts = np.insert(self._starts, np.searchsorted(self._starts, address), address)
 
     def unregister(self, address: int, num_bytes: int) -> None:
         try:
@@ -43,13 +48,10 @@ class CudaRegistrar:
                 self._context.driver.unregister_host(address)
         except DriverError as error:
             raise PinError("driver", str(error)) from error
-        del self._ranges[address]
-        self._list_starts()
+        self.locked_bytes -= num_bytes
+        self._starts = self._starts[self._starts != address]
 
     def starts(self) -> Int64Array:
         """Where registered ranges begin, ascending: one copy must not run over from a range into the next.
         Thread-safe; not to be written to."""
         return self._starts
-
-    def _list_starts(self) -> None:
-        self._starts = np.array(sorted(self._ranges), np.int64)
