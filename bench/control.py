@@ -49,7 +49,7 @@ _OPERATIONS = (
     Operation("use_fresh", "look up, lease, release 1,000", 3.0),
     Operation("use_worn", "look up, lease, release 1,000, worn pool", 3.0),
     Operation("use_warm_worn", "the same chain again"),
-    Operation("keys_worn", "make the keys of 1,000 blocks"),
+    Operation("keys_fresh", "make the keys of 1,000 blocks"),
     Operation("store", "begin + complete a store of 128, free slots"),
     Operation("store_evicting", "begin + complete a store of 128, evicting", 1.3),
 )
@@ -122,8 +122,8 @@ def _table(slots: int, found: dict[str, Figures]) -> Table:
 
 
 def _operation_row(operation: Operation, found: dict[str, Figures], *, with_bar: bool) -> list[str]:
-    cells = [f"{figures[operation.figure] * 1e6:,.0f} us" for figures in found.values()]
-    if "vllm" not in found or operation.figure == "keys_worn":
+    cells = [_us(figures.get(operation.figure)) for figures in found.values()]
+    if "vllm" not in found or operation.figure == "keys_fresh":
         return [operation.title, *cells, "", ""]
     ratio = found["vllm"][operation.figure] / found["kvstow-lru-1"][operation.figure]
     bar = f"{operation.bar:g} x, {verdict(ratio >= operation.bar)}" if operation.bar and with_bar else ""
@@ -140,5 +140,8 @@ def _memory_rows(found: dict[str, Figures], *, with_bar: bool) -> Iterator[list[
 
 def _purge_rows(found: dict[str, Figures]) -> Iterator[list[str]]:
     for figure, title in (("purge_slice_median", "slice of a purge of all, median"), ("purge_slice_max", "longest")):
-        cells = [f"{figures[figure] * 1e6:,.0f} us" if figure in figures else "none" for figures in found.values()]
-        yield [title, *cells, "", ""]
+        yield [title, *(_us(figures.get(figure)) for figures in found.values()), "", ""]
+
+
+def _us(seconds: float | None) -> str:
+    return "none" if seconds is None else f"{seconds * 1e6:,.0f} us"
