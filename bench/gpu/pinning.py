@@ -9,7 +9,9 @@ steps; the others run once, as a whole pool does.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import mmap
 import os
 import sys
 import threading
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +52,7 @@ class Measured:
         steps = self.latencies
         return (
             f"{self.name:44s} {self.gib_per_second:6.1f} GiB/s; step p50 {steps.p50:.3f} p99 {steps.p99:.3f} "
-            f"p99.9 {steps.p999:.3f} longest {steps.longest:.2f} ms ({steps.steps} steps); last call {self.chunk_mib:.1f} MiB"
+            f"p99.9 {steps.p999:.3f} longest {steps.longest:.2f} ms ({steps.steps} steps); calls of {self.chunk_mib:.0f} MiB"
         )
 
 
@@ -65,31 +68,28 @@ class FirstSlot:
 class Registering:
     """Registers populated memory piece by piece, and gives it back."""
 
-    def __init__(self, region: HostRegion) -> None:
-        self._region, self._registrar = region, CudaRegistrar()
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self._address, self._num_bytes = address, num_bytes
+        self._registrar = CudaRegistrar()
+        self._ranges: list[tuple[int, int]] = []
 
-    def whole(self) -> float:
-        return self.paced(FixedPace(self._region.num_bytes, 0.0))
-
-    def paced(self, pace: Pace) -> float:
-        """Seconds; all is unregistered afterwards, outside of them."""
-        ranges, offset, began = [], 0, time.perf_counter()
-        while offset < self._region.num_bytes:
-            size = min(pace.chunk_bytes // SLOT_BYTES * SLOT_BYTES or SLOT_BYTES, self._region.num_bytes - offset)
+    def run(self, pace: Pace) -> float:
+        """Seconds that it took."""
+        began, offset = time.perf_counter(), 0
+        while offset < self._num_bytes:
+            size = min(pace.chunk_bytes // SLOT_BYTES * SLOT_BYTES or SLOT_BYTES, self._num_bytes - offset)
             started = time.perf_counter()
-            self._registrar.register(self._region.address + offset, size)
+            self._registrar.register(self._address + offset, size)
             pace.record(size, time.perf_counter() - started)
-            ranges.append((self._region.address + offset, size))
+            self._ranges.append((self._address + offset, size))
             offset += size
             if pace.pause:
                 time.sleep(pace.pause)
-        seconds = time.perf_counter() - began
-        self._ranges = ranges
-        return seconds
+        return time.perf_counter() - began
 
     def undo(self) -> None:
-        for address, size in self._ranges:
-            self._registrar.unregister(address, size)
+        while self._ranges:
+            self._registrar.unregister(*self._ranges.pop())
 
 
 @contextmanager
@@ -109,11 +109,11 @@ def idle(seconds: float, name: str) -> Measured:
 
 
 def register_populated(name: str, region: HostRegion, make_pace: Callable[[], Pace], rounds: int = _ROUNDS) -> Measured:
-    registering, steps, seconds = Registering(region), list[float](), 0.0
+    registering, steps, seconds = Registering(region.address, region.num_bytes), list[float](), 0.0
     for _ in range(rounds):
         pace = make_pace()
         with DecodeLoop() as loop:
-            seconds += registering.paced(pace)
+            seconds += registering.run(pace)
             steps += loop.take()
         registering.undo()
     rate = rounds * region.num_bytes / GIB / seconds
@@ -122,14 +122,17 @@ def register_populated(name: str, region: HostRegion, make_pace: Callable[[], Pa
 
 def register_cold(name: str, num_bytes: int) -> Measured:
     """One call over memory that was never touched, without huge pages."""
-    region = HostRegion(num_bytes)
-    try:
-        region._without_huge_pages()  # type: ignore[attr-defined]
-        with DecodeLoop() as loop:
-            seconds = Registering(region).whole()
-            return Measured(name, num_bytes / GIB / seconds, summarize(loop.take()))
-    finally:
-        region.close()
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(_MADV_NOHUGEPAGE)
+    anchor = ctypes.c_char.from_buffer(memory)
+    registering = Registering(ctypes.addressof(anchor), num_bytes)
+    with DecodeLoop() as loop:
+        seconds = registering.run(FixedPace(num_bytes, 0.0))
+        measured = Measured(name, num_bytes / GIB / seconds, summarize(loop.take()))
+    registering.undo()
+    del anchor
+    memory.close()
+    return measured
 
 
 def pin_pool(name: str, num_bytes: int, **pace: Any) -> Measured:
@@ -162,3 +165,94 @@ def first_slot(pool_gib: int) -> FirstSlot:
         return FirstSlot(pool_gib, made * 1e3, (time.perf_counter() - started) * 1e3)
     finally:
         pool.close()
+
+
+def measure(num_bytes: int, say: Callable[[object], None]) -> list[Measured]:
+    """All ways. The machine's memory is cold at the start: a virtual machine gets it from its host at first touch."""
+    measured: list[Measured] = []
+
+    def add(entry: Measured) -> None:
+        measured.append(entry)
+        say(entry)
+
+    add(idle(5.0, "idle"))
+    add(pin_pool("KVStow, adaptive, cold machine", num_bytes))
+    add(pin_pool("KVStow, adaptive", num_bytes))
+    add(pin_pool("KVStow, fixed 64 MiB + 2 ms", num_bytes, chunk_bytes=64 * MIB, pause=0.002))
+    with populated(num_bytes) as region:
+        add(register_populated("one call, populated", region, lambda: FixedPace(num_bytes, 0.0)))
+        add(register_populated("64 MiB back to back, populated", region, lambda: FixedPace(64 * MIB, 0.0)))
+        add(register_populated("fixed 64 MiB + 2 ms, populated", region, lambda: FixedPace(64 * MIB, 0.002)))
+        add(register_populated("adaptive, populated", region, lambda: AdaptivePace(0.001)))
+        add(register_populated("adaptive 0.5 ms, populated", region, lambda: AdaptivePace(0.0005)))
+        add(register_populated("adaptive 2 ms, populated", region, lambda: AdaptivePace(0.002)))
+    add(register_cold("one call, small pages never touched", num_bytes))
+    add(idle(5.0, "idle again"))
+    return measured
+
+
+def tune(num_bytes: int, say: Callable[[object], None]) -> None:
+    """What other constants of the adaptive pace would give."""
+    with populated(num_bytes) as region:
+        for share in (0.35, 0.5, 0.75, 1.0):
+            for pause in (1.0, 1.5, 2.0):
+                pace_module._HOLD_SHARE, pace_module._PAUSE_PER_HOLD = share, pause
+                say(
+                    register_populated(
+                        f"hold {share:g} of 1 ms, pause x {pause:g}", region, lambda: AdaptivePace(0.001)
+                    )
+                )
+
+
+def draw(measured: list[Measured], path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
+    names = [f"{entry.name} ({entry.gib_per_second:.1f} GiB/s)" for entry in measured]
+    for label, values in (
+        ("longest", [entry.latencies.longest for entry in measured]),
+        ("p99.9", [entry.latencies.p999 for entry in measured]),
+        ("p50", [entry.latencies.p50 for entry in measured]),
+    ):
+        axes.barh(names, values, label=label)
+    axes.set_xscale("log")
+    axes.set_xlabel("step of 40 kernels, ms")
+    axes.invert_yaxis()
+    axes.legend()
+    figure.savefig(path, dpi=80)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=int, default=16, help="memory to pin")
+    parser.add_argument(
+        "--pools", type=int, nargs="*", default=[1, 16, 64], metavar="GIB", help="pools for the first slot"
+    )
+    parser.add_argument("--tune", action="store_true", help="try other constants of the adaptive pace")
+    options = parser.parse_args()
+    out = Path(os.environ.get("OUT", "."))
+    torch.zeros(1, device="cuda")
+    say = partial(print, flush=True)
+    first = [first_slot(gib) for gib in options.pools]
+    say(first)
+    measured = measure(options.gib * GIB, say)
+    first_warm = [first_slot(gib) for gib in options.pools]
+    say(first_warm)
+    figures = {
+        "gpu": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "cpus": os.cpu_count(),
+        "gib": options.gib,
+        "ways": [asdict(entry) for entry in measured],
+        "first_slot_cold": [asdict(entry) for entry in first],
+        "first_slot": [asdict(entry) for entry in first_warm],
+    }
+    (out / "pinning.json").write_text(json.dumps(figures, indent=1))
+    draw(measured, out / "pinning.png")
+    if options.tune:
+        tune(options.gib * GIB // 2, say)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
