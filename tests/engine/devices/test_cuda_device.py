@@ -1,0 +1,343 @@
+"""The CUDA device over a CUDA in host memory (conftest): what is given to the device when, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvstow.devices.base import TicketState
+from kvstow.devices.cuda import CudaDevice, CudaOptions, DriverError
+from kvstow.devices.cuda.calibration import CANDIDATES, NEVER, choose_threshold
+from kvstow.errors import ConfigError, CopyError
+from kvstow.layout import KVLayout, Region
+from kvstow.testing.latch import Latch
+
+MakeRank = Callable[..., Any]
+NewFence = Callable[[], Any]
+
+PENDING, SOURCE_FREE, DONE, FAILED = TicketState
+
+_MIXED = {"strategy": "auto", "threshold_bytes": 2048}
+strategies = pytest.mark.parametrize("options", [{}, {"strategy": "direct"}, _MIXED], ids=["staged", "direct", "mixed"])
+directions = pytest.mark.parametrize("direction", ["store", "load"])
+
+
+def _finish(cuda: Any, ticket: Any) -> TicketState:
+    """Run and poll until the end."""
+    for _ in range(100):
+        cuda.run()
+        state: TicketState = ticket.poll()
+        if state in (DONE, FAILED):
+            return state
+    raise AssertionError("the copy does not end")
+
+
+def _queued(cuda: Any) -> list[str]:
+    """The kernels and copies that were given to the device and have not run."""
+    return sorted(name for stream in cuda.streams for name in stream.names)
+
+
+@strategies
+@pytest.mark.parametrize("staging_bytes", [1, 12_000, 1 << 20])
+def test_blocks_come_back_elsewhere(options: Any, staging_bytes: int, cuda: Any, make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank([4096, 1000, 3000, 5], staging_bytes=staging_bytes, **options)
+    sources, slots, targets = [3, 1, 7, 0, 5], [2, 6, 4, 5, 3], [0, 2, 4, 6, 7]
+    expected = [rank.block(block) for block in sources]
+    assert _finish(cuda, rank.store(sources, slots)) is DONE
+    assert [rank.slot(slot) for slot in slots] == expected
+    rank.scramble()
+    untouched = rank.block(1)
+    assert _finish(cuda, rank.load(slots, targets)) is DONE
+    assert [rank.block(block) for block in targets] == expected
+    assert rank.block(1) == untouched
+
+
+@strategies
+def test_a_store_waits_on_the_device_for_the_work_before_its_fence(
+    options: Any, cuda: Any, make_cuda_rank: MakeRank, new_fence: NewFence
+) -> None:
+    rank = make_cuda_rank(**options)
+    fence, compute = new_fence()
+    ticket = rank.store([0, 1], [0, 1], fence)
+    assert _queued(cuda)
+    cuda.run(*(stream for stream in cuda.streams if stream is not compute))
+    assert ticket.poll() is PENDING
+    rank.scramble()
+    expected = rank.block(1)
+    assert _finish(cuda, ticket) is DONE
+    assert rank.slot(1) == expected
+
+
+@strategies
+def test_a_load_fetches_at_once_but_lands_after_its_fence(
+    options: Any, cuda: Any, make_cuda_rank: MakeRank, new_fence: NewFence
+) -> None:
+    rank = make_cuda_rank(**options)
+    expected = rank.block(0)
+    assert _finish(cuda, rank.store([0], [0])) is DONE
+    fence, compute = new_fence()
+    ticket = rank.load([0], [1], fence)
+    cuda.run(*(stream for stream in cuda.streams if stream is not compute))
+    assert ("copy" in _queued(cuda)) == (options != {})  # what is staged was fetched, what is direct was not
+    assert ticket.poll() is PENDING
+    rank.scramble()
+    assert _finish(cuda, ticket) is DONE
+    assert rank.block(1) == expected
+
+
+def test_staging_a_load_touches_no_block(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank()
+    before = [rank.block(block) for block in range(8)]
+    staged = rank.device.stage_load(1, [2, 3])
+    cuda.run()
+    assert staged.poll() is PENDING
+    assert staged.slots == (2, 3)
+    assert [rank.block(block) for block in range(8)] == before
+
+
+@directions
+@strategies
+def test_a_fence_that_the_device_does_not_know_is_polled(
+    options: Any, direction: str, cuda: Any, make_cuda_rank: MakeRank
+) -> None:
+    rank, fence = make_cuda_rank(**options), Latch()
+    ticket = getattr(rank, direction)([0, 1], [0, 1], fence)
+    cuda.run()
+    assert ticket.poll() is PENDING
+    assert not {"gather", "scatter"} & set(_queued(cuda))
+    fence.open()
+    assert ticket.poll() is PENDING
+    assert _queued(cuda)
+    assert _finish(cuda, ticket) is DONE
+
+
+@directions
+def test_a_fence_that_raises_fails_its_op_alone(direction: str, cuda: Any, make_cuda_rank: MakeRank) -> None:
+    class Broken:
+        def query(self) -> bool:
+            raise ZeroDivisionError("no such step")
+
+    rank = make_cuda_rank()
+    ticket = getattr(rank, direction)([0], [0], Broken())
+    assert _finish(cuda, ticket) is FAILED
+    assert isinstance(ticket.error, ZeroDivisionError)
+    assert _finish(cuda, getattr(rank, direction)([0], [0])) is DONE
+
+
+@directions
+@strategies
+def test_no_more_than_two_batches_are_queued(options: Any, direction: str, cuda: Any, make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank([4096], staging_bytes=1, **options)
+    op = getattr(rank, direction)
+    tickets = [op(range(4), range(4)), op(range(4, 8), range(4, 8))]
+    for _ in range(4):
+        for ticket in tickets:
+            ticket.poll()
+        assert _queued(cuda).count("copy") == 2
+        cuda.run()
+    assert [ticket.poll() for ticket in tickets] == [DONE, DONE]
+
+
+def test_the_source_is_free_when_it_is_gathered_and_not_before(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank([4096], staging_bytes=1)
+    ticket = rank.store(range(3), range(3))
+    gathering, link = next((a, b) for a, b in zip(cuda.streams, cuda.streams[1:], strict=False) if "gather" in a.names)
+    cuda.run(gathering)
+    assert ticket.poll() is PENDING  # the third block is not gathered
+    cuda.run()
+    assert ticket.poll() is PENDING
+    cuda.run(gathering)
+    assert "copy" in link.names
+    assert ticket.poll() is SOURCE_FREE
+    cuda.run()
+    assert ticket.poll() is DONE
+
+
+@pytest.mark.parametrize("options", [{"strategy": "direct"}, _MIXED], ids=["direct", "mixed"])
+def test_the_source_of_direct_copies_is_free_when_they_are_done(
+    options: Any, cuda: Any, make_cuda_rank: MakeRank
+) -> None:
+    rank = make_cuda_rank(**options)
+    ticket = rank.store([0], [0])
+    for _ in range(100):
+        state = ticket.poll()
+        assert state in (PENDING, DONE)
+        if state is DONE:
+            return
+        any(stream.step() for stream in cuda.streams)
+    raise AssertionError("the copy does not end")
+
+
+def test_the_time_is_the_devices_and_of_copies_alone(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank([4096], staging_bytes=1)
+    ticket = rank.store(range(3), range(3))
+    assert _finish(cuda, ticket) is DONE
+    assert ticket.seconds == pytest.approx(3 * 0.002)
+
+
+@directions
+@strategies
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_refused_copy_fails_its_op_when_nothing_of_it_is_under_way(
+    number: int, options: Any, direction: str, cuda: Any, make_cuda_rank: MakeRank
+) -> None:
+    rank = make_cuda_rank([4096], staging_bytes=1, **options)
+    call = "cuMemcpyAsync"
+    cuda.failures[call] = (cuda.calls.get(call, 0) + number, 1)
+    ticket = getattr(rank, direction)(range(8), range(8))
+    while (state := ticket.poll()) is PENDING:
+        assert any(stream.work for stream in cuda.streams)
+        any(stream.step() for stream in cuda.streams)
+    assert state is FAILED
+    assert isinstance(ticket.error, DriverError)
+    assert _queued(cuda) == []
+    assert _finish(cuda, getattr(rank, direction)(range(8), range(8))) is DONE
+
+
+@pytest.mark.parametrize("call", ["cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent", "cuEventElapsedTime"])
+@directions
+def test_any_refused_call_fails_one_op(call: str, direction: str, cuda: Any, make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank()
+    cuda.failures[call] = (cuda.calls.get(call, 0), 1)
+    ticket = getattr(rank, direction)([0], [0])
+    assert _finish(cuda, ticket) is FAILED
+    assert isinstance(ticket.error, DriverError)
+    assert _finish(cuda, getattr(rank, direction)([0], [0])) is DONE
+
+
+@pytest.mark.parametrize("call", ["cuEventQuery", "cuCtxPushCurrent"])
+def test_a_lost_device_fails_what_was_under_way(call: str, cuda: Any, make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank()
+    ticket = rank.store([0], [0])
+    cuda.failures[call] = (cuda.calls[call], 700)
+    assert _finish(cuda, ticket) is FAILED
+    assert ticket.error.status == 700
+
+
+def test_bad_slots_and_blocks_are_refused_before_anything_is_queued(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank()
+    for blocks, slots, what in (([0], [8], "slots 8 to 8"), ([8], [0], "blocks 8 to 8"), ([0, 1], [0], "2 blocks")):
+        with pytest.raises(CopyError, match=what):
+            rank.store(blocks, slots)
+    with pytest.raises(CopyError, match="slots -1"):
+        rank.load([-1], [0])
+    with pytest.raises(CopyError, match="not staged by this device"):
+        rank.device.commit_load(1, object(), [0], None)
+    assert _queued(cuda) == []
+
+
+def test_a_load_into_bad_blocks_fails_when_its_slots_are_read_no_more(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank()
+    ticket = rank.load([0], [8])
+    assert ticket.poll() is PENDING
+    assert _finish(cuda, ticket) is FAILED
+    assert "blocks 8 to 8" in str(ticket.error)
+    assert _finish(cuda, rank.load([0], [0])) is DONE
+
+
+def test_an_op_of_no_blocks_is_done(make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank()
+    assert rank.store([], []).poll() is DONE
+    assert rank.load([], []).poll() is DONE
+
+
+def test_closing_waits_for_what_is_under_way_and_fails_the_rest(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank([4096], staging_bytes=1)
+    short, long, staged = rank.store([0], [0]), rank.store(range(1, 8), range(1, 8)), rank.device.stage_load(1, [0])
+    expected = rank.block(0)
+    rank.device.close()
+    rank.device.close()
+    assert [ticket.poll() for ticket in (short, long, staged)] == [DONE, FAILED, FAILED]
+    assert rank.slot(0) == expected
+    assert "closed" in str(long.error)
+    with pytest.raises(CopyError, match="closed"):
+        rank.store([0], [0])
+
+
+def test_closing_gives_back_all_that_the_device_held(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank(**_MIXED)
+    assert {"stream", "event", "memory", "module"} <= set(cuda.live.values())
+    rank.device.close()
+    rank.pool.close()
+    assert cuda.live == {}
+
+
+@pytest.mark.parametrize(
+    "call", ["cuModuleLoadData", "cuMemAlloc", "cuStreamCreateWithPriority", "cuEventCreate", "cuMemcpyHtoD"]
+)
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_device_that_cannot_be_made_gives_back_what_it_took(
+    call: str, number: int, cuda: Any, make_cuda_rank: MakeRank
+) -> None:
+    rank = make_cuda_rank()
+    rank.device.close()
+    before = dict(cuda.live)
+    if cuda.calls[call] <= number:
+        number = 0
+    cuda.failures[call] = (cuda.calls[call] + number, 2)
+    with pytest.raises(DriverError, match=call):
+        rank.new_device()
+    assert cuda.live == before
+
+
+def test_copies_of_two_chunks_are_never_one(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    """The driver refuses a copy that spans two registrations; chunks are of 16 KiB here."""
+    rank = make_cuda_rank([4096], slots=8)
+    assert len(rank.registrar.starts()) == 2
+    ticket = rank.store(range(8), range(8))
+    assert _queued(cuda).count("copy") == 2
+    assert _finish(cuda, ticket) is DONE
+
+
+@pytest.mark.parametrize(
+    ("ratios", "threshold"),
+    [((1, 1, 1, 1), 0), ((0.5, 0.99, 1, 1), 1), ((0.99, 0.5, 1, 1), 2), ((1, 1, 1, 0.9), None)],
+)
+def test_the_threshold_is_where_all_larger_pages_are_fast_enough(ratios: Any, threshold: int | None) -> None:
+    expected = NEVER if threshold is None else CANDIDATES[threshold]
+    assert choose_threshold(dict(zip(CANDIDATES, ratios, strict=True))) == expected
+
+
+@pytest.mark.parametrize(("page", "calibrated"), [(CANDIDATES[0] - 1, False), (CANDIDATES[0], True)])
+def test_only_pages_that_could_be_direct_are_calibrated(
+    page: int, calibrated: bool, cuda: Any, make_cuda_rank: MakeRank
+) -> None:
+    rank = make_cuda_rank([page], blocks=2, slots=2, strategy="auto")
+    assert ("cuMemHostAlloc" in cuda.calls) == calibrated
+    assert _finish(cuda, rank.store([0], [1])) is DONE
+    assert rank.slot(1) == rank.block(0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"strategy": "both"}, {"staging_bytes": 0}, {"num_buffers": True}, {"threshold_bytes": -1}]
+)
+def test_bad_options_are_refused(options: Any) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        CudaOptions(**options)
+
+
+def test_tensors_that_do_not_fit_the_layout_are_refused(make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank([4096])
+
+    def make(page: int, tensors: list[Any]) -> None:
+        layout = KVLayout((Region("kv", 8, page, page + 24),))
+        CudaDevice(rank.pool, layout, tensors, registrar=rank.registrar)
+
+    with pytest.raises(ConfigError, match="slot_bytes"):
+        make(4000, [])
+    with pytest.raises(ConfigError, match="tensors"):
+        make(4096, [])
+    with pytest.raises(ConfigError, match="one CUDA device"):
+        make(4096, [torch.zeros((8, 4096), dtype=torch.uint8)])
+
+
+def test_a_fence_is_reached_when_the_work_before_it_is_done(cuda: Any, new_fence: NewFence) -> None:
+    fence, stream = new_fence()
+    assert not fence.query()
+    cuda.run(stream)
+    assert fence.query()
+    del fence
+    assert "event" not in cuda.live.values()

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstow.devices.cuda import DriverError, DriverUnavailableError
+from kvstow.devices.cuda.context import primary_context
+from kvstow.devices.cuda.driver import Driver, load_driver
+from kvstow.errors import KvstowError
+
+New = Callable[..., Any]
+
+
+def test_an_error_carries_the_drivers_name_and_text_and_can_be_pickled(cuda: Any) -> None:
+    cuda.failures["cuMemAlloc"] = (0, 2)
+    with pytest.raises(DriverError, match="cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY") as caught:
+        primary_context(0).driver.allocate(64)
+    error = caught.value
+    assert isinstance(error, KvstowError)
+    assert (error.call, error.name, error.text) == ("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", "as the driver tells it")
+    assert error.is_out_of_memory
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.status) == (DriverError, str(error), 2)
+
+
+def test_an_error_that_the_driver_cannot_name_is_told_by_its_number(cuda: Any) -> None:
+    cuda.failures["cuMemAlloc"] = (0, 12345)
+    with pytest.raises(DriverError, match="error 12345"):
+        primary_context(0).driver.allocate(64)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    load_driver.cache_clear()
+    with pytest.raises(DriverUnavailableError, match=r"cuda-bindings, 12\.8 or newer"):
+        load_driver()
+
+
+def test_a_missing_driver_is_named(new_cuda: New, new_nvrtc: New, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = new_cuda()
+
+    def not_found(flags: int) -> None:
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    monkeypatch.setattr(cuda, "cuInit", not_found)
+    with pytest.raises(
+        DriverUnavailableError, match=r"no CUDA driver on this machine: Failed to dlopen libcuda\.so\.1"
+    ):
+        Driver(cuda, new_nvrtc())
+
+
+def test_a_driver_without_a_device_is_told(new_cuda: New, new_nvrtc: New) -> None:
+    cuda = new_cuda()
+    cuda.failures["cuInit"] = (0, 100)
+    with pytest.raises(DriverUnavailableError, match="CUDA_ERROR_NO_DEVICE"):
+        Driver(cuda, new_nvrtc())
+
+
+def test_a_driver_that_is_too_old_is_told_with_what_is_needed(new_cuda: New, new_nvrtc: New) -> None:
+    with pytest.raises(DriverUnavailableError, match=r"supports CUDA 11\.8; needed: 12\.0 or newer, best 12\.8"):
+        Driver(new_cuda(11080), new_nvrtc())
+
+
+@pytest.mark.parametrize(("version", "calls"), [(12040, 3), (12080, 0), (13000, 0)])
+def test_only_a_driver_before_12_8_copies_call_by_call_and_says_so(
+    version: int, calls: int, new_cuda: New, new_nvrtc: New
+) -> None:
+    cuda = new_cuda(version)
+    driver = Driver(cuda, new_nvrtc())
+    _, stream = cuda.cuStreamCreateWithPriority(0, 0)
+    source, target = np.arange(30, dtype=np.uint8), np.zeros(30, np.uint8)
+    starts = np.array([0, 10, 20])
+    driver.copy(target.ctypes.data + starts, source.ctypes.data + starts, np.array([10, 5, 10]), "stream", stream)
+    assert target.sum() == 0
+    cuda.run()
+    assert target.tolist() == [*range(15), *[0] * 5, *range(20, 30)]
+    assert cuda.calls.get("cuMemcpyBatchAsync", 0) == (0 if calls else 1)
+    assert ("12.4" in (driver.notice or "")) == bool(calls)
+
+
+def test_a_refused_batch_of_copies_is_an_error(cuda: Any) -> None:
+    cuda.failures["cuMemcpyBatchAsync"] = (0, 1)
+    _, stream = cuda.cuStreamCreateWithPriority(0, 0)
+    two = np.zeros(2, np.int64)
+    with pytest.raises(DriverError, match="cuMemcpyBatchAsync failed: CUDA_ERROR_INVALID_VALUE"):
+        primary_context(0).driver.copy(two, two, two, "any", stream)
+
+
+def test_a_kernel_that_does_not_compile_is_told_with_the_compilers_log(new_cuda: New, new_nvrtc: New) -> None:
+    nvrtc = new_nvrtc(b"kvstow.cu(7): error: what is this?\n\0")
+    with pytest.raises(DriverError, match=r"kvstow\.cu\(7\): error: what is this\?$"):
+        Driver(new_cuda(), nvrtc).compile("what is this?", (9, 0))
+    assert nvrtc.programs == 0
+
+
+def test_a_missing_compiler_is_named(new_cuda: New, new_nvrtc: New, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc = new_nvrtc()
+
+    def not_found(*arguments: Any) -> None:
+        raise RuntimeError("libnvrtc.so.13 not found")
+
+    monkeypatch.setattr(nvrtc, "nvrtcCreateProgram", not_found)
+    with pytest.raises(DriverUnavailableError, match=r"NVRTC.*libnvrtc\.so\.13"):
+        Driver(new_cuda(), nvrtc).compile("", (9, 0))
+
+
+def test_a_context_is_current_and_captures_are_allowed_only_inside(cuda: Any) -> None:
+    context = primary_context(0)
+    with context.current(), context.current():
+        assert (len(cuda.contexts), cuda.capture_mode) == (2, 2)
+    assert (cuda.contexts, cuda.capture_mode) == ([], 0)
+    with pytest.raises(ZeroDivisionError), context.current():
+        _ = 1 / 0
+    assert (cuda.contexts, cuda.capture_mode) == ([], 0)
