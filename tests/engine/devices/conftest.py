@@ -59,7 +59,7 @@ class FakeCuda:
     """Stands in for `cuda.bindings.driver`. Nothing that was queued happens before `run`.
 
     `failures` maps a call to (which of them fails, counted from 0; its status). `live` holds what was created and not
-    destroyed. With `auto_run`, asking for an event runs all.
+    destroyed.
     """
 
     CUstreamCaptureMode = CUdevice_attribute = CUresult = int
@@ -72,7 +72,6 @@ class FakeCuda:
         self.streams: list[FakeStream] = []
         self.contexts: list[Any] = []
         self.capture_mode = 0
-        self.auto_run = False
         self._memory: dict[int, Any] = {}
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         arguments = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
@@ -175,8 +174,6 @@ class FakeCuda:
         return (0,)
 
     def cuEventQuery(self, event: FakeEvent) -> Any:
-        if self.auto_run:
-            self.run()
         return (0 if event.is_reached(event.recorded) else _NOT_READY,)
 
     def cuEventElapsedTime(self, start: FakeEvent, end: FakeEvent) -> Any:

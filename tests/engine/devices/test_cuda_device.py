@@ -246,12 +246,13 @@ def test_an_op_of_no_blocks_is_done(make_cuda_rank: MakeRank) -> None:
 
 def test_closing_waits_for_what_is_under_way_and_fails_the_rest(cuda: Any, make_cuda_rank: MakeRank) -> None:
     rank = make_cuda_rank([4096], staging_bytes=1)
-    short, long, staged = rank.store([0], [0]), rank.store(range(1, 8), range(1, 8)), rank.device.stage_load(1, [0])
-    expected = rank.block(0)
+    short, long = rank.store([0, 1], [0, 1]), rank.store(range(2, 8), range(2, 8))
+    staged = rank.device.stage_load(1, [0])
+    expected = rank.block(1)
     rank.device.close()
     rank.device.close()
     assert [ticket.poll() for ticket in (short, long, staged)] == [DONE, FAILED, FAILED]
-    assert rank.slot(0) == expected
+    assert rank.slot(1) == expected
     assert "closed" in str(long.error)
     with pytest.raises(CopyError, match="closed"):
         rank.store([0], [0])

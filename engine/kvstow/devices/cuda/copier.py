@@ -74,7 +74,8 @@ class Copier(ABC):
     def drain(self) -> None:
         """Wait for what is under way; what is not complete then has failed."""
         unended = [batch for batch in self._flying if not batch.ended]
-        for transfer in [*self._waiting, *(batch.transfer for batch in unended)]:
+        unbegun = [transfer for transfer in self._waiting if transfer.begun < transfer.num_batches]
+        for transfer in [*unbegun, *(batch.transfer for batch in unended)]:
             transfer.fail(CopyError("the device was closed before the copy was complete"))
         self._waiting.clear()
         for batch in unended:
