@@ -15,7 +15,7 @@ _LATENCY_TARGET = 0.001
 _LEAST_BYTES, _FIRST_BYTES, _MOST_BYTES = 1 << 20, 8 << 20, 64 << 20
 _HOLD_SHARE = 0.5  # of the target that a call aims at: a step that starts many calls can meet two
 _GROWTH = 1.5  # per call at most: one that was fast by chance must not be followed by one that is far too long
-_PAUSE_PER_HOLD = 1.5  # others have the lock for 60 % of the time
+_PAUSE_PER_HOLD = 2.0  # others have the lock for two thirds of the time, or more
 _LEAST_SECONDS = 1e-6  # of a call: registrars that do nothing take no time
 
 

@@ -19,8 +19,7 @@ from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.numa import prefer_node
 from kvstow.memory.pace import pace_of
 from kvstow.memory.pinning import PinProgress, PopulateOnly, Registrar
-from kvstow.memory.populator import Bounds, Populator
-from kvstow.memory.region import HUGE_PAGE_BYTES, HostRegion, round_up
+from kvstow.memory.region import HostRegion
 
 PoolState = Literal["pinning", "ready", "degraded", "failed", "closed"]
 
@@ -63,16 +62,17 @@ class HostPool:
 
     Guarantees: every slot below `pinned_slots` is populated and registered. Memory is given back from the
     top, by whole chunks, never while somebody is inside `hold`. A failed chunk leaves nothing of itself behind
-    and stops growth, not the pool; no error ends a thread. After `close` nothing is left.
+    and stops growth, not the pool; no error ends the pinning thread. After `close` nothing is left.
 
-    Two threads: one populates, the other registers what is populated, in calls whose size and rate a `Pace` gives.
-    The first is at most two chunks ahead, never beyond the target, and takes back what is ahead after a failure.
+    The pinning thread populates a chunk while the pause after the one before lasts, and then registers it, in calls
+    whose size and distance a `Pace` gives. Never both at once, on two threads: both need the process's address space,
+    so a register call would wait for populating (5 ms were measured, not 1) while others wait for its driver lock.
 
     Assumes: the control plane has vacated the slots above a smaller target before it sets it; whoever uses slots
     outside `hold` (a device that copies on its own) has ended that before `close`.
 
     Thread-safe. `_state` guards the fields and is never held during a system call; `_memory` is held while
-    memory is unregistered. Where both are taken, `_memory` comes first.
+    memory is given back. Where both are taken, `_memory` comes first.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class HostPool:
         self._memory = threading.Lock()
         self._target = config.capacity_slots
         self._chunks: list[Chunk] = []
-        self._claimed: Chunk | None = None  # is being registered or unregistered: its memory stays
+        self._resident_bytes = 0  # from the start of the region
         self._failure: _Failure | None = None
-        self._clock, self._progress = clock, PinProgress(clock)
+        self._progress = PinProgress(clock)
+        self._clock, self._next_call_at = clock, clock()
         self._paused = self._closing = self._prepared = False
         self._listeners = Listeners()
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
         self._region = HostRegion(self._grid.region_bytes)
-        self._populator = Populator(self._region, self._state, self._bounds, self._admit, self._fail)
         self._numa_notice: str | None = None
         if numa_node is not None:
             self._numa_notice = prefer_node(self._region.address, self._region.num_bytes, numa_node)
@@ -137,14 +137,13 @@ class HostPool:
     def start(self) -> None:
         """Start to pin, in the background; idempotent."""
         with self._state:
-            if not self._threads and not self._closing:
-                for name, target in (("kvstow-populate", self._populator.run), ("kvstow-pin", self._run)):
-                    self._threads.append(threading.Thread(target=target, name=name, daemon=True))
-                    self._threads[-1].start()
+            if self._thread is None and not self._closing:
+                thread = threading.Thread(target=self._run, name="kvstow-pin", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def add_listener(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on a thread of the pool after each step of pinning and each failure. It must neither block
-        nor close the pool."""
+        """Call `callback` on the pinning thread after each of its steps. It must neither block nor close the pool."""
         self._listeners.add(callback)
 
     def set_target(self, slots: int) -> None:
@@ -161,7 +160,7 @@ class HostPool:
                 self._state.notify_all()
 
     def set_paused(self, paused: bool) -> None:
-        """Start no further chunk and take no further memory until unpaused; shrinking goes on."""
+        """Start no further chunk until unpaused; shrinking goes on."""
         with self._state:
             self._paused = paused
             self._state.notify_all()
@@ -190,7 +189,7 @@ class HostPool:
                 target_slots=self._target,
                 pinned_bytes=pinned * self.slot_bytes,
                 target_bytes=self._target * self.slot_bytes,
-                resident_bytes=self._populator.end,
+                resident_bytes=self._resident_bytes,
                 locked_bytes=self._registrar.locked_bytes,
                 pin_mode=self._registrar.mode,
                 notice="; ".join(filter(None, (self._registrar.notice, self._numa_notice))) or None,
@@ -208,15 +207,15 @@ class HostPool:
         with self._state:
             self._closing = True
             self._state.notify_all()
-            threads = list(self._threads)
-        for thread in threads:
+            thread = self._thread
+        if thread is not None:
             thread.join()
         with self._memory:
             self._give_back_all()
 
     def _give_back_all(self) -> None:
         with self._state:
-            chunks, self._chunks = self._chunks, []
+            chunks, self._chunks, self._resident_bytes = self._chunks, [], 0
         try:
             for chunk in reversed(chunks):
                 self._unregister_at_close(chunk)
@@ -232,109 +231,105 @@ class HostPool:
     # The pinning thread.
 
     def _run(self) -> None:
-        while (step := self._claim_step()) is not None:
+        while (step := self._wait_for_step()) is not None:
             try:
                 step()
-                self._listeners.tell()
-            except Exception as error:  # noqa: BLE001 - logged and reported
-                self._fail(error)
-            with self._state:
-                self._claimed = None
-                self._state.notify_all()
-            self._rest()
+            except PinError as error:
+                logger.warning("pinning stopped at %d slots: %s", self.pinned_slots, error)
+                self._fail(error.reason, str(error))
+            except Exception as error:
+                logger.exception("pinning stopped at %d slots by a defect", self.pinned_slots)
+                self._fail(_DEFECT, repr(error))
+            self._listeners.tell()
 
-    def _claim_step(self) -> Callable[[], None] | None:
+    def _wait_for_step(self) -> Callable[[], None] | None:
         """The next thing to do, once there is one; None when the pool closes."""
         with self._state:
             self._state.wait_for(lambda: self._closing or self._next_step() is not None)
-            step = None if self._closing else self._next_step()
-            self._claimed = step.args[0] if step is not None else None
-            return step
+            return None if self._closing else self._next_step()
 
-    def _next_step(self) -> partial[None] | None:
+    def _next_step(self) -> Callable[[], None] | None:
         if self._failure is not None:
             return None
         if self._chunks and self._chunks[-1].first_slot >= self._target:
-            return partial(self._shrink, self._chunks[-1])
+            return self._shrink
         if self._covered() < self._target and not self._paused:
-            chunk = self._next_chunk()
-            return partial(self._grow, chunk) if chunk.end_offset <= self._populator.end else None
+            return partial(self._grow, self._grid.next_chunk(self._covered(), self._target, self._pace.chunk_bytes))
         return None
 
     def _grow(self, chunk: Chunk) -> None:
+        with self._state:
+            self._progress.begin(self._covered() * self.slot_bytes)
         if not self._prepared:
             self._registrar.prepare_thread()
             self._prepared = True
-        started = self._clock()
-        self._registrar.register(self.address + chunk.offset, chunk.num_bytes)
-        self._pace.record(chunk.num_bytes, self._clock() - started)
+        if shortage := self._limits.shortage(chunk.num_bytes):
+            raise PinError(shortage.reason, f"the next chunk does not fit: {shortage.message}")
+        self._commit(chunk)
+        try:
+            registered = self._register(chunk)
+        except BaseException:
+            self._decommit(chunk)
+            raise
+        if not registered:
+            return
         with self._state:
             self._chunks.append(chunk)
             self._progress.record(self._covered() * self.slot_bytes)
             if self._covered() >= self._target:
                 self._progress.end()
 
-    def _shrink(self, chunk: Chunk) -> None:
-        """Unregister the last chunk, unless the target has grown again in the meantime; its memory then counts as
-        populated ahead."""
+    def _register(self, chunk: Chunk) -> bool:
+        """False when the pool closes before its turn comes."""
+        if not self._wait_for_turn():
+            return False
+        started = self._clock()
+        self._registrar.register(self.address + chunk.offset, chunk.num_bytes)
+        ended = self._clock()
+        self._pace.record(chunk.num_bytes, ended - started)
+        self._next_call_at = ended + self._pace.pause
+        return True
+
+    def _shrink(self) -> None:
+        """Give the last chunk back, unless the target has grown again in the meantime."""
+        if not self._wait_for_turn():
+            return
         with self._memory:
             with self._state:
-                if chunk.first_slot < self._target:
+                if self._chunks[-1].first_slot < self._target:
                     return
-                self._chunks.pop()
+                chunk = self._chunks.pop()
             try:
                 self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
             except BaseException:
                 with self._state:
                     self._chunks.append(chunk)  # it is pinned still: `close` or the next attempt sees to it
                 raise
+            self._decommit(chunk)
+        self._next_call_at = self._clock() + self._pace.pause
 
-    def _rest(self) -> None:
+    def _wait_for_turn(self) -> bool:
+        """Let others at the driver's lock for as long as the pace says; False when the pool closes."""
         with self._state:
-            self._state.wait_for(lambda: self._closing, timeout=self._pace.pause)
+            self._state.wait_for(lambda: self._closing, timeout=max(0.0, self._next_call_at - self._clock()))
+            return not self._closing
 
-    # The populating thread.
-
-    def _admit(self, num_bytes: int) -> None:
-        """Called before `num_bytes` more are populated."""
+    def _commit(self, chunk: Chunk) -> None:
+        self._region.commit(chunk.offset, chunk.num_bytes)
         with self._state:
-            self._progress.begin(self._covered() * self.slot_bytes)
-        if shortage := self._limits.shortage(num_bytes):
-            raise PinError(shortage.reason, f"the next chunk does not fit: {shortage.message}")
+            self._resident_bytes = chunk.end_offset
 
-    def _bounds(self) -> Bounds | None:
-        """How far to populate; under `_state`."""
-        if self._closing:
-            return None
-        kept = self._claimed.end_offset if self._claimed is not None else self._grid.end_offset(self._covered())
-        if self._failure is not None:
-            return Bounds(0, kept)
-        most = self._grid.end_offset(self._target)
-        if self._paused or self._covered() >= self._target:
-            return Bounds(0, max(kept, most))
-        chunk = self._next_chunk()
-        return Bounds(min(most, round_up(chunk.end_offset + chunk.num_bytes, HUGE_PAGE_BYTES)), max(kept, most))
-
-    # Any thread.
-
-    def _fail(self, error: Exception) -> None:
-        """Stop growth, and say why."""
-        if isinstance(error, PinError):
-            logger.warning("pinning stopped at %d slots: %s", self.pinned_slots, error)
-            failure = _Failure(error.reason, str(error))
-        else:
-            logger.error("pinning stopped at %d slots by a defect", self.pinned_slots, exc_info=error)
-            failure = _Failure(_DEFECT, repr(error))
+    def _decommit(self, chunk: Chunk) -> None:
+        self._region.decommit(chunk.offset, chunk.num_bytes)
         with self._state:
-            self._failure = failure
+            self._resident_bytes = chunk.offset
+
+    def _fail(self, reason: str, message: str) -> None:
+        with self._state:
+            self._failure = _Failure(reason, message)
             self._progress.end()
-            self._state.notify_all()
-        self._listeners.tell()
 
     # Under `_state`.
-
-    def _next_chunk(self) -> Chunk:
-        return self._grid.next_chunk(self._covered(), self._target, self._pace.chunk_bytes)
 
     def _covered(self) -> int:
         return self._chunks[-1].end_slot if self._chunks else 0
