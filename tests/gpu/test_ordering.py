@@ -195,6 +195,23 @@ def test_compute_does_not_wait_for_a_store_that_waits(strategy: str, make_rank: 
 
 
 @strategies
+def test_a_small_copy_of_the_host_does_not_wait_for_a_whole_store(
+    strategy: str, make_rank: MakeRank, finish: Finish
+) -> None:
+    """A sampled token's: it waits for the batches that are queued, and 64 are to come."""
+    rank = make_rank([1 << 20], blocks=256, slots=256, chunk_bytes=256 << 20, staging_bytes=4 << 20, strategy=strategy)
+    token, host = torch.ones(1, device="cuda"), torch.zeros(1).pin_memory()
+    torch.cuda.synchronize()
+    ticket = rank.store(range(256), range(256))
+    host.copy_(token, non_blocking=True)
+    copied = CudaFence.record(torch.cuda.current_stream())
+    while not copied.query():
+        assert ticket.poll() is not TicketState.DONE
+    assert host.item() == 1
+    assert finish(ticket) is TicketState.DONE
+
+
+@strategies
 def test_a_fence_that_only_the_host_knows_is_kept(strategy: str, make_rank: MakeRank, finish: Finish) -> None:
     rank, fence = make_rank([8192] * 4, strategy=strategy), Latch()
     _fill(rank, 1)

@@ -38,7 +38,8 @@ class FakeEvent:
 class FakeStream:
     """A queue of work, each a function that says whether it was done."""
 
-    def __init__(self) -> None:
+    def __init__(self, priority: int) -> None:
+        self.priority = priority
         self.work: deque[tuple[str, Callable[[], bool]]] = deque()
 
     def __int__(self) -> int:
@@ -141,7 +142,7 @@ class FakeCuda:
         return 0, 0, -5
 
     def cuStreamCreateWithPriority(self, flags: int, priority: int) -> Any:
-        self.streams.append(FakeStream())
+        self.streams.append(FakeStream(priority))
         return 0, self._created(self.streams[-1], "stream")
 
     def cuStreamDestroy(self, stream: Any) -> Any:

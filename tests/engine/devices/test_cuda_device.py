@@ -128,6 +128,19 @@ def test_a_fence_that_raises_fails_its_op_alone(direction: str, cuda: Any, make_
 
 
 @directions
+def test_only_kernels_are_urgent(direction: str, cuda: Any, make_cuda_rank: MakeRank) -> None:
+    """Urgent copies would starve those of the host, whose streams have priority 0."""
+    rank = make_cuda_rank([4096])
+    assert _finish(cuda, rank.store([0], [0])) is DONE
+    seen = set()
+    ticket = getattr(rank, direction)([0], [0])
+    while ticket.poll() is PENDING:
+        seen |= {(name, stream.priority) for stream in cuda.streams for name in stream.names}
+        any(stream.step() for stream in cuda.streams)
+    assert seen == {("gather" if direction == "store" else "scatter", -5), ("copy", 0)}
+
+
+@directions
 @strategies
 def test_no_more_than_two_batches_are_queued(options: Any, direction: str, cuda: Any, make_cuda_rank: MakeRank) -> None:
     rank = make_cuda_rank([4096], staging_bytes=1, **options)

@@ -117,10 +117,11 @@ class Driver:
 
     # Streams and events.
 
-    def create_stream(self) -> Handle:
-        """A stream of the highest priority that the default stream does not wait for."""
+    def create_stream(self, *, urgent: bool) -> Handle:
+        """A stream that the default stream does not wait for; of the highest priority where `urgent`, else of the one
+        that streams have by default."""
         _, highest = self._call("cuCtxGetStreamPriorityRange")
-        return self._call("cuStreamCreateWithPriority", _STREAM_NON_BLOCKING, highest)
+        return self._call("cuStreamCreateWithPriority", _STREAM_NON_BLOCKING, highest if urgent else 0)
 
     def destroy_stream(self, stream: Handle) -> None:
         self._call("cuStreamDestroy", stream)

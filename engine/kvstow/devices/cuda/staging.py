@@ -53,7 +53,7 @@ def new_event(driver: Driver, undo: ExitStack, *, timing: bool) -> Handle:
     return event
 
 
-def new_stream(driver: Driver, undo: ExitStack) -> Handle:
-    stream = driver.create_stream()
+def new_stream(driver: Driver, undo: ExitStack, *, urgent: bool = False) -> Handle:
+    stream = driver.create_stream(urgent=urgent)
     undo.callback(driver.destroy_stream, stream)
     return stream
