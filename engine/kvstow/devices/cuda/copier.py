@@ -51,8 +51,8 @@ class Copier(ABC):
         self, driver: Driver, split: Split, kernels: PageKernels | None, num_buffers: int, undo: ExitStack
     ) -> None:
         self._driver, self._split, self._kernels = driver, split, kernels
-        # The kernels are short, and the link waits for them. The copies are not urgent: when they were, a sampled token's
-        # copy waited for all of a store, 37 ms for 2 GiB, however few batches were queued.
+        # The kernels are short, and the link waits for them. The copies are not urgent: when they were, a sampled
+        # token's copy waited for all of a store, 37 ms for 2 GiB, however few batches were queued.
         self._kv, self._link = new_stream(driver, undo, urgent=True), new_stream(driver, undo)
         self._free = deque(StagingBuffer(driver, split.staging_bytes, undo) for _ in range(num_buffers))
         self._waiting: deque[Transfer] = deque()

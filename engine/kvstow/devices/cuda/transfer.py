@@ -72,7 +72,7 @@ class Transfer:
 
     def _state(self) -> TicketState:
         if self.error is not None:
-            return TicketState.FAILED if self.finished == self.begun else TicketState.PENDING
+            return TicketState.FAILED if self.finished >= self.begun else TicketState.PENDING
         if self.finished == self.num_batches and self.blocks is not None:
             return TicketState.DONE
         return TicketState.SOURCE_FREE if self.source_free else TicketState.PENDING
