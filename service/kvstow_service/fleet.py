@@ -14,6 +14,7 @@ from kvstow.config import PoolConfig
 from kvstow.errors import KvstowError
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.agent import AdminAddress, RankAgent, ReportingRank
+from kvstow_service.shapes import DeviceName, Shape
 
 if TYPE_CHECKING:
     from kvstow_service.ranks import LocalRank
@@ -31,10 +32,19 @@ class Fleet:
     worker, and leaves no memory registered.
     """
 
-    def __init__(self, num_ranks: int, pool: PoolConfig, kv_blocks: int, server: AdminAddress) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        pool: PoolConfig,
+        kv_blocks: int,
+        server: AdminAddress,
+        *,
+        shape: Shape | None = None,
+        device: DeviceName = "cpu",
+    ) -> None:
         self._num_ranks = num_ranks
         self._pool = pool
-        self._kv_blocks = kv_blocks
+        self._kv_blocks, self._shape, self._device = kv_blocks, shape, device
         self._server = server
         self._local: list[LocalRank] = []
         self._resources = ExitStack()
@@ -75,7 +85,7 @@ class Fleet:
         try:
             from kvstow_service.ranks import build_rank  # torch: only here, behind an answering server
 
-            local = build_rank(rank, self._pool, self._kv_blocks)
+            local = build_rank(rank, self._pool, self._kv_blocks, self._shape, self._device)
         except Exception as error:  # reported and logged: the service goes on without this rank
             logger.error("rank %d cannot be built: %s", rank, error, exc_info=not isinstance(error, KvstowError))
             return UnbuiltRank(rank, self._pool, error)

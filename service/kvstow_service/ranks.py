@@ -1,4 +1,4 @@
-"""The ranks of one process: each one's pool, CPU device, KV cache and worker, made and closed together.
+"""The ranks of one process: each one's pool, device, KV cache and worker, made and closed together.
 
 Importing this module imports torch.
 """
@@ -10,13 +10,16 @@ from dataclasses import dataclass
 
 import torch
 
+from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
 from kvstow.devices.cpu import CpuDevice, MlockRegistrar
-from kvstow.layout import KVLayout, Region
+from kvstow.devices.cuda import CudaDevice, CudaRegistrar, DriverUnavailableError
+from kvstow.devices.cuda.driver import load_driver
+from kvstow.errors import InsufficientMemoryError
+from kvstow.layout import KVLayout
 from kvstow.memory.pool import HostPool
 from kvstow.worker import OffloadWorker
-
-_LAYERS = 4  # enough to exercise gathering from several regions
+from kvstow_service.shapes import DeviceName, Shape, even_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +43,67 @@ class LocalRank:
         self.worker.close()
 
 
-def build_ranks(num_ranks: int, config: PoolConfig, kv_blocks: int) -> list[LocalRank]:
+def build_ranks(
+    num_ranks: int, config: PoolConfig, kv_blocks: int, shape: Shape | None = None, device: DeviceName = "cpu"
+) -> list[LocalRank]:
     """`num_ranks` ranks, all or none. Pins nothing yet. Raises what `build_rank` raises."""
     with ExitStack() as undo:
         ranks = []
         for rank in range(num_ranks):
-            ranks.append(build_rank(rank, config, kv_blocks))
+            ranks.append(build_rank(rank, config, kv_blocks, shape, device))
             undo.callback(ranks[-1].close)
         undo.pop_all()
     return ranks
 
 
-def build_rank(rank: int, config: PoolConfig, kv_blocks: int) -> LocalRank:
-    """One rank with a KV cache of `kv_blocks` blocks. Pins nothing yet.
+def build_rank(
+    rank: int, config: PoolConfig, kv_blocks: int, shape: Shape | None = None, device: DeviceName = "cpu"
+) -> LocalRank:
+    """One rank with a KV cache of `kv_blocks` blocks of `shape` (a few equal layers by default). Pins nothing yet.
 
-    Raises `InsufficientMemoryError` for a pool that cannot fit.
+    Raises `InsufficientMemoryError` for a pool or a KV cache that cannot fit, and `DriverUnavailableError` where
+    there is no CUDA.
     """
-    layout = cpu_layout(config.slot_bytes, kv_blocks)
+    layout = (shape or even_shape(config.slot_bytes)).layout(kv_blocks)
+    build = _build_cuda if device == "cuda" else _build_cpu
     with ExitStack() as undo:
-        pool = HostPool(config, MlockRegistrar())
-        undo.callback(pool.close)
-        # Zeroed memory of this size is not resident before it is written.
-        tensors = tuple(torch.zeros((kv_blocks, region.page_bytes), dtype=torch.uint8) for region in layout.regions)
-        worker = OffloadWorker(rank, pool, CpuDevice(pool, layout, tensors))
+        local = build(rank, config, layout, undo)
         undo.pop_all()
-    return LocalRank(worker, layout, tensors)
+    return local
 
 
-def cpu_layout(slot_bytes: int, kv_blocks: int) -> KVLayout:
-    """`slot_bytes` over four equal regions, or one where four do not divide it."""
-    layers = _LAYERS if slot_bytes % _LAYERS == 0 else 1
-    page_bytes = slot_bytes // layers
-    return KVLayout(tuple(Region(f"layer.{layer}", kv_blocks, page_bytes, page_bytes) for layer in range(layers)))
+def _build_cpu(rank: int, config: PoolConfig, layout: KVLayout, undo: ExitStack) -> LocalRank:
+    pool = HostPool(config, MlockRegistrar())
+    undo.callback(pool.close)
+    tensors = _kv_cache(layout, torch.device("cpu"))  # not resident before it is written
+    return LocalRank(OffloadWorker(rank, pool, CpuDevice(pool, layout, tensors)), layout, tensors)
+
+
+def _build_cuda(rank: int, config: PoolConfig, layout: KVLayout, undo: ExitStack) -> LocalRank:
+    ordinal = _gpu_of(rank)
+    registrar = CudaRegistrar(ordinal)
+    pool = HostPool(config, registrar, numa_node=registrar.numa_node)
+    undo.callback(pool.close)
+    tensors = _kv_cache(layout, torch.device("cuda", ordinal))
+    device = CudaDevice(pool, layout, tensors, registrar=registrar)
+    undo.callback(device.close)
+    return LocalRank(OffloadWorker(rank, pool, device), layout, tensors)
+
+
+def _gpu_of(rank: int) -> int:
+    """Ranks take the GPUs in turn."""
+    load_driver()
+    if not torch.cuda.is_available():
+        raise DriverUnavailableError(f"torch {torch.__version__} sees no GPU, or was built without CUDA")
+    return rank % torch.cuda.device_count()
+
+
+def _kv_cache(layout: KVLayout, device: torch.device) -> tuple[torch.Tensor, ...]:
+    try:
+        return tuple(
+            torch.zeros((layout.num_blocks, region.page_bytes), dtype=torch.uint8, device=device)
+            for region in layout.regions
+        )
+    except torch.OutOfMemoryError as error:
+        size = format_size(layout.num_blocks * layout.slot_bytes)
+        raise InsufficientMemoryError(f"{size} of KV cache do not fit on {device}: {error}") from error

@@ -17,8 +17,10 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from kvstow.bytesize import format_size, parse_size
 from kvstow.config import POLICIES, EngineConfig, PoolConfig
 from kvstow.errors import ConfigError
+from kvstow.memory.pace import CHUNK_BYTES
 from kvstow_service.duration import parse_duration
 from kvstow_service.logs import LogFormat, LogLevel
+from kvstow_service.shapes import SHAPES, DeviceName, Shape
 
 ENV_PREFIX = "KVSTOW_"
 REQUIRABLE_CHECKS = ("pool", "pinned")
@@ -82,6 +84,12 @@ def _policy(value: object) -> str:
     return str(value)
 
 
+def _shape(value: object) -> str | None:
+    if value is not None and value not in SHAPES:
+        raise ConfigError("", value, " or ".join(SHAPES))
+    return None if value is None else str(value)
+
+
 def _reads(parse: Any) -> BeforeValidator:
     """Run `parse` on the raw value; what it allows goes into the error."""
 
@@ -110,10 +118,13 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    device: Literal["cpu"] = Field("cpu", description="Device that holds the KV cache.")
+    device: DeviceName = Field("cpu", description="Device that holds the KV cache: cpu or cuda.")
     ranks: Count = Field(1, description="Ranks in this process.")
     pool_size: Size = Field(_written("8GiB"), description="Host memory of the pool, per rank.")
     slot_size: Size = Field(_written("2MiB"), description="Bytes of one block, per rank.")
+    shape: Annotated[str | None, _reads(_shape)] = Field(
+        None, description=f"KV cache of a known model in place of a slot size: {' or '.join(SHAPES)}."
+    )
     pool_max_size: Size | None = Field(
         None,
         description="How far the pool may grow at runtime, per rank; by default the ranks' share of the machine.",
@@ -123,13 +134,23 @@ class Settings(BaseModel):
     port: Annotated[int, _reads(_port)] = Field(9595, description="Port of the admin server; 0 takes any free one.")
     uds: Path | None = Field(None, description="Listen on this Unix socket (mode 0600) as well.")
     token_file: Path | None = Field(None, description="File with the bearer token that changing requests need.")
-    pin_chunk: Size = Field(_written("64MiB"), description="Memory made ready per step of pinning.")
-    pin_pause: Duration = Field(_written("2ms"), description="Rest between two steps of pinning.")
+    pin_pace: Literal["adaptive", "fixed"] | None = Field(
+        None, description="Pace of pinning; adaptive, unless a chunk or a pause is given."
+    )
+    pin_latency_target: Duration | None = Field(
+        None, description="What an adaptive pace may add to a step of the GPU's other users; 1ms if not given."
+    )
+    pin_chunk: Size | None = Field(
+        None, description="Fixed pace: memory made ready per step of pinning; 64MiB if not given."
+    )
+    pin_pause: Duration | None = Field(
+        None, description="Fixed pace: rest between two steps of pinning; 2ms if not given."
+    )
     lock: Annotated[bool, _reads(_flag)] = Field(
         True, description="Lock the pool in memory; without, it is only populated."
     )
     kv_blocks: Count | None = Field(
-        None, description="Blocks of the CPU device's KV cache, per rank; by default as many as the replay needs."
+        None, description="Blocks of the device's KV cache, per rank; by default as many as the replay needs."
     )
     readiness_require: Annotated[tuple[str, ...], _reads(_checks)] = Field(
         (), description="Checks that must pass before /readyz does: pool (first slots), pinned (all of them)."
@@ -153,14 +174,34 @@ class Settings(BaseModel):
     log_format: LogFormat = Field("text", description="Log lines for people (text) or machines (json).")
     log_level: LogLevel = Field("info", description="Least level logged: debug, info, warning or error.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _slot_of_shape(cls, given: Any) -> Any:
+        """A shape is also the size of a slot."""
+        if not isinstance(given, dict) or given.get("shape") not in SHAPES:
+            return given
+        if "slot_size" in given:
+            raise _contradiction("slot_size", "a slot size or a shape, not both")
+        return {**given, "slot_size": SHAPES[given["shape"]].slot_bytes}
+
+    @model_validator(mode="after")
+    def _pin_settings_agree(self) -> Self:
+        if self.pin_chunk is not None and self.pin_chunk < 1:
+            raise _contradiction("pin_chunk", "more than 0 bytes")
+        if self.pin_latency_target is not None and not self.pin_latency_target:
+            raise _contradiction("pin_latency_target", "more than 0 seconds")
+        if self._is_pace_fixed and self.pin_latency_target is not None:
+            raise _contradiction("pin_latency_target", "none beside a fixed pace (a chunk or a pause)")
+        if self._is_pace_fixed and self.pin_pace == "adaptive":
+            raise _contradiction("pin_pace", "fixed beside a chunk or a pause")
+        return self
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.slot_size < 1:
             raise _contradiction("slot_size", "more than 0 bytes")
         if self.pool_size < self.slot_size:
             raise _contradiction("pool_size", f"at least one slot, {format_size(self.slot_size)}")
-        if self.pin_chunk < 1:
-            raise _contradiction("pin_chunk", "more than 0 bytes")
         if self.pool_max_size is not None and self.pool_max_size < self.pool_size:
             raise _contradiction("pool_max_size", f"at least the pool's size, {format_size(self.pool_size)}")
         if not self.transfer_timeout:
@@ -170,6 +211,14 @@ class Settings(BaseModel):
         if self.replay is None and self.exit_after_replay:
             raise _contradiction("exit_after_replay", "true only with a replay")
         return self
+
+    @property
+    def _is_pace_fixed(self) -> bool:
+        return self.pin_pace == "fixed" or self.pin_chunk is not None or self.pin_pause is not None
+
+    @property
+    def kv_shape(self) -> Shape | None:
+        return None if self.shape is None else SHAPES[self.shape]
 
     @property
     def capacity_slots(self) -> int:
@@ -191,8 +240,9 @@ class Settings(BaseModel):
             slot_bytes=self.slot_size,
             pool_bytes=self.pool_size,
             max_bytes=self.pool_max_size or max(self.pool_size, memory_left // self.ranks),
-            chunk_bytes=self.pin_chunk,
+            chunk_bytes=self.pin_chunk or (CHUNK_BYTES if self._is_pace_fixed else None),
             pause=self.pin_pause,
+            latency_target=self.pin_latency_target,
             lock=self.lock,
         )
 

@@ -66,7 +66,8 @@ def run_service(settings: Settings) -> int:
         running.callback(server.stop)
         _announce(settings, listeners)
 
-        fleet = Fleet(settings.ranks, plan.pool, plan.kv_blocks, agents_reach)
+        blocks, shape = plan.kv_blocks, settings.kv_shape
+        fleet = Fleet(settings.ranks, plan.pool, blocks, agents_reach, shape=shape, device=settings.device)
         fleet.start()
         running.callback(fleet.close)
 
@@ -146,7 +147,7 @@ def require_memory(settings: Settings, *, kv_blocks: int) -> int:
     each pool checks for itself, but only together they may be too large."""
     limits = MemoryLimits()
     pools = settings.ranks * settings.pool_size
-    caches = settings.ranks * kv_blocks * settings.slot_size
+    caches = settings.ranks * kv_blocks * settings.slot_size if settings.device == "cpu" else 0
     shortage = limits.shortage(pools + caches)
     if shortage is not None:
         cache_words = f" and {format_size(caches)} of KV cache" if caches else ""
@@ -166,7 +167,8 @@ def _announce(settings: Settings, listeners: Listeners) -> None:
     logger.info("admin server on %s", " and ".join(listeners.addresses))
     logger.info("changes through it %s", "need a token" if settings.token_file else "need no token: loopback only")
     each = f"{format_size(settings.pool_size)} in {settings.capacity_slots} slots"
-    pinning = "locked in memory (mlock)" if settings.lock else "populated, not locked"
+    how = "registered with CUDA" if settings.device == "cuda" else "locked in memory (mlock)"
+    pinning = how if settings.lock else "populated, not locked"
     logger.info("pool: %d rank%s x %s, %s", settings.ranks, "s" if settings.ranks > 1 else "", each, pinning)
 
 

@@ -22,8 +22,8 @@ def config(tmp_path: Path) -> Path:
 
 def test_defaults_are_those_of_the_documentation() -> None:
     settings = load_settings({}, {})
-    assert (settings.pool_size, settings.slot_size, settings.pin_chunk) == (8 << 30, 2 << 20, 64 << 20)
-    assert (settings.host, settings.port, settings.pin_pause) == ("127.0.0.1", 9595, 0.002)
+    assert (settings.pool_size, settings.slot_size, settings.device) == (8 << 30, 2 << 20, "cpu")
+    assert (settings.host, settings.port) == ("127.0.0.1", 9595)
 
 
 def test_the_file_wins_over_the_defaults(config: Path) -> None:
@@ -119,7 +119,30 @@ def test_every_wrong_value_gets_one_line_by_the_name_its_user_gave_it(config: Pa
         ),
         ({"exit_after_replay": True}, "--exit-after-replay is True; allowed: true only with a replay"),
         ({"policy": "fifo"}, "--policy is 'fifo'; allowed: lru or arc"),
-        ({"device": "tpu"}, "--device is 'tpu'; allowed: 'cpu'"),
+        ({"device": "tpu"}, "--device is 'tpu'; allowed: 'cpu' or 'cuda'"),
+        (
+            {"shape": "gpt-2"},
+            "--shape is 'gpt-2'; allowed: llama-3-8b or llama-3-70b-tp8 or mla-18k or gpt-oss-32k",
+        ),
+        (
+            {"shape": "mla-18k", "slot_size": "2MiB"},
+            "--slot-size is '2MiB'; allowed: a slot size or a shape, not both",
+        ),
+        ({"pool_size": "1MiB", "shape": "llama-3-8b"}, "--pool-size is '1MiB'; allowed: at least one slot, 2 MiB"),
+        ({"pin_pace": "slow"}, "--pin-pace is 'slow'; allowed: 'adaptive' or 'fixed'"),
+        ({"pin_latency_target": "0"}, "--pin-latency-target is '0'; allowed: more than 0 seconds"),
+        (
+            {"pin_latency_target": "1ms", "pin_pause": "1ms"},
+            "--pin-latency-target is '1ms'; allowed: none beside a fixed pace (a chunk or a pause)",
+        ),
+        (
+            {"pin_latency_target": "1ms", "pin_pace": "fixed"},
+            "--pin-latency-target is '1ms'; allowed: none beside a fixed pace (a chunk or a pause)",
+        ),
+        (
+            {"pin_pace": "adaptive", "pin_chunk": "1MiB"},
+            "--pin-pace is 'adaptive'; allowed: fixed beside a chunk or a pause",
+        ),
         ({"pool_size": 1.5}, "--pool-size is 1.5; allowed: a size such as 8GiB"),
     ],
 )
@@ -136,6 +159,33 @@ def test_the_pool_may_grow_into_a_ranks_share_of_the_memory() -> None:
 def test_a_bound_on_growth_is_kept() -> None:
     settings = load_settings({"pool_size": "1GiB", "pool_max_size": "2GiB"}, {})
     assert settings.pool_config(10 << 30).max_slots == 1024
+
+
+@pytest.mark.parametrize(
+    ("flags", "chunk_bytes", "pause", "latency_target"),
+    [
+        ({}, None, None, None),
+        ({"pin_pace": "adaptive", "pin_latency_target": "3ms"}, None, None, 0.003),
+        ({"pin_pace": "fixed"}, 64 << 20, None, None),
+        ({"pin_pause": "0"}, 64 << 20, 0.0, None),
+        ({"pin_chunk": "8MiB"}, 8 << 20, None, None),
+        ({"pin_pace": "fixed", "pin_chunk": "8MiB", "pin_pause": "5ms"}, 8 << 20, 0.005, None),
+    ],
+)
+def test_the_pace_of_pinning_reaches_the_pool(
+    flags: dict[str, object], chunk_bytes: int | None, pause: float | None, latency_target: float | None
+) -> None:
+    config = load_settings(flags, {}).pool_config(0)
+    assert (config.chunk_bytes, config.pause, config.latency_target) == (chunk_bytes, pause, latency_target)
+    assert config.has_fixed_pace == (chunk_bytes is not None)
+
+
+def test_a_shape_is_the_size_of_a_slot() -> None:
+    settings = load_settings({}, {"KVSTOW_SHAPE": "llama-3-70b-tp8"})
+    assert settings.engine_config(16).slot_bytes == settings.pool_config(0).slot_bytes == 80 * 8192
+    assert settings.kv_shape is not None
+    assert settings.kv_shape.name == "llama-3-70b-tp8"
+    assert load_settings({}, {}).kv_shape is None
 
 
 def test_the_engine_gets_whole_slots() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvstow.devices.cuda import DriverUnavailableError
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits
 from kvstow_service import ranks
@@ -166,6 +167,18 @@ def test_a_replay_that_cannot_run_is_the_exit_status(
     err = capfd.readouterr().err
     assert "rank 0 cannot be built: someone else took it" in err
     assert "the replay does not run" in err
+
+
+def test_a_gpu_that_is_not_there_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise DriverUnavailableError("no CUDA driver on this machine")
+
+    monkeypatch.setattr(ranks, "load_driver", refuse)
+    trace = write_trace(tmp_path / "trace.jsonl", 2)
+    assert run_service(Settings(**BASE, device="cuda", replay=trace, exit_after_replay=True)) == 1
+    assert "rank 0 cannot be built: no CUDA driver on this machine" in capfd.readouterr().err
 
 
 def test_a_replay_with_a_defect_is_told(

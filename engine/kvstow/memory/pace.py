@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvstow.config import PoolConfig
 
-_CHUNK_BYTES, _PAUSE = 64 << 20, 0.002  # 17.7 GiB/s, steps at most 1.2 ms longer
+CHUNK_BYTES, PAUSE = 64 << 20, 0.002  # where neither is given: 17.7 GiB/s, steps at most 1.2 ms longer
 _LATENCY_TARGET = 0.001
 _LEAST_BYTES, _FIRST_BYTES, _MOST_BYTES = 1 << 20, 8 << 20, 64 << 20
 _HOLD_SHARE = 0.5  # of the target that a call aims at: a step that starts many calls can meet two
@@ -63,5 +63,5 @@ class AdaptivePace:
 def pace_of(config: PoolConfig) -> Pace:
     if not config.has_fixed_pace:
         return AdaptivePace(config.latency_target or _LATENCY_TARGET)
-    chunk_bytes = _CHUNK_BYTES if config.chunk_bytes is None else config.chunk_bytes
-    return FixedPace(chunk_bytes, _PAUSE if config.pause is None else config.pause)
+    chunk_bytes = CHUNK_BYTES if config.chunk_bytes is None else config.chunk_bytes
+    return FixedPace(chunk_bytes, PAUSE if config.pause is None else config.pause)

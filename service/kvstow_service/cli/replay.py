@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple, get_args
 
 import typer
 
-from kvstow.errors import KvstowError
+from kvstow.errors import ConfigError, KvstowError
+from kvstow_service.shapes import SHAPES, DeviceName, Shape, even_shape, shape_named
 from kvstow_service.stop import StopRequests
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvstow_service.replay.session import Session
     from kvstow_service.replay.trace import TraceRequest
 
+_SLOT_SIZE = "256KiB"
 EXIT_MISMATCH = 1
 EXIT_BAD_INPUT = 2
 
@@ -27,7 +29,13 @@ EXIT_BAD_INPUT = 2
 def replay(
     trace: Annotated[str, typer.Argument(help="Trace file, JSON lines; - reads standard input.", metavar="TRACE")],
     pool_slots: Annotated[int, typer.Option(help="Slots of the pool, per rank.")] = 1000,
-    slot_size: Annotated[str, typer.Option(help="Bytes of one block, per rank.")] = "256KiB",
+    slot_size: Annotated[
+        str | None, typer.Option(help="Bytes of one block, per rank; 256KiB if neither this nor a shape is given.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help=f"KV cache of a known model in place of a slot size: {' or '.join(SHAPES)}.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device that holds the KV cache: cpu or cuda.")] = "cpu",
     requests: Annotated[int | None, typer.Option(min=1, help="Replay so many requests at most.")] = None,
     ranks: Annotated[int, typer.Option(help="Ranks in this process.")] = 1,
     policy: Annotated[str, typer.Option(help="Order of eviction: lru or arc.")] = "lru",
@@ -46,21 +54,21 @@ def replay(
 
     Exit codes: 0 every loaded byte was right, 1 some was wrong, 2 bad input or not enough memory.
     """
-    from kvstow.bytesize import parse_size
     from kvstow.config import EngineConfig
     from kvstow_service.replay.pace import ReplayOptions
     from kvstow_service.replay.trace import BLOCK_TOKENS, read_trace
 
     try:
+        place = _place(device, shape, slot_size)
         config = EngineConfig(
-            slot_bytes=parse_size(slot_size, "--slot-size"),
+            slot_bytes=place.shape.slot_bytes,
             capacity_slots=pool_slots,
             num_ranks=ranks,
             policy=policy,
             block_tokens=BLOCK_TOKENS,
         )
         options = ReplayOptions(concurrency=concurrency, rate=rate, time_scale=time_scale)
-        result = _run(config, options, read_trace(trace, limit=requests), kv_blocks, no_data=no_data)
+        result = _run(config, options, read_trace(trace, limit=requests), kv_blocks, None if no_data else place)
     except KvstowError as error:
         typer.echo(f"kvstow replay: {error}", err=True)
         raise typer.Exit(EXIT_BAD_INPUT) from error
@@ -69,28 +77,48 @@ def replay(
         raise typer.Exit(EXIT_MISMATCH)
 
 
+class _Place(NamedTuple):
+    """Where the KV cache lies, and how it is cut."""
+
+    device: DeviceName
+    shape: Shape
+
+
+def _place(device: str, shape: str | None, slot_size: str | None) -> _Place:
+    from kvstow.bytesize import parse_size
+
+    if device not in get_args(DeviceName):
+        raise ConfigError("--device", device, " or ".join(get_args(DeviceName)))
+    if shape is not None and slot_size is not None:
+        raise ConfigError("--slot-size", slot_size, "a slot size or a shape, not both")
+    chosen = shape_named(shape) if shape else even_shape(parse_size(slot_size or _SLOT_SIZE, "--slot-size"))
+    return _Place("cuda" if device == "cuda" else "cpu", chosen)
+
+
 def _run(
     config: EngineConfig,
     options: ReplayOptions,
     requests: list[TraceRequest],
     kv_blocks: int | None,
-    *,
-    no_data: bool,
+    place: _Place | None,
 ) -> ReplayResult:
+    """Without a place for a KV cache, the control plane alone."""
     from kvstow_service.replay.driver import ReplayDriver, blocks_needed
-    from kvstow_service.replay.session import cpu_session, simulated_session
+    from kvstow_service.replay.session import local_session, simulated_session
 
     blocks = kv_blocks or blocks_needed(requests, options.concurrency)
     with StopRequests() as stops, _progress() as progress:
         replayed = progress.add_task("replaying", total=len(requests), start=False)
         session: AbstractContextManager[Session]
-        if no_data:
+        if place is None:
             session = simulated_session(config)
         else:
             pinned = progress.add_task("pinning", total=config.capacity_slots)
-            session = cpu_session(
+            session = local_session(
                 config,
                 kv_blocks=blocks,
+                shape=place.shape,
+                device=place.device,
                 stop=stops.requested,
                 on_pinned=lambda slots: progress.update(pinned, completed=slots),
             )

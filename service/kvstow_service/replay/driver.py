@@ -20,6 +20,7 @@ from typing import Protocol
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.lease import Lease
 from kvstow.control.state import Settled
+from kvstow.devices.base import Fence
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op, StepPlan
@@ -38,7 +39,7 @@ class RankWorker(Protocol):
     @property
     def boot_id(self) -> str: ...
 
-    def submit(self, plan: StepPlan) -> None: ...
+    def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
 
     def take_completions(self) -> list[Completion]: ...
 
@@ -158,9 +159,9 @@ class ReplayDriver:
             return
         plan = StepPlan(tuple(self._plan))
         self._plan.clear()
-        for worker, outstanding in zip(self._workers, self._outstanding, strict=True):
+        for rank, (worker, outstanding) in enumerate(zip(self._workers, self._outstanding, strict=True)):
             outstanding.update(op.op_id for op in plan.ops)
-            worker.submit(plan)
+            worker.submit(plan, self._kv.fence(rank))
 
     def _collect(self) -> bool:
         """Whether any op became final or freed its blocks, on all ranks."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from kvstow.devices.base import Fence
 from kvstow.keys import BlockKey
 
 
@@ -40,6 +41,9 @@ class KVCache(Protocol):
     def scrub(self, blocks: Sequence[int]) -> None:
         """Overwrite freed blocks: a store that still reads them, or a load that writes nothing, shows as a mismatch."""
 
+    def fence(self, rank: int) -> Fence | None:
+        """What was given to the rank's device so far, and may be under way still; None where nothing can be."""
+
 
 class NoKV:
     """No cache: for a replay of the control plane alone."""
@@ -52,6 +56,9 @@ class NoKV:
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Nothing to overwrite."""
+
+    def fence(self, rank: int) -> None:
+        """Nothing is ever under way."""
 
 
 class FreeBlocks:

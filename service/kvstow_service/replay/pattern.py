@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kvstow.devices.base import Fence
+from kvstow.devices.cuda import CudaFence
 from kvstow.keys import BlockKey
 from kvstow_service.replay.kv import Mismatch, Verification
 
@@ -57,6 +59,10 @@ class PatternedKV:
             if (wrong := self._wrong_region(key, rank, block)) is not None
         ]
         return Verification(len(blocks) * self._block_bytes, mismatches)
+
+    def fence(self, rank: int) -> Fence | None:
+        device = self._ranks[rank][0].device
+        return CudaFence.record(torch.cuda.current_stream(device)) if device.type == "cuda" else None
 
     def _wrong_region(self, key: BlockKey, rank: int, block: int) -> int | None:
         for index, region in enumerate(self._ranks[rank]):

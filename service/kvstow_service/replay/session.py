@@ -16,6 +16,7 @@ from kvstow.messages import DesiredState, RankReport
 from kvstow_service.replay.driver import RankWorker
 from kvstow_service.replay.kv import KVCache, NoKV
 from kvstow_service.replay.simulated import SimulatedWorker
+from kvstow_service.shapes import DeviceName, Shape
 
 _POLL = 0.01
 
@@ -49,13 +50,19 @@ def simulated_session(config: EngineConfig) -> Iterator[Session]:
 
 
 @contextmanager
-def cpu_session(
-    config: EngineConfig, *, kv_blocks: int, stop: threading.Event, on_pinned: Callable[[int], None] | None = None
+def local_session(
+    config: EngineConfig,
+    *,
+    kv_blocks: int,
+    stop: threading.Event,
+    shape: Shape | None = None,
+    device: DeviceName = "cpu",
+    on_pinned: Callable[[int], None] | None = None,
 ) -> Iterator[Session]:
-    """Ranks on the CPU device. Returns when every slot is usable, so that figures repeat, or when `stop` is set.
+    """Ranks in this process. Returns when every slot is usable, so that figures repeat, or when `stop` is set.
 
     `on_pinned` hears the number of usable slots while it waits. Raises `InsufficientMemoryError` or `PinError`
-    where the pool cannot be made.
+    where the pool cannot be made, `DriverUnavailableError` where there is no CUDA.
     """
     from kvstow_service.ranks import build_ranks  # torch, which a replay of the control plane does without
     from kvstow_service.replay.pattern import PatternedKV
@@ -64,7 +71,7 @@ def cpu_session(
     with ExitStack() as stack:
         engine = OffloadEngine(config)
         stack.callback(engine.close)
-        ranks = build_ranks(config.num_ranks, pool, kv_blocks)
+        ranks = build_ranks(config.num_ranks, pool, kv_blocks, shape, device)
         for rank in ranks:
             stack.callback(rank.close)
         for rank in ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 
+from kvstow.devices.base import Fence
 from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
 
 
@@ -17,7 +18,7 @@ class SimulatedWorker:
         self._slots = num_slots
         self._completions: list[Completion] = []
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         self._completions.extend(Completion(op.op_id, "done") for op in plan.ops)
 
     def take_completions(self) -> list[Completion]:

@@ -10,6 +10,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from kvstow.devices.cpu import CpuDevice
+from kvstow.devices.cuda import DriverUnavailableError
+from kvstow_service import ranks
 from kvstow_service.cli import app
 from kvstow_service.replay.generate import TraceShape, generate_trace
 
@@ -94,6 +96,9 @@ def test_wrong_bytes_end_with_status_1(trace: str, monkeypatch: pytest.MonkeyPat
     [
         (("--pool-slots", "0"), "capacity_slots is 0"),
         (("--slot-size", "lots"), "--slot-size is 'lots'"),
+        (("--shape", "gpt-2"), "--shape is 'gpt-2'; allowed: llama-3-8b or llama-3-70b-tp8 or mla-18k or gpt-oss-32k"),
+        (("--shape", "mla-18k", "--slot-size", "1KiB"), "--slot-size is '1KiB'; allowed: a slot size or a shape"),
+        (("--device", "tpu"), "--device is 'tpu'; allowed: cpu or cuda"),
         (("--policy", "fifo"), "policy is 'fifo'; allowed: lru or arc"),
         (("--concurrency", "0"), "concurrency is 0"),
         (("--rate", "-1"), "rate is -1.0"),
@@ -105,6 +110,31 @@ def test_bad_options_end_with_status_2_and_a_reason(trace: str, arguments: tuple
     outcome = invoke(trace, "--no-data", *arguments)
     assert outcome.exit_code == 2
     assert complaint in outcome.stderr
+
+
+def test_a_known_shape_moves_pages_as_its_model_does(trace: str) -> None:
+    outcome = invoke(trace, "--shape", "llama-3-70b-tp8", "--pool-slots", "100", "--requests", "4", "--json")
+    assert outcome.exit_code == 0, outcome.stderr
+    result = json.loads(outcome.stdout)
+    assert result["verified_bytes"] == result["hit_blocks"] * 80 * 8192 > 0
+
+
+def test_without_cuda_the_cuda_device_is_refused_with_the_reason(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise DriverUnavailableError("no CUDA driver on this machine: no libcuda.so")
+
+    monkeypatch.setattr(ranks, "load_driver", refuse)
+    outcome = invoke(trace, "--device", "cuda")
+    assert outcome.exit_code == 2
+    assert outcome.stderr == "kvstow replay: no CUDA driver on this machine: no libcuda.so\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_on_a_machine_without_a_gpu_the_refusal_is_one_line(trace: str) -> None:
+    outcome = invoke(trace, "--device", "cuda")
+    assert outcome.exit_code == 2
+    assert outcome.stderr.startswith("kvstow replay: ")
+    assert len(outcome.stderr.splitlines()) == 1
 
 
 def test_a_bad_line_ends_with_status_2_and_its_place(tmp_path: Path) -> None:

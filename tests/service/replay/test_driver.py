@@ -12,6 +12,7 @@ import torch
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.lease import Lease
+from kvstow.devices.base import Fence
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, Op, RankReport, StepPlan
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
@@ -40,8 +41,10 @@ class MemoryWorker:
         self.pool = torch.zeros((SLOTS, self.kv.shape[1]), dtype=torch.uint8)
         self.steps: list[Step] = []
         self.held = False
+        self.fences: list[Fence | None] = []
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
+        self.fences.append(after)
         for op in plan.ops:
             self.steps += self.fault(self, op) or [lambda op=op: self.copy(op)]  # type: ignore[misc]
 
@@ -117,6 +120,24 @@ def test_every_loaded_byte_of_sound_ranks_is_right(conversations: list[TraceRequ
     assert result.verified_bytes == result.loaded_bytes == result.loaded_blocks * PAGE * 2 > 0
     assert result.stored_bytes == result.stored_blocks * PAGE * 2
     assert result.evicted_blocks > 0
+
+
+def test_every_plan_waits_for_the_work_given_to_its_ranks_device(
+    conversations: list[TraceRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reached:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def query(self) -> bool:
+            return True
+
+    monkeypatch.setattr(PatternedKV, "fence", lambda kv, rank: Reached(rank))
+    with bench(conversations[:20]) as parts:
+        parts.driver.run(Event())
+    for worker in parts.workers:
+        assert worker.fences
+        assert {getattr(fence, "rank", None) for fence in worker.fences} == {worker.rank}
 
 
 def test_rates_are_bytes_over_the_busy_time_of_copies(conversations: list[TraceRequest]) -> None:

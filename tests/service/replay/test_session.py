@@ -9,7 +9,7 @@ from kvstow.devices.cpu import MlockRegistrar
 from kvstow.errors import InsufficientMemoryError, PinError
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.session import cpu_session
+from kvstow_service.replay.session import local_session
 from kvstow_service.replay.trace import TraceRequest
 
 
@@ -22,7 +22,7 @@ def test_every_loaded_byte_is_right(
 ) -> None:
     config = EngineConfig(slot_bytes=slot_bytes, capacity_slots=300, num_ranks=ranks)
     kv_blocks = blocks_needed(conversations, concurrency)
-    with cpu_session(config, kv_blocks=kv_blocks, stop=Event()) as session:
+    with local_session(config, kv_blocks=kv_blocks, stop=Event()) as session:
         options = ReplayOptions(concurrency=concurrency)
         driver = ReplayDriver(session.engine, session.workers, session.kv, conversations, options, kv_blocks=kv_blocks)
         result = driver.run(Event())
@@ -37,14 +37,14 @@ def test_every_loaded_byte_is_right(
 
 def test_the_session_begins_with_every_slot_usable() -> None:
     config = EngineConfig(slot_bytes=4096, capacity_slots=500)
-    with cpu_session(config, kv_blocks=1, stop=Event()) as session:
+    with local_session(config, kv_blocks=1, stop=Event()) as session:
         assert session.engine.readiness().usable_slots == 500
 
 
 def test_a_stop_ends_the_wait_for_pinning() -> None:
     stop = Event()
     stop.set()
-    with cpu_session(EngineConfig(slot_bytes=4096, capacity_slots=500), kv_blocks=1, stop=stop) as session:
+    with local_session(EngineConfig(slot_bytes=4096, capacity_slots=500), kv_blocks=1, stop=stop) as session:
         assert session.engine.readiness().usable_slots == 0
 
 
@@ -56,12 +56,12 @@ def test_a_rank_that_cannot_pin_ends_the_session(monkeypatch: pytest.MonkeyPatch
     config = EngineConfig(slot_bytes=4096, capacity_slots=500)
     with (
         pytest.raises(PinError, match=r"rank 0: .*refused"),
-        cpu_session(config, kv_blocks=1, stop=Event()),
+        local_session(config, kv_blocks=1, stop=Event()),
     ):
         pytest.fail("the session began without a pool")
 
 
 def test_a_pool_larger_than_the_machine_is_refused() -> None:
     config = EngineConfig(slot_bytes=1 << 30, capacity_slots=1 << 20)
-    with pytest.raises(InsufficientMemoryError), cpu_session(config, kv_blocks=1, stop=Event()):
+    with pytest.raises(InsufficientMemoryError), local_session(config, kv_blocks=1, stop=Event()):
         pytest.fail("the session began without a pool")
