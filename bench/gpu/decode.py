@@ -27,7 +27,7 @@ class Latencies:
 class DecodeLoop:
     """A thread that launches 40 small kernels, copies 4 bytes back and waits for them, again and again.
 
-    A context manager: the thread runs inside it. `seconds` are those of the steps that began after `reset`.
+    A context manager: the thread runs inside it. `seconds` are those of the steps that ended after `reset`.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -60,12 +60,12 @@ class DecodeLoop:
         torch.cuda.set_device(0)
         values, token = torch.zeros(4096, device="cuda"), torch.zeros(1, pin_memory=True)
         while not self._stop.is_set():
-            seconds, started = self.seconds, time.perf_counter()
+            started = time.perf_counter()
             for _ in range(_KERNELS):
                 values.add_(1)
             token.copy_(values[:1], non_blocking=True)
             torch.cuda.current_stream().synchronize()
-            seconds.append(time.perf_counter() - started)
+            self.seconds.append(time.perf_counter() - started)
 
 
 def summarize(seconds: list[float]) -> Latencies:

@@ -52,7 +52,8 @@ class Measured:
         steps = self.latencies
         return (
             f"{self.name:44s} {self.gib_per_second:6.1f} GiB/s; step p50 {steps.p50:.3f} p99 {steps.p99:.3f} "
-            f"p99.9 {steps.p999:.3f} longest {steps.longest:.2f} ms ({steps.steps} steps); calls of {self.chunk_mib:.0f} MiB"
+            f"p99.9 {steps.p999:.3f} longest {steps.longest:.2f} ms ({steps.steps} steps); "
+            f"calls of {self.chunk_mib:.0f} MiB"
         )
 
 
