@@ -1,7 +1,7 @@
 """Host memory as address space that is committed and given back piece by piece.
 
 All calls go through ctypes, which lets go of the interpreter lock while the kernel works: populating 64 MiB
-takes 10 ms, and serving must not wait for it.
+takes 5 ms, and serving must not wait for it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from kvstow.bytesize import format_size
 from kvstow.errors import PinError
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 HUGE_PAGE_BYTES = 2 << 20
+_POPULATE_THREADS = 2  # 15 GiB/s, one reaches 8; with eight, 37, a GPU's steps beside them take 5 ms longer
 _POPULATE_BYTES = 8 << 20  # per call, 1 ms: meanwhile an mmap of any thread waits for the address space
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
@@ -40,6 +42,7 @@ class HostRegion:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = round_up(num_bytes, PAGE_BYTES)
         self.address = _reserve_aligned(self.num_bytes)
+        self._threads = ThreadPoolExecutor(_POPULATE_THREADS, "kvstow-populate")
         self._closed = False
         # A pool's memory must not double in a fork, nor its huge pages be split by copy-on-write.
         _libc.madvise(self.address, self.num_bytes, _MADV_DONTFORK)
@@ -51,8 +54,8 @@ class HostRegion:
         address = self.address + offset
         try:
             _check(_libc.mprotect(address, num_bytes, _PROT_READ_WRITE), "mprotect", num_bytes)
-            _populate(address, num_bytes)
-        except PinError:
+            self._populate(address, num_bytes)
+        except BaseException:
             self.decommit(offset, num_bytes)
             raise
 
@@ -66,7 +69,18 @@ class HostRegion:
         """Give back memory and address space; idempotent."""
         if not self._closed:
             self._closed = True
+            self._threads.shutdown()
             _libc.munmap(self.address, self.num_bytes)
+
+    def _populate(self, address: int, num_bytes: int) -> None:
+        """Share the range out among the threads, in whole huge pages. Raises the first error when all have ended."""
+        part = round_up(-(-num_bytes // _POPULATE_THREADS), HUGE_PAGE_BYTES)
+        starts = range(address, address + num_bytes, part)
+        sizes = (min(part, address + num_bytes - start) for start in starts)
+        parts = [self._threads.submit(_populate, start, size) for start, size in zip(starts, sizes, strict=True)]
+        wait(parts)
+        for done in parts:
+            done.result()
 
 
 def round_up(value: int, multiple: int) -> int:
