@@ -13,7 +13,8 @@ from collections.abc import Callable
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import Device, Fence
 from kvstow.listeners import Listeners
-from kvstow.memory.pool import HostPool, PoolStatus
+from kvstow.memory.pool import HostPool
+from kvstow.memory.status import PoolStatus
 from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
 
 logger = logging.getLogger("kvstow.worker")

@@ -22,7 +22,8 @@ from kvstow.config import PoolConfig
 from kvstow.devices.cuda import CudaRegistrar
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.driver import DriverError
-from kvstow.memory.pool import HostPool, PoolStatus
+from kvstow.memory.pool import HostPool
+from kvstow.memory.status import PoolStatus
 
 MIB = 1 << 20
 CAPTURES = 300

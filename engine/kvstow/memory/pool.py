@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from kvstow.config import PoolConfig
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
@@ -20,35 +19,11 @@ from kvstow.memory.numa import prefer_node
 from kvstow.memory.pace import pace_of
 from kvstow.memory.pinning import PinProgress, PopulateOnly, Registrar
 from kvstow.memory.region import HostRegion
-
-PoolState = Literal["pinning", "ready", "degraded", "failed", "closed"]
+from kvstow.memory.status import PoolState, PoolStatus
 
 _DEFECT = "internal"  # the reason of failures that are not a `PinError`
 
 logger = logging.getLogger("kvstow.pool")
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStatus:
-    """One view of a pool. `degraded`: a chunk failed; `failed`: an error that nobody expected. In both,
-    `error_reason` and `error` say why, the pinned slots stay usable, and `retry` or a new target tries again."""
-
-    state: PoolState
-    pinned_slots: int
-    target_slots: int
-    pinned_bytes: int
-    target_bytes: int
-    resident_bytes: int
-    locked_bytes: int
-    pin_mode: str
-    notice: str | None
-    pin_rate_bytes_per_second: float
-    pin_elapsed_seconds: float
-    chunks_done: int
-    chunks_total: int
-    chunks_failed: int
-    error_reason: str | None
-    error: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ import pytest
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
 from kvstow.memory import pool as pool_module
 from kvstow.memory.limits import MemoryLimits
-from kvstow.memory.pool import HostPool, PoolState
+from kvstow.memory.pool import HostPool
 from kvstow.memory.region import HostRegion
+from kvstow.memory.status import PoolState
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.registrar import FakeRegistrar
 

@@ -1,0 +1,31 @@
+"""What a pool says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PoolState = Literal["pinning", "ready", "degraded", "failed", "closed"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """One view of a pool. `degraded`: a chunk failed; `failed`: an error that nobody expected. In both,
+    `error_reason` and `error` say why, the pinned slots stay usable, and `retry` or a new target tries again."""
+
+    state: PoolState
+    pinned_slots: int
+    target_slots: int
+    pinned_bytes: int
+    target_bytes: int
+    resident_bytes: int
+    locked_bytes: int
+    pin_mode: str
+    notice: str | None
+    pin_rate_bytes_per_second: float
+    pin_elapsed_seconds: float
+    chunks_done: int
+    chunks_total: int
+    chunks_failed: int
+    error_reason: str | None
+    error: str | None
