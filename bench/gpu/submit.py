@@ -43,7 +43,7 @@ BAR_MS = 3.0
 _BESIDE = Shape(64 * KIB, 32)
 _REPEATS = 9
 _MATMULS, _SIZE = 60, 8192  # 85 ms
-_OPS = 4  # of 2 GiB: they outlast the matmuls
+_OPS = 6  # of 2 GiB: 240 ms, longer than the matmuls and those that warm the GPU up before
 
 _Value = TypeVar("_Value")
 _new_event: Any = torch.cuda.Event  # untyped in torch
@@ -193,8 +193,7 @@ def slow_downs(num_bytes: int) -> list[SlowDown]:
         before = matmuls.seconds()
         for _ in range(_REPEATS):
             for way, (begin, finish) in ways.items():
-                begin()
-                beside = matmuls.seconds()
+                beside = matmuls.seconds(begin)
                 finish()
                 after = matmuls.seconds()
                 ratios[way].append(2 * beside / (before + after))
@@ -211,18 +210,23 @@ class Matmuls:
     def __init__(self) -> None:
         self._factor = torch.randn(_SIZE, _SIZE, device="cuda", dtype=torch.bfloat16)
         self._product = torch.empty_like(self._factor)
-        for _ in range(3):  # the first loads kernels, the others warm the GPU up
-            self.seconds()
+        self.seconds()  # loads kernels
 
-    def seconds(self) -> float:
-        """For all products, on the device."""
+    def seconds(self, begin: Callable[[], None] = lambda: None) -> float:
+        """For all products, on the device, after as many that are not timed: a GPU that was idle is faster at first.
+        `begin` is called as soon as all are queued."""
         start, stop = (_new_event(enable_timing=True) for _ in range(2))
+        self._queue()
         start.record()
-        for _ in range(_MATMULS):
-            torch.matmul(self._factor, self._factor, out=self._product)
+        self._queue()
         stop.record()
+        begin()
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
+
+    def _queue(self) -> None:
+        for _ in range(_MATMULS):
+            torch.matmul(self._factor, self._factor, out=self._product)
 
 
 def tables(times: Sequence[HostTime], slowed: Sequence[SlowDown]) -> tuple[Table, Table]:

@@ -27,7 +27,7 @@ from bench.gpu.rank import GIB, KIB, MIB, KVCache, Shape
 from bench.report import Table
 
 SHAPE = Shape(64 * KIB, 32)
-STAGING = (32 * MIB, 16 * MIB, 8 * MIB)  # the first is what a user gets
+STAGING = (32 * MIB, 16 * MIB, 8 * MIB)  # the first, staged, is what a user gets
 
 _NUM_BYTES = GIB
 _WARM_UP, _TIMED = 3, 20
@@ -89,8 +89,8 @@ def measure(samples: int) -> list[Delays]:
     cache = KVCache(SHAPE, _NUM_BYTES)
     sampler = Sampler()
     measured = [Delays("no store", 0.0, sorted(sampler.milliseconds() for _ in range(samples)))]
-    for strategy, staging in [("auto", size) for size in STAGING] + [("direct", STAGING[0])]:
-        name = f"KVStow, {'its own choice' if strategy == 'auto' else strategy}, batches of {staging // MIB} MiB"
+    for strategy, staging in [("staged", size) for size in STAGING] + [("direct", STAGING[0])]:
+        name = f"KVStow, {strategy}, batches of {staging // MIB} MiB"
         with cache.worker(strategy=strategy, staging_bytes=staging) as traffic:
             measured.append(delays(name, partial(traffic.submit, "store"), traffic.finish, samples))
     with cache.pool() as (pool, _):

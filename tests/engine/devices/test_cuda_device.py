@@ -129,7 +129,7 @@ def test_a_fence_that_raises_fails_its_op_alone(direction: str, cuda: Any, make_
 
 @directions
 def test_only_kernels_are_urgent(direction: str, cuda: Any, make_cuda_rank: MakeRank) -> None:
-    """Urgent copies would starve those of the host, whose streams have priority 0."""
+    """Copies have the priority that the host's streams have by default."""
     rank = make_cuda_rank([4096])
     assert _finish(cuda, rank.store([0], [0])) is DONE
     seen = set()
@@ -138,6 +138,20 @@ def test_only_kernels_are_urgent(direction: str, cuda: Any, make_cuda_rank: Make
         seen |= {(name, stream.priority) for stream in cuda.streams for name in stream.names}
         any(stream.step() for stream in cuda.streams)
     assert seen == {("gather" if direction == "store" else "scatter", -5), ("copy", 0)}
+
+
+@directions
+def test_copies_follow_one_another_on_streams_of_their_own(direction: str, cuda: Any, make_cuda_rank: MakeRank) -> None:
+    """A copy engine leaves a stream for the host's only when that has no more work."""
+    rank = make_cuda_rank([4096], staging_bytes=1)
+    ticket = getattr(rank, direction)(range(2), range(2))
+    first, second = (stream for stream in cuda.streams if "copy" in stream.names)
+    cuda.run(*(stream for stream in cuda.streams if stream is not first))
+    assert "copy" in second.names, "it has not waited for the first"
+    cuda.run(first)
+    cuda.run(second)
+    assert "copy" not in second.names
+    assert _finish(cuda, ticket) is DONE
 
 
 @directions

@@ -31,7 +31,7 @@ class Timer:
 class StagingBuffer:
     """`num_bytes` of device memory at `address` (none for 0), for one batch at a time. `undo` frees everything.
 
-    Events: `halfway` between a batch's two streams, `finished` after all of it.
+    `link` is the stream of its copies. Events: `halfway` between a batch's two streams, `finished` after all of it.
     """
 
     def __init__(self, driver: Driver, num_bytes: int, undo: ExitStack) -> None:
@@ -39,6 +39,7 @@ class StagingBuffer:
         if num_bytes:
             self.address = driver.allocate(num_bytes)
             undo.callback(driver.free, self.address)
+        self.link = new_stream(driver, undo)
         self.halfway, self.finished = (new_event(driver, undo, timing=False) for _ in range(2))
         self.staged_timer, self.direct_timer = Timer(driver, undo), Timer(driver, undo)
 
