@@ -16,8 +16,9 @@ import torch
 
 from kvstow.bytesize import format_size
 from kvstow.devices.base import Capabilities, Fence, Staged, TicketState
-from kvstow.errors import ConfigError, CopyError, PinError
-from kvstow.layout import KVLayout, Region
+from kvstow.devices.tensors import check_tensors
+from kvstow.errors import CopyError, PinError
+from kvstow.layout import KVLayout
 from kvstow.memory.pool import HostPool
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -93,7 +94,7 @@ class CpuDevice:
     capabilities = Capabilities(name="cpu", kv_in_place=True, pin_mode="mlock")
 
     def __init__(self, pool: HostPool, layout: KVLayout, tensors: Sequence[torch.Tensor]) -> None:
-        _check_layout(pool, layout, tensors)
+        check_tensors(pool, layout, tensors, "cpu")
         self._pool, self._num_blocks = pool, layout.num_blocks
         slots = _slots_as_tensor(pool)
         offsets = zip(layout.offsets, layout.regions, strict=True)
@@ -149,27 +150,6 @@ def _slots_as_tensor(pool: HostPool) -> torch.Tensor:
     num_bytes = pool.max_slots * pool.slot_stride
     memory = (ctypes.c_uint8 * num_bytes).from_address(pool.address)
     return torch.frombuffer(memory, dtype=torch.uint8).view(pool.max_slots, pool.slot_stride)
-
-
-def _check_layout(pool: HostPool, layout: KVLayout, tensors: Sequence[torch.Tensor]) -> None:
-    if layout.slot_bytes != pool.slot_bytes:
-        raise ConfigError("slot_bytes", pool.slot_bytes, f"{layout.slot_bytes}, the sum of the layout's pages")
-    if len(tensors) != len(layout.regions):
-        raise ConfigError("tensors", len(tensors), f"{len(layout.regions)}, one per region")
-    for region, tensor in zip(layout.regions, tensors, strict=True):
-        _check_tensor(region, tensor)
-
-
-def _check_tensor(region: Region, tensor: torch.Tensor) -> None:
-    key = f"region {region.name}"
-    if tensor.dtype is not torch.uint8 or tensor.device.type != "cpu":
-        raise ConfigError(key, f"{tensor.dtype} on {tensor.device}", "torch.uint8 on cpu")
-    if tuple(tensor.shape) != (region.num_blocks, region.page_bytes):
-        raise ConfigError(key, tuple(tensor.shape), f"shape {(region.num_blocks, region.page_bytes)}")
-    if region.page_bytes > 1 and tensor.stride(1) != 1:
-        raise ConfigError(key, tensor.stride(), "rows without gaps between their bytes")
-    if region.num_blocks > 1 and tensor.stride(0) != region.stride_bytes:
-        raise ConfigError(key, tensor.stride(0), f"a row stride of {region.stride_bytes} bytes")
 
 
 class MlockRegistrar:

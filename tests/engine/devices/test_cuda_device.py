@@ -358,7 +358,7 @@ def test_tensors_that_do_not_fit_the_layout_are_refused(make_cuda_rank: MakeRank
         make(4000, [])
     with pytest.raises(ConfigError, match="tensors"):
         make(4096, [])
-    with pytest.raises(ConfigError, match="one CUDA device"):
+    with pytest.raises(ConfigError, match="one cuda device"):
         make(4096, [torch.zeros((8, 4096), dtype=torch.uint8)])
 
 

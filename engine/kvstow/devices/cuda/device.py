@@ -21,8 +21,9 @@ from kvstow.devices.cuda.kernels import PageKernels
 from kvstow.devices.cuda.plan import SlotArea, Split
 from kvstow.devices.cuda.registrar import CudaRegistrar
 from kvstow.devices.cuda.transfer import Transfer
+from kvstow.devices.tensors import check_tensors
 from kvstow.errors import ConfigError, CopyError
-from kvstow.layout import KVLayout, Region
+from kvstow.layout import KVLayout
 from kvstow.memory.pool import HostPool
 
 Strategy = Literal["auto", "staged", "direct"]
@@ -81,7 +82,7 @@ class CudaDevice:
     ) -> None:
         """Allocates up to four staging buffers on the device, and may calibrate (`CudaOptions`). Raises
         `ConfigError`, `DriverUnavailableError` and `DriverError`, and leaves nothing behind then."""
-        _check_layout(pool, layout, tensors)
+        check_tensors(pool, layout, tensors, "cuda")
         self._pool, self._registrar, self._num_blocks = pool, registrar, layout.num_blocks
         self._area = SlotArea(pool.address, pool.slot_stride)
         self._context = primary_context(tensors[0].device.index)
@@ -184,24 +185,3 @@ def _direct_regions(driver: Driver, layout: KVLayout, options: CudaOptions) -> l
     direct = [page >= threshold for page in pages]
     logger.info("%d of %d regions are copied directly, the others staged", sum(direct), len(pages))
     return direct
-
-
-def _check_layout(pool: HostPool, layout: KVLayout, tensors: Sequence[torch.Tensor]) -> None:
-    if layout.slot_bytes != pool.slot_bytes:
-        raise ConfigError("slot_bytes", pool.slot_bytes, f"{layout.slot_bytes}, the sum of the layout's pages")
-    if len(tensors) != len(layout.regions):
-        raise ConfigError("tensors", len(tensors), f"{len(layout.regions)}, one per region")
-    for region, tensor in zip(layout.regions, tensors, strict=True):
-        _check_tensor(region, tensor, tensors[0].device)
-
-
-def _check_tensor(region: Region, tensor: torch.Tensor, device: torch.device) -> None:
-    key = f"region {region.name}"
-    if tensor.dtype is not torch.uint8 or tensor.device.type != "cuda" or tensor.device != device:
-        raise ConfigError(key, f"{tensor.dtype} on {tensor.device}", "torch.uint8, all regions on one CUDA device")
-    if tuple(tensor.shape) != (region.num_blocks, region.page_bytes):
-        raise ConfigError(key, tuple(tensor.shape), f"shape {(region.num_blocks, region.page_bytes)}")
-    if region.page_bytes > 1 and tensor.stride(1) != 1:
-        raise ConfigError(key, tensor.stride(), "rows without gaps between their bytes")
-    if region.num_blocks > 1 and tensor.stride(0) != region.stride_bytes:
-        raise ConfigError(key, tensor.stride(0), f"a row stride of {region.stride_bytes} bytes")

@@ -1,0 +1,36 @@
+"""Whether torch tensors are the regions of a layout, as devices that address them by stride need it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvstow.errors import ConfigError
+from kvstow.layout import KVLayout, Region
+from kvstow.memory.pool import HostPool
+
+
+def check_tensors(pool: HostPool, layout: KVLayout, tensors: Sequence[torch.Tensor], device_type: str) -> None:
+    """Raises `ConfigError` unless `tensors[i]` is region `i` of `layout`, all on one device of `device_type`, and the
+    pool's slots hold a block."""
+    if layout.slot_bytes != pool.slot_bytes:
+        raise ConfigError("slot_bytes", pool.slot_bytes, f"{layout.slot_bytes}, the sum of the layout's pages")
+    if len(tensors) != len(layout.regions):
+        raise ConfigError("tensors", len(tensors), f"{len(layout.regions)}, one per region")
+    for region, tensor in zip(layout.regions, tensors, strict=True):
+        if tensor.device.type != device_type or tensor.device != tensors[0].device:
+            raise ConfigError(f"region {region.name}", str(tensor.device), f"one {device_type} device for all regions")
+        _check_tensor(region, tensor)
+
+
+def _check_tensor(region: Region, tensor: torch.Tensor) -> None:
+    key = f"region {region.name}"
+    if tensor.dtype is not torch.uint8:
+        raise ConfigError(key, tensor.dtype, "torch.uint8")
+    if tuple(tensor.shape) != (region.num_blocks, region.page_bytes):
+        raise ConfigError(key, tuple(tensor.shape), f"shape {(region.num_blocks, region.page_bytes)}")
+    if region.page_bytes > 1 and tensor.stride(1) != 1:
+        raise ConfigError(key, tensor.stride(), "rows without gaps between their bytes")
+    if region.num_blocks > 1 and tensor.stride(0) != region.stride_bytes:
+        raise ConfigError(key, tensor.stride(0), f"a row stride of {region.stride_bytes} bytes")
