@@ -46,6 +46,7 @@ WAYS = {
 DIRECTIONS: dict[str, tuple[Direction, ...]] = {"store": ("store",), "load": ("load",), "both": BOTH}
 BARS = {"store": 0.95, "load": 0.95, "both": 0.90}
 
+_TICKS = (4, 16, 64, 256, 1024)  # KiB
 _REPEATS = 5
 _MOST_CALLS = 1 << 16  # of cuMemcpyAsync in a measurement: the rate does not depend on it, the time does
 _SLOW_PAGE, _SLOW_REPEATS = 32 * KIB, 2  # smaller pages take up to a second when copied one by one
@@ -136,13 +137,14 @@ def draw(rates: Sequence[Rate], path: Path) -> None:
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
         axes.axhline(bar, color="black", linestyle="--", linewidth=0.8, label="bar")
         axes.set_xscale("log", base=2)
+        axes.set_xticks(_TICKS, [str(tick) for tick in _TICKS])
         axes.set_title({"store": "stores", "load": "loads", "both": "both together"}[name])
         axes.set_xlabel("page, KiB")
         axes.set_ylim(0, 1.05)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("rate, part of one large copy's")
-    panels[0].legend(fontsize="small", loc="lower right")
-    figure.savefig(path, dpi=70)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    figure.savefig(path, dpi=64)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -235,7 +235,7 @@ def tables(times: Sequence[HostTime], slowed: Sequence[SlowDown]) -> tuple[Table
     plain = {(time.page_kib, time.layers, time.direction): time for time in times if time.way == "batch"}
     rows = [_row(time, plain[time.page_kib, time.layers, time.direction]) for time in times if time.way == "KVStow"]
     beside = [
-        [entry.way, entry.direction, f"{entry.median:.3f}", f"{entry.least:.3f} to {entry.most:.3f}"]
+        [entry.way, f"{entry.direction}s", f"{entry.median:.3f}", f"{entry.least:.3f} to {entry.most:.3f}"]
         for entry in slowed
     ]
     return (
@@ -267,7 +267,7 @@ def draw(times: Sequence[HostTime], slowed: Sequence[SlowDown], path: Path) -> N
     left.set_xscale("log")
     left.set_xlabel("host time to give the device 2 GiB, ms")
     left.invert_yaxis()
-    labels = [f"{entry.way}, {entry.direction}" for entry in slowed]
+    labels = [f"{entry.way},\n{entry.direction}s beside" for entry in slowed]
     middle = [entry.median for entry in slowed]
     errors = [[entry.median - entry.least for entry in slowed], [entry.most - entry.median for entry in slowed]]
     right.errorbar(middle, labels, xerr=errors, fmt="o", capsize=3)
