@@ -15,7 +15,7 @@ import torch
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.devices.base import TicketState
-from kvstow.devices.cuda import CudaFence
+from kvstow.devices.cuda import CudaFence, CudaOptions
 from kvstow.messages import StepPlan
 from kvstow.testing.latch import Latch
 from kvstow.worker import OffloadWorker
@@ -198,11 +198,13 @@ def test_compute_does_not_wait_for_a_store_that_waits(strategy: str, make_rank: 
 def test_a_small_copy_of_the_host_does_not_wait_for_a_whole_store(
     strategy: str, make_rank: MakeRank, finish: Finish
 ) -> None:
-    """A sampled token's: it waits for the batches that are queued, and 64 are to come."""
-    rank = make_rank([1 << 20], blocks=256, slots=256, chunk_bytes=256 << 20, staging_bytes=4 << 20, strategy=strategy)
+    """A sampled token's: it waits for the two batches that are queued, and 32 are to come. Smaller batches than the
+    default would let the link run dry in between, and prove nothing."""
+    pages, batch = [64 << 10] * 16, CudaOptions().staging_bytes
+    rank = make_rank(pages, blocks=1024, slots=1024, chunk_bytes=256 << 20, staging_bytes=batch, strategy=strategy)
     token, host = torch.ones(1, device="cuda"), torch.zeros(1).pin_memory()
     torch.cuda.synchronize()
-    ticket = rank.store(range(256), range(256))
+    ticket = rank.store(range(1024), range(1024))
     host.copy_(token, non_blocking=True)
     copied = CudaFence.record(torch.cuda.current_stream())
     while not copied.query():
