@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kvstow.errors import ConfigError
 
 POLICIES = ("lru", "arc")
+
+CopyStrategy = Literal["auto", "staged", "direct"]
+COPY_STRATEGIES: tuple[CopyStrategy, ...] = ("auto", "staged", "direct")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from kvstow.config import PoolConfig
 from kvstow.errors import KvstowError
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.agent import AdminAddress, RankAgent, ReportingRank
-from kvstow_service.shapes import DeviceName, Shape
+from kvstow_service.place import Place
 
 if TYPE_CHECKING:
     from kvstow_service.ranks import LocalRank
@@ -39,12 +39,11 @@ class Fleet:
         kv_blocks: int,
         server: AdminAddress,
         *,
-        shape: Shape | None = None,
-        device: DeviceName = "cpu",
+        place: Place | None = None,
     ) -> None:
         self._num_ranks = num_ranks
         self._pool = pool
-        self._kv_blocks, self._shape, self._device = kv_blocks, shape, device
+        self._kv_blocks, self._place = kv_blocks, place or Place()
         self._server = server
         self._local: list[LocalRank] = []
         self._resources = ExitStack()
@@ -85,7 +84,7 @@ class Fleet:
         try:
             from kvstow_service.ranks import build_rank  # torch: only here, behind an answering server
 
-            local = build_rank(rank, self._pool, self._kv_blocks, self._shape, self._device)
+            local = build_rank(rank, self._pool, self._kv_blocks, self._place)
         except Exception as error:  # reported and logged: the service goes on without this rank
             logger.error("rank %d cannot be built: %s", rank, error, exc_info=not isinstance(error, KvstowError))
             return UnbuiltRank(rank, self._pool, error)

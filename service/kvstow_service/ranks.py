@@ -13,13 +13,16 @@ import torch
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
 from kvstow.devices.cpu import CpuDevice, MlockRegistrar
-from kvstow.devices.cuda import CudaDevice, CudaRegistrar, DriverUnavailableError
+from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar, DriverUnavailableError
 from kvstow.devices.cuda.driver import load_driver
 from kvstow.errors import InsufficientMemoryError
 from kvstow.layout import KVLayout
 from kvstow.memory.pool import HostPool
 from kvstow.worker import OffloadWorker
-from kvstow_service.shapes import DeviceName, Shape, even_shape
+from kvstow_service.place import Place
+from kvstow_service.shapes import even_shape
+
+_HERE = Place()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +46,29 @@ class LocalRank:
         self.worker.close()
 
 
-def build_ranks(
-    num_ranks: int, config: PoolConfig, kv_blocks: int, shape: Shape | None = None, device: DeviceName = "cpu"
-) -> list[LocalRank]:
+def build_ranks(num_ranks: int, config: PoolConfig, kv_blocks: int, place: Place = _HERE) -> list[LocalRank]:
     """`num_ranks` ranks, all or none. Pins nothing yet. Raises what `build_rank` raises."""
     with ExitStack() as undo:
         ranks = []
         for rank in range(num_ranks):
-            ranks.append(build_rank(rank, config, kv_blocks, shape, device))
+            ranks.append(build_rank(rank, config, kv_blocks, place))
             undo.callback(ranks[-1].close)
         undo.pop_all()
     return ranks
 
 
-def build_rank(
-    rank: int, config: PoolConfig, kv_blocks: int, shape: Shape | None = None, device: DeviceName = "cpu"
-) -> LocalRank:
-    """One rank with a KV cache of `kv_blocks` blocks of `shape` (a few equal layers by default). Pins nothing yet.
+def build_rank(rank: int, config: PoolConfig, kv_blocks: int, place: Place = _HERE) -> LocalRank:
+    """One rank with a KV cache of `kv_blocks` blocks. Pins nothing yet.
 
     Raises `InsufficientMemoryError` for a pool or a KV cache that cannot fit, and `DriverUnavailableError` where
     there is no CUDA.
     """
-    layout = (shape or even_shape(config.slot_bytes)).layout(kv_blocks)
-    build = _build_cuda if device == "cuda" else _build_cpu
+    layout = (place.shape or even_shape(config.slot_bytes)).layout(kv_blocks)
     with ExitStack() as undo:
-        local = build(rank, config, layout, undo)
+        if place.device == "cuda":
+            local = _build_cuda(rank, config, layout, CudaOptions(strategy=place.copy_strategy), undo)
+        else:
+            local = _build_cpu(rank, config, layout, undo)
         undo.pop_all()
     return local
 
@@ -79,13 +80,13 @@ def _build_cpu(rank: int, config: PoolConfig, layout: KVLayout, undo: ExitStack)
     return LocalRank(OffloadWorker(rank, pool, CpuDevice(pool, layout, tensors)), layout, tensors)
 
 
-def _build_cuda(rank: int, config: PoolConfig, layout: KVLayout, undo: ExitStack) -> LocalRank:
+def _build_cuda(rank: int, config: PoolConfig, layout: KVLayout, options: CudaOptions, undo: ExitStack) -> LocalRank:
     ordinal = _gpu_of(rank)
     registrar = CudaRegistrar(ordinal)
     pool = HostPool(config, registrar, numa_node=registrar.numa_node)
     undo.callback(pool.close)
     tensors = _kv_cache(layout, torch.device("cuda", ordinal))
-    device = CudaDevice(pool, layout, tensors, registrar=registrar)
+    device = CudaDevice(pool, layout, tensors, registrar=registrar, options=options)
     undo.callback(device.close)
     return LocalRank(OffloadWorker(rank, pool, device), layout, tensors)
 

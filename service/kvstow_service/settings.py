@@ -15,12 +15,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvstow.bytesize import format_size, parse_size
-from kvstow.config import POLICIES, EngineConfig, PoolConfig
+from kvstow.config import POLICIES, CopyStrategy, EngineConfig, PoolConfig
 from kvstow.errors import ConfigError
 from kvstow.memory.pace import CHUNK_BYTES
 from kvstow_service.duration import parse_duration
 from kvstow_service.logs import LogFormat, LogLevel
-from kvstow_service.shapes import SHAPES, DeviceName, Shape
+from kvstow_service.place import Place
+from kvstow_service.shapes import SHAPES, DeviceName
 
 ENV_PREFIX = "KVSTOW_"
 REQUIRABLE_CHECKS = ("pool", "pinned")
@@ -125,6 +126,9 @@ class Settings(BaseModel):
     shape: Annotated[str | None, _reads(_shape)] = Field(
         None, description=f"KV cache of a known model in place of a slot size: {' or '.join(SHAPES)}."
     )
+    copy_strategy: CopyStrategy = Field(
+        "auto", description="On CUDA, copy page by page (direct), in packed blocks (staged), or as measured (auto)."
+    )
     pool_max_size: Size | None = Field(
         None,
         description="How far the pool may grow at runtime, per rank; by default the ranks' share of the machine.",
@@ -204,6 +208,8 @@ class Settings(BaseModel):
             raise _contradiction("pool_size", f"at least one slot, {format_size(self.slot_size)}")
         if self.pool_max_size is not None and self.pool_max_size < self.pool_size:
             raise _contradiction("pool_max_size", f"at least the pool's size, {format_size(self.pool_size)}")
+        if self.device == "cpu" and self.copy_strategy != "auto":
+            raise _contradiction("copy_strategy", "auto on the CPU")
         if not self.transfer_timeout:
             raise _contradiction("transfer_timeout", "more than 0 seconds")
         if self.replay_rate is not None and self.replay_time_scale is not None:
@@ -217,8 +223,8 @@ class Settings(BaseModel):
         return self.pin_pace == "fixed" or self.pin_chunk is not None or self.pin_pause is not None
 
     @property
-    def kv_shape(self) -> Shape | None:
-        return None if self.shape is None else SHAPES[self.shape]
+    def place(self) -> Place:
+        return Place(self.device, None if self.shape is None else SHAPES[self.shape], self.copy_strategy)
 
     @property
     def capacity_slots(self) -> int:

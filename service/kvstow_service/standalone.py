@@ -66,8 +66,7 @@ def run_service(settings: Settings) -> int:
         running.callback(server.stop)
         _announce(settings, listeners)
 
-        blocks, shape = plan.kv_blocks, settings.kv_shape
-        fleet = Fleet(settings.ranks, plan.pool, blocks, agents_reach, shape=shape, device=settings.device)
+        fleet = Fleet(settings.ranks, plan.pool, plan.kv_blocks, agents_reach, place=settings.place)
         fleet.start()
         running.callback(fleet.close)
 

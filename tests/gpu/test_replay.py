@@ -7,6 +7,7 @@ from threading import Event
 import pytest
 
 from kvstow.config import EngineConfig
+from kvstow_service.place import Place
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.generate import TraceShape, generate_trace
 from kvstow_service.replay.pace import ReplayOptions
@@ -20,7 +21,7 @@ def test_every_loaded_byte_is_right(name: str) -> None:
     requests = list(generate_trace(TraceShape(sessions=4, turns=3, shared_prompts=1)))
     blocks = blocks_needed(requests, options.concurrency)
     config = EngineConfig(slot_bytes=shape.slot_bytes, capacity_slots=64, num_ranks=2)
-    with local_session(config, kv_blocks=blocks, stop=Event(), shape=shape, device="cuda") as session:
+    with local_session(config, kv_blocks=blocks, stop=Event(), place=Place("cuda", shape)) as session:
         driver = ReplayDriver(session.engine, session.workers, session.kv, requests, options, kv_blocks=blocks)
         result = driver.run(Event())
     assert (result.mismatches, result.failed_loads, result.failed_stores, result.abandoned) == (0, 0, 0, 0)

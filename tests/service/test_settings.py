@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstow_service.place import Place
 from kvstow_service.settings import Settings, load_settings
+from kvstow_service.shapes import SHAPES
 
 
 def errors_of(flags: dict[str, object], environ: dict[str, str] | None = None, config: Path | None = None) -> list[str]:
@@ -120,6 +122,8 @@ def test_every_wrong_value_gets_one_line_by_the_name_its_user_gave_it(config: Pa
         ({"exit_after_replay": True}, "--exit-after-replay is True; allowed: true only with a replay"),
         ({"policy": "fifo"}, "--policy is 'fifo'; allowed: lru or arc"),
         ({"device": "tpu"}, "--device is 'tpu'; allowed: 'cpu' or 'cuda'"),
+        ({"copy_strategy": "direct"}, "--copy-strategy is 'direct'; allowed: auto on the CPU"),
+        ({"copy_strategy": "best"}, "--copy-strategy is 'best'; allowed: 'auto', 'staged' or 'direct'"),
         (
             {"shape": "gpt-2"},
             "--shape is 'gpt-2'; allowed: llama-3-8b or llama-3-70b-tp8 or mla-18k or gpt-oss-32k",
@@ -183,9 +187,12 @@ def test_the_pace_of_pinning_reaches_the_pool(
 def test_a_shape_is_the_size_of_a_slot() -> None:
     settings = load_settings({}, {"KVSTOW_SHAPE": "llama-3-70b-tp8"})
     assert settings.engine_config(16).slot_bytes == settings.pool_config(0).slot_bytes == 80 * 8192
-    assert settings.kv_shape is not None
-    assert settings.kv_shape.name == "llama-3-70b-tp8"
-    assert load_settings({}, {}).kv_shape is None
+    assert settings.place == Place("cpu", SHAPES["llama-3-70b-tp8"])
+    assert load_settings({}, {}).place == Place()
+
+
+def test_a_copy_strategy_reaches_the_place_of_the_kv_cache() -> None:
+    assert load_settings({"device": "cuda", "copy_strategy": "direct"}, {}).place == Place("cuda", None, "direct")
 
 
 def test_the_engine_gets_whole_slots() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Annotated, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from kvstow.config import CopyStrategy
 from kvstow.errors import ConfigError, KvstowError
+from kvstow_service.place import Place
 from kvstow_service.shapes import SHAPES, DeviceName, Shape, even_shape, shape_named
 from kvstow_service.stop import StopRequests
 
@@ -36,6 +38,9 @@ def replay(
         str | None, typer.Option(help=f"KV cache of a known model in place of a slot size: {' or '.join(SHAPES)}.")
     ] = None,
     device: Annotated[str, typer.Option(help="Device that holds the KV cache: cpu or cuda.")] = "cpu",
+    copy_strategy: Annotated[
+        str, typer.Option(help="On CUDA, copy page by page (direct), in packed blocks (staged), or as measured (auto).")
+    ] = "auto",
     requests: Annotated[int | None, typer.Option(min=1, help="Replay so many requests at most.")] = None,
     ranks: Annotated[int, typer.Option(help="Ranks in this process.")] = 1,
     policy: Annotated[str, typer.Option(help="Order of eviction: lru or arc.")] = "lru",
@@ -59,9 +64,10 @@ def replay(
     from kvstow_service.replay.trace import BLOCK_TOKENS, read_trace
 
     try:
-        place = _place(device, shape, slot_size)
+        cut = _shape(shape, slot_size)
+        place = Place(cast(DeviceName, device), cut, cast(CopyStrategy, copy_strategy))  # it checks both
         config = EngineConfig(
-            slot_bytes=place.shape.slot_bytes,
+            slot_bytes=cut.slot_bytes,
             capacity_slots=pool_slots,
             num_ranks=ranks,
             policy=policy,
@@ -77,22 +83,12 @@ def replay(
         raise typer.Exit(EXIT_MISMATCH)
 
 
-class _Place(NamedTuple):
-    """Where the KV cache lies, and how it is cut."""
-
-    device: DeviceName
-    shape: Shape
-
-
-def _place(device: str, shape: str | None, slot_size: str | None) -> _Place:
+def _shape(name: str | None, slot_size: str | None) -> Shape:
     from kvstow.bytesize import parse_size
 
-    if device not in get_args(DeviceName):
-        raise ConfigError("--device", device, " or ".join(get_args(DeviceName)))
-    if shape is not None and slot_size is not None:
+    if name is not None and slot_size is not None:
         raise ConfigError("--slot-size", slot_size, "a slot size or a shape, not both")
-    chosen = shape_named(shape) if shape else even_shape(parse_size(slot_size or _SLOT_SIZE, "--slot-size"))
-    return _Place("cuda" if device == "cuda" else "cpu", chosen)
+    return shape_named(name) if name else even_shape(parse_size(slot_size or _SLOT_SIZE, "--slot-size"))
 
 
 def _run(
@@ -100,7 +96,7 @@ def _run(
     options: ReplayOptions,
     requests: list[TraceRequest],
     kv_blocks: int | None,
-    place: _Place | None,
+    place: Place | None,
 ) -> ReplayResult:
     """Without a place for a KV cache, the control plane alone."""
     from kvstow_service.replay.driver import ReplayDriver, blocks_needed
@@ -117,8 +113,7 @@ def _run(
             session = local_session(
                 config,
                 kv_blocks=blocks,
-                shape=place.shape,
-                device=place.device,
+                place=place,
                 stop=stops.requested,
                 on_pinned=lambda slots: progress.update(pinned, completed=slots),
             )

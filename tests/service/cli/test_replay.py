@@ -99,6 +99,11 @@ def test_wrong_bytes_end_with_status_1(trace: str, monkeypatch: pytest.MonkeyPat
         (("--shape", "gpt-2"), "--shape is 'gpt-2'; allowed: llama-3-8b or llama-3-70b-tp8 or mla-18k or gpt-oss-32k"),
         (("--shape", "mla-18k", "--slot-size", "1KiB"), "--slot-size is '1KiB'; allowed: a slot size or a shape"),
         (("--device", "tpu"), "--device is 'tpu'; allowed: cpu or cuda"),
+        (
+            ("--copy-strategy", "direct"),
+            "--copy-strategy is 'direct'; allowed: auto, as the CPU",
+        ),
+        (("--copy-strategy", "best"), "--copy-strategy is 'best'; allowed: auto or staged or direct"),
         (("--policy", "fifo"), "policy is 'fifo'; allowed: lru or arc"),
         (("--concurrency", "0"), "concurrency is 0"),
         (("--rate", "-1"), "rate is -1.0"),

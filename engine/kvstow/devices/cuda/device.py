@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
 
+from kvstow.config import COPY_STRATEGIES, CopyStrategy
 from kvstow.devices.base import Capabilities, Fence, Staged
 from kvstow.devices.cuda.calibration import CANDIDATES, direct_threshold
 from kvstow.devices.cuda.context import primary_context
@@ -25,9 +25,6 @@ from kvstow.devices.tensors import check_tensors
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout
 from kvstow.memory.pool import HostPool
-
-Strategy = Literal["auto", "staged", "direct"]
-STRATEGIES: tuple[Strategy, ...] = ("auto", "staged", "direct")
 
 logger = logging.getLogger("kvstow.cuda")
 
@@ -43,14 +40,14 @@ class CudaOptions:
     that direction, say of a sampled token, may have to wait for.
     """
 
-    strategy: Strategy = "auto"
+    strategy: CopyStrategy = "auto"
     threshold_bytes: int | None = None
     staging_bytes: int = 32 << 20
     num_buffers: int = 2
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise ConfigError("strategy", self.strategy, " or ".join(STRATEGIES))
+        if self.strategy not in COPY_STRATEGIES:
+            raise ConfigError("strategy", self.strategy, " or ".join(COPY_STRATEGIES))
         for key in ("staging_bytes", "num_buffers", "threshold_bytes"):
             value = getattr(self, key)
             if (type(value) is not int or value < 1) and not (key == "threshold_bytes" and value is None):
