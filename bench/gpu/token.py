@@ -27,7 +27,7 @@ from bench.gpu.rank import GIB, KIB, MIB, KVCache, Shape
 from bench.report import Table
 
 SHAPE = Shape(64 * KIB, 32)
-STAGING = (32 * MIB, 16 * MIB, 8 * MIB)  # the first, staged, is what a user gets
+STAGING = (48 * MIB, 64 * MIB, 32 * MIB, 16 * MIB)  # the first, staged, is what a user gets
 
 _NUM_BYTES = GIB
 _WARM_UP, _TIMED = 3, 20

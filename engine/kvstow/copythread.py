@@ -24,7 +24,7 @@ from kvstow.messages import Completion, Direction, Op
 
 _IN_FLIGHT = 2  # ops per direction: more would make a sampled token's copy wait behind them on the link
 # Seconds between two looks at fences and tickets. A staging buffer of 32 MiB is on the link for 0.6 ms: looking every
-# 1 ms costs a fifth of the rate (43 of 54 GB/s), every 0.2 ms costs nothing, and 5 ms of CPU per 2 GiB.
+# 1 ms cost a fifth of the rate (43 of 54 GB/s), every 0.2 ms next to nothing, and 5 ms of CPU per 2 GiB.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 0.2e-3
 _STUCK_GRACE = 5.0  # seconds that one copy may outlast the timeout of `close`
 

@@ -42,7 +42,7 @@ class CudaOptions:
 
     strategy: CopyStrategy = "auto"
     threshold_bytes: int | None = None
-    staging_bytes: int = 32 << 20
+    staging_bytes: int = 48 << 20
     num_buffers: int = 2
 
     def __post_init__(self) -> None:
