@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -60,3 +62,33 @@ def test_the_command_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> N
     result = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "0.1.0"
+
+
+def declared(*extras: str) -> set[str]:
+    """Import names of what the core install and these extras declare."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    names = {re.split(r"[<>=\[]", line)[0].replace("-", "_") for line in lines}
+    return (
+        names | ({"starlette"} if "fastapi" in names else set()) | ({"pydantic_core"} if "pydantic" in names else set())
+    )
+
+
+def imported(package: str) -> set[str]:
+    """Top-level names of what the package imports anywhere, without itself and Python's own."""
+    names = set()
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module.partition(".")[0])
+    return names - sys.stdlib_module_names - {"kvstow", "kvstow_api", "kvstow_service"}
+
+
+@pytest.mark.parametrize(
+    ("package", "extras"),
+    [("engine/kvstow", ()), ("api/kvstow_api", ("service",)), ("service/kvstow_service", ("service", "cli"))],
+)
+def test_what_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> None:
+    assert imported(package) <= declared(*extras)
