@@ -208,6 +208,8 @@ class Settings(BaseModel):
             raise _contradiction("pool_size", f"at least one slot, {format_size(self.slot_size)}")
         if self.pool_max_size is not None and self.pool_max_size < self.pool_size:
             raise _contradiction("pool_max_size", f"at least the pool's size, {format_size(self.pool_size)}")
+        if self.device == "cuda" and not self.lock:
+            raise _contradiction("lock", "true on CUDA: it copies from registered memory")
         if self.device == "cpu" and self.copy_strategy != "auto":
             raise _contradiction("copy_strategy", "auto on the CPU")
         if not self.transfer_timeout:

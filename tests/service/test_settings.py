@@ -122,6 +122,10 @@ def test_every_wrong_value_gets_one_line_by_the_name_its_user_gave_it(config: Pa
         ({"exit_after_replay": True}, "--exit-after-replay is True; allowed: true only with a replay"),
         ({"policy": "fifo"}, "--policy is 'fifo'; allowed: lru or arc"),
         ({"device": "tpu"}, "--device is 'tpu'; allowed: 'cpu' or 'cuda'"),
+        (
+            {"device": "cuda", "lock": False},
+            "--lock is False; allowed: true on CUDA: it copies from registered memory",
+        ),
         ({"copy_strategy": "direct"}, "--copy-strategy is 'direct'; allowed: auto on the CPU"),
         ({"copy_strategy": "best"}, "--copy-strategy is 'best'; allowed: 'auto', 'staged' or 'direct'"),
         (

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from kvstow.config import PoolConfig
 from kvstow.devices.base import TicketState
 from kvstow.devices.cuda import CudaDevice, CudaOptions, DriverError
 from kvstow.devices.cuda.calibration import CANDIDATES, NEVER, choose_threshold
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Region
+from kvstow.memory.pool import HostPool
 from kvstow.testing.latch import Latch
 
 MakeRank = Callable[..., Any]
@@ -360,6 +362,14 @@ def test_tensors_that_do_not_fit_the_layout_are_refused(make_cuda_rank: MakeRank
         make(4096, [])
     with pytest.raises(ConfigError, match="one cuda device"):
         make(4096, [torch.zeros((8, 4096), dtype=torch.uint8)])
+
+
+def test_a_pool_that_is_not_registered_with_cuda_is_refused(make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank([4096])
+    rank.pool = pool = HostPool(PoolConfig(4096, 4096, lock=False), rank.registrar)
+    with pytest.raises(ConfigError, match="lock is False; allowed: true"):
+        rank.new_device()
+    pool.close()
 
 
 def test_a_fence_is_reached_when_the_work_before_it_is_done(cuda: Any, new_fence: NewFence) -> None:

@@ -80,6 +80,8 @@ class CudaDevice:
         """Allocates up to four staging buffers on the device, and may calibrate (`CudaOptions`). Raises
         `ConfigError`, `DriverUnavailableError` and `DriverError`, and leaves nothing behind then."""
         check_tensors(pool, layout, tensors, "cuda")
+        if pool.status().pin_mode != registrar.mode:
+            raise ConfigError("lock", False, "true: CUDA copies from registered memory only")
         self._pool, self._registrar, self._num_blocks = pool, registrar, layout.num_blocks
         self._area = SlotArea(pool.address, pool.slot_stride)
         self._context = primary_context(tensors[0].device.index)
