@@ -56,7 +56,6 @@ class ControlState:
         self.counters = Counters()
         self.events = EventLog(config.event_buffer)
         self.settled: deque[Settled] = deque()
-        self.started = clock()
         self.capacity = config.capacity_slots
         """Slots wanted on every rank; ranks give memory back only when this is lowered."""
         self.ceiling = config.capacity_slots
