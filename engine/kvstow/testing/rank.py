@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 from kvstow.control.engine import OffloadEngine
@@ -117,3 +117,14 @@ def write_blocks(ranks: Iterable[FakeRank], blocks: Iterable[int], keys: Iterabl
     pairs = list(zip(blocks, keys, strict=True))
     for rank in ranks:
         rank.blocks.update(pairs)
+
+
+def store_keys(engine: OffloadEngine, ranks: Sequence[FakeRank], keys: Sequence[bytes]) -> None:
+    """Compute these keys' blocks on all ranks, store them, and see the store through, with all else that is queued."""
+    blocks = range(len(keys))
+    write_blocks(ranks, blocks, keys)
+    op = engine.begin_store(keys, blocks).op
+    for rank in ranks:
+        rank.submit(op)
+        rank.run_all()
+    engine.take_settled()

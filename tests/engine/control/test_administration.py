@@ -9,24 +9,16 @@ from kvstow.control.gate import BypassStatus
 from kvstow.control.sweep import SLICE_SLOTS
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError
 from kvstow.testing.clock import FakeClock
-from kvstow.testing.rank import FakeRank, make_ranks, write_blocks
+from kvstow.testing.rank import make_ranks, store_keys, write_blocks
 
 MakeEngine = Callable[..., OffloadEngine]
 
 A, B, C, D = (bytes([letter]) for letter in b"ABCD")
 
 
-def store(engine: OffloadEngine, ranks: list[FakeRank], keys: list[bytes]) -> None:
-    write_blocks(ranks, range(len(keys)), keys)
-    op = engine.begin_store(keys, range(len(keys))).op
-    for rank in ranks:
-        rank.submit(op)
-        rank.run_all()
-
-
 def test_eviction_by_count_takes_the_coldest(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    store(engine, make_ranks(engine), [A, B, C])
+    store_keys(engine, make_ranks(engine), [A, B, C])
     sweep = engine.admin.evict(slots=2).run()
     assert (sweep.evicted_slots, sweep.evicted_bytes, sweep.finished) == (2, 128, True)
     assert engine.contains([A, B, C]) == [True, False, False]
@@ -36,13 +28,13 @@ def test_eviction_by_count_takes_the_coldest(make_engine: MakeEngine) -> None:
 
 def test_eviction_by_bytes_frees_at_least_as_much(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    store(engine, make_ranks(engine), [A, B, C])
+    store_keys(engine, make_ranks(engine), [A, B, C])
     assert engine.admin.evict(num_bytes=65).run().evicted_slots == 2
 
 
 def test_eviction_ends_when_nothing_more_may_go(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    store(engine, make_ranks(engine), [A, B, C])
+    store_keys(engine, make_ranks(engine), [A, B, C])
     lease = engine.acquire([A])
     sweep = engine.admin.evict(slots=100).run()
     assert (sweep.evicted_slots, sweep.done, sweep.total) == (2, 2, 2)
@@ -53,8 +45,8 @@ def test_eviction_ends_when_nothing_more_may_go(make_engine: MakeEngine) -> None
 def test_eviction_by_idle_time(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine()
     ranks = make_ranks(engine)
-    store(engine, ranks, [A])
-    store(engine, ranks, [B])
+    store_keys(engine, ranks, [A])
+    store_keys(engine, ranks, [B])
     clock.advance(10.0)
     engine.release(engine.acquire([B]))
     clock.advance(5.0)
@@ -64,7 +56,7 @@ def test_eviction_by_idle_time(make_engine: MakeEngine, clock: FakeClock) -> Non
 
 def test_a_dry_run_counts_and_changes_nothing(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine()
-    store(engine, make_ranks(engine), [A, B, C])
+    store_keys(engine, make_ranks(engine), [A, B, C])
     clock.advance(2.0)
     before = engine.stats()
     assert engine.admin.evict(slots=2, dry_run=True).run().evicted_slots == 2
@@ -106,11 +98,11 @@ def test_contradictory_selectors_of_a_purge_are_refused(make_engine: MakeEngine,
 def test_purge_by_keys_prefixes_age_and_count(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine(slots=8)
     ranks = make_ranks(engine)
-    store(engine, ranks, [b"p1", b"p2", b"q1", b"q2", b"r1"])
+    store_keys(engine, ranks, [b"p1", b"p2", b"q1", b"q2", b"r1"])
     assert engine.admin.purge(keys=[b"p1", b"p1", b"none"]).run().evicted_slots == 1
     assert engine.admin.purge(key_prefixes=[b"q", b"x"]).run().evicted_slots == 2
     clock.advance(60.0)
-    store(engine, ranks, [b"s1"])
+    store_keys(engine, ranks, [b"s1"])
     assert engine.admin.purge(age_seconds=30.0).run().evicted_slots == 2
     assert engine.contains([b"r1", b"s1"]) == [False, True]
     assert engine.admin.purge(slots=5).run().evicted_slots == 1
@@ -121,12 +113,12 @@ def test_purge_by_keys_prefixes_age_and_count(make_engine: MakeEngine, clock: Fa
 def test_a_purge_hides_leased_blocks_at_once_and_frees_them_later(make_engine: MakeEngine) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)
-    store(engine, [rank], [A])
+    store_keys(engine, [rank], [A])
     op = engine.begin_load(engine.acquire([A]), [7])
     assert engine.admin.purge(everything=True).run().evicted_slots == 1
     assert engine.lookup([A]) == 0
     assert engine.stats().slots.leased == 1
-    store(engine, [rank], [B, C, D])
+    store_keys(engine, [rank], [B, C, D])
     rank.submit(op)
     rank.run_all()
     assert rank.blocks[7] == A, "the slot was not reused under the load"
@@ -153,7 +145,7 @@ def test_a_purge_reaches_stores_in_flight(make_engine: MakeEngine) -> None:
 def test_bulk_work_goes_in_slices_that_free_the_lock(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=3 * SLICE_SLOTS)
     ranks = make_ranks(engine)
-    store(engine, ranks, [n.to_bytes(4, "big") for n in range(3 * SLICE_SLOTS)])
+    store_keys(engine, ranks, [n.to_bytes(4, "big") for n in range(3 * SLICE_SLOTS)])
     sweep = engine.admin.purge(everything=True)
     assert engine.stats().slots.cached == 3 * SLICE_SLOTS, "nothing happens before the first step"
     assert sweep.step()
@@ -168,7 +160,7 @@ def test_bulk_work_goes_in_slices_that_free_the_lock(make_engine: MakeEngine) ->
 def test_pinned_blocks_stay_until_their_time_is_over(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine(slots=2)
     ranks = make_ranks(engine)
-    store(engine, ranks, [A, B])
+    store_keys(engine, ranks, [A, B])
     assert engine.admin.pin([A, B, C], ttl_seconds=10.0) == (2, 1)
     assert engine.begin_store([D], [0]).outcomes == {"dropped_cpu_full": 1}
     assert engine.admin.evict(slots=5).run().evicted_slots == 0
@@ -181,7 +173,7 @@ def test_pinned_blocks_stay_until_their_time_is_over(make_engine: MakeEngine, cl
 
 def test_a_new_pin_replaces_the_old_one(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine()
-    store(engine, make_ranks(engine), [A])
+    store_keys(engine, make_ranks(engine), [A])
     engine.admin.pin([A], ttl_seconds=10.0)
     engine.admin.pin([A], ttl_seconds=None)
     clock.advance(11.0)
@@ -194,7 +186,7 @@ def test_a_new_pin_replaces_the_old_one(make_engine: MakeEngine, clock: FakeCloc
 
 def test_pins_and_leases_overlap(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    store(engine, make_ranks(engine), [A, B])
+    store_keys(engine, make_ranks(engine), [A, B])
     engine.admin.pin([A], None)
     lease = engine.acquire([A, B])
     engine.admin.pin([B], None)
@@ -226,7 +218,7 @@ def test_growing_is_finished_at_once_and_the_ranks_follow(make_engine: MakeEngin
 def test_shrinking_removes_first_and_only_then_tells_the_ranks(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=4)
     (rank,) = make_ranks(engine)
-    store(engine, [rank], [A, B, C])
+    store_keys(engine, [rank], [A, B, C])
     sweep = engine.admin.resize(1)
     assert rank.report().capacity_slots == 4
     sweep.run()
@@ -240,7 +232,7 @@ def test_shrinking_removes_first_and_only_then_tells_the_ranks(make_engine: Make
 def test_shrinking_waits_for_leases_and_transfers_above(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=4)
     (rank,) = make_ranks(engine)
-    store(engine, [rank], [A, B])
+    store_keys(engine, [rank], [A, B])
     op = engine.begin_load(engine.acquire([A, B]), [7, 8])
     filling = engine.begin_store([C], [0]).op
     sweep = engine.admin.resize(1).run()
@@ -261,9 +253,9 @@ def test_shrinking_waits_for_leases_and_transfers_above(make_engine: MakeEngine)
 def test_no_new_block_goes_where_a_resize_clears(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=4)
     (rank,) = make_ranks(engine)
-    store(engine, [rank], [A, B, C])
+    store_keys(engine, [rank], [A, B, C])
     sweep = engine.admin.resize(2)
-    store(engine, [rank], [b"x", b"y", b"z"])  # evicts A, B and C, of which slot 2 must not be used again
+    store_keys(engine, [rank], [b"x", b"y", b"z"])  # evicts A, B and C, of which slot 2 must not be used again
     assert max(engine.block(key).slot for key in (b"x", b"y") if engine.contains([key])[0]) < 2  # type: ignore[union-attr]
     assert sweep.run().finished
     engine.check_integrity()
@@ -272,7 +264,7 @@ def test_no_new_block_goes_where_a_resize_clears(make_engine: MakeEngine) -> Non
 def test_a_cancelled_shrink_puts_the_capacity_back(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=4)
     (rank,) = make_ranks(engine)
-    store(engine, [rank], [A, B])
+    store_keys(engine, [rank], [A, B])
     lease = engine.acquire([A, B])
     sweep = engine.admin.resize(1).run()
     with pytest.raises(ConflictError, match="another resize"):
@@ -295,7 +287,7 @@ def test_a_resize_can_be_cancelled_before_it_is_run(make_engine: MakeEngine) -> 
 
 def test_a_shrink_over_pinned_blocks_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=4)
-    store(engine, make_ranks(engine), [A, B])
+    store_keys(engine, make_ranks(engine), [A, B])
     engine.admin.pin([B], None)
     with pytest.raises(ConflictError, match="1 pinned blocks lie above slot 1; unpin them first"):
         engine.admin.resize(1)
@@ -310,13 +302,13 @@ def test_a_shrink_over_pinned_blocks_is_refused(make_engine: MakeEngine) -> None
 def test_the_policy_changes_under_traffic_without_losing_a_block(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=3)
     ranks = make_ranks(engine)
-    store(engine, ranks, [A, B, C])
+    store_keys(engine, ranks, [A, B, C])
     lease = engine.acquire([A])
     engine.admin.set_policy("arc")
     engine.release(lease)
     engine.check_integrity()
     assert engine.stats().policy == "arc"
-    store(engine, ranks, [D])
+    store_keys(engine, ranks, [D])
     assert engine.contains([A, B, C, D]) == [True, True, False, True]
     engine.admin.set_policy("lru")
     engine.admin.set_policy("lru")
@@ -329,7 +321,7 @@ def test_the_policy_changes_under_traffic_without_losing_a_block(make_engine: Ma
 def test_draining_refuses_new_work_and_says_when_it_is_done(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)
-    store(engine, [rank], [A])
+    store_keys(engine, [rank], [A])
     op = engine.begin_load(engine.acquire([A]), [7])
     status = engine.admin.drain("all", deadline_seconds=30.0)
     clock.advance(10.0)
@@ -350,7 +342,7 @@ def test_draining_refuses_new_work_and_says_when_it_is_done(make_engine: MakeEng
 
 def test_draining_stores_only_still_serves_loads(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    store(engine, make_ranks(engine), [A])
+    store_keys(engine, make_ranks(engine), [A])
     engine.admin.drain("stop_stores", None)
     assert engine.lookup([A]) == 1
     assert engine.begin_store([B], [0]).outcomes == {"dropped_draining": 1}
@@ -360,7 +352,7 @@ def test_draining_stores_only_still_serves_loads(make_engine: MakeEngine) -> Non
 
 def test_bypass_switches_each_direction_off_for_a_time(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine()
-    store(engine, make_ranks(engine), [A])
+    store_keys(engine, make_ranks(engine), [A])
     engine.admin.set_bypass(load=True, store=False, ttl_seconds=10.0)
     assert engine.lookup([A]) == 0
     assert engine.contains([A]) == [False]

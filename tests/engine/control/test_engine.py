@@ -10,22 +10,11 @@ from kvstow.control.state import Settled
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
 from kvstow.messages import Completion
 from kvstow.testing.clock import FakeClock
-from kvstow.testing.rank import FakeRank, make_ranks, write_blocks
+from kvstow.testing.rank import FakeRank, make_ranks, store_keys, write_blocks
 
 MakeEngine = Callable[..., OffloadEngine]
 
 A, B, C, D, E = (bytes([letter]) for letter in b"ABCDE")
-
-
-def store(engine: OffloadEngine, ranks: list[FakeRank], keys: list[bytes]) -> None:
-    """Store keys on all ranks and see it through."""
-    blocks = range(100, 100 + len(keys))
-    write_blocks(ranks, blocks, keys)
-    grant = engine.begin_store(keys, blocks)
-    for rank in ranks:
-        rank.submit(grant.op)
-        rank.run_all()
-    engine.take_settled()
 
 
 def load(engine: OffloadEngine, ranks: list[FakeRank], lease: Lease) -> list[bytes | None]:
@@ -41,7 +30,7 @@ def load(engine: OffloadEngine, ranks: list[FakeRank], lease: Lease) -> list[byt
 def test_what_was_stored_is_found_and_loaded(make_engine: MakeEngine) -> None:
     engine = make_engine()
     ranks = make_ranks(engine)
-    store(engine, ranks, [A, B, C])
+    store_keys(engine, ranks, [A, B, C])
     lease = engine.acquire([A, B, C, D])
     assert lease.keys == (A, B, C)
     assert load(engine, ranks, lease) == [A, B, C]
@@ -50,7 +39,7 @@ def test_what_was_stored_is_found_and_loaded(make_engine: MakeEngine) -> None:
 
 def test_only_the_leading_run_is_a_hit(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    store(engine, make_ranks(engine), [A, C])
+    store_keys(engine, make_ranks(engine), [A, C])
     assert engine.lookup([A, B, C]) == 1
     assert engine.contains([A, B, C]) == [True, False, True]
 
@@ -76,9 +65,9 @@ def test_a_lease_of_a_miss_is_empty_and_holds_nothing(make_engine: MakeEngine) -
 def test_leased_blocks_are_not_evicted_and_others_are(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=3)
     ranks = make_ranks(engine)
-    store(engine, ranks, [A, B, C])
+    store_keys(engine, ranks, [A, B, C])
     lease = engine.acquire([A])
-    store(engine, ranks, [D, E])
+    store_keys(engine, ranks, [D, E])
     assert engine.contains([A, B, C, D, E]) == [True, False, False, True, True]
     assert load(engine, ranks, lease) == [A]
 
@@ -86,15 +75,15 @@ def test_leased_blocks_are_not_evicted_and_others_are(make_engine: MakeEngine) -
 def test_a_prefix_outlives_its_continuation(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=3)
     ranks = make_ranks(engine)
-    store(engine, ranks, [A, B, C])
-    store(engine, ranks, [D])
+    store_keys(engine, ranks, [A, B, C])
+    store_keys(engine, ranks, [D])
     assert engine.contains([A, B, C, D]) == [True, True, False, True]
 
 
 def test_a_slot_is_leased_until_its_last_lease_ends(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=1)
     ranks = make_ranks(engine)
-    store(engine, ranks, [A])
+    store_keys(engine, ranks, [A])
     first, second = engine.acquire([A]), engine.acquire([A])
     engine.release(first)
     engine.release(first)
@@ -105,7 +94,7 @@ def test_a_slot_is_leased_until_its_last_lease_ends(make_engine: MakeEngine) -> 
 
 def test_a_lease_of_single_keys_is_all_or_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    store(engine, make_ranks(engine), [A, C])
+    store_keys(engine, make_ranks(engine), [A, C])
     assert engine.lease([A, B]) is None
     lease = engine.lease([C, A, C])
     assert lease is not None
@@ -118,7 +107,7 @@ def test_a_lease_of_single_keys_is_all_or_nothing(make_engine: MakeEngine) -> No
 def test_a_lease_can_be_used_only_once(make_engine: MakeEngine) -> None:
     engine = make_engine()
     ranks = make_ranks(engine)
-    store(engine, ranks, [A])
+    store_keys(engine, ranks, [A])
     lease = engine.acquire([A])
     op = engine.begin_load(lease, [7])
     with pytest.raises(LeaseError, match="released or used up"):
@@ -133,7 +122,7 @@ def test_a_lease_can_be_used_only_once(make_engine: MakeEngine) -> None:
 def test_part_of_a_lease_may_be_loaded(make_engine: MakeEngine) -> None:
     engine = make_engine()
     ranks = make_ranks(engine)
-    store(engine, ranks, [A, B, C])
+    store_keys(engine, ranks, [A, B, C])
     op = engine.begin_load(engine.acquire([A, B, C]), [7], first=1)
     ranks[0].submit(op)
     ranks[0].run_all()
@@ -144,7 +133,7 @@ def test_part_of_a_lease_may_be_loaded(make_engine: MakeEngine) -> None:
 @pytest.mark.parametrize(("blocks", "first"), [([], 0), ([1, 2, 3], 0), ([1], 2), ([1], -1)])
 def test_a_load_outside_its_lease_is_refused(make_engine: MakeEngine, blocks: list[int], first: int) -> None:
     engine = make_engine()
-    store(engine, make_ranks(engine), [A, B])
+    store_keys(engine, make_ranks(engine), [A, B])
     lease = engine.acquire([A, B])
     with pytest.raises(InvalidRequestError, match="allowed: 1 or more, within the 2 leased"):
         engine.begin_load(lease, blocks, first=first)
@@ -161,7 +150,7 @@ def test_keys_and_blocks_of_a_store_must_pair(make_engine: MakeEngine) -> None:
 def test_a_key_is_stored_once(make_engine: MakeEngine) -> None:
     engine = make_engine()
     ranks = make_ranks(engine)
-    store(engine, ranks, [A])
+    store_keys(engine, ranks, [A])
     in_flight = engine.begin_store([B], [1]).op
     grant = engine.begin_store([A, B, C, C, D], range(10, 15))
     assert grant.accepted == (2, 4)
@@ -177,17 +166,17 @@ def test_a_key_is_stored_once(make_engine: MakeEngine) -> None:
 def test_storing_a_present_key_counts_as_using_it(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=2)
     ranks = make_ranks(engine)
-    store(engine, ranks, [A])
-    store(engine, ranks, [B])
+    store_keys(engine, ranks, [A])
+    store_keys(engine, ranks, [B])
     engine.begin_store([A], [0])
-    store(engine, ranks, [C])
+    store_keys(engine, ranks, [C])
     assert engine.contains([A, B, C]) == [True, False, True]
 
 
 def test_a_store_never_evicts_blocks_of_its_own_prefix(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=2)
     ranks = make_ranks(engine)
-    store(engine, ranks, [A, B])
+    store_keys(engine, ranks, [A, B])
     grant = engine.begin_store([A, B, C], range(3))
     assert grant.outcomes == {"skipped_already_cached": 2, "dropped_cpu_full": 1}
     assert engine.lookup([A, B]) == 2
@@ -256,7 +245,7 @@ def test_a_failed_store_publishes_nothing_and_frees_its_slots(make_engine: MakeE
 def test_a_failed_load_removes_its_keys_at_the_first_word(make_engine: MakeEngine) -> None:
     engine = make_engine(ranks=2)
     ranks = make_ranks(engine)
-    store(engine, ranks, [A, B])
+    store_keys(engine, ranks, [A, B])
     op = engine.begin_load(engine.acquire([A, B]), [1, 2], request_id="r")
     ranks[0].say(op.op_id, "failed")
     assert engine.lookup([A]) == 0, "the request would find the keys again and load in a circle"
@@ -336,7 +325,7 @@ def test_a_stuck_store_is_given_up_and_its_slots_wait_in_quarantine(make_engine:
 def test_a_stuck_load_goes_on_waiting(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine(transfer_timeout=10.0)
     ranks = make_ranks(engine)
-    store(engine, ranks, [A])
+    store_keys(engine, ranks, [A])
     op = engine.begin_load(engine.acquire([A]), [7])
     clock.advance(10.5)
     engine.tick()
@@ -355,8 +344,8 @@ def test_a_stuck_load_goes_on_waiting(make_engine: MakeEngine, clock: FakeClock)
 def test_counters_tell_what_happened(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=2)
     ranks = make_ranks(engine)
-    store(engine, ranks, [A, B])
-    store(engine, ranks, [C])
+    store_keys(engine, ranks, [A, B])
+    store_keys(engine, ranks, [C])
     load(engine, ranks, engine.acquire([A, B]))
     engine.release(engine.acquire([A]))
     engine.acquire([E])
@@ -376,7 +365,7 @@ def test_counters_tell_what_happened(make_engine: MakeEngine) -> None:
 def test_pending_transfers_are_shown_with_their_ranks(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine(ranks=2)
     ranks = make_ranks(engine)
-    store(engine, ranks, [A])
+    store_keys(engine, ranks, [A])
     engine.begin_load(engine.acquire([A]), [7], request_id="r7")
     clock.advance(2.0)
     op = engine.begin_store([B, C], [8, 9]).op
@@ -394,7 +383,7 @@ def test_pending_transfers_are_shown_with_their_ranks(make_engine: MakeEngine, c
 def test_blocks_are_listed_in_pages(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine()
     ranks = make_ranks(engine)
-    store(engine, ranks, [A, B, C])
+    store_keys(engine, ranks, [A, B, C])
     lease = engine.acquire([A])
     engine.admin.pin([B], ttl_seconds=60.0)
     clock.advance(5.0)
@@ -416,8 +405,8 @@ def test_blocks_are_listed_in_pages(make_engine: MakeEngine, clock: FakeClock) -
 def test_events_tell_what_came_and_went(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=2)
     ranks = make_ranks(engine)
-    store(engine, ranks, [A, B])
-    store(engine, ranks, [C])
+    store_keys(engine, ranks, [A, B])
+    store_keys(engine, ranks, [C])
     engine.admin.purge(keys=[A]).run()
     told = [(event.kind, event.keys, event.reason) for event in engine.events.read(0).events]
     assert told == [
@@ -430,7 +419,7 @@ def test_events_tell_what_came_and_went(make_engine: MakeEngine) -> None:
 
 def test_a_closed_engine_serves_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    store(engine, make_ranks(engine), [A])
+    store_keys(engine, make_ranks(engine), [A])
     engine.close()
     assert engine.readiness().state == "stopped"
     assert engine.lookup([A]) == 0

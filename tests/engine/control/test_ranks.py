@@ -9,20 +9,11 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
 from kvstow.messages import RankReport
 from kvstow.testing.clock import FakeClock
-from kvstow.testing.rank import FakeRank, make_ranks, write_blocks
+from kvstow.testing.rank import FakeRank, make_ranks, store_keys, write_blocks
 
 MakeEngine = Callable[..., OffloadEngine]
 
 A, B = b"A", b"B"
-
-
-def store(engine: OffloadEngine, ranks: list[FakeRank], keys: list[bytes]) -> None:
-    write_blocks(ranks, range(len(keys)), keys)
-    op = engine.begin_store(keys, range(len(keys))).op
-    for rank in ranks:
-        rank.submit(op)
-        rank.run_all()
-    engine.take_settled()
 
 
 def test_the_slowest_rank_decides_how_many_slots_are_usable(make_engine: MakeEngine) -> None:
@@ -44,7 +35,7 @@ def test_traffic_flows_with_the_first_slot(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=8)
     rank = FakeRank(engine)
     rank.pin(1)
-    store(engine, [rank], [A])
+    store_keys(engine, [rank], [A])
     assert engine.lookup([A]) == 1
 
 
@@ -73,7 +64,7 @@ def test_a_rank_in_trouble_degrades_the_whole(make_engine: MakeEngine, state: st
 def test_a_rank_without_its_copy_thread_gets_no_traffic(make_engine: MakeEngine) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)
-    store(engine, [rank], [A])
+    store_keys(engine, [rank], [A])
     rank.state = "failed"
     rank.report()
     assert engine.lookup([A]) == 0
@@ -95,14 +86,14 @@ def test_a_silent_rank_degrades_the_whole_until_it_speaks(make_engine: MakeEngin
 def test_a_restarted_rank_loses_everything_on_all_ranks(make_engine: MakeEngine) -> None:
     engine = make_engine(ranks=2)
     ranks = make_ranks(engine)
-    store(engine, ranks, [A, B])
+    store_keys(engine, ranks, [A, B])
     engine.admin.pin([B], None)
     ranks[1].restart(pinned=4)
     assert engine.lookup([A]) == 0
     stats = engine.stats()
     assert (stats.slots.free, stats.rank_restarts, stats.evicted_blocks["rank_restart"]) == (4, 1, 2)
     engine.check_integrity()
-    store(engine, ranks, [A])
+    store_keys(engine, ranks, [A])
     assert engine.lookup([A]) == 1
 
 
@@ -141,7 +132,7 @@ def test_a_store_that_a_lost_rank_had_finished_is_not_published(make_engine: Mak
 def test_a_lease_breaks_when_a_rank_loses_its_memory(make_engine: MakeEngine) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)
-    store(engine, [rank], [A])
+    store_keys(engine, [rank], [A])
     lease = engine.acquire([A])
     rank.restart(pinned=4)
     with pytest.raises(LeaseError, match="a rank has lost its memory"):
@@ -156,7 +147,7 @@ def test_a_late_report_of_a_dead_boot_is_not_believed(make_engine: MakeEngine) -
     (rank,) = make_ranks(engine)
     dead = rank.boot_id
     rank.restart(pinned=4)
-    store(engine, [rank], [A])
+    store_keys(engine, [rank], [A])
     rank.report(boot_id=dead)
     assert engine.lookup([A]) == 1
     stats = engine.stats()
@@ -166,7 +157,7 @@ def test_a_late_report_of_a_dead_boot_is_not_believed(make_engine: MakeEngine) -
 def test_memory_that_a_rank_takes_back_unasked_is_not_served(make_engine: MakeEngine) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)
-    store(engine, [rank], [A, B])
+    store_keys(engine, [rank], [A, B])
     rank.pin(1)
     assert engine.contains([A, B]) == [True, False]
     assert engine.stats().usable_slots == 1
