@@ -14,7 +14,7 @@ from kvstow.config import PoolConfig
 from kvstow.errors import KvstowError
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.agent import AdminAddress, RankAgent, ReportingRank
-from kvstow_service.place import Place
+from kvstow_service.place import ON_CPU, Place
 
 if TYPE_CHECKING:
     from kvstow_service.ranks import LocalRank
@@ -39,11 +39,11 @@ class Fleet:
         kv_blocks: int,
         server: AdminAddress,
         *,
-        place: Place | None = None,
+        place: Place = ON_CPU,
     ) -> None:
         self._num_ranks = num_ranks
         self._pool = pool
-        self._kv_blocks, self._place = kv_blocks, place or Place()
+        self._kv_blocks, self._place = kv_blocks, place
         self._server = server
         self._local: list[LocalRank] = []
         self._resources = ExitStack()

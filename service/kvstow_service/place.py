@@ -28,3 +28,6 @@ class Place:
             raise ConfigError("--copy-strategy", self.copy_strategy, " or ".join(COPY_STRATEGIES))
         if self.device == "cpu" and self.copy_strategy != "auto":
             raise ConfigError("--copy-strategy", self.copy_strategy, "auto, as the CPU copies in one way only")
+
+
+ON_CPU = Place()

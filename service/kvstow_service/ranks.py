@@ -19,10 +19,8 @@ from kvstow.errors import InsufficientMemoryError
 from kvstow.layout import KVLayout
 from kvstow.memory.pool import HostPool
 from kvstow.worker import OffloadWorker
-from kvstow_service.place import Place
+from kvstow_service.place import ON_CPU, Place
 from kvstow_service.shapes import even_shape
-
-_HERE = Place()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ class LocalRank:
         self.worker.close()
 
 
-def build_ranks(num_ranks: int, config: PoolConfig, kv_blocks: int, place: Place = _HERE) -> list[LocalRank]:
+def build_ranks(num_ranks: int, config: PoolConfig, kv_blocks: int, place: Place = ON_CPU) -> list[LocalRank]:
     """`num_ranks` ranks, all or none. Pins nothing yet. Raises what `build_rank` raises."""
     with ExitStack() as undo:
         ranks = []
@@ -57,7 +55,7 @@ def build_ranks(num_ranks: int, config: PoolConfig, kv_blocks: int, place: Place
     return ranks
 
 
-def build_rank(rank: int, config: PoolConfig, kv_blocks: int, place: Place = _HERE) -> LocalRank:
+def build_rank(rank: int, config: PoolConfig, kv_blocks: int, place: Place = ON_CPU) -> LocalRank:
     """One rank with a KV cache of `kv_blocks` blocks. Pins nothing yet.
 
     Raises `InsufficientMemoryError` for a pool or a KV cache that cannot fit, and `DriverUnavailableError` where

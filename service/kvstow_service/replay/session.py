@@ -13,7 +13,7 @@ from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import PinError
 from kvstow.messages import DesiredState, RankReport
-from kvstow_service.place import Place
+from kvstow_service.place import ON_CPU, Place
 from kvstow_service.replay.driver import RankWorker
 from kvstow_service.replay.kv import KVCache, NoKV
 from kvstow_service.replay.simulated import SimulatedWorker
@@ -55,7 +55,7 @@ def local_session(
     *,
     kv_blocks: int,
     stop: threading.Event,
-    place: Place | None = None,
+    place: Place = ON_CPU,
     on_pinned: Callable[[int], None] | None = None,
 ) -> Iterator[Session]:
     """Ranks in this process. Returns when every slot is usable, so that figures repeat, or when `stop` is set.
@@ -70,7 +70,7 @@ def local_session(
     with ExitStack() as stack:
         engine = OffloadEngine(config)
         stack.callback(engine.close)
-        ranks = build_ranks(config.num_ranks, pool, kv_blocks, place or Place())
+        ranks = build_ranks(config.num_ranks, pool, kv_blocks, place)
         for rank in ranks:
             stack.callback(rank.close)
         for rank in ranks:
