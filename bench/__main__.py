@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     names = options.benchmarks or BENCHMARKS
     if {"control", "trace"} & set(names) and not control.vllm_is_there():
-        _say("no .venv-vllm: bench/vllm_env.sh makes it; KVStow is measured alone")
+        _say("no .venv-vllm: `make venv-vllm` makes it; KVStow is measured alone")
     for name in BENCHMARKS:
         if name in names:
             load = os.getloadavg()[0]

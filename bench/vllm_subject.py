@@ -1,4 +1,4 @@
-"""vLLM's BlockPool as a subject, by the calls of its scheduler: runs in `.venv-vllm` (see `vllm_env.sh`)."""
+"""vLLM's BlockPool as a subject, by the calls of its scheduler: runs in `.venv-vllm` (`make venv-vllm`)."""
 
 from __future__ import annotations
 
