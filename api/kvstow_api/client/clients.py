@@ -1,0 +1,177 @@
+"""Two ways to send the same calls: `Client` blocks, `AsyncClient` is awaited."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from kvstow_api.client.calls import Call, Reply
+from kvstow_api.client.endpoint import DEFAULT_SERVER, Endpoint
+from kvstow_api.client.errors import ApiError
+from kvstow_api.client.eventstream import EventParser, Subscription
+from kvstow_api.views.events import EventView
+from kvstow_api.views.problem import ProblemView
+
+T = TypeVar("T")
+
+TIMEOUT_SECONDS = 10.0
+_STREAM_SILENCE_SECONDS = 45.0  # the server says something every 15 s
+
+
+class Client:
+    """Sends calls one at a time, over kept-alive connections. Not thread-safe; end it with `close` or `with`.
+
+    `timeout` is in seconds, for the connection and for each wait for an answer, a call's own `patience` on top.
+    Raises `ApiError` for whatever keeps a call from its answer.
+    """
+
+    def __init__(self, server: str | Endpoint = DEFAULT_SERVER, *, timeout: float = TIMEOUT_SECONDS) -> None:
+        self._endpoint = Endpoint.parse(server) if isinstance(server, str) else server
+        self._timeout = timeout
+        self._http = httpx.Client(
+            base_url=self._endpoint.url,
+            transport=httpx.HTTPTransport(uds=_path(self._endpoint), **_verify(self._endpoint)),
+            timeout=timeout,
+        )
+
+    def send(self, call: Call[T]) -> T:
+        with _told(self._endpoint):
+            answer = self._http.request(**_request(call, self._endpoint, self._timeout))
+            return _decode(call, answer)
+
+    def events(self, subscription: Subscription) -> Iterator[EventView]:
+        """Events as they come, until the server ends the stream (then return) or breaks off (then raise)."""
+        parser = EventParser()
+        with (
+            _told(self._endpoint),
+            self._http.stream("GET", **_stream(subscription, self._endpoint, self._timeout)) as answer,
+        ):
+            if answer.status_code >= 400:
+                answer.read()
+                raise _failure(answer.status_code, answer.content)
+            for line in answer.iter_lines():
+                if (event := parser.feed(line)) is not None:
+                    yield event
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """As `Client`, awaited; several calls may be under way at once. `transport` is for tests."""
+
+    def __init__(
+        self,
+        server: str | Endpoint = DEFAULT_SERVER,
+        *,
+        timeout: float = TIMEOUT_SECONDS,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._endpoint = Endpoint.parse(server) if isinstance(server, str) else server
+        self._timeout = timeout
+        self._http = httpx.AsyncClient(
+            base_url=self._endpoint.url,
+            transport=transport or httpx.AsyncHTTPTransport(uds=_path(self._endpoint), **_verify(self._endpoint)),
+            timeout=timeout,
+        )
+
+    async def send(self, call: Call[T]) -> T:
+        with _told(self._endpoint):
+            answer = await self._http.request(**_request(call, self._endpoint, self._timeout))
+            return _decode(call, answer)
+
+    async def events(self, subscription: Subscription) -> AsyncIterator[EventView]:
+        """As `Client.events`."""
+        parser = EventParser()
+        with _told(self._endpoint):
+            async with self._http.stream("GET", **_stream(subscription, self._endpoint, self._timeout)) as answer:
+                if answer.status_code >= 400:
+                    await answer.aread()
+                    raise _failure(answer.status_code, answer.content)
+                async for line in answer.aiter_lines():
+                    if (event := parser.feed(line)) is not None:
+                        yield event
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _path(endpoint: Endpoint) -> str | None:
+    return None if endpoint.uds is None else str(endpoint.uds)
+
+
+def _verify(endpoint: Endpoint) -> dict[str, Any]:
+    """Without TLS nothing is loaded for it: the system's certificates take 30 ms."""
+    if endpoint.tls is not None:
+        return {"verify": endpoint.tls}
+    return {} if endpoint.url.startswith("https:") else {"verify": False}
+
+
+def _request(call: Call[Any], endpoint: Endpoint, timeout: float) -> dict[str, Any]:
+    return {
+        "method": call.method,
+        "url": call.path,
+        "params": call.params,
+        "json": call.body,
+        "headers": {**endpoint.credentials(), **call.headers},
+        "timeout": httpx.Timeout(timeout, read=timeout + call.patience),
+    }
+
+
+def _stream(subscription: Subscription, endpoint: Endpoint, timeout: float) -> dict[str, Any]:
+    return {
+        "url": subscription.path,
+        "params": subscription.params,
+        "headers": {**endpoint.credentials(), **subscription.headers},
+        "timeout": httpx.Timeout(timeout, read=_STREAM_SILENCE_SECONDS),
+    }
+
+
+def _decode(call: Call[T], answer: httpx.Response) -> T:
+    if answer.status_code >= 400 and answer.status_code not in call.accepts:
+        raise _failure(answer.status_code, answer.content)
+    try:
+        return call.decode(Reply(answer.status_code, answer.content))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ApiError(f"{call.method} {call.path}: the answer is not what it should be: {error}") from error
+
+
+def _failure(status: int, body: bytes) -> ApiError:
+    try:
+        problem = ProblemView.of(json.loads(body))
+    except (ValueError, TypeError):
+        return ApiError(f"status {status}, and no word that can be understood")
+    return ApiError(f"{problem.title}: {problem.detail}", problem)
+
+
+@contextmanager
+def _told(endpoint: Endpoint) -> Iterator[None]:
+    """What httpx raises, as an `ApiError` that names the server."""
+    where = f"unix:{endpoint.uds}" if endpoint.uds else endpoint.url
+    try:
+        yield
+    except httpx.TimeoutException as error:
+        raise ApiError(f"{where} did not answer in time") from error
+    except httpx.HTTPError as error:
+        raise ApiError(f"{where} cannot be reached: {error}") from error

@@ -1,0 +1,25 @@
+"""What goes wrong between a client and a server."""
+
+from __future__ import annotations
+
+from kvstow.errors import KvstowError
+from kvstow_api.views.problem import ProblemView
+
+
+class ApiError(KvstowError):
+    """A request that was not answered as asked. `problem` is what the server said; None if it was not reached, said
+    nothing that could be understood, or did not answer in time."""
+
+    code = "request_failed"
+
+    def __init__(self, message: str, problem: ProblemView | None = None) -> None:
+        super().__init__(message)
+        self.problem = problem
+
+    @property
+    def status(self) -> int | None:
+        """The HTTP status, None without a problem."""
+        return None if self.problem is None else self.problem.status
+
+    def __reduce__(self) -> tuple[type[ApiError], tuple[str, ProblemView | None]]:
+        return type(self), (str(self), self.problem)

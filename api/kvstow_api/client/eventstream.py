@@ -1,0 +1,46 @@
+"""Server-sent events, line by line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from kvstow_api.views.events import EventType, EventView
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """A stream of events: of these types (the server's choice if there are none), after the event with this id."""
+
+    types: Collection[EventType] = ()
+    after: str | None = None
+
+    path = "/v1/events"
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        return {"types": ",".join(self.types)} if self.types else {}
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {"Accept": "text/event-stream", **({"Last-Event-ID": self.after} if self.after else {})}
+
+
+class EventParser:
+    """Makes events of the lines of a stream."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, str] = {}
+
+    def feed(self, line: str) -> EventView | None:
+        """The event that `line`, without its end, completes, if it does. Raises `ValueError` for what is not JSON."""
+        if line:
+            name, _, value = line.partition(":")
+            if name in ("id", "event", "data"):
+                self._fields[name] = value.removeprefix(" ")
+            return None
+        fields, self._fields = self._fields, {}
+        if "data" not in fields:
+            return None
+        return EventView(id=fields.get("id", ""), type=fields.get("event", ""), data=json.loads(fields["data"]))
