@@ -1,0 +1,217 @@
+"""KV events for routers that know the caches: what host memory holds, in vLLM's own words.
+
+feed = event_feed(vllm_config, engine, kv_cache_specs)   # None unless KV events are on
+feed.offered(request, group, first_block, keys)          # before a store, for each request and group
+    feed.granted(keys of the store's op)                     # after begin_store
+return feed.take()                                       # take_events
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from kvstow.control.engine import OffloadEngine
+from kvstow_service.connectors.vllm.groups import KVGroup
+
+logger = logging.getLogger(__name__)
+
+MEDIUM = "CPU"
+MAX_PLANNED = 65_536
+"""Blocks that are described while their store is under way: about 30 MiB of 16 tokens each."""
+_BATCHES_PER_TAKE = 256
+_CHECKS_PER_TAKE = 256
+"""Blocks looked up per step after events were lost: under 1 ms."""
+_GROUP_BYTES = 2  # of a key, before the block's hash
+
+
+class Vocabulary(NamedTuple):
+    """What this version of vLLM offers. `extra_keys(request, start, end)`: what a block's hash covers besides tokens,
+    as events tell it. `external_hash`: a block's hash as events tell it."""
+
+    stored: Callable[..., Any]
+    removed: Callable[..., Any]
+    external_hash: Callable[[bytes], Any]
+    extra_keys: Callable[[Any, int, int], Any]
+
+
+class Kind(NamedTuple):
+    """How vLLM classifies a KV group."""
+
+    name: str | None = None
+    sliding_window: int | None = None
+
+
+class _Origin(NamedTuple):
+    """What the blocks of one event have in common."""
+
+    group: int
+    block_tokens: int = 0
+    lora_id: int | None = None
+    lora_name: str | None = None
+    session_id: str | None = None
+
+
+class _Block(NamedTuple):
+    """What a router is told of a block. `parent`: hash of the block before it, None for a request's first."""
+
+    origin: _Origin
+    parent: bytes | None
+    token_ids: list[int]
+    extra_keys: Any
+
+
+def event_feed(vllm_config: Any, engine: OffloadEngine, specs: Sequence[Any]) -> EventFeed | None:
+    """The feed of an engine whose KV events are on, else None. `specs`: vLLM's `KVCacheSpec` of each group."""
+    config = vllm_config.kv_events_config
+    if config is None or not config.enable_kv_cache_events:
+        return None
+    return EventFeed(engine, _kinds(specs), _vocabulary())
+
+
+class EventFeed:
+    """Translates the engine's log of stored and removed blocks. Used by the scheduler's thread alone.
+
+    The engine knows keys; the tokens behind them are noted when their store is planned, and forgotten once told. A
+    block is told of when its bytes are there, and its removal only if it was told of. A block whose tokens are not
+    known (a lazy store has no request) is told of by its hash alone, with no tokens and a block size of 0, as vLLM's
+    OffloadingConnector does: a router knows the hash from the GPU's event.
+
+    Nothing stale stays told. When the engine drops events before they are read (it keeps 4,096 batches, and nothing
+    reads while vLLM idles), every block told of is looked up again, slice by slice, and told as removed if it is gone.
+    `AllBlocksCleared` is no way out: it names no medium, so a router would forget the GPU's blocks as well.
+
+    Memory: a reference for each block told of, which the pool bounds, and `MAX_PLANNED` descriptions.
+    """
+
+    def __init__(self, engine: OffloadEngine, kinds: Sequence[Kind], vocabulary: Vocabulary) -> None:
+        self._engine, self._kinds, self._vocabulary = engine, kinds, vocabulary
+        self._stored_fields = set(inspect.signature(vocabulary.stored).parameters)
+        self._cursor = engine.events.last_sequence
+        self._offered: dict[bytes, tuple[Any, KVGroup, int]] = {}
+        self._planned: dict[bytes, _Block] = {}
+        self._told: set[bytes] = set()
+        self._doubtful: deque[bytes] = deque()
+
+    def offered(self, request: Any, group: KVGroup, first_block: int, keys: Sequence[bytes]) -> None:
+        """These consecutive blocks of vLLM's `request`, from its `first_block` on, may be stored in this step."""
+        for number, key in enumerate(keys, first_block):
+            self._offered[key] = request, group, number
+
+    def granted(self, keys: Iterable[bytes]) -> None:
+        """Of what was offered since the last call, these blocks are being stored."""
+        for key in keys:
+            if key in self._offered:
+                self._planned[key] = self._describe(*self._offered[key])
+        self._offered.clear()
+        while len(self._planned) > MAX_PLANNED:
+            del self._planned[next(iter(self._planned))]
+
+    def _describe(self, request: Any, group: KVGroup, number: int) -> _Block:
+        start, end = number * group.block_tokens, (number + 1) * group.block_tokens
+        parent = request.block_hashes[number * group.hashes_per_block - 1] if number else None
+        lora, session = request.lora_request, getattr(request, "session_id", None)  # vLLM 0.30 has sessions
+        origin = _Origin(group.index, group.block_tokens, lora and lora.adapter_id, lora and lora.name, session)
+        tokens = list(request.all_token_ids[start:end])
+        return _Block(origin, parent, tokens, self._vocabulary.extra_keys(request, start, end))
+
+    def take(self) -> list[Any]:
+        """vLLM's events for what became visible or went since the last call, oldest first."""
+        events: list[Any] = []
+        if self._engine.events.last_sequence != self._cursor:
+            page = self._engine.events.read(self._cursor, _BATCHES_PER_TAKE)
+            self._cursor = page.cursor
+            if page.lost:
+                logger.warning("KV events were lost: %d blocks are looked up again", len(self._told))
+                self._doubtful = deque([*self._told, *self._planned])
+            for event in page.events:
+                events += self._store(event.keys) if event.kind == "stored" else self._remove(event.keys)
+        if self._doubtful:
+            events += self._check()
+        return events
+
+    def _check(self) -> list[Any]:
+        """Tell of some doubtful blocks what is true now, whatever the log still says of them later."""
+        count = min(_CHECKS_PER_TAKE, len(self._doubtful))
+        keys = [self._doubtful.popleft() for _ in range(count)]
+        present = {key for key in keys if self._engine.block(key)}
+        gone = [key for key in keys if key not in present]
+        found = [key for key in keys if key in present and key not in self._told]
+        return [*self._remove(gone), *self._store(found)]
+
+    def _store(self, keys: Sequence[bytes]) -> list[Any]:
+        """One event for each run of consecutive blocks."""
+        runs: list[list[tuple[bytes, _Block]]] = []
+        for key in keys:
+            block = self._planned.pop(key, None) or _Block(_Origin(_group(key)), None, [], None)
+            if not runs or not _continues(runs[-1][-1], block):
+                runs.append([])
+            runs[-1].append((_hash(key), block))
+        self._told.update(keys)
+        return [self._stored(run) for run in runs]
+
+    def _stored(self, run: list[tuple[bytes, _Block]]) -> Any:
+        first, external = run[0][1], self._vocabulary.external_hash
+        origin, kind = first.origin, self._kinds[first.origin.group]
+        fields = {
+            "block_hashes": [external(block_hash) for block_hash, _ in run],
+            "parent_block_hash": None if first.parent is None else external(first.parent),
+            "token_ids": [token for _, block in run for token in block.token_ids],
+            "block_size": origin.block_tokens,
+            "lora_id": origin.lora_id,
+            "lora_name": origin.lora_name,
+            "medium": MEDIUM,
+            "extra_keys": [block.extra_keys for _, block in run] if first.token_ids else None,
+            "group_idx": origin.group,
+            "kv_cache_spec_kind": kind.name,
+            "kv_cache_spec_sliding_window": kind.sliding_window,
+            "session_id": origin.session_id,
+        }
+        known = self._stored_fields
+        return self._vocabulary.stored(**{name: value for name, value in fields.items() if name in known})
+
+    def _remove(self, keys: Sequence[bytes]) -> list[Any]:
+        """One event for each run of blocks of one group."""
+        told = [key for key in keys if key in self._told]
+        self._told.difference_update(told)
+        external, removed = self._vocabulary.external_hash, self._vocabulary.removed
+        return [
+            removed(block_hashes=[external(_hash(key)) for key in run], medium=MEDIUM, group_idx=group)
+            for group, run in groupby(told, _group)
+        ]
+
+
+def _continues(last: tuple[bytes, _Block], block: _Block) -> bool:
+    """Whether `block` may stand in one event behind the `last` one."""
+    return block.parent == last[0] and block.origin == last[1].origin
+
+
+def _hash(key: bytes) -> bytes:
+    return key[_GROUP_BYTES:]
+
+
+def _group(key: bytes) -> int:
+    return int.from_bytes(key[:_GROUP_BYTES], "big")
+
+
+def _kinds(specs: Sequence[Any]) -> list[Kind]:
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+    return [Kind(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
+
+
+def _vocabulary() -> Vocabulary:
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from vllm.v1.core import kv_cache_utils
+
+    untagged = getattr(kv_cache_utils, "to_event_extra_keys", None)  # vLLM 0.32: hashes cover tagged keys
+
+    def extra_keys(request: Any, start: int, end: int) -> Any:
+        keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
+        return untagged([keys])[0] if untagged else keys
+
+    return Vocabulary(BlockStored, BlockRemoved, kv_cache_utils.maybe_convert_block_hash, extra_keys)

@@ -1,0 +1,157 @@
+"""KVStow in vLLM's own `/metrics` and log: the family `vllm:kv_offload_*`.
+
+The scheduler side asks a `StatsFeed` once per step; vLLM carries the `KVStowStats` to its front end, where
+`KVStowPromMetrics` writes them:
+
+    feed = StatsFeed(slot_bytes=sum(config.rank_slot_bytes), slot_tokens=16)   # with the engine, once
+    return feed.take(engine.stats())                                           # get_kv_connector_stats
+    return KVStowStats(data=data or {})                                        # build_kv_connector_stats
+    return KVStowPromMetrics(vllm_config, metric_types, labelnames, values)    # build_prom_metrics
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvstow.stats import EngineStats
+from kvstow_service.connectors.vllm.family import DEPRECATED, FAMILY, INFO, PREFIX, Reading, merge
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class KVStowStats(KVConnectorStats):
+    """What changed in the engine's counters. `data` is `family.Changes`: plain values, under names of the family."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVStowStats:
+        """Add the later changes of `other`, of either half of the connector."""
+        merge(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log: histograms as count and sum, and no configuration."""
+        return dict(_reduced(self.data))
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+def _reduced(data: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
+    for name, value in data.items():
+        if FAMILY[name].kind == "histogram":
+            yield f"{name}_count", len(value)
+            yield f"{name}_sum", sum(value)
+        elif FAMILY[name].kind != "info":
+            yield name, value
+
+
+class StatsFeed:
+    """Turns the engine's counters into what vLLM asks for every step. Used by the scheduler's thread alone.
+
+    `slot_bytes`: what a slot takes on all ranks together. `slot_tokens`: how many tokens it holds, None if there
+    are several KV groups.
+    """
+
+    def __init__(self, slot_bytes: int, slot_tokens: int | None) -> None:
+        self._slot_bytes, self._slot_tokens = slot_bytes, slot_tokens
+        self._last: Reading | None = None
+
+    def take(self, stats: EngineStats) -> KVStowStats | None:
+        """What changed since the last call (the first: since the engine's start); None if nothing did."""
+        reading = Reading(stats, self._slot_bytes, self._slot_tokens)
+        changes, self._last = reading.since(self._last), reading
+        return KVStowStats(data=changes) if changes else None
+
+
+class KVStowPromMetrics(KVConnectorPromMetrics):
+    """Registers the family by the metric classes that vLLM hands over, and nothing else.
+
+    It does so at the first step, not in the constructor: under MultiConnector an OffloadingConnector, which no child
+    is told of, has registered the same names by then. It keeps them; KVStow's own `/metrics` has all figures anyway.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics: dict[str, Any] | None = None
+        self._children: dict[tuple[int, str, tuple[str, ...]], Any] = {}
+        self._info: dict[int, tuple[str, ...]] = {}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Write what one engine sent."""
+        if self._metrics is None:
+            self._metrics = self._register()
+        if not self._metrics:
+            return
+        for name, value in transfer_stats_data.items():
+            if name == INFO:
+                self._configure(tuple(value[label] for label in FAMILY[INFO].labelnames), engine_idx)
+                continue
+            self._write(name, value, engine_idx)
+            if name in DEPRECATED:
+                older, transfer_type = DEPRECATED[name]
+                self._write(older, value, engine_idx, transfer_type)
+
+    def _register(self) -> dict[str, Any]:
+        """All metrics of the family; none if another connector has registered the first of them."""
+        metrics: dict[str, Any] = {}
+        for name in FAMILY:
+            try:
+                metrics[name] = self._make(name)
+            except ValueError as error:
+                if metrics:
+                    raise
+                logger.warning("no %s* metrics from KVStow: another connector has registered them (%s)", PREFIX, error)
+                return {}
+        return metrics
+
+    def _make(self, name: str) -> Any:
+        metric = FAMILY[name]
+        labels = [*self._labelnames, *metric.labelnames]
+        if metric.kind == "counter":
+            return self._counter_cls(name=PREFIX + name, documentation=metric.help, labelnames=labels)
+        if metric.kind == "histogram":
+            return self._histogram_cls(
+                name=PREFIX + name, documentation=metric.help, labelnames=labels, buckets=metric.bounds
+            )
+        return self._gauge_cls(
+            name=PREFIX + name, documentation=metric.help, labelnames=labels, multiprocess_mode="mostrecent"
+        )
+
+    def _configure(self, labels: tuple[str, ...], engine_idx: int) -> None:
+        """A resized pool has another series: the former one says 0 from now on."""
+        former = self._info.get(engine_idx)
+        if former is not None:
+            self._child(INFO, engine_idx, *former).set(0)
+        self._child(INFO, engine_idx, *labels).set(1)
+        self._info[engine_idx] = labels
+
+    def _write(self, name: str, value: float | Sequence[float], engine_idx: int, *labels: str) -> None:
+        child = self._child(name, engine_idx, *labels)
+        if isinstance(value, Sequence):
+            for observation in value:
+                child.observe(observation)
+        elif FAMILY[name].kind == "counter":
+            child.inc(value)
+        else:
+            child.set(value)
+
+    def _child(self, name: str, engine_idx: int, *labels: str) -> Any:
+        key = engine_idx, name, labels
+        if key not in self._children:
+            assert self._metrics is not None
+            self._children[key] = self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *labels)
+        return self._children[key]
