@@ -1,0 +1,42 @@
+{{/* Bytes of a size such as 64Gi; 0 for an empty one. */}}
+{{- define "kvstow.bytes" -}}
+{{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- if . -}}
+{{- mul (regexFind "^[0-9]+" . | int64) (index $units (regexFind "[KMGT]i$" .)) -}}
+{{- else -}}
+0
+{{- end -}}
+{{- end -}}
+
+{{/* Ranks of one pod. */}}
+{{- define "kvstow.ranks" -}}
+{{- if eq .Values.mode "service" -}}
+{{- .Values.service.ranks | int -}}
+{{- else -}}
+{{- mul .Values.parallel.tensor .Values.parallel.pipeline .Values.parallel.data -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Admin servers of one pod. */}}
+{{- define "kvstow.adminServers" -}}
+{{- ternary 1 (.Values.parallel.data | int) (eq .Values.mode "service") -}}
+{{- end -}}
+
+{{/* Memory of one pod, in Mi: the formula of the comment on `memory` in values.yaml. */}}
+{{- define "kvstow.memory" -}}
+{{- $pool := max (include "kvstow.bytes" .Values.pool.size) (include "kvstow.bytes" .Values.pool.maxSize) -}}
+{{- $percent := mul $pool .Values.memory.poolPercent -}}
+{{- $perRank := add $pool (div (add $percent 99) 100) (include "kvstow.bytes" .Values.memory.overheadPerRank) -}}
+{{- $total := add (mul (include "kvstow.ranks" .) $perRank) (include "kvstow.sharedMemory" . | include "kvstow.bytes") -}}
+{{- div (add $total 1048575) 1048576 }}Mi
+{{- end -}}
+
+{{- define "kvstow.sharedMemory" -}}
+{{- if eq .Values.mode "engine" }}{{ .Values.engine.sharedMemory }}{{ end -}}
+{{- end -}}
+
+{{/* The same sum, in words. */}}
+{{- define "kvstow.memoryInWords" -}}
+{{ include "kvstow.ranks" . }} x ({{ .Values.pool.maxSize | default .Values.pool.size }} + {{ .Values.memory.poolPercent }} % + {{ .Values.memory.overheadPerRank }})
+{{- with include "kvstow.sharedMemory" . }} + {{ . }}{{ end -}}
+{{- end -}}
