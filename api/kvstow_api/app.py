@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 
 from kvstow_api import problems
-from kvstow_api.auth import AuthMiddleware, TokenFile
+from kvstow_api.auth import AuthMiddleware
 from kvstow_api.body import BodyMiddleware
 from kvstow_api.context import ApiContext
 from kvstow_api.metrics.collector import Collector
@@ -19,6 +19,7 @@ from kvstow_api.openapi import Description
 from kvstow_api.requests import UNMATCHED, HttpCounters, RequestMiddleware, RouteKey
 from kvstow_api.routes import ROUTERS
 from kvstow_api.services import Services
+from kvstow_api.tokens import TokenFile
 
 
 def create_app(context: ApiContext) -> FastAPI:

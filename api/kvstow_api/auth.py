@@ -7,18 +7,15 @@ is covered without doing anything. The agent token opens the route by which a ra
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
-import os
 import re
-from pathlib import Path
-from typing import NamedTuple
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvstow.errors import ConfigError
 from kvstow_api.problems import problem
+from kvstow_api.tokens import TokenFile
 
 logger = logging.getLogger("kvstow.api")
 
@@ -28,57 +25,6 @@ ACTOR = "kvstow.actor"
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 _REPORT_PATH = re.compile(r"/v1/ranks/[^/]+/report")
-
-
-def require_token(host: str | None, token_file: Path | None) -> None:
-    """Raises `ConfigError` if `host` is reachable from outside and no token guards it. None: a Unix socket."""
-    if token_file is None and host is not None and not _is_loopback(host):
-        raise ConfigError("token_file", None, f"a file with a token, because {host} is not a loopback address")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-class _Stamp(NamedTuple):
-    """Tells one content of a file from the next."""
-
-    inode: int
-    mtime_ns: int
-    size: int
-
-
-class TokenFile:
-    """The tokens in a file, one a line (two while one replaces the other), read again when the file changes.
-
-    Raises `ConfigError` when made if the file cannot be read or holds no token.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._stamp: _Stamp | None = None
-        self._tokens: tuple[bytes, ...] = ()
-        self._read()
-
-    def accepts(self, token: bytes) -> bool:
-        """Whether the file has this token now. Raises `ConfigError` if it has none any more."""
-        return sum(hmac.compare_digest(token, known) for known in self._read()) > 0  # compares with all of them
-
-    def _read(self) -> tuple[bytes, ...]:
-        try:
-            status = os.stat(self._path)
-            stamp = _Stamp(status.st_ino, status.st_mtime_ns, status.st_size)
-            if stamp != self._stamp:
-                self._tokens = tuple(filter(None, map(bytes.strip, self._path.read_bytes().splitlines())))
-                self._stamp = stamp
-        except OSError as error:
-            raise ConfigError("token_file", str(self._path), f"a readable file ({error.strerror})") from None
-        if not self._tokens or any(len(token.split()) > 1 for token in self._tokens):
-            raise ConfigError("token_file", str(self._path), "a file with one token a line, and at least one")
-        return self._tokens
 
 
 class AuthMiddleware:

@@ -24,7 +24,8 @@ class ApiContext:
     """Everything `create_app` needs to know of its host.
 
     `max_capacity_slots`: what the ranks' reserved address space can hold; no resize goes beyond it.
-    `settings`: shown to every reader of `/v1/info`, so it must hold no secrets. `build`: labels of
+    `addresses`: where the server listens. `settings`: shown, like them, to every reader of `/v1/info`, so it must hold
+    no secrets. `build`: labels of
     `kvstow_build_info` (revision, torch, vllm...). `token_file`: when set, requests that change anything need its
     token. `agent_token`: lets a rank's agent report, and nothing else.
     `readiness_require`: checks of `INFORMATIONAL_CHECKS` that shall fail `/readyz`. `startup_grace`: seconds for
@@ -36,6 +37,7 @@ class ApiContext:
     max_capacity_slots: int
     version: str
     mode: str
+    addresses: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     build: Mapping[str, str] = field(default_factory=dict)
     token_file: Path | None = None

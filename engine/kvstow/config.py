@@ -17,7 +17,9 @@ COPY_STRATEGIES: tuple[CopyStrategy, ...] = ("auto", "staged", "direct")
 class EngineConfig:
     """The control plane of one pool. Times in seconds.
 
-    `capacity_slots`: slots wanted on every rank. `transfer_timeout`: an op older than this is stuck; a stuck
+    `rank_slot_bytes`: bytes of a slot on each rank, where they differ (pipeline stages of unlike depth); `slot_bytes`
+    is then the largest of them. Empty: `slot_bytes` on all. `capacity_slots`: slots wanted on every rank.
+    `transfer_timeout`: an op older than this is stuck; a stuck
     store is given up (its slots are quarantined until every rank has spoken), a stuck load keeps waiting,
     because a rank may still write its blocks. `report_timeout`: a rank silent for longer is not ready.
     `event_buffer`: batches of stored/removed events kept for readers that lag.
@@ -31,6 +33,7 @@ class EngineConfig:
     transfer_timeout: float = 30.0
     report_timeout: float = 5.0
     event_buffer: int = 4096
+    rank_slot_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for key in ("slot_bytes", "capacity_slots", "num_ranks", "block_tokens", "event_buffer"):
@@ -40,6 +43,23 @@ class EngineConfig:
                 raise ConfigError(key, getattr(self, key), "more than 0 seconds")
         if self.policy not in POLICIES:
             raise ConfigError("policy", self.policy, " or ".join(POLICIES))
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        if not self.rank_slot_bytes:
+            return
+        if len(self.rank_slot_bytes) != self.num_ranks:
+            allowed = f"none, or one for each of {self.num_ranks} ranks"
+            raise ConfigError("rank_slot_bytes", self.rank_slot_bytes, allowed)
+        for size in self.rank_slot_bytes:
+            _require_positive("rank_slot_bytes", size)
+        if self.slot_bytes != max(self.rank_slot_bytes):
+            allowed = f"{max(self.rank_slot_bytes)}, the largest of rank_slot_bytes"
+            raise ConfigError("slot_bytes", self.slot_bytes, allowed)
+
+    def slot_bytes_of(self, rank: int) -> int:
+        """Bytes of a slot on this rank."""
+        return self.rank_slot_bytes[rank] if self.rank_slot_bytes else self.slot_bytes
 
 
 @dataclass(frozen=True, slots=True)

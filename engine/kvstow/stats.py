@@ -66,7 +66,7 @@ class SlotCounts:
 
 @dataclass(frozen=True, slots=True)
 class PendingTransfers:
-    """Ops that not every rank has finished. Bytes are of one rank."""
+    """Ops that not every rank has finished. Bytes are of one rank, the one with the largest slots."""
 
     loads: int
     stores: int
@@ -85,7 +85,8 @@ class EngineStats:
     Counters only grow. Keys of the mappings are fixed from the start. `lookups`: full, partial, miss.
     `miss_blocks`: absent, not_ready, bypassed, draining, load_failed. `store_blocks`: stored, skipped_*,
     dropped_*, failed. `evicted_blocks`: by reason. `transfers`: (direction, result) with results ok and error.
-    `transfer_blocks`, `transfer_bytes`: by direction, of one rank, of ops that succeeded.
+    `transfer_blocks`, `transfer_bytes`: by direction, of one rank, of ops that succeeded. Where slots differ in size
+    among the ranks, `slot_bytes` and all bytes are those of the rank with the largest.
     """
 
     state: EngineState
@@ -125,6 +126,7 @@ class RankStatus:
     rank: int
     boot_id: str | None
     state: RankState
+    slot_bytes: int
     pinned_slots: int
     target_slots: int
     pinned_bytes: int

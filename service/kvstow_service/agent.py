@@ -6,14 +6,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
-
-import httpx
+from typing import TYPE_CHECKING, Protocol
 
 from kvstow.bytesize import format_size
+from kvstow.errors import KvstowError, NotFoundError
 from kvstow.messages import DesiredState, RankReport, RankState
+
+if TYPE_CHECKING:  # 0.3 s: left to the agent's thread, for every process of an inference engine imports this module
+    import httpx
 
 logger = logging.getLogger("kvstow.agent")
 
@@ -33,19 +35,26 @@ class ReportingRank(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdminAddress:
-    """Where agents find the admin server: over the Unix socket when there is one, else over TCP."""
+    """Where agents find the admin server: over the Unix socket when there is one, else over TCP. Picklable; shows no
+    token."""
 
     url: str
-    token: str
+    token: str = field(repr=False)
     uds: Path | None = None
 
     def connect(self) -> httpx.Client:
+        import httpx
+
         return httpx.Client(
-            base_url=self.url if self.uds is None else "http://kvstow",
+            base_url=self.url,
             transport=httpx.HTTPTransport(uds=str(self.uds) if self.uds else None),
             headers={"Authorization": f"Bearer {self.token}"},
             timeout=_TIMEOUT_SECONDS,
         )
+
+
+FindAdmin = Callable[[], AdminAddress | None]
+"""Looks for the admin server; None while there is none. Called on the agent's thread, at most 20 times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +69,22 @@ class AgentStats:
 class RankAgent:
     """Reports once a second and on change, and applies the desired state of every answer.
 
+    `server` may be a way to look for a server that comes later: until it is found the agent waits, and that is
+    no failure. After a failure it is looked for again.
+
     Guarantees: no failure ends the thread, neither of the server nor of the rank: the next beat tries again,
     and only the first failure and the recovery are logged, and each change of the rank's state. `stop` is
     idempotent and waits for a beat under way.
     """
 
-    def __init__(self, rank: int, source: ReportingRank, server: AdminAddress, *, interval: float = 1.0) -> None:
+    def __init__(
+        self, rank: int, source: ReportingRank, server: AdminAddress | FindAdmin, *, interval: float = 1.0
+    ) -> None:
         self._rank = rank
         self._source = source
-        self._server = server
+        self._find: FindAdmin = (lambda: server) if isinstance(server, AdminAddress) else server
+        self._offered: AdminAddress | None = None
+        self._client: httpx.Client | None = None
         self._interval = interval
         self._sent = 0
         self._failed = 0
@@ -88,36 +104,65 @@ class RankAgent:
         if self._thread.ident is not None:
             self._thread.join(timeout)
 
+    def offer(self, address: AdminAddress) -> None:
+        """Use this address where the server is not found otherwise. Safe on any thread, and cheap to repeat."""
+        if address != self._offered:
+            self._offered = address
+            self.address_changed()
+
+    def address_changed(self) -> None:
+        """Look for the server now, not at the next beat. Safe on any thread."""
+        self._wake.set()
+
     @property
     def stats(self) -> AgentStats:
         return AgentStats(self._sent, self._failed, self._failing)
 
     def _run(self) -> None:
-        with self._server.connect() as client:
-            while not self._stopping.is_set():
-                self._wake.clear()  # before the report is taken: a change after it wakes the loop again
-                started = time.monotonic()
-                self._beat(client)
-                self._wake.wait(self._interval)
-                self._stopping.wait(max(0.0, _MIN_GAP_SECONDS - (time.monotonic() - started)))
+        while not self._stopping.is_set():
+            self._wake.clear()  # before the report is taken: a change after it wakes the loop again
+            started = time.monotonic()
+            self._beat()
+            self._wake.wait(self._interval)
+            self._stopping.wait(max(0.0, _MIN_GAP_SECONDS - (time.monotonic() - started)))
+        self._hang_up()
 
-    def _beat(self, client: httpx.Client) -> None:
+    def _beat(self) -> None:
         try:
             report = self._source.report()
             self._log_change(report)
+            client = self._connect()
+            if client is None:
+                return
             answer = client.post(f"/v1/ranks/{self._rank}/report", json=report.to_json())
             answer.raise_for_status()
             self._source.apply(DesiredState.from_json(answer.json()))
         except Exception as error:  # whatever it is, the thread goes on
             self._failed += 1
             if not self._failing:
-                logger.warning("rank %d: report failed, trying on: %s", self._rank, error, exc_info=_unless_http(error))
+                logger.warning("rank %d: report failed, trying on: %s", self._rank, error, exc_info=_if_defect(error))
             self._failing = True
+            self._hang_up()
         else:
             self._sent += 1
             if self._failing:
                 logger.info("rank %d: reports arrive again after %d failures", self._rank, self._failed)
             self._failing = False
+
+    def _connect(self) -> httpx.Client | None:
+        """The open connection, or a new one; None while the server has not come yet."""
+        if self._client is None:
+            address = self._find() or self._offered
+            if address is not None:
+                self._client = address.connect()
+            elif self._sent:
+                raise NotFoundError("the admin server is gone")
+        return self._client
+
+    def _hang_up(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
     def _log_change(self, report: RankReport) -> None:
         if report.state == self._state:
@@ -135,6 +180,8 @@ class RankAgent:
         )
 
 
-def _unless_http(error: Exception) -> Exception | None:
+def _if_defect(error: Exception) -> Exception | None:
     """A traceback helps with defects of ours, not with a server that is away."""
-    return None if isinstance(error, httpx.HTTPError) else error
+    import httpx
+
+    return None if isinstance(error, (httpx.HTTPError, KvstowError)) else error

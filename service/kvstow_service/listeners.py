@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstow.errors import ConfigError, ConflictError
 
 _BACKLOG = 1024
 _UDS_MODE = 0o600
+
+
+class PortTakenError(ConflictError):
+    """Another process listens on the port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,43 +41,92 @@ class TcpAddress:
 
 
 class Listeners:
-    """Bound, listening sockets and, with a Unix socket, its file. `close` is idempotent.
+    """Bound, listening sockets, and the files of those that are Unix sockets. `close` is idempotent.
 
-    `url` reaches the server over TCP from this machine; `uds` is the Unix socket's path or None.
+    Made with an address and a path, or added to one by one; what cannot be added changes nothing. `sockets` are
+    the caller's to serve; they stay this object's to close.
     """
 
-    def __init__(self, address: TcpAddress, uds: Path | None) -> None:
+    def __init__(self, address: TcpAddress | None = None, uds: Path | None = None) -> None:
         """Raises `ConflictError` for a port or a path that is taken or may not be used."""
-        self.uds = uds
-        self._uds_file: tuple[int, int] | None = None
+        self.sockets: list[socket.socket] = []
+        self._tcp: _Bound | None = None
+        self._files: dict[Path, _FileId] = {}
         with ExitStack() as undo:
-            tcp = undo.enter_context(_bind_tcp(address))
-            self.host, self.port = tcp.getsockname()[:2]
-            self.sockets = [tcp]
+            undo.callback(self.close)
+            if address is not None:
+                self.add_tcp(address)
             if uds is not None:
-                self.sockets.append(undo.enter_context(_bind_uds(uds)))
-                self._uds_file = _file_id(uds)
+                self.add_uds(uds)
             undo.pop_all()
+
+    def add_tcp(self, address: TcpAddress) -> None:
+        """At most once. Raises `ConflictError` (`PortTakenError` if that is why)."""
+        listener = _bind_tcp(address)
+        self._tcp = _Bound(*listener.getsockname()[:2])
+        self.sockets.append(listener)
+
+    def add_uds(self, path: Path) -> None:
+        """A Unix socket of mode 0600. Replaces the file of a process that is gone; raises `ConflictError`."""
+        self.sockets.append(_bind_uds(path))
+        self._files[path] = _file_id(path)
+
+    @property
+    def host(self) -> str | None:
+        """Numeric address that the TCP socket is bound to; None without one."""
+        return self._tcp.host if self._tcp else None
+
+    @property
+    def port(self) -> int:
+        """Of the TCP socket; 0 without one."""
+        return self._tcp.port if self._tcp else 0
 
     @property
     def url(self) -> str:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        """Reaches the server over TCP from this machine. Raises `ConflictError` without a TCP socket."""
+        if self._tcp is None:
+            raise ConflictError("the admin server has no TCP address")
+        loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+        return tcp_url(loopback.get(self._tcp.host, self._tcp.host), self._tcp.port)
 
     @property
-    def addresses(self) -> list[str]:
+    def addresses(self) -> tuple[str, ...]:
         """For people: where the server listens."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return [f"http://{host}:{self.port}", *([f"unix:{self.uds}"] if self.uds else [])]
+        tcp = [tcp_url(*self._tcp)] if self._tcp else []
+        return (*tcp, *(f"unix:{path}" for path in self._files))
 
     def close(self) -> None:
         for listener in self.sockets:
             listener.close()
-        # A successor may have replaced the file already: that one is not ours to remove.
-        if self.uds is not None and self._uds_file is not None and _file_id(self.uds) == self._uds_file:
-            with suppress(FileNotFoundError):
-                self.uds.unlink()
-        self._uds_file = None
+        # A successor may have replaced a file already: that one is not ours to remove.
+        for path, file_id in self._files.items():
+            if file_id is not None and _file_id(path) == file_id:
+                with suppress(FileNotFoundError):
+                    path.unlink()
+
+
+def tcp_url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_listening(path: Path) -> bool:
+    """Whether a process listens on this Unix socket. Raises `OSError` if that cannot be told."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+    return True
+
+
+class _Bound(NamedTuple):
+    host: str
+    port: int
+
+
+_FileId = tuple[int, int] | None
+"""Device and inode; None where there is no file."""
 
 
 def _bind_tcp(address: TcpAddress) -> socket.socket:
@@ -85,7 +140,8 @@ def _bind_tcp(address: TcpAddress) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConflictError(f"cannot listen on {address.host}:{address.port}: {error.strerror}") from error
+        kind = PortTakenError if error.errno == errno.EADDRINUSE else ConflictError
+        raise kind(f"cannot listen on {address.host}:{address.port}: {error.strerror}") from error
     return listener
 
 
@@ -111,17 +167,12 @@ def _remove_stale(path: Path) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise ConflictError(f"cannot listen on unix:{path}: the path exists and is not a socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            path.unlink(missing_ok=True)
-            return
-    raise ConflictError(f"cannot listen on unix:{path}: another process is listening there")
+    if is_listening(path):
+        raise ConflictError(f"cannot listen on unix:{path}: another process is listening there")
+    path.unlink(missing_ok=True)
 
 
-def _file_id(path: Path) -> tuple[int, int] | None:
+def _file_id(path: Path) -> _FileId:
     try:
         found = path.lstat()
     except FileNotFoundError:

@@ -8,21 +8,17 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
-
-import kvstow
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import RESERVE_BYTES, MemoryLimits
 from kvstow_api.app import create_app
-from kvstow_api.auth import TokenFile, require_token
-from kvstow_api.context import ApiContext
+from kvstow_api.tokens import TokenFile, require_token
 from kvstow_service.agent import AdminAddress
+from kvstow_service.context import make_context
 from kvstow_service.fleet import Fleet
 from kvstow_service.keeper import Keeper
 from kvstow_service.listeners import Listeners, TcpAddress
@@ -60,7 +56,19 @@ def run_service(settings: Settings) -> int:
         running.callback(keeper.stop)
 
         agents_reach = AdminAddress(listeners.url, secrets.token_hex(16), settings.uds)
-        app = create_app(_context(settings, plan, engine, keeper, agents_reach))
+        app = create_app(
+            make_context(
+                engine,
+                keeper,
+                listeners,
+                mode="standalone",
+                max_capacity_slots=plan.pool.max_slots,
+                settings=public_settings(settings),
+                agent_token=agents_reach.token,
+                token_file=settings.token_file,
+                readiness_require=settings.readiness_require,
+            )
+        )
         server = AdminServer(app, listeners.sockets, lambda reason: stops.request(reason, 1))
         server.start()
         running.callback(server.stop)
@@ -105,40 +113,6 @@ def _check(settings: Settings) -> _Plan:
     blocks = kv_blocks(settings, requests)
     memory_left = require_memory(settings, kv_blocks=blocks if requests else 0)
     return _Plan(address, requests, blocks, settings.pool_config(memory_left))
-
-
-def _context(
-    settings: Settings, plan: _Plan, engine: OffloadEngine, keeper: Keeper, agents_reach: AdminAddress
-) -> ApiContext:
-    return ApiContext(
-        engine=engine,
-        max_capacity_slots=plan.pool.max_slots,
-        version=kvstow.__version__,
-        mode="standalone",
-        settings=public_settings(settings),
-        token_file=settings.token_file,
-        agent_token=agents_reach.token,
-        readiness_require=settings.readiness_require,
-        ready_checks={"keeper": keeper.check},
-        build={"torch": _installed("torch")},
-        registry=_registry(),
-    )
-
-
-def _installed(distribution: str) -> str:
-    """Its version, from the metadata: importing torch here would hold up the start."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def _registry() -> CollectorRegistry:
-    """For figures of this process beside the engine's own."""
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    GCCollector(registry=registry)
-    return registry
 
 
 def require_memory(settings: Settings, *, kv_blocks: int) -> int:

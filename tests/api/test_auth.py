@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from kvstow.errors import ConfigError
-from kvstow_api.auth import TokenFile, require_token
 from kvstow_api.routes import ROUTERS
+from kvstow_api.tokens import TokenFile, require_token
 
 pytestmark = pytest.mark.anyio
 

@@ -51,7 +51,7 @@ def test_a_taken_port_is_named() -> None:
 def test_a_bind_to_all_addresses_is_reached_over_loopback() -> None:
     listeners = Listeners(TcpAddress.resolve("0.0.0.0", 0), None)
     assert listeners.url == f"http://127.0.0.1:{listeners.port}"
-    assert listeners.addresses == [f"http://0.0.0.0:{listeners.port}"]
+    assert listeners.addresses == (f"http://0.0.0.0:{listeners.port}",)
     listeners.close()
 
 
@@ -59,7 +59,7 @@ def test_a_bind_to_all_addresses_is_reached_over_loopback() -> None:
 def test_ipv6_addresses_are_written_in_brackets() -> None:
     listeners = Listeners(TcpAddress.resolve("::1", 0), None)
     assert listeners.url == f"http://[::1]:{listeners.port}"
-    assert listeners.addresses == [listeners.url]
+    assert listeners.addresses == (listeners.url,)
     listeners.close()
 
 

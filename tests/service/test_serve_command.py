@@ -74,11 +74,12 @@ def test_a_taken_port_is_named_and_exits_1() -> None:
 
 
 def test_a_unix_socket_that_is_taken_exits_1_and_leaves_the_port(tmp_path: Path) -> None:
-    taken = Listeners(TcpAddress.resolve("127.0.0.1", 0), tmp_path / "admin.sock")
-    result = serve(*SMALL, "--uds", str(taken.uds))
+    uds = tmp_path / "admin.sock"
+    taken = Listeners(uds=uds)
+    result = serve(*SMALL, "--uds", str(uds))
     taken.close()
     assert result.exit_code == 1
-    assert result.stderr == f"kvstow serve: cannot listen on unix:{taken.uds}: another process is listening there\n"
+    assert result.stderr == f"kvstow serve: cannot listen on unix:{uds}: another process is listening there\n"
 
 
 def test_pools_larger_than_the_machine_are_refused_together() -> None:

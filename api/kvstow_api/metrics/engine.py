@@ -22,7 +22,7 @@ _DIRECTIONS: tuple[Direction, ...] = ("load", "store")
 def engine_families(stats: EngineStats, readiness: Readiness, now: float) -> Iterator[Metric]:
     """All of the engine. `now`: seconds since the epoch."""
     yield from _pool(stats)
-    yield from _ranks(readiness, stats.slot_bytes, now)
+    yield from _ranks(readiness, now)
     yield from _pinning(readiness.ranks)
     yield from _pending(stats)
     yield from _transfers(stats)
@@ -48,9 +48,8 @@ def _pool(stats: EngineStats) -> Iterator[Metric]:
     )
 
 
-def _ranks(readiness: Readiness, slot_bytes: int, now: float) -> Iterator[Metric]:
+def _ranks(readiness: Readiness, now: float) -> Iterator[Metric]:
     ranks = readiness.ranks
-    capacity = readiness.capacity_slots * slot_bytes
     yield gauge(
         "kvstow_state",
         "1 for the state that the engine is in",
@@ -67,7 +66,7 @@ def _ranks(readiness: Readiness, slot_bytes: int, now: float) -> Iterator[Metric
         "kvstow_pool_capacity_bytes",
         "Bytes wanted",
         ["pool", "rank"],
-        [((POOL, str(rank.rank)), capacity) for rank in ranks],
+        [((POOL, str(rank.rank)), readiness.capacity_slots * rank.slot_bytes) for rank in ranks],
     )
     for name, text, attribute in (
         ("kvstow_pool_pinned_bytes", "Bytes that are pinned", "pinned_bytes"),

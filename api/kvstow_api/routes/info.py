@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from kvstow_api.openapi import reading
-from kvstow_api.schemas.info import InfoView
-from kvstow_api.schemas.pools import POOL_NAME
 from kvstow_api.services import Use
+from kvstow_api.views.info import InfoView
+from kvstow_api.views.pools import POOL_NAME
 
 router = APIRouter(prefix="/v1", tags=["info"])
 
@@ -19,6 +19,7 @@ async def get_info(use: Use) -> InfoView:
     return InfoView(
         version=context.version,
         mode=context.mode,
+        addresses=list(context.addresses),
         engine_id=context.engine.engine_id,
         started=use.started,
         uptime_seconds=use.uptime,

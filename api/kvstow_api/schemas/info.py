@@ -9,11 +9,13 @@ from kvstow_api.schemas.base import View
 
 
 class InfoView(View):
-    """`engine_id` is new in each life of the engine. `token_required`: whether changes need a bearer token."""
+    """`addresses`: where the server listens. `engine_id` is new in each life of the engine. `token_required`: whether
+    changes need a bearer token."""
 
     name: str = "kvstow"
     version: str
     mode: str
+    addresses: list[str]
     engine_id: str
     started: datetime
     uptime_seconds: float

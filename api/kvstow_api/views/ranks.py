@@ -13,6 +13,7 @@ _EXAMPLE = {
     "rank": 0,
     "boot_id": "6f1d2a9c",
     "state": "pinning",
+    "slot_bytes": 2097152,
     "pinned_slots": 512,
     "target_slots": 4096,
     "pinned_bytes": 1073741824,
@@ -46,6 +47,7 @@ class RankView(View):
     rank: int
     boot_id: str | None
     state: RankState
+    slot_bytes: int
     pinned_slots: int
     target_slots: int
     pinned_bytes: int

@@ -30,7 +30,7 @@ STORE_REFUSALS = {
     "bypassed": "skipped_bypass",
 }
 EVICTION_REASONS = ("capacity", "operator", "purge", "resize", "load_failed", "rank_restart")
-ERRORS = ("store_failed", "load_failed", "transfer_stuck", "rank_restarted", "integrity")
+ERRORS = ("store_failed", "load_failed", "transfer_stuck", "rank_restarted", "integrity", "admin_server")
 
 
 class Counters:
@@ -52,6 +52,12 @@ class Counters:
         self.stale_reports = 0
         self.rank_restarts = 0
         self.errors = dict.fromkeys(ERRORS, 0)
+
+    def count_lookup(self, queried: int, hits: int, refusal: str | None) -> None:
+        self.lookups["miss" if not hits else "partial" if hits < queried else "full"] += 1
+        self.query_blocks += queried
+        self.hit_blocks += hits
+        self.miss_blocks[refusal or "absent"] += queried - hits
 
     def count_transfer(
         self, direction: Direction, blocks: int, num_bytes: int, seconds: float, queue_seconds: float

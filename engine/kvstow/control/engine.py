@@ -61,9 +61,10 @@ class OffloadEngine:
                 return [False] * len(keys)
             return [slot is not None for slot in state.index.slots_of(keys)]
 
-    def acquire(self, keys: Sequence[bytes]) -> Lease:
+    def acquire(self, keys: Sequence[bytes], *, count: bool = True) -> Lease:
         """Look up the leading run and keep it from eviction, in one step. The lease may be empty; release it,
-        or use it up with `begin_load`."""
+        or use it up with `begin_load`. With `count` false it counts as no look-up: a host that asks often for one
+        request says with `count_lookup` what came of it."""
         state, counters = self._state, self._state.counters
         begun = time.perf_counter()
         with state.lock:
@@ -73,13 +74,17 @@ class OffloadEngine:
             if slots:
                 state.index.hold(slots, now)
             hits = len(slots)
-            counters.lookups["miss" if not hits else "partial" if hits < len(keys) else "full"] += 1
-            counters.query_blocks += len(keys)
-            counters.hit_blocks += hits
-            counters.miss_blocks[refusal or "absent"] += len(keys) - hits
+            if count:
+                counters.count_lookup(len(keys), hits, refusal)
             lease = state.leases.add(tuple(keys[:hits]), tuple(slots)) if slots else _NOTHING
             counters.lookup_seconds.observe(time.perf_counter() - begun)
         return lease
+
+    def count_lookup(self, queried: int, hits: int) -> None:
+        """Count one look-up of `queried` blocks that was answered with `hits`."""
+        state = self._state
+        with state.lock:
+            state.counters.count_lookup(queried, hits, state.gate.refuses_load(state.clock()))
 
     def lease(self, keys: Sequence[bytes]) -> Lease | None:
         """Keep exactly these keys from eviction; None, and nothing held, if one of them is absent."""
@@ -201,6 +206,13 @@ class OffloadEngine:
         with state.lock:
             return self._desired()
 
+    def boot_ids(self) -> tuple[str | None, ...]:
+        """The boot that each rank is in. A plan says which one its ops are for: in another, the slots that it names
+        hold other bytes."""
+        state = self._state
+        with state.lock:
+            return tuple(state.ranks.boot_id(rank) for rank in range(len(state.ranks)))
+
     def desired(self) -> DesiredState:
         """What is wanted of every rank now."""
         with self._state.lock:
@@ -222,6 +234,11 @@ class OffloadEngine:
                 settlement.give_up(state, entry)
             state.refresh_gate()
         state.write_log()
+
+    def count_error(self, code: str) -> None:
+        """Count a failure of the host beside the engine's own; `code` is one of `counters.ERRORS`."""
+        with self._state.lock:
+            self._state.counters.errors[code] += 1
 
     def close(self) -> None:
         """The host stops: nothing is served any more. Idempotent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from kvstow.config import EngineConfig
 from kvstow.errors import InvalidRequestError, NotFoundError
 from kvstow.messages import RankReport
 from kvstow.stats import RankStatus
@@ -20,15 +21,15 @@ class RankRecord:
 
 
 class RankTable:
-    """The ranks 0 to `num_ranks` - 1. Not locked.
+    """The ranks 0 to `config.num_ranks` - 1. Not locked.
 
     A rank with a new boot id has lost its memory. What an earlier boot says afterwards is not believed.
     """
 
-    def __init__(self, num_ranks: int, slot_bytes: int) -> None:
-        self._ranks = [RankRecord(rank) for rank in range(num_ranks)]
-        self._slot_bytes = slot_bytes
-        self._dead_boots: deque[tuple[int, str]] = deque(maxlen=16 * num_ranks)
+    def __init__(self, config: EngineConfig) -> None:
+        self._ranks = [RankRecord(rank) for rank in range(config.num_ranks)]
+        self._slot_bytes_of = config.slot_bytes_of
+        self._dead_boots: deque[tuple[int, str]] = deque(maxlen=16 * config.num_ranks)
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -41,9 +42,10 @@ class RankTable:
     def check(self, report: RankReport) -> None:
         """Raises `NotFoundError` or `InvalidRequestError` if the report cannot be of a rank of this pool."""
         self._get(report.rank)
-        if report.slot_bytes != self._slot_bytes:
+        slot_bytes = self._slot_bytes_of(report.rank)
+        if report.slot_bytes != slot_bytes:
             raise InvalidRequestError(
-                f"rank {report.rank} reports slot_bytes {report.slot_bytes}; allowed: {self._slot_bytes}, as the pool"
+                f"rank {report.rank} reports slot_bytes {report.slot_bytes}; allowed: {slot_bytes}, as this rank's pool"
             )
         if not report.boot_id:
             raise InvalidRequestError(f"rank {report.rank} reports boot_id ''; allowed: a non-empty string")
@@ -81,9 +83,10 @@ class RankTable:
             raise NotFoundError(f"rank is {rank}; allowed: 0 to {len(self._ranks) - 1}")
         return self._ranks[rank]
 
-    @staticmethod
-    def _status(record: RankRecord, now: float) -> RankStatus:
-        known = record.report or RankReport(record.rank, "", "starting", 0, 0, 0, 0, 0)
+    def _status(self, record: RankRecord, now: float) -> RankStatus:
+        known = record.report or RankReport(
+            record.rank, "", "starting", self._slot_bytes_of(record.rank), 0, 0, pinned_bytes=0, target_bytes=0
+        )
         return RankStatus(
             **{name: getattr(known, name) for name in _SHARED_FIELDS},
             boot_id=known.boot_id or None,

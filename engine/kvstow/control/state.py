@@ -50,7 +50,7 @@ class ControlState:
         self.slots = SlotMap()
         self.index = Index(config.policy)
         self.ledger = Ledger(config.num_ranks)
-        self.ranks = RankTable(config.num_ranks, config.slot_bytes)
+        self.ranks = RankTable(config)
         self.leases = LeaseBook()
         self.gate = Gate()
         self.counters = Counters()

@@ -35,7 +35,7 @@ class FakeRank:
 
     def report(self, boot_id: str | None = None) -> DesiredState:
         """Send a report (of another boot, to play a late one); gives back memory that is no longer wanted."""
-        slot_bytes = self.engine.config.slot_bytes
+        slot_bytes = self.engine.config.slot_bytes_of(self.rank)
         target = self.engine.config.capacity_slots
         desired = self.engine.report(
             RankReport(

@@ -1,0 +1,63 @@
+"""What every host of an engine tells the admin API alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+
+import kvstow
+from kvstow.control.engine import OffloadEngine
+from kvstow_api.context import ApiContext
+from kvstow_service.keeper import Keeper
+from kvstow_service.listeners import Listeners
+
+
+def make_context(
+    engine: OffloadEngine,
+    keeper: Keeper,
+    listeners: Listeners,
+    *,
+    mode: str,
+    max_capacity_slots: int,
+    settings: Mapping[str, Any],
+    agent_token: str,
+    token_file: Path | None = None,
+    readiness_require: tuple[str, ...] = (),
+    build: Mapping[str, str] | None = None,
+) -> ApiContext:
+    """The context of a server on `listeners`, with the figures of this process. `settings` are for every reader: no
+    secrets, no paths."""
+    return ApiContext(
+        engine=engine,
+        max_capacity_slots=max_capacity_slots,
+        version=kvstow.__version__,
+        mode=mode,
+        addresses=listeners.addresses,
+        settings=settings,
+        token_file=token_file,
+        agent_token=agent_token,
+        readiness_require=readiness_require,
+        ready_checks={"keeper": keeper.check},
+        build={"torch": _installed("torch"), **(build or {})},
+        registry=_registry(),
+    )
+
+
+def _installed(distribution: str) -> str:
+    """Its version, from the metadata: importing torch here would hold up the start."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _registry() -> CollectorRegistry:
+    """For figures of this process beside the engine's own."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
+    return registry

@@ -1,0 +1,217 @@
+"""The admin server of an engine that lives in somebody else's process.
+
+Importing this module imports neither FastAPI nor uvicorn: that takes half a second, which no host should wait for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.errors import ConfigError, ConflictError, KvstowError
+from kvstow_api.context import INFORMATIONAL_CHECKS
+from kvstow_api.tokens import TokenFile, is_loopback, require_token
+from kvstow_service.agent import AdminAddress
+from kvstow_service.context import make_context
+from kvstow_service.keeper import Keeper
+from kvstow_service.listeners import Listeners, PortTakenError, TcpAddress, tcp_url
+from kvstow_service.rendezvous import Rendezvous
+
+if TYPE_CHECKING:
+    from kvstow_service.server import AdminServer
+
+logger = logging.getLogger("kvstow.admin")
+
+_PORTS = 16  # tried from the one wanted on: two hosts of eight engines each on one machine
+_OPENING_SECONDS = 30.0  # importing FastAPI cannot be interrupted; it takes seconds on a cold disk
+_HEAD_START_SECONDS = 0.01  # an import that begins at once holds the interpreter: `start` would take 5 ms, not 0.2
+_ANY_ADDRESS = ("0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedOptions:
+    """Where the server listens, and whom it obeys; checked when made, without touching the network.
+
+    `admin_port`: the first of 16 that are tried; 0 takes any. `admin_uds`: a Unix socket as well, for people.
+    `token_file`: tokens that requests which change anything need; not optional where `admin_host` is not loopback.
+    `readiness_require`: of pool and pinned, what must be well before `/readyz` is.
+    """
+
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 9595
+    admin_uds: Path | None = None
+    token_file: Path | None = None
+    readiness_require: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.admin_port) is not int or not 0 <= self.admin_port < 1 << 16:
+            raise ConfigError("admin_port", self.admin_port, "0 (any free port) to 65535")
+        if not set(self.readiness_require) <= set(INFORMATIONAL_CHECKS):
+            raise ConfigError("readiness_require", self.readiness_require, " and ".join(INFORMATIONAL_CHECKS))
+        require_token(self.admin_host, self.token_file)
+        if self.token_file is not None:
+            TokenFile(self.token_file)
+
+
+class EmbeddedAdmin:
+    """Serves the admin API of `engine`, and ticks it, on threads of its own.
+
+    `identity` is what the agents of the engine's ranks make their `Rendezvous` of: any text that no other engine on
+    this machine has. `node_host` is this machine's name or address on other nodes, wanted where `admin_host` means all
+    addresses. `settings` (no secrets) and `build` are shown by the API.
+
+    Guarantees. `start` returns at once and raises nothing; nothing that goes wrong later reaches the host: it is
+    logged, counted (error `admin_server` of the engine) and kept in `failure`. The host's signal handlers stay. One of
+    several sockets that cannot be had is logged and done without. `stop` is idempotent; a host that dies without it
+    leaves nothing that a successor does not replace. Properties may be read on any thread at any time.
+    """
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        options: EmbeddedOptions,
+        *,
+        identity: str,
+        mode: str,
+        max_capacity_slots: int,
+        settings: Mapping[str, Any] | None = None,
+        build: Mapping[str, str] | None = None,
+        node_host: str = "",
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Opens nothing, starts nothing."""
+        self.failure: str | None = None
+        """Why nobody is served; None while the server starts, serves or was stopped."""
+        self._engine, self._options, self._node_host = engine, options, node_host
+        self._token = secrets.token_hex(16)
+        self._keeper = Keeper(engine)
+        self._listeners = Listeners()
+        self._rendezvous = Rendezvous(identity, environ)
+        self._server: AdminServer | None = None
+        self._make_context = partial(
+            make_context,
+            engine,
+            self._keeper,
+            self._listeners,
+            mode=mode,
+            max_capacity_slots=max_capacity_slots,
+            settings=settings or {},
+            agent_token=self._token,
+            token_file=options.token_file,
+            readiness_require=options.readiness_require,
+            build=build,
+        )
+        self._warned = False
+        self._failing = threading.Lock()
+        self._stopping = threading.Event()
+        self._opening = threading.Thread(target=self._open, name="kvstow-admin-start", daemon=True)
+
+    def start(self) -> None:
+        self._keeper.start()
+        self._opening.start()
+
+    def stop(self) -> None:
+        """Waits for responses under way, 2 s at most, and for a start that is under way."""
+        self._stopping.set()
+        if self._opening.ident is not None:
+            self._opening.join(_OPENING_SECONDS)
+        if self._server is not None:
+            self._server.stop()
+        self._close()
+        self._keeper.stop()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where it answers, such as `http://127.0.0.1:9595` and `unix:/run/...`; empty before and after that."""
+        return self._listeners.addresses if self._server is not None and self.failure is None else ()
+
+    @property
+    def address_for_remote_ranks(self) -> AdminAddress | None:
+        """How agents on other nodes reach it; None where, or as long as, they cannot. Ask only if there are some: an
+        `admin_host` on which they never can is warned of, once."""
+        if is_loopback(self._options.admin_host):
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "ranks on other nodes cannot report to %s: set admin_host to an address that they reach, "
+                    "and token_file",
+                    self._options.admin_host,
+                )
+            return None
+        if not self.addresses or self._listeners.host is None:
+            return None
+        host = self._listeners.host
+        if host in _ANY_ADDRESS:
+            host = self._node_host or socket.gethostname()
+        return AdminAddress(tcp_url(host, self._listeners.port), self._token)
+
+    def _open(self) -> None:
+        if self._stopping.wait(_HEAD_START_SECONDS):
+            return
+        try:
+            from kvstow_api.app import create_app
+            from kvstow_service.server import AdminServer
+
+            if self._stopping.is_set():
+                return
+            self._listen()  # only now: who connects is answered at once
+            server = AdminServer(create_app(self._make_context()), self._listeners.sockets, self._fail)
+            server.start()
+            self._server = server
+        except Exception as error:  # the host goes on without
+            if not isinstance(error, KvstowError):
+                logger.exception("the admin server cannot be started")
+            self._fail(f"the admin server cannot be started: {error!r}")
+        else:
+            logger.info("KVStow admin server on %s", " and ".join(self._listeners.addresses))
+
+    def _listen(self) -> None:
+        """On every socket that can be had. Raises `ConflictError` for none."""
+        options, listeners = self._options, self._listeners
+        self._try(self._listen_on_tcp, "without TCP")
+        self._try(lambda: self._rendezvous.publish(listeners, self._token), "out of reach of the ranks of this machine")
+        if options.admin_uds is not None:
+            self._try(partial(listeners.add_uds, options.admin_uds), "without admin_uds")
+        if not listeners.sockets:
+            raise ConflictError("no socket can be had; the log says why")
+
+    def _try(self, listen: Callable[[], None], without: str) -> None:
+        try:
+            listen()
+        except (KvstowError, OSError) as error:
+            self._engine.count_error("admin_server")
+            logger.warning("the admin server stays %s: %s", without, error)
+
+    def _listen_on_tcp(self) -> None:
+        wanted = TcpAddress.resolve(self._options.admin_host, self._options.admin_port)
+        ports = range(wanted.port, min(wanted.port + _PORTS, 1 << 16)) if wanted.port else (0,)
+        for port in ports:
+            with suppress(PortTakenError):
+                self._listeners.add_tcp(replace(wanted, port=port))
+                if port != wanted.port:
+                    logger.warning("port %d is taken: the admin server has port %d", wanted.port, port)
+                return
+        raise PortTakenError(f"ports {ports[0]} to {ports[-1]} of {wanted.host} are taken")
+
+    def _fail(self, reason: str) -> None:
+        """The first reason counts: a server that does not start tells twice."""
+        with self._failing:
+            is_first, self.failure = self.failure is None, self.failure or reason
+        if is_first:
+            self._engine.count_error("admin_server")
+            logger.error("%s; serving goes on without it", reason)
+        self._close()
+
+    def _close(self) -> None:
+        self._listeners.close()
+        self._rendezvous.withdraw()

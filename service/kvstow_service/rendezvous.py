@@ -1,0 +1,130 @@
+"""Where the admin server of an embedded engine and the agents of its ranks find each other on one machine.
+
+The server is made late, in a process that the ranks' processes do not know. What both know is the engine's identity;
+it names a Unix socket, and beside it a file with the agents' token, in a folder that is this user's alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+import stat
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from kvstow.errors import ConfigError, ConflictError
+from kvstow_service.agent import AdminAddress
+from kvstow_service.listeners import Listeners, is_listening
+
+logger = logging.getLogger("kvstow.rendezvous")
+
+_MOST_PATH_BYTES = 107  # of a Unix socket, on Linux
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+class Rendezvous:
+    """The meeting point of one engine. `identity` must be no other engine's on this machine.
+
+    The folder is `kvstow-UID` in `XDG_RUNTIME_DIR`, else in the folder for temporary files; mode 0700. One that
+    somebody else owns, or others may enter, is not used.
+
+    A rank's agent calls the object to look for the server. The engine's host publishes it, once, and withdraws it; a
+    host that is killed leaves two files, which its successor replaces.
+    """
+
+    def __init__(self, identity: str, environ: Mapping[str, str] = os.environ) -> None:
+        parents = [environ["XDG_RUNTIME_DIR"]] if environ.get("XDG_RUNTIME_DIR") else []
+        name = f"kvstow-{os.geteuid()}"
+        self._folders = [Path(parent) / name for parent in [*parents, tempfile.gettempdir()]]
+        self._identity = identity
+        self._published: tuple[Path, str] | None = None
+        self._refused: set[Path] = set()
+
+    def __call__(self) -> AdminAddress | None:
+        """The server's address; None while nobody listens. Raises `OSError` if that cannot be told."""
+        for folder in self._folders:
+            path = self._visit(folder)
+            if path is not None and is_listening(path):  # asked first: the token is written before
+                return AdminAddress("http://kvstow", _token_path(path).read_text(), path)
+        return None
+
+    def publish(self, listeners: Listeners, token: str) -> None:
+        """Write the token, then listen. Raises `ConflictError` if no folder can be used, or another server is
+        published under this identity."""
+        path = self._make_place()
+        if is_listening(path):
+            raise ConflictError(f"another engine with the identity {self._identity!r} listens on unix:{path}")
+        self._published = path, token
+        _write_private(_token_path(path), token)
+        listeners.add_uds(path)
+
+    def withdraw(self) -> None:
+        """Remove the token, unless a successor has replaced it; the socket goes with its listeners. Idempotent."""
+        if self._published is None:
+            return
+        path, token = self._published
+        self._published = None
+        with suppress(OSError):
+            if _token_path(path).read_text() == token:
+                _token_path(path).unlink()
+
+    def _make_place(self) -> Path:
+        problems = []
+        for folder in self._folders:
+            try:
+                with suppress(FileExistsError):
+                    folder.mkdir(mode=0o700)
+                return _socket_path(folder, self._identity)
+            except (OSError, ConfigError) as error:
+                problems.append(str(error))
+        raise ConflictError(f"agents have no place to find the admin server: {'; '.join(problems)}")
+
+    def _visit(self, folder: Path) -> Path | None:
+        """The socket's path in a folder that is there and may be trusted."""
+        try:
+            return _socket_path(folder, self._identity)
+        except FileNotFoundError:
+            return None
+        except (OSError, ConfigError) as error:
+            if folder not in self._refused:
+                logger.warning("no admin server is looked for there: %s", error)
+                self._refused.add(folder)
+            return None
+
+
+def _socket_path(folder: Path, identity: str) -> Path:
+    """Raises `OSError` if the folder cannot be read, and `ConfigError` if others may use it or its path is too long."""
+    _require_private(folder)
+    for name in (identity, hashlib.sha256(identity.encode()).hexdigest()[:16]):
+        path = folder / f"{name}.sock"
+        if _PLAIN_NAME.fullmatch(name) and len(os.fsencode(path)) <= _MOST_PATH_BYTES:
+            return path
+    raise ConfigError("runtime folder", str(folder), f"a path of at most {_MOST_PATH_BYTES - 22} bytes")
+
+
+def _require_private(folder: Path) -> None:
+    status = folder.lstat()
+    uid = os.geteuid()
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError("runtime folder", str(folder), "a folder, and no link to one")
+    if status.st_uid != uid:
+        raise ConfigError("runtime folder", str(folder), f"a folder of user {uid}, and not of user {status.st_uid}")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError("runtime folder", str(folder), "a folder that nobody else may enter (chmod 700)")
+
+
+def _token_path(socket_path: Path) -> Path:
+    return socket_path.with_suffix(".token")
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Replace the file in one step, so that nobody reads half of it."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    partial.replace(path)
