@@ -1,0 +1,159 @@
+"""The family `vllm:kv_offload_*` in a real vLLM: its base classes, and the names that its dashboards know."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.keys import chain_keys
+from kvstow.messages import Completion, RankReport
+from kvstow_service.connectors.vllm.family import FAMILY, INFO, PREFIX
+
+pytestmark = pytest.mark.vllm
+
+SLOT = 1 << 20
+LABELS = {"model_name": "tiny", "engine": "0"}
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def prom(registry: CollectorRegistry) -> Any:
+    from kvstow_service.connectors.vllm.metrics import KVStowPromMetrics
+
+    types: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config = SimpleNamespace(kv_transfer_config=None)
+    return KVStowPromMetrics(config, types, list(LABELS), {0: ["tiny", "0"], 1: ["tiny", "1"]})
+
+
+class Host:
+    """An engine with one rank, and the feed of its statistics."""
+
+    def __init__(self) -> None:
+        from kvstow_service.connectors.vllm.metrics import StatsFeed
+
+        self.engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=4))
+        self.engine.report(RankReport(0, "boot", "ready", SLOT, 4, 4, 4 * SLOT, 4 * SLOT))
+        self.feed = StatsFeed(slot_bytes=2 * SLOT, slot_tokens=16)
+        self._blocks = 0
+
+    def store(self, count: int, seconds: float = 0.5) -> None:
+        keys = list(chain_keys([self._blocks.to_bytes(4)] * count))
+        self._blocks += count
+        op = self.engine.begin_store(keys, range(count)).op
+        assert op is not None
+        self.engine.complete(0, "boot", [Completion(op.op_id, "done", None, count * SLOT, seconds)])
+
+    def take(self) -> Any:
+        return self.feed.take(self.engine.stats())
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+def test_stats_are_told_once(host: Host) -> None:
+    assert not host.take().is_empty()
+    assert host.take() is None
+    host.store(1)
+    assert host.take().data["store_bytes"] == 2 * SLOT
+    assert host.take() is None
+
+
+def test_stats_survive_the_ways_between_processes(host: Host) -> None:
+    import msgspec
+
+    host.store(2)
+    stats = host.take()
+    assert pickle.loads(pickle.dumps(stats)) == stats
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats.data)) == stats.data
+
+
+def test_stats_of_several_steps_add_up_and_are_reset(host: Host) -> None:
+    stats = host.take()
+    for count in (1, 2):
+        host.store(count)
+        assert stats.aggregate(host.take()) is stats
+    assert stats.data["store_bytes"] == 3 * 2 * SLOT
+    assert stats.data["store_size"] == [SLOT, 2 * SLOT]
+    stats.reset()
+    assert stats.is_empty()
+
+
+def test_the_log_gets_numbers(host: Host) -> None:
+    host.store(2, seconds=0.25)
+    reduced = host.take().reduce()
+    assert {"store_bytes": 4 * SLOT, "store_time": 0.25, "store_size_count": 1, "store_size_sum": 2 * SLOT}.items() <= (
+        reduced.items()
+    )
+    assert all(isinstance(value, int | float) for value in reduced.values())
+
+
+def test_vllm_writes_the_family(host: Host, prom: Any, registry: CollectorRegistry) -> None:
+    host.store(3, seconds=0.25)
+    prom.observe(host.take().data)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(PREFIX + name, LABELS | labels)
+
+    assert value("store_bytes_total") == 3 * 2 * SLOT
+    assert value("total_bytes_total", transfer_type="GPU_to_CPU") == 3 * 2 * SLOT
+    assert value("store_time_total") == value("total_time_total", transfer_type="GPU_to_CPU") == 0.25
+    assert value("store_size_sum") == value("size_sum", transfer_type="GPU_to_CPU") == 3 * SLOT
+    assert value("store_size_bucket", le="4.194304e+06") == 1
+    assert value("store_size_bucket", le="1.048576e+06") == 0
+    assert value("cpu_cache_usage_perc") == 0
+    info = {"cpu_num_chunks": "4", "cpu_blocks_per_chunk": "1"}
+    info |= {"cpu_kv_cache_size_bytes": str(8 * SLOT), "cpu_kv_cache_size_tokens": "64"}
+    assert value(INFO, **info) == 1
+    host.engine.admin.resize(3).run()
+    prom.observe(host.take().data)
+    assert value(INFO, **info) == 0
+
+
+def test_engines_are_told_apart(host: Host, prom: Any, registry: CollectorRegistry) -> None:
+    host.store(1)
+    prom.observe(host.take().data, engine_idx=1)
+    assert registry.get_sample_value(f"{PREFIX}store_bytes_total", LABELS | {"engine": "1"}) == 2 * SLOT
+
+
+def test_nothing_but_the_family_is_registered(host: Host, prom: Any, registry: CollectorRegistry) -> None:
+    prom.observe(host.take().data)
+    assert {metric.name for metric in registry.collect()} == {PREFIX + name for name in FAMILY}
+
+
+def test_another_connector_keeps_the_names_that_it_has_registered(
+    host: Host, prom: Any, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = Counter(f"{PREFIX}load_bytes", "Of OffloadingConnector", registry=registry)
+    prom.observe(host.take().data)
+    host.store(1)
+    prom.observe(host.take().data)
+    assert [metric.name for metric in registry.collect()] == [metric.name for metric in theirs.collect()]
+    assert len([record for record in caplog.records if "another connector" in record.message]) == 1
+
+
+def test_names_types_and_labels_are_those_of_vllm() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import metrics as theirs
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+    known = theirs.get_connector_metric_definitions() | CPUOffloadingSpec.build_metric_definitions({})
+    deprecated = theirs._DEPRECATED_CONNECTOR_METRIC_DEFINITIONS
+    for name, metric in FAMILY.items():
+        if name == INFO:  # vLLM 0.33
+            continue
+        labels = ("transfer_type",) if PREFIX + name in deprecated else ()
+        definition = deprecated.get(PREFIX + name) or known[PREFIX + name]
+        assert type(definition).__name__ == f"Offloading{metric.kind.title()}Metadata", name
+        assert metric.labelnames == labels, name
