@@ -6,37 +6,16 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from kvstow_api.problems import MEDIA_TYPE
+from kvstow_api.views.problem import ProblemView
 
 Responses = dict[int | str, dict[str, Any]]
 
 _AUTH = (401, 403, 503)
 _BODY = (400, 413, 415, 422)
 _ANY = (500,)
-
-
-class ProblemError(BaseModel):
-    """One thing that is wrong: where, with which value, and what is allowed instead."""
-
-    field: str
-    message: str
-    value: Any
-    allowed: str
-
-
-class Problem(BaseModel):
-    """RFC 9457 problem details. `instance` is the request id, which the log has, too."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    instance: str
-    code: str
-    errors: list[ProblemError]
-    retry_after: int | None
 
 
 def reading(*codes: int) -> Responses:
@@ -71,9 +50,9 @@ def _share_problems(schema: dict[str, Any]) -> dict[str, Any]:
     schemas = components.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    description = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+    description = TypeAdapter(ProblemView).json_schema(ref_template="#/components/schemas/{model}")
     schemas.update(description.pop("$defs"))
-    schemas["Problem"] = description
+    schemas["ProblemView"] = description
     components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     responses = components.setdefault("responses", {})
     for item in schema["paths"].values():
@@ -92,6 +71,6 @@ def _describe_operation(method: str, operation: dict[str, Any], shared: dict[str
         name = f"Problem{status}"
         shared[name] = {
             "description": HTTPStatus(int(status)).phrase,
-            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemView"}}},
         }
         operation["responses"][status] = {"$ref": f"#/components/responses/{name}"}

@@ -14,17 +14,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Protocol, get_args
 
 from kvstow.errors import ConflictError, KvstowError, NotFoundError, QueueFullError
 from kvstow.stats import Histogram, HistogramSnapshot
+from kvstow_api.views.operations import OperationKind, OperationState, OperationView, ProgressView
+from kvstow_api.views.pools import RemovedView
 
 logger = logging.getLogger("kvstow.api")
-
-OperationKind = Literal["evict", "purge", "resize"]
-OperationState = Literal["running", "succeeded", "failed", "cancelled"]
 
 KINDS: tuple[OperationKind, ...] = get_args(OperationKind)
 STATES: tuple[OperationState, ...] = get_args(OperationState)
@@ -54,46 +53,12 @@ class Sweeping(Protocol):
     def cancel(self) -> None: ...
 
 
-class Progress(NamedTuple):
-    """Slots looked at, of how many."""
-
-    done: int
-    total: int
-    unit: str = "slots"
-
-
-class Removed(NamedTuple):
-    """What an operation removed, or in a dry run would remove. Bytes are of one rank."""
-
-    evicted_slots: int
-    evicted_bytes: int
-    dry_run: bool
-
-
-@dataclass(frozen=True, slots=True)
-class OperationView:
-    """One operation at one moment. `waiting`: it cannot go on until transfers or leases end.
-
-    `result` says what was done so far when it was cancelled, and is None while it runs or when it failed.
-    """
-
-    id: str
-    kind: OperationKind
-    state: OperationState
-    waiting: bool
-    progress: Progress
-    created: datetime
-    started: datetime | None
-    ended: datetime | None
-    error: str | None
-    result: Removed | None
-
-
 class Operation:
-    """One sweep on its way. Made by `Operations.start`; `born` is in seconds of its clock."""
+    """One sweep on its way. Made by `Operations.start`; `born` is in seconds of its clock, `number` counts from 1."""
 
-    def __init__(self, kind: OperationKind, sweep: Sweeping, dry_run: bool, born: float) -> None:
+    def __init__(self, number: int, kind: OperationKind, sweep: Sweeping, dry_run: bool, born: float) -> None:
         self._sweep, self._dry_run = sweep, dry_run
+        self.number = number
         self.born = born
         self._cancelled = threading.Event()
         self._ended: Future[None] = Future()
@@ -104,7 +69,7 @@ class Operation:
             kind=kind,
             state="running",
             waiting=False,
-            progress=Progress(sweep.done, sweep.total),
+            progress=ProgressView(done=sweep.done, total=sweep.total),
             created=datetime.now(UTC),
             started=None,
             ended=None,
@@ -150,17 +115,18 @@ class Operation:
         """Step until there is no more; False if cancelled before."""
         sweep = self._sweep
         while sweep.step():
-            self._update(waiting=sweep.waiting, progress=Progress(sweep.done, sweep.total))
+            self._update(waiting=sweep.waiting, progress=ProgressView(done=sweep.done, total=sweep.total))
             if self._cancelled.wait(_WAIT_SECONDS if sweep.waiting else 0):
                 sweep.cancel()
                 return False
-        self._update(progress=Progress(sweep.done, sweep.total))
+        self._update(progress=ProgressView(done=sweep.done, total=sweep.total))
         return True
 
-    def _removed(self) -> Removed:
-        return Removed(self._sweep.evicted_slots, self._sweep.evicted_bytes, self._dry_run)
+    def _removed(self) -> RemovedView:
+        sweep = self._sweep
+        return RemovedView(evicted_slots=sweep.evicted_slots, evicted_bytes=sweep.evicted_bytes, dry_run=self._dry_run)
 
-    def _finish(self, state: OperationState, *, result: Removed | None = None, error: str | None = None) -> None:
+    def _finish(self, state: OperationState, *, result: RemovedView | None = None, error: str | None = None) -> None:
         self._update(state=state, waiting=False, ended=datetime.now(UTC), result=result, error=error)
 
     def _update(self, **changes: object) -> None:
@@ -174,6 +140,7 @@ class Operations:
         self._clock = clock
         self._lock = threading.Lock()
         self._operations: dict[str, Operation] = {}
+        self._started = 0
         self._threads: set[threading.Thread] = set()
         self._closed = False
         self._ended = {(kind, state): 0 for kind in KINDS for state in END_STATES}
@@ -184,12 +151,13 @@ class Operations:
         and `QueueFullError` when too many run."""
         with self._lock:
             self._check(kind)
-            operation = Operation(kind, make_sweep(), dry_run, self._clock())
+            operation = Operation(self._started + 1, kind, make_sweep(), dry_run, self._clock())
             name = operation.view.id
             thread = threading.Thread(target=self._run, args=(operation,), name=f"kvstow-{name}", daemon=True)
             thread.start()  # before the books: a thread that cannot start leaves no operation that never ends
             self._threads.add(thread)
             self._operations[name] = operation
+            self._started = operation.number
             self._forget_old()
         return operation
 
@@ -204,11 +172,19 @@ class Operations:
             )
         return operation
 
-    def views(self) -> list[OperationView]:
-        """All operations, newest first."""
+    def all(self) -> list[Operation]:
+        """All that are kept, newest first."""
         with self._lock:
             self._forget_old()
-            return [operation.view for operation in reversed(self._operations.values())]
+            return list(reversed(self._operations.values()))
+
+    def forget(self, operation_id: str) -> None:
+        """Keep an operation that has ended no longer. Raises `NotFoundError`, and `ConflictError` while it runs."""
+        operation = self.get(operation_id)
+        if operation.running:
+            raise ConflictError(f"operation {operation_id} is running; cancel it first")
+        with self._lock:
+            self._operations.pop(operation_id, None)
 
     def num_running(self, kind: OperationKind) -> int:
         with self._lock:

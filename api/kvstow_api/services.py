@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated
@@ -25,6 +26,8 @@ class Services:
     loop: LoopMonitor
     operations: Operations
     http: HttpCounters
+    settings_lock: asyncio.Lock
+    """Held while settings are compared and changed."""
     started: datetime
     started_at: float
     """`started` on the context's clock."""
@@ -38,6 +41,7 @@ class Services:
             loop=loop,
             operations=Operations(context.clock),
             http=http,
+            settings_lock=asyncio.Lock(),
             started=datetime.now(UTC),
             started_at=context.clock(),
         )

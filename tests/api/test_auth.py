@@ -23,10 +23,13 @@ CHANGES = [
     ("POST", "/v1/pools/host/pin", {"keys": ["00aa"]}),
     ("POST", "/v1/pools/host/unpin", {"all": True}),
     ("POST", "/v1/pools/host/retry", None),
+    ("DELETE", "/v1/pools/host/blocks/{key}", None),
     ("PUT", "/v1/drain", {"mode": "all"}),
     ("DELETE", "/v1/drain", None),
     ("PUT", "/v1/bypass", {"load": True}),
+    ("DELETE", "/v1/operations/{operation_id}", None),
     ("POST", "/v1/operations/{operation_id}/cancel", None),
+    ("POST", "/v1/lookup", {"keys": ["00aa"]}),
     ("POST", "/v1/ranks/{rank}/report", {}),
 ]
 
@@ -47,7 +50,7 @@ async def guarded(launch: Any, token_file: Path, ranks: Any) -> httpx.AsyncClien
 
 async def ask(client: httpx.AsyncClient, change: tuple[str, str, Any], headers: dict[str, str]) -> httpx.Response:
     method, path, body = change
-    path = path.replace("{rank}", "0").replace("{operation_id}", "absent")
+    path = path.replace("{rank}", "0").replace("{operation_id}", "absent").replace("{key}", "00aa")
     return await client.request(method, path, json=body, headers=headers)
 
 

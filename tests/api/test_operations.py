@@ -9,7 +9,9 @@ import pytest
 
 from kvstow.errors import ConflictError, NotFoundError, QueueFullError
 from kvstow.testing.clock import FakeClock
-from kvstow_api.operations import MAX_RUNNING, Operation, Operations, OperationView
+from kvstow_api.operations import MAX_RUNNING, Operation, Operations
+from kvstow_api.views.operations import OperationView, ProgressView
+from kvstow_api.views.pools import RemovedView
 
 pytestmark = pytest.mark.anyio
 
@@ -75,8 +77,8 @@ async def ended(operation: Operation) -> OperationView:
 async def test_an_operation_runs_its_sweep_to_the_end(operations: Operations) -> None:
     view = await ended(run(operations, FakeSweep(3)))
     assert view.state == "succeeded"
-    assert view.progress == (3, 3, "slots")
-    assert view.result == (3, 192, False)
+    assert view.progress == ProgressView(done=3, total=3)
+    assert view.result == RemovedView(evicted_slots=3, evicted_bytes=192, dry_run=False)
     assert view.error is None
     assert view.started is not None
     assert view.ended is not None
@@ -123,7 +125,8 @@ async def test_a_cancelled_operation_keeps_what_was_done(operations: Operations)
     operation.cancel()
     sweep.allow.set()
     view = await ended(operation)
-    assert (view.state, view.result, view.progress.done) == ("cancelled", (1, 64, True), 1)
+    assert (view.state, view.progress.done) == ("cancelled", 1)
+    assert view.result == RemovedView(evicted_slots=1, evicted_bytes=64, dry_run=True)
     assert sweep.cancelled
     operation.cancel()
     assert operation.view.state == "cancelled"
@@ -173,13 +176,13 @@ def refuse() -> FakeSweep:
 async def test_a_sweep_that_cannot_be_made_leaves_no_operation(operations: Operations) -> None:
     with pytest.raises(ConflictError):
         operations.start("resize", refuse)
-    assert operations.views() == []
+    assert operations.all() == []
     assert operations.num_running("resize") == 0
 
 
 async def test_the_last_200_are_kept_newest_first(operations: Operations) -> None:
     ids = [(await ended(run(operations, FakeSweep(1)))).id for _ in range(203)]
-    assert [view.id for view in operations.views()] == ids[:2:-1]
+    assert [operation.view.id for operation in operations.all()] == ids[:2:-1]
     with pytest.raises(NotFoundError):
         operations.get(ids[0])
 
@@ -193,7 +196,7 @@ async def test_what_ended_is_forgotten_after_an_hour_and_what_runs_is_not(
     clock.advance(3600.0)
     assert operations.get(old.id).view is old
     clock.advance(1.0)
-    assert [view.id for view in operations.views()] == [running.view.id]
+    assert operations.all() == [running]
     slow.allow.set()
     await ended(running)
 

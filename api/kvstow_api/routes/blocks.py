@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.errors import InvalidRequestError, NotFoundError
+from kvstow.errors import NotFoundError
 from kvstow.keys import parse_key
 from kvstow.stats import BlockPage
-from kvstow_api.openapi import reading
+from kvstow_api.openapi import changing, reading
 from kvstow_api.routes.pools import PoolName
-from kvstow_api.schemas.blocks import BlocksQuery, BlocksView, BlockView
+from kvstow_api.schemas.paging import PageQuery, token_of
 from kvstow_api.services import Use
+from kvstow_api.views.blocks import BlocksView, BlockView
 
 router = APIRouter(prefix="/v1/pools/{pool}/blocks", tags=["blocks"])
 
@@ -23,12 +22,12 @@ _MAX_SLICES = 16  # slices of slots looked at for one page: what a sparse pool c
 
 
 @router.get("", responses=reading(404, 422))
-async def list_blocks(use: Use, pool: PoolName, query: Annotated[BlocksQuery, Query()]) -> BlocksView:
+async def list_blocks(use: Use, pool: PoolName, query: Annotated[PageQuery, Query()]) -> BlocksView:
     """Blocks in order of their slots. A page may be short, and still not be the last one."""
-    page = _page(use.engine, _slot_of(query.page_token), query.page_size)
+    page = _page(use.engine, query.position, query.page_size)
     return BlocksView(
-        items=[BlockView.of(block) for block in page.blocks],
-        next_page_token=None if page.next_slot is None else _token_of(page.next_slot),
+        items=[BlockView.made(block) for block in page.blocks],
+        next_page_token=token_of(page.next_slot),
     )
 
 
@@ -38,7 +37,14 @@ async def get_block(use: Use, pool: PoolName, key: str) -> BlockView:
     block = use.engine.block(parse_key(key))
     if block is None:
         raise NotFoundError(f"there is no block with key {key}")
-    return BlockView.of(block)
+    return BlockView.made(block)
+
+
+@router.delete("/{key}", status_code=204, responses=changing(404, 409, 422, body=False))
+async def remove_block(use: Use, pool: PoolName, key: str) -> Response:
+    """Remove one block that nothing uses; 409 while a transfer, a lease or an operator's pin holds it."""
+    use.engine.admin.remove(parse_key(key))
+    return Response(status_code=204)
 
 
 def _page(engine: OffloadEngine, start_slot: int, size: int) -> BlockPage:
@@ -49,18 +55,3 @@ def _page(engine: OffloadEngine, start_slot: int, size: int) -> BlockPage:
         more = engine.blocks(found.next_slot, size - len(found.blocks))
         found = BlockPage(found.blocks + more.blocks, more.next_slot)
     return found
-
-
-def _token_of(slot: int) -> str:
-    return base64.urlsafe_b64encode(slot.to_bytes(6, "big")).decode()
-
-
-def _slot_of(token: str) -> int:
-    """Inverse of `_token_of`; 0 for no token."""
-    try:
-        raw = base64.b64decode(token, altchars=b"-_", validate=True)
-    except (binascii.Error, ValueError):
-        raw = b"?"
-    if token and len(raw) != 6:
-        raise InvalidRequestError(f"page_token is {token[:40]!r}; allowed: the next_page_token of an earlier answer")
-    return int.from_bytes(raw, "big")

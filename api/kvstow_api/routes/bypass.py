@@ -6,8 +6,9 @@ from fastapi import APIRouter
 
 from kvstow_api.body import StrictRoute
 from kvstow_api.openapi import changing, reading
-from kvstow_api.schemas.gate import BypassBody, BypassView
+from kvstow_api.schemas.gate import BypassBody
 from kvstow_api.services import Use
+from kvstow_api.views.gate import BypassView
 
 router = APIRouter(prefix="/v1", tags=["bypass"], route_class=StrictRoute)
 
@@ -15,11 +16,11 @@ router = APIRouter(prefix="/v1", tags=["bypass"], route_class=StrictRoute)
 @router.get("/bypass", responses=reading())
 async def get_bypass(use: Use) -> BypassView:
     """What is switched off."""
-    return BypassView.model_validate(use.engine.admin.bypass)
+    return BypassView.of(use.engine.admin.bypass)
 
 
 @router.put("/bypass", responses=changing())
 async def set_bypass(use: Use, body: BypassBody) -> BypassView:
     """Replace the bypass: a direction that is left out is on."""
     status = use.engine.admin.set_bypass(load=bool(body.load), store=bool(body.store), ttl_seconds=body.ttl_seconds)
-    return BypassView.model_validate(status)
+    return BypassView.of(status)

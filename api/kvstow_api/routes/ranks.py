@@ -12,8 +12,9 @@ from kvstow.errors import InvalidRequestError, NotFoundError
 from kvstow.messages import RankReport
 from kvstow_api.body import StrictRoute
 from kvstow_api.openapi import changing, reading
-from kvstow_api.schemas.ranks import REPORT_SCHEMA, DesiredView, RanksView, RankView
+from kvstow_api.schemas.ranks import REPORT_SCHEMA
 from kvstow_api.services import Use
+from kvstow_api.views.ranks import DesiredView, RanksView, RankView
 
 router = APIRouter(prefix="/v1/ranks", tags=["ranks"], route_class=StrictRoute)
 
@@ -24,7 +25,7 @@ Report = Annotated[dict[str, Any], Body(), WithJsonSchema(REPORT_SCHEMA)]
 @router.get("", responses=reading())
 async def list_ranks(use: Use) -> RanksView:
     """All ranks."""
-    return RanksView(items=[RankView.model_validate(rank) for rank in use.engine.readiness().ranks])
+    return RanksView(items=[RankView.of(rank) for rank in use.engine.readiness().ranks])
 
 
 @router.get("/{rank}", responses=reading(404, 422))
@@ -33,7 +34,7 @@ async def get_rank(use: Use, rank: RankNumber) -> RankView:
     ranks = use.engine.readiness().ranks
     if rank >= len(ranks):
         raise NotFoundError(f"rank is {rank}; allowed: 0 to {len(ranks) - 1}")
-    return RankView.model_validate(ranks[rank])
+    return RankView.of(ranks[rank])
 
 
 @router.post("/{rank}/report", responses=changing(404))
@@ -43,4 +44,4 @@ async def report(use: Use, rank: RankNumber, body: Report) -> DesiredView:
     if message.rank != rank:
         raise InvalidRequestError(f"RankReport.rank is {message.rank}; allowed: {rank}, as in the path")
     # takes as long as removing all blocks does when the rank has started anew
-    return DesiredView.model_validate(await run_in_threadpool(use.engine.report, message))
+    return DesiredView.of(await run_in_threadpool(use.engine.report, message))

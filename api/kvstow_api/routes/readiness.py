@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from kvstow_api.openapi import reading
-from kvstow_api.schemas.ranks import ReadinessView
 from kvstow_api.services import Use
+from kvstow_api.views.ranks import ReadinessView
 
 router = APIRouter(prefix="/v1", tags=["readiness"])
 
@@ -14,4 +14,4 @@ router = APIRouter(prefix="/v1", tags=["readiness"])
 @router.get("/readiness", responses=reading())
 async def get_readiness(use: Use) -> ReadinessView:
     """The state of the whole, and of each rank."""
-    return ReadinessView.model_validate(use.engine.readiness())
+    return ReadinessView.of(use.engine.readiness())

@@ -7,13 +7,14 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from kvstow_api.openapi import reading
-from kvstow_api.schemas.stats import StatsQuery, StatsView
+from kvstow_api.schemas.stats import StatsQuery
 from kvstow_api.services import Use
+from kvstow_api.views.stats import StatsView
 
 router = APIRouter(prefix="/v1", tags=["stats"])
 
 
-@router.get("/stats", response_model_exclude_unset=True, responses=reading(422))
+@router.get("/stats", responses=reading(422))
 async def get_stats(use: Use, query: Annotated[StatsQuery, Query()]) -> StatsView:
     """One consistent snapshot of the counters."""
-    return StatsView.of(use.engine.stats(), query.sections)
+    return StatsView.made(use.engine.stats(), query.sections)

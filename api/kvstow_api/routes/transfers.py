@@ -8,20 +8,22 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from kvstow_api.openapi import reading
-from kvstow_api.schemas.transfers import PendingView, TransfersQuery, TransfersView, TransferView
+from kvstow_api.schemas.transfers import TransfersQuery
 from kvstow_api.services import Use
+from kvstow_api.views.transfers import PendingView, TransfersView, TransferView
 
 router = APIRouter(prefix="/v1", tags=["transfers"])
 
-_SCANNED = 2000  # ops looked at for those of one direction: some ms with the engine's lock held
+_SCANNED = 2000  # ops looked at for those of one direction or state: some ms with the engine's lock held
 
 
 @router.get("/transfers", responses=reading(422))
 async def list_transfers(use: Use, query: Annotated[TransfersQuery, Query()]) -> TransfersView:
-    """The oldest transfers first, or those of one direction among the oldest 2,000; `pending` counts all."""
-    found = use.engine.transfers(_SCANNED if query.direction else query.limit)
-    chosen = (item for item in found if query.direction in (None, item.direction))
+    """Those in flight for longest first; of one direction or state, among the oldest 2,000. `pending` counts all."""
+    narrowed = query.direction or query.state
+    found = use.engine.transfers(_SCANNED if narrowed else query.slowest)
+    chosen = (item for item in found if query.direction in (None, item.direction) and query.state in (None, item.state))
     return TransfersView(
-        pending=PendingView.model_validate(use.engine.stats().pending),
-        items=[TransferView.model_validate(item) for item in islice(chosen, query.limit)],
+        pending=PendingView.of(use.engine.stats().pending),
+        items=[TransferView.of(item) for item in islice(chosen, query.slowest)],
     )

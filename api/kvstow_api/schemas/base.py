@@ -1,7 +1,8 @@
-"""What all bodies, queries and views have in common."""
+"""What all bodies and queries have in common."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -18,12 +19,6 @@ class Query(BaseModel):
     """Query parameters: no unknown ones. Texts are converted, as there is nothing else in a query."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class View(BaseModel):
-    """An answer, filled from the attributes of the engine's own snapshot."""
-
-    model_config = ConfigDict(from_attributes=True, frozen=True)
 
 
 def _require_true(value: bool) -> bool:
@@ -56,6 +51,18 @@ def require_one(body: Body, *names: str) -> None:
                 "given": ", ".join(_wire_name(body, name) for name in given) or "none",
             },
         )
+
+
+def names_in(text: str, allowed: Collection[str], noun: str) -> frozenset[str]:
+    """The names in `text`, which commas separate. Raises the validation error of one that is not `allowed`."""
+    names = frozenset(filter(None, text.split(",")))
+    if unknown := sorted(names - frozenset(allowed)):
+        raise PydanticCustomError(
+            "unknown_name",
+            "there is no {noun} {unknown}; there are: {allowed}",
+            {"noun": noun, "unknown": ", ".join(unknown), "allowed": ", ".join(allowed)},
+        )
+    return names
 
 
 def _wire_name(body: Body, name: str) -> str:

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvstow_api.schemas.base import Body, PositiveSeconds, Seconds, View
+from kvstow.control.gate import DrainMode
+from kvstow_api.schemas.base import Body, PositiveSeconds, Seconds
 
 
 class DrainBody(Body):
     """`stop_stores` takes no new stores; `all` also answers look-ups with misses. After `deadline_seconds`
     what is still leased is given up."""
 
-    mode: Literal["stop_stores", "all"] = "all"
+    mode: DrainMode = "all"
     deadline_seconds: Seconds | None = Field(None, examples=[30.0])
-
-
-class DrainView(View):
-    """`drained`: a drain is on, and nothing is in flight or leased any more."""
-
-    active: bool
-    mode: Literal["stop_stores", "all"] | None
-    deadline_seconds_left: float | None
-    drained: bool
-    pending_transfers: int
-    leases: int
 
 
 class BypassBody(Body):
@@ -43,9 +33,3 @@ class BypassBody(Body):
                 "nothing_given", "at least one of {allowed} is needed", {"allowed": "load, store"}
             )
         return self
-
-
-class BypassView(View):
-    load: bool
-    store: bool
-    ttl_seconds_left: float | None

@@ -1,62 +1,26 @@
-"""Long-running operations."""
+"""Which operations are asked for, and for how long an answer may wait."""
 
 from __future__ import annotations
 
-from datetime import datetime
+from typing import Annotated
 
-from pydantic import ConfigDict
+from pydantic import Field
 
-from kvstow_api.operations import OperationKind, OperationState
-from kvstow_api.schemas.base import Query, View
-from kvstow_api.schemas.pools import RemovedView
+from kvstow_api.schemas.base import Query
+from kvstow_api.schemas.paging import PageQuery
+from kvstow_api.views.operations import OperationKind, OperationState
+
+WaitSeconds = Annotated[float, Field(ge=0, le=30)]
 
 
-class OperationsQuery(Query):
+class OperationsQuery(PageQuery):
     kind: OperationKind | None = None
     state: OperationState | None = None
 
 
-class ProgressView(View):
-    done: int
-    total: int
-    unit: str
+class WorkQuery(Query):
+    wait: Annotated[WaitSeconds, Field(description="Seconds to wait for the end before answering 202")] = 0.1
 
 
-class OperationView(View):
-    """`waiting`: it cannot go on until transfers or leases end. `result` is null while it runs."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "id": "resize-1f0c9be2a47d",
-                    "kind": "resize",
-                    "state": "running",
-                    "waiting": True,
-                    "progress": {"done": 1024, "total": 4096, "unit": "slots"},
-                    "created": "2026-11-02T09:30:00Z",
-                    "started": "2026-11-02T09:30:00Z",
-                    "ended": None,
-                    "error": None,
-                    "result": None,
-                }
-            ]
-        }
-    )
-
-    id: str
-    kind: OperationKind
-    state: OperationState
-    waiting: bool
-    progress: ProgressView
-    created: datetime
-    started: datetime | None
-    ended: datetime | None
-    error: str | None
-    result: RemovedView | None
-
-
-class OperationsView(View):
-    """Newest first."""
-
-    items: list[OperationView]
+class OperationQuery(Query):
+    wait: Annotated[WaitSeconds, Field(description="Seconds to wait for the end before answering")] = 0.0

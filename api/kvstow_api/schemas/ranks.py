@@ -1,96 +1,26 @@
-"""Ranks, and the readiness that follows from them."""
+"""The report of a rank."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter
-from pydantic.config import JsonDict
+from pydantic import TypeAdapter
 
-from kvstow.messages import RankReport, RankState
-from kvstow.stats import EngineState
-from kvstow_api.schemas.base import View
+from kvstow.messages import RankReport
 
-REPORT_SCHEMA: dict[str, Any] = TypeAdapter(RankReport).json_schema()
-"""JSON schema of the body that `RankReport.from_json` reads."""
-
-_EXAMPLE: JsonDict = {
-    "rank": 0,
-    "boot_id": "6f1d2a9c",
-    "state": "pinning",
-    "pinned_slots": 512,
-    "target_slots": 4096,
-    "pinned_bytes": 1073741824,
-    "target_bytes": 8589934592,
-    "pin_rate_bytes_per_second": 2.1e9,
-    "pin_elapsed_seconds": 0.5,
-    "pin_mode": "mlock",
-    "locked_bytes": 1073741824,
-    "resident_bytes": 1073741824,
-    "chunks_done": 16,
-    "chunks_total": 128,
-    "chunks_failed": 0,
-    "error_reason": None,
-    "error": None,
-    "notice": None,
-    "pending_ops": 3,
-    "store_bytes_total": 50331648,
-    "load_bytes_total": 0,
-    "store_busy_seconds": 0.02,
-    "load_busy_seconds": 0.0,
-    "last_report_age_seconds": 0.4,
+REPORT_SCHEMA: dict[str, Any] = {
+    **TypeAdapter(RankReport).json_schema(),
+    "examples": [
+        {
+            "rank": 0,
+            "boot_id": "6f1d2a9c",
+            "state": "ready",
+            "slot_bytes": 2097152,
+            "pinned_slots": 4096,
+            "target_slots": 4096,
+            "pinned_bytes": 8589934592,
+            "target_bytes": 8589934592,
+        }
+    ],
 }
-
-
-class RankView(View):
-    """One rank as it last reported; `boot_id` and `last_report_age_seconds` are null before it has."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE]})
-
-    rank: int
-    boot_id: str | None
-    state: RankState
-    pinned_slots: int
-    target_slots: int
-    pinned_bytes: int
-    target_bytes: int
-    pin_rate_bytes_per_second: float
-    pin_elapsed_seconds: float
-    pin_mode: str
-    locked_bytes: int
-    resident_bytes: int
-    chunks_done: int
-    chunks_total: int
-    chunks_failed: int
-    error_reason: str | None
-    error: str | None
-    notice: str | None
-    pending_ops: int
-    store_bytes_total: int
-    load_bytes_total: int
-    store_busy_seconds: float
-    load_busy_seconds: float
-    last_report_age_seconds: float | None
-
-
-class RanksView(View):
-    items: list[RankView]
-
-
-class ReadinessView(View):
-    """Whether traffic can flow, and how far each rank is."""
-
-    state: EngineState
-    reason: str
-    usable_slots: int
-    capacity_slots: int
-    ranks: list[RankView]
-
-
-class DesiredView(View):
-    """What the engine wants of a rank."""
-
-    engine_id: str
-    capacity_slots: int
-    paused: bool
-    pin_attempt: int
+"""JSON schema of the body that `RankReport.from_json` reads."""

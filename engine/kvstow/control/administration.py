@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from kvstow.config import POLICIES
 from kvstow.control import eviction
-from kvstow.control.gate import BypassStatus, DrainMode, DrainStatus
+from kvstow.control.gate import BypassStatus, DrainMode, DrainStatus, Refusal
 from kvstow.control.state import ControlState
 from kvstow.control.sweep import SLICE_SLOTS, Sweep
-from kvstow.errors import ConfigError, ConflictError, InvalidRequestError
+from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
+from kvstow.keys import format_key
 
 logger = logging.getLogger("kvstow.admin")
 
@@ -22,6 +23,14 @@ class PinResult(NamedTuple):
 
     changed: int
     missing: int
+
+
+class Found(NamedTuple):
+    """Which keys are present; `leading` counts those from the first on. `refusal`: why loads miss all the same."""
+
+    leading: int
+    present: list[bool]
+    refusal: Refusal | None
 
 
 class Administrator:
@@ -93,6 +102,29 @@ class Administrator:
                 wanted = self._evictable_before(seconds, name)
                 return eviction.scan(self._state, "purge", "purge", dry_run, wanted)
         return eviction.evict_next(self._state, "purge", "purge", self._count_of(slots, num_bytes), dry_run)
+
+    def remove(self, key: bytes) -> None:
+        """Remove one block. Raises `NotFoundError`, and `ConflictError` while it is leased, pinned or being loaded."""
+        state = self._state
+        with state.lock:
+            (slot,) = state.index.slots_of((key,))
+            if slot is None:
+                raise NotFoundError(f"there is no block with key {format_key(key)}")
+            if state.index.is_pinned(slot) or state.index.holds(slot):
+                why = "pinned; unpin it first" if state.index.is_pinned(slot) else "leased or being loaded"
+                raise ConflictError(f"block {format_key(key)} is {why}")
+            state.remove((slot,), "operator")
+
+    def lookup(self, keys: Sequence[bytes]) -> Found:
+        """Which of the keys are in the pool. Holds nothing and counts nowhere, unlike a host's look-ups."""
+        state = self._state
+        present: list[bool] = []
+        for start in range(0, len(keys), SLICE_SLOTS):
+            with state.lock:
+                present += [slot is not None for slot in state.index.slots_of(keys[start : start + SLICE_SLOTS])]
+        with state.lock:
+            refusal = state.gate.refuses_load(state.clock())
+        return Found([*present, False].index(False), present, refusal)
 
     def _count_of(self, slots: int | None, num_bytes: int | None) -> int:
         """Slots to evict; bytes are rounded up to whole slots, so that at least that much is freed."""

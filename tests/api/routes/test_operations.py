@@ -9,7 +9,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_operations_are_listed_newest_first_and_chosen(client: httpx.AsyncClient, ranks: Any) -> None:
-    assert (await client.get("/v1/operations")).json() == {"items": []}
+    assert (await client.get("/v1/operations")).json() == {"items": [], "next_page_token": None}
     await client.post("/v1/pools/host/evict", json={"slots": 1})
     await client.post("/v1/pools/host/purge", json={"all": True})
     items = (await client.get("/v1/operations")).json()["items"]

@@ -43,6 +43,7 @@ async def test_the_pool_is_shown_with_states_that_add_up(
     del body["slots"]
     assert body == {
         "name": "host",
+        "etag": '"16-lru-on"',
         "slot_bytes": 4096,
         "block_tokens": 16,
         "capacity_slots": 16,
@@ -52,6 +53,7 @@ async def test_the_pool_is_shown_with_states_that_add_up(
         "usable_slots": 16,
         "usable_bytes": 16 * 4096,
         "policy": "lru",
+        "pinning_paused": False,
         "leases": 1,
         "num_ranks": 2,
     }
@@ -163,7 +165,7 @@ async def test_a_bad_evict_changes_nothing(client: httpx.AsyncClient, ranks: Any
     assert answer.status_code == 422
     assert answer.json()["errors"]
     assert ranks.engine.lookup(keys[:4]) == 4
-    assert (await client.get("/v1/operations")).json() == {"items": []}
+    assert (await client.get("/v1/operations")).json()["items"] == []
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ async def test_bad_pins_are_refused(client: httpx.AsyncClient, verb: str, body: 
 
 async def test_retry_asks_the_ranks_to_pin_again(client: httpx.AsyncClient, engine: OffloadEngine) -> None:
     answer = await client.post(f"{HOST}/retry")
-    assert (answer.status_code, answer.json()) == (202, {"pin_attempt": 1})
+    assert (answer.status_code, answer.json()) == (202, {"paused": False, "pin_attempt": 1})
     assert engine.desired().pin_attempt == 1
 
 
@@ -295,6 +297,7 @@ async def test_shrinking_removes_what_lies_above(
         "dry_run": True,
         "capacity_slots": 6,
         "policy": "lru",
+        "pinning_paused": False,
         "evicted_slots": 10,
         "evicted_bytes": 10 * SLOT_BYTES,
     }

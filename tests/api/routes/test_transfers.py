@@ -70,16 +70,20 @@ async def test_transfers_are_shown_oldest_first(
         chosen = (await client.get("/v1/transfers", params={"direction": direction})).json()
         assert [item["op_id"] for item in chosen["items"]] == [op.op_id]
         assert chosen["pending"] == body["pending"]
+        narrowed = (await client.get("/v1/transfers", params={"state": "running", "direction": direction})).json()
+        assert [item["op_id"] for item in narrowed["items"]] == [store.op_id][: direction == "store"]
 
 
 async def test_the_list_has_a_limit(client: httpx.AsyncClient, ranks: Any, keys: list[bytes]) -> None:
     ops = [ranks.begin_store([key]) for key in keys[:3]]
-    body = (await client.get("/v1/transfers", params={"limit": 2, "direction": "store"})).json()
+    body = (await client.get("/v1/transfers", params={"slowest": 2, "direction": "store"})).json()
     assert [item["op_id"] for item in body["items"]] == [op.op_id for op in ops[:2]]
     assert body["pending"]["stores"] == 3
-    assert len((await client.get("/v1/transfers", params={"limit": 1})).json()["items"]) == 1
+    assert len((await client.get("/v1/transfers", params={"slowest": 1})).json()["items"]) == 1
 
 
-@pytest.mark.parametrize("query", ["direction=up", "limit=0", "limit=1001", "limit=x", "directon=store"])
+@pytest.mark.parametrize(
+    "query", ["direction=up", "state=slow", "slowest=0", "slowest=1001", "slowest=x", "directon=store"]
+)
 async def test_a_bad_query_is_refused(client: httpx.AsyncClient, query: str) -> None:
     assert (await client.get(f"/v1/transfers?{query}")).status_code == 422
