@@ -1,0 +1,1 @@
+"""The engine inside other people's processes, one package per inference engine."""

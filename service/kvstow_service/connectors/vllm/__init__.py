@@ -1,0 +1,21 @@
+"""KVStow in vLLM: name `KVStowConnector` as `kv_connector` and this package as `kv_connector_module_path`.
+
+Its class is imported when it is asked for: the rest of the package does without vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvstow_service.connectors.vllm.connector import KVStowConnector
+
+__all__ = ["KVStowConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "KVStowConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvstow_service.connectors.vllm.connector import KVStowConnector
+
+    return KVStowConnector

@@ -1,0 +1,78 @@
+"""Facts: what the connector needs to know of a vLLM process, read in one place from its configuration."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from kvstow.errors import ConfigError
+
+logger = logging.getLogger("kvstow.vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """One vLLM engine, as seen from one of its processes. Sizes in tokens.
+
+    `engine_id` is the same in all processes of the engine and no other's. `rank` counts the workers of the engine, over
+    all its nodes; 0 in the scheduler's process. `frees_late`: vLLM gives a freed block out only after every step in
+    flight has ended, so that a load never meets an older step's writes.
+    """
+
+    engine_id: str
+    model: str
+    rank: int
+    num_ranks: int
+    ranks_per_node: int
+    data_parallel_rank: int
+    master_host: str
+    context_parallel: int
+    max_batched_tokens: int
+    frees_late: bool
+    has_kv_events: bool
+
+    @classmethod
+    def of(cls, config: Any) -> HostFacts:
+        """Read a `VllmConfig`. Raises `ConfigError` for what KVStow cannot work with, and says what would do."""
+        transfer, parallel = config.kv_transfer_config, config.parallel_config
+        if not config.cache_config.enable_prefix_caching:
+            raise ConfigError("enable_prefix_caching", False, "true: blocks are found by their prefix hash")
+        if transfer.kv_role != "kv_both":
+            raise ConfigError("kv_role", transfer.kv_role, "kv_both: a cache is written and read")
+        if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+            raise ConfigError("prefill_context_parallel_size", parallel.prefill_context_parallel_size, "1")
+        if transfer.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "kv_load_failure_policy is %r: a request whose load fails ends with an error; set it to 'recompute' "
+                "and it is computed instead",
+                transfer.kv_load_failure_policy,
+            )
+        speculates = config.speculative_config is not None  # a drafter writes blocks after the step's output is known
+        return cls(
+            engine_id=transfer.engine_id,
+            model=config.model_config.served_model_name or config.model_config.model,
+            rank=parallel.rank % parallel.world_size,
+            num_ranks=parallel.world_size,
+            ranks_per_node=max(1, parallel.world_size // getattr(parallel, "nnodes", 1)),
+            data_parallel_rank=parallel.data_parallel_rank,
+            master_host=getattr(parallel, "master_addr", ""),
+            context_parallel=parallel.decode_context_parallel_size,
+            max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+            frees_late=config.max_concurrent_batches > 1 and transfer.is_kv_consumer and not speculates,
+            has_kv_events=bool(config.kv_events_config and config.kv_events_config.enable_kv_cache_events),
+        )
+
+    @property
+    def spans_nodes(self) -> bool:
+        return self.ranks_per_node < self.num_ranks
+
+
+def hash_block_tokens(config: Any, kv_cache_config: Any) -> int:
+    """Tokens that one of a request's block hashes covers."""
+    known = getattr(kv_cache_config, "hash_block_size", None)
+    if known is not None:
+        return int(known)
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, config)[1])

@@ -1,0 +1,111 @@
+"""Geometry: where a block's bytes lie in vLLM's KV cache tensors, read from their strides alone.
+
+Layouts differ from version to version, backend to backend and model to model: K and V in one tensor or two, heads
+inside a block or outside, all layers in one storage or each in its own, groups of layers that overlay each other. The
+strides tell all of them apart; the names of vLLM's configuration fields change too often to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from kvstow.errors import ConfigError
+from kvstow.layout import KVLayout, Region
+
+
+class KVGeometry(NamedTuple):
+    """`tensors[i]` is region `i` of `layout`: uint8, `[num_blocks, page_bytes]`, a view of vLLM's own memory."""
+
+    layout: KVLayout
+    tensors: tuple[torch.Tensor, ...]
+
+
+class _Run(NamedTuple):
+    """Bytes of block 0 that lie together in a storage, and how far the next block's lie behind them."""
+
+    start: int
+    num_bytes: int
+    stride: int
+
+
+def kv_geometry(kv_caches: Mapping[str, Any], num_blocks: int) -> KVGeometry:
+    """The regions of a rank's KV cache of `num_blocks` blocks. `kv_caches[layer]` is a tensor, or several.
+
+    Layers that share memory are counted once, and what lies side by side in a block becomes one region. Raises
+    `ConfigError` for a tensor that is not cut into that many blocks.
+    """
+    storages: dict[int, torch.Tensor] = {}
+    runs: dict[int, set[_Run]] = {}
+    for layer, value in kv_caches.items():
+        for tensor in _tensors_of(value):
+            if not tensor.numel():
+                continue
+            storage = tensor.untyped_storage().data_ptr()
+            storages.setdefault(storage, tensor)
+            runs.setdefault(storage, set()).update(_runs_of(layer, tensor, num_blocks))
+    if not storages:
+        raise ConfigError("kv_caches", sorted(kv_caches), "one KV cache tensor or more")
+    regions: list[Region] = []
+    views: list[torch.Tensor] = []
+    for storage, tensor in storages.items():
+        for run in _merged(runs[storage]):
+            regions.append(Region(f"{len(regions)}", num_blocks, run.num_bytes, run.stride))
+            views.append(_view(tensor, run, num_blocks))
+    return KVGeometry(KVLayout(tuple(regions)), tuple(views))
+
+
+def _tensors_of(value: Any) -> Sequence[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else list(value)
+
+
+def _runs_of(layer: str, tensor: torch.Tensor, num_blocks: int) -> Iterable[_Run]:
+    """Where block 0 lies. A block may be cut into several kernel blocks, which follow one another."""
+    itemsize = tensor.element_size()
+    dims = [(int(size), int(stride) * itemsize) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    axis = _block_axis(layer, tensor.shape, num_blocks)
+    pieces, piece_stride = dims[axis][0] // num_blocks, dims[axis][1]
+    inner = [dim for index, dim in enumerate(dims) if index != axis and dim[0] > 1]
+    if pieces > 1:
+        inner.append((pieces, piece_stride))
+    num_bytes, starts = itemsize, [int(tensor.storage_offset()) * itemsize]
+    for size, stride in sorted(inner, key=lambda dim: dim[1]):
+        if stride == num_bytes:
+            num_bytes *= size
+        else:
+            starts = [start + step * stride for start in starts for step in range(size)]
+    return [_Run(start, num_bytes, pieces * piece_stride) for start in starts]
+
+
+def _block_axis(layer: str, shape: Sequence[int], num_blocks: int) -> int:
+    """The dimension that counts blocks: the first one; the second where the first tells K from V."""
+    if shape[0] % num_blocks == 0 and not (shape[0] == 2 and len(shape) > 1 and shape[1] == num_blocks):
+        return 0
+    if len(shape) > 1 and shape[0] == 2 and shape[1] % num_blocks == 0:
+        return 1
+    raise ConfigError(f"KV cache of layer {layer}", tuple(shape), f"a first dimension of {num_blocks} blocks")
+
+
+def _merged(runs: Iterable[_Run]) -> list[_Run]:
+    """Runs of one stride that touch or overlap, joined as long as they stay within a block."""
+    merged: list[_Run] = []
+    for run in sorted(runs, key=lambda run: (run.stride, run.start)):
+        last = merged[-1] if merged else None
+        if last is not None and last.stride == run.stride and run.start <= last.start + last.num_bytes:
+            end = max(last.start + last.num_bytes, run.start + run.num_bytes)
+            if end - last.start <= run.stride:
+                merged[-1] = _Run(last.start, end - last.start, run.stride)
+                continue
+        merged.append(run)
+    return merged
+
+
+def _view(tensor: torch.Tensor, run: _Run, num_blocks: int) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    last = run.start + (num_blocks - 1) * run.stride + run.num_bytes
+    if last > storage.nbytes():
+        raise ConfigError("KV cache storage", storage.nbytes(), f"at least {last} bytes for {num_blocks} blocks")
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(storage, run.start, (num_blocks, run.num_bytes), (run.stride, 1))

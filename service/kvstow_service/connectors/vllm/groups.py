@@ -1,0 +1,94 @@
+"""KV groups: which blocks of a request each group of layers needs to go on from a given token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+from kvstow.errors import ConfigError
+
+_FULL = {"FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec", "SinkFullAttentionSpec"}
+_WINDOW = {"SlidingWindowSpec", "SlidingWindowMLASpec"}
+_CHUNKED = {"ChunkedLocalAttentionSpec"}
+_UNIFORM = "UniformTypeKVCacheSpecs"
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share a block table. All sizes in tokens.
+
+    `hashes_per_block`: hash blocks of a request that one block of this group spans; the last one's hash names the
+    block, as hashes are chained. `window`: the token at position `p` attends to `p - window + 1` and later. `chunk`:
+    it attends to no token before its own chunk. Neither: to all.
+    """
+
+    index: int
+    block_tokens: int
+    hashes_per_block: int
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self.window is None and self.chunk is None
+
+    def first_block(self, num_tokens: int) -> int:
+        """The first block that computing the token after `num_tokens` tokens reads."""
+        if self.window is not None:
+            return max(0, num_tokens - self.window + 1) // self.block_tokens
+        if self.chunk is not None:
+            return num_tokens // self.chunk * self.chunk // self.block_tokens
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroups:
+    """All groups of a model. `alignment`: hits end at multiples of it."""
+
+    groups: tuple[KVGroup, ...]
+    alignment: int
+
+    @property
+    def full(self) -> tuple[KVGroup, ...]:
+        return tuple(group for group in self.groups if group.is_full)
+
+    @property
+    def partial(self) -> tuple[KVGroup, ...]:
+        """Those that need a part of the prefix only."""
+        return tuple(group for group in self.groups if not group.is_full)
+
+
+def kv_groups(specs: Sequence[Any], hash_tokens: int, context_parallel: int = 1) -> KVGroups:
+    """The groups of vLLM's `KVCacheSpec`s, whose requests are hashed every `hash_tokens` tokens.
+
+    With decode context parallelism a block spans `context_parallel` times its own tokens: each rank has its share.
+    Raises `ConfigError` for kinds of KV cache that cannot be kept, naming them.
+    """
+    if not specs:
+        raise ConfigError("the model's KV cache groups", 0, "one or more: a model without KV cache has nothing to keep")
+    groups = tuple(_group(index, spec, hash_tokens, context_parallel) for index, spec in enumerate(specs))
+    return KVGroups(groups, lcm(*(group.block_tokens for group in groups)))
+
+
+def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int) -> KVGroup:
+    kind = _layer_spec(spec)
+    name = type(kind).__name__
+    tokens = spec.block_size * context_parallel
+    if tokens % hash_tokens:
+        raise ConfigError(f"block size of KV cache group {index}", tokens, f"a multiple of {hash_tokens}")
+    hashes = tokens // hash_tokens
+    if name in _FULL:
+        return KVGroup(index, tokens, hashes)
+    if name in _WINDOW:
+        return KVGroup(index, tokens, hashes, window=kind.sliding_window)
+    if name in _CHUNKED:
+        return KVGroup(index, tokens, hashes, chunk=kind.attention_chunk_size)
+    allowed = ", ".join(sorted(_FULL | _WINDOW | _CHUNKED))
+    raise ConfigError(f"KV cache group {index}", name, f"{allowed}: KVStow keeps no other kind of KV cache")
+
+
+def _layer_spec(spec: Any) -> Any:
+    """What stands for a group's layers: specs of one type differ in sizes only."""
+    return next(iter(spec.kv_cache_specs.values())) if type(spec).__name__ == _UNIFORM else spec

@@ -1,0 +1,108 @@
+"""Hits: how far the pool can carry a request on, and the leases that keep those blocks meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.lease import Lease
+from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.requests import Hit, TrackedRequest
+
+
+class HitFinder:
+    """Looks requests up in the pool.
+
+    A request may be asked for many times before it is admitted, with a local prefix that changes. What it holds is
+    kept as long as it serves, so that asking again costs O(1), and is never held twice.
+
+    A group that attends to everything needs all blocks of the hit; one with a window needs those that the next token
+    reads. Blocks below the local prefix are on the GPU already.
+    """
+
+    def __init__(self, engine: OffloadEngine, groups: KVGroups) -> None:
+        self._engine, self._groups = engine, groups
+
+    def find(self, tracked: TrackedRequest, local: int) -> int:
+        """Tokens beyond the first `local` that can be loaded; they are held for the request then."""
+        tracked.start = local
+        hit = tracked.hit
+        if hit is None or not hit.start <= local < hit.end:
+            self.release(tracked)
+            tracked.hit = hit = self._look_up(tracked, local)
+        return hit.end - local if hit is not None else 0
+
+    def count(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """The request is admitted, and goes on with `num_tokens` of what was found."""
+        queried = self._end(tracked) - tracked.start
+        if queried > 0:
+            alignment = self._groups.alignment
+            self._engine.count_lookup(queried // alignment, num_tokens // alignment)
+
+    def release(self, tracked: TrackedRequest) -> None:
+        """Hold nothing for the request any more."""
+        if tracked.hit is not None:
+            self._release(tracked.hit.leases)
+            tracked.hit = None
+
+    def _release(self, leases: Sequence[Lease | None]) -> None:
+        for lease in leases:
+            if lease is not None:
+                self._engine.release(lease)
+
+    def _end(self, tracked: TrackedRequest) -> int:
+        """Where the longest hit would end: the last token is always computed."""
+        return (tracked.request.num_tokens - 1) // self._groups.alignment * self._groups.alignment
+
+    def _look_up(self, tracked: TrackedRequest, local: int) -> Hit | None:
+        alignment, end = self._groups.alignment, self._end(tracked)
+        if local % alignment or end <= local:
+            return None
+        tracked.forget_stale_keys(self._groups)
+        leases: list[Lease | None] = [None] * len(self._groups.groups)
+        firsts = [local // group.block_tokens for group in self._groups.groups]
+        for group in self._groups.full:
+            keys = tracked.keys(group, firsts[group.index], end // group.block_tokens)
+            lease = self._engine.acquire(keys, count=False)
+            leases[group.index] = lease
+            end = min(end, local + len(lease.slots) * group.block_tokens)
+        end = self._carried_by_windows(tracked, local, end // alignment * alignment)
+        if end > local and self._hold_windows(tracked, local, end, firsts, leases):
+            return Hit(local, end, tuple(firsts), tuple(leases))
+        self._release(leases)
+        return None
+
+    def _carried_by_windows(self, tracked: TrackedRequest, local: int, end: int) -> int:
+        """The last aligned token up to `end` at which each group with a window finds all that it needs."""
+        absent = [self._absent(tracked, group, local, end) for group in self._groups.partial]
+        pairs = list(zip(self._groups.partial, absent, strict=True))
+        while end > local and not all(_is_whole(group, counts, local, end) for group, counts in pairs):
+            end -= self._groups.alignment
+        return end
+
+    def _absent(self, tracked: TrackedRequest, group: KVGroup, local: int, end: int) -> list[int]:
+        """Blocks missing between the local prefix and each block: `[j]` counts the first `j`."""
+        keys = tracked.keys(group, local // group.block_tokens, end // group.block_tokens)
+        return list(accumulate((not there for there in self._engine.contains(keys)), initial=0))
+
+    def _hold_windows(
+        self, tracked: TrackedRequest, local: int, end: int, firsts: list[int], leases: list[Lease | None]
+    ) -> bool:
+        """False if a block went away since it was looked up."""
+        for group in self._groups.partial:
+            first = max(group.first_block(end), local // group.block_tokens)
+            firsts[group.index] = first
+            keys = tracked.keys(group, first, end // group.block_tokens)
+            if keys:
+                leases[group.index] = self._engine.lease(keys)
+                if leases[group.index] is None:
+                    return False
+        return True
+
+
+def _is_whole(group: KVGroup, absent: list[int], local: int, end: int) -> bool:
+    """Whether the group finds all that the token after `end` reads, in `absent` of `_absent`."""
+    base = local // group.block_tokens
+    first, last = max(group.first_block(end) - base, 0), end // group.block_tokens - base
+    return last < len(absent) and absent[first] == absent[last]

@@ -1,0 +1,200 @@
+"""The two halves as vLLM's processes host them: what is built when, and what stays up when something cannot be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import kvstow
+from kvstow.bytesize import format_size
+from kvstow.control.engine import OffloadEngine
+from kvstow.errors import ConfigError, InsufficientMemoryError
+from kvstow_service.agent import AdminAddress, RankAgent
+from kvstow_service.connectors.vllm.events import EventFeed
+from kvstow_service.connectors.vllm.facts import HostFacts
+from kvstow_service.connectors.vllm.groups import KVGroups
+from kvstow_service.connectors.vllm.metadata import RankHello
+from kvstow_service.connectors.vllm.metrics import StatsFeed
+from kvstow_service.connectors.vllm.options import ConnectorOptions
+from kvstow_service.connectors.vllm.scheduler import SchedulerSide
+from kvstow_service.connectors.vllm.sources import BlockPool
+from kvstow_service.connectors.vllm.worker import DataPlane, NoDataPlane, PlaneSource, WorkerSide
+from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
+from kvstow_service.rendezvous import Rendezvous
+
+logger = logging.getLogger("kvstow.vllm")
+
+
+class SchedulerHost:
+    """The engine, its scheduler side and its admin server, made as soon as every rank has said how large its slots are.
+
+    Used by the scheduler's thread. Until then every request is a miss.
+    """
+
+    def __init__(
+        self,
+        options: ConnectorOptions,
+        facts: HostFacts,
+        groups: KVGroups,
+        *,
+        build: Mapping[str, str],
+        make_events: Callable[[OffloadEngine], EventFeed | None],
+    ) -> None:
+        """Raises `ConfigError` for an admin server that may not be started like this; starts nothing."""
+        self.stats: StatsFeed | None = None
+        self.events: EventFeed | None = None
+        self.side: SchedulerSide | None = None
+        self.engine: OffloadEngine | None = None
+        self.admin: EmbeddedAdmin | None = None
+        self._options, self._facts, self._groups = options, facts, groups
+        self._build, self._make_events = build, make_events
+        port = options.admin_port + facts.data_parallel_rank if options.admin_port else 0
+        self._admin_options = EmbeddedOptions(options.admin_host, port, options.admin_uds, options.token_file)
+        self._pool: BlockPool | None = None
+        self._hellos: dict[int, RankHello] = {}
+
+    def bind(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._build_when_known()
+
+    def greet(self, hello: RankHello) -> None:
+        self._hellos.setdefault(hello.rank, hello)
+        self._build_when_known()
+
+    @property
+    def address_for_remote_ranks(self) -> AdminAddress | None:
+        """For the agents of other nodes, which cannot look for it themselves."""
+        if self.admin is None or not self._facts.spans_nodes:
+            return None
+        return self.admin.address_for_remote_ranks
+
+    def close(self) -> None:
+        """Idempotent; vLLM does not always call it."""
+        if self.admin is not None:
+            self.admin.stop()
+        if self.engine is not None:
+            self.engine.close()
+
+    def _build_when_known(self) -> None:
+        if self.side is not None or self._pool is None or len(self._hellos) < self._facts.num_ranks:
+            return
+        hellos = [self._hellos[rank] for rank in range(self._facts.num_ranks)]
+        sizes = [hello.slot_bytes for hello in hellos]
+        self.engine = OffloadEngine(self._options.engine_config(sizes, self._groups.alignment))
+        self.events = self._make_events(self.engine)
+        self.stats = StatsFeed(sum(sizes), self._groups.alignment if len(self._groups.groups) == 1 else None)
+        self.side = SchedulerSide(
+            self.engine, self._groups, self._pool, lazy_blocks=self._lazy_blocks(), observer=self.events
+        )
+        self.admin = EmbeddedAdmin(
+            self.engine,
+            self._admin_options,
+            identity=self._facts.engine_id,
+            mode="vllm",
+            max_capacity_slots=min(hello.max_slots for hello in hellos),
+            settings={**self._options.public(), "model": self._facts.model, "engine_id": self._facts.engine_id},
+            build=self._build,
+            node_host=self._facts.master_host,
+        )
+        self.admin.start()
+        slots = self.engine.config.capacity_slots
+        logger.info(
+            "KVStow %s keeps %d blocks of %d tokens in %s of host memory, over %d ranks; stores are %s",
+            *(kvstow.__version__, slots, self._groups.alignment, format_size(slots * sum(sizes)), len(sizes)),
+            "lazy" if self._options.lazy_offload else "eager",
+        )
+
+    def _lazy_blocks(self) -> int | None:
+        """Twice what one step can take from the GPU's free queue."""
+        if not self._options.lazy_offload:
+            return None
+        return 2 * sum(-(-self._facts.max_batched_tokens // group.block_tokens) for group in self._groups.groups)
+
+
+class WorkerHost:
+    """One rank's worker side and agent. Used by the worker's main thread.
+
+    Refuses what the user has to change; whatever else goes wrong leaves a rank that reports it, and vLLM serving
+    without offload.
+    """
+
+    def __init__(self, options: ConnectorOptions, facts: HostFacts, num_blocks: int) -> None:
+        """Raises `InsufficientMemoryError`; takes nothing."""
+        from kvstow_service.connectors.vllm.plane import require_memory
+
+        self._options, self._facts, self._num_blocks = options, facts, num_blocks
+        self._max_bytes = require_memory(options, facts)
+        self._rendezvous = Rendezvous(facts.engine_id)
+        self._kv_caches: Mapping[str, Any] = {}
+        self._source: PlaneSource | None = None
+        self.side: WorkerSide | None = None
+        self.agent: RankAgent | None = None
+        self.hello: RankHello | None = None
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """Build the data plane around vLLM's KV cache, and begin to pin: returns before that is done, unless the user
+        wants to wait."""
+        self._kv_caches = kv_caches
+        plane, slot_bytes = self._build()
+        max_slots = self._max_bytes // slot_bytes
+        self.hello = RankHello(self._facts.rank, slot_bytes, max_slots)
+        from kvstow_service.connectors.vllm.plane import device_of, fence_of
+
+        fence = fence_of(device_of(kv_caches))
+        self.side = WorkerSide(self._facts.rank, plane, fence=fence, loads_wait=not self._facts.frees_late)
+        self._source = PlaneSource(self.side)
+        self.agent = RankAgent(self._facts.rank, self._source, self._rendezvous)
+        self.agent.start()
+        self._start(plane)
+
+    def suspend(self) -> None:
+        """vLLM is about to take its KV cache away."""
+        if self.side is not None and self.hello is not None:
+            self._change(NoDataPlane(self._facts.rank, self.hello.slot_bytes, None, None))
+
+    def resume(self) -> None:
+        """The KV cache is back, with nothing in it; the rank starts anew."""
+        if self.side is not None:
+            plane, _ = self._build()
+            self._change(plane)
+            self._start(plane)
+
+    def close(self) -> None:
+        """Idempotent; vLLM does not always call it."""
+        if self.agent is not None:
+            self.agent.stop()
+        if self.side is not None:
+            self.side.plane.close()
+
+    def _change(self, plane: DataPlane) -> None:
+        assert self.side is not None
+        assert self._source is not None
+        self.side.replace(plane)
+        self._source.plane_changed()
+
+    def _build(self) -> tuple[DataPlane, int]:
+        """(the data plane, or what stands for it; the size of its slots)."""
+        from kvstow_service.connectors.vllm.geometry import kv_geometry
+        from kvstow_service.connectors.vllm.plane import build_plane
+
+        facts, slot_bytes = self._facts, 1
+        try:
+            geometry = kv_geometry(self._kv_caches, self._num_blocks)
+            slot_bytes = geometry.layout.slot_bytes
+            pool_bytes = self._options.bytes_of_rank(facts.num_ranks)
+            return build_plane(facts.rank, pool_bytes, self._max_bytes, self._options, geometry), slot_bytes
+        except (ConfigError, InsufficientMemoryError):
+            raise
+        except Exception as error:
+            logger.exception("rank %d has no data plane; vLLM serves without offload", facts.rank)
+            return NoDataPlane(facts.rank, slot_bytes, getattr(error, "code", "internal"), repr(error)), slot_bytes
+
+    def _start(self, plane: DataPlane) -> None:
+        from kvstow.worker import OffloadWorker
+        from kvstow_service.connectors.vllm.plane import wait_until_pinned
+
+        if isinstance(plane, OffloadWorker):
+            plane.pool.start()
+            if not self._options.async_register_cache:
+                wait_until_pinned(plane.pool)

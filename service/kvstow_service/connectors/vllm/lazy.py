@@ -1,0 +1,60 @@
+"""Lazy stores: blocks that the GPU's cache is about to evict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.keys import make_key
+from kvstow_service.connectors.vllm.sources import BlockPool
+from kvstow_service.connectors.vllm.stores import GROUP_ID_BYTES, Offer
+
+
+class LazyStores:
+    """Keeps the first `ahead_blocks` of the GPU's free queue, the next to be evicted, in the pool too.
+
+    A step looks at the queue only if blocks were taken from its head since the last look; 60 ns a block. Used by the
+    scheduler's thread.
+    """
+
+    def __init__(self, engine: OffloadEngine, pool: BlockPool, ahead_blocks: int) -> None:
+        self.hash_bytes = 0
+        """Length of a request's block hash; 0 until a request came."""
+        self._engine, self._pool = engine, pool
+        self._ahead_blocks = ahead_blocks
+        self._head: Any = None
+        self._offered: dict[int, bytes] = {}  # by block: the content that was offered, whatever came of it
+
+    def take_endangered(self) -> Offer:
+        """Blocks near eviction that were not offered yet and are not in the pool."""
+        queue = self._pool.free_block_queue
+        block, tail = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail
+        if block is self._head or not self.hash_bytes:
+            return Offer([], [])
+        self._head = block
+        found = Offer([], [])
+        for _ in range(self._ahead_blocks):
+            if block is None or block is tail:
+                break
+            content = block.block_hash
+            if content is not None and self._offered.get(block.block_id) != content:
+                self._offered[block.block_id] = content
+                found.keys.append(self._key(content))
+                found.blocks.append(block.block_id)
+            block = block.next_free_block
+        return self._missing(found)
+
+    def forget(self) -> None:
+        """The pool was emptied."""
+        self._offered.clear()
+        self._head = None
+
+    def _key(self, block_hash: bytes) -> bytes:
+        """vLLM's hash of a cached block ends with that of its last hash block, and the group's id."""
+        group = int.from_bytes(block_hash[-GROUP_ID_BYTES:], "big")
+        return make_key(group, block_hash[-GROUP_ID_BYTES - self.hash_bytes : -GROUP_ID_BYTES])
+
+    def _missing(self, found: Offer) -> Offer:
+        there = self._engine.contains(found.keys) if found.keys else ()
+        kept = [pair for pair, is_there in zip(zip(*found, strict=True), there, strict=True) if not is_there]
+        return Offer([key for key, _ in kept], [block for _, block in kept])

@@ -1,0 +1,55 @@
+"""What the two halves of the connector say to each other through vLLM; picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvstow.messages import Completion
+from kvstow_service.agent import AdminAddress
+from kvstow_service.connectors.vllm.scheduler import PlannedStep
+
+
+@dataclass(frozen=True)
+class RankHello(KVConnectorHandshakeMetadata):
+    """What a rank is. `max_slots`: as far as its pool can grow."""
+
+    rank: int
+    slot_bytes: int
+    max_slots: int
+
+
+@dataclass(frozen=True)
+class KVStowMetadata(KVConnectorMetadata):
+    """From the scheduler side, with every step. `plan` is None until the scheduler side knows all ranks."""
+
+    plan: PlannedStep | None = None
+    admin: AdminAddress | None = None
+
+
+class RankNews(NamedTuple):
+    """What a rank has to say after a step. `hello` comes with its first word."""
+
+    boot_id: str
+    completions: tuple[Completion, ...]
+    hello: RankHello | None
+
+
+@dataclass
+class KVStowWorkerMetadata(KVConnectorWorkerMetadata):
+    """From the ranks, with every step that has news."""
+
+    news: dict[int, list[RankNews]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, KVStowWorkerMetadata)
+        merged = {rank: list(news) for rank, news in self.news.items()}
+        for rank, news in other.news.items():
+            merged.setdefault(rank, []).extend(news)
+        return KVStowWorkerMetadata(merged)

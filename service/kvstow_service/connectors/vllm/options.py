@@ -1,0 +1,175 @@
+"""`kv_connector_extra_config`: what a user may set, checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvstow.bytesize import parse_size
+from kvstow.config import COPY_STRATEGIES, POLICIES, CopyStrategy, EngineConfig, PoolConfig
+from kvstow.errors import ConfigError
+from kvstow_service.duration import parse_duration
+
+DEFAULT_BYTES = 8 << 30
+"""Of SimpleCPUOffloadConnector, whose keys keep their meaning."""
+
+_ALIASES = {"async_init": "async_register_cache"}
+_OF_VLLM = frozenset({"enable_cross_layers_blocks"})
+"""Keys that vLLM itself reads from the same mapping."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOptions:
+    """The settings of one engine. Sizes in bytes, times in seconds.
+
+    `cpu_bytes_to_use` is shared by all ranks of an engine (a data-parallel engine is one of its own), down to whole
+    slots; `cpu_bytes_to_use_per_rank` takes its place. `max_bytes` bounds, over all ranks, what a resize may ask for;
+    by default the memory of the machine does. `lazy_offload` stores blocks when the GPU is about to evict them.
+    Without `async_register_cache` vLLM's start waits until the pool is pinned.
+    """
+
+    cpu_bytes_to_use: int = DEFAULT_BYTES
+    cpu_bytes_to_use_per_rank: int | None = None
+    max_bytes: int | None = None
+    lazy_offload: bool = False
+    async_register_cache: bool = True
+    policy: str = "lru"
+    transfer_timeout: float = 30.0
+    copy_strategy: CopyStrategy = "auto"
+    lock: bool = True
+    pin_chunk: int | None = None
+    pin_pause: float | None = None
+    pin_latency_target: float | None = None
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 9595
+    admin_uds: Path | None = None
+    token_file: Path | None = None
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any] | None) -> ConnectorOptions:
+        """Raises `ConfigError` for an unknown key, a value out of range, or two that contradict each other."""
+        given: dict[str, Any] = {}
+        for key, value in (extra or {}).items():
+            if key in _OF_VLLM:
+                continue
+            name = _ALIASES.get(key, key)
+            if name not in _PARSERS:
+                known = ", ".join(sorted((*_PARSERS, *_ALIASES)))
+                raise ConfigError(f"kv_connector_extra_config: {key}", value, f"no such key; there are {known}")
+            if name in given:
+                raise ConfigError(f"kv_connector_extra_config: {key}", value, f"only one of {key} and {name}")
+            if value is not None:
+                given[name] = _PARSERS[name](f"kv_connector_extra_config: {key}", value)
+        options = cls(**given)
+        options.pool_config(1, max(1, options.bytes_of_rank(1)), 0)  # the pace, before anything is taken
+        return options
+
+    def bytes_of_rank(self, num_ranks: int) -> int:
+        """What a rank may pin before it knows the others: an equal share."""
+        return self.cpu_bytes_to_use_per_rank or self.cpu_bytes_to_use // num_ranks
+
+    def capacity_slots(self, slot_bytes: Sequence[int]) -> int:
+        """Slots that fit on every rank, whose slots have these sizes. Raises `ConfigError` if not even one does."""
+        if self.cpu_bytes_to_use_per_rank is not None:
+            key, value, least = "cpu_bytes_to_use_per_rank", self.cpu_bytes_to_use_per_rank, max(slot_bytes)
+        else:
+            key, value, least = "cpu_bytes_to_use", self.cpu_bytes_to_use, sum(slot_bytes)
+        if value < least:
+            raise ConfigError(f"kv_connector_extra_config: {key}", value, f"at least one block, {least} bytes")
+        return value // least
+
+    def max_bytes_of_rank(self, num_ranks: int, headroom: int) -> int:
+        """How far a rank's pool may grow; `headroom` is what the machine could give it."""
+        return max(self.bytes_of_rank(num_ranks), self.max_bytes // num_ranks if self.max_bytes else headroom)
+
+    def pool_config(self, slot_bytes: int, pool_bytes: int, max_bytes: int) -> PoolConfig:
+        return PoolConfig(
+            slot_bytes=slot_bytes,
+            pool_bytes=pool_bytes,
+            max_bytes=max_bytes,
+            chunk_bytes=self.pin_chunk,
+            pause=self.pin_pause,
+            latency_target=self.pin_latency_target,
+            lock=self.lock,
+        )
+
+    def engine_config(self, rank_slot_bytes: Sequence[int], block_tokens: int) -> EngineConfig:
+        return EngineConfig(
+            slot_bytes=max(rank_slot_bytes),
+            rank_slot_bytes=tuple(rank_slot_bytes),
+            capacity_slots=self.capacity_slots(rank_slot_bytes),
+            num_ranks=len(rank_slot_bytes),
+            policy=self.policy,
+            block_tokens=block_tokens,
+            transfer_timeout=self.transfer_timeout,
+        )
+
+    def public(self) -> dict[str, Any]:
+        """For every reader of the admin API: paths of this machine stay out."""
+        hidden = {"admin_uds", "token_file"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in hidden}
+
+
+def _size(key: str, value: Any) -> int:
+    if not isinstance(value, int | str) or (size := parse_size(value, key)) < 1:
+        raise ConfigError(key, value, "a size of 1 byte or more, such as 60000000000 or 60GB")
+    return size
+
+
+def _flag(key: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise ConfigError(key, value, "true or false")
+    return value
+
+
+def _positive_seconds(key: str, value: Any) -> float:
+    if not (seconds := parse_duration(value, key)):
+        raise ConfigError(key, value, "more than 0 seconds")
+    return seconds
+
+
+def _choice(*allowed: str) -> Callable[[str, Any], str]:
+    def parse(key: str, value: Any) -> str:
+        if value not in allowed:
+            raise ConfigError(key, value, " or ".join(allowed))
+        return str(value)
+
+    return parse
+
+
+def _port(key: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 65536:
+        raise ConfigError(key, value, "a port, 0 (any free one) to 65535")
+    return value
+
+
+def _text(key: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(key, value, "a non-empty string")
+    return value
+
+
+def _path(key: str, value: Any) -> Path:
+    return Path(_text(key, value))
+
+
+_PARSERS: dict[str, Callable[[str, Any], Any]] = {
+    "cpu_bytes_to_use": _size,
+    "cpu_bytes_to_use_per_rank": _size,
+    "max_bytes": _size,
+    "lazy_offload": _flag,
+    "async_register_cache": _flag,
+    "policy": _choice(*POLICIES),
+    "transfer_timeout": _positive_seconds,
+    "copy_strategy": _choice(*COPY_STRATEGIES),
+    "lock": _flag,
+    "pin_chunk": _size,
+    "pin_pause": lambda key, value: parse_duration(value, key),
+    "pin_latency_target": _positive_seconds,
+    "admin_host": _text,
+    "admin_port": _port,
+    "admin_uds": _path,
+    "token_file": _path,
+}

@@ -1,0 +1,102 @@
+"""The data plane of one vLLM worker: its pool and device, made around vLLM's KV cache.
+
+Importing this module imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from kvstow.bytesize import format_size
+from kvstow.config import PoolConfig
+from kvstow.devices.base import Device, Fence
+from kvstow.devices.cpu import CpuDevice, MlockRegistrar
+from kvstow.errors import ConfigError, InsufficientMemoryError
+from kvstow.memory.limits import RESERVE_BYTES, MemoryLimits
+from kvstow.memory.pool import HostPool
+from kvstow.worker import OffloadWorker
+from kvstow_service.connectors.vllm.facts import HostFacts
+from kvstow_service.connectors.vllm.geometry import KVGeometry
+from kvstow_service.connectors.vllm.options import ConnectorOptions
+
+logger = logging.getLogger("kvstow.vllm")
+
+
+def require_memory(options: ConnectorOptions, facts: HostFacts) -> int:
+    """Bytes that a rank's pool may grow to. Raises `InsufficientMemoryError` if the pools of this node's ranks do not
+    fit together. Call it before any of them has begun to pin."""
+    limits, pools = MemoryLimits(), options.bytes_of_rank(facts.num_ranks) * facts.ranks_per_node
+    shortage = limits.shortage(pools)
+    if shortage is not None:
+        raise InsufficientMemoryError(
+            f"{facts.ranks_per_node} x {format_size(options.bytes_of_rank(facts.num_ranks))} of pool cannot fit: "
+            f"{shortage.message}"
+        )
+    headroom = limits.headroom()
+    left = 0 if headroom is None else max(0, headroom.num_bytes - RESERVE_BYTES) // facts.ranks_per_node
+    return options.max_bytes_of_rank(facts.num_ranks, left)
+
+
+def build_plane(rank: int, pool_bytes: int, max_bytes: int, options: ConnectorOptions, kv: KVGeometry) -> OffloadWorker:
+    """A rank's worker around `kv`; pins nothing yet. Raises a `KvstowError` for what cannot be had, and leaves nothing
+    behind then."""
+    slot_bytes, device = kv.layout.slot_bytes, kv.tensors[0].device
+    if pool_bytes < slot_bytes:
+        raise ConfigError("cpu_bytes_to_use of one rank", pool_bytes, f"at least one block, {slot_bytes} bytes")
+    config = options.pool_config(slot_bytes, pool_bytes, max_bytes)
+    with ExitStack() as undo:
+        if device.type == "cuda":
+            pool, mover = _on_cuda(config, options, kv, undo)
+        elif device.type == "cpu":
+            pool, mover = _on_cpu(config, kv, undo)
+        else:
+            raise ConfigError("device of the KV cache", str(device), "cuda or cpu")
+        worker = OffloadWorker(rank, pool, mover)
+        undo.pop_all()
+    return worker
+
+
+def _on_cpu(config: PoolConfig, kv: KVGeometry, undo: ExitStack) -> tuple[HostPool, Device]:
+    pool = HostPool(config, MlockRegistrar())
+    undo.callback(pool.close)
+    return pool, CpuDevice(pool, kv.layout, kv.tensors)
+
+
+def _on_cuda(config: PoolConfig, options: ConnectorOptions, kv: KVGeometry, undo: ExitStack) -> tuple[HostPool, Device]:
+    from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar
+
+    registrar = CudaRegistrar(kv.tensors[0].device.index)
+    pool = HostPool(config, registrar, numa_node=registrar.numa_node)
+    undo.callback(pool.close)
+    strategy = CudaOptions(strategy=options.copy_strategy)
+    return pool, CudaDevice(pool, kv.layout, kv.tensors, registrar=registrar, options=strategy)
+
+
+def fence_of(device: torch.device) -> Callable[[], Fence | None]:
+    """Names the work given so far to the stream that computes: on the CPU it is done when its call returns."""
+    if device.type != "cuda":
+        return lambda: None
+    from kvstow.devices.cuda import CudaFence
+
+    return lambda: CudaFence.record(torch.cuda.current_stream(device))
+
+
+def wait_until_pinned(pool: HostPool) -> None:
+    """Until the pool has its size or has stopped growing."""
+    changed = threading.Event()
+    pool.add_listener(changed.set)
+    while pool.status().state == "pinning":
+        changed.wait()
+        changed.clear()
+
+
+def device_of(kv_caches: Mapping[str, Any]) -> torch.device:
+    """Where the KV cache lies."""
+    first = next(iter(kv_caches.values()))
+    return (first if isinstance(first, torch.Tensor) else first[0]).device

@@ -1,0 +1,107 @@
+"""What the scheduler side knows of one request of the inference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvstow.control.lease import Lease
+from kvstow.keys import make_key
+from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+
+_NEVER = 1 << 60
+
+
+class Request(Protocol):
+    """What is read of vLLM's `Request`."""
+
+    request_id: str
+    num_tokens: int
+    num_computed_tokens: int
+    num_output_placeholders: int
+    skip_reading_prefix_cache: bool
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+
+
+class Hit:
+    """Host blocks held for a request: tokens `start` to `end`, of each group from block `firsts[group]` on."""
+
+    __slots__ = ("end", "firsts", "leases", "start")
+
+    def __init__(self, start: int, end: int, firsts: tuple[int, ...], leases: tuple[Lease | None, ...]) -> None:
+        self.start, self.end = start, end
+        self.firsts, self.leases = firsts, leases
+
+
+class TrackedRequest:
+    """A request between its arrival and its end. Used by the scheduler's thread.
+
+    `tables[group]`: its GPU blocks in order. `cursors[group]`: blocks below it were offered to the pool. `hit`: what
+    is held for the next admission. `start`: tokens that were on the GPU when the hit was asked for. `loads`: its load
+    ops under way; `loaded`: the admission began with a load;
+    `load_failed`: it has not written all. `admitted_at`: the step that gave the tables; `has_run`: it was computed
+    since, so that its tokens are more than a promise of some load.
+    """
+
+    __slots__ = (
+        "_keys",
+        "admitted_at",
+        "cursors",
+        "has_run",
+        "hit",
+        "load_failed",
+        "loaded",
+        "loads",
+        "request",
+        "start",
+        "tables",
+    )
+
+    def __init__(self, request: Request, num_groups: int) -> None:
+        self.request = request
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.cursors = [0] * num_groups
+        self.hit: Hit | None = None
+        self.start = 0
+        self.loads: set[int] = set()
+        self.loaded = self.load_failed = False
+        self.admitted_at = -1
+        self.has_run = False
+        self._keys: list[list[bytes]] = [[] for _ in range(num_groups)]
+
+    @property
+    def confirmed_tokens(self) -> int:
+        """Tokens whose KV older steps have written: a step in flight may still reject its own."""
+        return self.request.num_computed_tokens - self.request.num_output_placeholders
+
+    def keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
+        """Keys of the group's blocks `first` to `end`, as far as there are hashes. Each is made once."""
+        known, hashes, step = self._keys[group.index], self.request.block_hashes, group.hashes_per_block
+        end = min(end, len(hashes) // step)
+        if len(known) < end:
+            prefix = make_key(group.index, b"")
+            known += [prefix + block_hash for block_hash in hashes[(len(known) + 1) * step - 1 : end * step : step]]
+        return known[first:end]
+
+    def forget_stale_keys(self, groups: KVGroups) -> None:
+        """The hashes of a streamed request can be made anew, from another prompt."""
+        hashes = self.request.block_hashes
+        for group in groups.groups:
+            known = self._keys[group.index]
+            last = len(known) * group.hashes_per_block - 1
+            if known and (last >= len(hashes) or not known[-1].endswith(hashes[last])):
+                known.clear()
+
+    def admit(self, tables: Sequence[Sequence[int]], step: int, cursor: int | None, groups: KVGroups) -> None:
+        """The request has these GPU blocks now, and no others. Its first `cursor` tokens need no offer; None: as far as
+        they were offered before."""
+        self.tables = [list(table) for table in tables]
+        self.admitted_at, self.has_run = step, False
+        if cursor is not None:
+            self.cursors = [cursor // group.block_tokens for group in groups.groups]
+
+    def withhold(self, groups: KVGroups) -> None:
+        """Offer none of the blocks that the request has now: they are of a model that is no more."""
+        self.cursors = [_NEVER] * len(groups.groups)

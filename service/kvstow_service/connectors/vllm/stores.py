@@ -1,0 +1,117 @@
+"""Eager stores: each block once, as soon as its tokens are confirmed, and the last ones when the request ends."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.requests import TrackedRequest
+
+GROUP_ID_BYTES = 4  # at the end of a GPU block's hash
+
+
+class Offer(NamedTuple):
+    """Blocks that could be stored: `blocks[i]` holds the content that `keys[i]` names."""
+
+    keys: list[bytes]
+    blocks: list[int]
+
+
+class OfferObserver(Protocol):
+    """Hears of each run of blocks that is offered: those of one request and group, from its `first_block` on."""
+
+    def offered(self, request: Any, group: KVGroup, first_block: int, keys: Sequence[bytes]) -> None: ...
+
+
+class EagerStores:
+    """Finds the blocks of running requests that are complete and were not offered yet.
+
+    A request is looked at only while it has such blocks, or soon will: O(blocks), not O(requests) per step.
+    Used by the scheduler's thread.
+    """
+
+    def __init__(self, groups: KVGroups, gpu_blocks: Sequence[Any], observer: OfferObserver | None) -> None:
+        """`gpu_blocks[block_id]` is vLLM's `KVCacheBlock`."""
+        self._groups, self._gpu_blocks, self._observer = groups, gpu_blocks, observer
+        self._due: dict[str, TrackedRequest] = {}
+        self._fresh: set[int] = set()
+
+    def admitted(self, tracked: TrackedRequest) -> None:
+        """The request has its tables; what the GPU had cached of it is offered too: the pool may have lost it."""
+        self._due[tracked.request.request_id] = tracked
+        if self._groups.partial:
+            self._fresh.update(block for table in tracked.tables for block in table)
+
+    def grown(self, tracked: TrackedRequest, new_blocks: Sequence[Sequence[int]]) -> None:
+        """The request got more GPU blocks, for tokens of the step that is being planned."""
+        for table, blocks in zip(tracked.tables, new_blocks, strict=True):
+            table.extend(blocks)
+        self._due[tracked.request.request_id] = tracked
+        if self._groups.partial:
+            self._fresh.update(block for blocks in new_blocks for block in blocks)
+
+    def take_due(self, scheduled: Container[str]) -> Offer:
+        """What older steps have completed of the requests that run in this step. Ends the planning of a step.
+
+        A request that does not run has no blocks, if it was preempted."""
+        offer = Offer([], [])
+        for request_id, tracked in list(self._due.items()):
+            if request_id in scheduled:
+                tracked.has_run = True
+                self._take(tracked, offer)
+                if not self._expects_more(tracked):
+                    del self._due[request_id]
+        self._fresh.clear()
+        return offer
+
+    def take_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> Offer:
+        """What is complete at the end of a request, whose blocks these are: it still references them."""
+        self._due.pop(tracked.request.request_id, None)
+        tracked.tables = [list(table) for table in tables]
+        offer = Offer([], [])
+        self._take(tracked, offer)
+        return offer
+
+    def _expects_more(self, tracked: TrackedRequest) -> bool:
+        """Whether a complete block may be there before the request gets another: one has been begun after it."""
+        tables, cursors = tracked.tables, tracked.cursors
+        return any(len(table) > cursor + 1 for table, cursor in zip(tables, cursors, strict=True))
+
+    def _take(self, tracked: TrackedRequest, offer: Offer) -> None:
+        confirmed = tracked.confirmed_tokens
+        for group in self._groups.groups:
+            table, first = tracked.tables[group.index], tracked.cursors[group.index]
+            end = min(confirmed // group.block_tokens, len(table))
+            if end <= first:
+                continue
+            keys = tracked.keys(group, first, end)
+            tracked.cursors[group.index] = end = first + len(keys)
+            blocks = table[first:end]
+            if self._observer is not None:
+                self._observer.offered(tracked.request, group, first, keys)
+            if not group.is_full:
+                keys, blocks = self._still_there(keys, blocks)
+            offer.keys.extend(keys)
+            offer.blocks.extend(blocks)
+
+    def _still_there(self, keys: list[bytes], blocks: list[int]) -> tuple[list[bytes], list[int]]:
+        """Blocks that have left the window may be anybody's by now: only what is cached under its hash counts. A block
+        handed out in this very step bears the hash of what will be written."""
+        kept = [
+            (key, block)
+            for key, block in zip(keys, blocks, strict=True)
+            if block not in self._fresh and _content_is(self._gpu_blocks[block], key)
+        ]
+        return [key for key, _ in kept], [block for _, block in kept]
+
+
+def _content_is(gpu_block: Any, key: bytes) -> bool:
+    """Whether vLLM caches the content of `key` in the block. Its hash ends with the last hash block's, then the
+    group's id; our key begins with the group's id."""
+    block_hash = gpu_block.block_hash
+    return (
+        block_hash is not None
+        and block_hash[:-GROUP_ID_BYTES].endswith(key[2:])
+        and int.from_bytes(block_hash[-GROUP_ID_BYTES:], "big") == int.from_bytes(key[:2], "big")
+    )

@@ -1,0 +1,222 @@
+"""The worker side: one rank's data plane, driven by the steps of its vLLM worker."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+from kvstow.devices.base import Fence
+from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
+from kvstow_service.connectors.vllm.scheduler import PlannedStep
+
+logger = logging.getLogger("kvstow.vllm")
+
+
+class DataPlane(Protocol):
+    """What is used of a rank's `OffloadWorker`."""
+
+    @property
+    def boot_id(self) -> str: ...
+
+    def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
+
+    def take_completions(self) -> list[Completion]: ...
+
+    def report(self) -> RankReport: ...
+
+    def apply(self, desired: DesiredState) -> None: ...
+
+    def add_listener(self, callback: Callable[[], None]) -> None: ...
+
+    def close(self, timeout: float = 5.0) -> None: ...
+
+
+class FinishedLoads(NamedTuple):
+    """Requests whose loads have ended on this rank. `failed` is a part of `done`; `bad_blocks` are theirs."""
+
+    done: set[str]
+    failed: set[str]
+    bad_blocks: set[int]
+
+
+class News(NamedTuple):
+    """Completions, and the boot of the rank that they are of."""
+
+    boot_id: str
+    completions: tuple[Completion, ...]
+
+
+class _Loading:
+    """A request's load on this rank."""
+
+    __slots__ = ("bad_blocks", "failed", "ops")
+
+    def __init__(self, ops: Iterable[int], lost_blocks: Iterable[int] | None) -> None:
+        self.ops = set(ops)
+        self.failed = lost_blocks is not None
+        self.bad_blocks = set(lost_blocks or ())
+
+
+class WorkerSide:
+    """Starts the ops of each step on one rank, and says what became of them. Used by the worker's main thread, all but
+    `plane`, which the rank's agent reads.
+
+    Order. A step's stores read what older steps have computed, so they wait for what the compute stream holds when the
+    step begins and for nothing later; so do its loads, where vLLM does not rule out by itself that an older step still
+    writes their blocks. Whatever the version calls first, it is submitted once, before the step computes.
+    """
+
+    def __init__(self, rank: int, plane: DataPlane, *, fence: Callable[[], Fence | None], loads_wait: bool) -> None:
+        """`fence()` names all work given to the compute stream so far; None where that is always done."""
+        self.rank, self.plane = rank, plane
+        self._fence, self._loads_wait = fence, loads_wait
+        self._step = 0
+        self._loading: dict[str, _Loading] = {}
+        self._request_of: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._news: list[News] = []
+
+    def begin_step(self, step: PlannedStep) -> None:
+        """Submit the ops of a step; a step that was seen before is left alone."""
+        if step.number == self._step:
+            return
+        self._step = step.number
+        if not (step.stores.ops or step.loads.ops or step.lost_loads):
+            return
+        blocks = {op.op_id: op.blocks for op in step.loads.ops}
+        for request_id in {*step.load_requests, *step.lost_loads}:
+            ops = step.load_requests.get(request_id, ())
+            self._loading[request_id] = _Loading(ops, step.lost_loads.get(request_id))
+            self._request_of.update((op_id, (request_id, blocks[op_id])) for op_id in ops)
+        if not (step.stores.ops or step.loads.ops):
+            return
+        if step.boots[self.rank] != self.plane.boot_id:
+            self._refuse(step)
+            return
+        fence = self._fence() if step.stores.ops or self._loads_wait else None
+        if step.loads.ops:
+            self.plane.submit(step.loads, fence if self._loads_wait else None)
+        if step.stores.ops:
+            self.plane.submit(step.stores, fence)
+
+    def take_finished_loads(self) -> FinishedLoads:
+        """What has ended since the last call: done and failed in one snapshot, which `take_news` tells as well."""
+        self._hear(self.plane)
+        ended = [(name, load) for name, load in self._loading.items() if not load.ops]
+        for name, _ in ended:
+            del self._loading[name]
+        failed = {name for name, load in ended if load.failed}
+        bad_blocks = {block for _, load in ended for block in load.bad_blocks}
+        return FinishedLoads({name for name, _ in ended}, failed, bad_blocks)
+
+    def take_news(self) -> list[News]:
+        """For the scheduler side: what `take_finished_loads` has heard of since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def replace(self, plane: DataPlane) -> None:
+        """Close the data plane, and go on with another, which is a rank that starts anew. What was under way fails."""
+        old, self.plane = self.plane, plane
+        old.close()
+        self._hear(old)
+
+    def _refuse(self, step: PlannedStep) -> None:
+        """The step was planned for memory that this rank has lost since: the slots that it names hold other bytes."""
+        ops = (*step.loads.ops, *step.stores.ops)
+        self._take(News(step.boots[self.rank] or "", tuple(_refusal(op.op_id) for op in ops)))
+
+    def _hear(self, plane: DataPlane) -> None:
+        completions = plane.take_completions()
+        if completions:
+            self._take(News(plane.boot_id, tuple(completions)))
+
+    def _take(self, news: News) -> None:
+        self._news.append(news)
+        for completion in news.completions:
+            if completion.mark != "source_free":
+                self._end_load(completion)
+
+    def _end_load(self, completion: Completion) -> None:
+        request_id, blocks = self._request_of.pop(completion.op_id, ("", ()))
+        load = self._loading.get(request_id)
+        if load is not None:
+            load.ops.discard(completion.op_id)
+            if completion.mark == "failed":
+                load.failed = True
+                load.bad_blocks.update(blocks)
+
+
+def _refusal(op_id: int) -> Completion:
+    return Completion(op_id, "failed", "this rank has started anew since the op was planned")
+
+
+class NoDataPlane:
+    """Stands for the data plane of a rank that has none, for the reason that it reports. Thread-safe.
+
+    It takes ops, and fails them: vLLM is told of every load.
+    """
+
+    def __init__(self, rank: int, slot_bytes: int, reason: str | None, error: str | None) -> None:
+        self.boot_id = secrets.token_hex(8)
+        self._report = RankReport(
+            rank=rank,
+            boot_id=self.boot_id,
+            state="stopped" if error is None else "failed",
+            slot_bytes=slot_bytes,
+            pinned_slots=0,
+            target_slots=0,
+            pinned_bytes=0,
+            target_bytes=0,
+            error_reason=reason,
+            error=error,
+        )
+        self._lock = threading.Lock()
+        self._completions: list[Completion] = []
+
+    def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
+        failed = [Completion(op.op_id, "failed", "this rank has no data plane") for op in plan.ops]
+        with self._lock:
+            self._completions += failed
+
+    def take_completions(self) -> list[Completion]:
+        with self._lock:
+            completions, self._completions = self._completions, []
+        return completions
+
+    def report(self) -> RankReport:
+        return self._report
+
+    def apply(self, desired: DesiredState) -> None:
+        """There is nothing to steer."""
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """The report never changes."""
+
+    def close(self, timeout: float = 5.0) -> None:
+        """It holds nothing."""
+
+
+class PlaneSource:
+    """What the agent reports: the data plane that the worker side has now. Thread-safe."""
+
+    def __init__(self, side: WorkerSide) -> None:
+        self._side = side
+        self._callbacks: list[Callable[[], None]] = []
+
+    def report(self) -> RankReport:
+        return self._side.plane.report()
+
+    def apply(self, desired: DesiredState) -> None:
+        self._side.plane.apply(desired)
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+        self._side.plane.add_listener(callback)
+
+    def plane_changed(self) -> None:
+        """Tell all listeners, and let the new data plane tell them from now on."""
+        for callback in self._callbacks:
+            self._side.plane.add_listener(callback)
+            callback()
