@@ -21,10 +21,10 @@ PIP_INSTALL = $(BIN)/python -m pip install $(PIP_FLAGS)
 VLLM_INSTALL = $(VLLM_BIN)/python -m pip install $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test test-vllm lint fmt bench clean
+.PHONY: help venv venv-vllm demo test test-vllm test-deploy test-image lint fmt bench clean
 
 help: ## List the verbs
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Stamps, so that a second run installs nothing; a change of pyproject.toml installs again.
 $(VENV)/.torch:
@@ -55,6 +55,10 @@ $(VLLM_VENV)/.test: $(VLLM_VENV)/.vllm pyproject.toml
 	$(VLLM_INSTALL) --constraint $(VLLM_VENV)/pins.txt -e '.[test]'
 	@touch $@
 
+$(VENV)/.deploy: $(VENV)/.dev pyproject.toml
+	$(PIP_INSTALL) -e '.[deploy]'
+	@touch $@
+
 venv: $(VENV)/.dev ## Make .venv with all that development needs
 
 venv-vllm: $(VLLM_VENV)/.vllm ## Make .venv-vllm (3.4 GB) with vLLM's CPU build
@@ -62,13 +66,19 @@ venv-vllm: $(VLLM_VENV)/.vllm ## Make .venv-vllm (3.4 GB) with vLLM's CPU build
 demo: $(VENV)/.run ## Run the service on a generated trace and verify every loaded byte
 	$(BIN)/python -m kvstow_service.demo
 
-test: lint ## Lint, type-check and run all tests that need neither a GPU nor vLLM
-	$(BIN)/python -m pytest -m "not gpu and not vllm" --cov --cov-report=term
+test: lint ## Lint, type-check and run all tests that need nothing but Python
+	$(BIN)/python -m pytest -m "not gpu and not vllm and not deploy and not image" --cov --cov-report=term
 
 # Its warnings are vLLM's, not ours: none of them is an error here.
 test-vllm: $(VLLM_VENV)/.test ## Run the tests of the connector in a real vLLM, on the CPU
 	HF_HUB_OFFLINE=1 $(VLLM_BIN)/python -m pytest -m vllm -W default tests/vllm \
 		--cov=kvstow_service.connectors.vllm --cov-config=tests/vllm/coverage.ini --cov-report=term
+
+test-deploy: $(VENV)/.deploy ## Run the tests of the Helm chart; fetches helm, promtool and more into build/tools
+	$(BIN)/python -m pytest -m deploy tests/helm
+
+test-image: $(VENV)/.deploy ## Build the images with buildah and run them; needs root
+	$(BIN)/python -m pytest -m image tests/helm
 
 lint: $(VENV)/.dev ## Check style and types
 	$(BIN)/ruff check .

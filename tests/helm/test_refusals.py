@@ -1,0 +1,53 @@
+"""Wrong values are refused before anything is installed, in words that name the value and what is allowed."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+pytestmark = pytest.mark.deploy
+
+ENGINE = ("mode=engine", "image.registry=r.example.com")
+SERVICE = ("mode=service", "image.registry=r.example.com")
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["mode=daemonset"], "at '/mode': value must be one of 'addon', 'engine', 'service'"),
+        (["cpu_bytes_to_use=5"], "additional properties 'cpu_bytes_to_use' not allowed"),
+        (["pool.sizeGiB=64"], "at '/pool': additional properties 'sizeGiB' not allowed"),
+        (["pool.size=0Gi"], "at '/pool/size': '0Gi' does not match pattern"),
+        (["pool.size=64G"], "at '/pool/size': '64G' does not match pattern '^[1-9][0-9]*(Mi|Gi|Ti)$'"),
+        (["pool.size=64"], "at '/pool/size': got number, want string"),
+        (["pool.policy=fifo"], "at '/pool/policy': value must be one of 'lru', 'arc'"),
+        (["pool.size=64Gi", "pool.maxSize=32Gi"], "pool.maxSize: 32Gi is less than pool.size, 64Gi"),
+        (["pool.pinning.latencyTarget=soon"], "at '/pool/pinning/latencyTarget': 'soon' does not match pattern"),
+        (["pool.pinning.latencyTarget=1ms", "pool.pinning.pause=1ms"], "pool.pinning.latencyTarget: none beside"),
+        (["admin.port=80"], "at '/admin/port': minimum: got 80, want 1,024"),
+        (["admin.port=65535", "parallel.data=2"], "admin.port: with parallel.data, the last admin server's port"),
+        (["admin.token=short"], "at '/admin/token': 'short' does not match pattern"),
+        (["image.vllm.digest=latest"], "at '/image/vllm/digest': 'latest' does not match pattern"),
+        (["monitoring.podMonitor.enabled=maybe"], "value must be one of 'auto', true, false"),
+        (["engine.resources.memory=1Gi"], "at '/engine': additional properties 'resources' not allowed"),
+        (["engine.cpu=0.5"], "at '/engine/cpu'"),
+        (["pod.user=0"], "at '/pod/user': minimum: got 0, want 1"),
+        (["mode=engine", "engine.model=m"], "image.registry: mode engine needs the registry"),
+        (["mode=service"], "image.registry: mode service needs the registry"),
+        ([*ENGINE], "engine.model: mode engine needs a model"),
+        (
+            [*ENGINE, "engine.model=m", "engine.port=9596", "parallel.data=2"],
+            "engine.port: 9596 is a port of the admin servers",
+        ),
+        ([*SERVICE, "service.slotSize=1Gi", "pool.size=512Mi"], "service.slotSize: 1Gi is more than pool.size, 512Mi"),
+        ([*SERVICE, "service.readinessRequire={engine}"], "at '/service/readinessRequire/0': value must be one of"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(
+    try_template: Callable[..., subprocess.CompletedProcess[str]], sets: list[str], words: str
+) -> None:
+    result = try_template(*sets)
+    assert result.returncode != 0
+    assert words in result.stderr
