@@ -117,16 +117,20 @@ class EmbeddedAdmin:
         self._opening = threading.Thread(target=self._open, name="kvstow-admin-start", daemon=True)
 
     def start(self) -> None:
-        self._keeper.start()
-        self._opening.start()
+        try:
+            self._keeper.start()
+            self._opening.start()
+        except RuntimeError as error:  # no thread can be had
+            self._fail(f"the admin server cannot be started: {error}")
 
     def stop(self) -> None:
         """Waits for responses under way, 2 s at most, and for a start that is under way."""
         self._stopping.set()
         if self._opening.ident is not None:
             self._opening.join(_OPENING_SECONDS)
-        if self._server is not None:
-            self._server.stop()
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
         self._close()
         self._keeper.stop()
 
@@ -139,21 +143,22 @@ class EmbeddedAdmin:
     def address_for_remote_ranks(self) -> AdminAddress | None:
         """How agents on other nodes reach it; None where, or as long as, they cannot. Ask only if there are some: an
         `admin_host` on which they never can is warned of, once."""
-        if is_loopback(self._options.admin_host):
-            if not self._warned:
-                self._warned = True
-                logger.warning(
-                    "ranks on other nodes cannot report to %s: set admin_host to an address that they reach, "
-                    "and token_file",
-                    self._options.admin_host,
-                )
-            return None
-        if not self.addresses or self._listeners.host is None:
-            return None
         host = self._listeners.host
-        if host in _ANY_ADDRESS:
-            host = self._node_host or socket.gethostname()
-        return AdminAddress(tcp_url(host, self._listeners.port), self._token)
+        if is_loopback(host or self._options.admin_host):
+            self._warn_of_loopback()
+            return None
+        if not self.addresses or host is None:
+            return None
+        routable = (self._node_host or socket.gethostname()) if host in _ANY_ADDRESS else host
+        return AdminAddress(tcp_url(routable, self._listeners.port), self._token)
+
+    def _warn_of_loopback(self) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "ranks on other nodes cannot report to %s: set token_file, and admin_host to an address they can reach",
+                self._options.admin_host,
+            )
 
     def _open(self) -> None:
         if self._stopping.wait(_HEAD_START_SECONDS):

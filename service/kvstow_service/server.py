@@ -7,9 +7,11 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
 from socket import socket
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvstow.errors import ConflictError
 
@@ -23,8 +25,8 @@ class AdminServer:
     """Serves one ASGI app on sockets that are bound already.
 
     Guarantees: `start` returns when requests are answered; `stop` is idempotent, ends the thread and closes
-    the sockets; signal handlers of the process stay untouched; `on_failure` is called, on the server's thread,
-    when the server ends without `stop`.
+    the sockets; the process's signal handlers, loggers and event loop policy stay untouched; `on_failure` is
+    called, on the server's thread, when the server ends without `stop`.
     """
 
     def __init__(self, app: ASGIApp, sockets: Sequence[socket], on_failure: Callable[[str], None]) -> None:
@@ -33,8 +35,9 @@ class AdminServer:
         self._server = _QuietServer(
             uvicorn.Config(
                 app,
+                http=_QuietProtocol,
+                loop="asyncio",  # uvicorn before 0.36 makes uvloop, if there is one, the policy of the whole process
                 log_config=None,
-                access_log=False,
                 server_header=False,
                 lifespan="on",
                 ws="none",
@@ -69,6 +72,15 @@ class AdminServer:
             self._on_failure(f"the admin server ended: {reason}")
 
 
+class _QuietProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """Logs no requests. The option of uvicorn's for that takes the handlers from a logger that the host's own server
+    may use."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.access_log = False
+
+
 class _QuietServer(uvicorn.Server):
     """uvicorn without signal handlers; `answering` is set once it listens on all sockets."""
 
@@ -79,6 +91,13 @@ class _QuietServer(uvicorn.Server):
     async def startup(self, sockets: list[socket] | None = None) -> None:
         await super().startup(sockets)
         self.answering.set()
+
+    async def main_loop(self) -> None:
+        try:
+            await super().main_loop()
+        except Exception:
+            await self.shutdown()  # or clients would wait for answers that never come
+            raise
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvstow.messages import DesiredState, RankReport, RankState
-from kvstow_service.agent import AdminAddress, RankAgent
+from kvstow_service.agent import AdminAddress, AgentStats, FindAdmin, RankAgent
 
 LONG = 60.0  # an interval that no test waits for
 
@@ -80,8 +81,9 @@ def admin() -> FakeAdmin:
 def start(rank: FakeRank) -> Iterator[Callable[..., RankAgent]]:
     agents: list[RankAgent] = []
 
-    def start_agent(url: str, *, uds: Path | None = None, interval: float = LONG) -> RankAgent:
-        agents.append(RankAgent(1, rank, AdminAddress(url, "secret", uds), interval=interval))
+    def start_agent(url: str | FindAdmin, *, uds: Path | None = None, interval: float = LONG) -> RankAgent:
+        server = AdminAddress(url, "secret", uds) if isinstance(url, str) else url
+        agents.append(RankAgent(1, rank, server, interval=interval))
         agents[-1].start()
         return agents[-1]
 
@@ -217,3 +219,100 @@ def test_stop_is_idempotent_and_ends_the_thread(serving: Any, start: Any, admin:
 
 def test_an_agent_that_was_never_started_can_be_stopped(rank: FakeRank) -> None:
     RankAgent(1, rank, AdminAddress("http://127.0.0.1:1", "secret")).stop()
+
+
+@dataclass
+class Whereabouts:
+    """Where the server is, as a test says; counts who asks."""
+
+    address: AdminAddress | None = None
+    asked: int = 0
+
+    def __call__(self) -> AdminAddress | None:
+        self.asked += 1
+        return self.address
+
+
+def test_a_server_that_comes_late_is_waited_for_without_a_word(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = Whereabouts()
+    agent = start(where, interval=0.01)
+    eventually(lambda: where.asked >= 3, "three looks for the server")
+    assert (agent.stats, rank.applied) == (AgentStats(0, 0, False), [])
+    _, listeners = serving(admin.app())
+    where.address = AdminAddress(listeners.url, "secret")
+    eventually(lambda: rank.applied, "a report")
+    assert agent.stats.failed == 0
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_it_looks_at_once_when_told(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
+) -> None:
+    where = Whereabouts()
+    agent = start(where)
+    eventually(lambda: where.asked)
+    _, listeners = serving(admin.app())
+    where.address = AdminAddress(listeners.url, "secret")
+    agent.address_changed()
+    eventually(lambda: rank.applied, "a report long before the next beat")
+
+
+def test_an_offered_address_serves_where_none_is_found(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
+) -> None:
+    where = Whereabouts()
+    agent = start(where)
+    eventually(lambda: where.asked)
+    _, listeners = serving(admin.app())
+    for _ in range(2):
+        agent.offer(AdminAddress(listeners.url, "secret"))
+    eventually(lambda: rank.applied, "a report long before the next beat")
+
+
+def test_an_address_that_is_found_goes_before_an_offered_one(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
+) -> None:
+    _, listeners = serving(admin.app())
+    where = Whereabouts()
+    agent = start(where)
+    eventually(lambda: where.asked)
+    where.address = AdminAddress(listeners.url, "secret")
+    agent.offer(AdminAddress("http://127.0.0.1:1", "wrong"))
+    eventually(lambda: rank.applied)
+    assert (agent.stats.failed, admin.tokens) == (0, {"Bearer secret"})
+
+
+def test_a_server_that_was_there_and_is_gone_is_a_failure(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, listeners = serving(admin.app())
+    where = Whereabouts(AdminAddress(listeners.url, "secret"))
+    agent = start(where, interval=0.01)
+    eventually(lambda: agent.stats.sent)
+    where.address = None
+    server.stop()
+    eventually(lambda: agent.stats.failed >= 3)
+    assert agent.stats.failing
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+    _, listeners = serving(admin.app())
+    where.address = AdminAddress(listeners.url, "secret")
+    eventually(lambda: not agent.stats.failing, "reports to the new server")
+
+
+def test_a_search_that_raises_is_a_failure_like_any_other(
+    start: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def find() -> AdminAddress | None:
+        raise PermissionError("not for you")
+
+    agent = start(find, interval=0.01)
+    eventually(lambda: agent.stats.failed >= 2, "failures")
+    assert "rank 1: report failed, trying on: not for you" in caplog.text
+
+
+def test_an_address_travels_and_shows_no_token() -> None:
+    address = AdminAddress("http://10.0.0.1:9595", "s3cret", Path("/run/admin.sock"))
+    assert pickle.loads(pickle.dumps(address)) == address
+    assert "s3cret" not in f"{address!r} {address}"

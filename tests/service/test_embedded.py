@@ -1,0 +1,530 @@
+"""Admin servers of engines in this process, as an inference engine holds them; agents here and in other processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.errors import ConfigError
+from kvstow.messages import DesiredState, RankReport
+from kvstow_api import app as app_module
+from kvstow_service import embedded as embedded_module
+from kvstow_service.agent import RankAgent
+from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
+from kvstow_service.listeners import Listeners, TcpAddress
+from kvstow_service.rendezvous import Rendezvous
+from kvstow_service.server import AdminServer, _QuietServer
+
+# httpcore leaks the socket of a Unix connection that is refused
+pytestmark = pytest.mark.filterwarnings(r"ignore:unclosed <socket.socket fd=\d+, family=1, type=1, proto=0>")
+
+SLOT = 4096
+CAPACITY = 8
+ANY_PORT = EmbeddedOptions(admin_port=0)
+
+
+class PinnedRank:
+    """A rank that has pinned everything, and remembers what is wanted of it."""
+
+    def __init__(self, rank: int = 0) -> None:
+        num_bytes = CAPACITY * SLOT
+        self._report = RankReport(rank, f"boot-{rank}", "ready", SLOT, CAPACITY, CAPACITY, num_bytes, num_bytes)
+        self.applied: list[DesiredState] = []
+
+    def report(self) -> RankReport:
+        return self._report
+
+    def apply(self, desired: DesiredState) -> None:
+        self.applied.append(desired)
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """It never changes."""
+
+
+@pytest.fixture(autouse=True)
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return {"XDG_RUNTIME_DIR": str(tmp_path)}
+
+
+@pytest.fixture
+def engine() -> OffloadEngine:
+    return OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=CAPACITY))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def make(engine: OffloadEngine, environ: dict[str, str], stack: ExitStack) -> Callable[..., EmbeddedAdmin]:
+    """Makes servers, which are stopped at the end."""
+
+    def make_admin(options: EmbeddedOptions = ANY_PORT, **changes: Any) -> EmbeddedAdmin:
+        given = {"identity": "engine", "mode": "vllm", "max_capacity_slots": CAPACITY, "environ": environ}
+        admin = EmbeddedAdmin(changes.pop("engine", engine), options, **{**given, **changes})
+        stack.callback(admin.stop)
+        return admin
+
+    return make_admin
+
+
+@pytest.fixture
+def launch(make: Any, eventually: Any) -> Callable[..., EmbeddedAdmin]:
+    """Starts a server, and waits until it answers."""
+
+    def launch_admin(*args: Any, **changes: Any) -> EmbeddedAdmin:
+        admin: EmbeddedAdmin = make(*args, **changes)
+        admin.start()
+        eventually(lambda: admin.addresses or admin.failure, "an address")
+        assert admin.failure is None
+        return admin
+
+    return launch_admin
+
+
+@pytest.fixture
+def report(environ: dict[str, str], stack: ExitStack) -> Callable[..., RankAgent]:
+    """Starts an agent of a pinned rank, which looks for the server of `identity`."""
+
+    def start_agent(identity: str = "engine", interval: float = 0.02) -> RankAgent:
+        agent = RankAgent(0, PinnedRank(), Rendezvous(identity, environ), interval=interval)
+        agent.start()
+        stack.callback(agent.stop)
+        return agent
+
+    return start_agent
+
+
+@pytest.fixture
+def taken(stack: ExitStack) -> Callable[[int], None]:
+    """Listens on a port for as long as the test runs."""
+
+    def take(port: int) -> None:
+        stack.callback(Listeners(TcpAddress.resolve("127.0.0.1", port)).close)
+
+    return take
+
+
+def over(uds: Path) -> httpx.Client:
+    return httpx.Client(base_url="http://kvstow", transport=httpx.HTTPTransport(uds=str(uds)))
+
+
+def uds_of(admin: EmbeddedAdmin) -> Path:
+    (address,) = (address for address in admin.addresses if address.startswith("unix:"))
+    return Path(address.removeprefix("unix:"))
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` ports in a row that are free."""
+    for first in range(20_000, 30_000, count):
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            return first
+    raise AssertionError("no free ports")
+
+
+def test_start_returns_while_the_server_is_still_imported(
+    make: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    entered, release = threading.Event(), threading.Event()
+    create_app = app_module.create_app
+
+    def create_slowly(context: Any) -> Any:
+        entered.set()
+        assert release.wait(30)
+        return create_app(context)
+
+    monkeypatch.setattr(app_module, "create_app", create_slowly)
+    admin = make()
+    admin.start()
+    assert entered.wait(30)
+    assert (admin.addresses, admin.failure) == ((), None)
+    release.set()
+    eventually(lambda: admin.addresses, "an address")
+
+
+def test_it_tells_where_it_is_and_what_runs(launch: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level(logging.INFO, "kvstow.admin")
+    admin = launch(settings={"cpu_bytes_to_use": 1}, build={"vllm": "0.32.0"})
+    tcp, uds = admin.addresses
+    assert f"KVStow admin server on {tcp} and {uds}" in caplog.messages
+    for client in (httpx.Client(base_url=tcp), over(uds_of(admin))):
+        with client:
+            info = client.get("/v1/info").json()
+            assert (info["mode"], info["addresses"], info["settings"]) == ("vllm", [tcp, uds], {"cpu_bytes_to_use": 1})
+            assert info["build"]["vllm"] == "0.32.0"
+
+
+def test_the_engine_is_ticked(launch: Any, engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticked = threading.Event()
+    monkeypatch.setattr(engine, "tick", ticked.set)
+    admin = launch()
+    assert ticked.wait(30)
+    assert "[+]keeper ok" in httpx.get(admin.addresses[0] + "/readyz?verbose").text
+
+
+def test_a_rank_that_is_there_first_reports_once_the_server_is(
+    make: Any, report: Any, engine: OffloadEngine, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = report()
+    admin = make()
+    admin.start()
+    eventually(lambda: engine.stats().usable_slots == CAPACITY, "the rank's slots")
+    assert agent.stats.failed == 0
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_rank_in_another_process_reports(
+    launch: Any, engine: OffloadEngine, eventually: Any, environ: dict[str, str], stack: ExitStack
+) -> None:
+    code = """
+import sys
+from kvstow.config import PoolConfig
+from kvstow_service.agent import RankAgent
+from kvstow_service.fleet import UnbuiltRank
+from kvstow_service.rendezvous import Rendezvous
+rank = UnbuiltRank(0, PoolConfig(4096, 8 * 4096), MemoryError("far away"))
+RankAgent(0, rank, Rendezvous("engine"), interval=0.02).start()
+sys.stdin.read()
+"""
+    path = ":".join(filter(None, sys.path))
+    child = subprocess.Popen([sys.executable, "-c", code], env={**environ, "PYTHONPATH": path}, stdin=subprocess.PIPE)
+    stack.callback(child.communicate)
+    launch()
+    eventually(lambda: engine.readiness().ranks[0].error == "far away", "the other process's report")
+
+
+def test_the_ranks_need_no_tcp_and_no_token_of_the_file(
+    launch: Any, report: Any, eventually: Any, tmp_path: Path
+) -> None:
+    """The server listens where agents do not look, and everybody else needs the file's token."""
+    token = tmp_path / "token"
+    token.write_text("of-people")
+    admin = launch(EmbeddedOptions(admin_host="0.0.0.0", admin_port=0, token_file=token))
+    agent = report()
+    eventually(lambda: agent.stats.sent, "a report")
+    with over(uds_of(admin)) as client:
+        refused = client.put("/v1/drain", json={})
+        allowed = client.put("/v1/drain", json={}, headers={"Authorization": "Bearer of-people"})
+        agents = Rendezvous("engine", {"XDG_RUNTIME_DIR": str(tmp_path)})()
+        assert agents is not None
+        forbidden = client.put("/v1/drain", json={}, headers={"Authorization": f"Bearer {agents.token}"})
+    assert (refused.status_code, forbidden.status_code) == (401, 403)
+    assert allowed.status_code in (200, 202)
+
+
+def test_a_port_that_is_taken_makes_it_take_the_next(launch: Any, taken: Any, caplog: pytest.LogCaptureFixture) -> None:
+    port = free_ports(16)
+    taken(port)
+    taken(port + 1)
+    admin = launch(EmbeddedOptions(admin_port=port))
+    assert admin.addresses[0] == f"http://127.0.0.1:{port + 2}"
+    assert f"port {port} is taken: the admin server has port {port + 2}" in caplog.messages
+
+
+def test_without_a_free_port_it_serves_on_the_unix_socket_alone(
+    launch: Any, taken: Any, report: Any, eventually: Any, engine: OffloadEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_ports(16)
+    for number in range(16):
+        taken(port + number)
+    admin = launch(EmbeddedOptions(admin_port=port))
+    assert [address.partition(":")[0] for address in admin.addresses] == ["unix"]
+    agent = report()
+    eventually(lambda: agent.stats.sent, "a report")
+    words = f"the admin server stays without TCP: ports {port} to {port + 15} of 127.0.0.1 are taken"
+    assert words in caplog.messages
+    assert engine.stats().errors["admin_server"] == 1
+
+
+def test_an_address_of_another_machine_leaves_the_unix_socket(launch: Any, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("t")
+    admin = launch(EmbeddedOptions(admin_host="192.0.2.1", admin_port=9595, token_file=token))
+    assert [address.partition(":")[0] for address in admin.addresses] == ["unix"]
+    assert admin.address_for_remote_ranks is None
+
+
+def test_people_may_have_a_unix_socket_of_their_own(launch: Any, tmp_path: Path) -> None:
+    uds = tmp_path / "people.sock"
+    launch(EmbeddedOptions(admin_port=0, admin_uds=uds))
+    with over(uds) as client:
+        assert client.get("/livez").status_code == 200
+
+
+def test_what_cannot_be_had_of_several_sockets_is_done_without(
+    launch: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither a place for agents nor the socket for people."""
+    file = tmp_path / "file"
+    file.write_text("")
+    (tmp_path / f"kvstow-{os.geteuid()}").write_text("")
+    admin = launch(EmbeddedOptions(admin_port=0, admin_uds=file))
+    assert httpx.get(admin.addresses[0] + "/livez").status_code == 200
+    assert len(admin.addresses) == 1
+    starts = [message.partition(":")[0] for message in caplog.messages]
+    assert "the admin server stays out of reach of the ranks of this machine" in starts
+    assert "the admin server stays without admin_uds" in starts
+
+
+def test_with_no_socket_at_all_the_host_goes_on(
+    make: Any, taken: Any, eventually: Any, tmp_path: Path, engine: OffloadEngine
+) -> None:
+    (tmp_path / f"kvstow-{os.geteuid()}").write_text("")
+    port = free_ports(16)
+    for number in range(16):
+        taken(port + number)
+    admin = make(EmbeddedOptions(admin_port=port))
+    admin.start()
+    eventually(lambda: admin.failure, "the failure")
+    assert "no socket can be had" in admin.failure
+    assert admin.addresses == ()
+    assert engine.stats().errors["admin_server"] == 3
+    engine.lookup([b"key"])
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'fastapi'"), ValueError("odd")])
+def test_a_server_that_cannot_be_built_does_not_reach_the_host(
+    make: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Any,
+    engine: OffloadEngine,
+    caplog: pytest.LogCaptureFixture,
+    environ: dict[str, str],
+    error: Exception,
+) -> None:
+    def fail(context: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(app_module, "create_app", fail)
+    admin = make()
+    admin.start()
+    eventually(lambda: admin.failure, "the failure")
+    assert str(error) in admin.failure
+    assert f"{admin.failure}; serving goes on without it" in caplog.messages
+    assert engine.stats().errors["admin_server"] == 1
+    assert Rendezvous("engine", environ)() is None
+
+
+def test_a_server_that_dies_is_seen_and_lets_go_of_its_sockets(
+    launch: Any,
+    report: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Any,
+    engine: OffloadEngine,
+    caplog: pytest.LogCaptureFixture,
+    environ: dict[str, str],
+) -> None:
+    dying = threading.Event()
+
+    async def tick(self: _QuietServer, counter: int) -> bool:
+        if dying.is_set():
+            raise RuntimeError("the loop broke")
+        return self.should_exit
+
+    monkeypatch.setattr(_QuietServer, "on_tick", tick)
+    admin = launch()
+    port = int(admin.addresses[0].rpartition(":")[2])
+    agent = report()
+    eventually(lambda: agent.stats.sent, "a report")
+    dying.set()
+    eventually(lambda: admin.failure, "the failure")
+    assert admin.failure == "the admin server ended: RuntimeError('the loop broke')"
+    assert admin.addresses == ()
+    assert engine.stats().errors["admin_server"] == 1
+    eventually(lambda: agent.stats.failing, "a report that fails")
+    eventually(lambda: Rendezvous("engine", environ)() is None, "the end of the Unix socket")
+    Listeners(TcpAddress.resolve("127.0.0.1", port)).close()
+    admin.stop()
+
+
+def test_a_thread_that_cannot_be_had_does_not_reach_the_host(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    admin = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        admin.start()
+    assert "can't start new thread" in admin.failure
+
+
+def test_stop_is_idempotent_and_leaves_nothing_behind(launch: Any, tmp_path: Path) -> None:
+    admin = launch(EmbeddedOptions(admin_port=0, admin_uds=tmp_path / "people.sock"))
+    admin.stop()
+    admin.stop()
+    assert (admin.addresses, admin.failure) == ((), None)
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstow")] == []
+
+
+def test_one_that_was_never_started_can_be_stopped(make: Any) -> None:
+    make().stop()
+
+
+def test_a_stop_in_the_middle_of_the_start_waits_for_it(
+    make: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any, tmp_path: Path
+) -> None:
+    entered, release = threading.Event(), threading.Event()
+    start = AdminServer.start
+
+    def start_slowly(server: AdminServer) -> None:
+        entered.set()
+        assert release.wait(30)
+        start(server)
+
+    monkeypatch.setattr(AdminServer, "start", start_slowly)
+    admin = make()
+    admin.start()
+    assert entered.wait(30)
+    stopper = threading.Thread(target=admin.stop)
+    stopper.start()
+    eventually(admin._stopping.is_set)
+    release.set()
+    stopper.join()
+    assert (admin.addresses, admin.failure) == ((), None)
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstow")] == []
+
+
+def test_a_stop_before_the_import_opens_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_module, "_HEAD_START_SECONDS", 60.0)
+    monkeypatch.setattr(Listeners, "add_uds", lambda *args: pytest.fail("it has opened a socket"))
+    admin = make()
+    admin.start()
+    admin.stop()
+    assert admin.failure is None
+
+
+def test_a_host_that_was_killed_does_not_stop_its_successor(
+    launch: Any, environ: dict[str, str], stack: ExitStack, tmp_path: Path
+) -> None:
+    code = f"""
+import os
+from pathlib import Path
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
+options = EmbeddedOptions(admin_port=0, admin_uds=Path({str(tmp_path / "people.sock")!r}))
+engine = OffloadEngine(EngineConfig(4096, 8))
+admin = EmbeddedAdmin(engine, options, identity="engine", mode="vllm", max_capacity_slots=8)
+admin.start()
+admin._opening.join()
+print(admin.addresses[0].rpartition(":")[2], flush=True)
+os._exit(1)
+"""
+    path = ":".join(filter(None, sys.path))
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 1, child.stderr
+    assert (tmp_path / "people.sock").exists()
+    port = int(child.stdout)
+    admin = launch(EmbeddedOptions(admin_port=port, admin_uds=tmp_path / "people.sock"))
+    assert admin.addresses[0] == f"http://127.0.0.1:{port}"
+    assert len(admin.addresses) == 3
+
+
+def test_two_engines_of_one_process_have_servers_of_their_own(
+    launch: Any, report: Any, eventually: Any, engine: OffloadEngine
+) -> None:
+    other = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=CAPACITY))
+    port = free_ports(16)
+    first = launch(EmbeddedOptions(admin_port=port), identity="e_dp0")
+    second = launch(EmbeddedOptions(admin_port=port + 1), identity="e_dp1", engine=other)
+    report("e_dp1")
+    eventually(lambda: other.stats().usable_slots, "the slots of the second engine")
+    assert engine.stats().usable_slots == 0
+    ids = [httpx.get(admin.addresses[0] + "/v1/info").json()["engine_id"] for admin in (first, second)]
+    assert ids == [engine.engine_id, other.engine_id]
+    assert second.addresses[0].endswith(f":{port + 1}")
+    first.stop()
+    assert httpx.get(second.addresses[0] + "/livez").status_code == 200
+
+
+def test_the_signal_handlers_of_the_host_stay(launch: Any) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    admin = launch()
+    admin.stop()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"admin_host": "0.0.0.0"}, "token_file is None; allowed: a file with a token, because 0.0.0.0"),
+        ({"admin_port": 65536}, r"admin_port is 65536; allowed: 0 \(any free port\) to 65535"),
+        ({"admin_port": True}, "admin_port is True"),
+        ({"readiness_require": ("warm",)}, r"readiness_require is \('warm',\); allowed: pool and pinned"),
+        ({"token_file": Path("/no/such/file")}, "token_file is '/no/such/file'; allowed: a readable file"),
+    ],
+)
+def test_what_is_not_allowed_is_refused_before_anything_starts(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EmbeddedOptions(**given)
+
+
+def test_ranks_on_other_nodes_are_told_an_address_that_they_reach(
+    launch: Any, tmp_path: Path, stack: ExitStack, engine: OffloadEngine, eventually: Any
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("of-people")
+    options = EmbeddedOptions(admin_host="0.0.0.0", admin_port=0, token_file=token)
+    admin = launch(options, node_host="127.0.0.1")
+    port = admin.addresses[0].rpartition(":")[2]
+    address = admin.address_for_remote_ranks
+    assert (address.url, address.uds) == (f"http://127.0.0.1:{port}", None)
+    agent = RankAgent(0, PinnedRank(), Rendezvous("engine", {"XDG_RUNTIME_DIR": str(tmp_path / "other-node")}))
+    stack.callback(agent.stop)
+    agent.offer(address)
+    agent.start()
+    eventually(lambda: engine.stats().usable_slots == CAPACITY, "the report over TCP")
+
+
+def test_all_addresses_are_this_machines_name_unless_the_host_knows_better(launch: Any, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("of-people")
+    admin = launch(EmbeddedOptions(admin_host="0.0.0.0", admin_port=0, token_file=token))
+    assert admin.address_for_remote_ranks.url.startswith(f"http://{socket.gethostname()}:")
+
+
+def test_a_loopback_address_is_none_for_other_nodes_which_is_said_once(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    admin = make()
+    assert [admin.address_for_remote_ranks, admin.address_for_remote_ranks] == [None, None]
+    assert caplog.messages == [
+        "ranks on other nodes cannot report to 127.0.0.1: set token_file, and admin_host to an address they can reach"
+    ]
+
+
+def test_before_it_listens_there_is_no_address_for_other_nodes(make: Any, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("of-people")
+    assert make(EmbeddedOptions(admin_host="0.0.0.0", token_file=token)).address_for_remote_ranks is None

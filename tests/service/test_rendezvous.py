@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstow.errors import ConflictError
+from kvstow_service.agent import AdminAddress
+from kvstow_service.listeners import Listeners
+from kvstow_service.rendezvous import Rendezvous
+
+FOLDER = f"kvstow-{os.geteuid()}"
+
+
+@pytest.fixture
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Two places for the folder, the runtime directory before the one for temporary files."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return {"XDG_RUNTIME_DIR": str(tmp_path / "run")}
+
+
+@pytest.fixture
+def listeners() -> Iterator[Listeners]:
+    listeners = Listeners()
+    yield listeners
+    listeners.close()
+
+
+def test_an_agent_finds_what_was_published(environ: dict[str, str], listeners: Listeners, tmp_path: Path) -> None:
+    agent = Rendezvous("engine_dp0", environ)
+    assert agent() is None, "nobody has published yet"
+    host = Rendezvous("engine_dp0", environ)
+    host.publish(listeners, "secret")
+    path = tmp_path / "run" / FOLDER / "engine_dp0.sock"
+    assert agent() == AdminAddress("http://kvstow", "secret", path)
+    assert Rendezvous("engine_dp1", environ)() is None
+    listeners.close()
+    host.withdraw()
+    host.withdraw()
+    assert agent() is None
+    assert list((tmp_path / "run" / FOLDER).iterdir()) == []
+
+
+def test_all_is_for_the_user_alone(environ: dict[str, str], listeners: Listeners, tmp_path: Path) -> None:
+    Rendezvous("engine", environ).publish(listeners, "secret")
+    folder = tmp_path / "run" / FOLDER
+    modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in (folder, *folder.iterdir())}
+    assert modes == {FOLDER: 0o700, "engine.sock": 0o600, "engine.token": 0o600}
+
+
+def test_the_token_is_there_before_the_socket_listens(
+    environ: dict[str, str], listeners: Listeners, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tokens: list[str] = []
+    monkeypatch.setattr(listeners, "add_uds", lambda path: tokens.append(path.with_suffix(".token").read_text()))
+    Rendezvous("engine", environ).publish(listeners, "secret")
+    assert tokens == ["secret"]
+
+
+def test_what_a_killed_host_left_is_nobody_and_is_replaced(
+    environ: dict[str, str], listeners: Listeners, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run" / FOLDER
+    folder.mkdir(0o700)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(folder / "engine.sock"))
+    (folder / "engine.token").write_text("of the dead")
+    agent = Rendezvous("engine", environ)
+    assert agent() is None
+    Rendezvous("engine", environ).publish(listeners, "of the living")
+    found = agent()
+    assert found is not None
+    assert found.token == "of the living"
+
+
+def test_a_second_engine_of_the_same_identity_is_refused_and_harms_nothing(
+    environ: dict[str, str], listeners: Listeners
+) -> None:
+    Rendezvous("engine", environ).publish(listeners, "first")
+    second, others = Rendezvous("engine", environ), Listeners()
+    with pytest.raises(ConflictError, match="another engine with the identity 'engine' listens"):
+        second.publish(others, "second")
+    second.withdraw()
+    others.close()
+    found = Rendezvous("engine", environ)()
+    assert found is not None
+    assert found.token == "first"
+
+
+def test_the_token_of_a_successor_stays(environ: dict[str, str], listeners: Listeners) -> None:
+    first = Rendezvous("engine", environ)
+    first.publish(listeners, "first")
+    listeners.close()
+    successors = Listeners()
+    Rendezvous("engine", environ).publish(successors, "second")
+    first.withdraw()
+    found = Rendezvous("engine", environ)()
+    assert found is not None
+    assert found.token == "second"
+    successors.close()
+
+
+@pytest.mark.parametrize("identity", ["e" * 300, "a/b", "..", "", "\N{SNOWMAN}"])
+def test_any_text_is_an_identity(environ: dict[str, str], listeners: Listeners, identity: str) -> None:
+    Rendezvous(identity, environ).publish(listeners, "secret")
+    found = Rendezvous(identity, environ)()
+    assert found is not None
+    assert found.uds is not None
+    assert found.uds.parent.name == FOLDER
+    assert Rendezvous(identity + "x", environ)() is None
+
+
+def test_a_name_too_long_for_a_unix_socket_is_shortened_as_its_folder_demands(
+    listeners: Listeners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 107 - len(f"/{FOLDER}/") - len(".sock")
+    for length, name in ((room - 20, "e" * 20), (room - 19, None)):
+        parent = tmp_path / ("d" * (length - len(str(tmp_path)) - 1))
+        parent.mkdir()
+        environ = {"XDG_RUNTIME_DIR": str(parent)}
+        Rendezvous("e" * 20, environ).publish(listeners, "secret")
+        found = Rendezvous("e" * 20, environ)()
+        assert found is not None
+        assert found.uds is not None
+        assert len(str(found.uds)) <= 107
+        assert (found.uds.stem == name) is (name is not None)
+
+
+def refuse_owner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the folder look like another user's, which only root could really do."""
+    lstat = Path.lstat
+
+    def of_another(path: Path) -> os.stat_result:
+        found = lstat(path)
+        if path != folder:
+            return found
+        return os.stat_result((*found[:4], os.geteuid() + 1, *found[5:]))
+
+    monkeypatch.setattr(Path, "lstat", of_another)
+
+
+def test_a_folder_that_somebody_else_owns_is_not_used(
+    environ: dict[str, str],
+    listeners: Listeners,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The next place is, by both sides; the agent says so once."""
+    folder = tmp_path / "run" / FOLDER
+    Rendezvous("engine", environ).publish(listeners, "of another user")
+    refuse_owner(folder, monkeypatch)
+    agent = Rendezvous("engine", environ)
+    assert agent() is None
+    assert agent() is None
+    assert [record.message.partition(";")[0] for record in caplog.records] == [
+        f"no admin server is looked for there: runtime folder is '{folder}'"
+    ]
+    own = Listeners()
+    Rendezvous("engine", environ).publish(own, "mine")
+    found = agent()
+    assert found is not None
+    assert (found.token, found.uds) == ("mine", tmp_path / "tmp" / FOLDER / "engine.sock")
+    own.close()
+
+
+@pytest.mark.parametrize("kind", ["open", "link", "file"])
+def test_a_folder_that_others_may_enter_or_that_is_none_is_refused(
+    listeners: Listeners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / FOLDER
+    if kind == "open":
+        folder.mkdir()
+        folder.chmod(0o710)
+    elif kind == "link":
+        (tmp_path / "elsewhere").mkdir(0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.write_text("")
+    with pytest.raises(
+        ConflictError, match=f"agents have no place to find the admin server: runtime folder is .*{FOLDER}"
+    ):
+        Rendezvous("engine", {}).publish(listeners, "secret")
+    assert listeners.sockets == []
+    assert Rendezvous("engine", {})() is None
+
+
+def test_a_runtime_directory_that_does_not_exist_is_passed_over(
+    environ: dict[str, str], listeners: Listeners, tmp_path: Path
+) -> None:
+    environ["XDG_RUNTIME_DIR"] = str(tmp_path / "gone")
+    Rendezvous("engine", environ).publish(listeners, "secret")
+    found = Rendezvous("engine", environ)()
+    assert found is not None
+    assert found.uds == tmp_path / "tmp" / FOLDER / "engine.sock"
