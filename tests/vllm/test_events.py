@@ -117,12 +117,12 @@ def test_a_removed_block_is_told_as_on_the_gpu(host: Host) -> None:
 
 
 def test_vllm_publishes_them(host: Host) -> None:
-    import msgspec
     from vllm.distributed.kv_events import KVEventBatch
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     host.store(make_request(), 0, 2, KVGroup(0, 16, 1))
     batch = KVEventBatch(ts=1.0, events=host.take())
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch) == batch
+    assert MsgpackDecoder(KVEventBatch).decode(MsgpackEncoder().encode(batch)) == batch
 
 
 @pytest.mark.parametrize("config", [None, SimpleNamespace(enable_kv_cache_events=False)])

@@ -1,0 +1,189 @@
+"""Contract drift: whether vLLM, the installed one and those released, offers what KVStow takes from it."""
+
+from __future__ import annotations
+
+from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from tests.vllm.contract.drift import Drift
+from tests.vllm.contract.ours import Ours
+from tests.vllm.contract.releases import RELEASES, unpacked
+from tests.vllm.contract.source import Source
+
+pytestmark = pytest.mark.vllm
+
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+
+
+class Installed(NamedTuple):
+    root: Path
+    version: str
+
+
+@pytest.fixture(scope="module")
+def ours() -> Ours:
+    return Ours(Path(__file__).parents[2] / "service")
+
+
+@pytest.fixture(scope="module")
+def installed() -> Installed:
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    return Installed(Path(spec.origin).parents[1], version(packages_distributions()["vllm"][0]))
+
+
+def test_the_installed_vllm_fits(ours: Ours, installed: Installed) -> None:
+    assert Drift(ours, Source(installed.root), installed.version).sentences() == []
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_released_vllm_fits(ours: Ours, release: str) -> None:
+    with unpacked(release) as root:
+        assert Drift(ours, Source(root), release).sentences() == []
+
+
+def test_what_cannot_be_fetched_fails_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with (
+        pytest.raises(pytest.fail.Exception, match=r"vLLM 0\.0\.1 cannot be fetched.*a package index"),
+        unpacked("0.0.1"),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+class Edit(NamedTuple):
+    """A change of the installed vLLM's sources, and a part of the sentence that must come of it."""
+
+    module: str
+    old: str
+    new: str
+    sentence: str
+
+
+EDITS = {
+    "a new parameter": Edit(
+        BASE,
+        "def wait_for_layer_load(self, layer_name: str)",
+        "def wait_for_layer_load(self, layer_name: str, step: int)",
+        "calls wait_for_layer_load(layer_name, step): KVStowConnector.wait_for_layer_load (connector.py) lacks the "
+        "parameter step",
+    ),
+    "a new keyword": Edit(
+        BASE,
+        "def has_pending_push_work(self)",
+        "def has_pending_push_work(self, *, now)",
+        "KVStowConnector.has_pending_push_work (connector.py) lacks the keyword now",
+    ),
+    "a hook that is gone": Edit(
+        BASE,
+        "def has_pending_push_work(",
+        "def has_work(",
+        "the hook has_pending_push_work of KVConnectorBase_V1 is gone",
+    ),
+    "a new hook": Edit(
+        BASE,
+        "def has_pending_push_work(",
+        "def has_work(",
+        "has a hook that is neither ours nor left alone: has_work()",
+    ),
+    "a new abstract method": Edit(
+        BASE,
+        "    def has_pending_push_work(self)",
+        "    @abstractmethod\n    def must(self): ...\n\n    def has_pending_push_work(self)",
+        "KVStowConnector (connector.py) lacks the abstract method must()",
+    ),
+    "a method becomes a property": Edit(
+        BASE,
+        "    def has_pending_push_work(self)",
+        "    @property\n    def has_pending_push_work(self)",
+        "has_pending_push_work is a property",
+    ),
+    "a class that is gone": Edit(
+        BASE, "class SupportsHMA(", "class SupportsHybrid(", "SupportsHMA is gone, and connector.py takes it"
+    ),
+    "another constructor": Edit(
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
+        "        labelnames: list[str],\n        per_engine_labelvalues: dict[int, list[object]],\n    ):\n"
+        "        self._kv_transfer_config",
+        "        labelnames: list[str],\n        per_engine_labelvalues: dict[int, list[object]],\n        prefix,\n"
+        "    ):\n        self._kv_transfer_config",
+        "refuses our super() call: it wants the parameter prefix",
+    ),
+    "a private attribute of a base class": Edit(
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
+        "self._counter_cls = metric_types",
+        "self._counter = metric_types",
+        "KVConnectorPromMetrics has no _counter_cls, which KVStowPromMetrics (metrics.py) reads",
+    ),
+    "a method of the block pool": Edit(
+        "vllm.v1.core.block_pool",
+        "def touch(self, ",
+        "def touch(self, request, ",
+        "BlockPool.touch calls the parameter blocks request, and we call touch(blocks)",
+    ),
+    "an attribute of the block pool": Edit(
+        "vllm.v1.core.block_pool", "self.null_block", "self.the_null_block", "BlockPool has no null_block"
+    ),
+    "a field of the scheduler's output": Edit(
+        "vllm.v1.core.sched.output",
+        "num_scheduled_tokens: dict",
+        "num_tokens: dict",
+        "SchedulerOutput has no num_scheduled_tokens, which KVStow reads",
+    ),
+    "a function that we call": Edit(
+        "vllm.v1.core.kv_cache_utils",
+        "def generate_block_hash_extra_keys(\n    request: Request,",
+        "def generate_block_hash_extra_keys(\n    config, request: Request,",
+        "it wants the parameter start_mm_idx; events.py calls it",
+    ),
+    "a class method that we call": Edit(
+        "vllm.distributed.kv_transfer.kv_connector.factory",
+        "def register_connector(cls, name: str, ",
+        "def register_connector(cls, owner: str, name: str, ",
+        "it wants the parameter class_name; plugin.py calls it",
+    ),
+    "a field of a class that we make": Edit(
+        BASE, "failed_recving: ", "lost_recving: ", "KVConnectorTransferResults has no field failed_recving"
+    ),
+    "another order of calls": Edit(
+        "vllm.v1.worker.gpu.kv_connector",
+        "self.kv_connector.handle_preemptions(",
+        "self.kv_connector.preempt(",
+        "ActiveKVConnector.pre_forward does not call handle_preemptions",
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+def test_a_change_is_named(ours: Ours, installed: Installed, tmp_path: Path, edit: Edit) -> None:
+    path = Path(*edit.module.split(".")).with_suffix(".py")
+    text = (installed.root / path).read_text()
+    assert edit.old in text
+    edited = tmp_path / path
+    edited.parent.mkdir(parents=True)
+    edited.write_text(text.replace(edit.old, edit.new))
+    sentences = Drift(ours, Source(tmp_path, installed.root), installed.version).sentences()
+    assert [sentence for sentence in sentences if edit.sentence in sentence], sentences
+    assert all(sentence.startswith(f"vLLM {installed.version}") for sentence in sentences)
+
+
+def test_what_a_version_has_too_early_is_named(ours: Ours, installed: Installed) -> None:
+    sentences = Drift(ours, Source(installed.root), "0.26.0").sentences()
+    assert "vLLM 0.26.0 has KVConnectorBase_V1.get_transfer_results already; we thought that 0.30 introduced it" in (
+        sentences
+    )
+
+
+def test_what_a_version_should_have_by_now_is_named(ours: Ours, installed: Installed) -> None:
+    sentences = Drift(ours, Source(installed.root), "0.99.0").sentences()
+    assert [
+        sentence
+        for sentence in sentences
+        if "restore_kv_caches of KVConnectorBase_V1 is gone" in sentence and "we expect it from 0.33 on" in sentence
+    ]
