@@ -17,6 +17,7 @@ from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.parser import text_string_to_metric_families as parse_untyped
 from prometheus_client.registry import Collector
 
+from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.clock import FakeClock
 
@@ -103,6 +104,13 @@ async def test_traffic_adds_no_label(
     await client.get("/v1/pools/other")
     await client.get("/nothing")
     assert labels_of(await scrape(client)) == before
+
+
+async def test_the_capacity_of_a_rank_is_in_slots_of_its_own_size(launch: Any) -> None:
+    config = EngineConfig(slot_bytes=64, capacity_slots=4, num_ranks=2, rank_slot_bytes=(64, 32))
+    families = await scrape(await launch(engine=OffloadEngine(config)))
+    name = "kvstow_pool_capacity_bytes"
+    assert [value(families, name, pool="host", rank=rank) for rank in "01"] == [4 * 64, 4 * 32]
 
 
 async def test_names_are_clean(client: httpx.AsyncClient) -> None:
@@ -214,6 +222,7 @@ async def test_metrics_go_to_the_registry_of_the_host(launch: Any) -> None:
 
 
 SCRAPE = """
+from kvstow.config import EngineConfig
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.app import create_app

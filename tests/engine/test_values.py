@@ -79,12 +79,21 @@ def test_a_layout_needs_regions_of_the_same_length() -> None:
         {"transfer_timeout": 0.0},
         {"report_timeout": float("nan")},
         {"event_buffer": 1.5},
+        {"rank_slot_bytes": (64, 32)},
+        {"rank_slot_bytes": (0,)},
+        {"slot_bytes": 65, "rank_slot_bytes": (64,)},
     ],
 )
 def test_an_engine_config_is_checked(wrong: dict[str, object]) -> None:
-    (key,) = wrong
+    key = next(iter(wrong))
     with pytest.raises(ConfigError, match=f"{key} is .*; allowed: "):
         EngineConfig(**{"slot_bytes": 64, "capacity_slots": 4, **wrong})  # type: ignore[arg-type]
+
+
+def test_ranks_may_have_slots_of_different_size() -> None:
+    config = EngineConfig(slot_bytes=64, capacity_slots=4, num_ranks=3, rank_slot_bytes=(64, 32, 64))
+    assert [config.slot_bytes_of(rank) for rank in range(3)] == [64, 32, 64]
+    assert EngineConfig(slot_bytes=64, capacity_slots=4, num_ranks=3).slot_bytes_of(2) == 64
 
 
 @pytest.mark.parametrize(

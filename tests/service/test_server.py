@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import logging
 import signal
 import socket
 import threading
@@ -9,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -40,6 +43,45 @@ def test_the_signal_handlers_of_the_process_stay(serving: Any) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
     server.stop()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_access_log_of_another_server_in_the_process_stays_and_gets_nothing(
+    serving: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    access = logging.getLogger("uvicorn.access")
+    handler = logging.NullHandler()
+    access.addHandler(handler)
+    caplog.set_level(logging.INFO)
+    try:
+        _, listeners = serving(APP)
+        assert httpx.get(listeners.url).text == "hello"
+        assert (access.handlers, access.propagate) == ([handler], True)
+    finally:
+        access.removeHandler(handler)
+    assert [record for record in caplog.records if record.name == "uvicorn.access"] == []
+
+
+def test_clients_do_not_wait_for_a_server_that_has_died(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+
+    async def tick(self: uvicorn.Server, counter: int) -> bool:
+        if asked.is_set():
+            raise RuntimeError("the loop broke")
+        return self.should_exit
+
+    async def never(request: Request) -> PlainTextResponse:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(uvicorn.Server, "on_tick", tick)
+    listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0))
+    reasons: SimpleQueue[str] = SimpleQueue()
+    server = AdminServer(Starlette(routes=[Route("/", never)]), listeners.sockets, reasons.put)
+    server.start()
+    assert httpx.get(listeners.url, timeout=30.0).status_code == 500
+    assert "the loop broke" in reasons.get(timeout=10)
+    server.stop()
 
 
 def test_stop_ends_the_thread_and_frees_the_port(serving: Any) -> None:

@@ -176,6 +176,18 @@ def test_reports_of_another_pool_are_refused(make_engine: MakeEngine) -> None:
     assert engine.readiness().state == "starting"
 
 
+def test_each_rank_has_slots_of_its_own_size(make_engine: MakeEngine) -> None:
+    engine = make_engine(ranks=2, rank_slot_bytes=(64, 32))
+    assert [rank.slot_bytes for rank in engine.readiness().ranks] == [64, 32], "before they have reported, too"
+    ranks = make_ranks(engine)
+    assert [rank.pinned_bytes for rank in engine.readiness().ranks] == [4 * 64, 4 * 32]
+    store_keys(engine, ranks, [A, B])
+    assert engine.stats().transfer_bytes["store"] == 2 * 64, "of the rank with the largest slots"
+    wrong = RankReport(1, "boot", "ready", 64, 4, 4, 256, 256)
+    with pytest.raises(InvalidRequestError, match="rank 1 reports slot_bytes 64; allowed: 32, as this rank's pool"):
+        engine.report(wrong)
+
+
 def test_ranks_are_told_what_is_wanted(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=4)
     rank = FakeRank(engine)
