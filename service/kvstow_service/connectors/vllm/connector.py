@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.v1.core.sched import output
 
+from kvstow.errors import ConfigError
 from kvstow_service.connectors.vllm.events import event_feed
 from kvstow_service.connectors.vllm.facts import HostFacts, hash_block_tokens
 from kvstow_service.connectors.vllm.groups import kv_groups
 from kvstow_service.connectors.vllm.hosting import SchedulerHost, WorkerHost
+from kvstow_service.connectors.vllm.logs import join_vllm_log
 from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankNews
 from kvstow_service.connectors.vllm.metrics import KVStowPromMetrics, KVStowStats
 from kvstow_service.connectors.vllm.options import ConnectorOptions
@@ -38,10 +41,18 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_vllm_log()
         options = ConnectorOptions.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        facts = HostFacts.of(vllm_config)
+        facts = HostFacts.of(vllm_config, kv_cache_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        groups = kv_groups(specs, hash_block_tokens(vllm_config, kv_cache_config), facts.context_parallel)
+        groups = kv_groups(
+            specs,
+            hash_block_tokens(vllm_config, kv_cache_config),
+            facts.context_parallel,
+            hands_states_over=hasattr(output, "KVConnectorBlockState"),
+        )
+        if groups.has_states and options.lazy_offload:
+            raise ConfigError("kv_connector_extra_config: lazy_offload", True, "false with recurrent layers")
         self._has_several_groups = len(groups.groups) > 1
         self._scheduler: SchedulerHost | None = None
         self._worker: WorkerHost | None = None
@@ -221,7 +232,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             self._hear(metadata)
         side = self._host.side
         if side is not None and self._has_several_groups and not _TELLS_FAILED_REQUESTS:
-            side.rewind_failed_loads(connector_output.finished_recving or ())
+            connector_output.finished_recving = side.rewind_failed_loads(connector_output.finished_recving or ())
 
     def _hear(self, metadata: KVStowWorkerMetadata) -> None:
         for rank, words in metadata.news.items():

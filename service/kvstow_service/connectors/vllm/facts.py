@@ -33,8 +33,9 @@ class HostFacts:
     has_kv_events: bool
 
     @classmethod
-    def of(cls, config: Any) -> HostFacts:
-        """Read a `VllmConfig`. Raises `ConfigError` for what KVStow cannot work with, and says what would do."""
+    def of(cls, config: Any, kv_cache_config: Any) -> HostFacts:
+        """Read a `VllmConfig` and a `KVCacheConfig`. Raises `ConfigError` for what KVStow cannot work with, and says
+        what would do."""
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         if not config.cache_config.enable_prefix_caching:
             raise ConfigError("enable_prefix_caching", False, "true: blocks are found by their prefix hash")
@@ -48,10 +49,11 @@ class HostFacts:
                 "and it is computed instead",
                 transfer.kv_load_failure_policy,
             )
-        speculates = config.speculative_config is not None  # a drafter writes blocks after the step's output is known
+        # A drafter writes blocks after its step's output is known, and so does a step that zeroes blocks and no more.
+        writes_late = config.speculative_config is not None or kv_cache_config.needs_kv_cache_zeroing
         return cls(
             engine_id=transfer.engine_id,
-            model=config.model_config.served_model_name or config.model_config.model,
+            model=str(config.model_config.served_model_name or ""),
             rank=parallel.rank % parallel.world_size,
             num_ranks=parallel.world_size,
             ranks_per_node=max(1, parallel.world_size // getattr(parallel, "nnodes", 1)),
@@ -59,7 +61,7 @@ class HostFacts:
             master_host=getattr(parallel, "master_addr", ""),
             context_parallel=parallel.decode_context_parallel_size,
             max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-            frees_late=config.max_concurrent_batches > 1 and transfer.is_kv_consumer and not speculates,
+            frees_late=config.max_concurrent_batches > 1 and transfer.is_kv_consumer and not writes_late,
             has_kv_events=bool(config.kv_events_config and config.kv_events_config.enable_kv_cache_events),
         )
 

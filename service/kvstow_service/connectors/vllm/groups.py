@@ -12,6 +12,7 @@ from kvstow.errors import ConfigError
 _FULL = {"FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec", "SinkFullAttentionSpec"}
 _WINDOW = {"SlidingWindowSpec", "SlidingWindowMLASpec"}
 _CHUNKED = {"ChunkedLocalAttentionSpec"}
+_STATE = "MambaSpec"
 _UNIFORM = "UniformTypeKVCacheSpecs"
 
 
@@ -21,7 +22,8 @@ class KVGroup:
 
     `hashes_per_block`: hash blocks of a request that one block of this group spans; the last one's hash names the
     block, as hashes are chained. `window`: the token at position `p` attends to `p - window + 1` and later. `chunk`:
-    it attends to no token before its own chunk. Neither: to all.
+    it attends to no token before its own chunk. `is_state`: its block at the end of a prefix is all that it needs of
+    it. None of these: it attends to all tokens.
     """
 
     index: int
@@ -29,15 +31,18 @@ class KVGroup:
     hashes_per_block: int
     window: int | None = None
     chunk: int | None = None
+    is_state: bool = False
 
     @property
     def is_full(self) -> bool:
-        return self.window is None and self.chunk is None
+        return self.window is None and self.chunk is None and not self.is_state
 
     def first_block(self, num_tokens: int) -> int:
         """The first block that computing the token after `num_tokens` tokens reads."""
         if self.window is not None:
             return max(0, num_tokens - self.window + 1) // self.block_tokens
+        if self.is_state:
+            return num_tokens // self.block_tokens - 1
         if self.chunk is not None:
             return num_tokens // self.chunk * self.chunk // self.block_tokens
         return 0
@@ -59,23 +64,38 @@ class KVGroups:
         """Those that need a part of the prefix only."""
         return tuple(group for group in self.groups if not group.is_full)
 
+    @property
+    def in_tables(self) -> tuple[KVGroup, ...]:
+        """Those whose blocks are where a request's block table says, once their tokens are computed."""
+        return tuple(group for group in self.groups if not group.is_state)
 
-def kv_groups(specs: Sequence[Any], hash_tokens: int, context_parallel: int = 1) -> KVGroups:
-    """The groups of vLLM's `KVCacheSpec`s, whose requests are hashed every `hash_tokens` tokens.
+    @property
+    def has_states(self) -> bool:
+        return any(group.is_state for group in self.groups)
+
+
+def kv_groups(
+    specs: Sequence[Any], hash_tokens: int, context_parallel: int = 1, *, hands_states_over: bool = False
+) -> KVGroups:
+    """The groups of vLLM's `KVCacheSpec`s, whose requests are hashed every `hash_tokens` tokens. `hands_states_over`:
+    whether this vLLM tells connectors of the states of recurrent layers.
 
     With decode context parallelism a block spans `context_parallel` times its own tokens: each rank has its share.
     Raises `ConfigError` for kinds of KV cache that cannot be kept, naming them.
     """
     if not specs:
         raise ConfigError("the model's KV cache groups", 0, "one or more: a model without KV cache has nothing to keep")
-    groups = tuple(_group(index, spec, hash_tokens, context_parallel) for index, spec in enumerate(specs))
+    groups = tuple(
+        _group(index, spec, hash_tokens, context_parallel, hands_states_over) for index, spec in enumerate(specs)
+    )
     return KVGroups(groups, lcm(*(group.block_tokens for group in groups)))
 
 
-def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int) -> KVGroup:
+def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int, hands_states_over: bool) -> KVGroup:
     kind = _layer_spec(spec)
     name = type(kind).__name__
-    tokens = spec.block_size * context_parallel
+    is_state = name == _STATE
+    tokens = spec.block_size * (1 if is_state else context_parallel)  # a state is whole on every rank
     if tokens % hash_tokens:
         raise ConfigError(f"block size of KV cache group {index}", tokens, f"a multiple of {hash_tokens}")
     hashes = tokens // hash_tokens
@@ -85,7 +105,12 @@ def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int) -> KV
         return KVGroup(index, tokens, hashes, window=kind.sliding_window)
     if name in _CHUNKED:
         return KVGroup(index, tokens, hashes, chunk=kind.attention_chunk_size)
-    allowed = ", ".join(sorted(_FULL | _WINDOW | _CHUNKED))
+    if is_state and hands_states_over and kind.mamba_cache_mode == "align":
+        return KVGroup(index, tokens, hashes, is_state=True)
+    if is_state:
+        mode = f"{name} in mamba_cache_mode {kind.mamba_cache_mode!r}"
+        raise ConfigError(f"KV cache group {index}", mode, "mamba_cache_mode 'align', with vLLM 0.30 or later")
+    allowed = ", ".join(sorted({*_FULL, *_WINDOW, *_CHUNKED, _STATE}))
     raise ConfigError(f"KV cache group {index}", name, f"{allowed}: KVStow keeps no other kind of KV cache")
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.keys import make_key
 from kvstow_service.connectors.vllm.sources import BlockPool
-from kvstow_service.connectors.vllm.stores import GROUP_ID_BYTES, Offer
+from kvstow_service.connectors.vllm.stores import Offer, key_of
 
 
 class LazyStores:
@@ -39,7 +38,7 @@ class LazyStores:
             content = block.block_hash
             if content is not None and self._offered.get(block.block_id) != content:
                 self._offered[block.block_id] = content
-                found.keys.append(self._key(content))
+                found.keys.append(key_of(content, self.hash_bytes))
                 found.blocks.append(block.block_id)
             block = block.next_free_block
         return self._missing(found)
@@ -48,11 +47,6 @@ class LazyStores:
         """The pool was emptied."""
         self._offered.clear()
         self._head = None
-
-    def _key(self, block_hash: bytes) -> bytes:
-        """vLLM's hash of a cached block ends with that of its last hash block, and the group's id."""
-        group = int.from_bytes(block_hash[-GROUP_ID_BYTES:], "big")
-        return make_key(group, block_hash[-GROUP_ID_BYTES - self.hash_bytes : -GROUP_ID_BYTES])
 
     def _missing(self, found: Offer) -> Offer:
         there = self._engine.contains(found.keys) if found.keys else ()

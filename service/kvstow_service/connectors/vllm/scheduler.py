@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvstow.control.engine import OffloadEngine
@@ -15,13 +15,14 @@ from kvstow_service.connectors.vllm.lazy import LazyStores
 from kvstow_service.connectors.vllm.loads import Loads
 from kvstow_service.connectors.vllm.requests import Request, TrackedRequest
 from kvstow_service.connectors.vllm.sources import BlockPool, SourceBlocks
+from kvstow_service.connectors.vllm.states import StateStores
 from kvstow_service.connectors.vllm.stores import EagerStores, Offer, OfferObserver
 
 logger = logging.getLogger("kvstow.vllm")
 
 
 class Step(Protocol):
-    """What is read of vLLM's `SchedulerOutput`."""
+    """What is read of vLLM's `SchedulerOutput`; of its `kv_connector_block_state` (vLLM 0.30), states."""
 
     num_scheduled_tokens: Mapping[str, int]
     scheduled_cached_reqs: Any
@@ -68,11 +69,13 @@ class SchedulerSide:
         self._sources = SourceBlocks(pool)
         self._eager = EagerStores(groups, pool.blocks, observer) if lazy_blocks is None else None
         self._lazy = None if lazy_blocks is None else LazyStores(engine, pool, lazy_blocks)
+        self._states = StateStores(pool) if groups.has_states else None
         self._observer = observer
         self._planned_stores: list[Op] = []
         self._pending_stores: set[int] = set()
         self._boots: tuple[str | None, ...] | None = None  # as they were before the first op of the step was planned
         self._step = 0
+        self._stranded: set[str] = set()
 
     # -- admission ------------------------------------------------------------------------------------------
 
@@ -118,8 +121,9 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
             tracked = self._requests[request.request_id] = TrackedRequest(request, len(self._groups.groups))
-            if self._lazy is not None and request.block_hashes:
-                self._lazy.hash_bytes = len(request.block_hashes[0])
+            for by_hash in (self._lazy, self._states):
+                if by_hash is not None and request.block_hashes:
+                    by_hash.hash_bytes = len(request.block_hashes[0])
         return tracked
 
     # -- one step -------------------------------------------------------------------------------------------
@@ -132,6 +136,8 @@ class SchedulerSide:
             self._store(self._eager.take_due(step.num_scheduled_tokens))
         elif self._lazy is not None:
             self._store(self._lazy.take_endangered())
+        if self._states is not None:
+            self._follow_states(self._states, step)
         loads = self._loads.take_planned()
         stores, self._planned_stores = tuple(self._planned_stores), []
         boots, self._boots = self._boots or (), None
@@ -150,6 +156,12 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is not None and tracked.admitted_at != self._step:  # at admission the whole table was given
                 eager.grown(tracked, new_blocks)
+
+    def _follow_states(self, states: StateStores, step: Any) -> None:
+        states.take_computed(self._store)
+        if step.kv_connector_block_state is not None:
+            gone = {*(step.preempted_req_ids or ()), *step.finished_req_ids}
+            states.hand_over(step.kv_connector_block_state.boundary_state_offloads, gone)
 
     def _store(self, offer: Offer, request_id: str = "") -> None:
         if not offer.keys:
@@ -182,24 +194,36 @@ class SchedulerSide:
         if settled.mark != "source_free":
             self._pending_stores.discard(settled.op_id)
 
-    def rewind_failed_loads(self, request_ids: Sequence[str]) -> None:
-        """For vLLM versions that cannot be told of failed loads of models with several KV groups: such a request goes
-        on from what it had before. One that had nothing waits until it is aborted; it is never given wrong bytes."""
-        for request_id in request_ids:
-            tracked = self._requests.get(request_id)
-            if tracked is not None and tracked.load_failed:
-                tracked.request.num_computed_tokens = tracked.start
+    def rewind_failed_loads(self, ended: Collection[str]) -> set[str]:
+        """For vLLM versions that cannot be told of failed loads of models with several KV groups. Of the requests whose
+        loads have ended, gives those that vLLM may go on with: one whose load failed goes on from what it had before.
+        One that had nothing is held back until it is aborted: it is never given wrong bytes."""
+        free = {name for name in ended if name not in self._requests or not self._requests[name].load_failed}
+        for tracked in [self._requests[name] for name in ended if name not in free]:
+            request = tracked.request
+            if tracked.start:
+                request.num_computed_tokens = tracked.start
+                free.add(request.request_id)
+            else:
+                self._stranded.add(request.request_id)
+                logger.error(
+                    "request %s waits: its load has failed, and this vLLM cannot compute it; abort it",
+                    request.request_id,
+                )
+        aborted = {name for name in self._stranded if name not in self._requests}
+        self._stranded -= aborted
+        return free | aborted
 
     @property
     def has_pending_stores(self) -> bool:
         """Whether stores are planned or under way: steps are needed to start them and to hear of their end."""
         self.settle()
-        return bool(self._pending_stores)
+        return bool(self._pending_stores or self._states)
 
     @property
     def holds_gpu_blocks(self) -> bool:
         """Whether GPU blocks will come back by themselves."""
-        return bool(self._sources)
+        return bool(self._sources or self._states)
 
     def reset(self) -> bool:
         """Forget every block, for good: what is in flight never becomes visible. False while loads are under way, as

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from kvstow.keys import make_key
 from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.requests import TrackedRequest
 
-GROUP_ID_BYTES = 4  # at the end of a GPU block's hash
+_GROUP_ID_BYTES = 4  # at the end of a GPU block's hash
 
 
 class Offer(NamedTuple):
@@ -80,7 +81,7 @@ class EagerStores:
 
     def _take(self, tracked: TrackedRequest, offer: Offer) -> None:
         confirmed = tracked.confirmed_tokens
-        for group in self._groups.groups:
+        for group in self._groups.in_tables:
             table, first = tracked.tables[group.index], tracked.cursors[group.index]
             end = min(confirmed // group.block_tokens, len(table))
             if end <= first:
@@ -106,12 +107,14 @@ class EagerStores:
         return [key for key, _ in kept], [block for _, block in kept]
 
 
+def key_of(block_hash: bytes, hash_bytes: int) -> bytes:
+    """Our key for the content that vLLM caches under `block_hash`: it ends with the hash of the last hash block, which
+    has `hash_bytes`, and the group's id."""
+    group = int.from_bytes(block_hash[-_GROUP_ID_BYTES:], "big")
+    return make_key(group, block_hash[-_GROUP_ID_BYTES - hash_bytes : -_GROUP_ID_BYTES])
+
+
 def _content_is(gpu_block: Any, key: bytes) -> bool:
-    """Whether vLLM caches the content of `key` in the block. Its hash ends with the last hash block's, then the
-    group's id; our key begins with the group's id."""
+    """Whether vLLM caches the content of `key` in the block."""
     block_hash = gpu_block.block_hash
-    return (
-        block_hash is not None
-        and block_hash[:-GROUP_ID_BYTES].endswith(key[2:])
-        and int.from_bytes(block_hash[-GROUP_ID_BYTES:], "big") == int.from_bytes(key[:2], "big")
-    )
+    return block_hash is not None and key_of(block_hash, len(key) - len(make_key(0, b""))) == key
