@@ -23,6 +23,7 @@ class HitFinder:
 
     def __init__(self, engine: OffloadEngine, groups: KVGroups) -> None:
         self._engine, self._groups = engine, groups
+        self._full, self._partial = groups.full, groups.partial
 
     def find(self, tracked: TrackedRequest, local: int) -> int:
         """Tokens beyond the first `local` that can be loaded; they are held for the request then."""
@@ -62,7 +63,7 @@ class HitFinder:
         tracked.forget_stale_keys(self._groups)
         leases: list[Lease | None] = [None] * len(self._groups.groups)
         firsts = [local // group.block_tokens for group in self._groups.groups]
-        for group in self._groups.full:
+        for group in self._full:
             keys = tracked.keys(group, firsts[group.index], end // group.block_tokens)
             lease = self._engine.acquire(keys, count=False)
             leases[group.index] = lease
@@ -75,8 +76,8 @@ class HitFinder:
 
     def _carried_by_windows(self, tracked: TrackedRequest, local: int, end: int) -> int:
         """The last aligned token up to `end` at which each group with a window finds all that it needs."""
-        absent = [self._absent(tracked, group, local, end) for group in self._groups.partial]
-        pairs = list(zip(self._groups.partial, absent, strict=True))
+        absent = [self._absent(tracked, group, local, end) for group in self._partial]
+        pairs = list(zip(self._partial, absent, strict=True))
         while end > local and not all(_is_whole(group, counts, local, end) for group, counts in pairs):
             end -= self._groups.alignment
         return end
@@ -90,7 +91,7 @@ class HitFinder:
         self, tracked: TrackedRequest, local: int, end: int, firsts: list[int], leases: list[Lease | None]
     ) -> bool:
         """False if a block went away since it was looked up."""
-        for group in self._groups.partial:
+        for group in self._partial:
             first = max(group.first_block(end), local // group.block_tokens)
             firsts[group.index] = first
             keys = tracked.keys(group, first, end // group.block_tokens)

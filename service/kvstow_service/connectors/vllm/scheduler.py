@@ -206,10 +206,7 @@ class SchedulerSide:
                 free.add(request.request_id)
             else:
                 self._stranded.add(request.request_id)
-                logger.error(
-                    "request %s waits: its load has failed, and this vLLM cannot compute it; abort it",
-                    request.request_id,
-                )
+                logger.error("request %s waits until it is aborted: its load failed", request.request_id)
         aborted = {name for name in self._stranded if name not in self._requests}
         self._stranded -= aborted
         return free | aborted

@@ -34,14 +34,15 @@ class EagerStores:
 
     def __init__(self, groups: KVGroups, gpu_blocks: Sequence[Any], observer: OfferObserver | None) -> None:
         """`gpu_blocks[block_id]` is vLLM's `KVCacheBlock`."""
-        self._groups, self._gpu_blocks, self._observer = groups, gpu_blocks, observer
+        self._groups, self._has_windows = groups.in_tables, bool(groups.partial)
+        self._gpu_blocks, self._observer = gpu_blocks, observer
         self._due: dict[str, TrackedRequest] = {}
         self._fresh: set[int] = set()
 
     def admitted(self, tracked: TrackedRequest) -> None:
         """The request has its tables; what the GPU had cached of it is offered too: the pool may have lost it."""
         self._due[tracked.request.request_id] = tracked
-        if self._groups.partial:
+        if self._has_windows:
             self._fresh.update(block for table in tracked.tables for block in table)
 
     def grown(self, tracked: TrackedRequest, new_blocks: Sequence[Sequence[int]]) -> None:
@@ -49,7 +50,7 @@ class EagerStores:
         for table, blocks in zip(tracked.tables, new_blocks, strict=True):
             table.extend(blocks)
         self._due[tracked.request.request_id] = tracked
-        if self._groups.partial:
+        if self._has_windows:
             self._fresh.update(block for blocks in new_blocks for block in blocks)
 
     def take_due(self, scheduled: Container[str]) -> Offer:
@@ -81,7 +82,7 @@ class EagerStores:
 
     def _take(self, tracked: TrackedRequest, offer: Offer) -> None:
         confirmed = tracked.confirmed_tokens
-        for group in self._groups.in_tables:
+        for group in self._groups:
             table, first = tracked.tables[group.index], tracked.cursors[group.index]
             end = min(confirmed // group.block_tokens, len(table))
             if end <= first:
