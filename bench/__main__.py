@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import admin, control, startup
+from bench import admin, control, startup, steps
 from bench.machine import describe
 from bench.report import Table, write_section
 
 _ROOT = Path(__file__).parents[1]
-BENCHMARKS = ("control", "trace", "admin", "startup")
+BENCHMARKS = ("control", "trace", "steps", "admin", "startup")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +39,8 @@ def _run(name: str, options: argparse.Namespace) -> list[Table]:
             _say(f"no trace at {options.trace}: pass --trace")
             return []
         return control.run_trace(options.trace, control.TRACE_SIZES, _say)
+    if name == "steps":
+        return steps.run(options.sizes, options.repeats, _say)
     if name == "admin":
         return admin.run(options.admin_slots, options.seconds, _say)
     return startup.run(options.pools, options.repeats + 2, _say)

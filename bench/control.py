@@ -90,10 +90,15 @@ def run_trace(trace: Path, sizes: Sequence[int], say: Callable[[str], None]) -> 
 
 
 def probe(name: str, slots: int, *arguments: str) -> Figures:
-    """Run `bench.probe` where the subject lives. Raises `RuntimeError` with what it wrote if it fails."""
-    python = str(VLLM_PYTHON) if name == "vllm" else sys.executable
+    """Run `bench.probe` where the subject lives."""
+    python = VLLM_PYTHON if name == "vllm" else Path(sys.executable)
+    return run_probe(python, "bench.probe", name, str(slots), *arguments)
+
+
+def run_probe(python: Path, module: str, *arguments: str) -> Figures:
+    """The figures that a module prints as JSON in its last line. Raises `RuntimeError`, with its words, if it fails."""
     ended = subprocess.run(
-        [python, "-m", "bench.probe", name, str(slots), *arguments],
+        [str(python), "-m", module, *arguments],
         cwd=Path(__file__).parents[1],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CONFIGURE_LOGGING": "0"},
         capture_output=True,
@@ -101,7 +106,7 @@ def probe(name: str, slots: int, *arguments: str) -> Figures:
         check=False,
     )
     if ended.returncode:
-        raise RuntimeError(f"the probe of {name} failed:\n{ended.stderr[-2000:]}")
+        raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{ended.stderr[-2000:]}")
     figures: Figures = json.loads(ended.stdout.splitlines()[-1])
     return figures
 

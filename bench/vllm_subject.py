@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.v1.core.block_pool import BlockPool  # type: ignore[import-not-found]
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager  # type: ignore[import-not-found]
-from vllm.v1.kv_cache_interface import FullAttentionSpec  # type: ignore[import-not-found]
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 _BLOCK_TOKENS = 16
 
