@@ -15,11 +15,19 @@ _NEVER = 1 << 60
 class Request(Protocol):
     """What is read of vLLM's `Request`."""
 
-    request_id: str
-    num_tokens: int
     num_computed_tokens: int
-    num_output_placeholders: int
-    skip_reading_prefix_cache: bool
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_output_placeholders(self) -> int: ...
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool: ...
 
     @property
     def block_hashes(self) -> Sequence[bytes]: ...

@@ -24,8 +24,11 @@ logger = logging.getLogger("kvstow.vllm")
 class Step(Protocol):
     """What is read of vLLM's `SchedulerOutput`; of its `kv_connector_block_state` (vLLM 0.30), states."""
 
-    num_scheduled_tokens: Mapping[str, int]
-    scheduled_cached_reqs: Any
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]: ...
+
+    @property
+    def scheduled_cached_reqs(self) -> Any: ...
 
 
 class StoreObserver(OfferObserver, Protocol):
