@@ -14,6 +14,7 @@ from kvstow_api import problems
 from kvstow_api.auth import AuthMiddleware
 from kvstow_api.body import BodyMiddleware
 from kvstow_api.context import ApiContext
+from kvstow_api.idempotency import IdempotencyMiddleware
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.openapi import Description
 from kvstow_api.requests import UNMATCHED, HttpCounters, RequestMiddleware, RouteKey
@@ -42,6 +43,7 @@ def create_app(context: ApiContext) -> FastAPI:
             Middleware(RequestMiddleware, counters=http),
             Middleware(AuthMiddleware, token_file=token_file, agent_token=context.agent_token),
             Middleware(BodyMiddleware),
+            Middleware(IdempotencyMiddleware, clock=context.clock),
         ],
     )
     app.state.services = services
@@ -57,10 +59,13 @@ def create_app(context: ApiContext) -> FastAPI:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services: Services = app.state.services
     services.loop.start()
+    services.watch.start()
     try:
         yield
     finally:
+        await services.watch.stop()
         await services.loop.stop()
+        services.log_levels.close()
         await run_in_threadpool(services.operations.close)
 
 

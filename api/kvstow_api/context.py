@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError
+from kvstow_api.hostfacts import HostFacts
 
 INFORMATIONAL_CHECKS = ("pool", "pinned")
 
@@ -30,7 +31,8 @@ class ApiContext:
     token. `agent_token`: lets a rank's agent report, and nothing else.
     `readiness_require`: checks of `INFORMATIONAL_CHECKS` that shall fail `/readyz`. `startup_grace`: seconds for
     which a rank may be silent before its first report. `live_checks` fail `/livez`: only for what a restart
-    cures, such as a dead thread; `ready_checks` and `startup_checks` fail the probes of their name.
+    cures, such as a dead thread; `host_facts`: what the host can measure of its machine, called on a thread;
+    `ready_checks` and `startup_checks` fail the probes of their name.
     """
 
     engine: OffloadEngine
@@ -45,6 +47,7 @@ class ApiContext:
     readiness_require: tuple[str, ...] = ()
     startup_grace: float = 10.0
     live_checks: Mapping[str, HealthCheck] = field(default_factory=dict)
+    host_facts: Callable[[], HostFacts] | None = None
     ready_checks: Mapping[str, HealthCheck] = field(default_factory=dict)
     startup_checks: Mapping[str, HealthCheck] = field(default_factory=dict)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)

@@ -20,6 +20,7 @@ from typing import Protocol, get_args
 
 from kvstow.errors import ConflictError, KvstowError, NotFoundError, QueueFullError
 from kvstow.stats import Histogram, HistogramSnapshot
+from kvstow_api.journal import Journal
 from kvstow_api.views.operations import OperationKind, OperationState, OperationView, ProgressView
 from kvstow_api.views.pools import RemovedView
 
@@ -136,8 +137,10 @@ class Operation:
 class Operations:
     """The operations of one server: those that run and the last ones that have ended. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, journal: Journal | None = None) -> None:
+        """`journal` is told of each start and end."""
         self._clock = clock
+        self._journal = Journal() if journal is None else journal
         self._lock = threading.Lock()
         self._operations: dict[str, Operation] = {}
         self._started = 0
@@ -160,6 +163,9 @@ class Operations:
             self._started = operation.number
             self._forget_old()
         return operation
+
+    def _tell(self, view: OperationView) -> None:
+        self._journal.add("operation", id=view.id, kind=view.kind, state=view.state, error=view.error)
 
     def get(self, operation_id: str) -> Operation:
         """Raises `NotFoundError`, also for one that was forgotten."""
@@ -220,8 +226,10 @@ class Operations:
         return sum(operation.running and operation.view.kind == kind for operation in self._operations.values())
 
     def _run(self, operation: Operation) -> None:
+        self._tell(operation.view)
         operation.run()
         view = operation.view
+        self._tell(view)
         with self._lock:
             self._ended[view.kind, view.state] += 1
             self._seconds[view.kind].observe(self._clock() - operation.born)

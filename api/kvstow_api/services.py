@@ -11,10 +11,15 @@ from fastapi import Depends, Request
 
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.context import ApiContext
+from kvstow_api.eventstream import EventStreams
 from kvstow_api.health import Health
+from kvstow_api.hostfacts import RankClocks
+from kvstow_api.journal import Journal
+from kvstow_api.loglevels import LogLevels
 from kvstow_api.loop import LoopMonitor
 from kvstow_api.operations import Operations
 from kvstow_api.requests import HttpCounters
+from kvstow_api.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,11 @@ class Services:
     health: Health
     loop: LoopMonitor
     operations: Operations
+    journal: Journal
+    streams: EventStreams
+    watch: Watch
+    clocks: RankClocks
+    log_levels: LogLevels
     http: HttpCounters
     settings_lock: asyncio.Lock
     """Held while settings are compared and changed."""
@@ -35,11 +45,17 @@ class Services:
     @classmethod
     def of(cls, context: ApiContext, http: HttpCounters) -> Services:
         loop = LoopMonitor()
+        journal = Journal()
         return cls(
             context=context,
             health=Health(context, loop),
             loop=loop,
-            operations=Operations(context.clock),
+            operations=Operations(context.clock, journal),
+            journal=journal,
+            streams=EventStreams(context.engine, journal),
+            watch=Watch(context.engine, journal),
+            clocks=RankClocks(),
+            log_levels=LogLevels(),
             http=http,
             settings_lock=asyncio.Lock(),
             started=datetime.now(UTC),

@@ -30,6 +30,10 @@ CHANGES = [
     ("DELETE", "/v1/operations/{operation_id}", None),
     ("POST", "/v1/operations/{operation_id}/cancel", None),
     ("POST", "/v1/lookup", {"keys": ["00aa"]}),
+    ("PATCH", "/v1/config", {"runtime": {"policy": "arc"}}),
+    ("PUT", "/v1/loglevel", {"level": "info", "logger": "kvstow.api", "ttl_seconds": 60}),
+    ("PUT", "/v1/namespaces/{rest:path}", None),
+    ("DELETE", "/v1/namespaces/{rest:path}", None),
     ("POST", "/v1/ranks/{rank}/report", {}),
 ]
 

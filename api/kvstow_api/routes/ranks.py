@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Path
+from fastapi import APIRouter, Body, Header, Path
 from pydantic import WithJsonSchema
 from starlette.concurrency import run_in_threadpool
 
@@ -19,6 +19,9 @@ from kvstow_api.views.ranks import DesiredView, RanksView, RankView
 router = APIRouter(prefix="/v1/ranks", tags=["ranks"], route_class=StrictRoute)
 
 RankNumber = Annotated[int, Path(ge=0)]
+Clock = Annotated[
+    str | None, Header(alias="X-KVStow-Clock", description="The rank's time of day, in seconds since 1970")
+]
 Report = Annotated[dict[str, Any], Body(), WithJsonSchema(REPORT_SCHEMA)]
 
 
@@ -38,10 +41,11 @@ async def get_rank(use: Use, rank: RankNumber) -> RankView:
 
 
 @router.post("/{rank}/report", responses=changing(404))
-async def report(use: Use, rank: RankNumber, body: Report) -> DesiredView:
+async def report(use: Use, rank: RankNumber, body: Report, clock: Clock = None) -> DesiredView:
     """Take a rank's report; answers what is wanted of it."""
     message = RankReport.from_json(body)
     if message.rank != rank:
         raise InvalidRequestError(f"RankReport.rank is {message.rank}; allowed: {rank}, as in the path")
+    use.clocks.note(rank, clock)
     # takes as long as removing all blocks does when the rank has started anew
     return DesiredView.of(await run_in_threadpool(use.engine.report, message))

@@ -1,0 +1,28 @@
+"""What is wrong, and what to do about it."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.concurrency import run_in_threadpool
+
+from kvstow_api import doctor
+from kvstow_api.openapi import reading
+from kvstow_api.services import Use
+from kvstow_api.views.doctor import DoctorView
+
+router = APIRouter(prefix="/v1", tags=["doctor"])
+
+
+@router.get("/doctor", responses=reading())
+async def get_doctor(use: Use) -> DoctorView:
+    """Findings in words, each with its fix and the numbers behind it, the worst first."""
+    evidence = doctor.Evidence(
+        readiness=use.engine.readiness(),
+        desired=use.engine.desired(),
+        drain=use.engine.admin.drain_status,
+        bypass=use.engine.admin.bypass,
+        samples=use.watch.history.items,
+        clock_offsets=use.clocks.offsets(),
+        host=await run_in_threadpool(use.context.host_facts) if use.context.host_facts else None,
+    )
+    return doctor.examine(evidence)

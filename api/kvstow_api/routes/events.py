@@ -1,0 +1,43 @@
+"""Events as they happen, and the counters of the last hour."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query
+from starlette.responses import StreamingResponse
+
+from kvstow_api.openapi import reading
+from kvstow_api.schemas.events import EventsQuery
+from kvstow_api.services import Use
+from kvstow_api.views.history import HistoryView
+
+router = APIRouter(prefix="/v1", tags=["events"])
+
+_MEDIA_TYPE = "text/event-stream"
+_EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00.000Z", "state": "ready"}\n\n'
+
+
+@router.get(
+    "/events",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": "Server-sent events; the stream does not end",
+            "content": {_MEDIA_TYPE: {"schema": {"type": "string"}, "example": _EXAMPLE}},
+        },
+        **reading(422, 503),
+    },
+)
+async def get_events(
+    use: Use, query: Annotated[EventsQuery, Query()], last_event_id: Annotated[str | None, Header()] = None
+) -> StreamingResponse:
+    """What happens from now on; with Last-Event-ID, from that event on. A `lost` event says that some are missing."""
+    stream = use.streams.open(query.wanted, after=last_event_id, recent=query.recent)
+    return StreamingResponse(stream, media_type=_MEDIA_TYPE)
+
+
+@router.get("/history", responses=reading())
+async def get_history(use: Use) -> HistoryView:
+    """Counters of the last hour, every 5 s."""
+    return use.watch.history

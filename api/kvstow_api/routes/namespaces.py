@@ -1,0 +1,18 @@
+"""Namespaces and quotas, which other caches have."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from kvstow.errors import NotFoundError
+
+router = APIRouter(prefix="/v1/namespaces", include_in_schema=False)
+
+
+@router.api_route("", methods=["GET"])
+@router.api_route("/{rest:path}", methods=["GET", "PUT", "DELETE"])
+async def no_namespaces(rest: str = "") -> None:
+    """404, and why."""
+    raise NotFoundError(
+        "KVStow has no namespaces and no quotas: keys carry the cache salt; purge by key_prefixes, or by age, instead"
+    )
