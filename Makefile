@@ -21,7 +21,7 @@ PIP_INSTALL = $(BIN)/python -m pip install $(PIP_FLAGS)
 VLLM_INSTALL = $(VLLM_BIN)/python -m pip install $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test test-vllm test-deploy test-image lint fmt bench clean
+.PHONY: help venv venv-vllm demo test test-vllm test-deploy test-image pins lint fmt bench clean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,12 @@ test-deploy: $(VENV)/.deploy ## Run the tests of the Helm chart; fetches helm, p
 
 test-image: $(VENV)/.deploy ## Build the images with buildah and run them; needs root
 	$(BIN)/python -m pytest -m image tests/helm
+
+pins: ## Renew constraints.txt, the versions that the images install
+	$(PYTHON) -m venv --clear build/pins
+	build/pins/bin/python -m pip install $(PIP_FLAGS) --no-deps --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
+	build/pins/bin/python -m pip install $(PIP_FLAGS) hatchling '.[service,cli]'
+	build/pins/bin/python -m pip freeze --exclude kvstow --exclude torch >constraints.txt
 
 lint: $(VENV)/.dev ## Check style and types
 	$(BIN)/ruff check .

@@ -97,6 +97,11 @@ def _install_crd_check(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
+def obtain() -> Callable[[str, Callable[[Path], None]], Path]:
+    return obtained
+
+
+@pytest.fixture(scope="session")
 def helm() -> Path:
     return obtained("helm-4.1.4", _unpack_helm) / "helm"
 

@@ -55,7 +55,7 @@ def test_kubernetes_would_take_every_object(template: Template, values: Path, ve
     rendered.write_text(yaml.safe_dump_all(template(values=values)))
     validate = shutil.which("kubernetes-validate", path=str(Path(sys.executable).parent))
     assert validate, "not installed: make test-deploy does that"
-    command = [validate, "--strict", "--kubernetes-version", version, rendered]
+    command: list[str | Path] = [validate, "--strict", "--kubernetes-version", version, rendered]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "Couldn't find schema" not in result.stderr

@@ -61,7 +61,14 @@ def targets_of(endpoint: dict[str, Any], pods: list[dict[str, str]], promtool: P
         "relabel_configs": [in_prometheus_words(rule) for rule in endpoint["relabelings"]],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump({"scrape_configs": [job]}))
-    command = [promtool, "check", "service-discovery", "--timeout=1s", folder / "prometheus.yml", "pods"]
+    command: list[str | Path] = [
+        promtool,
+        "check",
+        "service-discovery",
+        "--timeout=1s",
+        folder / "prometheus.yml",
+        "pods",
+    ]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return [target["labels"] for target in json.loads(said)]
 

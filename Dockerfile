@@ -1,0 +1,127 @@
+# Three images from one file, each by --target:
+#
+#   vllm      vLLM with KVStow. Needs nothing installed beside it: what KVStow imports comes with vLLM.
+#   service   `kvstow serve` on the CPU. Ranks keep their blocks in torch tensors, so it holds the CPU build of torch,
+#             most of its size. On GPUs, run `kvstow serve` from the image vllm.
+#   cli       the command line alone, without torch, numpy and web server: for jobs and `helm test`.
+#
+# docker build --target cli --build-arg REVISION="$(git rev-parse HEAD)" --tag kvstow-cli:0.1.0 .
+#
+# Tags can move, digests cannot. To pin the bases, look the digests up where you build, and hand them in:
+# docker buildx imagetools inspect python:3.12-slim-bookworm
+# docker build --build-arg PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm@sha256:... .
+ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm
+ARG VLLM_IMAGE=docker.io/vllm/vllm-openai:v0.33.0
+
+
+FROM ${PYTHON_IMAGE} AS wheel
+WORKDIR /src
+COPY constraints.txt ./
+RUN python3 -m venv /build \
+    && /build/bin/pip install --no-cache-dir --constraint constraints.txt hatchling
+COPY pyproject.toml README.md ./
+# What each image installs, so that a change of the sources alone repeats no download.
+RUN /build/bin/python -c 'import pathlib, tomllib; \
+    extras = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["optional-dependencies"]; \
+    [pathlib.Path(f"/{name}.txt").write_text("\n".join(extras[name])) for name in ("cli", "service")]'
+COPY engine engine
+COPY api api
+COPY service service
+RUN /build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
+
+
+FROM ${PYTHON_IMAGE} AS cli-environment
+COPY constraints.txt /
+COPY --from=wheel /cli.txt /
+RUN python3 -m venv /opt/kvstow \
+    && /opt/kvstow/bin/pip install --no-cache-dir --constraint /constraints.txt --requirement /cli.txt
+COPY --from=wheel /wheels /wheels
+RUN /opt/kvstow/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
+    && /opt/kvstow/bin/pip uninstall --yes pip setuptools
+
+
+FROM ${PYTHON_IMAGE} AS service-environment
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH=torch==2.13.0+cpu
+RUN python3 -m venv /opt/kvstow \
+    && /opt/kvstow/bin/pip install --no-cache-dir --no-deps --retries 1 --timeout 20 --extra-index-url "${TORCH_INDEX}" "${TORCH}"
+COPY constraints.txt /
+COPY --from=wheel /cli.txt /service.txt /
+RUN /opt/kvstow/bin/pip install --no-cache-dir --constraint /constraints.txt \
+    --requirement /cli.txt --requirement /service.txt torch numpy
+COPY --from=wheel /wheels /wheels
+RUN /opt/kvstow/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
+    && /opt/kvstow/bin/pip check \
+    && /opt/kvstow/bin/pip uninstall --yes pip
+
+
+FROM ${PYTHON_IMAGE} AS python
+ARG PYTHON_IMAGE
+ARG REVISION=unknown
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="${PYTHON_IMAGE}"
+# Kubernetes can tell from a number alone that it is not root. Group 0 may write what the user may, for platforms
+# that pick a user of their own.
+RUN groupadd --gid 65532 kvstow \
+    && useradd --uid 65532 --gid 65532 --create-home kvstow \
+    && chgrp 0 /home/kvstow \
+    && chmod 2775 /home/kvstow
+ENV PATH=/opt/kvstow/bin:$PATH \
+    HOME=/home/kvstow \
+    USER=kvstow \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1
+WORKDIR /home/kvstow
+STOPSIGNAL SIGTERM
+
+
+FROM python AS cli
+LABEL org.opencontainers.image.title="kvstow-cli" \
+      org.opencontainers.image.description="Command line of KVStow"
+COPY --from=cli-environment /opt/kvstow /opt/kvstow
+USER 65532:65532
+HEALTHCHECK NONE
+ENTRYPOINT ["kvstow"]
+CMD ["--help"]
+
+
+FROM python AS service
+LABEL org.opencontainers.image.title="kvstow" \
+      org.opencontainers.image.description="KV-cache offload service on the CPU, with admin API and command line"
+COPY --from=service-environment /opt/kvstow /opt/kvstow
+USER 65532:65532
+EXPOSE 9595
+HEALTHCHECK --interval=10s --timeout=3s --start-period=15s CMD \
+    ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:9595/livez', timeout=2)"]
+ENTRYPOINT ["kvstow"]
+CMD ["serve"]
+
+
+FROM ${VLLM_IMAGE} AS vllm
+ARG VLLM_IMAGE
+ARG REVISION=unknown
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="kvstow-vllm" \
+      org.opencontainers.image.description="vLLM with KVStow" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="${VLLM_IMAGE}"
+COPY --from=wheel /wheels /wheels
+RUN uv pip install --system --no-cache --no-deps /wheels/*.whl \
+    && rm -r /wheels \
+    && mkdir --mode 2775 /home/kvstow \
+    && chown 65532:0 /home/kvstow
+# Not root, and what vLLM downloads and compiles goes where that user may write.
+ENV HOME=/home/kvstow \
+    USER=kvstow
+WORKDIR /home/kvstow
+USER 65532:65532
+EXPOSE 8000 9595
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=30s --timeout=5s --start-period=30m CMD \
+    ["python3", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+ENTRYPOINT ["vllm", "serve"]
