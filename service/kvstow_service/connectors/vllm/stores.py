@@ -59,11 +59,14 @@ class EagerStores:
         A request that does not run has no blocks, if it was preempted."""
         offer = Offer([], [])
         for request_id, tracked in list(self._due.items()):
-            if request_id in scheduled:
+            if request_id not in scheduled:
+                continue
+            if not tracked.has_run:  # what it found on the GPU may be written, for another request, in this very step
                 tracked.has_run = True
-                self._take(tracked, offer)
-                if not self._expects_more(tracked):
-                    del self._due[request_id]
+                continue
+            self._take(tracked, offer)
+            if not self._expects_more(tracked):
+                del self._due[request_id]
         self._fresh.clear()
         return offer
 
