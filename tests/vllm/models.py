@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 LAYERS = 4
 HIDDEN = 256
@@ -48,6 +47,8 @@ def write_model(folder: Path, *, hybrid: bool = False, seed: int = 20) -> Path:
         kinds = ["sliding_attention", "full_attention"]
         config |= {"layer_types": kinds * (LAYERS // 2), "sliding_window": WINDOW}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+    from safetensors.torch import save_file  # vLLM brings it
+
     save_file(make_weights(seed), folder / "model.safetensors")
     return folder
 

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tests.vllm.engines import Reference
+from tests.vllm.models import write_model
+
+# Where there is no vLLM, nothing here can even be imported.
+collect_ignore_glob = [] if find_spec("vllm") else ["*.py", "*/*.py"]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One KV cache group, of four layers with full attention."""
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two KV cache groups, of two layers each: one attends to all tokens, one to the last 96."""
+    return write_model(tmp_path_factory.mktemp("hybrid-model"), hybrid=True)
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    """What vLLM answers without a connector."""
+    return Reference()

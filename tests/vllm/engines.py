@@ -1,0 +1,327 @@
+"""Real engines for tests: vLLM on the CPU with a tiny model, with KVStow or without, and what they answer.
+
+vLLM is imported when an engine is made, so that tests are collected without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from tests.vllm.models import VOCABULARY
+
+BLOCK = 32
+"""Tokens; the CPU backend allows multiples of 32."""
+SLOT_BYTES = 4 * BLOCK * 2 * (64 + 64) * 4
+"""Of all ranks together: layers, tokens, KV heads, K and V, fp32. A hybrid model's is half of it: its blocks belong to
+one of two groups, of two layers each."""
+NEAR = 2e-4
+"""The largest difference of two log probabilities that is rounding: sums in fp32 depend on how a prompt is cut."""
+SECONDS = 240
+"""After that an engine is stuck: no test takes a quarter of it."""
+
+
+class Answer(NamedTuple):
+    """`logprobs[i]` are those of the five likeliest tokens at position `i`; `cached`: prompt tokens not computed."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[Mapping[int, float], ...]
+    cached: int
+
+
+Prompt = tuple[int, ...]
+
+
+def prompt(length: int, seed: int, prefix: Prompt = ()) -> Prompt:
+    """Random tokens after `prefix`, `length` in all."""
+    source = random.Random(seed)
+    return prefix + tuple(source.randrange(3, VOCABULARY) for _ in range(length - len(prefix)))
+
+
+A = prompt(602, seed=1)
+"""The prompt that most tests ask for: 18 full blocks, and 26 tokens that no hit covers."""
+B = prompt(602, seed=2, prefix=A[:512])
+C, D = prompt(602, seed=3), prompt(602, seed=4)
+SHORT = tuple(prompt(300 + 7 * number, seed=10 + number, prefix=(A, C)[number % 2][:160]) for number in range(8))
+PROMPTS = (A, B, C, D, *SHORT)
+LONGEST = 160
+"""Tokens of an answer; more than one block, so that blocks of answers are stored and loaded too."""
+A_BLOCKS = 18
+A_HIT = A_BLOCKS * BLOCK
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine to make. `extra`: the connector's settings; None: without connector."""
+
+    model: Path
+    extra: Mapping[str, Any] | None = None
+    slots: int = 256
+    gpu_blocks: int = 160
+    tp: int = 1
+    processes: bool = False
+    step_tokens: int = 1024
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.slots * SLOT_BYTES
+
+
+class Engine:
+    """A running vLLM; `admin` talks to its admin server."""
+
+    def __init__(self, llm: Any, setup: Setup, admin: httpx.Client | None) -> None:
+        self.llm, self.setup = llm, setup
+        self._admin = admin
+        self._requests = 0
+
+    @property
+    def admin(self) -> httpx.Client:
+        assert self._admin is not None, "this engine has no connector"
+        return self._admin
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler's half; in this process only."""
+        return self._core.scheduler.connector
+
+    @property
+    def rank_connector(self) -> Any:
+        """The worker's half; in this process only."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @property
+    def _core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    def add(self, tokens: Prompt, answer_tokens: int = 24) -> str:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._requests += 1
+        name = f"request-{self._requests}"
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=answer_tokens,
+            logprobs=5,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(tokens)}, params)
+        return name
+
+    def step(self) -> dict[str, Answer]:
+        """One step; the answers that it finished."""
+        outputs = self.llm.llm_engine.step()
+        return {output.request_id: _answer(output) for output in outputs if output.finished}
+
+    def run(self, meanwhile: Callable[[], object] = lambda: None) -> dict[str, Answer]:
+        """Step until every request has its answer."""
+        answers: dict[str, Answer] = {}
+        while self.llm.llm_engine.has_unfinished_requests():
+            answers |= self.step()
+            meanwhile()
+        return answers
+
+    def ask(self, *prompts: Prompt, tokens: int = 24, meanwhile: Callable[[], object] = lambda: None) -> list[Answer]:
+        """Answers of requests that run at once."""
+        names = [self.add(each, tokens) for each in prompts]
+        answers = self.run(meanwhile)
+        return [answers[name] for name in names]
+
+    def abort(self, name: str) -> None:
+        self.llm.llm_engine.abort_request([name])
+
+    def settle(self) -> None:
+        """Wait until no transfer is under way."""
+        eventually(lambda: self._idle() and not any(self._pending().values()), "the end of all transfers")
+
+    def forget_gpu(self) -> None:
+        """Empty the GPU's prefix cache, and only that."""
+        self.settle()
+        eventually(lambda: self._idle() and self.llm.reset_prefix_cache(), "a reset of the prefix cache")
+
+    def stats(self, section: str) -> dict[str, Any]:
+        answer = self.admin.get("/v1/stats", params={"section": section}).raise_for_status().json()
+        return dict(answer[section])
+
+    def loaded_blocks(self) -> int:
+        return int(self.stats("transfers")["load"]["blocks"])
+
+    def counter(self, name: str) -> float:
+        """One of vLLM's own."""
+        return float(sum(metric.value for metric in self.llm.get_metrics() if metric.name == name))
+
+    def _pending(self) -> dict[str, Any]:
+        pending = dict(self.stats("transfers")["pending"])
+        return {key: pending[key] for key in pending if key.endswith("ops")}
+
+    def _idle(self) -> bool:
+        """In this process nobody else steps the engine, which completions of transfers need."""
+        if not self.setup.processes:
+            self.llm.llm_engine.step()
+        return True
+
+
+@contextlib.contextmanager
+def running(setup: Setup) -> Iterator[Engine]:
+    """A vLLM of this setup, its pool pinned; afterwards none of its threads is left."""
+    threads = set(threading.enumerate())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_deadline())
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(setup.processes)))
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(setup.tp))))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstow-"))
+        socket = Path(folder) / "admin"
+        llm = _llm(setup, socket)
+        stack.callback(_close, llm)
+        admin = None
+        if setup.extra is not None:
+            admin = stack.enter_context(
+                httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://kvstow", timeout=30)
+            )
+        engine = Engine(llm, setup, admin)
+        if admin is not None:
+            eventually(lambda: _is_pinned(engine), "a pinned pool")
+        yield engine
+    left = [thread.name for thread in set(threading.enumerate()) - threads if thread.name.startswith("kvstow")]
+    assert not left, f"threads outlived their engine: {left}"
+
+
+class Reference:
+    """Answers without a connector, for all of `PROMPTS`; each model is asked once, in one process. Splitting the model
+    over ranks changes log probabilities by rounding alone."""
+
+    def __init__(self) -> None:
+        self._answers: dict[Path, dict[Prompt, Answer]] = {}
+
+    def __call__(self, model: Path, *prompts: Prompt) -> list[Answer]:
+        """Ask before another engine is up: a process has one at a time."""
+        if model not in self._answers:
+            with running(Setup(model, gpu_blocks=512)) as engine:
+                answers = engine.ask(*PROMPTS, tokens=LONGEST)
+            self._answers[model] = dict(zip(PROMPTS, answers, strict=True))
+        return [self._answers[model][each] for each in prompts]
+
+
+def _llm(setup: Setup, socket: Path) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        model=str(setup.model),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        block_size=BLOCK,
+        max_model_len=1024,
+        max_num_seqs=8,
+        max_num_batched_tokens=setup.step_tokens,
+        num_gpu_blocks_override=setup.gpu_blocks,
+        tensor_parallel_size=setup.tp,
+        seed=0,
+        disable_log_stats=False,
+        kv_transfer_config=None
+        if setup.extra is None
+        else transfer_config(setup, {"admin_uds": str(socket), "admin_port": 0}),
+        **setup.settings,
+    )
+
+
+def transfer_config(setup: Setup, socket: Path) -> dict[str, Any]:
+    """What a user writes into --kv-transfer-config; the admin server listens on `socket`, too."""
+    place = {"cpu_bytes_to_use": setup.pool_bytes, "admin_uds": str(socket), "admin_port": 0}
+    return {
+        "kv_connector": "KVStowConnector",
+        "kv_connector_module_path": "kvstow_service.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {**place, **(setup.extra or {})},
+    }
+
+
+def _close(llm: Any) -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def _is_pinned(engine: Engine) -> bool:
+    try:
+        pool = engine.stats("pool")
+    except httpx.TransportError:  # it comes up on a thread of its own
+        return False
+    return bool(pool["usable_slots"] == pool["capacity_slots"])
+
+
+def _answer(output: Any) -> Answer:
+    (completion,) = output.outputs
+    logprobs = tuple({token: each.logprob for token, each in position.items()} for position in completion.logprobs)
+    return Answer(tuple(completion.token_ids), logprobs, output.num_cached_tokens)
+
+
+def assert_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    """Tokens are equal, log probabilities are too but for rounding. A shorter answer is compared as far as it goes."""
+    assert len(answers) == len(expected)
+    for number, (answer, wanted) in enumerate(zip(answers, expected, strict=True)):
+        length = len(answer.tokens)
+        assert answer.tokens == wanted.tokens[:length], f"answer {number} (of {answer.cached} cached tokens) differs"
+        far = distance(answer, wanted)
+        assert far < NEAR, f"answer {number} (of {answer.cached} cached tokens): log probabilities differ by {far:.2g}"
+
+
+def distance(answer: Answer, wanted: Answer) -> float:
+    """The largest difference of log probabilities of tokens that both list among the likeliest; infinite if there is
+    no such token."""
+    pairs = zip(answer.logprobs, wanted.logprobs, strict=False)
+    return max(
+        (abs(here[token] - there[token]) for here, there in pairs for token in here.keys() & there.keys()), default=inf
+    )
+
+
+def eventually(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    """Polls until a condition holds; fails with `what` after a deadline that no healthy run comes near."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come about within {seconds:g} s"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def _deadline() -> Iterator[None]:
+    """An engine that is stuck blocks its caller; a signal ends that with a test that fails."""
+
+    def fail(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"the engine has done nothing for {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,356 @@
+"""Answers with KVStow are those without it, to the token and to the log probability: one process, one rank.
+
+Each case shows that what it compares came from host memory: vLLM says how many tokens it did not compute, and the admin
+API how many blocks were loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.vllm.engines import (
+    A_BLOCKS,
+    A_HIT,
+    BLOCK,
+    LONGEST,
+    NEAR,
+    PROMPTS,
+    SHORT,
+    A,
+    B,
+    C,
+    D,
+    Engine,
+    Reference,
+    Setup,
+    assert_same,
+    distance,
+    eventually,
+    running,
+)
+
+from kvstow.devices import cpu
+from kvstow.devices.base import Fence
+from kvstow.testing.latch import Latch
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(params=["full", "hybrid"])
+def setup(request: pytest.FixtureRequest, model: Path, hybrid_model: Path) -> Setup:
+    """A dense model, then one with a sliding window in every other layer."""
+    return Setup(hybrid_model if request.param == "hybrid" else model, extra={})
+
+
+class Gate:
+    """Holds the copies of one direction back until it is opened: `Latch` says when one has come to it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, method: str) -> None:
+        self.latch = Latch()
+        original = getattr(cpu.CpuDevice, method)
+        latch = self.latch
+
+        def begin(device: cpu.CpuDevice, op_id: int, *what: object) -> object:
+            *others, after = what
+            return original(device, op_id, *others, _Both(latch, after))  # type: ignore[arg-type]
+
+        patch.setattr(cpu.CpuDevice, method, begin)
+
+    def step_until_reached(self, engine: Engine) -> None:
+        def reached() -> bool:
+            engine.step()
+            return self.latch.wait_queried(timeout=0.01)
+
+        eventually(reached, "a copy at the gate")
+
+
+class _Both:
+    """Two fences in one."""
+
+    def __init__(self, latch: Latch, after: Fence | None) -> None:
+        self._latch, self._after = latch, after
+
+    def query(self) -> bool:
+        return self._latch.query() and (self._after is None or self._after.query())
+
+
+@pytest.fixture
+def held_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch, "commit_load")
+    yield gate
+    gate.latch.open()
+
+
+@pytest.fixture
+def held_stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch, "begin_store")
+    yield gate
+    gate.latch.open()
+
+
+@pytest.mark.parametrize("step_tokens", [1024, 64], ids=["whole", "chunked"])
+def test_cold_and_from_the_host(setup: Setup, step_tokens: int, reference: Reference) -> None:
+    expected = reference(setup.model, A, B)
+    with running(replace(setup, step_tokens=step_tokens)) as engine:
+        cold = engine.ask(A)
+        assert [answer.cached for answer in cold] == [0]
+        assert_same(cold, expected[:1])
+        engine.forget_gpu()
+        warm = engine.ask(A, tokens=LONGEST)
+        assert [answer.cached for answer in warm] == [A_HIT]
+        assert engine.loaded_blocks() >= A_BLOCKS
+        assert_same(warm, expected[:1])
+        engine.forget_gpu()
+        shared = engine.ask(B, tokens=LONGEST)
+        assert [answer.cached for answer in shared] == [512]
+        assert_same(shared, expected[1:])
+
+
+def test_beginning_on_the_gpu_and_the_rest_from_the_host(setup: Setup, reference: Reference) -> None:
+    expected = reference(setup.model, A)
+    with running(setup) as engine:
+        engine.ask(A)
+        engine.forget_gpu()
+        engine.ask(A[:200], tokens=1)
+        engine.settle()
+        loaded = engine.loaded_blocks()
+        answers = engine.ask(A)
+        assert [answer.cached for answer in answers] == [A_HIT]
+        assert engine.loaded_blocks() - loaded >= A_BLOCKS - 200 // BLOCK
+        assert_same(answers, expected)
+
+
+def test_blocks_of_an_answer_are_kept_too(setup: Setup, reference: Reference) -> None:
+    (expected,) = reference(setup.model, A)
+    said, to_come = expected.tokens[:100], expected.tokens[100:]
+    with running(setup) as engine:
+        engine.ask(A, tokens=120)
+        engine.forget_gpu()
+        (answer,) = engine.ask(A + said, tokens=40)
+        assert answer.cached == (len(A) + len(said) - 1) // BLOCK * BLOCK > A_HIT
+        assert answer.tokens == to_come[:40]
+
+
+def test_loaded_zeros_are_noticed(setup: Setup, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: if this passed, equal answers would prove nothing."""
+
+    def load_zeros(kv: torch.Tensor, host: torch.Tensor, run: cpu.Run) -> None:
+        kv[run.block : run.block + run.length].zero_()
+
+    expected = reference(setup.model, A)
+    with running(setup) as engine:
+        engine.ask(A)
+        engine.forget_gpu()
+        monkeypatch.setattr(cpu, "_load_run", load_zeros)
+        (answer,) = engine.ask(A)
+        assert answer.cached == A_HIT
+        assert answer.tokens != expected[0].tokens[: len(answer.tokens)]
+        assert distance(answer, expected[0]) > 1000 * NEAR
+
+
+def test_one_wrong_block_is_noticed(setup: Setup, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the control: not only gross errors show."""
+
+    def load_all_but_one(kv: torch.Tensor, host: torch.Tensor, run: cpu.Run) -> None:
+        kv[run.block : run.block + run.length].copy_(host[run.slot : run.slot + run.length])
+        kv[run.block + run.length - 1].zero_()
+
+    expected = reference(setup.model, A)
+    with running(setup) as engine:
+        engine.ask(A)
+        engine.forget_gpu()
+        monkeypatch.setattr(cpu, "_load_run", load_all_but_one)
+        (answer,) = engine.ask(A)
+        assert answer.cached == A_HIT
+        assert distance(answer, expected[0]) > 10 * NEAR
+
+
+def test_after_the_pool_had_to_evict(setup: Setup, reference: Reference) -> None:
+    expected = reference(setup.model, A, C)
+    with running(replace(setup, slots=24)) as engine:
+        engine.ask(A)
+        engine.ask(C)
+        engine.forget_gpu()
+        assert sum(engine.stats("evictions").values()) > 0
+        for _ in range(2):
+            answers = [*engine.ask(A), *engine.ask(C)]
+            engine.forget_gpu()
+            assert_same(answers, expected)
+        assert engine.loaded_blocks() > 0
+        assert {0, A_HIT} != {answer.cached for answer in answers}
+
+
+def test_preempted_requests(setup: Setup, reference: Reference) -> None:
+    expected = reference(setup.model, *SHORT)
+    with running(replace(setup, gpu_blocks=72)) as engine:
+        for _ in range(2):
+            answers = engine.ask(*SHORT, tokens=LONGEST)
+            engine.forget_gpu()
+            assert_same(answers, expected)
+        assert engine.counter("vllm:num_preemptions") > 0
+        assert engine.loaded_blocks() > 0
+        assert min(answer.cached for answer in answers) > 0
+        eventually(lambda: engine.step() or engine.free_blocks == 71, "all blocks free")
+
+
+def test_lazy_stores(setup: Setup, reference: Reference) -> None:
+    """Blocks reach the host when the GPU is about to evict them."""
+    expected = reference(setup.model, A, C, D)
+    with running(replace(setup, extra={"lazy_offload": True}, gpu_blocks=72)) as engine:
+        for _ in range(3):
+            answers = [*engine.ask(A), *engine.ask(C), *engine.ask(D), *engine.ask(*SHORT)][:3]
+            assert_same(answers, expected)
+        engine.settle()
+        assert max(answer.cached for answer in answers) > 0
+        assert engine.loaded_blocks() > 0
+
+
+def test_aborts_at_any_step(setup: Setup, reference: Reference) -> None:
+    expected = reference(setup.model, A, B, C)
+    with running(replace(setup, step_tokens=128)) as engine:
+        engine.ask(A)
+        for steps in range(8):
+            engine.forget_gpu()
+            doomed = [engine.add(each) for each in (A, B, C)]
+            for _ in range(steps):
+                engine.step()
+            for name in doomed:
+                engine.abort(name)
+            engine.run()
+        engine.forget_gpu()
+        assert engine.free_blocks == engine.setup.gpu_blocks - 1
+        loaded = engine.loaded_blocks()
+        answers = engine.ask(A, B, C)
+        assert engine.loaded_blocks() > loaded
+        assert_same(answers, expected)
+
+
+def test_abort_while_blocks_are_loaded(setup: Setup, reference: Reference, held_loads: Gate) -> None:
+    """The blocks that a load writes stay out of use until it has written them."""
+    expected = reference(setup.model, A, C)
+    with running(setup) as engine:
+        engine.ask(A)
+        engine.forget_gpu()
+        doomed = engine.add(A)
+        held_loads.step_until_reached(engine)
+        engine.abort(doomed)
+        engine.step()
+        assert engine.free_blocks <= engine.setup.gpu_blocks - 1 - A_BLOCKS
+        others = engine.ask(C)
+        held_loads.latch.open()
+        engine.forget_gpu()
+        assert engine.free_blocks == engine.setup.gpu_blocks - 1
+        answers = engine.ask(A)
+        assert [answer.cached for answer in answers] == [A_HIT]
+        assert_same([*answers, *others], expected)
+
+
+def test_abort_while_blocks_are_stored(setup: Setup, reference: Reference, held_stores: Gate) -> None:
+    """The blocks that a store reads keep their contents, whoever else needs blocks."""
+    expected = reference(setup.model, A, C, D)
+    with running(replace(setup, gpu_blocks=72)) as engine:
+        doomed = engine.add(A, LONGEST)
+        held_stores.step_until_reached(engine)
+        engine.abort(doomed)
+        others = [*engine.ask(C), *engine.ask(D)]
+        held_stores.latch.open()
+        engine.forget_gpu()
+        answers = engine.ask(A)
+        assert [answer.cached for answer in answers] == [A_HIT]
+        assert_same([*answers, *others], expected)
+
+
+def test_purges_in_the_middle(setup: Setup, reference: Reference) -> None:
+    """An operator purges at every step of requests that hit, and miss, and store."""
+    prompts = (A, B, C, *SHORT[:4])
+    expected = reference(setup.model, *prompts)
+    with running(replace(setup, step_tokens=128, gpu_blocks=96)) as engine:
+        engine.ask(*prompts)
+        engine.forget_gpu()
+        loaded = engine.loaded_blocks()
+        for _ in range(2):
+            answers = engine.ask(*prompts, meanwhile=lambda: _purge(engine))
+            assert_same(answers, expected)
+            engine.forget_gpu()
+            engine.ask(*prompts)
+            engine.forget_gpu()
+        assert engine.loaded_blocks() > loaded
+        assert engine.stats("evictions")["purge"] > 0
+
+
+def test_purge_while_blocks_are_loaded(setup: Setup, reference: Reference, held_loads: Gate) -> None:
+    """Slots that are being read keep their bytes although nobody can look them up any more."""
+    expected = reference(setup.model, A, C)
+    with running(replace(setup, slots=80)) as engine:
+        engine.ask(A)
+        engine.forget_gpu()
+        name = engine.add(A)
+        held_loads.step_until_reached(engine)
+        _purge(engine)
+        other = engine.add(C)  # its stores want slots
+        answers: dict[str, object] = {}
+        eventually(lambda: answers.update(engine.step()) or other in answers, "an answer beside the load")
+        held_loads.latch.open()
+        answers |= engine.run()
+        both = [answers[name], answers[other]]
+        assert both[0].cached == A_HIT  # type: ignore[attr-defined]
+        assert_same(both, expected)  # type: ignore[arg-type]
+
+
+def test_restarted_rank(setup: Setup, reference: Reference) -> None:
+    """What a rank had in its pool is lost, and nobody is told otherwise."""
+    expected = reference(setup.model, A)
+    with running(setup) as engine:
+        assert_same(engine.ask(A), expected)
+        engine.forget_gpu()
+        _restart_rank(engine)
+        again = engine.ask(A)
+        assert [answer.cached for answer in again] == [0]
+        assert_same(again, expected)
+        engine.forget_gpu()
+        warm = engine.ask(A)
+        assert [answer.cached for answer in warm] == [A_HIT]
+        assert_same(warm, expected)
+
+
+def test_rank_restarts_while_blocks_are_loaded(setup: Setup, reference: Reference, held_loads: Gate) -> None:
+    """The load fails, the request is computed."""
+    expected = reference(setup.model, A)
+    with running(setup) as engine:
+        engine.ask(A)
+        engine.forget_gpu()
+        name = engine.add(A)
+        held_loads.step_until_reached(engine)
+        _restart_rank(engine)
+        held_loads.latch.open()
+        assert_same([engine.run()[name]], expected)
+        engine.forget_gpu()
+        assert engine.free_blocks == engine.setup.gpu_blocks - 1
+
+
+def _purge(engine: Engine) -> None:
+    engine.admin.post("/v1/pools/host/purge", json={"all": True}).raise_for_status()
+
+
+def _restart_rank(engine: Engine) -> None:
+    """As after a suspended engine: the data plane is made anew."""
+    restarts = engine.stats("faults")["rank_restarts"]
+    engine.rank_connector.unregister_kv_caches()
+    engine.rank_connector.restore_kv_caches()
+    eventually(lambda: engine.stats("faults")["rank_restarts"] > restarts, "the report of the new rank")
+    eventually(lambda: engine.stats("pool")["usable_slots"] == engine.stats("pool")["capacity_slots"], "a pinned pool")
+
+
+def test_all_prompts_at_once_twice(setup: Setup, reference: Reference) -> None:
+    expected = reference(setup.model, *PROMPTS)
+    with running(setup) as engine:
+        for _ in range(2):
+            answers = engine.ask(*PROMPTS, tokens=LONGEST)
+            engine.forget_gpu()
+            assert_same(answers, expected)
+        assert min(answer.cached for answer in answers) > 0
+        assert engine.loaded_blocks() > 0
