@@ -184,4 +184,4 @@ def _if_defect(error: Exception) -> Exception | None:
     """A traceback helps with defects of ours, not with a server that is away."""
     import httpx
 
-    return None if isinstance(error, (httpx.HTTPError, KvstowError)) else error
+    return None if isinstance(error, (httpx.HTTPError, KvstowError, OSError)) else error

@@ -34,7 +34,7 @@ logger = logging.getLogger("kvstow.admin")
 
 _PORTS = 16  # tried from the one wanted on: two hosts of eight engines each on one machine
 _OPENING_SECONDS = 30.0  # importing FastAPI cannot be interrupted; it takes seconds on a cold disk
-_HEAD_START_SECONDS = 0.01  # an import that begins at once holds the interpreter: `start` would take 5 ms, not 0.2
+_HEAD_START_SECONDS = 0.01  # an import that begins at once holds the interpreter: `start` would take 5 ms, not 0.5
 _ANY_ADDRESS = ("0.0.0.0", "::")
 
 
@@ -167,8 +167,6 @@ class EmbeddedAdmin:
             from kvstow_api.app import create_app
             from kvstow_service.server import AdminServer
 
-            if self._stopping.is_set():
-                return
             self._listen()  # only now: who connects is answered at once
             server = AdminServer(create_app(self._make_context()), self._listeners.sockets, self._fail)
             server.start()
@@ -211,10 +209,10 @@ class EmbeddedAdmin:
     def _fail(self, reason: str) -> None:
         """The first reason counts: a server that does not start tells twice."""
         with self._failing:
-            is_first, self.failure = self.failure is None, self.failure or reason
-        if is_first:
-            self._engine.count_error("admin_server")
-            logger.error("%s; serving goes on without it", reason)
+            if self.failure is None:
+                self._engine.count_error("admin_server")
+                logger.error("%s; serving goes on without it", reason)
+                self.failure = reason
         self._close()
 
     def _close(self) -> None:

@@ -325,7 +325,23 @@ def test_a_server_that_cannot_be_built_does_not_reach_the_host(
     assert str(error) in admin.failure
     assert f"{admin.failure}; serving goes on without it" in caplog.messages
     assert engine.stats().errors["admin_server"] == 1
-    assert Rendezvous("engine", environ)() is None
+    eventually(lambda: Rendezvous("engine", environ)() is None, "the end of the Unix socket")
+
+
+def test_a_server_that_does_not_come_up_is_told_of_once(
+    make: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any, engine: OffloadEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.failed", "message": "no"})
+
+    monkeypatch.setattr(app_module, "create_app", lambda context: broken)
+    admin = make()
+    admin.start()
+    eventually(lambda: admin.failure, "the failure")
+    admin.stop()
+    assert engine.stats().errors["admin_server"] == 1
+    assert sum("serving goes on without it" in message for message in caplog.messages) == 1
 
 
 def test_a_server_that_dies_is_seen_and_lets_go_of_its_sockets(

@@ -185,6 +185,7 @@ def test_a_folder_that_others_may_enter_or_that_is_none_is_refused(
         folder.symlink_to(tmp_path / "elsewhere")
     else:
         folder.write_text("")
+        folder.chmod(0o600)
     with pytest.raises(
         ConflictError, match=f"agents have no place to find the admin server: runtime folder is .*{FOLDER}"
     ):
