@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -11,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 
 from kvstow_api import problems
-from kvstow_api.auth import AuthMiddleware
+from kvstow_api.auth import AuthMiddleware, Credentials
 from kvstow_api.body import BodyMiddleware
 from kvstow_api.context import ApiContext
 from kvstow_api.idempotency import IdempotencyMiddleware
@@ -29,7 +30,12 @@ def create_app(context: ApiContext) -> FastAPI:
     The lifespan must run: it measures the event loop, and ends operations when the server stops. Registers a
     collector with the context's registry. Raises `ConfigError` if the token file cannot be used.
     """
-    token_file = TokenFile(context.token_file) if context.token_file is not None else None
+    credentials = Credentials(
+        admins=_tokens(context.token_file),
+        viewers=_tokens(context.viewer_token_file),
+        agent=context.agent_token,
+        certificates=context.client_certificates,
+    )
     http = HttpCounters(_known_requests())
     services = Services.of(context, http)
     app = FastAPI(
@@ -40,8 +46,8 @@ def create_app(context: ApiContext) -> FastAPI:
         redirect_slashes=False,
         lifespan=_lifespan,
         middleware=[
-            Middleware(RequestMiddleware, counters=http),
-            Middleware(AuthMiddleware, token_file=token_file, agent_token=context.agent_token),
+            Middleware(RequestMiddleware, counters=http, journal=services.journal),
+            Middleware(AuthMiddleware, credentials=credentials),
             Middleware(BodyMiddleware),
             Middleware(IdempotencyMiddleware, clock=context.clock),
         ],
@@ -53,6 +59,10 @@ def create_app(context: ApiContext) -> FastAPI:
     app.openapi = Description(app)  # type: ignore[method-assign]
     context.registry.register(Collector(services))
     return app
+
+
+def _tokens(path: Path | None) -> TokenFile | None:
+    return None if path is None else TokenFile(path)
 
 
 @asynccontextmanager

@@ -1,7 +1,9 @@
-"""Who may change things: bearer tokens.
+"""Who may read and who may change things: bearer tokens, and client certificates.
 
-Reading is open. Every other method needs the token of the token file when one is configured; a new route
-is covered without doing anything. The agent token opens the route by which a rank reports, nothing else.
+Probes and metrics are open. Reading is, too, unless there is a file of viewer tokens: then it needs one of those,
+an admin token or a client certificate. Changing needs an admin token or a certificate where either is configured.
+The method decides, so a new route is covered without doing anything. The agent token opens the route by which a
+rank reports, nothing else.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import hmac
 import logging
 import re
+from typing import NamedTuple
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,45 +27,86 @@ ACTOR = "kvstow.actor"
 
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
+CERTIFICATE = "client_certificate"
+"""Key in the `state` of an ASGI scope: the subject of the client's certificate, which the TLS layer has verified."""
+
+_READING_POST = "/v1/lookup"  # a body, because a query has no room for a thousand keys
+_OPEN_PATHS = re.compile(r"/(livez|readyz|health|healthz|startupz)(/[^/]*)?|/metrics")
 _REPORT_PATH = re.compile(r"/v1/ranks/[^/]+/report")
+
+
+def is_reading(method: str, path: str) -> bool:
+    """Whether such a request changes nothing."""
+    return method in READING_METHODS or (method == "POST" and path == _READING_POST)
+
+
+class Credentials(NamedTuple):
+    """Whom the API obeys. `admins` and `viewers` hold tokens; `certificates`: a verified client certificate counts as
+    an admin's token; `agent`: the token of the ranks' agents."""
+
+    admins: TokenFile | None = None
+    viewers: TokenFile | None = None
+    agent: str | None = None
+    certificates: bool = False
+
+    @property
+    def guard_changes(self) -> bool:
+        return self.admins is not None or self.certificates
 
 
 class AuthMiddleware:
     """Lets a request through with its actor in the scope, or answers 401, 403 or 503 (token file unusable)."""
 
-    def __init__(self, app: ASGIApp, *, token_file: TokenFile | None, agent_token: str | None) -> None:
+    def __init__(self, app: ASGIApp, *, credentials: Credentials) -> None:
         self._app = app
-        self._token_file = token_file
-        self._agent_token = agent_token.encode() if agent_token else None
+        self._credentials = credentials
+        self._agent_token = credentials.agent.encode() if credentials.agent else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in READING_METHODS:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._judge(scope, _bearer(scope))
+        refusal = self._judge(scope)
         await (refusal or self._app)(scope, receive, send)
 
-    def _judge(self, scope: Scope, given: bytes | None) -> Response | None:
+    def _judge(self, scope: Scope) -> Response | None:
         """Put the actor into the scope, or say why the request is refused."""
-        if self._agent_token and given and hmac.compare_digest(given, self._agent_token):
-            scope[ACTOR] = "agent"
-            if _REPORT_PATH.fullmatch(scope["path"]):
-                return None
-            return problem(scope, 403, "an agent's token opens only the report route")
-        if self._token_file is None:
-            if _is_cross_site(scope):
-                return problem(scope, 403, "without a token, web pages of other sites may change nothing")
-            scope[ACTOR] = "anonymous"
+        scope[ACTOR] = "anonymous"
+        reading = is_reading(scope["method"], scope["path"])
+        if reading and (self._credentials.viewers is None or _OPEN_PATHS.fullmatch(scope["path"])):
             return None
+        if not reading and not self._credentials.guard_changes and _is_cross_site(scope):
+            return problem(scope, 403, "without a token, web pages of other sites may change nothing")
         try:
-            accepted = given is not None and self._token_file.accepts(given)
+            actor = self._actor(scope, _bearer(scope))
         except ConfigError as error:
-            logger.error("every change is refused: %s", error)
+            logger.error("a token file cannot be used: %s", error)
             return problem(scope, 503, "the token file cannot be used; the log says why", headers={"Retry-After": "5"})
-        if not accepted:
-            return _unauthorized(scope, given is not None)
-        scope[ACTOR] = "admin"
+        scope[ACTOR] = actor or "-"
+        if actor is None:
+            return _unauthorized(scope, _bearer(scope) is not None)
+        if actor == "agent" and not _REPORT_PATH.fullmatch(scope["path"]):
+            return problem(scope, 403, "an agent's token opens only the report route")
+        if actor == "viewer" and not reading:
+            return problem(scope, 403, "a viewer's token opens only what reads")
         return None
+
+    def _actor(self, scope: Scope, token: bytes | None) -> str | None:
+        """Who asks; None for nobody who is known. Raises `ConfigError` for a token file that has none any more."""
+        known = self._credentials
+        certificate = scope.get("state", {}).get(CERTIFICATE) if known.certificates else None
+        if certificate is not None:
+            return f"certificate:{certificate}"
+        if token is not None:
+            if self._agent_token and hmac.compare_digest(token, self._agent_token):
+                return "agent"
+            if known.admins is not None and known.admins.accepts(token):
+                return "admin"
+            if known.viewers is not None and known.viewers.accepts(token):
+                return "viewer"
+        if known.guard_changes:
+            return None
+        return "anonymous"
 
 
 def _is_cross_site(scope: Scope) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from math import isfinite
@@ -17,25 +18,34 @@ from kvstow_api.auth import READING_METHODS
 from kvstow_api.problems import problem
 
 MAX_BODY_BYTES = 1 << 20
+MAX_BODY_SECONDS = 10.0
 
+_JSON_TYPES = (b"application/json", b"application/merge-patch+json")
 _MAX_INTEGER = 1 << 63
 
 
 class BodyMiddleware:
-    """Reads the body before the route runs: 413 above `limit` bytes, 415 if it is not declared as JSON."""
+    """Reads the body before the route runs: 413 above `limit` bytes, 408 if it is not there in `seconds`, 415 if it is
+    not declared as JSON."""
 
-    def __init__(self, app: ASGIApp, *, limit: int = MAX_BODY_BYTES) -> None:
+    def __init__(self, app: ASGIApp, *, limit: int = MAX_BODY_BYTES, seconds: float = MAX_BODY_SECONDS) -> None:
         self._app = app
         self._limit = limit
+        self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in READING_METHODS:
             await self._app(scope, receive, send)
             return
         try:
-            body = await self._read(scope, receive)
+            async with asyncio.timeout(self._seconds):
+                body = await self._read(scope, receive)
         except ClientDisconnect:
             return  # half of a body must not be taken for the whole
+        except TimeoutError:
+            detail = f"the body did not arrive in {self._seconds:g} s"
+            await problem(scope, 408, detail, headers={"Connection": "close"})(scope, receive, send)
+            return
         if body is None:
             detail = f"the body is too large; allowed: {self._limit} bytes"
             await problem(scope, 413, detail, headers={"Connection": "close"})(scope, receive, send)
@@ -67,7 +77,8 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 def _is_json(scope: Scope) -> bool:
-    return _header(scope, b"content-type").split(b";")[0].strip().lower() == b"application/json"
+    allowed = _JSON_TYPES if scope["method"] == "PATCH" else _JSON_TYPES[:1]
+    return _header(scope, b"content-type").split(b";")[0].strip().lower() in allowed
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

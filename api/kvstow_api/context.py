@@ -28,7 +28,8 @@ class ApiContext:
     `addresses`: where the server listens. `settings`: shown, like them, to every reader of `/v1/info`, so it must hold
     no secrets. `build`: labels of
     `kvstow_build_info` (revision, torch, vllm...). `token_file`: when set, requests that change anything need its
-    token. `agent_token`: lets a rank's agent report, and nothing else.
+    token. `viewer_token_file`: when set, reading needs one of its tokens or an admin's. `client_certificates`: the
+    server verifies them, and one counts as an admin's token. `agent_token`: lets a rank's agent report, nothing else.
     `readiness_require`: checks of `INFORMATIONAL_CHECKS` that shall fail `/readyz`. `startup_grace`: seconds for
     which a rank may be silent before its first report. `live_checks` fail `/livez`: only for what a restart
     cures, such as a dead thread; `host_facts`: what the host can measure of its machine, called on a thread;
@@ -43,6 +44,8 @@ class ApiContext:
     settings: Mapping[str, Any] = field(default_factory=dict)
     build: Mapping[str, str] = field(default_factory=dict)
     token_file: Path | None = None
+    viewer_token_file: Path | None = None
+    client_certificates: bool = False
     agent_token: str | None = field(default=None, repr=False)
     readiness_require: tuple[str, ...] = ()
     startup_grace: float = 10.0
@@ -57,6 +60,9 @@ class ApiContext:
         unknown = sorted(set(self.readiness_require) - set(INFORMATIONAL_CHECKS))
         if unknown:
             raise ConfigError("readiness.require", unknown, f"any of {', '.join(INFORMATIONAL_CHECKS)}")
+        if self.viewer_token_file is not None and self.token_file is None and not self.client_certificates:
+            allowed = "none without token_file or client certificates: anybody could change what only viewers may read"
+            raise ConfigError("viewer_token_file", str(self.viewer_token_file), allowed)
         if self.agent_token == "":
             raise ConfigError("agent_token", "", "a non-empty string, or none")
         if not 0 <= self.startup_grace < float("inf"):

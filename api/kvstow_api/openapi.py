@@ -8,24 +8,26 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
+from kvstow_api.idempotency import MAX_KEY_LENGTH
 from kvstow_api.problems import MEDIA_TYPE
 from kvstow_api.views.problem import ProblemView
 
 Responses = dict[int | str, dict[str, Any]]
 
 _AUTH = (401, 403, 503)
-_BODY = (400, 413, 415, 422)
+_ANY_BODY = (408, 413, 415)  # also of a body where none is wanted
+_BODY = (400, 422)
 _ANY = (500,)
 
 
-def reading(*codes: int) -> Responses:
-    """Problems that a GET may answer: `codes`, and those that any may."""
-    return _described(*codes, *_ANY)
+def reading(*codes: int, guarded: bool = True) -> Responses:
+    """Problems that a GET may answer: `codes`, and those that any may. Not `guarded`: it needs a token nowhere."""
+    return _described(*codes, *(_AUTH if guarded else ()), *_ANY)
 
 
 def changing(*codes: int, body: bool = True) -> Responses:
     """Problems that a route that changes something may answer: `codes`, and those that any such may."""
-    return _described(*codes, *_AUTH, *(_BODY if body else ()), *_ANY)
+    return _described(*codes, *_AUTH, *_ANY_BODY, *(_BODY if body else ()), *_ANY)
 
 
 def _described(*codes: int) -> Responses:
@@ -61,9 +63,23 @@ def _share_problems(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
+_IDEMPOTENCY_KEY: dict[str, Any] = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "description": "Sent again with the same key, within an hour, the request is answered again and not done twice",
+    "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH, "pattern": "^[!-~]+$"},
+    "example": "resize-2026-11-02",
+}
+
+
 def _describe_operation(method: str, operation: dict[str, Any], shared: dict[str, Any]) -> None:
-    if method != "get":
+    if method != "get" or "401" in operation["responses"]:
         operation["security"] = [{"token": []}, {}]
+    if method == "post":
+        operation.setdefault("parameters", []).append(_IDEMPOTENCY_KEY)
+        for status in ("409", "422"):  # the key is of a request under way, or of another
+            operation["responses"].setdefault(status, {})
     for status, response in operation["responses"].items():
         media = response.get("content", {})
         if int(status) < 400 or "text/plain" in media:

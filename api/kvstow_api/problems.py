@@ -54,6 +54,7 @@ _CODE_OF: dict[int, str] = {
     403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
+    408: "body_too_slow",
     409: "conflict",
     412: "precondition_failed",
     413: "body_too_large",

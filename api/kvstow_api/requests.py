@@ -13,7 +13,8 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstow.stats import Histogram, HistogramSnapshot
-from kvstow_api.auth import ACTOR, READING_METHODS
+from kvstow_api.auth import ACTOR, is_reading
+from kvstow_api.journal import Journal
 from kvstow_api.problems import REQUEST_ID, internal_problem
 
 logger = logging.getLogger("kvstow.api")
@@ -60,9 +61,10 @@ class HttpCounters:
 class RequestMiddleware:
     """The outermost layer of the application."""
 
-    def __init__(self, app: ASGIApp, *, counters: HttpCounters) -> None:
+    def __init__(self, app: ASGIApp, *, counters: HttpCounters, journal: Journal) -> None:
         self._app = app
         self._counters = counters
+        self._journal = journal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,8 +80,22 @@ class RequestMiddleware:
             self._counters.inflight -= 1
             key = RouteKey(scope["method"] if scope["method"] in _METHODS else "other", _template(scope))
             self._counters.count(key, answer.status, time.perf_counter() - started)
-            if scope["method"] not in READING_METHODS:
-                _write_audit(scope, key, answer.status)
+            if not is_reading(scope["method"], scope["path"]):
+                self._audit(scope, key, answer.status)
+
+    def _audit(self, scope: Scope, key: RouteKey, status: int) -> None:
+        """One line per change that was asked for, and an entry in the journal for one that was made."""
+        routine = key.route == _REPORT_ROUTE and status < 400  # every rank, every second
+        _write_audit(scope, key, status, logging.DEBUG if routine else logging.INFO)
+        if status < 400 and not routine:
+            self._journal.add(
+                "change",
+                actor=scope.get(ACTOR, "-"),
+                method=key.method,
+                path=_path(scope),
+                status=status,
+                request_id=scope[REQUEST_ID],
+            )
 
     async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         try:
@@ -129,11 +145,10 @@ def _path(scope: Scope) -> str:
     return ascii(raw.decode("latin-1"))[1:-1]
 
 
-def _write_audit(scope: Scope, key: RouteKey, status: int) -> None:
-    routine = key.route == _REPORT_ROUTE and status < 400  # every rank, every second
+def _write_audit(scope: Scope, key: RouteKey, status: int, level: int) -> None:
     client = scope.get("client")
     audit_logger.log(
-        logging.DEBUG if routine else logging.INFO,
+        level,
         "actor=%s client=%s method=%s route=%s path=%s status=%d request_id=%s",
         scope.get(ACTOR, "-"),
         client[0] if client else "-",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.anyio
 
 ADMIN = {"Authorization": "Bearer admin-token"}
 AGENT = {"Authorization": "Bearer agent-token"}
+VIEWER = {"Authorization": "Bearer viewer-token"}
 
 CHANGES = [
     ("PATCH", "/v1/pools/host", {"policy": "arc"}),
@@ -29,12 +31,27 @@ CHANGES = [
     ("PUT", "/v1/bypass", {"load": True}),
     ("DELETE", "/v1/operations/{operation_id}", None),
     ("POST", "/v1/operations/{operation_id}/cancel", None),
-    ("POST", "/v1/lookup", {"keys": ["00aa"]}),
     ("PATCH", "/v1/config", {"runtime": {"policy": "arc"}}),
     ("PUT", "/v1/loglevel", {"level": "info", "logger": "kvstow.api", "ttl_seconds": 60}),
     ("PUT", "/v1/namespaces/{rest:path}", None),
     ("DELETE", "/v1/namespaces/{rest:path}", None),
     ("POST", "/v1/ranks/{rank}/report", {}),
+]
+KNOWN = {"{rank}": "0", "{operation_id}": "absent", "{key}": "00aa", "{pool}": "host", "{rest:path}": "a"}
+OPEN = ("/livez", "/readyz", "/health", "/healthz", "/startupz", "/metrics")
+READING = [
+    ("GET", route.path, None)  # type: ignore[attr-defined]
+    for router in ROUTERS
+    for route in router.routes
+    if "GET" in route.methods and not route.path.startswith(OPEN)  # type: ignore[attr-defined]
+    if route.path != "/v1/events"  # type: ignore[attr-defined]
+] + [("POST", "/v1/lookup", {"keys": ["00aa"]}), ("GET", "/openapi.json", None)]
+REFUSED = [
+    {},
+    {"Authorization": "Bearer wrong"},
+    {"Authorization": "Bearer "},
+    {"Authorization": "Basic admin-token"},
+    {"Authorization": "admin-token"},
 ]
 
 
@@ -46,15 +63,31 @@ def token_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def viewer_file(tmp_path: Path) -> Path:
+    path = tmp_path / "viewer-token"
+    path.write_text("viewer-token\n")
+    return path
+
+
+@pytest.fixture
 async def guarded(launch: Any, token_file: Path, ranks: Any) -> httpx.AsyncClient:
-    """A client of an application that has both tokens."""
+    """A client of an application that has an admin's and an agent's token."""
     client: httpx.AsyncClient = await launch(token_file=token_file, agent_token="agent-token")
+    return client
+
+
+@pytest.fixture
+async def private(launch: Any, token_file: Path, viewer_file: Path, ranks: Any) -> httpx.AsyncClient:
+    """As `guarded`, with a viewer's token."""
+    files = {"token_file": token_file, "viewer_token_file": viewer_file}
+    client: httpx.AsyncClient = await launch(**files, agent_token="agent-token")
     return client
 
 
 async def ask(client: httpx.AsyncClient, change: tuple[str, str, Any], headers: dict[str, str]) -> httpx.Response:
     method, path, body = change
-    path = path.replace("{rank}", "0").replace("{operation_id}", "absent").replace("{key}", "00aa")
+    for name, given in KNOWN.items():
+        path = path.replace(name, given)
     return await client.request(method, path, json=body, headers=headers)
 
 
@@ -64,21 +97,13 @@ def test_the_changes_tested_here_are_all_there_are() -> None:
         for router in ROUTERS
         for route in router.routes
         for method in route.methods - {"GET", "HEAD"}  # type: ignore[attr-defined]
+        if route.path != "/v1/lookup"  # type: ignore[attr-defined]
     }
     assert routes == {(method, path) for method, path, _ in CHANGES}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        {"Authorization": "Bearer wrong"},
-        {"Authorization": "Bearer "},
-        {"Authorization": "Basic admin-token"},
-        {"Authorization": "admin-token"},
-    ],
-)
+@pytest.mark.parametrize("headers", REFUSED)
 async def test_a_change_without_a_good_token_is_refused(
     guarded: httpx.AsyncClient, change: tuple[str, str, Any], headers: dict[str, str]
 ) -> None:
@@ -102,6 +127,90 @@ async def test_the_agent_token_opens_only_the_report(guarded: httpx.AsyncClient,
 async def test_two_authorization_headers_are_refused(guarded: httpx.AsyncClient) -> None:
     headers = [("Authorization", "Bearer admin-token"), ("Authorization", "Bearer admin-token")]
     assert (await guarded.delete("/v1/drain", headers=headers)).status_code == 401
+
+
+@pytest.mark.parametrize("headers", [{}, *REFUSED])
+@pytest.mark.parametrize("read", READING)
+async def test_with_a_viewers_token_reading_needs_one(
+    private: httpx.AsyncClient, read: tuple[str, str, Any], headers: dict[str, str]
+) -> None:
+    assert (await ask(private, read, headers)).status_code == 401
+
+
+@pytest.mark.parametrize("headers", [VIEWER, ADMIN])
+@pytest.mark.parametrize("read", READING)
+async def test_viewers_and_admins_read(
+    private: httpx.AsyncClient, read: tuple[str, str, Any], headers: dict[str, str]
+) -> None:
+    assert (await ask(private, read, headers)).status_code in (200, 404)
+
+
+@pytest.mark.parametrize("read", READING)
+async def test_an_agent_does_not_read_what_needs_a_token(
+    private: httpx.AsyncClient, read: tuple[str, str, Any]
+) -> None:
+    assert (await ask(private, read, AGENT)).status_code == 403
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_viewer_changes_nothing(private: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
+    answer = await ask(private, change, VIEWER)
+    assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_viewer_changes_nothing_where_viewers_are_not_known(
+    guarded: httpx.AsyncClient, change: tuple[str, str, Any]
+) -> None:
+    assert (await ask(guarded, change, VIEWER)).status_code == 401
+
+
+@pytest.mark.parametrize("path", [*OPEN, "/livez/server"])
+async def test_probes_and_metrics_stay_open(private: httpx.AsyncClient, path: str) -> None:
+    assert (await private.get(path)).status_code == 200
+
+
+async def test_a_path_that_only_looks_like_a_probe_is_guarded(private: httpx.AsyncClient) -> None:
+    for path in ("/livez/../v1/pools", "/metrics/v1", "/livez/server/v1", "//v1/pools"):
+        assert (await private.get(path)).status_code in (401, 404), path
+    assert (await private.get("/metrics/v1")).status_code == 401
+
+
+async def test_a_viewers_token_is_read_again_when_its_file_changes(
+    private: httpx.AsyncClient, viewer_file: Path
+) -> None:
+    viewer_file.write_text("another-viewer")
+    assert (await private.get("/v1/info", headers=VIEWER)).status_code == 401
+    assert (await private.get("/v1/info", headers={"Authorization": "Bearer another-viewer"})).status_code == 200
+    viewer_file.unlink()
+    assert (await private.get("/v1/info", headers=VIEWER)).status_code == 503
+    assert (await private.get("/v1/info", headers=ADMIN)).status_code == 200
+    assert (await private.get("/readyz")).status_code == 200
+
+
+async def test_a_verified_certificate_counts_as_an_admin(launch: Any, ranks: Any) -> None:
+    async def with_certificate(app: Any, scope: Any, receive: Any, send: Any) -> None:
+        await app(scope | {"state": {"client_certificate": "ops"}}, receive, send)
+
+    apps: list[Any] = []
+    client: httpx.AsyncClient = await launch(apps.append, client_certificates=True)
+    assert (await client.delete("/v1/drain")).status_code == 401
+    transport = httpx.ASGITransport(partial(with_certificate, apps[0]))
+    async with httpx.AsyncClient(transport=transport, base_url="http://kvstow") as known:
+        assert (await known.delete("/v1/drain")).status_code == 200
+    entries, _ = apps[0].state.services.journal.after(0)
+    assert [entry.data["actor"] for entry in entries if entry.type == "change"] == ["certificate:ops"]
+
+
+async def test_where_certificates_are_not_asked_for_none_counts(launch: Any, ranks: Any, token_file: Path) -> None:
+    apps: list[Any] = []
+    await launch(apps.append, token_file=token_file)
+
+    async def forged(scope: Any, receive: Any, send: Any) -> None:
+        await apps[0](scope | {"state": {"client_certificate": "ops"}}, receive, send)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(forged), base_url="http://kvstow") as client:
+        assert (await client.delete("/v1/drain")).status_code == 401
 
 
 @pytest.mark.parametrize("path", ["/livez", "/metrics", "/v1/info", "/v1/pools/host", "/v1/drain", "/openapi.json"])

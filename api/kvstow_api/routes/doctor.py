@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 
-from kvstow_api import doctor
+from kvstow_api.doctor import Evidence, examine
 from kvstow_api.openapi import reading
 from kvstow_api.services import Use
 from kvstow_api.views.doctor import DoctorView
@@ -16,7 +16,7 @@ router = APIRouter(prefix="/v1", tags=["doctor"])
 @router.get("/doctor", responses=reading())
 async def get_doctor(use: Use) -> DoctorView:
     """Findings in words, each with its fix and the numbers behind it, the worst first."""
-    evidence = doctor.Evidence(
+    evidence = Evidence(
         readiness=use.engine.readiness(),
         desired=use.engine.desired(),
         drain=use.engine.admin.drain_status,
@@ -25,4 +25,4 @@ async def get_doctor(use: Use) -> DoctorView:
         clock_offsets=use.clocks.offsets(),
         host=await run_in_threadpool(use.context.host_facts) if use.context.host_facts else None,
     )
-    return doctor.examine(evidence)
+    return examine(evidence)

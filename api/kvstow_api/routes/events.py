@@ -26,7 +26,7 @@ _EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00
             "description": "Server-sent events; the stream does not end",
             "content": {_MEDIA_TYPE: {"schema": {"type": "string"}, "example": _EXAMPLE}},
         },
-        **reading(422, 503),
+        **reading(422),
     },
 )
 async def get_events(

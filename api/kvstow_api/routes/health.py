@@ -43,7 +43,7 @@ async def check(request: Request, use: Use, check: str, verbose: Verbose = None)
 
 for _path in _PROBE_OF:
     for _route, _endpoint, _codes in ((_path, probe, (422,)), (f"{_path}/{{check}}", check, (404,))):
-        _shared: dict[str, Any] = {"responses": {**_FAILED, **reading(*_codes)}}
+        _shared: dict[str, Any] = {"responses": {**_FAILED, **reading(*_codes, guarded=False)}}
         router.add_api_route(_route, _endpoint, methods=["GET"], **_shared)
         router.add_api_route(_route, _endpoint, methods=["HEAD"], include_in_schema=False, **_shared)
 
