@@ -30,17 +30,18 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 class Rendezvous:
     """The meeting point of one engine. `identity` must be no other engine's on this machine.
 
-    The folder is `kvstow-UID` in `XDG_RUNTIME_DIR`, else in the folder for temporary files; mode 0700. One that
-    somebody else owns, or others may enter, is not used.
+    The folder is `kvstow-UID` in `XDG_RUNTIME_DIR` (`/run/user/UID` if that is not set), else in the folder for
+    temporary files; mode 0700. One that somebody else owns, or others may enter, is not used.
 
     A rank's agent calls the object to look for the server. The engine's host publishes it, once, and withdraws it; a
     host that is killed leaves two files, which its successor replaces.
     """
 
     def __init__(self, identity: str, environ: Mapping[str, str] = os.environ) -> None:
-        parents = [environ["XDG_RUNTIME_DIR"]] if environ.get("XDG_RUNTIME_DIR") else []
-        name = f"kvstow-{os.geteuid()}"
-        self._folders = [Path(parent) / name for parent in [*parents, tempfile.gettempdir()]]
+        uid = os.geteuid()
+        # The usual place without the variable, too: ranks are not always started with their host's environment.
+        runtime = environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}"
+        self._folders = [Path(parent) / f"kvstow-{uid}" for parent in (runtime, tempfile.gettempdir())]
         self._identity = identity
         self._published: tuple[Path, str] | None = None
         self._refused: set[Path] = set()

@@ -176,6 +176,7 @@ def test_a_folder_that_others_may_enter_or_that_is_none_is_refused(
     listeners: Listeners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path / "gone")}
     folder = tmp_path / FOLDER
     if kind == "open":
         folder.mkdir()
@@ -187,11 +188,11 @@ def test_a_folder_that_others_may_enter_or_that_is_none_is_refused(
         folder.write_text("")
         folder.chmod(0o600)
     with pytest.raises(
-        ConflictError, match=f"agents have no place to find the admin server: runtime folder is .*{FOLDER}"
+        ConflictError, match=f"agents have no place to find the admin server: .*runtime folder is .*{FOLDER}"
     ):
-        Rendezvous("engine", {}).publish(listeners, "secret")
+        Rendezvous("engine", environ).publish(listeners, "secret")
     assert listeners.sockets == []
-    assert Rendezvous("engine", {})() is None
+    assert Rendezvous("engine", environ)() is None
 
 
 def test_a_runtime_directory_that_does_not_exist_is_passed_over(
@@ -202,3 +203,17 @@ def test_a_runtime_directory_that_does_not_exist_is_passed_over(
     found = Rendezvous("engine", environ)()
     assert found is not None
     assert found.uds == tmp_path / "tmp" / FOLDER / "engine.sock"
+
+
+def test_without_the_variable_the_usual_runtime_directory_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that has the variable and a rank that has not must meet."""
+    looked: list[Path] = []
+    lstat = Path.lstat
+
+    def spy(path: Path) -> os.stat_result:
+        looked.append(path)
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", spy)
+    Rendezvous("engine", {})()
+    assert looked[0] == Path(f"/run/user/{os.geteuid()}") / FOLDER
