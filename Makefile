@@ -78,7 +78,7 @@ test-deploy: $(VENV)/.deploy ## Run the tests of the Helm chart; fetches helm, p
 	$(BIN)/python -m pytest -m deploy tests/helm
 
 test-image: $(VENV)/.deploy ## Build the images with buildah and run them; needs root
-	$(BIN)/python -m pytest -m image tests/helm
+	$(BIN)/python -m pytest -m image -o faulthandler_timeout=900 tests/helm
 
 pins: ## Renew constraints.txt, the versions that the images install
 	$(PYTHON) -m venv --clear build/pins
