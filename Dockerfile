@@ -5,8 +5,11 @@
 #             most of its size. On GPUs, run `kvstow serve` from the image vllm.
 #   cli       the command line alone, without torch, numpy and web server: for jobs and `helm test`.
 #
-# docker build --target cli --build-arg REVISION="$(git rev-parse HEAD)" --tag kvstow-cli:0.1.0 .
+# docker build --target service --build-arg REVISION="$(git rev-parse HEAD)" --tag kvstow:0.1.0 .
+# docker run --read-only --tmpfs /tmp --volume "$PWD/token:/token:ro" --publish 127.0.0.1:9595:9595 kvstow:0.1.0 \
+#     serve --host 0.0.0.0 --token-file /token
 #
+# constraints.txt has the versions of everything from the package index; `make pins` renews it.
 # Tags can move, digests cannot. To pin the bases, look the digests up where you build, and hand them in:
 # docker buildx imagetools inspect python:3.12-slim-bookworm
 # docker build --build-arg PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm@sha256:... .

@@ -99,8 +99,10 @@ def pip_settings(written: Path) -> list[str]:
     config["global"] = settings
     with written.open("w") as stream:
         config.write(stream)
-    words = [word.removeprefix("file://") for value in settings.values() for word in value.split()]
-    shared = [f"{word}:{word}:ro" for word in words if word.startswith("/") and Path(word).exists()]
+    words = [word for value in settings.values() for word in value.split()]
+    indexes = [Path(word.removeprefix("file://")).parent for word in words if word.startswith("file://")]
+    paths = {*indexes, *(Path(word) for word in words if word.startswith("/"))}  # an index links to what lies beside it
+    shared = [f"{path}:{path}:ro" for path in sorted(paths) if path.exists()]
     return [option for mount in (f"{written}:/etc/pip.conf:ro", *shared) for option in ("-v", mount)]
 
 

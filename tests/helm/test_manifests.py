@@ -98,6 +98,16 @@ def test_pods_meet_the_restricted_standard(template: Template, values: Path) -> 
 
 
 @each_case
+def test_the_notes_are_complete(helm: Path, values: Path) -> None:
+    command: list[str | Path] = [helm, "install", "test", CHART, "--dry-run=client", "--values", values]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    notes = result.stdout.partition("\nNOTES:\n")[2]
+    assert "port-forward" in notes
+    for blank in ("<no value>", "<nil>", "%!", "\n\n\n"):
+        assert blank not in notes
+
+
+@each_case
 def test_images_are_never_floating(template: Template, values: Path) -> None:
     images = [container["image"] for pod in pod_specs(template(values=values)) for container in pod["containers"]]
     assert all(image.startswith("registry.example.com/ml/kvstow") for image in images)

@@ -38,13 +38,13 @@ def test_objects_of_the_operator_come_where_it_is(
     assert (kind in kinds) == expected
 
 
-@pytest.mark.parametrize("mode", ["engine", "service"])
-def test_own_pods_declare_the_ports_that_are_scraped(find: Find, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "ports"), [("engine", [8000, 9595, 9596]), ("service", [9595])])
+def test_own_pods_declare_the_ports_that_are_scraped(find: Find, mode: str, ports: list[int]) -> None:
     sets = (f"mode={mode}", "image.registry=r.example.com", "engine.model=m", "parallel.data=2")
     (container,) = find("Deployment", *sets)["spec"]["template"]["spec"]["containers"]
     declared = {port["name"]: port["containerPort"] for port in container["ports"]}
     scraped = [one["port"] for one in find("PodMonitor", *sets, apis=(OPERATOR,))["spec"]["podMetricsEndpoints"]]
-    assert [declared[name] for name in scraped] == ([9595, 9596] if mode == "engine" else [9595])
+    assert [declared[name] for name in scraped] == ports
 
 
 def in_prometheus_words(rule: dict[str, Any]) -> dict[str, Any]:
