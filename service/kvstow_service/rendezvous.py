@@ -13,6 +13,7 @@ import re
 import secrets
 import stat
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvstow_service.listeners import Listeners, is_listening
 logger = logging.getLogger("kvstow.rendezvous")
 
 _MOST_PATH_BYTES = 107  # of a Unix socket, on Linux
+_STARTING_SECONDS = 60.0  # for which a token may wait for its socket
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -34,7 +36,7 @@ class Rendezvous:
     temporary files; mode 0700. One that somebody else owns, or others may enter, is not used.
 
     A rank's agent calls the object to look for the server. The engine's host publishes it, once, and withdraws it; a
-    host that is killed leaves two files, which its successor replaces.
+    host that is killed leaves two files, which the next one replaces or removes.
     """
 
     def __init__(self, identity: str, environ: Mapping[str, str] = os.environ) -> None:
@@ -63,6 +65,7 @@ class Rendezvous:
         self._published = path, token
         _write_private(_token_path(path), token)
         listeners.add_uds(path)
+        _sweep(path.parent)
 
     def withdraw(self) -> None:
         """Remove the token, unless a successor has replaced it; the socket goes with its listeners. Idempotent."""
@@ -121,6 +124,16 @@ def _require_private(folder: Path) -> None:
 
 def _token_path(socket_path: Path) -> Path:
     return socket_path.with_suffix(".token")
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed hosts of other identities left; inference engines make a new one in each life."""
+    for token in folder.glob("*.token"):
+        path = token.with_suffix(".sock")
+        with suppress(OSError):  # somebody else sweeps, or a socket is busy
+            if time.time() - token.stat().st_mtime > _STARTING_SECONDS and not is_listening(path):
+                path.unlink(missing_ok=True)
+                token.unlink()
 
 
 def _write_private(path: Path, text: str) -> None:

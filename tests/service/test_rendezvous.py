@@ -80,6 +80,25 @@ def test_what_a_killed_host_left_is_nobody_and_is_replaced(
     assert found.token == "of the living"
 
 
+def test_what_killed_hosts_of_other_identities_left_is_removed(
+    environ: dict[str, str], listeners: Listeners, tmp_path: Path
+) -> None:
+    """But neither what lives nor what may be about to start."""
+    folder = tmp_path / "run" / FOLDER
+    others = Listeners()
+    Rendezvous("alive", environ).publish(others, "secret")
+    for name in ("dead", "starting"):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(folder / f"{name}.sock"))
+        (folder / f"{name}.token").write_text("")
+    for name in ("dead", "alive"):
+        os.utime(folder / f"{name}.token", (0, 0))
+    Rendezvous("engine", environ).publish(listeners, "secret")
+    assert {path.stem for path in folder.glob("*.token")} == {"alive", "starting", "engine"}
+    assert {path.stem for path in folder.glob("*.sock")} == {"alive", "starting", "engine"}
+    others.close()
+
+
 def test_a_second_engine_of_the_same_identity_is_refused_and_harms_nothing(
     environ: dict[str, str], listeners: Listeners
 ) -> None:
