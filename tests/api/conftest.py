@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
@@ -19,6 +20,8 @@ from kvstow.messages import Completion, Mark, Op, RankReport
 from kvstow.testing.clock import FakeClock
 from kvstow_api.app import create_app
 from kvstow_api.context import ApiContext
+from kvstow_service.listeners import Listeners, TcpAddress
+from kvstow_service.server import AdminServer
 
 SLOT_BYTES = 4096
 CAPACITY = 16
@@ -124,6 +127,28 @@ async def launch(engine: OffloadEngine, clock: FakeClock) -> AsyncIterator[Launc
             await stack.enter_async_context(app.router.lifespan_context(app))
             client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kvstow")
             return await stack.enter_async_context(client)
+
+        yield start
+
+
+class Serve(Protocol):
+    def __call__(self, *, uds: Path | None = ..., **changes: Any) -> Listeners: ...
+
+
+@pytest.fixture
+def serve(engine: OffloadEngine) -> Iterator[Serve]:
+    """Serves an application, with a context that differs by what is given, on real sockets."""
+    with ExitStack() as stack:
+
+        def start(*, uds: Path | None = None, **changes: Any) -> Listeners:
+            given = {"engine": engine, "max_capacity_slots": 2 * CAPACITY, "version": "1.2.3", "mode": "test"}
+            listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), uds)
+            stack.callback(listeners.close)
+            app = create_app(ApiContext(**{**given, **changes}))
+            server = AdminServer(app, listeners.sockets, lambda reason: pytest.fail(reason))
+            server.start()
+            stack.callback(server.stop)
+            return listeners
 
         yield start
 

@@ -189,13 +189,13 @@ def retry_pinning(*, key: str | None = None, name: str = POOL_NAME) -> Call[Pinn
     return Call("POST", f"{_pool(name)}/retry", _as(PinningView), headers=_idempotent(key))
 
 
-def pause_pinning(*, name: str = POOL_NAME) -> Call[PinningView]:
+def pause_pinning(*, name: str = POOL_NAME) -> Call[PoolView]:
     """Ranks start no further chunk."""
-    return Call("POST", f"{_pool(name)}/pause", _as(PinningView))
+    return Call("PATCH", _pool(name), _as(PoolView), body={"pinning_paused": True})
 
 
-def resume_pinning(*, name: str = POOL_NAME) -> Call[PinningView]:
-    return Call("POST", f"{_pool(name)}/resume", _as(PinningView))
+def resume_pinning(*, name: str = POOL_NAME) -> Call[PoolView]:
+    return Call("PATCH", _pool(name), _as(PoolView), body={"pinning_paused": False})
 
 
 # -- blocks --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvstow_api.views.events import EventType, EventView
@@ -11,16 +11,19 @@ from kvstow_api.views.events import EventType, EventView
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """A stream of events: of these types (the server's choice if there are none), after the event with this id."""
+    """A stream of events: of these types (the server's choice if there are none), after the event with this id, or
+    else from `recent` events ago on."""
 
-    types: Collection[EventType] = ()
+    types: tuple[EventType, ...] = ()
     after: str | None = None
+    recent: int = 0
 
     path = "/v1/events"
 
     @property
     def params(self) -> Mapping[str, str]:
-        return {"types": ",".join(self.types)} if self.types else {}
+        types = {"types": ",".join(self.types)} if self.types else {}
+        return {**types, "recent": str(self.recent)}
 
     @property
     def headers(self) -> Mapping[str, str]:

@@ -1,0 +1,175 @@
+"""Every call against the real application: what it sends is understood, and what comes back has the type it says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+import httpx
+import pytest
+
+from kvstow.messages import DesiredState
+from kvstow_api.client import ApiError, AsyncClient, Call, calls
+from kvstow_api.routes import ROUTERS
+from kvstow_api.views.base import View
+from kvstow_api.views.blocks import BlockView
+from kvstow_api.views.config import ConfigView, LogLevelView
+from kvstow_api.views.operations import OperationView
+from kvstow_api.views.pools import PlanView, PoolView, RemovedView
+
+pytestmark = pytest.mark.anyio
+
+KEY = "000000000000"
+
+
+@pytest.fixture
+async def kvstow(client: httpx.AsyncClient, ranks: Any, keys: list[bytes]) -> AsyncIterator[AsyncClient]:
+    """A client of the application, whose pool holds four blocks."""
+    ranks.store(keys[:4])
+    transport: Any = client._transport
+    async with AsyncClient(transport=transport) as made:
+        yield made
+
+
+CALLS: list[tuple[Call[Any], type]] = [
+    (calls.info(), View),
+    (calls.readiness(), View),
+    (calls.stats(), View),
+    (calls.stats("pool", "stores"), View),
+    (calls.history(), View),
+    (calls.doctor(), View),
+    (calls.pools(), View),
+    (calls.pool(), PoolView),
+    (calls.resize(slots=20), PoolView),
+    (calls.resize(num_bytes=20 * 4096, if_match="*", wait=20), PoolView),
+    (calls.plan_resize(slots=2), PlanView),
+    (calls.set_policy("arc"), PoolView),
+    (calls.evict(slots=1, wait=20), RemovedView),
+    (calls.evict(num_bytes=1, dry_run=True, key="k1", wait=20), RemovedView),
+    (calls.evict(idle_seconds=0.5, wait=20), RemovedView),
+    (calls.purge(everything=True, wait=20), RemovedView),
+    (calls.purge(keys=[KEY], wait=20), RemovedView),
+    (calls.purge(key_prefixes=["0000"], dry_run=True, key="k2", wait=20), RemovedView),
+    (calls.purge(age_seconds=0, wait=20), RemovedView),
+    (calls.pin([KEY], ttl_seconds=5), View),
+    (calls.unpin([KEY]), View),
+    (calls.unpin(None, key="k3"), View),
+    (calls.retry_pinning(), View),
+    (calls.pause_pinning(), PoolView),
+    (calls.resume_pinning(), PoolView),
+    (calls.blocks(page_size=2), View),
+    (calls.block(KEY), BlockView),
+    (calls.remove_block(KEY), type(None)),
+    (calls.lookup([KEY, "00ff"]), View),
+    (calls.ranks(), View),
+    (calls.rank(1), View),
+    (calls.transfers(direction="load", state="running", slowest=3), View),
+    (calls.drain_status(), View),
+    (calls.drain(mode="stop_stores", deadline_seconds=1), View),
+    (calls.undrain(), View),
+    (calls.bypass_status(), View),
+    (calls.bypass(load=True, store=False, ttl_seconds=1), View),
+    (calls.operations(kind="evict", state="succeeded", page_size=5), View),
+    (calls.config(), ConfigView),
+    (calls.change_config({"policy": "arc"}, if_match="*"), ConfigView),
+    (calls.plan_config({"capacity_slots": 3}), PlanView),
+    (calls.log_levels(), View),
+    (calls.set_log_level("info", logger="kvstow.api", ttl_seconds=60), LogLevelView),
+    (calls.probe("livez"), calls.ProbeResult),
+    (calls.metrics(), str),
+]
+
+
+@pytest.mark.parametrize(("call", "kind"), CALLS)
+async def test_an_answer_has_the_type_that_its_call_says(kvstow: AsyncClient, call: Call[Any], kind: type) -> None:
+    answer = await kvstow.send(call)
+    assert isinstance(answer, kind)
+    check_types(answer)
+
+
+def check_types(view: Any) -> None:
+    """Every field of a view holds what its annotation says, as far down as views go."""
+    if not is_dataclass(view):
+        return
+    hints = get_type_hints(type(view))
+    for field in fields(view):
+        value, hint = getattr(view, field.name), hints[field.name]
+        if get_origin(hint) is list:
+            item = get_args(hint)[0]
+            assert all(not isinstance(item, type) or isinstance(part, item) for part in value), field.name
+            for part in value:
+                check_types(part)
+        elif isinstance(hint, type):
+            assert isinstance(value, hint), (type(view), field.name)
+            check_types(value)
+
+
+async def test_every_route_has_a_call(kvstow: AsyncClient) -> None:
+    rank_report = "/v1/ranks/{rank}/report"
+    more: list[Call[Any]] = [calls.operation("evict-0", wait=1), calls.cancel("evict-0"), calls.forget("evict-0")]
+    called = {(call.method, call.path) for call in [*(call for call, _ in CALLS), *more]}
+    given = {"{pool}": "host", "{key}": KEY, "{rank}": "1", "{operation_id}": "evict-0"}
+    for router in ROUTERS:
+        for route in router.routes:
+            path: str = route.path  # type: ignore[attr-defined]
+            if not route.include_in_schema or not path.startswith("/v1"):  # type: ignore[attr-defined]
+                continue
+            if path in (rank_report, "/v1/events"):
+                continue
+            for name, value in given.items():
+                path = path.replace(name, value)
+            assert {(method, path) for method in route.methods} <= called  # type: ignore[attr-defined]
+
+
+async def test_an_operation_is_followed_to_its_end(kvstow: AsyncClient, ranks: Any, keys: list[bytes]) -> None:
+    lease = ranks.lease(keys[:4])
+    started = await kvstow.send(calls.resize(slots=1, wait=0))
+    assert isinstance(started, OperationView)
+    with pytest.raises(ApiError) as running:
+        await kvstow.send(calls.forget(started.id))
+    assert running.value.status == 409
+    ranks.engine.release(lease)
+    ended = await kvstow.send(calls.operation(started.id, wait=20))
+    assert (ended.state, ended.created.tzinfo is not None) == ("succeeded", True)
+    assert await kvstow.send(calls.cancel(started.id)) == ended
+    await kvstow.send(calls.forget(started.id))
+    with pytest.raises(ApiError) as gone:
+        await kvstow.send(calls.operation(started.id))
+    assert gone.value.status == 404
+
+
+async def test_a_report_is_answered_with_what_is_wanted(kvstow: AsyncClient, ranks: Any) -> None:
+    answer = await kvstow.send(calls.report(ranks.make_report(0), clock=1.5))
+    assert answer == DesiredState(ranks.engine.engine_id, 16)
+
+
+async def test_a_problem_comes_as_an_error_that_carries_it(kvstow: AsyncClient) -> None:
+    with pytest.raises(ApiError, match="policy") as caught:
+        await kvstow.send(calls.set_policy("mru"))
+    problem = caught.value.problem
+    assert problem is not None
+    assert (problem.status, problem.code, problem.errors[0].field) == (422, "invalid_request", "policy")
+    assert caught.value.status == 422
+
+
+async def test_a_failed_probe_is_an_answer(kvstow: AsyncClient, ranks: Any) -> None:
+    ranks.engine.admin.drain("all", None)
+    result = await kvstow.send(calls.probe("readyz"))
+    assert not result.ok
+    assert "draining" in result.text
+
+
+@pytest.mark.parametrize("body", [b"no JSON", b"{}", b'{"items": 3}', b"[]"])
+async def test_an_answer_of_another_shape_is_an_error(body: bytes) -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=body))
+    async with AsyncClient(transport=transport) as client:
+        with pytest.raises(ApiError, match="not what it should be"):
+            await client.send(calls.pools())
+
+
+async def test_an_error_without_a_problem_still_tells_the_status() -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(502, content=b"<html>"))
+    async with AsyncClient(transport=transport) as client:
+        with pytest.raises(ApiError, match="502"):
+            await client.send(calls.pools())

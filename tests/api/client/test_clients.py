@@ -1,0 +1,107 @@
+"""Both clients against a real server, over TCP and over a Unix socket."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstow_api.client import ApiError, AsyncClient, Client, Endpoint, calls
+from kvstow_api.client.eventstream import EventParser, Subscription
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+def test_a_blocking_client_asks_and_listens(serve: Any, ranks: Any, tmp_path: Path, transport: str) -> None:
+    uds = tmp_path / "admin.sock"
+    listeners = serve(uds=uds)
+    with Client(f"unix:{uds}" if transport == "unix" else listeners.url) as kvstow:
+        assert kvstow.send(calls.pool()).capacity_slots == 16
+        kvstow.send(calls.drain())
+        first = next(kvstow.events(Subscription(("change",), recent=10)))
+        assert (first.data["method"], first.data["path"]) == ("PUT", "/v1/drain")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+async def test_an_async_client_asks_and_listens(serve: Any, ranks: Any, tmp_path: Path, transport: str) -> None:
+    uds = tmp_path / "admin.sock"
+    listeners = serve(uds=uds)
+    async with AsyncClient(f"unix:{uds}" if transport == "unix" else listeners.url) as kvstow:
+        assert (await kvstow.send(calls.pool())).capacity_slots == 16
+        await kvstow.send(calls.drain())
+        async for event in kvstow.events(Subscription(("change",), recent=10)):
+            assert event.data["path"] == "/v1/drain"
+            break
+
+
+def test_a_stream_is_taken_up_where_it_broke_off(serve: Any, ranks: Any) -> None:
+    with Client(serve().url) as kvstow:
+        kvstow.send(calls.drain())
+        first = next(kvstow.events(Subscription(("change",), recent=10)))
+        kvstow.send(calls.undrain())
+        second = next(kvstow.events(Subscription(("change",), after=first.id)))
+        assert (first.data["method"], second.data["method"]) == ("PUT", "DELETE")
+        with pytest.raises(ApiError) as refused:
+            next(kvstow.events(Subscription(("nonsense",))))  # type: ignore[arg-type]
+        assert refused.value.status == 422
+
+
+def test_a_token_is_shown_to_the_server(serve: Any, ranks: Any, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("s3cret")
+    url = serve(token_file=path).url
+    with Client(url) as nobody, pytest.raises(ApiError) as refused:
+        nobody.send(calls.undrain())
+    assert refused.value.status == 401
+    with Client(Endpoint.parse(url, token_file=path)) as admin:
+        assert not admin.send(calls.undrain()).active
+
+
+def test_a_server_that_is_away_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and not listening
+        server = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with Client(server) as kvstow, pytest.raises(ApiError, match=server) as caught:
+            kvstow.send(calls.pool())
+    assert caught.value.problem is None
+
+
+# httpcore leaves the socket that it could not connect to the garbage collector
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_unix_socket_that_is_away_is_named_too(tmp_path: Path) -> None:
+    with Client(f"unix:{tmp_path}/absent") as kvstow, pytest.raises(ApiError, match="absent"):
+        kvstow.send(calls.pool())
+
+
+def test_a_server_that_is_silent_is_not_waited_for_for_ever() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with Client(url, timeout=0.05) as kvstow, pytest.raises(ApiError, match="did not answer in time"):
+            kvstow.send(calls.pool())
+
+
+def test_the_error_survives_a_pipe_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(ApiError("what", None)))
+    assert (str(error), error.problem) == ("what", None)
+
+
+def test_a_parser_makes_events_of_lines() -> None:
+    parser = EventParser()
+    lines = ["retry: 2000", "", ": words", "", "id: a-1-0", "event: state", 'data: {"state": "ready"}', ""]
+    (event,) = filter(None, map(parser.feed, lines))
+    assert (event.id, event.type, event.data) == ("a-1-0", "state", {"state": "ready"})
+
+
+def test_the_client_loads_neither_pydantic_nor_fastapi() -> None:
+    absent = ["pydantic", "fastapi", "starlette", "torch", "numpy", "prometheus_client", "uvicorn"]
+    code = f"import sys, kvstow_api.client; print([name for name in {absent!r} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
