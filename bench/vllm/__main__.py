@@ -1,0 +1,46 @@
+"""`python3 -m bench.vllm NAME [--help]`: one of hits, verify, decode, throughput."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+NAMES = ("hits", "verify", "decode", "throughput")
+
+_ROOT = Path(__file__).parents[2]
+_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; without a GPU
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other way starts CUDA, and processes are forked later
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # would be compiled at first use
+}
+
+
+def main() -> int:
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in NAMES:
+        print(__doc__, file=sys.stderr)
+        return 2
+    for key, value in _ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    paths = [str(_ROOT / folder) for folder in ("engine", "api", "service", "")]
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH", "")]))
+    if name == "verify" and has_gpu():
+        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # read when vLLM is imported
+    status: int = import_module(f"bench.vllm.{name}").main(sys.argv[2:])
+    return status
+
+
+def has_gpu() -> bool:
+    from torch import cuda
+
+    return cuda.is_available()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

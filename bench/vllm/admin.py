@@ -1,0 +1,108 @@
+"""What KVStow's admin server says of an engine that runs."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+
+def ask(port: int, path: str) -> Any:
+    """Raises `OSError` if nothing answers."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+        return json.load(answer)
+
+
+def wait_until_pinned(port: int, patience: float) -> float:
+    """Seconds that it took from now; raises `TimeoutError`."""
+    began = time.perf_counter()
+    while not _is_pinned(port):
+        if time.perf_counter() - began > patience:
+            raise TimeoutError(f"the pool was not pinned within {patience:g} s")
+        time.sleep(0.1)
+    return time.perf_counter() - began
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of the counters; blocks and bytes are of one rank."""
+
+    state: str
+    ranks: list[str]
+    usable_slots: int
+    capacity_slots: int
+    loads: int
+    loaded_blocks: int
+    stored_blocks: int
+    stored_bytes: int
+    evicted: dict[str, int]
+    dropped: dict[str, int]
+    errors: dict[str, int]
+    pending: int
+
+
+def summarize(port: int) -> Summary:
+    stats, readiness = ask(port, "/v1/stats"), ask(port, "/v1/readiness")
+    transfers = stats["transfers"]
+    return Summary(
+        state=readiness["state"],
+        ranks=[rank["state"] for rank in readiness["ranks"]],
+        usable_slots=readiness["usable_slots"],
+        capacity_slots=readiness["capacity_slots"],
+        loads=transfers["load"]["ok"],
+        loaded_blocks=transfers["load"]["blocks"],
+        stored_blocks=transfers["store"]["blocks"],
+        stored_bytes=transfers["store"]["bytes"],
+        evicted=_counted(stats["evictions"]),
+        dropped=_counted({name: count for name, count in stats["stores"].items() if name != "stored"}),
+        errors=_counted(
+            {
+                **stats["faults"]["errors"],
+                "load failed": transfers["load"]["error"],
+                "store failed": transfers["store"]["error"],
+            }
+        ),
+        pending=transfers["pending"]["loads"] + transfers["pending"]["stores"],
+    )
+
+
+class PinWatch:
+    """A thread that notes when the pool is pinned. A context manager; `pinned_at` is a moment of `time.perf_counter`.
+
+    It asks every second: more would be a load of its own.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port, self._stop = port, threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="pin-watch", daemon=True)
+        self.pinned_at: float | None = None
+
+    def __enter__(self) -> PinWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(1.0):
+            if _is_pinned(self._port):
+                self.pinned_at = time.perf_counter()
+                return
+
+
+def _is_pinned(port: int) -> bool:
+    """The server starts beside the engine: at first nothing may answer."""
+    try:
+        readiness = ask(port, "/v1/readiness")
+    except OSError:
+        return False
+    return bool(readiness["usable_slots"] >= readiness["capacity_slots"] > 0)
+
+
+def _counted(counters: dict[str, int]) -> dict[str, int]:
+    return {name: count for name, count in counters.items() if count}

@@ -1,0 +1,215 @@
+"""What pinning costs the requests that are served meanwhile: time between tokens, and time to the first one.
+
+    python3 -m bench.vllm decode [--connectors none kvstow simple none] [--pool 64] [--out DIR]
+
+16 requests are decoded from the moment the engine is up; each gap between two outputs of one of them is a step. KVStow
+pins meanwhile, others before their engine is up. Writes `decode.jsonl` and `decode.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from bench.report import Table
+from bench.vllm.admin import PinWatch
+from bench.vllm.engines import GRAPHS, Setup, start_async
+from bench.vllm.model import SHAPES, write_model
+from bench.vllm.process import run
+from bench.vllm.results import add_common, add_connectors, open_results
+
+GIB = 1 << 30
+
+_TIMEOUT = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """`seconds` of steady decoding at least; `most` if a pool takes that long."""
+
+    requests: int = 16
+    prompt_tokens: int = 512
+    max_tokens: int = 32768
+    seconds: float = 12.0
+    most: float = 60.0
+
+
+FULL, TINY = Batch(), Batch(requests=2, prompt_tokens=64, max_tokens=4096, seconds=4.0, most=20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Milliseconds between two outputs of a request."""
+
+    steps: int
+    p50: float
+    p99: float
+    p999: float
+    longest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """`start_seconds`: until the engine is up; `first_token_seconds`: from the same moment until all requests have one.
+
+    `pinned_seconds`: from then until the pool was seen pinned; None without a pool to wait for. `pinning`: steps until
+    then, `after`: all others. `merged`: outputs of several tokens, which the client was too slow to see one by one.
+    """
+
+    start_seconds: float
+    first_token_seconds: float
+    pinned_seconds: float | None
+    pinning: Gaps | None
+    after: Gaps | None
+    merged: int
+
+
+def measure(setup: Setup, batch: Batch, vocabulary: int) -> Decoded:
+    return asyncio.run(_measure(setup, batch, vocabulary))
+
+
+async def _measure(setup: Setup, batch: Batch, vocabulary: int) -> Decoded:
+    began = time.perf_counter()
+    started = start_async(setup)
+    with ExitStack() as stack:
+        watch = stack.enter_context(PinWatch(started.port)) if started.port else None
+        async with AsyncExitStack() as requests:
+            seen = [_Request(started.engine, setup, batch, vocabulary, number) for number in range(batch.requests)]
+            for request in seen:
+                requests.push_async_callback(request.stop)
+            while not all(request.moments for request in seen):
+                seen[0].check()
+                await asyncio.sleep(0.001)
+            up = time.perf_counter()
+            await _steady(seen, watch, batch, up)
+    moments, tokens = np.array(seen[0].moments), np.array(seen[0].tokens)
+    started.engine.shutdown()
+    steady = moments >= up
+    pinned = watch.pinned_at if watch else None
+    until = up if watch is None else pinned if pinned is not None else float(moments[-1])
+    gaps, ends = np.diff(moments[steady]) * 1e3, moments[steady][1:]
+    return Decoded(
+        start_seconds=started.seconds,
+        first_token_seconds=up - began,
+        pinned_seconds=None if pinned is None else pinned - up,
+        pinning=_summarize(gaps[ends <= until]),
+        after=_summarize(gaps[ends > until]),
+        merged=int((tokens[steady] > 1).sum()),
+    )
+
+
+async def _steady(seen: Sequence[_Request], watch: PinWatch | None, batch: Batch, up: float) -> None:
+    """Wait until there are enough steps, and as many after the pool was pinned."""
+    while time.perf_counter() < up + batch.most:
+        await asyncio.sleep(0.1)
+        seen[0].check()
+        since = up if watch is None else watch.pinned_at
+        if since is not None and time.perf_counter() >= max(since, up) + batch.seconds:
+            return
+
+
+class _Request:
+    """One that is decoded until it is stopped. `moments` and sizes of its outputs, as the client sees them."""
+
+    def __init__(self, engine: Any, setup: Setup, batch: Batch, vocabulary: int, number: int) -> None:
+        chance = random.Random(number)
+        self.moments: list[float] = []
+        self.tokens: list[int] = []
+        prompt = [chance.randrange(10, vocabulary) for _ in range(batch.prompt_tokens)]
+        params = SamplingParams(
+            max_tokens=batch.max_tokens - batch.prompt_tokens,
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._task = asyncio.create_task(
+            self._follow(engine.generate({"prompt_token_ids": prompt}, params, str(number)))
+        )
+
+    async def _follow(self, stream: Any) -> None:
+        async for output in stream:
+            self.moments.append(time.perf_counter())
+            self.tokens.append(len(output.outputs[0].token_ids))
+
+    def check(self) -> None:
+        """Raises what ended the request too early."""
+        if self._task.done():
+            self._task.result()
+            raise RuntimeError("a request ended before the measurement")
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+
+def _summarize(gaps: Any) -> Gaps | None:
+    if not len(gaps):
+        return None
+    p50, p99, p999 = (float(value) for value in np.percentile(gaps, [50, 99, 99.9]))
+    return Gaps(len(gaps), p50, p99, p999, float(gaps.max()))
+
+
+def table(runs: Sequence[tuple[str, Decoded]]) -> Table:
+    rows = []
+    for name, decoded in runs:
+        for state, gaps in (("pinning", decoded.pinning), ("after", decoded.after)):
+            if gaps is None:
+                continue
+            label = f"{name}, {state if decoded.pinning else 'nothing pins'}"
+            first = [f"{decoded.start_seconds:.2f}", f"{decoded.first_token_seconds:.2f}", str(gaps.steps)]
+            figures = [f"{value:.2f}" for value in (gaps.p50, gaps.p99, gaps.p999, gaps.longest)]
+            rows.append([label, *first, *figures])
+    head = ["", "start, s", "first token, s", "steps", "p50, ms", "p99, ms", "p99.9, ms", "longest, ms"]
+    return Table("Time between tokens", head, rows)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    results, batch = open_results("decode", options), TINY if options.tiny else FULL
+    shape = SHAPES["tiny" if options.tiny else options.shape]
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), shape, weights=False)
+        plain = Setup(
+            Path(folder),
+            "none",
+            pool_bytes=int((1 if options.tiny else options.pool) * GIB),
+            max_tokens=batch.max_tokens,
+            batch_requests=batch.requests,
+            graphs=options.graphs,
+            graph_sizes=(batch.requests,),
+        )
+        for turn, connector in enumerate(options.connectors):
+            setup = replace(plain, connector=connector)
+            once = partial(run, _TIMEOUT, measure, setup, batch, shape.vocabulary)
+            decoded = results.attempt("decode", once, connector=connector, turn=turn, graphs=options.graphs)
+            if decoded is not None:
+                runs.append((connector, decoded))
+    results.show(table(runs))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python3 -m bench.vllm decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_common(parser)
+    parser.add_argument("--shape", default="8b", choices=[name for name in SHAPES if name != "tiny"])
+    add_connectors(parser, ["none", "kvstow", "simple", "none"])
+    parser.add_argument("--pool", type=float, default=64.0, metavar="GIB", help="host memory")
+    parser.add_argument("--graphs", choices=GRAPHS, default="decode", help="CUDA graphs; full is vLLM's default")
+    return parser

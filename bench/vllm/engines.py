@@ -1,0 +1,128 @@
+"""vLLM engines that differ in their connector alone."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm import LLM
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+Graphs = Literal["none", "decode", "full"]
+GRAPHS: tuple[Graphs, ...] = ("none", "decode", "full")
+
+CONNECTORS = ("none", "simple", "offloading", "kvstow")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One engine. `pool_bytes`: host memory over all ranks. `gpu_blocks` bounds the GPU's own cache; None: what fits.
+
+    `graphs`: none (eager), decode (full graphs of decode steps, nothing compiled) or full (vLLM's default).
+    `extra`: more options of the connector.
+    """
+
+    model: Path
+    connector: str
+    pool_bytes: int
+    max_tokens: int
+    gpu_blocks: int | None = None
+    batch_tokens: int = 16384
+    batch_requests: int = 256
+    graphs: Graphs = "none"
+    graph_sizes: tuple[int, ...] | None = None
+    weights: bool = False
+    ranks: int = 1
+    gpu_share: float = 0.6
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """`seconds` until the engine could take requests; `port`: that of KVStow's admin server."""
+
+    engine: Any
+    seconds: float
+    port: int | None
+
+
+def block_tokens() -> int:
+    return 16 if current_platform.is_cuda() else 32
+
+
+def start_llm(setup: Setup) -> Started:
+    """An engine for whole batches; `VLLM_ENABLE_V1_MULTIPROCESSING` says in which process."""
+    arguments, port = _arguments(setup)
+    began = time.perf_counter()
+    engine = LLM(**arguments)
+    return Started(engine, time.perf_counter() - began, port)
+
+
+def start_async(setup: Setup) -> Started:
+    """An engine in a process of its own, as it serves."""
+    arguments, port = _arguments(setup)
+    began = time.perf_counter()
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    return Started(engine, time.perf_counter() - began, port)
+
+
+def _arguments(setup: Setup) -> tuple[dict[str, Any], int | None]:
+    cuda, transfer = current_platform.is_cuda(), _transfer(setup)
+    arguments: dict[str, Any] = {
+        "model": str(setup.model),
+        "load_format": "auto" if setup.weights else "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16" if cuda else "float32",
+        "block_size": block_tokens(),
+        "max_model_len": setup.max_tokens,
+        "max_num_batched_tokens": setup.batch_tokens,
+        "max_num_seqs": setup.batch_requests,
+        "num_gpu_blocks_override": setup.gpu_blocks,
+        "gpu_memory_utilization": setup.gpu_share,
+        "tensor_parallel_size": setup.ranks,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "enforce_eager": setup.graphs == "none" or not cuda,
+        "kv_transfer_config": KVTransferConfig(**transfer) if transfer else None,
+    }
+    if cuda:
+        arguments["attention_config"] = {"backend": "TRITON_ATTN"}
+    if setup.graphs != "none" and cuda:
+        compilation: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        if setup.graphs == "full":
+            compilation = {}
+        if setup.graph_sizes is not None:
+            compilation["cudagraph_capture_sizes"] = list(setup.graph_sizes)
+        arguments["compilation_config"] = compilation
+    port = transfer["kv_connector_extra_config"].get("admin_port") if transfer else None
+    return arguments, port
+
+
+def _transfer(setup: Setup) -> dict[str, Any] | None:
+    extra = {"cpu_bytes_to_use": setup.pool_bytes, **setup.extra}
+    if setup.connector == "none":
+        return None
+    if setup.connector == "kvstow":
+        return {
+            "kv_connector": "KVStowConnector",
+            "kv_connector_module_path": "kvstow_service.connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"admin_port": _free_port(), **extra},
+        }
+    names = {"simple": "SimpleCPUOffloadConnector", "offloading": "OffloadingConnector"}
+    return {"kv_connector": names[setup.connector], "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

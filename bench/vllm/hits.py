@@ -1,0 +1,266 @@
+"""Time to first token when a prefix lies in host memory only, 16 such hits at once, and the time to start.
+
+    python3 -m bench.vllm hits [--shapes 8b tp8] [--connectors ...] [--graphs full] [--pool 40] [--out DIR]
+
+Prompts of 16,000 tokens, 16 sessions over a GPU cache that holds 4, random weights: times, not answers, are measured,
+but answers after a hit are compared with the first ones. The floor of a hit is the time with the prefix on the GPU plus
+the bytes over the link. Writes `hits.jsonl` and `hits.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from bench.report import Table, verdict
+from bench.vllm import admin
+from bench.vllm.captures import Captures, observe_captures
+from bench.vllm.engines import GRAPHS, Setup, block_tokens, start_llm
+from bench.vllm.model import SHAPES, write_model
+from bench.vllm.process import run
+from bench.vllm.results import Results, add_common, add_connectors, open_results
+
+GIB = 1 << 30
+BAR = 1.10  # of the floor
+START_BAR = 0.5  # seconds above no connector
+
+_TIMEOUT = 240.0
+_PINNING = 90.0
+_COPIES = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    number: int = 16
+    tokens: int = 16000
+    on_gpu: int = 4
+    few: int = 6  # without a connector: no hits, so prefix on the GPU and start are all there is to know
+
+
+FULL, TINY = Sessions(), Sessions(number=4, tokens=640, on_gpu=2, few=3)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """GB/s of one large copy to the device, the median of some."""
+
+    gb_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Times in milliseconds, medians over the sessions, until one token is there ("8": eight tokens).
+
+    `cold8`: nothing known; `hit`: in host memory only; `on_gpu`: on the GPU; `burst`: all sessions at once.
+    `cached`: the fewest tokens that a hit found. `same`: sessions whose eight tokens did not change.
+    `pinned_seconds`: from the start until KVStow's pool was pinned; nothing is asked before.
+    """
+
+    start_seconds: float
+    cold8: float
+    on_gpu: float
+    hit: float | None = None
+    hit_least: float | None = None
+    hit8: float | None = None
+    burst: float | None = None
+    cached: int | None = None
+    same: int | None = None
+    sessions: int = 0
+    pinned_seconds: float | None = None
+    captures: Captures | None = None
+    admin: admin.Summary | None = None
+
+
+def measure_link(num_bytes: int = GIB) -> Link:
+    import torch
+
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).fill_(1)
+    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    seconds = []
+    for _ in range(_COPIES):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        device.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return Link(num_bytes / statistics.median(seconds[1:]) / 1e9)
+
+
+def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
+    """In one process with the engine: nothing else moves its clock."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if setup.graphs == "none":
+        started, captures = start_llm(setup), None
+    else:
+        with observe_captures() as observed:
+            started = start_llm(setup)
+            captures = observed()
+    pinned = admin.wait_until_pinned(started.port, _PINNING) if started.port else None
+    client, chance = _Client(started.engine, vocabulary), random.Random(0)
+    number = sessions.few if setup.connector == "none" else sessions.number
+    prompts = [client.prompt(chance, sessions.tokens) for _ in range(number)]
+    client.ask([5] * 64)
+    client.ask([7] * sessions.tokens)
+    cold = [client.ask(prompt, 8) for prompt in prompts]
+    cold8 = _ms(answer.seconds for answer in cold)
+    if setup.connector == "none":
+        return Hits(started.seconds, cold8, client.ms_on_gpu(prompts), sessions=number, captures=captures)
+    client.drain(chance)
+    hits = [client.ask(prompt) for prompt in prompts]
+    again = [client.ask(prompt, 8) for prompt in prompts]
+    on_gpu = client.ms_on_gpu(prompts[: sessions.few])
+    return Hits(
+        started.seconds,
+        cold8,
+        on_gpu,
+        hit=_ms(answer.seconds for answer in hits),
+        hit_least=min(answer.seconds for answer in hits) * 1e3,
+        hit8=_ms(answer.seconds for answer in again),
+        burst=client.ms_of_all(prompts),
+        cached=min(answer.cached for answer in hits),
+        same=sum(first.tokens == second.tokens for first, second in zip(cold, again, strict=True)),
+        sessions=number,
+        pinned_seconds=pinned,
+        captures=captures,
+        admin=admin.summarize(started.port) if started.port else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    seconds: float
+    tokens: tuple[int, ...]
+    cached: int
+
+
+class _Client:
+    def __init__(self, llm: LLM, vocabulary: int) -> None:
+        self._llm, self._vocabulary = llm, vocabulary
+        self._params = {
+            number: SamplingParams(max_tokens=number, temperature=0, detokenize=False, ignore_eos=True)
+            for number in (1, 8)
+        }
+
+    def prompt(self, chance: random.Random, tokens: int) -> list[int]:
+        return [chance.randrange(10, self._vocabulary) for _ in range(tokens)]
+
+    def ask(self, prompt: list[int], tokens: int = 1) -> _Answer:
+        began = time.perf_counter()
+        (output,) = self._generate([prompt], tokens)
+        seconds = time.perf_counter() - began
+        return _Answer(seconds, tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0)
+
+    def ms_of_all(self, prompts: list[list[int]]) -> float:
+        began = time.perf_counter()
+        self._generate(prompts, 1)
+        return (time.perf_counter() - began) * 1e3
+
+    def ms_on_gpu(self, prompts: list[list[int]]) -> float:
+        """The second of two equal requests finds its whole prefix on the GPU."""
+        seconds = []
+        for prompt in prompts:
+            self.ask(prompt)
+            seconds.append(self.ask(prompt).seconds)
+        return _ms(seconds)
+
+    def drain(self, chance: random.Random) -> None:
+        """Steps in which trailing stores end."""
+        for _ in range(6):
+            self.ask(self.prompt(chance, 200))
+        time.sleep(1)
+        self.ask([9] * 40)
+
+    def _generate(self, prompts: list[list[int]], tokens: int) -> list[Any]:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs: list[Any] = self._llm.generate(inputs, self._params[tokens], use_tqdm=False)
+        return outputs
+
+
+def _ms(seconds: Iterable[float]) -> float:
+    return statistics.median(seconds) * 1e3
+
+
+def table(shape: str, prompt_bytes: int, link: Link | None, runs: Sequence[tuple[str, Hits]]) -> Table:
+    """The floor takes the time with the prefix on the GPU from the runs without a connector."""
+    plain = [hits for name, hits in runs if name == "none"]
+    on_gpu = statistics.median(hits.on_gpu for hits in plain) if plain else None
+    start = statistics.median(hits.start_seconds for hits in plain) if plain else None
+    title, floor = f"{shape}: {prompt_bytes / GIB:.2f} GiB a prompt", None
+    if link is not None and on_gpu is not None:
+        on_link = prompt_bytes / link.gb_per_second / 1e6
+        floor = on_gpu + on_link
+        title += f", {on_link:.1f} ms on the link, floor {floor:.1f} ms"
+    head = ["connector", "start", f"bar +{START_BAR} s", "on the GPU, ms", "hit, ms", f"of the floor, bar {BAR:.2f}"]
+    rows = [[name, *_cells(hits, start, floor, judged=name == "kvstow")] for name, hits in runs]
+    return Table(title, [*head, "least, ms", "all at once, ms", "same answers"], rows)
+
+
+def _cells(hits: Hits, start: float | None, floor: float | None, *, judged: bool) -> list[str]:
+    later, share = "", ""
+    if start is not None:
+        later = f"{hits.start_seconds - start:+.2f} s"
+        later += f", {verdict(hits.start_seconds - start <= START_BAR)}" if judged else ""
+    if floor is not None and hits.hit is not None:
+        share = f"{hits.hit / floor:.3f}"
+        share += f", {verdict(hits.hit <= BAR * floor)}" if judged else ""
+    first = [f"{hits.start_seconds:.2f} s", later, f"{hits.on_gpu:.1f}"]
+    if hits.hit is None or hits.hit_least is None or hits.burst is None:
+        return [*first, "", "", "", "", ""]
+    same = f"{hits.same}/{hits.sessions}"
+    return [*first, f"{hits.hit:.1f}", share, f"{hits.hit_least:.1f}", f"{hits.burst:.0f}", same]
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    results = open_results("hits", options)
+    link = None if options.tiny else results.attempt("link", lambda: run(60, measure_link))
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in ["tiny"] if options.tiny else options.shapes:
+            _measure_shape(shape, Path(folder) / shape, options, results, link)
+    return 0
+
+
+def _measure_shape(shape: str, model: Path, options: argparse.Namespace, results: Results, link: Link | None) -> None:
+    write_model(model, SHAPES[shape], weights=False)
+    sessions = TINY if options.tiny else FULL
+    plain = Setup(
+        model,
+        "none",
+        pool_bytes=int((0.05 if options.tiny else options.pool) * GIB),
+        max_tokens=sessions.tokens * 2,
+        gpu_blocks=sessions.on_gpu * sessions.tokens // block_tokens() + sessions.tokens * 6 // 1000,
+        graphs=options.graphs,
+    )
+    runs = []
+    for turn, connector in enumerate(options.connectors):
+        labels = {"shape": shape, "connector": connector, "turn": turn, "graphs": options.graphs}
+        setup = replace(plain, connector=connector)
+        once = partial(run, _TIMEOUT, measure, setup, sessions, SHAPES[shape].vocabulary)
+        hits = results.attempt("hits", once, **labels)
+        if hits is not None:
+            runs.append((connector, hits))
+    results.show(table(shape, sessions.tokens * SHAPES[shape].token_bytes(), link, runs))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python3 -m bench.vllm hits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_common(parser)
+    shapes = [name for name in SHAPES if name != "tiny"]
+    parser.add_argument("--shapes", nargs="+", default=["8b", "tp8"], choices=shapes)
+    add_connectors(parser, ["none", "kvstow", "simple", "offloading", "none"])
+    parser.add_argument("--pool", type=float, default=40.0, metavar="GIB", help="host memory")
+    parser.add_argument("--graphs", choices=GRAPHS, default="none", help="CUDA graphs; full is vLLM's default")
+    return parser

@@ -1,0 +1,97 @@
+"""Models to serve: Llamas of several shapes with random weights, as folders that vLLM opens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    max_tokens: int = 65536
+
+    def token_bytes(self, element_bytes: int = 2) -> int:
+        """KV of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_size * element_bytes
+
+    def config(self) -> dict[str, object]:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_size,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.max_tokens,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "hidden_act": "silu",
+            "torch_dtype": "bfloat16",
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+
+
+SHAPES = {
+    "8b": Shape(32, 4096, 14336, 32, 8, 128, 32000),  # pages of 64 KiB, as Llama 3 8B
+    "tp8": Shape(80, 2048, 3584, 8, 1, 128, 32000),  # pages of 8 KiB: what one of 8 GPUs has of a 70B model
+    "small": Shape(16, 1024, 2816, 16, 4, 64, 8192),
+    "tiny": Shape(4, 256, 512, 4, 2, 64, 1024),
+}
+
+
+def write_model(folder: Path, shape: Shape, *, weights: bool) -> None:
+    """Without `weights` vLLM has to make its own (`load_format="dummy"`): then all answers look alike.
+
+    With them, answers depend on all of the KV cache: one wrong block changes them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape.config()))
+    if weights:
+        save_file = import_module("safetensors.torch").save_file  # comes with vLLM
+        save_file(_weights(shape), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _weights(shape: Shape) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    spread = (256 / shape.hidden) ** 0.5
+
+    def normal(rows: int, columns: int, std: float) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) * std).to(torch.bfloat16)
+
+    hidden, queries, keys = shape.hidden, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    weights = {
+        "model.embed_tokens.weight": normal(shape.vocabulary, hidden, 1.0),
+        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+        "lm_head.weight": normal(shape.vocabulary, hidden, 0.15 * spread),
+    }
+    for layer in range(shape.layers):
+        sizes = {
+            "self_attn.q_proj": (queries, hidden, 0.12),
+            "self_attn.k_proj": (keys, hidden, 0.12),
+            "self_attn.v_proj": (keys, hidden, 0.12),
+            "self_attn.o_proj": (hidden, queries, 0.12),
+            "mlp.gate_proj": (shape.intermediate, hidden, 0.06),
+            "mlp.up_proj": (shape.intermediate, hidden, 0.06),
+            "mlp.down_proj": (hidden, shape.intermediate, 0.06),
+        }
+        for name, (rows, columns, std) in sizes.items():
+            weights[f"model.layers.{layer}.{name}.weight"] = normal(rows, columns, std * spread)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    return weights

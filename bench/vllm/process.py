@@ -1,0 +1,74 @@
+"""Each measurement in a process of its own: a fresh CUDA context, and nothing left over from the one before.
+
+The processes are forks of the program, so that its imports are part of no figure. Hence the program itself must neither
+touch CUDA nor compute with torch: a fork of a process that has done so may hang.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, Generic, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_GOODBYE = 20.0  # seconds for an engine to shut down
+_FORK = multiprocessing.get_context("fork")
+
+
+class MeasurementError(Exception):
+    """A measurement failed, took too long, or its process died; the message says which."""
+
+
+class Measurement(Generic[R]):
+    """`function(*args)`, running in a process of its own from now on."""
+
+    def __init__(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
+        self._name = function.__module__
+        self._receiver, sender = _FORK.Pipe(duplex=False)
+        self._process = _FORK.Process(target=_work, args=(sender, function, args, kwargs))
+        self._process.start()
+        sender.close()
+
+    def result(self, timeout: float) -> R:
+        """Raises `MeasurementError`. Whatever the process started is killed with it."""
+        try:
+            if not self._receiver.poll(timeout):
+                raise MeasurementError(f"{self._name}: no result within {timeout:g} s")
+            value, error = self._receiver.recv()
+            self._process.join(_GOODBYE)
+        except EOFError:
+            self._process.join()
+            raise MeasurementError(f"{self._name}: its process died, exit code {self._process.exitcode}") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid or 0, signal.SIGKILL)
+            self._process.join()
+        if error is not None:
+            raise MeasurementError(error)
+        result: R = value
+        return result
+
+
+def run(timeout: float, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    return Measurement(function, *args, **kwargs).result(timeout)
+
+
+def _work(sender: Connection, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    os.setpgrp()
+    outcome: tuple[Any, str | None]
+    try:
+        outcome = (function(*args, **kwargs), None)
+    except Exception:  # noqa: BLE001 (the program raises it)
+        outcome = (None, traceback.format_exc())
+    sender.send(outcome)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # an engine in this process may have threads that do not end

@@ -1,0 +1,191 @@
+"""Concurrent conversations with KVStow, every answer compared with that of an engine without a connector.
+
+    python3 -m bench.vllm verify [--seconds 600] [--ranks 2] [--beside] [--out DIR]
+
+On a GPU vLLM runs in its batch-invariant mode: what a request gets does not depend on what is computed beside it, nor
+on how much of it was cached, so tokens and log-probabilities have to be the same, bit by bit. The GPU's own cache is
+small, and so is the pool: conversations come back from host memory, and blocks are evicted there, too; some requests
+are preempted, some given up. Writes `verify.jsonl`. The exit status is 1 if an answer differs, or if nothing came from
+the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from vllm.platforms import current_platform
+
+from bench.vllm import admin
+from bench.vllm.conversations import Answer, Load, Talk, Turn
+from bench.vllm.engines import Setup, block_tokens, start_async
+from bench.vllm.model import SHAPES, Shape, write_model
+from bench.vllm.process import Measurement, MeasurementError, run
+from bench.vllm.results import add_common, open_results
+
+GIB = 1 << 30
+
+_STARTING = 180.0  # seconds
+_PROMPTS = 16  # of the control
+_TINY_LOAD = Load(clients=4, beside=3, turns=4, systems=2, system_tokens=(64, 128), question_tokens=(16, 64))
+
+
+@dataclass(frozen=True, slots=True)
+class Talked:
+    """`sensitive`: of `_PROMPTS` prompts, those whose answer changed when one early block did."""
+
+    start_seconds: float
+    seconds: float
+    answers: dict[Turn, Answer]
+    abandoned: int
+    sensitive: int
+    admin: admin.Summary | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`differing`: turns whose tokens differ from the reference; `logprobs`: those of the others whose log-probability
+    does, `largest` by how much. What follows a difference in its conversation was asked differently: it is not
+    compared (`astray`), nor is what only one of the two came to (`missing`)."""
+
+    compared: int
+    differing: int
+    logprobs: int
+    largest: float
+    astray: int
+    missing: int
+
+
+def compare(reference: Mapping[Turn, Answer], answers: Mapping[Turn, Answer]) -> Comparison:
+    differing = logprobs = astray = compared = 0
+    largest = 0.0
+    lost: set[tuple[int, int]] = set()
+    for turn in sorted(reference.keys() & answers.keys()):
+        if turn[:2] in lost:
+            astray += 1
+            continue
+        expected, answer = reference[turn], answers[turn]
+        compared += 1
+        if expected.tokens != answer.tokens:
+            differing += 1
+            lost.add(turn[:2])
+            continue
+        gap = abs(expected.logprob - answer.logprob)
+        logprobs += gap > 0
+        largest = max(largest, gap)
+    return Comparison(compared, differing, logprobs, largest, astray, len(reference.keys() ^ answers.keys()))
+
+
+def talk(setup: Setup, load: Load, vocabulary: int, seconds: float, gpus: str | None) -> Talked:
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+    return asyncio.run(_talk(setup, load, vocabulary, seconds))
+
+
+async def _talk(setup: Setup, load: Load, vocabulary: int, seconds: float) -> Talked:
+    started = start_async(setup)
+    clients = Talk(started.engine, load, vocabulary)
+    began = time.monotonic()
+    await clients.run(seconds)
+    took = time.monotonic() - began
+    sensitive = await _count_sensitive(clients, vocabulary)
+    summary = admin.summarize(started.port) if started.port else None
+    started.engine.shutdown()
+    return Talked(started.seconds, took, clients.answers, clients.abandoned, sensitive, summary)
+
+
+async def _count_sensitive(clients: Talk, vocabulary: int) -> int:
+    """Does one wrong block of many change an answer? Else equal answers would prove nothing."""
+    chance, changed = random.Random("control"), 0
+    for _ in range(_PROMPTS):
+        prompt = [chance.randrange(10, vocabulary) for _ in range(12 * block_tokens())]
+        other = [chance.randrange(10, vocabulary) for _ in range(block_tokens())] + prompt[block_tokens() :]
+        first, second = await asyncio.gather(clients.ask(prompt, 4), clients.ask(other, 4))
+        changed += first.tokens != second.tokens
+    return changed
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    load = _TINY_LOAD if options.tiny else Load()
+    shape, results = SHAPES["tiny" if options.tiny else "small"], open_results("verify", options)
+    with tempfile.TemporaryDirectory() as folder:
+        run(_STARTING, write_model, Path(folder), shape, weights=True)
+        setup = _setup(Path(folder), load, shape, options)
+        try:
+            reference, talked = _talk_to_both(setup, load, shape.vocabulary, options)
+        except MeasurementError as error:
+            results.add("failed", error=str(error))
+            return 1
+    for name, one in (("none", reference), ("kvstow", talked)):
+        results.add("talked", connector=name, **_figures(one))
+    comparison = compare(reference.answers, talked.answers)
+    results.add("verify", ranks=options.ranks, **asdict(comparison))
+    good = comparison.compared and not comparison.differing and talked.admin and talked.admin.loads
+    print("every answer is the same" if good else "NOT VERIFIED", flush=True)
+    return 0 if good else 1
+
+
+def _setup(model: Path, load: Load, shape: Shape, options: argparse.Namespace) -> Setup:
+    """The GPU holds an eighth of what is talked about, the pool half."""
+    tokens = load.clients * load.beside * load.max_tokens * 3 // 5
+    element = 2 if current_platform.is_cuda() else 4
+    return Setup(
+        model,
+        "none",
+        pool_bytes=tokens // 2 * shape.token_bytes(element),
+        max_tokens=load.max_tokens,
+        gpu_blocks=max(tokens // 8, load.max_tokens * 2) // block_tokens(),
+        batch_tokens=2048,
+        batch_requests=load.clients,
+        weights=True,
+        ranks=options.ranks,
+        gpu_share=0.2,
+    )
+
+
+def _talk_to_both(setup: Setup, load: Load, vocabulary: int, options: argparse.Namespace) -> tuple[Talked, Talked]:
+    """Without a connector, and with KVStow."""
+    patience = options.seconds + _STARTING
+    first, second = (replace(setup, connector=connector) for connector in ("none", "kvstow"))
+    if not options.beside:
+        reference = run(patience, talk, first, load, vocabulary, options.seconds, None)
+        return reference, run(patience, talk, second, load, vocabulary, options.seconds, None)
+    gpus = ("0", "1") if current_platform.is_cuda() and current_platform.device_count() > 1 else (None, None)
+    other = Measurement(talk, first, load, vocabulary, options.seconds, gpus[1])
+    try:
+        talked = run(patience, talk, second, load, vocabulary, options.seconds, gpus[0])
+    finally:
+        reference = other.result(patience)
+    return reference, talked
+
+
+def _figures(talked: Talked) -> dict[str, object]:
+    answers = talked.answers.values()
+    figures = asdict(replace(talked, answers={}))
+    del figures["answers"]
+    return {
+        **figures,
+        "turns": len(answers),
+        "answer_tokens": sum(len(answer.tokens) for answer in answers),
+        "prompt_tokens": sum(answer.prompt_tokens for answer in answers),
+        "cached_tokens": sum(answer.cached for answer in answers),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python3 -m bench.vllm verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_common(parser)
+    parser.add_argument("--seconds", type=float, default=600.0, help="of talking to each of the two engines")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of each engine (tensor parallel)")
+    parser.add_argument("--beside", action="store_true", help="both engines at once, on two GPUs if there are two")
+    return parser
