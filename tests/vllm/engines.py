@@ -243,9 +243,7 @@ def _llm(setup: Setup, socket: Path) -> Any:
         tensor_parallel_size=setup.tp,
         seed=0,
         disable_log_stats=False,
-        kv_transfer_config=None
-        if setup.extra is None
-        else transfer_config(setup, {"admin_uds": str(socket), "admin_port": 0}),
+        kv_transfer_config=None if setup.extra is None else transfer_config(setup, socket),
         **setup.settings,
     )
 
