@@ -26,10 +26,11 @@ class HitFinder:
         self._full, self._partial = groups.full, groups.partial
 
     def find(self, tracked: TrackedRequest, local: int) -> int:
-        """Tokens beyond the first `local` that can be loaded; they are held for the request then."""
+        """Tokens beyond the first `local` that can be loaded; they are held for the request then. None where there is
+        nothing to load, as at the start of a chunk: vLLM waits for the end of each load."""
         tracked.start = local
         hit = tracked.hit
-        if hit is None or not hit.start <= local < hit.end:
+        if hit is None or local % self._groups.alignment or not hit.start <= local < hit.end:
             self.release(tracked)
             tracked.hit = hit = self._look_up(tracked, local)
         return hit.end - local if hit is not None else 0
@@ -69,7 +70,7 @@ class HitFinder:
             leases[group.index] = lease
             end = min(end, local + len(lease.slots) * group.block_tokens)
         end = self._carried_by_windows(tracked, local, end // alignment * alignment)
-        if end > local and self._hold_windows(tracked, local, end, firsts, leases):
+        if end > local and self._hold_windows(tracked, local, end, firsts, leases) and any(leases):
             return Hit(local, end, tuple(firsts), tuple(leases))
         self._release(leases)
         return None

@@ -12,8 +12,8 @@ from kvstow_service.connectors.vllm.stores import Offer, key_of
 class LazyStores:
     """Keeps the first `ahead_blocks` of the GPU's free queue, the next to be evicted, in the pool too.
 
-    A step looks at the queue only if blocks were taken from its head since the last look; 60 ns a block. Used by the
-    scheduler's thread.
+    A step looks at the queue only if its head has changed since the last look, or fewer blocks were free then; 60 ns a
+    block. Used by the scheduler's thread.
     """
 
     def __init__(self, engine: OffloadEngine, pool: BlockPool, ahead_blocks: int) -> None:
@@ -34,6 +34,7 @@ class LazyStores:
         found = Offer([], [])
         for _ in range(self._ahead_blocks):
             if block is None or block is tail:
+                self._head = None  # what is freed next is near eviction at once
                 break
             content = block.block_hash
             if content is not None and self._offered.get(block.block_id) != content:

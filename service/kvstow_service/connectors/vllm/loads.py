@@ -97,9 +97,9 @@ class Loads:
         return True
 
     def _targets(self, tracked: TrackedRequest, group: KVGroup, end: int) -> tuple[Sequence[int], int]:
-        """(GPU blocks to write, number of the first of them)."""
+        """(GPU blocks to write, number of the first of them). A block of which `end` needs a part is written whole."""
         first = max(tracked.start // group.block_tokens, group.first_block(end))
-        return tracked.tables[group.index][first : end // group.block_tokens], first
+        return tracked.tables[group.index][first : -(-end // group.block_tokens)], first
 
     def _lose(self, tracked: TrackedRequest, num_tokens: int) -> None:
         tracked.load_failed = True

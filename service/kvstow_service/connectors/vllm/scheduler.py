@@ -123,6 +123,8 @@ class SchedulerSide:
     def _tracked(self, request: Request) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
+            if tracked is not None:
+                self._hits.release(tracked)
             tracked = self._requests[request.request_id] = TrackedRequest(request, len(self._groups.groups))
             for by_hash in (self._lazy, self._states):
                 if by_hash is not None and request.block_hashes:
@@ -234,7 +236,8 @@ class SchedulerSide:
         for tracked in self._requests.values():
             self._hits.release(tracked)
             tracked.withhold(self._groups)
-        if self._lazy is not None:
-            self._lazy.forget()
+        for by_hash in (self._lazy, self._states):
+            if by_hash is not None:
+                by_hash.forget()
         self._engine.admin.purge(everything=True).run()
         return True

@@ -21,18 +21,24 @@ class StateStores:
         self.hash_bytes = 0
         """Length of a request's block hash; 0 until a request came."""
         self._pool = pool
-        self._waiting: list[Any] = []
+        self._waiting: list[tuple[Any, bytes]] = []  # blocks, and their hashes when they were handed over
 
     def __len__(self) -> int:
         """States that wait for the step that computes them."""
         return len(self._waiting)
 
     def take_computed(self, store: Callable[[Offer], None]) -> None:
-        """Offer to `store` what the step before handed over."""
-        blocks, self._waiting = self._waiting, []
-        keys = [key_of(block.block_hash, self.hash_bytes) for block in blocks]
-        store(Offer(keys, [block.block_id for block in blocks]))
-        self._pool.free_blocks(blocks)  # those being stored have references of their own by now
+        """Offer to `store` what the step before handed over, as far as vLLM still caches it."""
+        waiting, self._waiting = self._waiting, []
+        cached = [(block, block_hash) for block, block_hash in waiting if block.block_hash == block_hash]
+        keys = [key_of(block_hash, self.hash_bytes) for _, block_hash in cached]
+        store(Offer(keys, [block.block_id for block, _ in cached]))
+        self._release(waiting)  # those being stored have references of their own by now
+
+    def forget(self) -> None:
+        """What waits is of a model that is no more."""
+        waiting, self._waiting = self._waiting, []
+        self._release(waiting)
 
     def hand_over(self, states: Mapping[str, Sequence[tuple[int, int, int]]], gone: Collection[str]) -> None:
         """Take the states of this step: by request (group, block, tokens). Those of requests that are `gone` may be
@@ -43,6 +49,11 @@ class StateStores:
             if request_id not in gone
             for _, block_id, _ in entries
         ]
+        if not self.hash_bytes:
+            return
         kept = [block for block in blocks if not block.is_null and block.block_hash is not None]
         self._pool.touch(kept)
-        self._waiting += kept
+        self._waiting += [(block, block.block_hash) for block in kept]
+
+    def _release(self, waiting: Sequence[tuple[Any, bytes]]) -> None:
+        self._pool.free_blocks([block for block, _ in waiting])

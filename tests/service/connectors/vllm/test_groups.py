@@ -1,0 +1,117 @@
+"""KV groups: which blocks each kind needs, and which kinds are refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstow.errors import ConfigError
+from kvstow_service.connectors.vllm.groups import KVGroup, kv_groups
+
+
+@dataclass
+class FullAttentionSpec:
+    block_size: int
+
+
+class MLAAttentionSpec(FullAttentionSpec): ...
+
+
+@dataclass
+class SlidingWindowSpec:
+    block_size: int
+    sliding_window: int
+
+
+@dataclass
+class ChunkedLocalAttentionSpec:
+    block_size: int
+    attention_chunk_size: int
+
+
+@dataclass
+class MambaSpec:
+    block_size: int
+    mamba_cache_mode: str = "align"
+
+
+class CrossAttentionSpec(FullAttentionSpec): ...
+
+
+@dataclass
+class UniformTypeKVCacheSpecs:
+    block_size: int
+    kv_cache_specs: dict[str, Any]
+
+
+def test_each_kind_becomes_a_group() -> None:
+    specs = [FullAttentionSpec(16), SlidingWindowSpec(16, 40), ChunkedLocalAttentionSpec(16, 64), MLAAttentionSpec(16)]
+    groups = kv_groups(specs, 16)
+    assert groups.groups == (
+        KVGroup(0, 16, 1),
+        KVGroup(1, 16, 1, window=40),
+        KVGroup(2, 16, 1, chunk=64),
+        KVGroup(3, 16, 1),
+    )
+    assert [group.index for group in groups.full] == [0, 3]
+    assert [group.index for group in groups.partial] == [1, 2]
+
+
+def test_hits_end_where_a_block_of_every_group_ends() -> None:
+    groups = kv_groups([FullAttentionSpec(48), SlidingWindowSpec(32, 40)], 16)
+    assert groups.alignment == 96
+    assert [group.hashes_per_block for group in groups.groups] == [3, 2]
+
+
+def test_context_parallel_ranks_share_a_block() -> None:
+    (group,) = kv_groups([FullAttentionSpec(16)], 16, context_parallel=2).groups
+    assert (group.block_tokens, group.hashes_per_block) == (32, 2)
+
+
+def test_layers_of_one_type_are_one_group() -> None:
+    uniform = UniformTypeKVCacheSpecs(16, {"a": SlidingWindowSpec(16, 40), "b": SlidingWindowSpec(16, 40)})
+    assert kv_groups([uniform], 16).groups == (KVGroup(0, 16, 1, window=40),)
+
+
+def test_another_kind_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"KV cache group 1.*CrossAttentionSpec.*FullAttentionSpec"):
+        kv_groups([FullAttentionSpec(16), CrossAttentionSpec(16)], 16)
+
+
+def test_states_are_a_group_of_their_own_and_whole_on_every_rank() -> None:
+    specs = [FullAttentionSpec(16), MambaSpec(64)]
+    groups = kv_groups(specs, 16, context_parallel=2, hands_states_over=True)
+    assert groups.groups == (KVGroup(0, 32, 2), KVGroup(1, 64, 4, is_state=True))
+    assert (groups.alignment, groups.has_states, groups.in_tables) == (64, True, groups.full)
+    assert groups.partial == (groups.groups[1],)
+    assert groups.groups[1].first_block(128) == 1
+
+
+@pytest.mark.parametrize(("mode", "hands_over"), [("align", False), ("all", True), ("none", True)])
+def test_states_that_vllm_does_not_hand_over_are_refused(mode: str, hands_over: bool) -> None:
+    with pytest.raises(ConfigError, match=f"mamba_cache_mode '{mode}'.*vLLM 0.30"):
+        kv_groups([MambaSpec(16, mode)], 16, hands_states_over=hands_over)
+
+
+def test_blocks_that_are_no_whole_number_of_hash_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a multiple of 16"):
+        kv_groups([FullAttentionSpec(24)], 16)
+
+
+def test_a_model_without_kv_cache_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one or more"):
+        kv_groups([], 16)
+
+
+@given(block=st.integers(1, 7), reach=st.integers(1, 40), num_tokens=st.integers(0, 100))
+def test_the_first_block_is_that_of_the_oldest_token_read(block: int, reach: int, num_tokens: int) -> None:
+    """The token after `num_tokens` tokens reads itself at least."""
+    window = min(position for position in range(num_tokens + 1) if num_tokens - position < reach)
+    chunk = min(position for position in range(num_tokens + 1) if position // reach == num_tokens // reach)
+    assert KVGroup(0, block, 1, window=reach).first_block(num_tokens) == window // block
+    assert KVGroup(0, block, 1, chunk=reach).first_block(num_tokens) == chunk // block
+    assert KVGroup(0, block, 1).first_block(num_tokens) == 0

@@ -1,0 +1,183 @@
+"""Loads: what goes into which GPU block, and what becomes of a load that cannot be had."""
+
+from __future__ import annotations
+
+import pytest
+from tests.service.connectors.vllm.vllmhost import FULL, FakeRequest, VllmHost, keys_of
+
+from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.scheduler import PlannedStep
+
+PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
+WINDOW = KVGroup(1, 2, 1, window=5)
+LARGE = KVGroup(1, 6, 3)
+WITH_WINDOW = KVGroups((FULL, WINDOW), 2)
+TWO_SIZES = KVGroups((FULL, LARGE), 6)
+
+
+def make_host(groups: KVGroups | None = None) -> VllmHost:
+    host = VllmHost(groups) if groups else VllmHost()
+    for group in host.groups.groups:
+        host.store(*keys_of(PROMPT, group))
+    return host
+
+
+def targets(plan: PlannedStep) -> list[tuple[int, ...]]:
+    return [op.blocks for op in plan.loads.ops]
+
+
+def test_a_hit_is_loaded_into_the_blocks_of_the_request() -> None:
+    host, request = make_host(), FakeRequest("r", PROMPT)
+    assert host.ask(request) == 12
+    host.admit(request, load=12)
+    plan = host.step()
+    (op,) = plan.loads.ops
+    assert (plan.load_requests, plan.lost_loads) == ({"r": (op.op_id,)}, {})
+    assert op.blocks == tuple(request.block_ids[0])
+    assert host.contents(request) == keys_of(PROMPT)
+    assert host.step().loads.ops == ()
+
+
+def test_blocks_that_the_gpu_has_are_not_written() -> None:
+    host, first, request = make_host(), FakeRequest("f", "abcd"), FakeRequest("r", PROMPT)
+    host.run(first)
+    assert host.ask(request, 4) == 8
+    host.admit(request, local=4, load=8)
+    assert targets(host.step()) == [tuple(request.block_ids[0][2:])]
+    assert host.contents(request) == keys_of(PROMPT)
+
+
+def test_a_window_is_loaded_behind_its_null_blocks() -> None:
+    """The token at 12 reads 8 and later."""
+    host, request = make_host(WITH_WINDOW), FakeRequest("r", PROMPT)
+    assert host.ask(request) == 12
+    host.admit(request, load=12)
+    assert request.block_ids[1][:4] == [0, 0, 0, 0]
+    assert targets(host.step()) == [tuple(request.block_ids[0]), tuple(request.block_ids[1][4:])]
+    assert host.contents(request, WINDOW)[4:] == keys_of(PROMPT, WINDOW)[4:]
+
+
+def test_a_window_with_a_local_prefix_is_loaded_behind_that() -> None:
+    host, first, request = make_host(WITH_WINDOW), FakeRequest("f", PROMPT[:10]), FakeRequest("r", PROMPT)
+    host.run(first)
+    assert host.ask(request, 8) == 4
+    assert host.ask(request, 10) == 2
+    host.admit(request, local=10, load=2)
+    assert targets(host.step()) == [tuple(request.block_ids[0][5:]), tuple(request.block_ids[1][5:])]
+    assert host.contents(request, WINDOW)[4:] == keys_of(PROMPT, WINDOW)[4:]
+
+
+def test_groups_of_unlike_block_sizes_get_their_own_blocks() -> None:
+    host, request = make_host(TWO_SIZES), FakeRequest("r", PROMPT)
+    assert host.ask(request) == 12
+    host.admit(request, load=12)
+    assert [len(blocks) for blocks in targets(host.step())] == [6, 2]
+    assert host.contents(request, LARGE) == keys_of(PROMPT, LARGE)
+
+
+@pytest.mark.parametrize(("admitted", "blocks"), [(12, 6), (8, 4), (7, 4), (1, 1)])
+def test_as_much_as_was_admitted_is_loaded(admitted: int, blocks: int) -> None:
+    """Of a block that is admitted in part all is loaded: its tokens are those of the request anyway."""
+    host, request = make_host(), FakeRequest("r", PROMPT)
+    assert host.ask(request) == 12
+    host.admit(request, load=admitted)
+    assert targets(host.step()) == [tuple(request.block_ids[0])]
+    assert host.contents(request) == keys_of(PROMPT)[:blocks]
+    assert host.leases == 0
+
+
+def test_a_shorter_load_than_the_windows_were_found_for_is_lost() -> None:
+    host, request = make_host(WITH_WINDOW), FakeRequest("r", PROMPT)
+    assert host.ask(request) == 12
+    host.admit(request, load=8)
+    plan = host.step()
+    assert plan.loads.ops == ()
+    assert plan.lost_loads == {"r": (*request.block_ids[0], *request.block_ids[1][2:])}
+    assert host.leases == 0
+
+
+def test_more_than_was_found_is_lost() -> None:
+    host, request = make_host(), FakeRequest("r", PROMPT + "nopq")
+    assert host.ask(request) == 12
+    host.admit(request, load=14)
+    plan = host.step()
+    assert (plan.loads.ops, plan.lost_loads) == ((), {"r": tuple(request.block_ids[0])})
+
+
+def test_a_load_that_nobody_found_is_lost() -> None:
+    host, request = make_host(), FakeRequest("r", PROMPT)
+    host.admit(request, load=12)
+    assert host.step().lost_loads == {"r": tuple(request.block_ids[0])}
+
+
+def test_a_hit_whose_rank_restarts_is_lost() -> None:
+    host, request = make_host(), FakeRequest("r", PROMPT)
+    assert host.ask(request) == 12
+    host.ranks[0].restart(pinned=64)
+    host.admit(request, load=12)
+    plan = host.step()
+    assert (plan.loads.ops, plan.load_requests) == ((), {})
+    assert plan.lost_loads == {"r": tuple(request.block_ids[0])}
+    assert host.leases == 0
+    assert host.step().lost_loads == {}
+
+
+def test_a_block_that_vllm_does_not_give_loses_the_load_but_not_what_began() -> None:
+    host, request = make_host(WITH_WINDOW), FakeRequest("r", PROMPT)
+    assert host.ask(request) == 12
+    full, window = list(range(1, 7)), [0, 0, 0, 0, 0, 7]
+    host.side.admit(request, [full, window], 12)
+    plan = host.step()
+    assert plan.load_requests == {"r": tuple(op.op_id for op in plan.loads.ops)}
+    assert targets(plan) == [tuple(full)]
+    assert plan.lost_loads == {"r": (*full, 0, 7)}
+
+
+def test_slots_are_held_from_the_look_up_to_the_end_of_the_load() -> None:
+    host, request = make_host(), FakeRequest("r", PROMPT)
+    host.ask(request)
+    assert (host.leases, host.engine.stats().slots.leased) == (1, 6)
+    host.admit(request, load=8)
+    assert host.leases == 0
+    host.step(copy=False)
+    assert host.engine.stats().slots.leased == 6
+    host.copy()
+    assert host.engine.stats().slots.leased == 0
+    host.engine.check_integrity()
+
+
+def test_a_failed_load_is_not_found_again() -> None:
+    host, request = make_host(), FakeRequest("r", PROMPT)
+    host.admit(request, load=host.ask(request))
+    (op,) = host.step(copy=False).loads.ops
+    host.ranks[0].run(op.op_id, fail=True)
+    host.preempt(request)
+    assert host.ask(request) == 0
+
+
+def test_what_was_loaded_is_not_stored_again_and_what_follows_is() -> None:
+    host, request = make_host(), FakeRequest("r", PROMPT + "nopq")
+    host.admit(request, load=host.ask(request))
+    host.step()
+    host.engine.admin.purge(everything=True).run()
+    host.resume(request, 5)
+    host.step({request: 5})
+    host.finish(request)
+    host.step()
+    assert host.stored() == set(keys_of(request.tokens)[6:])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_load_of_which_one_op_failed_is_stored_as_computed(failing: int) -> None:
+    host, request = make_host(TWO_SIZES), FakeRequest("r", PROMPT)
+    host.admit(request, load=host.ask(request))
+    ops = host.step(copy=False).loads.ops
+    for number, op in enumerate(ops):
+        host.ranks[0].run(op.op_id, fail=number == failing)
+    host.engine.admin.purge(everything=True).run()
+    host.step()
+    host.resume(request, 13, computed=0)
+    host.step({request: 13})
+    host.finish(request)
+    host.step()
+    assert host.stored() == {*keys_of(PROMPT), *keys_of(PROMPT, LARGE)}

@@ -1,0 +1,147 @@
+"""`kv_connector_extra_config`: what is accepted, what is refused, and how bytes become slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstow.errors import ConfigError
+from kvstow_service.connectors.vllm.options import DEFAULT_BYTES, ConnectorOptions
+
+
+@pytest.mark.parametrize("nothing", [None, {}, {"policy": None}])
+def test_nothing_given_is_the_default(nothing: dict[str, Any] | None) -> None:
+    assert ConnectorOptions.parse(nothing) == ConnectorOptions(cpu_bytes_to_use=DEFAULT_BYTES)
+
+
+def test_everything_given_is_kept() -> None:
+    given = {
+        "cpu_bytes_to_use": "60GB",
+        "cpu_bytes_to_use_per_rank": 1 << 30,
+        "max_bytes": "80GiB",
+        "lazy_offload": True,
+        "async_register_cache": False,
+        "policy": "arc",
+        "transfer_timeout": "1m",
+        "copy_strategy": "direct",
+        "lock": False,
+        "pin_chunk": "2MiB",
+        "pin_pause": "5ms",
+        "admin_host": "localhost",
+        "admin_port": 0,
+        "admin_uds": "/run/kvstow.sock",
+        "token_file": "/etc/kvstow/token",
+    }
+    options = ConnectorOptions.parse(given)
+    assert options == ConnectorOptions(
+        cpu_bytes_to_use=60 * 10**9,
+        cpu_bytes_to_use_per_rank=1 << 30,
+        max_bytes=80 << 30,
+        lazy_offload=True,
+        async_register_cache=False,
+        policy="arc",
+        transfer_timeout=60.0,
+        copy_strategy="direct",
+        lock=False,
+        pin_chunk=2 << 20,
+        pin_pause=0.005,
+        admin_host="localhost",
+        admin_port=0,
+        admin_uds=Path("/run/kvstow.sock"),
+        token_file=Path("/etc/kvstow/token"),
+    )
+    assert set(options.public()) == set(given) - {"admin_uds", "token_file"} | {"pin_latency_target"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("cpu_bytes_to_use", 0, "1 byte or more"),
+        ("cpu_bytes_to_use", -1, "a number of bytes"),
+        ("cpu_bytes_to_use", 6.5e9, "1 byte or more"),
+        ("cpu_bytes_to_use", "much", "a number of bytes"),
+        ("cpu_bytes_to_use_per_rank", True, "a number of bytes"),
+        ("max_bytes", 0, "1 byte or more"),
+        ("lazy_offload", "false", "true or false"),
+        ("async_register_cache", 1, "true or false"),
+        ("lock", 0, "true or false"),
+        ("policy", "fifo", "lru or arc"),
+        ("copy_strategy", "fast", "auto or staged or direct"),
+        ("transfer_timeout", 0, "more than 0 seconds"),
+        ("transfer_timeout", "soon", "0 or more seconds"),
+        ("pin_pause", -1, "0 or more seconds"),
+        ("pin_latency_target", 0, "more than 0 seconds"),
+        ("pin_chunk", 0, "1 byte or more"),
+        ("admin_host", "", "a non-empty string"),
+        ("admin_port", 65536, "0 (any free one) to 65535"),
+        ("admin_port", True, "0 (any free one) to 65535"),
+        ("admin_uds", "", "a non-empty string"),
+        ("token_file", 7, "a non-empty string"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(key: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ConnectorOptions.parse({key: value})
+    assert f"kv_connector_extra_config: {key}" in str(refused.value)
+    assert allowed in str(refused.value)
+
+
+def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="cpu_bytes is 7") as refused:
+        ConnectorOptions.parse({"cpu_bytes": 7})
+    for key in ("cpu_bytes_to_use", "lazy_offload", "async_init", "pin_chunk"):
+        assert key in str(refused.value)
+
+
+def test_what_vllm_reads_itself_is_left_alone() -> None:
+    assert ConnectorOptions.parse({"enable_cross_layers_blocks": True}) == ConnectorOptions()
+
+
+def test_the_alias_is_the_same_option_and_stands_alone() -> None:
+    assert ConnectorOptions.parse({"async_init": False}).async_register_cache is False
+    with pytest.raises(ConfigError, match="only one of"):
+        ConnectorOptions.parse({"async_register_cache": False, "async_init": True})
+
+
+def test_a_pace_that_contradicts_itself_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="latency_target"):
+        ConnectorOptions.parse({"pin_latency_target": "1ms", "pin_chunk": "2MiB"})
+
+
+def test_the_bytes_are_exact_over_ranks_of_unlike_slots() -> None:
+    options = ConnectorOptions.parse({"cpu_bytes_to_use": 1000})
+    assert options.bytes_of_rank(2) == 500
+    assert options.capacity_slots([100, 50]) == 6
+    config = options.engine_config([100, 50], 32)
+    assert (config.capacity_slots, config.slot_bytes, config.rank_slot_bytes) == (6, 100, (100, 50))
+    assert (config.num_ranks, config.block_tokens) == (2, 32)
+
+
+def test_bytes_per_rank_bound_the_rank_with_the_largest_slots() -> None:
+    options = ConnectorOptions.parse({"cpu_bytes_to_use": 1, "cpu_bytes_to_use_per_rank": 1000})
+    assert options.bytes_of_rank(2) == 1000
+    assert options.capacity_slots([100, 50]) == 10
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "least"), [("cpu_bytes_to_use", 149, 150), ("cpu_bytes_to_use_per_rank", 99, 100)]
+)
+def test_less_than_a_block_is_refused(key: str, given: int, least: int) -> None:
+    with pytest.raises(ConfigError, match=f"at least one block, {least} bytes"):
+        ConnectorOptions.parse({key: given}).capacity_slots([100, 50])
+    assert ConnectorOptions.parse({key: least}).capacity_slots([100, 50]) == 1
+
+
+def test_a_pool_may_grow_to_its_share_of_max_bytes_or_what_the_machine_has() -> None:
+    assert ConnectorOptions.parse({"cpu_bytes_to_use": 1000}).max_bytes_of_rank(2, 900) == 900
+    assert ConnectorOptions.parse({"cpu_bytes_to_use": 1000}).max_bytes_of_rank(2, 100) == 500
+    assert ConnectorOptions.parse({"cpu_bytes_to_use": 1000, "max_bytes": 1500}).max_bytes_of_rank(2, 900) == 750
+
+
+def test_the_pace_and_the_lock_reach_the_pool() -> None:
+    options = ConnectorOptions.parse({"pin_chunk": 64, "pin_pause": 0, "lock": False})
+    pool = options.pool_config(slot_bytes=8, pool_bytes=80, max_bytes=160)
+    assert (pool.chunk_bytes, pool.pause, pool.latency_target, pool.lock) == (64, 0.0, None, False)
+    assert (pool.capacity_slots, pool.max_slots) == (10, 20)

@@ -1,0 +1,252 @@
+"""The scheduler side as a whole: leases, resets, boots, and what a step costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.service.connectors.vllm.vllmhost import FULL, ONE_GROUP, Cached, FakeRequest, Output, VllmHost, keys_of
+
+from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+
+PROMPT = "abcdefghi"  # 8 tokens can be loaded
+WITH_WINDOW = KVGroups((FULL, KVGroup(1, 2, 1, window=3)), 2)
+
+
+def holding_host(groups: KVGroups = ONE_GROUP) -> tuple[VllmHost, FakeRequest]:
+    """A host, and a request whose hit is held."""
+    host, request = VllmHost(groups), FakeRequest("r", PROMPT)
+    for group in groups.groups:
+        host.store(*keys_of(PROMPT, group))
+    assert host.ask(request) == 8
+    assert host.leases == len(groups.groups)
+    return host, request
+
+
+@pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW])
+def test_asking_in_every_step_holds_one_lease_a_group(groups: KVGroups) -> None:
+    host, request = holding_host(groups)
+    for local in (0, 4, 4, 0):
+        assert host.ask(request, local) == 8 - local
+        host.step()
+    assert host.leases == len(groups.groups)
+
+
+def test_a_request_that_ends_before_its_admission_lets_its_hit_go() -> None:
+    host, request = holding_host(WITH_WINDOW)
+    host.side.finish(request, [[], []])
+    assert host.leases == 0
+
+
+def test_an_admission_without_load_lets_the_hit_go() -> None:
+    host, request = holding_host()
+    host.admit(request, 9)
+    assert host.leases == 0
+
+
+def test_a_reset_lets_hits_go_and_the_request_is_a_miss() -> None:
+    host, request = holding_host()
+    assert host.side.reset()
+    assert host.leases == 0
+    assert host.ask(request) == 0
+
+
+def test_a_new_request_of_a_known_name_lets_the_hit_of_the_old_one_go() -> None:
+    host, _ = holding_host()
+    assert host.ask(FakeRequest("r", "XYZ")) == 0
+    assert host.leases == 0
+
+
+def test_a_request_that_wants_no_cache_gets_none() -> None:
+    host, request = holding_host()
+    request.skip_reading_prefix_cache = True
+    assert host.ask(request) == 0
+
+
+def test_a_request_that_wants_no_cache_holds_nothing() -> None:
+    host, request = holding_host()
+    request.skip_reading_prefix_cache = True
+    host.ask(request)
+    host.admit(request, 9)
+    assert host.leases == 0
+
+
+def test_the_end_of_an_unknown_request_is_nothing() -> None:
+    host = VllmHost()
+    host.side.finish(FakeRequest("r", PROMPT), [[1, 2]])
+    assert host.step().stores.ops == ()
+
+
+# -- reset ----------------------------------------------------------------------------------------------------
+
+
+def test_after_a_reset_nothing_that_was_computed_before_is_stored() -> None:
+    host, running, ended, flying = VllmHost(), *(FakeRequest(name, name * 9) for name in "abc")
+    for request in (running, ended, flying):
+        host.run(request)
+    host.finish(flying)
+    host.step(copy=False)  # its store is under way
+    host.finish(ended)  # its store is planned
+    assert host.side.reset()
+    host.copy()
+    running.tokens += "xyz"
+    host.step({running: 3})
+    host.step({running: 0})
+    host.finish(running)
+    host.step()
+    host.step()
+    assert host.stored() == set()
+    assert not host.side.has_pending_stores
+    assert host.engine.stats().slots.free == 64
+
+
+def test_a_request_that_is_admitted_after_a_reset_is_stored() -> None:
+    host, request = VllmHost(), FakeRequest("r", PROMPT)
+    host.run(request)
+    assert host.side.reset()
+    host.preempt(request)
+    host.run(request)
+    host.finish(request)
+    host.step()
+    assert host.stored() == set(keys_of(PROMPT))
+
+
+def test_a_reset_waits_for_loads() -> None:
+    host, request = holding_host()
+    host.admit(request, load=8)
+    assert not host.side.reset()
+    host.step(copy=False)
+    assert not host.side.reset()
+    host.copy()
+    assert host.side.reset()
+    host.resume(request, 1)
+    host.step({request: 1})
+    host.finish(request)
+    host.step()
+    assert host.stored() == set()
+
+
+# -- boots ----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_names_the_boots_that_its_ops_are_for() -> None:
+    host, request = VllmHost(num_ranks=2), FakeRequest("r", PROMPT)
+    assert host.step().boots == ()
+    host.run(request)
+    host.finish(request)
+    before = tuple(rank.boot_id for rank in host.ranks)
+    host.ranks[1].restart(pinned=64)
+    plan = host.step()
+    assert plan.stores.ops
+    assert plan.boots == before
+    assert host.step().boots == ()
+
+
+def test_a_load_is_for_the_boots_of_its_look_up() -> None:
+    host, request = holding_host()
+    before = (host.ranks[0].boot_id,)
+    host.admit(request, load=8)
+    host.ranks[0].restart(pinned=64)
+    plan = host.step(copy=False)
+    assert (len(plan.loads.ops), plan.boots) == (1, before)
+
+
+def test_steps_are_numbered() -> None:
+    host = VllmHost()
+    assert [host.step().number for _ in range(3)] == [1, 2, 3]
+
+
+# -- failed loads of several groups, before vLLM 0.30 ----------------------------------------------------------
+
+
+def fail_load(host: VllmHost, request: FakeRequest, local: int) -> None:
+    found = host.ask(request, local)
+    host.admit(request, local=local, load=found)
+    for op in host.step(copy=False).loads.ops:
+        host.ranks[0].run(op.op_id, fail=True)
+    host.side.settle()
+
+
+def test_a_request_whose_load_failed_goes_on_from_what_the_gpu_had() -> None:
+    host, request = holding_host(WITH_WINDOW)
+    first = FakeRequest("f", "abcd")
+    host.run(first)
+    fail_load(host, request, 4)
+    assert host.side.rewind_failed_loads({"r", "unknown"}) == {"r", "unknown"}
+    assert request.num_computed_tokens == 4
+
+
+def test_a_request_whose_load_failed_and_that_had_nothing_waits_until_it_is_aborted() -> None:
+    host, request = holding_host(WITH_WINDOW)
+    fail_load(host, request, 0)
+    assert host.side.rewind_failed_loads({"r"}) == set()
+    assert host.side.rewind_failed_loads(set()) == set()
+    host.side.finish(request, [[], []])
+    assert host.side.rewind_failed_loads(set()) == {"r"}
+    assert host.side.rewind_failed_loads(set()) == set()
+
+
+def test_a_request_whose_load_was_done_goes_on() -> None:
+    host, request = holding_host(WITH_WINDOW)
+    host.admit(request, load=8)
+    host.step()
+    host.side.settle()
+    assert host.side.rewind_failed_loads({"r"}) == {"r"}
+    assert request.num_computed_tokens == 8
+
+
+# -- costs ----------------------------------------------------------------------------------------------------
+
+
+class Touchy(FakeRequest):
+    """Minds being looked at, once it is told to."""
+
+    minds = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("num_computed_tokens", "num_output_placeholders", "num_tokens", "block_hashes"):
+            assert not object.__getattribute__(self, "minds"), f"{name} is read"
+        return object.__getattribute__(self, name)
+
+
+def test_a_step_with_nothing_due_looks_at_no_request() -> None:
+    host, request, waiting = VllmHost(), Touchy("r", PROMPT), Touchy("w", PROMPT)
+    host.run(request)
+    request.tokens += "j"
+    host.step({request: 1})
+    host.ask(waiting)
+    host.step({request: 0})
+    request.minds = True
+    assert host.side.plan_step(Output({"r": 1})).stores.ops == ()
+
+
+def test_a_request_is_looked_at_again_when_it_gets_a_block() -> None:
+    host, request = VllmHost(), Touchy("r", PROMPT + "j")
+    host.run(request)
+    host.step({request: 0})
+    request.minds = True
+    new_block = Cached(["r"], [([9],)])
+    with pytest.raises(AssertionError, match="is read"):
+        host.side.plan_step(Output({"r": 1}, new_block))
+
+
+class Observer:
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, list[bytes]]] = []
+
+    def offered(self, request: Any, group: KVGroup, first_block: int, keys: Any) -> None:
+        self.heard.append((f"{request.request_id} {group.index} {first_block}", list(keys)))
+
+    def granted(self, keys: Any) -> None:
+        self.heard.append(("granted", list(keys)))
+
+
+def test_an_observer_hears_what_is_offered_and_what_is_being_stored() -> None:
+    observer = Observer()
+    host, request, keys = VllmHost(observer=observer), FakeRequest("r", PROMPT), keys_of(PROMPT)
+    host.store(keys[1])
+    host.run(request)
+    host.finish(request)
+    assert observer.heard == [("r 0 0", keys), ("granted", [keys[0], *keys[2:]])]

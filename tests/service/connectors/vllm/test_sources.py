@@ -1,0 +1,48 @@
+"""Source blocks: references that are taken once and given back once."""
+
+from __future__ import annotations
+
+from tests.service.connectors.vllm.blockpool import FakeBlockPool
+
+from kvstow_service.connectors.vllm.sources import SourceBlocks
+
+
+def test_a_held_block_is_not_handed_out() -> None:
+    pool = FakeBlockPool(4)
+    sources = SourceBlocks(pool)
+    sources.hold(7, [2, 1])
+    assert len(sources) == 1
+    assert pool.free == [3]
+    assert [block.ref_cnt for block in pool.blocks[1:]] == [1, 1, 0]
+
+
+def test_a_block_of_two_stores_is_free_after_both() -> None:
+    pool = FakeBlockPool(4)
+    sources = SourceBlocks(pool)
+    sources.hold(7, [1])
+    sources.hold(8, [1, 2])
+    sources.release(7)
+    assert sorted(pool.free) == [3]
+    sources.release(8)
+    assert sorted(pool.free) == [1, 2, 3]
+    assert len(sources) == 0
+
+
+def test_a_release_is_idempotent() -> None:
+    pool = FakeBlockPool(4)
+    sources = SourceBlocks(pool)
+    sources.hold(7, [1])
+    for _ in range(2):
+        sources.release(7)
+    sources.release(8)
+    assert pool.blocks[1].ref_cnt == 0
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
+    pool = FakeBlockPool(4)
+    for block in pool.blocks:
+        block.block_hash = b"%d" % block.block_id
+    sources = SourceBlocks(pool)
+    sources.hold(7, [1, 2, 3])
+    sources.release(7)
+    assert pool.free == [3, 2, 1]

@@ -1,0 +1,219 @@
+"""The worker side: each step's ops are started once, and each load ends in exactly one word to vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvstow.devices.base import Fence
+from kvstow.messages import Completion, DesiredState, Direction, Mark, Op, RankReport, StepPlan
+from kvstow.testing.latch import Latch
+from kvstow_service.connectors.vllm.scheduler import PlannedStep
+from kvstow_service.connectors.vllm.worker import FinishedLoads, NoDataPlane, PlaneSource, WorkerSide
+
+NOTHING = FinishedLoads(set(), set(), set())
+
+
+class FakePlane:
+    """A data plane that completes what a test says."""
+
+    def __init__(self, boot_id: str = "boot") -> None:
+        self.boot_id = boot_id
+        self.submitted: list[tuple[tuple[int, ...], Fence | None]] = []
+        self.completions: list[Completion] = []
+        self.listeners: list[Callable[[], None]] = []
+        self.desired: list[DesiredState] = []
+        self.fails_at_close: tuple[int, ...] = ()
+
+    def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
+        self.submitted.append((tuple(op.op_id for op in plan.ops), after))
+
+    def take_completions(self) -> list[Completion]:
+        taken, self.completions = self.completions, []
+        return taken
+
+    def report(self) -> RankReport:
+        return RankReport(0, self.boot_id, "ready", 64, 1, 1, 64, 64)
+
+    def apply(self, desired: DesiredState) -> None:
+        self.desired.append(desired)
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        self.listeners.append(callback)
+
+    def close(self, timeout: float = 5.0) -> None:
+        self.completions += [Completion(op_id, "failed", "closed") for op_id in self.fails_at_close]
+
+    def say(self, op_id: int, mark: Mark = "done") -> None:
+        self.completions.append(Completion(op_id, mark))
+
+
+class Rank:
+    """A worker side over a fake plane; `fence` is what the compute stream would record."""
+
+    def __init__(self, *, loads_wait: bool = True) -> None:
+        self.plane, self.fence, self.fences = FakePlane(), Latch(), 0
+        self.side = WorkerSide(0, self.plane, fence=self.record, loads_wait=loads_wait)
+
+    def record(self) -> Fence:
+        self.fences += 1
+        return self.fence
+
+
+def op(op_id: int, direction: Direction, *blocks: int) -> Op:
+    return Op(op_id, direction, blocks, tuple(range(len(blocks))))
+
+
+def step(
+    number: int,
+    *,
+    stores: tuple[Op, ...] = (),
+    loads: dict[str, tuple[Op, ...]] | None = None,
+    lost: dict[str, tuple[int, ...]] | None = None,
+    boot: str = "boot",
+) -> PlannedStep:
+    ops = tuple(one for group in (loads or {}).values() for one in group)
+    requests = {name: tuple(one.op_id for one in group) for name, group in (loads or {}).items()}
+    return PlannedStep(number, (boot,), StepPlan(stores), StepPlan(ops), requests, lost or {})
+
+
+STORE = op(1, "store", 4)
+LOAD = op(2, "load", 5, 6)
+
+
+def test_a_step_is_submitted_once_however_often_it_is_begun() -> None:
+    rank = Rank()
+    for _ in range(3):
+        rank.side.begin_step(step(1, stores=(STORE,), loads={"r": (LOAD,)}))
+    assert rank.plane.submitted == [((2,), rank.fence), ((1,), rank.fence)]
+    assert rank.fences == 1
+    rank.side.begin_step(step(2, stores=(op(3, "store", 4),)))
+    assert len(rank.plane.submitted) == 3
+
+
+def test_loads_wait_for_nothing_where_vllm_frees_late_and_stores_still_do() -> None:
+    rank = Rank(loads_wait=False)
+    rank.side.begin_step(step(1, stores=(STORE,), loads={"r": (LOAD,)}))
+    assert rank.plane.submitted == [((2,), None), ((1,), rank.fence)]
+    rank = Rank(loads_wait=False)
+    rank.side.begin_step(step(1, loads={"r": (LOAD,)}))
+    assert rank.fences == 0
+
+
+def test_an_empty_step_costs_nothing() -> None:
+    rank = Rank()
+    rank.side.begin_step(PlannedStep(1, (), StepPlan(), StepPlan(), {}, {}))
+    assert (rank.plane.submitted, rank.fences) == ([], 0)
+    assert rank.side.take_finished_loads() == NOTHING
+
+
+@pytest.mark.parametrize(("mark", "failed", "bad"), [("done", set(), set()), ("failed", {"r"}, {5, 6})])
+def test_a_load_is_told_of_once_with_its_completion(mark: Mark, failed: set[str], bad: set[int]) -> None:
+    rank = Rank()
+    rank.side.begin_step(step(1, stores=(STORE,), loads={"r": (LOAD,)}))
+    assert rank.side.take_finished_loads() == NOTHING
+    assert rank.side.take_news() == []
+    rank.plane.say(2, mark)
+    assert rank.side.take_finished_loads() == FinishedLoads({"r"}, failed, bad)
+    (news,) = rank.side.take_news()
+    assert (news.boot_id, [completion.op_id for completion in news.completions]) == ("boot", [2])
+    assert rank.side.take_finished_loads() == NOTHING
+    assert rank.side.take_news() == []
+
+
+def test_a_load_of_several_ops_ends_with_the_last_and_fails_with_any() -> None:
+    rank, second = Rank(), op(3, "load", 9)
+    rank.side.begin_step(step(1, loads={"r": (LOAD, second), "q": (op(4, "load", 7),)}))
+    rank.plane.say(2, "failed")
+    rank.plane.say(4)
+    assert rank.side.take_finished_loads() == FinishedLoads({"q"}, set(), set())
+    rank.plane.say(3)
+    assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
+
+
+def test_what_completes_after_the_snapshot_is_in_the_next_one() -> None:
+    """Done and failed belong together: news tells nothing that the finished loads did not."""
+    rank = Rank()
+    rank.side.begin_step(step(1, loads={"r": (LOAD,)}))
+    assert rank.side.take_finished_loads() == NOTHING
+    rank.plane.say(2)
+    assert rank.side.take_news() == []
+    assert rank.side.take_finished_loads().done == {"r"}
+    assert len(rank.side.take_news()) == 1
+
+
+def test_a_source_that_is_free_ends_nothing() -> None:
+    rank = Rank()
+    rank.side.begin_step(step(1, loads={"r": (LOAD,)}))
+    rank.plane.say(2, "source_free")
+    assert rank.side.take_finished_loads() == NOTHING
+    assert len(rank.side.take_news()) == 1
+
+
+def test_a_lost_load_is_told_of_without_any_op() -> None:
+    rank = Rank()
+    rank.side.begin_step(step(1, lost={"r": (5, 6)}))
+    assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
+    assert rank.side.take_finished_loads() == NOTHING
+
+
+def test_a_load_that_began_in_part_ends_with_its_ops() -> None:
+    rank = Rank()
+    rank.side.begin_step(step(1, loads={"r": (LOAD,)}, lost={"r": (5, 6, 9)}))
+    assert rank.side.take_finished_loads() == NOTHING
+    rank.plane.say(2)
+    assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6, 9})
+
+
+def test_ops_for_another_boot_are_refused() -> None:
+    rank = Rank()
+    rank.side.begin_step(step(1, stores=(STORE,), loads={"r": (LOAD,)}, boot="before"))
+    assert rank.plane.submitted == []
+    assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
+    (news,) = rank.side.take_news()
+    assert news.boot_id == "before"
+    assert {(word.op_id, word.mark) for word in news.completions} == {(1, "failed"), (2, "failed")}
+
+
+def test_another_plane_takes_over_and_what_was_under_way_fails() -> None:
+    rank, old_news = Rank(), "boot"
+    rank.side.begin_step(step(1, loads={"r": (LOAD,)}))
+    rank.plane.fails_at_close = (2,)
+    rank.side.replace(FakePlane("again"))
+    assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
+    assert [news.boot_id for news in rank.side.take_news()] == [old_news]
+    rank.side.begin_step(step(2, loads={"q": (op(3, "load", 7),)}, boot="again"))
+    assert rank.side.plane.submitted == [((3,), rank.fence)]  # type: ignore[attr-defined]
+
+
+def test_a_rank_without_data_plane_fails_every_op() -> None:
+    plane = NoDataPlane(3, 64, "cuda", "no device")
+    side = WorkerSide(0, plane, fence=lambda: None, loads_wait=True)
+    side.begin_step(step(1, stores=(STORE,), loads={"r": (LOAD,)}, boot=plane.boot_id))
+    assert side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
+    (news,) = side.take_news()
+    assert (news.boot_id, [word.mark for word in news.completions]) == (plane.boot_id, ["failed", "failed"])
+
+
+def test_a_rank_without_data_plane_says_why() -> None:
+    report = NoDataPlane(3, 64, "cuda", "no device").report()
+    assert (report.rank, report.state, report.error_reason, report.error) == (3, "failed", "cuda", "no device")
+    assert (report.slot_bytes, report.pinned_slots, report.target_slots) == (64, 0, 0)
+    asleep = NoDataPlane(3, 64, None, None).report()
+    assert (asleep.state, asleep.error) == ("stopped", None)
+
+
+def test_the_agent_speaks_for_the_plane_that_there_is() -> None:
+    rank, calls = Rank(), []
+    source = PlaneSource(rank.side)
+    source.add_listener(lambda: calls.append(source.report().boot_id))
+    rank.plane.listeners[0]()
+    again = FakePlane("again")
+    rank.side.replace(again)
+    source.plane_changed()
+    again.listeners[0]()
+    assert calls == ["boot", "again", "again"]
+    desired = DesiredState("engine", 1)
+    source.apply(desired)
+    assert (again.desired, rank.plane.desired) == ([desired], [])
