@@ -133,6 +133,12 @@ def test_nothing_but_the_family_is_registered(host: Host, prom: Any, registry: C
     assert {metric.name for metric in registry.collect()} == {PREFIX + name for name in FAMILY}
 
 
+def test_counters_are_there_before_their_first_increment(host: Host, prom: Any, registry: CollectorRegistry) -> None:
+    prom.observe(host.take().data)
+    assert registry.get_sample_value(f"{PREFIX}load_bytes_total", LABELS) == 0
+    assert registry.get_sample_value(f"{PREFIX}total_bytes_total", LABELS | {"transfer_type": "CPU_to_GPU"}) == 0
+
+
 def test_another_connector_keeps_the_names_that_it_has_registered(
     host: Host, prom: Any, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,3 +163,27 @@ def test_names_types_and_labels_are_those_of_vllm() -> None:
         definition = deprecated.get(PREFIX + name) or known[PREFIX + name]
         assert type(definition).__name__ == f"Offloading{metric.kind.title()}Metadata", name
         assert metric.labelnames == labels, name
+
+
+@pytest.mark.parametrize("first", ["KVStowConnector", "OffloadingConnector"])
+def test_beside_an_offloading_connector_its_names_are_its_own(
+    host: Host, registry: CollectorRegistry, first: str
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    children: list[dict[str, Any]] = [
+        {"kv_connector": "KVStowConnector", "kv_connector_module_path": "kvstow_service.connectors.vllm"},
+        {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": SLOT}},
+    ]
+    children.sort(key=lambda child: child["kv_connector"] != first)
+    transfer = SimpleNamespace(
+        kv_connector_extra_config={"connectors": [child | {"kv_role": "kv_both"} for child in children]},
+        engine_id="engine",
+    )
+    types: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+    prom = MultiConnector.build_prom_metrics(config, types, list(LABELS), {0: ["tiny", "0"]})
+    host.store(1)
+    prom.observe({"KVStowConnector": host.take().data}, 0)
+    assert registry.get_sample_value(f"{PREFIX}store_bytes_total", LABELS) is None
+    assert f"{PREFIX}store_bytes" in {metric.name for metric in registry.collect()}

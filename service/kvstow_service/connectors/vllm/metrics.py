@@ -19,7 +19,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvstow.stats import EngineStats
-from kvstow_service.connectors.vllm.family import DEPRECATED, FAMILY, INFO, PREFIX, Reading, merge
+from kvstow_service.connectors.vllm.family import DEPRECATED, FAMILY, INFO, PREFIX, Reading, merge, watched
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,14 @@ class StatsFeed:
 
     def __init__(self, slot_bytes: int, slot_tokens: int | None) -> None:
         self._slot_bytes, self._slot_tokens = slot_bytes, slot_tokens
+        self._watched: tuple[object, ...] = ()
         self._last: Reading | None = None
 
     def take(self, stats: EngineStats) -> KVStowStats | None:
         """What changed since the last call (the first: since the engine's start); None if nothing did."""
+        if (now := watched(stats)) == self._watched:
+            return None
+        self._watched = now
         reading = Reading(stats, self._slot_bytes, self._slot_tokens)
         changes, self._last = reading.since(self._last), reading
         return KVStowStats(data=changes) if changes else None
@@ -94,8 +98,7 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
         """Write what one engine sent."""
         if self._metrics is None:
             self._metrics = self._register()
-        if not self._metrics:
-            return
+            self._begin()
         for name, value in transfer_stats_data.items():
             if name == INFO:
                 self._configure(tuple(value[label] for label in FAMILY[INFO].labelnames), engine_idx)
@@ -106,17 +109,22 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
                 self._write(older, value, engine_idx, transfer_type)
 
     def _register(self) -> dict[str, Any]:
-        """All metrics of the family; none if another connector has registered the first of them."""
+        """The metrics of the family, up to the first that another connector has registered."""
         metrics: dict[str, Any] = {}
         for name in FAMILY:
             try:
                 metrics[name] = self._make(name)
             except ValueError as error:
-                if metrics:
-                    raise
-                logger.warning("no %s* metrics from KVStow: another connector has registered them (%s)", PREFIX, error)
-                return {}
+                logger.warning("KVStow writes no %s%s here, which another connector does: %s", PREFIX, name, error)
+                break
         return metrics
+
+    def _begin(self) -> None:
+        """Every counter is there before its first increment, so that a rate sees that one too."""
+        plain = [(name,) for name, metric in FAMILY.items() if metric.kind == "counter" and not metric.labelnames]
+        for engine_idx in self.per_engine_labelvalues:
+            for name, *labels in (*plain, *DEPRECATED.values()):
+                self._child(name, engine_idx, *labels)
 
     def _make(self, name: str) -> Any:
         metric = FAMILY[name]
@@ -135,12 +143,14 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
         """A resized pool has another series: the former one says 0 from now on."""
         former = self._info.get(engine_idx)
         if former is not None:
-            self._child(INFO, engine_idx, *former).set(0)
-        self._child(INFO, engine_idx, *labels).set(1)
+            self._write(INFO, 0, engine_idx, *former)
+        self._write(INFO, 1, engine_idx, *labels)
         self._info[engine_idx] = labels
 
     def _write(self, name: str, value: float | Sequence[float], engine_idx: int, *labels: str) -> None:
         child = self._child(name, engine_idx, *labels)
+        if child is None:
+            return
         if isinstance(value, Sequence):
             for observation in value:
                 child.observe(observation)
@@ -150,8 +160,9 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
             child.set(value)
 
     def _child(self, name: str, engine_idx: int, *labels: str) -> Any:
+        """The series of an engine; None if another connector writes this metric."""
         key = engine_idx, name, labels
         if key not in self._children:
-            assert self._metrics is not None
-            self._children[key] = self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *labels)
+            metric = (self._metrics or {}).get(name)
+            self._children[key] = metric and metric.labels(*self.per_engine_labelvalues[engine_idx], *labels)
         return self._children[key]
