@@ -29,6 +29,9 @@ class FakePlane:
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         self.submitted.append((tuple(op.op_id for op in plan.ops), after))
 
+    def drive(self) -> None:
+        """It needs no hand."""
+
     def take_completions(self) -> list[Completion]:
         taken, self.completions = self.completions, []
         return taken

@@ -1,0 +1,180 @@
+"""The data plane of a vLLM worker, on the CPU: real pools, real copies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvstow.devices.cpu import MlockRegistrar
+from kvstow.errors import ConfigError, InsufficientMemoryError
+from kvstow.memory.limits import RESERVE_BYTES, MemoryLimits
+from kvstow.memory.pool import HostPool
+from kvstow.messages import Completion, Op, StepPlan
+from kvstow.testing.registrar import FakeRegistrar
+from kvstow.worker import OffloadWorker
+from kvstow_service.connectors.vllm import plane
+from kvstow_service.connectors.vllm.facts import HostFacts
+from kvstow_service.connectors.vllm.geometry import KVGeometry, kv_geometry
+from kvstow_service.connectors.vllm.options import ConnectorOptions
+from kvstow_service.connectors.vllm.plane import build_plane, device_of, fence_of, require_memory, wait_until_pinned
+
+BLOCKS, PAGE = 4, 4096
+
+
+def make_facts(num_ranks: int = 1, ranks_per_node: int = 1) -> HostFacts:
+    return HostFacts("engine", "model", 0, num_ranks, ranks_per_node, 0, "", 1, 2048, False, False)
+
+
+@pytest.fixture
+def available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with 1 GiB of memory beside the reserve, which a test may change."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemAvailable: {((1 << 30) + RESERVE_BYTES) // 1024} kB\n")
+    monkeypatch.setattr(plane, "MemoryLimits", lambda: MemoryLimits(meminfo, tmp_path / "none", tmp_path))
+    return meminfo
+
+
+@pytest.fixture
+def kv() -> tuple[dict[str, torch.Tensor], KVGeometry]:
+    """Two layers, whose blocks hold their own number."""
+    blocks = torch.arange(BLOCKS, dtype=torch.uint8).repeat_interleave(PAGE).view(BLOCKS, PAGE)
+    caches = {"first": blocks, "second": blocks + 100}
+    return caches, kv_geometry(caches, BLOCKS)
+
+
+@pytest.fixture
+def worker(kv: tuple[dict[str, torch.Tensor], KVGeometry]) -> Iterator[OffloadWorker]:
+    options = ConnectorOptions(lock=False, pin_pause=0.0)
+    worker = build_plane(3, 10 * PAGE, 16 * PAGE, options, kv[1])
+    yield worker
+    worker.close()
+
+
+def finish(worker: OffloadWorker, op: Op) -> Completion:
+    worker.submit(StepPlan((op,)))
+    assert worker.wait_completions(10)
+    (completion,) = worker.take_completions()
+    return completion
+
+
+def test_blocks_of_all_layers_go_to_a_slot_and_come_back(
+    kv: tuple[dict[str, torch.Tensor], KVGeometry], worker: OffloadWorker
+) -> None:
+    worker.pool.start()
+    wait_until_pinned(worker.pool)
+    assert finish(worker, Op(1, "store", (2,), (4,))).mark == "done"
+    assert finish(worker, Op(2, "load", (0,), (4,))).mark == "done"
+    assert {layer: tensor[:, 0].tolist() for layer, tensor in kv[0].items()} == {
+        "first": [2, 1, 2, 3],
+        "second": [102, 101, 102, 103],
+    }
+
+
+def test_a_plane_takes_no_memory_before_it_is_told_to(worker: OffloadWorker) -> None:
+    report = worker.report()
+    assert (report.rank, report.slot_bytes, report.pinned_slots, report.target_slots) == (3, 2 * PAGE, 0, 5)
+    assert worker.pool.max_slots == 8
+
+
+def test_a_pool_without_room_for_a_block_is_refused(kv: tuple[dict[str, torch.Tensor], KVGeometry]) -> None:
+    with pytest.raises(ConfigError, match=f"at least one block, {2 * PAGE} bytes"):
+        build_plane(0, 2 * PAGE - 1, 0, ConnectorOptions(), kv[1])
+
+
+def test_another_device_is_refused(kv: tuple[dict[str, torch.Tensor], KVGeometry]) -> None:
+    elsewhere = kv[1]._replace(tensors=(torch.empty(BLOCKS, PAGE, dtype=torch.uint8, device="meta"),))
+    with pytest.raises(ConfigError, match="device of the KV cache is 'meta'; allowed: cuda or cpu"):
+        build_plane(0, 10 * PAGE, 0, ConnectorOptions(), elsewhere)
+
+
+def test_a_plane_that_cannot_be_built_leaves_nothing_behind(
+    kv: tuple[dict[str, torch.Tensor], KVGeometry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[HostPool] = []
+
+    def refuse(pool: HostPool, *_: object) -> None:
+        pools.append(pool)
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(plane, "CpuDevice", refuse)
+    with pytest.raises(RuntimeError, match="no device"):
+        build_plane(0, 10 * PAGE, 0, ConnectorOptions(lock=False), kv[1])
+    assert pools[0].status().state == "closed"
+
+
+def test_on_the_cpu_all_work_is_done_when_its_call_returns() -> None:
+    assert fence_of(torch.device("cpu"))() is None
+
+
+def test_the_device_is_that_of_the_first_tensor(kv: tuple[dict[str, torch.Tensor], KVGeometry]) -> None:
+    assert device_of(kv[0]) == torch.device("cpu")
+    assert device_of({"mamba": [torch.empty(1, device="meta")]}) == torch.device("meta")
+
+
+# -- waiting for the pool -------------------------------------------------------------------------------------
+
+
+def make_pool(kv: KVGeometry, registrar: FakeRegistrar) -> HostPool:
+    options = ConnectorOptions(pin_chunk=2 * PAGE, pin_pause=0.0)
+    return HostPool(options.pool_config(kv.layout.slot_bytes, 10 * PAGE, 0), registrar)
+
+
+def test_waiting_ends_with_the_last_chunk(kv: tuple[dict[str, torch.Tensor], KVGeometry]) -> None:
+    registrar = FakeRegistrar(wait_at=2)
+    pool = make_pool(kv[1], registrar)
+    pool.start()
+    waiter = threading.Thread(target=wait_until_pinned, args=(pool,))
+    waiter.start()
+    assert registrar.waiting.wait(10)
+    assert waiter.is_alive()
+    registrar.go_on.set()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    assert pool.status().pinned_slots == 5
+    pool.close()
+
+
+def test_waiting_ends_where_the_pool_stops_growing(kv: tuple[dict[str, torch.Tensor], KVGeometry]) -> None:
+    pool = make_pool(kv[1], FakeRegistrar({1: RuntimeError("no more")}))
+    pool.start()
+    waiter = threading.Thread(target=wait_until_pinned, args=(pool,))
+    waiter.start()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    assert pool.status().pinned_slots < 5
+    pool.close()
+
+
+# -- memory of the machine ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("available")
+def test_pools_of_a_node_that_fit_together_may_grow_to_their_share_of_the_rest() -> None:
+    options = ConnectorOptions(cpu_bytes_to_use=1 << 29)
+    assert require_memory(options, make_facts(2, 2)) == 1 << 29
+    assert require_memory(options, make_facts(4, 2)) == 1 << 29
+    assert require_memory(ConnectorOptions(cpu_bytes_to_use=1 << 20, max_bytes=1 << 22), make_facts(2, 2)) == 1 << 21
+
+
+@pytest.mark.usefixtures("available")
+def test_pools_of_a_node_that_do_not_fit_together_are_refused() -> None:
+    options = ConnectorOptions(cpu_bytes_to_use_per_rank=600 << 20)
+    assert require_memory(options, make_facts(1, 1)) == 1 << 30
+    with pytest.raises(InsufficientMemoryError, match="2 x 600 MiB of pool cannot fit"):
+        require_memory(options, make_facts(2, 2))
+    assert require_memory(options, make_facts(2, 1)) == 1 << 30
+
+
+def test_where_no_limit_can_be_read_a_pool_keeps_its_size(available: Path) -> None:
+    available.unlink()
+    assert require_memory(ConnectorOptions(cpu_bytes_to_use=1000), make_facts()) == 1000
+
+
+def test_memory_on_the_cpu_is_locked(kv: tuple[dict[str, torch.Tensor], KVGeometry]) -> None:
+    worker = build_plane(0, 10 * PAGE, 0, ConnectorOptions(), kv[1])
+    assert worker.report().pin_mode == MlockRegistrar().mode != "populate"
+    worker.close()
