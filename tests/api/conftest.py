@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from kvstow.messages import Completion, Mark, Op, RankReport
 from kvstow.testing.clock import FakeClock
 from kvstow_api.app import create_app
 from kvstow_api.context import ApiContext
+from kvstow_api.loglevels import LogLevels
 from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.server import AdminServer
 
@@ -131,26 +133,47 @@ async def launch(engine: OffloadEngine, clock: FakeClock) -> AsyncIterator[Launc
         yield start
 
 
+@contextmanager
+def running(engine: OffloadEngine, *, uds: Path | None = None, **changes: Any) -> Iterator[Listeners]:
+    """An application on real sockets, with a context that differs by what is given."""
+    given = {"engine": engine, "max_capacity_slots": 2 * CAPACITY, "version": "1.2.3", "mode": "test"}
+    with ExitStack() as stack:
+        listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), uds)
+        stack.callback(listeners.close)
+        app = create_app(ApiContext(**{**given, **changes}))
+        server = AdminServer(app, listeners.sockets, lambda reason: pytest.fail(reason))
+        server.start()
+        stack.callback(server.stop)
+        yield listeners
+
+
 class Serve(Protocol):
     def __call__(self, *, uds: Path | None = ..., **changes: Any) -> Listeners: ...
 
 
 @pytest.fixture
 def serve(engine: OffloadEngine) -> Iterator[Serve]:
-    """Serves an application, with a context that differs by what is given, on real sockets."""
+    """Serves applications of `engine`; all are stopped at the end."""
     with ExitStack() as stack:
 
-        def start(*, uds: Path | None = None, **changes: Any) -> Listeners:
-            given = {"engine": engine, "max_capacity_slots": 2 * CAPACITY, "version": "1.2.3", "mode": "test"}
-            listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), uds)
-            stack.callback(listeners.close)
-            app = create_app(ApiContext(**{**given, **changes}))
-            server = AdminServer(app, listeners.sockets, lambda reason: pytest.fail(reason))
-            server.start()
-            stack.callback(server.stop)
-            return listeners
+        def start(**changes: Any) -> Listeners:
+            return stack.enter_context(running(engine, **changes))
 
         yield start
+
+
+@pytest.fixture(scope="module")
+def busy_url() -> Iterator[str]:
+    """The URL of a service with some blocks, which goes on from one test of a module to the next."""
+    engine = OffloadEngine(EngineConfig(slot_bytes=SLOT_BYTES, capacity_slots=CAPACITY, num_ranks=RANKS))
+    ranks = Ranks(engine)
+    ranks.report()
+    ranks.store([bytes([0, 0, number]) for number in range(8)])
+    levels = {name: logging.getLogger(name).level for name in LogLevels().names()}
+    with running(engine) as listeners:
+        yield listeners.url
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture

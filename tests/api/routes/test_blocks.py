@@ -79,3 +79,49 @@ async def test_a_bad_page_is_refused(client: httpx.AsyncClient, query: str) -> N
 async def test_a_token_beyond_the_pool_is_the_end(client: httpx.AsyncClient, ranks: Any) -> None:
     body = (await client.get(BLOCKS, params={"page_token": "_" * 8})).json()
     assert body == {"items": [], "next_page_token": None}
+
+
+async def test_one_block_is_removed(client: httpx.AsyncClient, ranks: Any, keys: list[bytes]) -> None:
+    ranks.store(keys[:2])
+    answer = await client.delete(f"{BLOCKS}/{keys[0].hex()}")
+    assert (answer.status_code, answer.content) == (204, b"")
+    assert ranks.engine.contains(keys[:2]) == [False, True]
+    assert (await client.delete(f"{BLOCKS}/{keys[0].hex()}")).status_code == 404
+    ranks.engine.check_integrity()
+
+
+@pytest.mark.parametrize(("hold", "word"), [("lease", "leased"), ("load", "leased"), ("pin", "unpin")])
+async def test_a_block_in_use_stays(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes], hold: str, word: str
+) -> None:
+    ranks.store(keys[:1])
+    if hold == "pin":
+        engine.admin.pin(keys[:1], None)
+    else:
+        lease = ranks.lease(keys[:1])
+        if hold == "load":
+            engine.begin_load(lease, [3])
+    answer = await client.delete(f"{BLOCKS}/{keys[0].hex()}")
+    assert (answer.status_code, answer.json()["code"]) == (409, "conflict")
+    assert word in answer.json()["detail"]
+    assert engine.contains(keys[:1]) == [True]
+
+
+async def test_a_lookup_tells_what_is_there_and_changes_nothing(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
+) -> None:
+    ranks.store([*keys[:2], keys[3]])
+    before = engine.stats()
+    body = {"keys": [key.hex() for key in keys[:5]]}
+    answer = await client.post("/v1/lookup", json=body)
+    assert answer.json() == {"leading": 2, "present": [True, True, False, True, False], "refusal": None}
+    assert engine.stats() == before
+    engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
+    assert (await client.post("/v1/lookup", json=body)).json() == {**answer.json(), "refusal": "bypassed"}
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"keys": []}, {"keys": ["zz"]}, {"keys": "aa"}, {"keys": ["aa"] * 4097}, {"keys": ["aa"], "a": 1}]
+)
+async def test_a_bad_lookup_is_refused(client: httpx.AsyncClient, body: Any) -> None:
+    assert (await client.post("/v1/lookup", json=body)).status_code == 422

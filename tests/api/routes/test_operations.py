@@ -35,3 +35,38 @@ async def test_an_unknown_operation_is_not_found(client: httpx.AsyncClient) -> N
 @pytest.mark.parametrize("query", ["kind=pin", "state=done", "kid=evict"])
 async def test_a_bad_choice_is_refused(client: httpx.AsyncClient, query: str) -> None:
     assert (await client.get(f"/v1/operations?{query}")).status_code == 422
+
+
+async def test_operations_come_in_pages(client: httpx.AsyncClient, ranks: Any) -> None:
+    for _ in range(5):
+        await client.post("/v1/pools/host/evict", json={"slots": 1}, params={"wait": 20})
+    everything = [item["id"] for item in (await client.get("/v1/operations")).json()["items"]]
+    seen: list[str] = []
+    token: str | None = ""
+    while token is not None:
+        page = (await client.get("/v1/operations", params={"page_size": 2, "page_token": token})).json()
+        assert len(page["items"]) <= 2
+        seen += [item["id"] for item in page["items"]]
+        token = page["next_page_token"]
+    assert seen == everything
+    assert (await client.get("/v1/operations?page_token=x")).status_code == 422
+
+
+async def test_an_operation_that_has_ended_is_taken_off_the_list(client: httpx.AsyncClient, ranks: Any) -> None:
+    await client.post("/v1/pools/host/evict", json={"slots": 1}, params={"wait": 20})
+    (item,) = (await client.get("/v1/operations")).json()["items"]
+    assert (await client.delete(f"/v1/operations/{item['id']}")).status_code == 204
+    assert (await client.get("/v1/operations")).json()["items"] == []
+    assert (await client.delete(f"/v1/operations/{item['id']}")).status_code == 404
+
+
+async def test_an_operation_that_runs_stays_and_is_waited_for(
+    client: httpx.AsyncClient, ranks: Any, keys: list[bytes]
+) -> None:
+    ranks.store(keys)
+    lease = ranks.lease(keys)
+    place = (await client.patch("/v1/pools/host", json={"capacity_slots": 1}, params={"wait": 0})).headers["location"]
+    assert (await client.delete(place)).status_code == 409
+    assert (await client.get(place)).json()["state"] == "running"
+    ranks.engine.release(lease)
+    assert (await client.get(place, params={"wait": 20})).json()["state"] == "succeeded"

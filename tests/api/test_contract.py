@@ -1,0 +1,66 @@
+"""The description holds for whatever is asked: generated requests, good and bad, against a live service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
+
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow_api.app import create_app
+from kvstow_api.context import ApiContext
+
+EXAMPLES = 10  # of each kind: 20 per operation
+PROBES = ("/readyz", "/health", "/healthz")
+PROBE_CHECKS = [
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+    checks.response_headers_conformance,
+]
+CHECKS = [not_a_server_error, *PROBE_CHECKS]  # a failing probe is no failing server
+
+
+def describe() -> dict[str, Any]:
+    engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16))
+    return create_app(ApiContext(engine=engine, max_capacity_slots=16, version="1.2.3", mode="test")).openapi()
+
+
+def _has_rules(operation: Any) -> bool:
+    return bool(operation.query or operation.body)
+
+
+SCHEMA = schemathesis.openapi.from_dict(describe())
+OPERATIONS = {
+    operation.label: operation
+    for operation in (result.ok() for result in SCHEMA.get_all_operations())
+    if operation.path != "/v1/events"  # it does not end; test_events.py reads it
+}
+
+
+POSITIVE = [(label, GenerationMode.POSITIVE) for label in OPERATIONS]
+# Where there is only text in a path, nothing is wrong enough.
+NEGATIVE = [(label, GenerationMode.NEGATIVE) for label, operation in OPERATIONS.items() if _has_rules(operation)]
+
+
+@pytest.mark.parametrize(("label", "mode"), [*POSITIVE, *NEGATIVE])
+def test_answers_are_as_described(busy_url: str, label: str, mode: GenerationMode) -> None:
+    @settings(
+        max_examples=EXAMPLES,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=OPERATIONS[label].as_strategy(generation_mode=mode))
+    def check(case: Case) -> None:
+        answer = case.call(base_url=busy_url, timeout=20)
+        case.validate_response(answer, checks=PROBE_CHECKS if case.operation.path in PROBES else CHECKS)
+
+    check()

@@ -1,0 +1,178 @@
+"""Each finding comes with the facts that it is about, and not without them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstow.control.gate import BypassStatus, DrainStatus
+from kvstow.messages import DesiredState
+from kvstow.stats import RankStatus, Readiness
+from kvstow_api.doctor import CHECKS, Evidence, examine
+from kvstow_api.hostfacts import HostFacts, RankClocks
+from kvstow_api.views.history import SampleView
+
+GIB = 1 << 30
+HOST = HostFacts(headroom_bytes=64 * GIB, limit="64 GiB are left", reserve_bytes=64 << 20, huge_pages="madvise")
+RANK = RankStatus(
+    rank=0,
+    boot_id="b",
+    state="ready",
+    slot_bytes=GIB,
+    pinned_slots=8,
+    target_slots=8,
+    pinned_bytes=8 * GIB,
+    target_bytes=8 * GIB,
+    pin_rate_bytes_per_second=0.0,
+    pin_elapsed_seconds=1.0,
+    pin_mode="cuda",
+    locked_bytes=8 * GIB,
+    resident_bytes=8 * GIB,
+    chunks_done=8,
+    chunks_total=8,
+    chunks_failed=0,
+    error_reason=None,
+    error=None,
+    notice=None,
+    pending_ops=0,
+    store_bytes_total=2 * GIB,
+    load_bytes_total=2 * GIB,
+    store_busy_seconds=0.1,
+    load_busy_seconds=0.1,
+    last_report_age_seconds=0.1,
+)
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def sample(minutes: float, **counters: int) -> SampleView:
+    names = ("query", "hit", "stored", "dropped", "evicted")
+    blocks = {f"{name}_blocks": counters.get(name, 0) for name in names}
+    moment = START + timedelta(minutes=minutes)
+    return SampleView(
+        time=moment, **blocks, load_bytes=0, store_bytes=0, used_slots=8, usable_slots=8, pinned_bytes=8 * GIB
+    )
+
+
+def evidence(*ranks: RankStatus, **changes: Any) -> Evidence:
+    given = ranks or (RANK, replace(RANK, rank=1))
+    healthy = Evidence(
+        readiness=Readiness("ready", "", 8, 8, given),
+        desired=DesiredState("e", 8),
+        drain=DrainStatus(False, None, None, False, 0, 0),
+        bypass=BypassStatus(load=False, store=False, ttl_seconds_left=None),
+        samples=[sample(0), sample(5, evicted=7)],
+        clock_offsets={0: 0.5, 1: -1.0},
+        host=HOST,
+    )
+    return healthy._replace(**changes)
+
+
+def test_a_healthy_engine_has_no_findings() -> None:
+    told = examine(evidence())
+    assert told.findings == []
+    assert told.healthy
+    assert (told.checks, told.skipped) == (list(CHECKS), {})
+
+
+FIRING = [
+    ("pinning", "error", evidence(replace(RANK, error_reason="cgroup_limit", error="no memory", pinned_bytes=GIB))),
+    ("pinning", "error", evidence(replace(RANK, error_reason="driver", chunks_failed=1))),
+    ("memory", "error", evidence(replace(RANK, pinned_bytes=0), host=HOST._replace(headroom_bytes=8 * GIB))),
+    ("memory", "warning", evidence(host=HOST._replace(headroom_bytes=(64 << 20) - 1))),
+    ("huge_pages", "warning", evidence(host=HOST._replace(huge_pages="never"))),
+    ("numa", "warning", evidence(replace(RANK, notice="the pool is not bound to NUMA node 1 of its device: no"))),
+    ("memlock", "warning", evidence(replace(RANK, pin_mode="populate", notice="mlock failed; RLIMIT_MEMLOCK is 8"))),
+    ("clocks", "warning", evidence(clock_offsets={0: 1.1})),
+    ("clocks", "warning", evidence(clock_offsets={0: -30.0})),
+    ("links", "warning", evidence(RANK, replace(RANK, rank=1, load_busy_seconds=0.21))),
+    ("links", "warning", evidence(RANK, replace(RANK, rank=1, store_busy_seconds=0.21))),
+    ("thrashing", "warning", evidence(samples=[sample(0), sample(9, evicted=8)])),
+    ("switches", "warning", evidence(bypass=BypassStatus(load=True, store=False, ttl_seconds_left=None))),
+    ("switches", "info", evidence(bypass=BypassStatus(load=False, store=True, ttl_seconds_left=5.0))),
+    ("switches", "warning", evidence(drain=DrainStatus(True, "all", None, True, 0, 0))),
+    ("switches", "info", evidence(desired=DesiredState("e", 8, paused=True))),
+    (
+        "switches",
+        "warning",
+        evidence(desired=DesiredState("e", 8, paused=True), readiness=Readiness("pinning", "", 4, 8, (RANK,))),
+    ),
+]
+
+
+@pytest.mark.parametrize(("check", "severity", "given"), FIRING)
+def test_a_finding_says_what_why_and_what_mends_it(check: str, severity: str, given: Evidence) -> None:
+    told = examine(given)
+    (finding,) = told.findings
+    assert (finding.check, finding.severity) == (check, severity)
+    assert told.healthy == (severity == "info")
+    assert finding.what
+    assert finding.why
+    assert finding.fix
+    assert finding.evidence
+
+
+SILENT = [
+    ("memory", evidence(replace(RANK, pinned_bytes=0), host=HOST._replace(headroom_bytes=8 * GIB + (64 << 20)))),
+    ("memory", evidence(host=HOST._replace(headroom_bytes=64 << 20))),
+    ("huge_pages", evidence(host=HOST._replace(huge_pages="always"))),
+    ("numa", evidence(replace(RANK, notice="something else"))),
+    ("memlock", evidence(replace(RANK, pin_mode="populate"))),  # nobody asked for a lock
+    ("memlock", evidence(replace(RANK, pin_mode="cuda", locked_bytes=0))),  # the driver needs none
+    ("links", evidence(RANK, replace(RANK, rank=1, load_busy_seconds=0.19))),
+    ("links", evidence(RANK, replace(RANK, rank=1, load_busy_seconds=9.0, load_bytes_total=GIB - 1))),
+    ("thrashing", evidence(samples=[sample(0), sample(9, evicted=20, hit=2)])),
+    ("thrashing", evidence(samples=[sample(0), sample(1, evicted=8), sample(12, evicted=9, hit=1)])),
+]
+
+
+@pytest.mark.parametrize(("check", "given"), SILENT)
+def test_what_is_well_is_not_found(check: str, given: Evidence) -> None:
+    assert check in CHECKS
+    assert examine(given).findings == []
+
+
+def test_checks_without_facts_say_which_they_lack() -> None:
+    unknown = replace(RANK, boot_id=None, state="starting", pinned_bytes=0, target_bytes=0)
+    told = examine(evidence(unknown, samples=[], clock_offsets={}, host=None))
+    assert set(told.skipped) == {"memory", "huge_pages", "numa", "memlock", "clocks", "links", "thrashing"}
+    assert all(told.skipped.values())
+    assert set(told.checks) | set(told.skipped) == set(CHECKS)
+    assert told.findings == []
+
+
+def test_the_worst_comes_first() -> None:
+    given = evidence(
+        replace(RANK, error_reason="driver"),
+        desired=DesiredState("e", 8, paused=True),
+        clock_offsets={0: 9.0},
+    )
+    assert [finding.severity for finding in examine(given).findings] == ["error", "warning", "info"]
+
+
+def test_clocks_are_compared_when_they_are_told() -> None:
+    clocks = RankClocks(now=lambda: 100.0)
+    for rank, told in ((0, "103.5"), (1, None), (2, "noon"), (3, "nan"), (4, "inf"), (5, "90")):
+        clocks.note(rank, told)
+    assert clocks.offsets() == {0: 3.5, 5: -10.0}
+
+
+@pytest.mark.anyio
+async def test_the_route_gathers_the_facts(launch: Any, ranks: Any) -> None:
+    client: httpx.AsyncClient = await launch(host_facts=lambda: HOST._replace(huge_pages="never"))
+    headers = {"X-KVStow-Clock": "0"}
+    await client.post("/v1/ranks/0/report", json=ranks.make_report(0).to_json(), headers=headers)
+    ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
+    body = (await client.get("/v1/doctor")).json()
+    assert {finding["check"] for finding in body["findings"]} == {"huge_pages", "clocks", "switches"}
+    assert set(body["skipped"]) == {"links", "thrashing"}
+
+
+@pytest.mark.anyio
+async def test_a_host_that_measures_nothing_is_examined_all_the_same(client: httpx.AsyncClient, ranks: Any) -> None:
+    body = (await client.get("/v1/doctor")).json()
+    assert body["healthy"]
+    assert "memory" in body["skipped"]

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.errors import QueueFullError
+from kvstow_api.client.eventstream import EventParser
+from kvstow_api.eventstream import MAX_STREAMS, EventStreams
+from kvstow_api.journal import Journal
+from kvstow_api.views.events import EventView
+from kvstow_api.watch import Watch
+
+pytestmark = pytest.mark.anyio
+
+
+class Reader:
+    """Reads a stream event by event."""
+
+    def __init__(self, stream: AsyncIterator[bytes]) -> None:
+        self._stream = stream
+        self._parser = EventParser()
+        self._ready: list[EventView] = []
+
+    async def next(self) -> EventView:
+        while not self._ready:
+            chunk = (await anext(self._stream)).decode()
+            lines = chunk.split("\n")[:-1]
+            self._ready += [event for event in map(self._parser.feed, lines) if event is not None]
+        return self._ready.pop(0)
+
+    async def close(self) -> None:
+        await self._stream.aclose()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def journal() -> Journal:
+    return Journal()
+
+
+@pytest.fixture
+def streams(engine: OffloadEngine, journal: Journal) -> EventStreams:
+    return EventStreams(engine, journal)
+
+
+@pytest.fixture
+async def listen(streams: EventStreams) -> AsyncIterator[Any]:
+    readers: list[Reader] = []
+
+    def start(*wanted: str, after: str | None = None, recent: int = 0) -> Reader:
+        readers.append(Reader(streams.open(wanted, after=after, recent=recent, poll=0.001)))
+        return readers[-1]
+
+    yield start
+    for reader in readers:
+        await reader.close()
+
+
+async def test_events_come_in_order_and_by_type(listen: Any, journal: Journal) -> None:
+    journal.add("state", state="old")
+    reader = listen("state")
+    journal.add("change", path="/v1/drain")
+    journal.add("state", state="draining")
+    event = await reader.next()
+    assert (event.type, event.data["state"]) == ("state", "draining")
+    assert event.data["time"].startswith("20")
+
+
+async def test_the_last_events_may_come_first(listen: Any, journal: Journal) -> None:
+    for state in ("a", "b", "c"):
+        journal.add("state", state=state)
+    reader = listen("state", recent=2)
+    assert [(await reader.next()).data["state"] for _ in range(2)] == ["b", "c"]
+
+
+async def test_blocks_come_to_who_asks(listen: Any, ranks: Any, keys: list[bytes]) -> None:
+    stored, removed = listen("stored"), listen("removed")
+    ranks.store(keys[:2])
+    ranks.engine.admin.purge(keys=keys[:1]).run()
+    event = await stored.next()
+    assert (event.type, event.data) == ("stored", {"keys": [key.hex() for key in keys[:2]]})
+    event = await removed.next()
+    assert (event.type, event.data) == ("removed", {"keys": [keys[0].hex()], "reason": "purge"})
+
+
+async def test_a_stream_goes_on_after_the_event_that_was_read_last(
+    listen: Any, journal: Journal, ranks: Any, keys: list[bytes]
+) -> None:
+    wanted = ("state", "stored")
+    reader = listen(*wanted)
+    journal.add("state", state="a")
+    ranks.store(keys[:1])
+    first = await reader.next()
+    journal.add("state", state="b")
+    ranks.store(keys[1:2])
+    again = listen(*wanted, after=first.id)
+    seen = [await again.next() for _ in range(3)]
+    assert [event.data.get("state") or event.data["keys"] for event in seen] == [
+        "b",
+        [keys[0].hex()],
+        [keys[1].hex()],
+    ]
+    assert len({event.id for event in [first, *seen]}) == 4
+
+
+async def test_a_late_reader_is_told_what_it_missed(listen: Any, journal: Journal) -> None:
+    reader = listen("state")
+    journal.add("state", state="a")
+    first = await reader.next()
+    for _ in range(1005):
+        journal.add("state", state="b")
+    again = listen("state", after=first.id)
+    lost = await again.next()
+    assert (lost.type, lost.data) == ("lost", {"count": 5})
+    assert (await again.next()).type == "state"
+
+
+async def test_a_late_reader_of_blocks_is_told_too(ranks: Any, keys: list[bytes], journal: Journal) -> None:
+    engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16, num_ranks=2, event_buffer=2))
+    busy = type(ranks)(engine)
+    busy.report()
+    for key in keys[:5]:
+        busy.store([key])
+    reader = Reader(EventStreams(engine, journal).open(("stored",), after=f"{engine.engine_id}-0-0"))
+    lost = await reader.next()
+    assert (lost.type, lost.data["count"]) == ("lost", 3)
+    assert [(await reader.next()).data["keys"] for _ in range(2)] == [[key.hex()] for key in keys[3:5]]
+    await reader.close()
+
+
+@pytest.mark.parametrize("after", ["abc123-7-9", "nonsense", "a-b-c", "1" * 500])
+async def test_an_id_of_another_life_is_told_and_the_journal_starts_anew(
+    listen: Any, journal: Journal, after: str
+) -> None:
+    journal.add("state", state="a")
+    reader = listen("state", after=after)
+    lost = await reader.next()
+    assert (lost.type, lost.data) == ("lost", {"count": None})
+    assert (await reader.next()).data["state"] == "a"
+
+
+async def test_only_so_many_streams_are_open(streams: EventStreams) -> None:
+    opened = [streams.open(("state",)) for _ in range(MAX_STREAMS)]
+    for stream in opened:
+        await anext(stream)
+    with pytest.raises(QueueFullError, match="32 event streams"):
+        streams.open(("state",))
+    await opened[0].aclose()  # type: ignore[attr-defined]
+    streams.open(("state",))
+    for stream in opened[1:]:
+        await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_silent_stream_says_that_it_is_alive(streams: EventStreams) -> None:
+    stream = streams.open(("state",), poll=0.0)
+    await anext(stream)
+    assert (await anext(stream)).startswith(b":")
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("query", ["types=nonsense", "recent=-1", "recent=1001", "type=state"])
+async def test_a_bad_choice_is_refused(client: httpx.AsyncClient, query: str) -> None:
+    assert (await client.get(f"/v1/events?{query}")).status_code == 422
+
+
+def test_the_watch_notes_each_change_once(engine: OffloadEngine, ranks: Any, journal: Journal) -> None:
+    watch = Watch(engine, journal)
+    for _ in range(2):
+        watch.tick()
+    engine.admin.drain("all", None)
+    engine.report(ranks.make_report(1, state="degraded", error="no more memory"))
+    for _ in range(2):
+        watch.tick()
+    told = [(entry.type, entry.data["state"]) for entry in journal.after(0)[0]]
+    assert told == [
+        ("state", "ready"),
+        ("rank", "ready"),
+        ("rank", "ready"),
+        ("state", "draining"),
+        ("rank", "degraded"),
+    ]
+    assert journal.after(0)[0][-1].data["error"] == "no more memory"
+
+
+def test_the_watch_samples_the_counters(engine: OffloadEngine, ranks: Any, keys: list[bytes]) -> None:
+    watch = Watch(engine, Journal())
+    watch.tick()
+    ranks.store(keys[:3])
+    for _ in range(5):
+        watch.tick()
+    first, last = watch.history.items
+    assert (first.stored_blocks, last.stored_blocks, last.used_slots, last.usable_slots) == (0, 3, 3, 16)
+    assert last.store_bytes == 3 * 4096
+    for _ in range(5 * 1000):
+        watch.tick()
+    assert len(watch.history.items) == 720
+
+
+async def test_a_watch_that_fails_goes_on(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    watch = Watch(engine, Journal())
+    failures: Iterator[int] = iter(range(3))
+    seen = asyncio.Event()
+
+    def tick() -> None:
+        if next(failures, None) is None:
+            seen.set()
+        else:
+            raise RuntimeError("broken")
+
+    monkeypatch.setattr(watch, "tick", tick)
+    monkeypatch.setattr("kvstow_api.watch._INTERVAL", 0.0)
+    watch.start()
+    await asyncio.wait_for(seen.wait(), 20)
+    await watch.stop()
+    assert caplog.text.count("the watch over the engine failed") == 1
+
+
+async def test_operations_and_changes_enter_the_journal(client: httpx.AsyncClient, launch: Any, ranks: Any) -> None:
+    apps: list[Any] = []
+    other = await launch(apps.append)
+    await other.post("/v1/pools/host/evict", json={"slots": 1}, params={"wait": 20})
+    await other.post("/v1/pools/host/evict", json={"slots": 0})
+    await other.post("/v1/lookup", json={"keys": ["00aa"]})
+    await other.get("/v1/pools")
+    await other.post("/v1/ranks/0/report", json=ranks.make_report(0).to_json())
+    entries, lost = apps[0].state.services.journal.after(0)
+    told = [
+        (entry.type, entry.data.get("path") or entry.data["state"]) for entry in entries if "rank" not in entry.data
+    ]
+    assert [item for item in told if item[0] != "state"] == [
+        ("operation", "running"),
+        ("operation", "succeeded"),
+        ("change", "/v1/pools/host/evict"),
+    ]
+    assert lost == 0
+    json.dumps([entry.data for entry in entries])
