@@ -1,0 +1,152 @@
+"""Clients that are slow, idle, many or too large cost bounded memory, and the probes keep answering."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from kvstow_api.body import BodyMiddleware
+from kvstow_service.listeners import Listeners
+
+IDLE = 1000
+BODY_BYTES = 10 << 20
+ALLOWED_GROWTH = 64 << 20
+_SOCKET_SECONDS = 20.0
+
+
+@pytest.fixture
+def service(serve: Any, ranks: Any) -> Listeners:
+    listeners: Listeners = serve(startup_grace=0.0)
+    return listeners
+
+
+@pytest.fixture
+def file_limit() -> Iterator[None]:
+    """Room for both ends of the idle connections in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * IDLE + 500
+    if soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def connect(service: Listeners) -> socket.socket:
+    return socket.create_connection((service.host, service.port), _SOCKET_SECONDS)
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def check_alive(service: Listeners) -> None:
+    for probe in ("/livez", "/readyz"):
+        assert httpx.get(f"{service.url}{probe}", timeout=_SOCKET_SECONDS).status_code == 200
+
+
+def head(path: str, *lines: str) -> bytes:
+    return "\r\n".join(
+        [f"POST {path} HTTP/1.1", "Host: kvstow", "Content-Type: application/json", *lines, "", ""]
+    ).encode()
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def test_a_thousand_idle_connections_leave_room_for_probes(service: Listeners, file_limit: None) -> None:
+    check_alive(service)
+    before = resident_bytes()
+    with ExitStack() as stack:
+        for number in range(IDLE):
+            idle = stack.enter_context(connect(service))
+            if number % 2:
+                idle.sendall(b"GET /v1/info HTTP/1.1\r\nHo")  # half a request
+        check_alive(service)
+        assert resident_bytes() - before < ALLOWED_GROWTH
+    check_alive(service)
+
+
+def test_bodies_of_ten_megabytes_are_refused_unread(service: Listeners) -> None:
+    check_alive(service)
+    before = resident_bytes()
+    for declared in (f"Content-Length: {BODY_BYTES}", "Transfer-Encoding: chunked"):
+        for _ in range(10):
+            with connect(service) as client:
+                client.sendall(head("/v1/pools/host/evict", declared))
+                try:
+                    if "chunked" in declared:
+                        for _ in range(BODY_BYTES >> 16):
+                            client.sendall(b"10000\r\n" + bytes(1 << 16) + b"\r\n")
+                    else:
+                        client.sendall(bytes(BODY_BYTES))
+                    answer = client.recv(1 << 16)
+                except ConnectionError:
+                    continue  # the server has hung up while we were still sending: refused, too
+                assert status_of(answer) == 413
+    check_alive(service)
+    assert resident_bytes() - before < ALLOWED_GROWTH
+
+
+def test_a_body_that_is_announced_too_large_is_answered_at_once(service: Listeners) -> None:
+    with connect(service) as client:
+        client.sendall(head("/v1/pools/host/evict", f"Content-Length: {BODY_BYTES}"))
+        answer = client.recv(1 << 16)
+    assert status_of(answer) == 413
+    assert b"application/problem+json" in answer
+
+
+def test_floods_of_headers_are_cut_off(service: Listeners) -> None:
+    check_alive(service)
+    before = resident_bytes()
+    for _ in range(20):
+        with connect(service) as client:
+            client.sendall(b"GET /livez HTTP/1.1\r\nHost: kvstow\r\n")
+            received = b""
+            try:
+                for number in range(10_000):
+                    client.sendall(b"X-Flood-%d: %s\r\n" % (number, b"x" * 100))
+                received = client.recv(1 << 16)
+            except ConnectionError:
+                continue
+            assert not received or status_of(received) == 400
+    check_alive(service)
+    assert resident_bytes() - before < ALLOWED_GROWTH
+
+
+def test_a_slow_body_is_given_up_and_others_are_served(serve: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry = BodyMiddleware.__init__
+
+    def in_a_hurry(self: BodyMiddleware, app: FastAPI) -> None:
+        hurry(self, app, seconds=0.2)
+
+    monkeypatch.setattr(BodyMiddleware, "__init__", in_a_hurry)
+    service: Listeners = serve()
+    with connect(service) as slow:
+        slow.sendall(head("/v1/pools/host/evict", "Content-Length: 100") + b'{"slo')
+        check_alive(service)
+        answer = slow.recv(1 << 16)
+    assert status_of(answer) == 408
+    assert b'"code": "body_too_slow"' in answer
+    assert b"connection: close" in answer.lower()
+
+
+def test_a_reader_that_never_reads_stops_nobody(service: Listeners, ranks: Any, keys: list[bytes]) -> None:
+    before = resident_bytes()
+    with connect(service) as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.sendall(b"GET /v1/events?types=stored,removed HTTP/1.1\r\nHost: kvstow\r\n\r\n")
+        assert status_of(deaf.recv(64)) == 200
+        for _ in range(3000):
+            ranks.store(keys[:8])
+            ranks.engine.admin.purge(everything=True).run()
+        check_alive(service)
+        assert resident_bytes() - before < ALLOWED_GROWTH
