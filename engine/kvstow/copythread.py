@@ -66,7 +66,8 @@ class _Running:
 class CopyThread:
     """Owns `device` and closes it. `on_failure` is called on the thread when it has failed.
 
-    Thread-safe. `_lock` guards all fields; the device is called outside of it, and by this thread only.
+    Thread-safe. `_lock` guards all fields; the device is called outside of it, by whoever has the `_turn`: this thread,
+    or one that calls `drive`. `_turn` comes before `_lock`.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class CopyThread:
     ) -> None:
         self._device, self._slot_bytes, self._max_queued = device, slot_bytes, max_queued
         self._clock, self._on_failure = clock, on_failure
+        self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._completed = threading.Condition(self._lock)
@@ -88,6 +90,7 @@ class CopyThread:
         self._completions: list[Completion] = []
         self._statistics = CopyStatistics()
         self._failure: str | None = None
+        self._defect: BaseException | None = None
         self._stop_at: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -104,6 +107,24 @@ class CopyThread:
             refused = [completion for op in ops if (completion := self._enqueue(_Queued(op, after, now)))]
             self._work.notify()
             self._publish(refused)
+
+    def drive(self) -> None:
+        """Do now, on the caller's thread, what this thread would do next, unless it is at it. For a host that computes
+        in Python: a thread waits for the interpreter for up to 5 ms, which is as long as 256 MiB are on the link."""
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            with self._lock:
+                idle = self._stop_at is not None or not (self._num_queued() or self._num_running())
+            if not idle:
+                self._admit()
+                self._advance_all()
+        except BaseException as error:  # noqa: BLE001 - it ends this thread, not the caller's
+            with self._lock:
+                self._defect = error  # this thread fails of it, and says so
+                self._work.notify()
+        finally:
+            self._turn.release()
 
     def take_completions(self) -> list[Completion]:
         with self._lock:
@@ -135,8 +156,10 @@ class CopyThread:
         try:
             pause = 0.0
             while self._wait_for_work(pause):
-                self._admit()
-                pause = 0.0 if self._advance_all() else min(max(2 * pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+                with self._turn:
+                    self._admit()
+                    moved = self._advance_all()
+                pause = 0.0 if moved else min(max(2 * pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
         except BaseException as error:
             logger.exception("the copy thread has failed")
             with self._lock:
@@ -150,7 +173,9 @@ class CopyThread:
             if self._num_running():
                 self._work.wait_for(self._can_start, timeout=pause)
             else:
-                self._work.wait_for(lambda: self._can_start() or self._stop_at is not None)
+                self._work.wait_for(lambda: self._can_start() or self._num_running() or self._is_ending())
+            if self._defect is not None:
+                raise self._defect
             return self._stop_at is None or (self._num_running() > 0 and self._clock() < self._stop_at)
 
     def _admit(self) -> None:
@@ -211,7 +236,8 @@ class CopyThread:
             reason = self._failure or "the worker was closed while the op ran"
             self._fail_queued(reason)
         try:
-            self._device.close()
+            with self._turn:
+                self._device.close()
         except Exception:
             logger.exception("the device did not close")
         with self._lock:
@@ -241,6 +267,9 @@ class CopyThread:
         for queue in self._queues.values():
             self._publish([_failed(queued.op, WorkerFailedError(reason)) for queued in queue])
             queue.clear()
+
+    def _is_ending(self) -> bool:
+        return self._stop_at is not None or self._defect is not None
 
     def _can_start(self) -> bool:
         return any(self._has_room(direction) for direction in self._queues)

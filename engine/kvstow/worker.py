@@ -44,6 +44,7 @@ class OffloadWorker:
         self._excess: str | None = None
         self._closed = False
         name = f"kvstow-copy-{rank}"
+        self._may_drive = device.capabilities.copies_alone
         self._copies = CopyThread(name, device, pool.slot_bytes, max_queued, clock, self._listeners.tell)
         pool.add_listener(self._listeners.tell)
 
@@ -51,6 +52,12 @@ class OffloadWorker:
         """Start the ops of `plan` once `after` is reached. Never blocks, never raises: an op that cannot be taken
         (queue full, worker failed or closed) comes back as a failed completion."""
         self._copies.submit(plan.ops, after)
+
+    def drive(self) -> None:
+        """Let the copies get on, on the caller's thread, where that takes no copying: for hosts whose thread keeps the
+        interpreter busy. Never blocks, never raises; it is never needed."""
+        if self._may_drive:
+            self._copies.drive()
 
     def take_completions(self) -> list[Completion]:
         """All completions since the last call, in one atomic snapshot; also after `close`."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # 0.3 s: left to the agent's thread, for every process of an 
 logger = logging.getLogger("kvstow.agent")
 
 _TIMEOUT_SECONDS = 5.0
-_MIN_GAP_SECONDS = 0.05  # at most 20 reports a second, however fast chunks are pinned
+_MIN_GAP_SECONDS = 0.2  # at most 5 reports a second, however fast chunks are pinned: one takes 4 ms of Python
 
 
 class ReportingRank(Protocol):
@@ -54,7 +54,7 @@ class AdminAddress:
 
 
 FindAdmin = Callable[[], AdminAddress | None]
-"""Looks for the admin server; None while there is none. Called on the agent's thread, at most 20 times a second."""
+"""Looks for the admin server; None while there is none. Called on the agent's thread, at most 5 times a second."""
 
 
 @dataclass(frozen=True, slots=True)

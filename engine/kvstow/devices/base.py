@@ -1,7 +1,7 @@
 """The device protocol: what a data plane offers, whatever moves the bytes (CPU, CUDA, later JAX).
 
-Threads. `begin_store`, `stage_load`, `commit_load` and every `Ticket.poll` are called by one thread, the
-worker's copy thread. A `Fence` is made by the host on any thread.
+Threads. `begin_store`, `stage_load`, `commit_load` and every `Ticket.poll` are called by one thread at a time: the
+worker's copy thread, or the host's where the device copies alone. A `Fence` is made by the host on any thread.
 
 Ordering. A store reads its blocks only after the compute work that `after` names. A load's `stage_load` may
 start at once and never touches the KV cache; `commit_load` writes the blocks only after `after`. No compute
@@ -60,11 +60,12 @@ class Staged(Protocol):
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """`kv_in_place`: the KV cache is one set of buffers for life (false for JAX, which replaces arrays).
-    `pin_mode`: what pinning means here."""
+    `pin_mode`: what pinning means here. `copies_alone`: it moves bytes by itself, and `poll` only looks."""
 
     name: str
     kv_in_place: bool
     pin_mode: str
+    copies_alone: bool = True
 
 
 class Device(Protocol):

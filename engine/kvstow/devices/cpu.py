@@ -91,7 +91,7 @@ class CpuDevice:
     between them. It is written and read in place; the caller keeps it alive. The pool is borrowed.
     """
 
-    capabilities = Capabilities(name="cpu", kv_in_place=True, pin_mode="mlock")
+    capabilities = Capabilities(name="cpu", kv_in_place=True, pin_mode="mlock", copies_alone=False)
 
     def __init__(self, pool: HostPool, layout: KVLayout, tensors: Sequence[torch.Tensor]) -> None:
         check_tensors(pool, layout, tensors, "cpu")

@@ -150,11 +150,10 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         rank = self._rank
         if rank.side is None:
             return None
-        news = [RankNews(boot_id, completions, None) for boot_id, completions in rank.side.take_news()]
-        if not self._has_greeted:  # a handshake reaches only one of several connectors
-            self._has_greeted = True
-            news.append(RankNews("", (), rank.hello))
-        return KVStowWorkerMetadata({rank.side.rank: news}) if news else None
+        hello = None if self._has_greeted else rank.hello  # a handshake reaches only one of several connectors
+        self._has_greeted = True
+        news = RankNews(tuple(rank.side.take_news()), hello, rank.report_without_agent())
+        return KVStowWorkerMetadata({rank.side.rank: [news]}) if any(news) else None
 
     @property
     def _rank(self) -> WorkerHost:
@@ -236,11 +235,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _hear(self, metadata: KVStowWorkerMetadata) -> None:
         for rank, words in metadata.news.items():
-            for boot_id, completions, hello in words:
-                if hello is not None:
-                    self._host.greet(hello)
-                elif self._host.side is not None:
-                    self._host.side.complete(rank, boot_id, completions)
+            for news in words:
+                self._host.hear(rank, news)
         if self._host.side is not None:
             self._host.side.settle()
 

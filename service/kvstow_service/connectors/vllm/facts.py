@@ -52,7 +52,7 @@ class HostFacts:
         # A drafter writes blocks after its step's output is known, and so does a step that zeroes blocks and no more.
         writes_late = config.speculative_config is not None or kv_cache_config.needs_kv_cache_zeroing
         return cls(
-            engine_id=transfer.engine_id,
+            engine_id=f"{config.instance_id}-{transfer.engine_id}",  # the second alone may be set by users
             model=str(config.model_config.served_model_name or ""),
             rank=parallel.rank % parallel.world_size,
             num_ranks=parallel.world_size,

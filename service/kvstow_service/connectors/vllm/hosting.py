@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,11 +11,12 @@ import kvstow
 from kvstow.bytesize import format_size
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError, InsufficientMemoryError
+from kvstow.messages import RankReport
 from kvstow_service.agent import AdminAddress, RankAgent
 from kvstow_service.connectors.vllm.events import EventFeed
 from kvstow_service.connectors.vllm.facts import HostFacts
 from kvstow_service.connectors.vllm.groups import KVGroups
-from kvstow_service.connectors.vllm.metadata import RankHello
+from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
 from kvstow_service.connectors.vllm.metrics import StatsFeed
 from kvstow_service.connectors.vllm.options import ConnectorOptions
 from kvstow_service.connectors.vllm.scheduler import SchedulerSide
@@ -22,6 +24,8 @@ from kvstow_service.connectors.vllm.sources import BlockPool
 from kvstow_service.connectors.vllm.worker import DataPlane, NoDataPlane, PlaneSource, WorkerSide
 from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
 from kvstow_service.rendezvous import Rendezvous
+
+_REPORT_SECONDS = 1.5  # the agent reports every second
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -61,6 +65,17 @@ class SchedulerHost:
     def greet(self, hello: RankHello) -> None:
         self._hellos.setdefault(hello.rank, hello)
         self._build_when_known()
+
+    def hear(self, rank: int, news: RankNews) -> None:
+        """Take what a rank says after a step."""
+        if news.hello is not None:
+            self.greet(news.hello)
+        if self.engine is None or self.side is None:
+            return
+        if news.report is not None:
+            self.engine.report(news.report)
+        for boot_id, completions in news.completions:
+            self.side.complete(rank, boot_id, completions)
 
     @property
     def address_for_remote_ranks(self) -> AdminAddress | None:
@@ -131,6 +146,8 @@ class WorkerHost:
         self.side: WorkerSide | None = None
         self.agent: RankAgent | None = None
         self.hello: RankHello | None = None
+        self._heard_of = 0  # reports that the agent had brought to the admin server
+        self._report_at = 0.0
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Build the data plane around vLLM's KV cache, and begin to pin: returns before that is done, unless the user
@@ -147,6 +164,15 @@ class WorkerHost:
         self.agent = RankAgent(self._facts.rank, self._source, self._rendezvous)
         self.agent.start()
         self._start(plane)
+
+    def report_without_agent(self) -> RankReport | None:
+        """What the agent would say, once a second for as long as it reaches no server: serving depends on none."""
+        now = time.monotonic()
+        if self.side is None or self.agent is None or now < self._report_at:
+            return None
+        self._report_at = now + _REPORT_SECONDS
+        sent, self._heard_of = self._heard_of, self.agent.stats.sent
+        return self.side.plane.report() if self._heard_of == sent else None
 
     def suspend(self) -> None:
         """vLLM is about to take its KV cache away."""

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvstow.messages import Completion
+from kvstow.messages import Completion, RankReport
 from kvstow_service.agent import AdminAddress
 from kvstow_service.connectors.vllm.scheduler import PlannedStep
 
@@ -34,11 +34,12 @@ class KVStowMetadata(KVConnectorMetadata):
 
 
 class RankNews(NamedTuple):
-    """What a rank has to say after a step. `hello` comes with its first word."""
+    """What a rank has to say after a step. `completions` are of the boot `boot_id`. `hello` comes with its first word,
+    `report` while its agent does not reach the admin server."""
 
-    boot_id: str
-    completions: tuple[Completion, ...]
-    hello: RankHello | None
+    completions: tuple[tuple[str, tuple[Completion, ...]], ...] = ()
+    hello: RankHello | None = None
+    report: RankReport | None = None
 
 
 @dataclass

@@ -23,6 +23,8 @@ class DataPlane(Protocol):
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
 
+    def drive(self) -> None: ...
+
     def take_completions(self) -> list[Completion]: ...
 
     def report(self) -> RankReport: ...
@@ -100,9 +102,11 @@ class WorkerSide:
             self.plane.submit(step.loads, fence if self._loads_wait else None)
         if step.stores.ops:
             self.plane.submit(step.stores, fence)
+        self.plane.drive()
 
     def take_finished_loads(self) -> FinishedLoads:
         """What has ended since the last call: done and failed in one snapshot, which `take_news` tells as well."""
+        self.plane.drive()
         self._hear(self.plane)
         ended = [(name, load) for name, load in self._loading.items() if not load.ops]
         for name, _ in ended:
@@ -179,6 +183,9 @@ class NoDataPlane:
         failed = [Completion(op.op_id, "failed", "this rank has no data plane") for op in plan.ops]
         with self._lock:
             self._completions += failed
+
+    def drive(self) -> None:
+        """Nothing is under way."""
 
     def take_completions(self) -> list[Completion]:
         with self._lock:
