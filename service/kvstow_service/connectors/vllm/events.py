@@ -1,9 +1,11 @@
 """KV events for routers that know the caches: what host memory holds, in vLLM's own words.
 
-feed = event_feed(vllm_config, engine, kv_cache_specs)   # None unless KV events are on
-feed.offered(request, group, first_block, keys)          # before a store, for each request and group
-    feed.granted(keys of the store's op)                     # after begin_store
-return feed.take()                                       # take_events
+An `EventFeed` is told of stores when they are planned, and asked for events once per step:
+
+    feed = event_feed(vllm_config, engine, kv_cache_specs)   # with the engine, once; None unless KV events are on
+    feed.offered(request, group, first_block, keys)          # before a store, for each request and group
+    feed.granted(keys_of_the_op)                             # after `begin_store`
+    return feed.take()                                       # take_events
 """
 
 from __future__ import annotations
@@ -147,7 +149,11 @@ class EventFeed:
         """One event for each run of consecutive blocks."""
         runs: list[list[tuple[bytes, _Block]]] = []
         for key in keys:
-            block = self._planned.pop(key, None) or _Block(_Origin(_group(key)), None, [], None)
+            block = self._planned.pop(key, None)
+            if block is None:
+                if key in self._told:
+                    continue
+                block = _Block(_Origin(_group(key)), None, [], None)
             if not runs or not _continues(runs[-1][-1], block):
                 runs.append([])
             runs[-1].append((_hash(key), block))

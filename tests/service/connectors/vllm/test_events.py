@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,6 +200,18 @@ def test_after_lost_events_nothing_stale_stays_told() -> None:
     assert 2 not in gone
 
 
+def test_a_block_is_told_as_removed_once() -> None:
+    host = Host(event_buffer=2)
+    host.store(0, 3)
+    host.feed.take()
+    lose_events(host)
+    host.store(0, 3)  # lost events took them away; now the log's last word is that they went
+    host.purge()
+    told = host.feed.take()
+    gone = [block for event in told if isinstance(event, Removed) for block in event.block_hashes]
+    assert sorted(gone) == [1, 2, 3]
+
+
 def test_after_lost_events_a_block_that_is_there_is_told() -> None:
     host = Host(event_buffer=2)
     host.store(0, 1)
@@ -209,6 +222,17 @@ def test_after_lost_events_a_block_that_is_there_is_told() -> None:
     (event,) = [event for event in host.feed.take() if isinstance(event, Stored) and event.block_hashes == [1]]
     assert event.token_ids == [100, 101]
     assert host.engine.lookup(keys) == 1
+
+
+def test_a_block_that_was_found_is_not_told_again_by_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_BATCHES_PER_TAKE", 1)
+    host = Host(event_buffer=2)
+    lose_events(host)
+    host.store(0, 1)
+    host.store(1, 2)
+    (found,) = [event for event in host.feed.take() if 2 in event.block_hashes]
+    assert found.token_ids == [102, 103]
+    assert host.feed.take() == []
 
 
 def test_looking_again_goes_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +249,30 @@ def test_looking_again_goes_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> N
         takes += 1
     assert {1, 2, 3, 4, 5} <= gone
     assert takes >= 3
+
+
+class Keys(list[int]):
+    """Of a block, and known to be gone or not: a plain list takes no weak reference."""
+
+
+def test_nothing_is_kept_of_what_was_told() -> None:
+    host = Host()
+    made: list[weakref.ref[Any]] = []
+
+    def extra_keys(request: Request, start: int, end: int) -> Keys:
+        keys = Keys([start, end])
+        made.append(weakref.ref(keys))
+        return keys
+
+    host.feed = EventFeed(host.engine, [Kind("full")], Vocabulary(Stored, Removed, bytes.hex, extra_keys))
+    request = Request()
+    host.store(0, 2, request)
+    alive = weakref.ref(request)
+    del request
+    assert alive() is None
+    assert len(made) == len([ref for ref in made if ref() is not None]) == 2
+    host.feed.take()
+    assert [ref for ref in made if ref() is not None] == []
 
 
 def test_descriptions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

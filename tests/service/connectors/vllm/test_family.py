@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,8 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.keys import chain_keys
 from kvstow.messages import Completion, Op, RankReport
 from kvstow.stats import Histogram, HistogramSnapshot
-from kvstow_service.connectors.vllm.family import DEPRECATED, FAMILY, INFO, Reading, merge, observations
+from kvstow.testing.clock import FakeClock
+from kvstow_service.connectors.vllm.family import DEPRECATED, FAMILY, INFO, Reading, merge, observations, watched
 
 SLOT = 1 << 20
 KEYS = list(chain_keys([bytes([i]) for i in range(8)]))
@@ -47,8 +49,28 @@ def test_the_first_changes_tell_the_configuration(engine: OffloadEngine) -> None
     assert changes["cpu_cache_usage_perc"] == 0
 
 
+def test_whatever_is_told_is_watched(engine: OffloadEngine) -> None:
+    ops: list[Op | None] = []
+    steps: list[Callable[[], object]] = [
+        lambda: ops.append(engine.begin_store(KEYS[:2], [7, 8]).op),
+        lambda: finish(engine, ops[-1]),
+        lambda: ops.append(engine.begin_load(engine.acquire(KEYS[:2]), [1, 2])),
+        lambda: finish(engine, ops[-1]),
+        lambda: engine.acquire(KEYS[5:6]),
+        lambda: ops.append(engine.begin_store(KEYS[2:], range(6)).op),
+        lambda: finish(engine, ops[-1]),
+        lambda: engine.admin.resize(3).run(),
+    ]
+    for step in steps:
+        before, stats = read(engine), engine.stats()
+        step()
+        assert read(engine).since(before)
+        assert watched(engine.stats()) != watched(stats)
+
+
 def test_nothing_changed_is_empty(engine: OffloadEngine) -> None:
     assert read(engine).since(read(engine)) == {}
+    assert watched(engine.stats()) == watched(engine.stats())
 
 
 def test_a_store_and_a_load(engine: OffloadEngine) -> None:
@@ -76,6 +98,16 @@ def test_a_hit_that_waits_counts_as_reading(engine: OffloadEngine) -> None:
     finish(engine, engine.begin_store(KEYS[:2], [7, 8]).op)
     engine.acquire(KEYS[:2])
     assert read(engine).since(None)["cpu_cache_read_usage_perc"] == 0.5
+
+
+def test_a_store_that_was_given_up_still_takes_room() -> None:
+    clock = FakeClock()
+    engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=4, transfer_timeout=1.0), clock=clock)
+    engine.report(RankReport(0, "boot", "ready", SLOT, 4, 4, 4 * SLOT, 4 * SLOT))
+    engine.begin_store(KEYS[:2], [7, 8])
+    clock.advance(2.0)
+    engine.tick()
+    assert read(engine).since(None)["cpu_cache_write_usage_perc"] == 0.5
 
 
 def test_blocks_without_room_are_allocation_failures(engine: OffloadEngine) -> None:
@@ -122,6 +154,11 @@ def test_observations_fall_into_the_same_buckets_and_have_the_same_sum(first: li
 def test_one_observation_is_itself(value: float) -> None:
     after = HistogramSnapshot(BOUNDS, tuple(buckets([value])), value)
     assert list(observations(None, after)) == [pytest.approx(value)]
+
+
+def test_observations_at_the_lower_edge_stay_in_their_bucket() -> None:
+    after = HistogramSnapshot(BOUNDS, (0, 2, 0, 0), 2.0)  # rounding has left no more than the edges
+    assert buckets(list(observations(None, after))) == [0, 2, 0, 0]
 
 
 def test_changes_add_up(engine: OffloadEngine) -> None:
