@@ -65,7 +65,8 @@ A_HIT = A_BLOCKS * BLOCK
 
 @dataclass(frozen=True)
 class Setup:
-    """An engine to make. `extra`: the connector's settings; None: without connector."""
+    """An engine to make. `extra`: the connector's settings; None: without connector. `beside`: another connector, that
+    MultiConnector asks after KVStow's."""
 
     model: Path
     extra: Mapping[str, Any] | None = None
@@ -74,6 +75,7 @@ class Setup:
     tp: int = 1
     processes: bool = False
     step_tokens: int = 1024
+    beside: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -155,16 +157,27 @@ class Engine:
 
     def settle(self) -> None:
         """Wait until no transfer is under way."""
-        eventually(lambda: self._idle() and not any(self._pending().values()), "the end of all transfers")
+        eventually(lambda: self._idle() and not self._pending(), "the end of all transfers")
 
     def forget_gpu(self) -> None:
         """Empty the GPU's prefix cache, and only that."""
         self.settle()
         eventually(lambda: self._idle() and self.llm.reset_prefix_cache(), "a reset of the prefix cache")
 
+    def purge(self) -> None:
+        """As an operator does."""
+        self.admin.post("/v1/pools/host/purge", json={"all": True}).raise_for_status()
+
     def stats(self, section: str) -> dict[str, Any]:
         answer = self.admin.get("/v1/stats", params={"section": section}).raise_for_status().json()
         return dict(answer[section])
+
+    def has_slots(self, *, all_of_them: bool) -> bool:
+        try:
+            pool = self.stats("pool")
+        except httpx.TransportError:  # the admin server comes up beside vLLM
+            return False
+        return bool(pool["usable_slots"] >= (pool["capacity_slots"] if all_of_them else 1))
 
     def loaded_blocks(self) -> int:
         return int(self.stats("transfers")["load"]["blocks"])
@@ -173,9 +186,9 @@ class Engine:
         """One of vLLM's own."""
         return float(sum(metric.value for metric in self.llm.get_metrics() if metric.name == name))
 
-    def _pending(self) -> dict[str, Any]:
-        pending = dict(self.stats("transfers")["pending"])
-        return {key: pending[key] for key in pending if key.endswith("ops")}
+    def _pending(self) -> int:
+        pending = self.stats("transfers")["pending"]
+        return int(pending["loads"] + pending["stores"])
 
     def _idle(self) -> bool:
         """In this process nobody else steps the engine, which completions of transfers need."""
@@ -186,14 +199,16 @@ class Engine:
 
 @contextlib.contextmanager
 def running(setup: Setup) -> Iterator[Engine]:
-    """A vLLM of this setup, its pool pinned; afterwards none of its threads is left."""
+    """A vLLM of this setup, with its pool pinned, or its first slot if that is paced; afterwards none of its threads is
+    left."""
     threads = set(threading.enumerate())
     with contextlib.ExitStack() as stack:
         stack.enter_context(_deadline())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(setup.processes)))
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(setup.tp))))
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1" if setup.tp == 2 else "nobind")
+        patch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for each other cost more than so small a model
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstow-"))
         socket = Path(folder) / "admin"
         llm = _llm(setup, socket)
@@ -205,7 +220,8 @@ def running(setup: Setup) -> Iterator[Engine]:
             )
         engine = Engine(llm, setup, admin)
         if admin is not None:
-            eventually(lambda: _is_pinned(engine), "a pinned pool")
+            paced = "pin_pause" in (setup.extra or {})
+            eventually(lambda: engine.has_slots(all_of_them=not paced), "a pinned pool")
         yield engine
     left = [thread.name for thread in set(threading.enumerate()) - threads if thread.name.startswith("kvstow")]
     assert not left, f"threads outlived their engine: {left}"
@@ -228,8 +244,10 @@ class Reference:
 
 
 def _llm(setup: Setup, socket: Path) -> Any:
+    import torch
     from vllm import LLM
 
+    torch.set_num_threads(1)
     return LLM(
         model=str(setup.model),
         skip_tokenizer_init=True,
@@ -240,6 +258,7 @@ def _llm(setup: Setup, socket: Path) -> Any:
         max_num_seqs=8,
         max_num_batched_tokens=setup.step_tokens,
         num_gpu_blocks_override=setup.gpu_blocks,
+        gpu_memory_utilization=0.1,
         tensor_parallel_size=setup.tp,
         seed=0,
         disable_log_stats=False,
@@ -251,13 +270,12 @@ def _llm(setup: Setup, socket: Path) -> Any:
 def transfer_config(setup: Setup, socket: Path) -> dict[str, Any]:
     """What a user writes into --kv-transfer-config; the admin server listens on `socket`, too."""
     place = {"cpu_bytes_to_use": setup.pool_bytes, "admin_uds": str(socket), "admin_port": 0}
-    return {
-        "kv_connector": "KVStowConnector",
-        "kv_connector_module_path": "kvstow_service.connectors.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {**place, **(setup.extra or {})},
-    }
+    common = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    ours = {"kv_connector": "KVStowConnector", "kv_connector_extra_config": {**place, **(setup.extra or {})}, **common}
+    if setup.beside is None:
+        return {"kv_connector_module_path": "kvstow_service.connectors.vllm", **ours}
+    children = {"connectors": [ours, {**setup.beside, **common}]}
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": children, **common}
 
 
 def _close(llm: Any) -> None:
@@ -266,14 +284,6 @@ def _close(llm: Any) -> None:
     llm.llm_engine.engine_core.shutdown()
     gc.collect()
     cleanup_dist_env_and_memory()
-
-
-def _is_pinned(engine: Engine) -> bool:
-    try:
-        pool = engine.stats("pool")
-    except httpx.TransportError:  # it comes up on a thread of its own
-        return False
-    return bool(pool["usable_slots"] == pool["capacity_slots"])
 
 
 def _answer(output: Any) -> Answer:

@@ -47,10 +47,19 @@ def write_model(folder: Path, *, hybrid: bool = False, seed: int = 20) -> Path:
         kinds = ["sliding_attention", "full_attention"]
         config |= {"layer_types": kinds * (LAYERS // 2), "sliding_window": WINDOW}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+    write_tokenizer(folder)
     from safetensors.torch import save_file  # vLLM brings it
 
     save_file(make_weights(seed), folder / "model.safetensors")
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Words `t0` to `t1023`, in the format of `tokenizers`: the OpenAI server wants to write its answers in words."""
+    words = {"type": "WordLevel", "vocab": {f"t{token}": token for token in range(VOCABULARY)}, "unk_token": "t0"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": words}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
 def make_weights(seed: int) -> dict[str, torch.Tensor]:

@@ -42,8 +42,11 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(params=["full", "hybrid"])
 def setup(request: pytest.FixtureRequest, model: Path, hybrid_model: Path) -> Setup:
-    """A dense model, then one with a sliding window in every other layer."""
-    return Setup(hybrid_model if request.param == "hybrid" else model, extra={})
+    """A model with full attention, then one with a sliding window in every other layer, of which vLLM is told to keep
+    every block: by default it keeps those that a repeated prompt needs."""
+    if request.param == "full":
+        return Setup(model, extra={})
+    return Setup(hybrid_model, extra={}, settings={"prefix_cache_retention_interval": None})
 
 
 class Gate:
@@ -108,6 +111,17 @@ def test_cold_and_from_the_host(setup: Setup, step_tokens: int, reference: Refer
         shared = engine.ask(B, tokens=LONGEST)
         assert [answer.cached for answer in shared] == [512]
         assert_same(shared, expected[1:])
+
+
+def test_hybrid_model_as_vllm_keeps_it(hybrid_model: Path, reference: Reference) -> None:
+    expected = reference(hybrid_model, A)
+    with running(Setup(hybrid_model, extra={})) as engine:
+        (cold,) = engine.ask(A)
+        engine.forget_gpu()
+        (warm,) = engine.ask(A)
+        assert (cold.cached, warm.cached) == (0, A_HIT)
+        assert A_BLOCKS <= engine.loaded_blocks() < 2 * A_BLOCKS  # of the window only what the next token reads
+        assert_same([cold, warm], 2 * expected)
 
 
 def test_beginning_on_the_gpu_and_the_rest_from_the_host(setup: Setup, reference: Reference) -> None:
@@ -273,7 +287,7 @@ def test_purges_in_the_middle(setup: Setup, reference: Reference) -> None:
         engine.forget_gpu()
         loaded = engine.loaded_blocks()
         for _ in range(2):
-            answers = engine.ask(*prompts, meanwhile=lambda: _purge(engine))
+            answers = engine.ask(*prompts, meanwhile=engine.purge)
             assert_same(answers, expected)
             engine.forget_gpu()
             engine.ask(*prompts)
@@ -290,7 +304,7 @@ def test_purge_while_blocks_are_loaded(setup: Setup, reference: Reference, held_
         engine.forget_gpu()
         name = engine.add(A)
         held_loads.step_until_reached(engine)
-        _purge(engine)
+        engine.purge()
         other = engine.add(C)  # its stores want slots
         answers: dict[str, object] = {}
         eventually(lambda: answers.update(engine.step()) or other in answers, "an answer beside the load")
@@ -332,10 +346,6 @@ def test_rank_restarts_while_blocks_are_loaded(setup: Setup, reference: Referenc
         assert engine.free_blocks == engine.setup.gpu_blocks - 1
 
 
-def _purge(engine: Engine) -> None:
-    engine.admin.post("/v1/pools/host/purge", json={"all": True}).raise_for_status()
-
-
 def _restart_rank(engine: Engine) -> None:
     """As after a suspended engine: the data plane is made anew."""
     restarts = engine.stats("faults")["rank_restarts"]
@@ -354,3 +364,36 @@ def test_all_prompts_at_once_twice(setup: Setup, reference: Reference) -> None:
             assert_same(answers, expected)
         assert min(answer.cached for answer in answers) > 0
         assert engine.loaded_blocks() > 0
+
+
+def test_beside_another_connector(model: Path, tmp_path: Path, reference: Reference) -> None:
+    """MultiConnector knows its children by name, which vLLM's plugin has told it, and asks for their statistics."""
+    expected = reference(model, A)
+    beside = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
+    with running(Setup(model, extra={}, beside=beside)) as engine:
+        engine.ask(A)
+        engine.forget_gpu()
+        answers = engine.ask(A)
+        assert [answer.cached for answer in answers] == [A_HIT]
+        assert engine.loaded_blocks() == A_BLOCKS
+        assert engine.counter("vllm:kv_offload_load_bytes") > 0
+        assert_same(answers, expected)
+
+
+def test_while_slots_are_still_being_pinned(setup: Setup, reference: Reference) -> None:
+    """A slot a second: the first request finds next to none, and is none the slower; later the same request hits."""
+    expected = reference(setup.model, A)
+    pace = {"pin_chunk": 128 << 10, "pin_pause": 0.5}
+    answers = []
+    with running(replace(setup, extra=pace, slots=4096)) as engine:
+
+        def hits() -> bool:
+            answers.extend(engine.ask(A))
+            engine.forget_gpu()
+            return answers[-1].cached == A_HIT
+
+        eventually(hits, "a hit in host memory")
+        assert answers[0].cached == 0
+        assert len(answers) > 2
+        assert engine.stats("pool")["usable_slots"] < engine.stats("pool")["capacity_slots"]
+        assert_same(answers, len(answers) * expected)
