@@ -26,6 +26,7 @@ def make_config(**changes: Any) -> SimpleNamespace:
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         speculative_config=None,
         max_concurrent_batches=2,
+        instance_id="process",
         kv_events_config=None,
     )
     for name, value in changes.items():
@@ -40,7 +41,7 @@ def facts_of(zeroes: bool = False, **changes: Any) -> HostFacts:
 
 def test_facts_are_read_from_the_configuration() -> None:
     assert facts_of() == HostFacts(
-        engine_id="engine",
+        engine_id="process-engine",
         model="model",
         rank=1,
         num_ranks=2,

@@ -126,7 +126,11 @@ def bytes_of_layers(case: Case, block: int) -> torch.Tensor:
 
 
 def bytes_of_regions(case: Case, geometry: KVGeometry, block: int) -> torch.Tensor:
-    return marked(case.caches, lambda: [tensor[block].fill_(255) for tensor in geometry.tensors] and None)
+    def mark() -> None:
+        for tensor in geometry.tensors:
+            tensor[block].fill_(255)
+
+    return marked(case.caches, mark)
 
 
 def check(case: Case) -> KVGeometry:

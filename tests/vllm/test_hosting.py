@@ -1,0 +1,283 @@
+"""The two halves as vLLM's processes host them: what is built when, and what stays up when something cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.service.connectors.vllm.blockpool import FakeBlockPool
+
+from kvstow.errors import ConfigError, InsufficientMemoryError
+from kvstow.messages import Completion, Op, StepPlan
+from kvstow.testing.clock import FakeClock
+from kvstow.testing.rank import FakeRank
+from kvstow_service.connectors.vllm import geometry, hosting, plane
+from kvstow_service.connectors.vllm.facts import HostFacts
+from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.hosting import SchedulerHost, WorkerHost
+from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
+from kvstow_service.connectors.vllm.options import ConnectorOptions
+from kvstow_service.connectors.vllm.scheduler import PlannedStep
+from kvstow_service.embedded import EmbeddedOptions
+
+pytestmark = pytest.mark.vllm
+
+BLOCKS, PAGE = 4, 4096
+GROUPS = KVGroups((KVGroup(0, 16, 1),), 16)
+
+
+def make_facts(**changes: Any) -> HostFacts:
+    facts: dict[str, Any] = {
+        "engine_id": "hosting",
+        "model": "model",
+        "rank": 0,
+        "num_ranks": 1,
+        "ranks_per_node": 1,
+        "data_parallel_rank": 0,
+        "master_host": "node-0",
+        "context_parallel": 1,
+        "max_batched_tokens": 2048,
+        "frees_late": False,
+        "has_kv_events": False,
+    }
+    return HostFacts(**(facts | changes))
+
+
+class FakeAdmin:
+    """Serves nothing."""
+
+    address_for_remote_ranks = "an address"
+    made: list[FakeAdmin]
+
+    def __init__(self, engine: Any, options: EmbeddedOptions, **facts: Any) -> None:
+        self.options, self.facts = options, facts
+        self.calls: list[str] = []
+        self.made.append(self)
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+@pytest.fixture
+def admins(monkeypatch: pytest.MonkeyPatch) -> list[FakeAdmin]:
+    monkeypatch.setattr(FakeAdmin, "made", [], raising=False)
+    monkeypatch.setattr(hosting, "EmbeddedAdmin", FakeAdmin)
+    return FakeAdmin.made
+
+
+def scheduler_host(options: ConnectorOptions | None = None, **facts: Any) -> SchedulerHost:
+    options = options or ConnectorOptions(cpu_bytes_to_use=1000)
+    return SchedulerHost(options, make_facts(**facts), GROUPS, build={"vllm": "1"}, make_events=lambda _: None)
+
+
+# -- the scheduler's half -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool_first", [True, False])
+def test_the_engine_is_made_when_every_rank_and_the_pool_are_known(admins: list[FakeAdmin], pool_first: bool) -> None:
+    host = scheduler_host(num_ranks=2)
+    if pool_first:
+        host.bind(FakeBlockPool(8))
+    for rank in (1, 1):
+        host.greet(RankHello(rank, 50, 7))
+    assert host.side is None
+    host.greet(RankHello(0, 100, 9))
+    if not pool_first:
+        assert host.side is None
+        host.bind(FakeBlockPool(8))
+    assert host.engine is not None
+    config = host.engine.config
+    assert (config.capacity_slots, config.rank_slot_bytes, config.block_tokens) == (6, (100, 50), 16)
+    (admin,) = admins
+    assert admin.calls == ["start"]
+    assert (admin.facts["identity"], admin.facts["max_capacity_slots"]) == ("hosting", 7)
+    assert admin.facts["settings"]["cpu_bytes_to_use"] == 1000
+
+
+def test_an_engine_is_made_once(admins: list[FakeAdmin]) -> None:
+    host = scheduler_host()
+    host.bind(FakeBlockPool(8))
+    host.greet(RankHello(0, 100, 9))
+    engine = host.engine
+    host.greet(RankHello(0, 10, 9))
+    host.bind(FakeBlockPool(8))
+    assert host.engine is engine
+    assert len(admins) == 1
+
+
+@pytest.mark.parametrize(("port", "wanted"), [(9000, 9003), (0, 0)])
+def test_each_data_parallel_engine_looks_for_a_port_of_its_own(admins: list[FakeAdmin], port: int, wanted: int) -> None:
+    host = scheduler_host(ConnectorOptions(admin_port=port), data_parallel_rank=3)
+    host.bind(FakeBlockPool(8))
+    host.greet(RankHello(0, 100, 9))
+    assert admins[0].options.admin_port == wanted
+
+
+def test_an_admin_server_that_everybody_could_command_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError):
+        scheduler_host(ConnectorOptions(admin_host="0.0.0.0"))
+
+
+def test_less_than_a_block_is_refused_when_its_size_is_known() -> None:
+    host = scheduler_host()
+    host.bind(FakeBlockPool(8))
+    with pytest.raises(ConfigError, match="at least one block, 1001 bytes"):
+        host.greet(RankHello(0, 1001, 9))
+
+
+@pytest.mark.parametrize(("ranks_per_node", "address"), [(2, None), (1, "an address")])
+def test_only_ranks_of_other_nodes_are_sent_an_address(
+    admins: list[FakeAdmin], ranks_per_node: int, address: str | None
+) -> None:
+    host = scheduler_host(num_ranks=2, ranks_per_node=ranks_per_node)
+    assert host.address_for_remote_ranks is None
+    host.bind(FakeBlockPool(8))
+    for rank in range(2):
+        host.greet(RankHello(rank, 100, 9))
+    assert host.address_for_remote_ranks == address
+
+
+@pytest.mark.usefixtures("admins")
+def test_what_a_rank_says_reaches_the_engine() -> None:
+    host = scheduler_host()
+    host.bind(FakeBlockPool(8))
+    early = Completion(1, "done")
+    host.hear(0, RankNews((("boot", (early,)),)))  # nobody to hear it yet
+    host.hear(0, RankNews(hello=RankHello(0, 100, 9)))
+    assert host.engine is not None
+    rank = FakeRank(host.engine)
+    rank.pin(10)
+    op = host.engine.begin_store([b"key"], [1]).op
+    assert op is not None
+    host.hear(0, RankNews(((rank.boot_id, (Completion(op.op_id, "done"),)),)))
+    assert host.engine.lookup([b"key"]) == 1
+
+
+def test_closing_stops_what_there_is(admins: list[FakeAdmin]) -> None:
+    host = scheduler_host()
+    host.close()
+    host.bind(FakeBlockPool(8))
+    host.greet(RankHello(0, 100, 9))
+    host.close()
+    host.close()
+    assert host.engine is not None
+    assert host.engine.readiness().state == "stopped"
+    assert set(admins[0].calls) == {"start", "stop"}
+
+
+# -- a worker's half ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents look for their server where there is none."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerHost]:
+    """A rank with room for five slots, which pins when it is told to and makes vLLM wait for it."""
+    options = ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False, pin_pause=0.0, async_register_cache=False)
+    host = WorkerHost(options, make_facts(), BLOCKS)
+    yield host
+    host.close()
+
+
+def kv_caches() -> dict[str, torch.Tensor]:
+    return {"layer": torch.zeros(BLOCKS, PAGE, dtype=torch.uint8)}
+
+
+def load(number: int, boot: str) -> PlannedStep:
+    op = Op(number, "load", (1,), (0,))
+    return PlannedStep(number, (boot,), StepPlan(), StepPlan((op,)), {"r": (number,)}, {})
+
+
+def test_a_registered_rank_says_what_it_is_and_is_pinned(worker: WorkerHost) -> None:
+    worker.register(kv_caches())
+    assert worker.side is not None
+    assert worker.hello is not None
+    assert (worker.hello.rank, worker.hello.slot_bytes) == (0, PAGE)
+    assert worker.hello.max_slots >= 5
+    report = worker.side.plane.report()
+    assert (report.state, report.pinned_slots) == ("ready", 5)
+
+
+def test_a_machine_without_the_memory_refuses_before_anything_is_taken() -> None:
+    with pytest.raises(InsufficientMemoryError, match="cannot fit"):
+        WorkerHost(ConnectorOptions(cpu_bytes_to_use=1 << 50), make_facts(), BLOCKS)
+
+
+def test_a_rank_whose_data_plane_cannot_be_made_reports_it_and_fails_its_loads(
+    worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no pool today")
+
+    monkeypatch.setattr(plane, "build_plane", fail)
+    worker.register(kv_caches())
+    assert worker.side is not None
+    report = worker.side.plane.report()
+    assert (report.state, report.slot_bytes, report.error) == ("failed", PAGE, "RuntimeError('no pool today')")
+    assert "rank 0 has no data plane" in caplog.text
+    worker.side.begin_step(load(1, report.boot_id))
+    assert worker.side.take_finished_loads().failed == {"r"}
+
+
+def test_what_the_user_has_to_change_is_raised(worker: WorkerHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError("kv_caches", 1, "2")
+
+    monkeypatch.setattr(geometry, "kv_geometry", refuse)
+    with pytest.raises(ConfigError, match="kv_caches"):
+        worker.register(kv_caches())
+
+
+def test_a_rank_that_sleeps_fails_loads_and_wakes_as_another(worker: WorkerHost) -> None:
+    worker.register(kv_caches())
+    assert worker.side is not None
+    before = worker.side.plane.boot_id
+    worker.suspend()
+    asleep = worker.side.plane.report()
+    assert (asleep.state, asleep.slot_bytes, asleep.pinned_slots) == ("stopped", PAGE, 0)
+    worker.side.begin_step(load(1, before))
+    assert worker.side.take_finished_loads().failed == {"r"}
+    worker.resume()
+    awake = worker.side.plane.report()
+    assert (awake.state, awake.pinned_slots) == ("ready", 5)
+    assert len({before, asleep.boot_id, awake.boot_id}) == 3
+
+
+def test_a_rank_that_was_never_registered_neither_sleeps_nor_wakes(worker: WorkerHost) -> None:
+    worker.suspend()
+    worker.resume()
+    worker.close()
+    assert worker.side is None
+    assert worker.report_without_agent() is None
+
+
+def test_a_rank_reports_with_its_steps_while_its_agent_finds_no_server(
+    worker: WorkerHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.register(kv_caches())
+    assert worker.agent is not None
+    worker.agent.stop()
+    clock = FakeClock(100.0)
+    monkeypatch.setattr(hosting, "time", SimpleNamespace(monotonic=clock))
+    for _ in range(2):
+        clock.advance(1.6)
+        report = worker.report_without_agent()
+        assert report is not None
+        assert report.pinned_slots == 5
+        assert worker.report_without_agent() is None
+    monkeypatch.setattr(worker, "agent", SimpleNamespace(stats=SimpleNamespace(sent=1), stop=worker.agent.stop))
+    clock.advance(1.6)
+    assert worker.report_without_agent() is None
+    clock.advance(1.6)
+    assert worker.report_without_agent() is not None
