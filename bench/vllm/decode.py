@@ -47,7 +47,7 @@ class Batch:
     most: float = 60.0
 
 
-FULL, TINY = Batch(), Batch(requests=2, prompt_tokens=64, max_tokens=4096, seconds=4.0, most=20.0)
+FULL, TINY = Batch(), Batch(requests=2, prompt_tokens=64, seconds=4.0, most=20.0)
 
 
 @dataclass(frozen=True, slots=True)

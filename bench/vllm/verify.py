@@ -1,6 +1,6 @@
 """Concurrent conversations with KVStow, every answer compared with that of an engine without a connector.
 
-    python3 -m bench.vllm verify [--seconds 600] [--ranks 2] [--beside] [--out DIR]
+    python3 -m bench.vllm verify [--seconds 600] [--ranks 2] [--beside] [--connector simple] [--out DIR]
 
 On a GPU vLLM runs in its batch-invariant mode: what a request gets does not depend on what is computed beside it, nor
 on how much of it was cached, so tokens and log-probabilities have to be the same, bit by bit. The GPU's own cache is
@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 
 from bench.vllm import admin
 from bench.vllm.conversations import Answer, Load, Talk, Turn
-from bench.vllm.engines import Setup, block_tokens, start_async
+from bench.vllm.engines import CONNECTORS, Setup, block_tokens, start_async
 from bench.vllm.model import SHAPES, Shape, write_model
 from bench.vllm.process import Measurement, MeasurementError, run
 from bench.vllm.results import add_common, open_results
@@ -124,11 +124,12 @@ def main(argv: Sequence[str]) -> int:
         except MeasurementError as error:
             results.add("failed", error=str(error))
             return 1
-    for name, one in (("none", reference), ("kvstow", talked)):
+    for name, one in (("none", reference), (options.connector, talked)):
         results.add("talked", connector=name, **_figures(one))
     comparison = compare(reference.answers, talked.answers)
-    results.add("verify", ranks=options.ranks, **asdict(comparison))
-    good = comparison.compared and not comparison.differing and talked.admin and talked.admin.loads
+    results.add("verify", ranks=options.ranks, connector=options.connector, **asdict(comparison))
+    from_host = talked.admin.loads if talked.admin else options.connector != "kvstow"
+    good = comparison.compared and not comparison.differing and from_host
     print("every answer is the same" if good else "NOT VERIFIED", flush=True)
     return 0 if good else 1
 
@@ -152,9 +153,9 @@ def _setup(model: Path, load: Load, shape: Shape, options: argparse.Namespace) -
 
 
 def _talk_to_both(setup: Setup, load: Load, vocabulary: int, options: argparse.Namespace) -> tuple[Talked, Talked]:
-    """Without a connector, and with KVStow."""
+    """Without a connector, and with the one of the options."""
     patience = options.seconds + _STARTING
-    first, second = (replace(setup, connector=connector) for connector in ("none", "kvstow"))
+    first, second = (replace(setup, connector=connector) for connector in ("none", options.connector))
     if not options.beside:
         reference = run(patience, talk, first, load, vocabulary, options.seconds, None)
         return reference, run(patience, talk, second, load, vocabulary, options.seconds, None)
@@ -186,6 +187,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_common(parser)
     parser.add_argument("--seconds", type=float, default=600.0, help="of talking to each of the two engines")
+    parser.add_argument(
+        "--connector", choices=CONNECTORS, default="kvstow", help="compared; with none, the comparison itself is tried"
+    )
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of each engine (tensor parallel)")
     parser.add_argument("--beside", action="store_true", help="both engines at once, on two GPUs if there are two")
     return parser
