@@ -70,7 +70,7 @@ DEPRECATED: dict[str, tuple[str, str]] = {
 def watched(stats: EngineStats) -> tuple[object, ...]:
     """Changes with everything that the family tells, and costs far less than a `Reading`."""
     dropped = stats.store_blocks["dropped_cpu_full"]
-    return stats.transfer_blocks, stats.lookup_seconds, stats.slots, dropped, stats.usable_slots, stats.capacity_slots
+    return stats.transfer_blocks, stats.lookup_seconds, stats.slots, dropped, stats.capacity_slots
 
 
 class Reading:

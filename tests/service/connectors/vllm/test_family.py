@@ -18,7 +18,7 @@ from kvstow.testing.clock import FakeClock
 from kvstow_service.connectors.vllm.family import DEPRECATED, FAMILY, INFO, Reading, merge, observations, watched
 
 SLOT = 1 << 20
-KEYS = list(chain_keys([bytes([i]) for i in range(8)]))
+KEYS = list(chain_keys([bytes([i]) for i in range(16)]))
 
 
 @pytest.fixture
@@ -51,15 +51,23 @@ def test_the_first_changes_tell_the_configuration(engine: OffloadEngine) -> None
 
 def test_whatever_is_told_is_watched(engine: OffloadEngine) -> None:
     ops: list[Op | None] = []
+
+    def finish_and_begin_another() -> None:
+        finish(engine, ops[-1])
+        ops.append(engine.begin_store(KEYS[6:8], [0, 1]).op)
+
     steps: list[Callable[[], object]] = [
         lambda: ops.append(engine.begin_store(KEYS[:2], [7, 8]).op),
         lambda: finish(engine, ops[-1]),
         lambda: ops.append(engine.begin_load(engine.acquire(KEYS[:2]), [1, 2])),
         lambda: finish(engine, ops[-1]),
         lambda: engine.acquire(KEYS[5:6]),
-        lambda: ops.append(engine.begin_store(KEYS[2:], range(6)).op),
+        lambda: ops.append(engine.begin_store(KEYS[2:4], [0, 1]).op),
+        finish_and_begin_another,
         lambda: finish(engine, ops[-1]),
-        lambda: engine.admin.resize(3).run(),
+        lambda: engine.begin_store(KEYS[8:12], range(4)),
+        lambda: engine.begin_store(KEYS[12:13], [4]),  # all slots are being filled
+        lambda: engine.admin.resize(6).run(),  # as yet without memory
     ]
     for step in steps:
         before, stats = read(engine), engine.stats()
