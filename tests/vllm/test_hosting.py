@@ -254,6 +254,24 @@ def test_a_rank_that_sleeps_fails_loads_and_wakes_as_another(worker: WorkerHost)
     assert len({before, asleep.boot_id, awake.boot_id}) == 3
 
 
+@pytest.mark.parametrize(
+    "error", [InsufficientMemoryError("somebody took it"), ConfigError("kv_caches", 1, "2"), RuntimeError("no")]
+)
+def test_a_rank_that_cannot_wake_up_serves_without_offload(
+    worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    worker.register(kv_caches())
+    worker.suspend()
+    monkeypatch.setattr(geometry, "kv_geometry", fail)
+    worker.resume()
+    assert worker.side is not None
+    report = worker.side.plane.report()
+    assert (report.state, report.slot_bytes, report.error) == ("failed", PAGE, repr(error))
+
+
 def test_a_rank_that_was_never_registered_neither_sleeps_nor_wakes(worker: WorkerHost) -> None:
     worker.suspend()
     worker.resume()

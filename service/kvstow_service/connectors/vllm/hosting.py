@@ -130,8 +130,8 @@ class SchedulerHost:
 class WorkerHost:
     """One rank's worker side and agent. Used by the worker's main thread.
 
-    Refuses what the user has to change; whatever else goes wrong leaves a rank that reports it, and vLLM serving
-    without offload.
+    At the start it refuses what the user has to change; whatever else goes wrong, then or later, leaves a rank that
+    reports it, and vLLM serving without offload.
     """
 
     def __init__(self, options: ConnectorOptions, facts: HostFacts, num_blocks: int) -> None:
@@ -153,7 +153,7 @@ class WorkerHost:
         """Build the data plane around vLLM's KV cache, and begin to pin: returns before that is done, unless the user
         wants to wait."""
         self._kv_caches = kv_caches
-        plane, slot_bytes = self._build()
+        plane, slot_bytes = self._build(refusals=(ConfigError, InsufficientMemoryError))
         max_slots = self._max_bytes // slot_bytes
         self.hello = RankHello(self._facts.rank, slot_bytes, max_slots)
         from kvstow_service.connectors.vllm.plane import device_of, fence_of
@@ -182,7 +182,7 @@ class WorkerHost:
     def resume(self) -> None:
         """The KV cache is back, with nothing in it; the rank starts anew."""
         if self.side is not None:
-            plane, _ = self._build()
+            plane, _ = self._build(refusals=())
             self._change(plane)
             self._start(plane)
 
@@ -199,18 +199,18 @@ class WorkerHost:
         self.side.replace(plane)
         self._source.plane_changed()
 
-    def _build(self) -> tuple[DataPlane, int]:
-        """(the data plane, or what stands for it; the size of its slots)."""
+    def _build(self, refusals: tuple[type[Exception], ...]) -> tuple[DataPlane, int]:
+        """(the data plane, or what stands for it; the size of its slots). Raises the `refusals`."""
         from kvstow_service.connectors.vllm.geometry import kv_geometry
         from kvstow_service.connectors.vllm.plane import build_plane
 
-        facts, slot_bytes = self._facts, 1
+        facts, slot_bytes = self._facts, self.hello.slot_bytes if self.hello is not None else 1
         try:
             geometry = kv_geometry(self._kv_caches, self._num_blocks)
             slot_bytes = geometry.layout.slot_bytes
             pool_bytes = self._options.bytes_of_rank(facts.num_ranks)
             return build_plane(facts.rank, pool_bytes, self._max_bytes, self._options, geometry), slot_bytes
-        except (ConfigError, InsufficientMemoryError):
+        except refusals:
             raise
         except Exception as error:
             logger.exception("rank %d has no data plane; vLLM serves without offload", facts.rank)
