@@ -11,9 +11,10 @@ from typing import NamedTuple
 from kvstow.errors import ConfigError
 
 
-def require_token(host: str | None, token_file: Path | None) -> None:
-    """Raises `ConfigError` if `host` is reachable from outside and no token guards it. None: a Unix socket."""
-    if token_file is None and host is not None and not is_loopback(host):
+def require_token(host: str | None, token_file: Path | None, *, certificates: bool = False) -> None:
+    """Raises `ConfigError` if `host` is reachable from outside, and neither a token nor client certificates guard it.
+    None: a Unix socket."""
+    if token_file is None and not certificates and host is not None and not is_loopback(host):
         raise ConfigError("token_file", None, f"a file with a token, because {host} is not a loopback address")
 
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 import kvstow
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.context import ApiContext
+from kvstow_service.facts import measure_host
 from kvstow_service.keeper import Keeper
 from kvstow_service.listeners import Listeners
 
@@ -26,6 +27,8 @@ def make_context(
     settings: Mapping[str, Any],
     agent_token: str,
     token_file: Path | None = None,
+    viewer_token_file: Path | None = None,
+    client_certificates: bool = False,
     readiness_require: tuple[str, ...] = (),
     build: Mapping[str, str] | None = None,
 ) -> ApiContext:
@@ -39,6 +42,9 @@ def make_context(
         addresses=listeners.addresses,
         settings=settings,
         token_file=token_file,
+        viewer_token_file=viewer_token_file,
+        client_certificates=client_certificates,
+        host_facts=measure_host,
         agent_token=agent_token,
         readiness_require=readiness_require,
         ready_checks={"keeper": keeper.check},

@@ -44,13 +44,14 @@ class Listeners:
     """Bound, listening sockets, and the files of those that are Unix sockets. `close` is idempotent.
 
     Made with an address and a path, or added to one by one; what cannot be added changes nothing. `sockets` are
-    the caller's to serve; they stay this object's to close.
+    the caller's to serve; they stay this object's to close. `secure`: who serves them speaks TLS over TCP.
     """
 
-    def __init__(self, address: TcpAddress | None = None, uds: Path | None = None) -> None:
+    def __init__(self, address: TcpAddress | None = None, uds: Path | None = None, *, secure: bool = False) -> None:
         """Raises `ConflictError` for a port or a path that is taken or may not be used."""
         self.sockets: list[socket.socket] = []
         self._tcp: _Bound | None = None
+        self._scheme = "https" if secure else "http"
         self._files: dict[Path, _FileId] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -87,12 +88,12 @@ class Listeners:
         if self._tcp is None:
             raise ConflictError("the admin server has no TCP address")
         loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-        return tcp_url(loopback.get(self._tcp.host, self._tcp.host), self._tcp.port)
+        return tcp_url(loopback.get(self._tcp.host, self._tcp.host), self._tcp.port, self._scheme)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """For people: where the server listens."""
-        tcp = [tcp_url(*self._tcp)] if self._tcp else []
+        tcp = [tcp_url(*self._tcp, self._scheme)] if self._tcp else []
         return (*tcp, *(f"unix:{path}" for path in self._files))
 
     def close(self) -> None:
@@ -105,8 +106,8 @@ class Listeners:
                     path.unlink()
 
 
-def tcp_url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def tcp_url(host: str, port: int, scheme: str = "http") -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def is_listening(path: Path) -> bool:

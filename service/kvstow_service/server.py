@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import ssl
 import threading
 from collections.abc import Callable, Generator, Sequence
-from socket import socket
+from socket import AF_UNIX, socket
 from typing import Any
 
 import uvicorn
@@ -14,10 +16,13 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvstow.errors import ConflictError
+from kvstow_api.auth import CERTIFICATE
+from kvstow_service.tls import subject_of
 
 logger = logging.getLogger("kvstow.server")
 
 _START_SECONDS = 10.0
+_HEAD_SECONDS = 30.0
 _GRACE_SECONDS = 2  # for responses under way when the server stops; streams are cut off then
 
 
@@ -26,10 +31,18 @@ class AdminServer:
 
     Guarantees: `start` returns when requests are answered; `stop` is idempotent, ends the thread and closes
     the sockets; the process's signal handlers, loggers and event loop policy stay untouched; `on_failure` is
-    called, on the server's thread, when the server ends without `stop`.
+    called, on the server's thread, when the server ends without `stop`. With `tls`, TCP sockets speak it; Unix
+    sockets never do. A connection that has not sent a whole request head in 30 s is closed.
     """
 
-    def __init__(self, app: ASGIApp, sockets: Sequence[socket], on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        sockets: Sequence[socket],
+        on_failure: Callable[[str], None],
+        *,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._sockets = list(sockets)
         self._on_failure = on_failure
         self._server = _QuietServer(
@@ -42,7 +55,8 @@ class AdminServer:
                 lifespan="on",
                 ws="none",
                 timeout_graceful_shutdown=_GRACE_SECONDS,
-            )
+            ),
+            tls,
         )
         self._thread = threading.Thread(target=self._run, name="kvstow-admin", daemon=True)
 
@@ -73,24 +87,56 @@ class AdminServer:
 
 
 class _QuietProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Logs no requests. The option of uvicorn's for that takes the handlers from a logger that the host's own server
+    """Tells the application who has shown a certificate, gives up on clients that send no request, and logs no
+    requests. The option of uvicorn's for that takes the handlers from a logger that the host's own server
     may use."""
+
+    app_state: dict[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.access_log = False
 
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        certificate = transport.get_extra_info("peercert")
+        if certificate:
+            self.app_state = {**self.app_state, CERTIFICATE: subject_of(certificate)}
+        self._head_due = self.loop.call_later(_HEAD_SECONDS, self._give_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_due.cancel()
+        super().connection_lost(exc)
+
+    def _give_up(self) -> None:
+        """Close a connection on which no request has ever been complete: idle ones after that, uvicorn closes."""
+        if self.cycle is None:
+            self.transport.close()
+
 
 class _QuietServer(uvicorn.Server):
     """uvicorn without signal handlers; `answering` is set once it listens on all sockets."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
         super().__init__(config)
+        self._tls = tls
         self.answering = threading.Event()
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        await super().startup(sockets)
+        given = sockets or []
+        guarded = [listener for listener in given if self._tls is not None and listener.family != AF_UNIX]
+        await super().startup([listener for listener in given if listener not in guarded])
+        if not self.should_exit:
+            loop = asyncio.get_running_loop()
+            for listener in guarded:
+                self.servers.append(await loop.create_server(self._protocol, sock=listener, ssl=self._tls))
         self.answering.set()
+
+    def _protocol(self) -> asyncio.Protocol:
+        protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
 
     async def main_loop(self) -> None:
         try:

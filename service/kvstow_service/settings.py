@@ -22,6 +22,7 @@ from kvstow_service.duration import parse_duration
 from kvstow_service.logs import LogFormat, LogLevel
 from kvstow_service.place import Place
 from kvstow_service.shapes import SHAPES, DeviceName
+from kvstow_service.tls import TlsFiles
 
 ENV_PREFIX = "KVSTOW_"
 REQUIRABLE_CHECKS = ("pool", "pinned")
@@ -138,6 +139,14 @@ class Settings(BaseModel):
     port: Annotated[int, _reads(_port)] = Field(9595, description="Port of the admin server; 0 takes any free one.")
     uds: Path | None = Field(None, description="Listen on this Unix socket (mode 0600) as well.")
     token_file: Path | None = Field(None, description="File with the bearer token that changing requests need.")
+    viewer_token_file: Path | None = Field(
+        None, description="File with the bearer token that is enough for reading; without, reading is open."
+    )
+    tls_cert: Path | None = Field(None, description="Certificate (PEM) of the admin server: TCP then speaks TLS.")
+    tls_key: Path | None = Field(None, description="Key (PEM) of the certificate, unless it is in the same file.")
+    tls_client_ca: Path | None = Field(
+        None, description="Authorities (PEM) whose client certificates count as the admin's token."
+    )
     pin_pace: Literal["adaptive", "fixed"] | None = Field(
         None, description="Pace of pinning; adaptive, unless a chunk or a pause is given."
     )
@@ -208,6 +217,11 @@ class Settings(BaseModel):
             raise _contradiction("pool_size", f"at least one slot, {format_size(self.slot_size)}")
         if self.pool_max_size is not None and self.pool_max_size < self.pool_size:
             raise _contradiction("pool_max_size", f"at least the pool's size, {format_size(self.pool_size)}")
+        for key in ("tls_key", "tls_client_ca"):
+            if getattr(self, key) is not None and self.tls_cert is None:
+                raise _contradiction(key, "a file only beside a tls_cert")
+        if self.viewer_token_file is not None and self.token_file is None and self.tls_client_ca is None:
+            raise _contradiction("viewer_token_file", "a file only beside a token_file or a tls_client_ca")
         if self.device == "cuda" and not self.lock:
             raise _contradiction("lock", "true on CUDA: it copies from registered memory")
         if self.device == "cpu" and self.copy_strategy != "auto":
@@ -223,6 +237,10 @@ class Settings(BaseModel):
     @property
     def _is_pace_fixed(self) -> bool:
         return self.pin_pace == "fixed" or self.pin_chunk is not None or self.pin_pause is not None
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        return None if self.tls_cert is None else TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     @property
     def place(self) -> Place:

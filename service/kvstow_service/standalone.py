@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import ssl
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,6 +25,7 @@ from kvstow_service.fleet import Fleet
 from kvstow_service.keeper import Keeper
 from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.logs import configure_logs
+from kvstow_service.rendezvous import Rendezvous
 from kvstow_service.replay.trace import BLOCK_TOKENS, TraceRequest
 from kvstow_service.server import AdminServer
 from kvstow_service.settings import Settings
@@ -46,7 +49,7 @@ def run_service(settings: Settings) -> int:
         stops = running.enter_context(StopRequests())
         plan = _check(settings)
 
-        listeners = Listeners(plan.address, settings.uds)
+        listeners = Listeners(plan.address, settings.uds, secure=plan.tls is not None)
         running.callback(listeners.close)
 
         engine = OffloadEngine(settings.engine_config(plan.block_tokens))
@@ -55,7 +58,7 @@ def run_service(settings: Settings) -> int:
         keeper.start()
         running.callback(keeper.stop)
 
-        agents_reach = AdminAddress(listeners.url, secrets.token_hex(16), settings.uds)
+        agents_reach = _meet_agents(settings, listeners, running)
         app = create_app(
             make_context(
                 engine,
@@ -66,10 +69,12 @@ def run_service(settings: Settings) -> int:
                 settings=public_settings(settings),
                 agent_token=agents_reach.token,
                 token_file=settings.token_file,
+                viewer_token_file=settings.viewer_token_file,
+                client_certificates=settings.tls_client_ca is not None,
                 readiness_require=settings.readiness_require,
             )
         )
-        server = AdminServer(app, listeners.sockets, lambda reason: stops.request(reason, 1))
+        server = AdminServer(app, listeners.sockets, lambda reason: stops.request(reason, 1), tls=plan.tls)
         server.start()
         running.callback(server.stop)
         _announce(settings, listeners)
@@ -97,6 +102,7 @@ class _Plan:
     requests: Sequence[TraceRequest]
     kv_blocks: int
     pool: PoolConfig
+    tls: ssl.SSLContext | None
 
     @property
     def block_tokens(self) -> int:
@@ -106,13 +112,31 @@ class _Plan:
 def _check(settings: Settings) -> _Plan:
     """Refuse what can be refused before anything is taken."""
     address = TcpAddress.resolve(settings.host, settings.port)
-    require_token(address.host, settings.token_file)
-    if settings.token_file is not None:
-        TokenFile(settings.token_file)
+    require_token(address.host, settings.token_file, certificates=settings.tls_client_ca is not None)
+    for path in (settings.token_file, settings.viewer_token_file):
+        if path is not None:
+            TokenFile(path)
+    tls = None if settings.tls is None else settings.tls.context()
     requests = read_requests(settings)
     blocks = kv_blocks(settings, requests)
     memory_left = require_memory(settings, kv_blocks=blocks if requests else 0)
-    return _Plan(address, requests, blocks, settings.pool_config(memory_left))
+    return _Plan(address, requests, blocks, settings.pool_config(memory_left), tls)
+
+
+def _meet_agents(settings: Settings, listeners: Listeners, running: ExitStack) -> AdminAddress:
+    """How the ranks of this process reach the server: over a Unix socket that is there or that TLS calls for, else over
+    loopback TCP."""
+    token = secrets.token_hex(16)
+    if settings.uds is not None:
+        return AdminAddress("http://kvstow", token, settings.uds)
+    if settings.tls is None:
+        return AdminAddress(listeners.url, token)
+    rendezvous = Rendezvous(f"serve-{os.getpid()}")
+    rendezvous.publish(listeners, token)
+    running.callback(rendezvous.withdraw)
+    found = rendezvous()
+    assert found is not None, "published, and listening"
+    return found
 
 
 def require_memory(settings: Settings, *, kv_blocks: int) -> int:
@@ -131,14 +155,18 @@ def require_memory(settings: Settings, *, kv_blocks: int) -> int:
     return pools if headroom is None else headroom.num_bytes - RESERVE_BYTES - caches
 
 
+_PATHS = {"token_file", "viewer_token_file", "tls_cert", "tls_key", "tls_client_ca", "uds", "replay"}
+
+
 def public_settings(settings: Settings) -> dict[str, Any]:
     """For every reader of /v1/info: paths of this machine stay out."""
-    return settings.model_dump(mode="json", exclude={"token_file", "uds", "replay"})
+    return settings.model_dump(mode="json", exclude=_PATHS)
 
 
 def _announce(settings: Settings, listeners: Listeners) -> None:
     logger.info("admin server on %s", " and ".join(listeners.addresses))
-    logger.info("changes through it %s", "need a token" if settings.token_file else "need no token: loopback only")
+    guarded = settings.token_file or settings.tls_client_ca
+    logger.info("changes through it %s", "need a token" if guarded else "need no token: loopback only")
     each = f"{format_size(settings.pool_size)} in {settings.capacity_slots} slots"
     how = "registered with CUDA" if settings.device == "cuda" else "locked in memory (mlock)"
     pinning = how if settings.lock else "populated, not locked"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -56,7 +57,9 @@ def eventually() -> Eventually:
 
 
 class Serving(Protocol):
-    def __call__(self, app: ASGIApp, *, port: int = ..., uds: Path | None = ...) -> tuple[AdminServer, Listeners]: ...
+    def __call__(
+        self, app: ASGIApp, *, port: int = ..., uds: Path | None = ..., tls: ssl.SSLContext | None = ...
+    ) -> tuple[AdminServer, Listeners]: ...
 
 
 @pytest.fixture
@@ -64,10 +67,12 @@ def serving() -> Iterator[Serving]:
     """Starts admin servers for ASGI apps; all are stopped at the end."""
     with ExitStack() as running:
 
-        def serve(app: ASGIApp, *, port: int = 0, uds: Path | None = None) -> tuple[AdminServer, Listeners]:
-            listeners = Listeners(TcpAddress.resolve("127.0.0.1", port), uds)
+        def serve(
+            app: ASGIApp, *, port: int = 0, uds: Path | None = None, tls: ssl.SSLContext | None = None
+        ) -> tuple[AdminServer, Listeners]:
+            listeners = Listeners(TcpAddress.resolve("127.0.0.1", port), uds, secure=tls is not None)
             running.callback(listeners.close)
-            server = AdminServer(app, listeners.sockets, lambda reason: pytest.fail(reason))
+            server = AdminServer(app, listeners.sockets, lambda reason: pytest.fail(reason), tls=tls)
             server.start()
             running.callback(server.stop)
             return server, listeners

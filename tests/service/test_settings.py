@@ -138,6 +138,12 @@ def test_every_wrong_value_gets_one_line_by_the_name_its_user_gave_it(config: Pa
         ),
         ({"pool_size": "1MiB", "shape": "llama-3-8b"}, "--pool-size is '1MiB'; allowed: at least one slot, 2 MiB"),
         ({"pin_pace": "slow"}, "--pin-pace is 'slow'; allowed: 'adaptive' or 'fixed'"),
+        ({"tls_key": "k"}, "--tls-key is 'k'; allowed: a file only beside a tls_cert"),
+        ({"tls_client_ca": "c"}, "--tls-client-ca is 'c'; allowed: a file only beside a tls_cert"),
+        (
+            {"viewer_token_file": "v"},
+            "--viewer-token-file is 'v'; allowed: a file only beside a token_file or a tls_client_ca",
+        ),
         ({"pin_latency_target": "0"}, "--pin-latency-target is '0'; allowed: more than 0 seconds"),
         (
             {"pin_latency_target": "1ms", "pin_pause": "1ms"},

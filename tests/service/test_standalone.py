@@ -6,22 +6,26 @@ import json
 import os
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import trustme
 
 from kvstow.devices.cuda import DriverUnavailableError
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits
 from kvstow_service import ranks
+from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.replay.driver import ReplayDriver
 from kvstow_service.server import _QuietServer
 from kvstow_service.settings import Settings
-from kvstow_service.standalone import public_settings, require_memory, run_service
+from kvstow_service.standalone import _meet_agents, public_settings, require_memory, run_service
 
 pytestmark = pytest.mark.usefixtures("process_state")
 
@@ -111,6 +115,53 @@ def test_it_serves_until_a_signal_and_leaves_nothing_behind(
     assert messages[-2:] == ["stopping: SIGTERM", "stopped"]
     assert "rank 1 is ready: 512 KiB of 512 KiB pinned (mlock)" in messages
     assert not [line for line in lines if line["level"] in ("warning", "error")]
+
+
+def test_with_tls_and_guarded_reading_the_ranks_still_report(
+    tmp_path: Path, eventually: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    authority = trustme.CA()
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "server.pem"))
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    (tmp_path / "viewer").write_text("viewer")
+    files = {"tls_cert": tmp_path / "server.pem", "tls_client_ca": tmp_path / "ca.pem"}
+    settings = Settings(
+        **BASE,
+        **files,
+        uds=tmp_path / "admin.sock",
+        viewer_token_file=tmp_path / "viewer",
+        readiness_require=("pinned",),
+    )
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+
+    def visit(client: httpx.Client) -> None:
+        eventually(lambda: client.get("/readyz").status_code == 200, "a pinned pool")
+        viewer = {"Authorization": "Bearer viewer"}
+        address = client.get("/v1/info", headers=viewer).json()["addresses"][0]
+        assert httpx.get(f"{address}/livez", verify=trusting).status_code == 200
+        assert httpx.get(f"{address}/v1/info", verify=trusting).status_code == 401
+        assert httpx.delete(f"{address}/v1/drain", verify=trusting, headers=viewer).status_code == 403
+        authority.issue_cert("ops@example.org").configure_cert(trusting)
+        assert httpx.delete(f"{address}/v1/drain", verify=trusting).status_code == 200
+
+    assert run_and_visit(settings, visit, eventually) == 0
+    assert "changes through it need a token" in capfd.readouterr().err
+
+
+def test_where_tcp_speaks_tls_the_ranks_have_a_socket_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with ExitStack() as running:
+        listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), secure=True)
+        running.callback(listeners.close)
+        settings = Settings(**BASE, tls_cert=tmp_path / "server.pem")
+        reached = _meet_agents(settings, listeners, running)
+        assert reached.uds is not None
+        assert reached.uds.is_relative_to(tmp_path)
+        assert reached.uds.is_socket()
+    assert list(reached.uds.parent.iterdir()) == []
 
 
 def test_a_replay_can_be_the_end_and_prints_its_result(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -222,5 +273,6 @@ def test_a_machine_that_tells_no_limit_refuses_nothing(monkeypatch: pytest.Monke
 
 
 def test_what_everybody_may_read_names_no_files(tmp_path: Path) -> None:
-    settings = Settings(**BASE, uds=tmp_path / "s", token_file=tmp_path / "t", replay=tmp_path / "r")
+    paths = ("uds", "token_file", "viewer_token_file", "replay", "tls_cert", "tls_key", "tls_client_ca")
+    settings = Settings(**BASE, **{name: tmp_path / name for name in paths})
     assert str(tmp_path) not in json.dumps(public_settings(settings))
