@@ -1,0 +1,165 @@
+"""A device whose copies run when the run says so: late, in any order, in two phases, some of them failing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+
+from kvstow.devices.base import Capabilities, Fence, Staged, TicketState
+from kvstow.devices.cpu import CpuDevice, StagedLoad
+from kvstow.errors import CopyError
+from kvstow.layout import KVLayout
+from kvstow.memory.pool import HostPool
+from kvstow.messages import Direction, Mark
+
+_SPOILED = 0xEE
+
+
+@dataclass(eq=False)
+class SimulatedTicket:
+    """A copy; `due` are the ticks of its two phases. Bytes are read in the first and written in the second."""
+
+    op_id: int
+    direction: Direction
+    blocks: Sequence[int]
+    slots: Sequence[int]
+    after: Fence | None
+    due: tuple[int, int]
+    fails: bool
+    device: SimulatedDevice
+    state: TicketState = TicketState.PENDING
+    error: BaseException | None = None
+    seconds: float = 0.0
+    staged: list[torch.Tensor] = field(default_factory=list)
+
+    def poll(self) -> TicketState:
+        if self.device.is_broken:
+            raise RuntimeError("a defect of the device")
+        return self.state
+
+    def is_ready(self, tick: int) -> bool:
+        """Whether the next phase may run. A load's first touches no block of the device, so no fence holds it up."""
+        is_first = not self.staged
+        fenced = is_first == (self.direction == "store")
+        return self.due[not is_first] <= tick and not (fenced and self.after is not None and not self.after.query())
+
+
+class SimulatedDevice:
+    """A device over the memory of the CPU device. The copies happen in `advance`, on the caller's thread: nothing
+    depends on when the copy thread gets its turn, which only hears of them."""
+
+    capabilities = Capabilities(name="simulated", kv_in_place=True, pin_mode="none")
+
+    def __init__(
+        self,
+        pool: HostPool,
+        layout: KVLayout,
+        tensors: Sequence[torch.Tensor],
+        *,
+        random: Random,
+        delay: tuple[int, int],
+        gap: int,
+        failure_rate: float,
+        bad_slots: int,
+    ) -> None:
+        """A copy reads `delay` ticks after it began; a store writes up to `gap` ticks later. `failure_rate` of the
+        ops fail, and all loads from slots below `bad_slots`."""
+        self.is_broken = False
+        """Every poll raises from now on."""
+        self._pool = pool
+        self._pages = CpuDevice(pool, layout, tensors)._pages
+        self._random, self._delay, self._gap, self._failure_rate = random, delay, gap, failure_rate
+        self._bad_slots = bad_slots
+        self._tick = 0
+        self._tickets: list[SimulatedTicket] = []
+        self._begun: set[int] = set()
+        self._changed = threading.Condition()
+
+    def begin_store(
+        self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None
+    ) -> SimulatedTicket:
+        return self._begin(op_id, "store", blocks, slots, after)
+
+    def stage_load(self, op_id: int, slots: Sequence[int]) -> StagedLoad:
+        return StagedLoad(tuple(slots))
+
+    def commit_load(self, op_id: int, staged: Staged, blocks: Sequence[int], after: Fence | None) -> SimulatedTicket:
+        return self._begin(op_id, "load", blocks, staged.slots, after)
+
+    def close(self) -> None:
+        self._pages = []
+
+    def wait_begun(self, op_ids: set[int], timeout: float = 10.0) -> None:
+        """Wait until the copy thread has begun these ops."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: op_ids <= self._begun, timeout):
+                raise TimeoutError(f"ops {sorted(op_ids - self._begun)} have not begun")
+
+    def schedule(self, op_ids: Sequence[int]) -> None:
+        """Draw when these ops run, and which of them fail: in the order of their submission."""
+        tickets = {ticket.op_id: ticket for ticket in self._tickets}
+        for op_id in op_ids:
+            ticket = tickets[op_id]
+            first = self._tick + self._random.randint(*self._delay)
+            gap = self._gap if ticket.direction == "store" else self._delay[1]
+            ticket.due = (first, first + self._random.randint(0, gap))
+            ticket.fails = self._random.random() < self._failure_rate
+            ticket.fails |= ticket.direction == "load" and min(ticket.slots) < self._bad_slots
+
+    def advance(self) -> list[tuple[int, Mark]]:
+        """Let a tick pass; which ops have moved on, and to what."""
+        self._tick += 1
+        if self.is_broken:
+            return []
+        ready = [ticket for ticket in self._tickets if ticket.is_ready(self._tick)]
+        ready.sort(key=lambda ticket: ticket.op_id)
+        self._random.shuffle(ready)
+        moved: list[tuple[int, Mark]] = []
+        for ticket in ready:
+            mark = self._run_first(ticket) if not ticket.staged else self._run_second(ticket)
+            if mark is not None:
+                moved.append((ticket.op_id, mark))
+        self._tickets = [ticket for ticket in self._tickets if ticket.state not in _FINAL]
+        return moved
+
+    def _begin(
+        self, op_id: int, direction: Direction, blocks: Sequence[int], slots: Sequence[int], after: Fence | None
+    ) -> SimulatedTicket:
+        never = 1 << 60
+        ticket = SimulatedTicket(op_id, direction, blocks, slots, after, due=(never, never), fails=False, device=self)
+        with self._changed:
+            self._tickets.append(ticket)
+            self._begun.add(op_id)
+            self._changed.notify_all()
+        return ticket
+
+    def _run_first(self, ticket: SimulatedTicket) -> Mark | None:
+        kv, host = self._tensors()
+        source, indices = (kv, ticket.blocks) if ticket.direction == "store" else (host, ticket.slots)
+        with self._pool.hold(max(ticket.slots) + 1):
+            ticket.staged = [pages[list(indices)].clone() for pages in source]
+        if ticket.direction == "load":
+            return None
+        ticket.state = TicketState.SOURCE_FREE
+        return "source_free"
+
+    def _run_second(self, ticket: SimulatedTicket) -> Mark:
+        kv, host = self._tensors()
+        target, indices = (host, ticket.slots) if ticket.direction == "store" else (kv, ticket.blocks)
+        with self._pool.hold(max(ticket.slots) + 1):
+            for pages, staged in zip(target, ticket.staged, strict=True):
+                pages[list(indices)] = staged.fill_(_SPOILED) if ticket.fails else staged
+        if ticket.fails:
+            ticket.error = CopyError("injected")
+        ticket.state = TicketState.FAILED if ticket.fails else TicketState.DONE
+        return "failed" if ticket.fails else "done"
+
+    def _tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return [kv for kv, _ in self._pages], [host for _, host in self._pages]
+
+
+_FINAL = {TicketState.DONE, TicketState.FAILED}

@@ -1,0 +1,100 @@
+"""Where the run takes over what surrounds the two halves of the connector: devices, fences, clocks and the network."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import count
+from random import Random
+from typing import Any
+
+import pytest
+from tests.vllm.harness.device import SimulatedDevice
+from tests.vllm.harness.setup import BLOCK_TOKENS, VALUE_BYTES, Setup
+from tests.vllm.harness.stream import ComputeStream
+from tests.vllm.harness.worker import SteppedWorker
+
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.devices.base import Device
+from kvstow.memory.pool import HostPool
+from kvstow.testing.clock import FakeClock
+from kvstow_service.agent import AgentStats
+
+CONNECTOR = "kvstow_service.connectors.vllm"
+_STEP_SECONDS = 0.02
+_SLOT_BYTES = 2 * BLOCK_TOKENS * VALUE_BYTES  # in each of the models: groups of layers lie in the same memory
+
+
+class Host:
+    """Holds the engine and the ranks' workers that the connector makes, and does what agents and clocks would do."""
+
+    def __init__(self, setup: Setup, random: Random, stream: ComputeStream, patch: pytest.MonkeyPatch) -> None:
+        self.extra_config: dict[str, Any] = {
+            "cpu_bytes_to_use": setup.slots * _SLOT_BYTES * setup.ranks,
+            "lazy_offload": setup.lazy,
+            "lock": False,
+            "pin_pause": 0,
+        }
+        self.engine: OffloadEngine
+        self._clock = FakeClock()
+        self.workers: dict[int, SteppedWorker] = {}
+        patch.setattr("kvstow.copythread._IN_FLIGHT", 1000)  # so that copies can overtake each other
+        device = partial(
+            SimulatedDevice,
+            random=random,
+            delay=setup.delay,
+            gap=setup.gap,
+            failure_rate=setup.failure_rate,
+            bad_slots=setup.bad_slots,
+        )
+        patch.setattr(f"{CONNECTOR}.plane.CpuDevice", device)
+        patch.setattr(f"{CONNECTOR}.plane.fence_of", lambda device: stream.fence)
+        patch.setattr(f"{CONNECTOR}.plane.OffloadWorker", self._make_worker)
+        patch.setattr(f"{CONNECTOR}.hosting.OffloadEngine", self._make_engine)
+        patch.setattr(f"{CONNECTOR}.hosting.RankAgent", BusyAgent)
+        patch.setattr(f"{CONNECTOR}.hosting.EmbeddedAdmin", NoThread)
+
+    def exchange_reports(self) -> None:
+        """Let a moment pass; every rank reports, and does what is wanted of it."""
+        self._clock.advance(_STEP_SECONDS)
+        self.engine.tick()
+        for worker in self.workers.values():
+            worker.apply(self.engine.report(worker.report()))
+            worker.wait_pinned()
+
+    def advance(self) -> None:
+        """Let a tick of all devices pass."""
+        for worker in self.workers.values():
+            worker.advance()
+
+    def _make_worker(self, rank: int, pool: HostPool, device: Device) -> SteppedWorker:
+        self.workers[rank] = SteppedWorker(rank, pool, device)
+        return self.workers[rank]
+
+    def _make_engine(self, config: EngineConfig) -> OffloadEngine:
+        self.engine = OffloadEngine(config, clock=self._clock)
+        return self.engine
+
+
+class NoThread:
+    """Stands for an admin server."""
+
+    address = None
+    failure = None
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class BusyAgent(NoThread):
+    """An agent whose reports always arrive: `exchange_reports` brings them."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._sent = count()
+
+    @property
+    def stats(self) -> AgentStats:
+        return AgentStats(next(self._sent), failed=0, failing=False)

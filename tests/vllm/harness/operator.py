@@ -1,0 +1,141 @@
+"""What operators do in the middle of the traffic, and what befalls ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from random import Random
+
+from tests.vllm.harness.core import EngineCore
+from tests.vllm.harness.host import Host
+from tests.vllm.harness.setup import Setup
+
+from kvstow.control.sweep import Sweep
+from kvstow.errors import ConflictError
+
+
+class Operator:
+    """One action at a time; those that empty the pool are rare. What closes the gate is undone some steps later."""
+
+    def __init__(self, setup: Setup, random: Random, core: EngineCore, host: Host) -> None:
+        self._setup, self._random, self._core = setup, random, core
+        self._host, self._engine = host, host.engine
+        self._broken: int | None = None
+        self._resize: Sweep | None = None
+        self._reopen_in = self._restart_in = 0
+        self.is_changing_weights = False
+        """No request may come until it is done."""
+        gentle: list[Callable[[], None]] = [self.evict, self.purge, self.pin, self.resize, self.set_policy]
+        closing = [self.drain, self.bypass]
+        drastic = [
+            self.unpin,
+            self.purge_everything,
+            self.reset_prefix_cache,
+            self.preempt_and_reset,
+            self.change_weights,
+            self.restart_rank,
+            self.kill_copy_thread,
+        ]
+        wanted = setup.operations
+        self._actions = [
+            action for action in (*gentle * 8, *closing, *drastic) if not wanted or action.__name__ in wanted
+        ]
+
+    def step(self) -> None:
+        if self._resize is not None and not self._resize.step():
+            self._resize = None
+        self._reopen_in -= 1
+        if self._reopen_in == 0:
+            self.reopen()
+        self._restart_in -= 1
+        if self._restart_in == 0:
+            self.restart_rank()
+        if self.is_changing_weights:
+            self._go_on_with_weights()
+        elif self._random.random() < self._setup.operator_rate:
+            action = self._random.choice(self._actions)
+            self._core.report.operations[action.__name__] += 1
+            action()
+
+    def finish(self) -> None:
+        """Leave things as they were found: open, nothing pinned, all ranks alive."""
+        self.reopen()
+        self.unpin()
+        if self._broken is not None:
+            self.restart_rank()
+
+    def evict(self) -> None:
+        self._engine.admin.evict(slots=self._random.randint(1, 12)).run()
+
+    def purge(self) -> None:
+        if keys := self._some_keys():
+            self._engine.admin.purge(keys=keys).run()
+
+    def purge_everything(self) -> None:
+        self._engine.admin.purge(everything=True).run()
+
+    def pin(self) -> None:
+        self._engine.admin.pin(self._some_keys(), None)
+
+    def unpin(self) -> None:
+        self._engine.admin.unpin(None)
+
+    def resize(self) -> None:
+        most = self._setup.slots
+        if self._resize is None:
+            with suppress(ConflictError):  # pinned blocks are in the way
+                self._resize = self._engine.admin.resize(self._random.randint(most // 3, most))
+
+    def drain(self) -> None:
+        self._engine.admin.drain(self._random.choice(("all", "stop_stores")), None)
+        self._reopen_in = 10
+
+    def bypass(self) -> None:
+        load = self._random.random() < 0.5
+        self._engine.admin.set_bypass(load=load, store=not load, ttl_seconds=None)
+        self._reopen_in = 10
+
+    def reopen(self) -> None:
+        self._engine.admin.undrain()
+        self._engine.admin.set_bypass(load=False, store=False, ttl_seconds=None)
+
+    def set_policy(self) -> None:
+        self._engine.admin.set_policy(self._random.choice(("lru", "arc")))
+
+    def reset_prefix_cache(self) -> None:
+        """What vLLM's own API does after a change of the weights."""
+        self._core.reset(preempt=False)
+
+    def preempt_and_reset(self) -> None:
+        """The same while requests run. vLLM raises where others than they hold GPU blocks: then it is not done."""
+        if not self._core.has_blocks_in_flight:
+            self._core.reset(preempt=True)
+
+    def change_weights(self) -> None:
+        """As vLLM does it: abort all, let everything come to an end, and forget all KV, which must succeed then."""
+        self._core.abort(None)
+        self.is_changing_weights = True
+
+    def _go_on_with_weights(self) -> None:
+        if not self._core.is_busy:
+            self.is_changing_weights = False
+            if not self._core.reset(preempt=False):
+                self._core.report.add("the caches of an idle engine could not be reset")
+
+    def restart_rank(self) -> None:
+        """Its pool is another one, with nothing in it, as after a sleep. First the one whose copy thread is dead."""
+        rank = self._random.choice(self._core.ranks) if self._broken is None else self._core.ranks[self._broken]
+        self._broken = None
+        rank.connector.unregister_kv_caches()
+        rank.connector.restore_kv_caches()
+
+    def kill_copy_thread(self) -> None:
+        """The rank moves nothing any more until it is restarted."""
+        if self._broken is None:
+            self._broken = self._random.randrange(self._setup.ranks)
+            self._host.workers[self._broken].kill_copy_thread()
+            self._restart_in = 10
+
+    def _some_keys(self) -> list[bytes]:
+        blocks = self._engine.blocks(self._random.randrange(self._setup.slots), 8).blocks
+        return [block.key for block in blocks]

@@ -1,0 +1,31 @@
+"""What a run found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+_MOST_LINES = 20
+
+
+@dataclass
+class Report:
+    """Counters of a run, and its findings by kind. A clean run has no `problems`."""
+
+    steps: int = 0
+    finished: int = 0
+    aborted: int = 0
+    preemptions: int = 0
+    token_reads: int = 0
+    wrong_reads: int = 0
+    failed_loads: int = 0
+    aborted_loads: int = 0
+    resets: int = 0
+    operations: Counter[str] = field(default_factory=Counter)
+    loaded_blocks: int = 0
+    stored_blocks: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, problem: str) -> None:
+        if len(self.problems) < _MOST_LINES:
+            self.problems.append(problem)

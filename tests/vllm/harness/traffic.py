@@ -1,0 +1,68 @@
+"""Requests: shared prefixes, conversations, and clients that go away."""
+
+from __future__ import annotations
+
+from random import Random
+
+from tests.vllm.harness.core import EngineCore
+from tests.vllm.harness.sequence import VOCABULARY
+from tests.vllm.harness.setup import Setup
+
+_LONGEST_PROMPT = 320  # of 512 tokens that the model takes, and fewer blocks than there are on the device
+_MOST_TOKENS = 40
+_MOST_WAITING = 12
+
+
+class Traffic:
+    """Adds `setup.requests` requests over time and aborts some, now and then while they load."""
+
+    def __init__(self, setup: Setup, random: Random, core: EngineCore) -> None:
+        self._setup, self._random, self._core = setup, random, core
+        self._prefixes = [self._tokens(random.randint(60, 200)) for _ in range(8)]
+        self._added = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._added == self._setup.requests
+
+    def step(self) -> None:
+        waiting = self._core.scheduler.get_request_counts()[1]
+        for _ in range(self._random.choice((0, 0, 1, 2))):
+            if not self.is_over and waiting < _MOST_WAITING:
+                self._add()
+        if not self.is_over and self._random.random() < self._setup.abort_rate:
+            self._abort()
+
+    def _add(self) -> None:
+        request_id = f"request-{self._added}"
+        self._added += 1
+        max_tokens = self._random.randint(1, _MOST_TOKENS)
+        cache_salt = "a salt" if self._random.random() < 0.1 else ""
+        self._core.add(request_id, self._prompt(), max_tokens, cache_salt)
+
+    def _prompt(self) -> list[int]:
+        """A prefix that others have too and a question, or an earlier request with its answer and another question."""
+        question = self._tokens(self._random.randint(1, 60))
+        if self._random.random() < 0.3 and self._core.outputs:
+            earlier = self._random.choice(list(self._core.outputs))
+            sequence = self._core.sequences[earlier]
+            end = sequence.num_prompt_tokens + len(self._core.outputs[earlier])
+            if end + len(question) <= _LONGEST_PROMPT:
+                return sequence.tokens[:end] + question
+        prefix = self._random.choice(self._prefixes)
+        if self._random.random() < 0.2:
+            prefix = prefix[: self._random.randint(1, len(prefix))]
+        return prefix + question
+
+    def _abort(self) -> None:
+        """One that loads, if there is one: those are rare."""
+        requests = self._core.scheduler.requests.values()
+        loading = [request.request_id for request in requests if request.status.name == "WAITING_FOR_REMOTE_KVS"]
+        running = [request.request_id for request in requests if not request.is_finished()]
+        if not running:
+            return
+        self._core.report.aborted_loads += bool(loading)
+        self._core.abort(self._random.choice(loading or running))
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(VOCABULARY) for _ in range(count)]

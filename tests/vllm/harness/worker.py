@@ -1,0 +1,77 @@
+"""The worker with a lock step: its copy thread is real, and the run waits for it at every turn."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from tests.vllm.harness.device import SimulatedDevice
+
+from kvstow.devices.base import Device, Fence
+from kvstow.memory.pool import HostPool
+from kvstow.messages import Completion, Mark, StepPlan
+from kvstow.worker import OffloadWorker
+
+_TIMEOUT = 10.0
+
+
+class SteppedWorker(OffloadWorker):
+    """Completions come to the host in the order in which the device made them, whatever the threads did."""
+
+    def __init__(self, rank: int, pool: HostPool, device: Device, **rest: object) -> None:
+        assert isinstance(device, SimulatedDevice)
+        super().__init__(rank, pool, device, **rest)  # type: ignore[arg-type]
+        self.device = device
+        self._arrived: dict[tuple[int, Mark], Completion] = {}
+        self._ready: list[Completion] = []
+
+    def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
+        super().submit(plan, after)
+        if self.report().state == "failed":
+            self._take_the_rest()
+        elif plan.ops:
+            op_ids = [op.op_id for op in plan.ops]
+            self.device.wait_begun(set(op_ids))
+            self.device.schedule(op_ids)
+
+    def take_completions(self) -> list[Completion]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    def close(self, timeout: float = 0.0) -> None:
+        """Fail what has not ended: nobody lets the device go on."""
+        super().close(0.0)
+        self._take_the_rest()
+
+    def kill_copy_thread(self) -> None:
+        """Let a defect end it, if it has anything to do."""
+        if not self.report().pending_ops:
+            return
+        self.device.is_broken = True
+        _wait(lambda: self.report().state == "failed" and not self.report().pending_ops, "the copy thread lives on")
+        self._take_the_rest()
+
+    def _take_the_rest(self) -> None:
+        self._ready += sorted(super().take_completions(), key=lambda word: word.op_id)
+
+    def advance(self) -> None:
+        """Let a tick of the device pass, and see its completions through the copy thread."""
+        for what in self.device.advance():
+            while what not in self._arrived:
+                if not self.wait_completions(_TIMEOUT):
+                    raise TimeoutError(f"no word of op {what[0]}: {what[1]}")
+                self._arrived |= {(word.op_id, word.mark): word for word in super().take_completions()}
+            self._ready.append(self._arrived.pop(what))
+
+    def wait_pinned(self) -> None:
+        """Wait until the pool is as it was last told to be."""
+        _wait(lambda: self.pool.status().state == "ready", "the pool is not pinned")
+
+
+def _wait(condition: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + _TIMEOUT
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(otherwise)
+        threading.Event().wait(0.0002)

@@ -1,0 +1,66 @@
+"""vLLM's scheduler and KVStowConnector under random traffic: no wrong byte is read, nothing leaks, everybody gets an
+answer. What is real and what is not: see `harness`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from tests.vllm.harness.run import run
+from tests.vllm.harness.setup import Setup
+
+pytestmark = pytest.mark.vllm
+
+HYBRID_BLOCKS = 72
+
+SETUPS = [
+    Setup("sync"),
+    Setup("sync, two ranks, operator and failures", ranks=2, operator_rate=0.04, failure_rate=0.1),
+    Setup("sync, lazy, operator", lazy=True, operator_rate=0.04, slots=64),
+    Setup("sync, drafts, bad memory", drafts=2, bad_slots=8, ranks=2),
+    Setup("sync, hooks of 0.26", hooks="0.26", failure_rate=0.2),
+    Setup("async", asynchronous=True),
+    Setup("async, two ranks, operator and failures", asynchronous=True, ranks=2, operator_rate=0.04, failure_rate=0.1),
+    Setup("async, lazy, two ranks, slow copies", asynchronous=True, lazy=True, ranks=2, delay=(6, 30)),
+    Setup("async, drafts, hooks of 0.26", asynchronous=True, drafts=2, hooks="0.26", failure_rate=0.2),
+    Setup("hybrid, sync", layers="hybrid", blocks=HYBRID_BLOCKS, layout="BLHNC"),
+    Setup("hybrid, sync, lazy, failures", layers="hybrid", blocks=HYBRID_BLOCKS, lazy=True, failure_rate=0.1),
+    Setup(
+        "hybrid, async, two ranks, operator",
+        layers="hybrid",
+        asynchronous=True,
+        ranks=2,
+        blocks=HYBRID_BLOCKS,
+        operator_rate=0.04,
+    ),
+    Setup("hybrid, async, lazy, drafts", layers="hybrid", asynchronous=True, blocks=HYBRID_BLOCKS, lazy=True, drafts=2),
+    Setup("mixed blocks, sync, bad memory", layers="mixed", blocks=HYBRID_BLOCKS, ranks=2, bad_slots=8),
+    Setup("mixed blocks, async, operator", layers="mixed", asynchronous=True, blocks=HYBRID_BLOCKS, operator_rate=0.04),
+    Setup("mixed blocks, async, lazy", layers="mixed", asynchronous=True, blocks=HYBRID_BLOCKS, lazy=True),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstow")] == []
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+def test_no_wrong_byte_is_read_and_nothing_leaks(setup: Setup) -> None:
+    report = run(setup)
+    assert report.problems == []
+    assert report.finished + report.aborted == setup.requests
+    assert report.token_reads > 200_000
+    assert report.loaded_blocks > 15, "too few loads to tell anything"
+    assert report.preemptions > 0
+    assert report.aborted_loads > 0
+    assert report.failed_loads > 0 or not (setup.failure_rate or setup.bad_slots)
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    setup = Setup("twice", asynchronous=True, ranks=2, operator_rate=0.04, failure_rate=0.1, requests=60)
+    assert run(setup) == run(setup)
+    assert run(setup) != run(replace(setup, seed=2))

@@ -1,0 +1,196 @@
+"""Each mutant takes one protection of the connector out, or breaks one of its promises to vLLM; the runs of
+`test_scheduling` must notice."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+from tests.vllm.harness.device import SimulatedDevice, SimulatedTicket
+from tests.vllm.harness.run import run
+from tests.vllm.harness.setup import Setup
+from tests.vllm.harness.stream import ComputeStream
+from tests.vllm.harness.worker import SteppedWorker
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.ledger import Ledger, Verdict
+from kvstow.control.state import ControlState
+from kvstow.messages import Completion, Mark, Op, StepPlan
+
+pytestmark = pytest.mark.vllm
+
+Mutate = Callable[[pytest.MonkeyPatch], None]
+CONNECTOR = "kvstow_service.connectors.vllm"
+
+
+def stores_do_not_hold_their_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(f"{CONNECTOR}.sources.SourceBlocks.hold", lambda self, op_id, block_ids: None)
+
+
+def stores_never_let_their_blocks_go(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(f"{CONNECTOR}.sources.SourceBlocks.release", lambda self, op_id: None)
+
+
+def stores_do_not_wait_for_the_forward(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ComputeStream, "fence", lambda self: None)
+
+
+def keys_are_visible_at_submission(patch: pytest.MonkeyPatch) -> None:
+    begin_store = OffloadEngine.begin_store
+
+    def publish_at_once(self: OffloadEngine, keys: list[bytes], blocks: list[int], **rest: Any) -> Any:
+        grant = begin_store(self, keys, blocks, **rest)
+        if grant.op:
+            state: ControlState = self._state
+            entry = state.ledger.get(grant.op.op_id)
+            assert entry is not None
+            state.index.publish(entry.keys, grant.op.slots, 0.0)
+            entry.keys, entry.op = (), dataclasses.replace(grant.op, slots=())
+        return grant
+
+    patch.setattr(OffloadEngine, "begin_store", publish_at_once)
+
+
+def the_first_rank_decides(patch: pytest.MonkeyPatch) -> None:
+    record = Ledger.record
+
+    def settle_at_first_word(self: Ledger, rank: int, completion: Completion) -> Verdict:
+        verdict = record(self, rank, completion)
+        return Verdict.SETTLED if verdict is Verdict.PROGRESS and completion.mark != "source_free" else verdict
+
+    patch.setattr(Ledger, "record", settle_at_first_word)
+
+
+def loads_write_zeros(patch: pytest.MonkeyPatch) -> None:
+    run_second = SimulatedDevice._run_second
+
+    def zero(self: SimulatedDevice, ticket: SimulatedTicket) -> Mark:
+        if ticket.direction == "load":
+            ticket.staged = [pages.zero_() for pages in ticket.staged]
+        return run_second(self, ticket)
+
+    patch.setattr(SimulatedDevice, "_run_second", zero)
+
+
+def load_blocks_are_rotated(patch: pytest.MonkeyPatch) -> None:
+    begin_load = OffloadEngine.begin_load
+
+    def rotate(self: OffloadEngine, lease: Any, blocks: list[int], **rest: Any) -> Op:
+        return begin_load(self, lease, [*blocks[1:], blocks[0]], **rest)
+
+    patch.setattr(OffloadEngine, "begin_load", rotate)
+
+
+def loads_are_done_at_submission(patch: pytest.MonkeyPatch) -> None:
+    submit, take_completions = SteppedWorker.submit, SteppedWorker.take_completions
+    early: dict[int, list[Completion]] = {}
+
+    def note(self: SteppedWorker, plan: StepPlan, after: Any = None) -> None:
+        submit(self, plan, after)
+        early.setdefault(id(self), []).extend(Completion(op.op_id, "done") for op in plan.ops if op.direction == "load")
+
+    def add(self: SteppedWorker) -> list[Completion]:
+        return take_completions(self) + early.pop(id(self), [])
+
+    patch.setattr(SteppedWorker, "submit", note)
+    patch.setattr(SteppedWorker, "take_completions", add)
+
+
+def aborted_loads_are_not_reported(patch: pytest.MonkeyPatch) -> None:
+    connector = f"{CONNECTOR}.KVStowConnector.get_transfer_results"
+    from kvstow_service.connectors.vllm import KVStowConnector
+
+    get_transfer_results = KVStowConnector.get_transfer_results
+    finished: set[str] = set()
+
+    def drop(self: Any, finished_req_ids: set[str]) -> Any:
+        finished.update(finished_req_ids)
+        results = get_transfer_results(self, finished_req_ids)
+        results.finished_recving -= finished
+        return results
+
+    patch.setattr(connector, drop)
+
+
+def failed_keys_stay(patch: pytest.MonkeyPatch) -> None:
+    remove = ControlState.remove
+
+    def keep(self: ControlState, slots: Any, reason: str) -> int:
+        return 0 if reason == "load_failed" else remove(self, slots, reason)
+
+    patch.setattr(ControlState, "remove", keep)
+
+
+def failed_loads_are_done(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(f"{CONNECTOR}.KVStowConnector.get_block_ids_with_load_errors", lambda self: set())
+
+
+def windows_lack_a_block(patch: pytest.MonkeyPatch) -> None:
+    from kvstow_service.connectors.vllm.groups import KVGroup
+
+    first_block = KVGroup.first_block
+
+    def one_less(self: KVGroup, num_tokens: int) -> int:
+        return first_block(self, num_tokens) + (self.window is not None)
+
+    patch.setattr(KVGroup, "first_block", one_less)
+
+
+def resets_keep_the_keys(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(f"{CONNECTOR}.scheduler.SchedulerSide.reset", lambda self: True)
+
+
+def dead_boots_are_served(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ControlState, "vacate_all", lambda self, low, high, reason: None)
+
+
+def ended_leases_are_not_released(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(f"{CONNECTOR}.hits.HitFinder.release", lambda self, tracked: setattr(tracked, "hit", None))
+
+
+class Mutant(NamedTuple):
+    """`symptom`: how one of the problems that the run reports begins."""
+
+    mutate: Mutate
+    symptom: str
+    setup: Setup
+
+
+SYNC = Setup("sync mutant")
+SHORT = Setup("short mutant", requests=60)
+ASYNC = Setup("async mutant", asynchronous=True)
+LATE = Setup("late mutant", delay=(30, 90))
+SLOW = Setup("mutant of two slow ranks", ranks=2, delay=(1, 3), gap=300)
+HYBRID = Setup("hybrid mutant", layers="hybrid", blocks=90)
+RESTARTS = Setup("mutant of restarts", ranks=2, operator_rate=0.02, operations=("restart_rank",))
+WEIGHTS = Setup("mutant of weights", operator_rate=0.02, operations=("change_weights",))
+
+MUTANTS = [
+    Mutant(stores_do_not_hold_their_blocks, "wrong read", LATE),
+    Mutant(stores_do_not_hold_their_blocks, "wrong read", dataclasses.replace(LATE, asynchronous=True)),
+    Mutant(stores_never_let_their_blocks_go, "stuck", SHORT),
+    Mutant(stores_do_not_wait_for_the_forward, "wrong read", ASYNC),
+    Mutant(keys_are_visible_at_submission, "wrong read", SLOW),
+    Mutant(the_first_rank_decides, "wrong read", SLOW),
+    Mutant(loads_write_zeros, "wrong read", SYNC),
+    Mutant(load_blocks_are_rotated, "wrong read", SYNC),
+    Mutant(loads_are_done_at_submission, "wrong read", ASYNC),
+    Mutant(aborted_loads_are_not_reported, "stuck", Setup("abort mutant", requests=90, abort_rate=0.1, delay=(6, 30))),
+    Mutant(failed_keys_stay, "stuck", Setup("livelock mutant", bad_slots=30, requests=90)),
+    Mutant(failed_loads_are_done, "wrong read", Setup("failure mutant", bad_slots=30)),
+    Mutant(windows_lack_a_block, "wrong read", HYBRID),
+    Mutant(resets_keep_the_keys, "wrong read", WEIGHTS),
+    Mutant(dead_boots_are_served, "wrong read", RESTARTS),
+    Mutant(ended_leases_are_not_released, "leases leaked", SHORT),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.mutate.__name__}-{mutant.setup.name}")
+def test_a_broken_promise_is_noticed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant.mutate(monkeypatch)
+    logging.getLogger("kvstow").setLevel(logging.CRITICAL)
+    report = run(mutant.setup, monkeypatch, stop_at_problem=True)
+    assert any(problem.startswith(mutant.symptom) for problem in report.problems), report
