@@ -1,0 +1,37 @@
+"""Which modules of the connector cannot be imported without vLLM: `make test` measures the coverage of all others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[4]
+PACKAGE = "service/kvstow_service/connectors/vllm"
+
+IMPORT_EACH = """
+import sys
+from importlib import import_module
+sys.modules["vllm"] = None
+for name in sys.argv[1:]:
+    try:
+        import_module(f"kvstow_service.connectors.vllm.{name}")
+    except ModuleNotFoundError as error:
+        assert "vllm" in str(error), error
+        print(name)
+"""
+
+
+def test_coverage_leaves_out_what_needs_vllm_and_no_more() -> None:
+    names = [path.stem for path in (ROOT / PACKAGE).glob("*.py")]
+    found = subprocess.run(
+        [sys.executable, "-c", IMPORT_EACH, *names],
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    left_out = settings["tool"]["coverage"]["run"]["omit"]
+    assert sorted(left_out) == sorted(f"{PACKAGE}/{name}.py" for name in found.stdout.split())
