@@ -15,6 +15,8 @@ from kvstow.errors import KvstowError, NotFoundError
 from kvstow.messages import DesiredState, RankReport, RankState
 
 if TYPE_CHECKING:  # 0.3 s: left to the agent's thread, for every process of an inference engine imports this module
+    import ssl
+
     import httpx
 
 logger = logging.getLogger("kvstow.agent")
@@ -36,21 +38,32 @@ class ReportingRank(Protocol):
 @dataclass(frozen=True, slots=True)
 class AdminAddress:
     """Where agents find the admin server: over the Unix socket when there is one, else over TCP. Picklable; shows no
-    token."""
+    token. `certificate` (PEM), if there is one, is what a TLS server must show, whatever name is in it."""
 
     url: str
     token: str = field(repr=False)
     uds: Path | None = None
+    certificate: str = ""
 
     def connect(self) -> httpx.Client:
         import httpx
 
         return httpx.Client(
             base_url=self.url,
-            transport=httpx.HTTPTransport(uds=str(self.uds) if self.uds else None),
+            transport=httpx.HTTPTransport(verify=self._trusted(), uds=str(self.uds) if self.uds else None),
             headers={"Authorization": f"Bearer {self.token}"},
             timeout=_TIMEOUT_SECONDS,
         )
+
+    def _trusted(self) -> ssl.SSLContext | bool:
+        if not self.certificate:
+            return True
+        import ssl
+
+        context = ssl.create_default_context(cadata=self.certificate)
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself, without its authority
+        return context
 
 
 FindAdmin = Callable[[], AdminAddress | None]

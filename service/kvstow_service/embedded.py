@@ -26,6 +26,7 @@ from kvstow_service.context import make_context
 from kvstow_service.keeper import Keeper
 from kvstow_service.listeners import Listeners, PortTakenError, TcpAddress, tcp_url
 from kvstow_service.rendezvous import Rendezvous
+from kvstow_service.tls import TlsFiles
 
 if TYPE_CHECKING:
     from kvstow_service.server import AdminServer
@@ -44,7 +45,9 @@ class EmbeddedOptions:
 
     `admin_port`: the first of 16 that are tried; 0 takes any. `admin_uds`: a Unix socket as well, for people.
     `token_file`: tokens that requests which change anything need; not optional where `admin_host` is not loopback.
-    `readiness_require`: of pool and pinned, what must be well before `/readyz` is.
+    `viewer_token_file`: tokens that are enough for reading, which then needs one. `tls`: TCP speaks TLS; ranks of
+    other nodes are told which certificate to trust. `readiness_require`: of pool and pinned, what must be well before
+    `/readyz` is.
     """
 
     admin_host: str = "127.0.0.1"
@@ -52,15 +55,27 @@ class EmbeddedOptions:
     admin_uds: Path | None = None
     token_file: Path | None = None
     readiness_require: tuple[str, ...] = ()
+    viewer_token_file: Path | None = None
+    tls: TlsFiles | None = None
 
     def __post_init__(self) -> None:
         if type(self.admin_port) is not int or not 0 <= self.admin_port < 1 << 16:
             raise ConfigError("admin_port", self.admin_port, "0 (any free port) to 65535")
         if not set(self.readiness_require) <= set(INFORMATIONAL_CHECKS):
             raise ConfigError("readiness_require", self.readiness_require, " and ".join(INFORMATIONAL_CHECKS))
-        require_token(self.admin_host, self.token_file)
-        if self.token_file is not None:
-            TokenFile(self.token_file)
+        require_token(self.admin_host, self.token_file, certificates=self.has_certificates)
+        for path in (self.token_file, self.viewer_token_file):
+            if path is not None:
+                TokenFile(path)
+        if self.viewer_token_file is not None and self.token_file is None and not self.has_certificates:
+            raise ConfigError("viewer_token_file", str(self.viewer_token_file), "a file only beside a token_file")
+        if self.tls is not None:
+            self.tls.context()
+
+    @property
+    def has_certificates(self) -> bool:
+        """Whether a client's certificate counts as an admin's token."""
+        return self.tls is not None and self.tls.client_ca is not None
 
 
 class EmbeddedAdmin:
@@ -95,7 +110,7 @@ class EmbeddedAdmin:
         self._engine, self._options, self._node_host = engine, options, node_host
         self._token = secrets.token_hex(16)
         self._keeper = Keeper(engine)
-        self._listeners = Listeners()
+        self._listeners = Listeners(secure=options.tls is not None)
         self._rendezvous = Rendezvous(identity, environ)
         self._server: AdminServer | None = None
         self._make_context = partial(
@@ -108,6 +123,8 @@ class EmbeddedAdmin:
             settings=settings or {},
             agent_token=self._token,
             token_file=options.token_file,
+            viewer_token_file=options.viewer_token_file,
+            client_certificates=options.has_certificates,
             readiness_require=options.readiness_require,
             build=build,
         )
@@ -150,7 +167,10 @@ class EmbeddedAdmin:
         if not self.addresses or host is None:
             return None
         routable = (self._node_host or socket.gethostname()) if host in _ANY_ADDRESS else host
-        return AdminAddress(tcp_url(routable, self._listeners.port), self._token)
+        if self._options.tls is None:
+            return AdminAddress(tcp_url(routable, self._listeners.port), self._token)
+        url = tcp_url(routable, self._listeners.port, "https")
+        return AdminAddress(url, self._token, certificate=self._options.tls.certificates())
 
     def _warn_of_loopback(self) -> None:
         if not self._warned:
@@ -168,7 +188,8 @@ class EmbeddedAdmin:
             from kvstow_service.server import AdminServer
 
             self._listen()  # only now: who connects is answered at once
-            server = AdminServer(create_app(self._make_context()), self._listeners.sockets, self._fail)
+            tls = None if self._options.tls is None else self._options.tls.context()
+            server = AdminServer(create_app(self._make_context()), self._listeners.sockets, self._fail, tls=tls)
             server.start()
             self._server = server
         except Exception as error:  # the host goes on without

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstow.errors import ConfigError
+
+_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,10 @@ class TlsFiles:
                 ) from None
             context.verify_mode = ssl.CERT_OPTIONAL  # probes have none; what changes anything needs one, or a token
         return context
+
+    def certificates(self) -> str:
+        """The certificates in `cert`, without a key that may be there, too."""
+        return "\n".join(_CERTIFICATE.findall(self.cert.read_text()))
 
 
 def subject_of(certificate: dict[str, object]) -> str:

@@ -12,11 +12,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import trustme
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -29,6 +31,7 @@ from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
 from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.rendezvous import Rendezvous
 from kvstow_service.server import AdminServer, _QuietServer
+from kvstow_service.tls import TlsFiles
 
 # httpcore leaks the socket of a Unix connection that is refused
 pytestmark = pytest.mark.filterwarnings(r"ignore:unclosed <socket.socket fd=\d+, family=1, type=1, proto=0>")
@@ -521,6 +524,39 @@ def test_ranks_on_other_nodes_are_told_an_address_that_they_reach(
     agent.offer(address)
     agent.start()
     eventually(lambda: engine.stats().usable_slots == CAPACITY, "the report over TCP")
+
+
+def test_ranks_on_other_nodes_trust_the_servers_certificate(
+    launch: Any, tmp_path: Path, stack: ExitStack, engine: OffloadEngine, eventually: Any
+) -> None:
+    authority = trustme.CA()
+    authority.issue_cert("another.name").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "server.pem"))
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    tls = TlsFiles(tmp_path / "server.pem", client_ca=tmp_path / "ca.pem")
+    admin = launch(EmbeddedOptions(admin_host="0.0.0.0", admin_port=0, tls=tls), node_host="127.0.0.1")
+    assert admin.addresses[0].startswith("https://")
+    address = admin.address_for_remote_ranks
+    assert "PRIVATE KEY" not in address.certificate
+    another = replace(address, certificate=trustme.CA().cert_pem.bytes().decode())
+    with another.connect() as stranger, pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        stranger.get("/livez")
+    with address.connect() as agents:
+        assert agents.get("/livez").status_code == 200
+    agent = RankAgent(0, PinnedRank(), address)
+    stack.callback(agent.stop)
+    agent.start()
+    eventually(lambda: engine.stats().usable_slots == CAPACITY, "the report over TLS")
+
+
+def test_viewers_need_a_token_where_there_is_one(launch: Any, tmp_path: Path) -> None:
+    for name in ("admin", "viewer"):
+        (tmp_path / name).write_text(name)
+    options = EmbeddedOptions(admin_port=0, token_file=tmp_path / "admin", viewer_token_file=tmp_path / "viewer")
+    url = launch(options).addresses[0]
+    assert httpx.get(f"{url}/v1/info").status_code == 401
+    assert httpx.get(f"{url}/v1/info", headers={"Authorization": "Bearer viewer"}).status_code == 200
+    with pytest.raises(ConfigError, match="viewer_token_file"):
+        EmbeddedOptions(viewer_token_file=tmp_path / "viewer")
 
 
 def test_all_addresses_are_this_machines_name_unless_the_host_knows_better(launch: Any, tmp_path: Path) -> None:
