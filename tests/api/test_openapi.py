@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import TypeAdapter
+
+from kvstow_api import views
+from kvstow_api.views.base import View
 
 pytestmark = pytest.mark.anyio
 
@@ -84,3 +91,35 @@ async def test_accepted_answers_are_operations(schema: dict[str, Any]) -> None:
 async def test_the_report_is_described(schema: dict[str, Any]) -> None:
     body = schema["paths"]["/v1/ranks/{rank}/report"]["post"]["requestBody"]
     assert {"rank", "boot_id", "pinned_slots"} <= set(body["content"]["application/json"]["schema"]["properties"])
+
+
+EXAMPLES = [
+    (view, example)
+    for module in pkgutil.iter_modules(views.__path__, f"{views.__name__}.")
+    for _, view in inspect.getmembers(importlib.import_module(module.name), inspect.isclass)
+    if issubclass(view, View) and view.__module__ == module.name
+    for example in getattr(view, "__pydantic_config__", {}).get("json_schema_extra", {}).get("examples", [])
+]
+
+
+@pytest.mark.parametrize(("view", "example"), EXAMPLES)
+def test_an_example_is_an_answer_that_could_be(view: type[View], example: dict[str, Any]) -> None:
+    adapter: TypeAdapter[Any] = TypeAdapter(view)
+    assert adapter.dump_python(adapter.validate_python(example), mode="json") == example
+    assert view.of(example) == adapter.validate_python(example)
+
+
+async def test_every_answer_has_an_example(schema: dict[str, Any]) -> None:
+    """Of its own, or of what it consists of."""
+    described = schema["components"]["schemas"]
+
+    def has_example(reference: str, seen: frozenset[str] = frozenset()) -> bool:
+        name = reference.rpartition("/")[2]
+        inner = {part for part in references(described[name]) if part not in seen}
+        return "examples" in described[name] or any(has_example(part, seen | {reference}) for part in inner)
+
+    for method, path, operation in operations(schema):
+        for status, response in operation["responses"].items():
+            for media in response.get("content", {}).values():
+                for reference in references(media):
+                    assert has_example(reference), (method, path, status)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any, ClassVar
 
 from kvstow_api.views.base import View
 
@@ -12,6 +13,26 @@ from kvstow_api.views.base import View
 class SampleView(View):
     """Counters at one moment: they only grow, so a rate is the difference of two samples. `load_bytes`, `store_bytes`
     and slots are of one rank, `pinned_bytes` of all."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "json_schema_extra": {
+            "examples": [
+                {
+                    "time": "2026-11-02T09:30:00Z",
+                    "query_blocks": 5000,
+                    "hit_blocks": 3000,
+                    "stored_blocks": 2000,
+                    "dropped_blocks": 0,
+                    "evicted_blocks": 100,
+                    "load_bytes": 6291456000,
+                    "store_bytes": 4194304000,
+                    "used_slots": 1900,
+                    "usable_slots": 4096,
+                    "pinned_bytes": 17179869184,
+                }
+            ]
+        }
+    }
 
     time: datetime
     query_blocks: int

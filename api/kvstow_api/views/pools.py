@@ -15,6 +15,12 @@ POOL_NAME = "host"
 class SlotsView(View):
     """Slots by state; they add up to `usable_slots`."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "json_schema_extra": {
+            "examples": [{"free": 96, "filling": 8, "cached": 3976, "leased": 16, "pinned": 0, "quarantined": 0}]
+        }
+    }
+
     free: int
     filling: int
     cached: int
@@ -98,6 +104,21 @@ class PoolsView(View):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanView(View):
     """What a change of settings would do."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "json_schema_extra": {
+            "examples": [
+                {
+                    "dry_run": True,
+                    "capacity_slots": 2048,
+                    "policy": "lru",
+                    "pinning_paused": False,
+                    "evicted_slots": 1952,
+                    "evicted_bytes": 4093640704,
+                }
+            ]
+        }
+    }
 
     dry_run: Literal[True] = True
     capacity_slots: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from kvstow_api.views.base import View
 
@@ -21,6 +21,30 @@ class ProblemErrorView(View):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemView(View):
     """RFC 9457 problem details. `instance` is the request id, which the log has, too."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "json_schema_extra": {
+            "examples": [
+                {
+                    "type": "urn:kvstow:problem:invalid_config",
+                    "title": "Unprocessable Content",
+                    "status": 422,
+                    "detail": "capacity_slots is 9000; allowed: 1 to 8192, the maximum of this host",
+                    "instance": "5d0c9be2a47d1f0c",
+                    "code": "invalid_config",
+                    "errors": [
+                        {
+                            "field": "capacity_slots",
+                            "message": "capacity_slots is 9000",
+                            "value": 9000,
+                            "allowed": "1 to 8192",
+                        }
+                    ],
+                    "retry_after": None,
+                }
+            ]
+        }
+    }
 
     type: str
     title: str

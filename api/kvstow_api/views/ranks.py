@@ -91,6 +91,12 @@ class ReadinessView(View):
 class DesiredView(View):
     """What the engine wants of a rank."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "json_schema_extra": {
+            "examples": [{"engine_id": "6f1d2a9c", "capacity_slots": 4096, "paused": False, "pin_attempt": 0}]
+        }
+    }
+
     engine_id: str
     capacity_slots: int
     paused: bool

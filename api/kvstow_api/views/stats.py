@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from kvstow.messages import Direction
 from kvstow.stats import EngineState, EngineStats, HistogramSnapshot
@@ -19,6 +19,10 @@ SECTIONS: tuple[Section, ...] = get_args(Section)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistogramView(View):
     """`counts[i]` lie at or below `bounds[i]` and above the bound before; the last are above all bounds."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "json_schema_extra": {"examples": [{"bounds": [0.001, 0.01], "counts": [40, 2, 0], "sum": 0.031, "count": 42}]}
+    }
 
     bounds: list[float]
     counts: list[int]

@@ -15,6 +15,23 @@ TransferState = Literal["queued", "running", "stuck", "quarantined"]
 class PendingView(View):
     """Ops that not every rank has finished. Bytes are of one rank."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "json_schema_extra": {
+            "examples": [
+                {
+                    "loads": 1,
+                    "stores": 2,
+                    "load_blocks": 128,
+                    "store_blocks": 64,
+                    "load_bytes": 268435456,
+                    "store_bytes": 134217728,
+                    "oldest_seconds": 0.004,
+                    "stuck": 0,
+                }
+            ]
+        }
+    }
+
     loads: int
     stores: int
     load_blocks: int
