@@ -269,7 +269,12 @@ def _llm(setup: Setup, socket: Path) -> Any:
 
 def transfer_config(setup: Setup, socket: Path) -> dict[str, Any]:
     """What a user writes into --kv-transfer-config; the admin server listens on `socket`, too."""
-    place = {"cpu_bytes_to_use": setup.pool_bytes, "admin_uds": str(socket), "admin_port": 0}
+    place = {
+        "cpu_bytes_to_use": setup.pool_bytes,
+        "admin_uds": str(socket),
+        "admin_port": 0,
+        "transfer_timeout": SECONDS,
+    }
     common = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     ours = {"kv_connector": "KVStowConnector", "kv_connector_extra_config": {**place, **(setup.extra or {})}, **common}
     if setup.beside is None:

@@ -185,17 +185,16 @@ def test_one_wrong_block_is_noticed(setup: Setup, reference: Reference, monkeypa
 
 def test_after_the_pool_had_to_evict(setup: Setup, reference: Reference) -> None:
     expected = reference(setup.model, A, C)
-    with running(replace(setup, slots=24)) as engine:
-        engine.ask(A)
-        engine.ask(C)
-        engine.forget_gpu()
-        assert sum(engine.stats("evictions").values()) > 0
-        for _ in range(2):
+    cached = set()
+    with running(replace(setup, slots=30)) as engine:
+        for _ in range(3):
             answers = [*engine.ask(A), *engine.ask(C)]
             engine.forget_gpu()
             assert_same(answers, expected)
+            cached |= {answer.cached for answer in answers}
+        assert engine.stats("evictions")["capacity"] > 0
         assert engine.loaded_blocks() > 0
-        assert {0, A_HIT} != {answer.cached for answer in answers}
+        assert any(0 < tokens < A_HIT for tokens in cached)
 
 
 def test_preempted_requests(setup: Setup, reference: Reference) -> None:
@@ -264,13 +263,14 @@ def test_abort_while_blocks_are_loaded(setup: Setup, reference: Reference, held_
 
 
 def test_abort_while_blocks_are_stored(setup: Setup, reference: Reference, held_stores: Gate) -> None:
-    """The blocks that a store reads keep their contents, whoever else needs blocks."""
+    """The blocks that a store reads keep their contents, though others use every block of the GPU meanwhile."""
     expected = reference(setup.model, A, C, D)
-    with running(replace(setup, gpu_blocks=72)) as engine:
+    with running(replace(setup, gpu_blocks=100)) as engine:
         doomed = engine.add(A, LONGEST)
         held_stores.step_until_reached(engine)
         engine.abort(doomed)
         others = [*engine.ask(C), *engine.ask(D)]
+        engine.ask(*SHORT)
         held_stores.latch.open()
         engine.forget_gpu()
         answers = engine.ask(A)
