@@ -14,6 +14,7 @@ _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; without a GPU
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # results go to stdout
     "VLLM_NO_USAGE_STATS": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other way starts CUDA, and processes are forked later
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # would be compiled at first use
