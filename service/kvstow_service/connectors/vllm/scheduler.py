@@ -86,7 +86,6 @@ class SchedulerSide:
         """Tokens after the first `local` that the pool can load. Idempotent; what it finds is held."""
         if request.skip_reading_prefix_cache:
             return 0
-        self._note_boots()
         return self._hits.find(self._tracked(request), local)
 
     def admit(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:

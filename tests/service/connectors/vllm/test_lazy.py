@@ -63,6 +63,7 @@ def test_what_the_pool_has_is_not_stored() -> None:
     assert len(op.blocks) == 1
     host.copy()
     assert host.stored() == set(keys)
+    assert host.engine.stats().store_blocks["skipped_already_cached"] == 0
 
 
 def test_a_block_with_another_content_is_offered_again() -> None:
@@ -112,24 +113,32 @@ def test_a_step_that_took_nothing_from_the_queue_does_not_walk_it() -> None:
         host.side.settle()
     block = host.pool.free_block_queue.fake_free_list_head.next_free_block
     assert block is not None
-    block.next_free_block, tail = None, block.next_free_block
+    block.block_hash, block.next_free_block = b"unseen" * 2, None
     assert stores(host) == ()
-    block.next_free_block = tail
 
 
 def test_after_a_reset_what_comes_back_is_stored_again() -> None:
-    host = lazy_host(ahead=8)
-    fill(host, "a", 4)
+    host = lazy_host(ahead=8, gpu_blocks=2)
+    fill(host, "a", 1)
     stores(host)
     host.copy()
     assert host.side.reset()
     for block in host.pool.blocks:  # vLLM resets its own cache first
         block.block_hash = None
     assert stores(host) == ()
-    fill(host, "a", 4)
+    fill(host, "a", 1)
     host.step(copy=False)
     host.copy()
-    assert host.stored() == set(keys_of("aaaaaaaa"))
+    assert host.stored() == set(keys_of("aa"))
+
+
+def test_what_the_pool_refuses_is_not_offered_in_every_step() -> None:
+    host = lazy_host(ahead=9)
+    host.engine.admin.set_bypass(load=False, store=True, ttl_seconds=None)
+    fill(host, "a", 4)
+    for _ in range(3):
+        assert stores(host) == ()
+    assert sum(host.engine.stats().store_blocks.values()) == 4
 
 
 def test_nothing_is_stored_before_a_request_shows_the_length_of_hashes() -> None:

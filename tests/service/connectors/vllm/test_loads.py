@@ -181,3 +181,20 @@ def test_a_load_of_which_one_op_failed_is_stored_as_computed(failing: int) -> No
     host.finish(request)
     host.step()
     assert host.stored() == {*keys_of(PROMPT), *keys_of(PROMPT, LARGE)}
+
+
+def test_a_load_that_is_done_after_one_that_failed_is_not_stored_again() -> None:
+    host, request = make_host(), FakeRequest("r", PROMPT)
+    host.admit(request, load=host.ask(request))
+    (op,) = host.step(copy=False).loads.ops
+    host.ranks[0].run(op.op_id, fail=True)
+    host.step()
+    host.preempt(request)
+    host.store(*keys_of(PROMPT))
+    host.admit(request, load=host.ask(request))
+    host.step()
+    host.engine.admin.purge(everything=True).run()
+    host.resume(request, 1)
+    host.step({request: 1})
+    host.finish(request)
+    assert host.step().stores.ops == ()

@@ -142,6 +142,17 @@ def test_a_plan_names_the_boots_that_its_ops_are_for() -> None:
     assert host.step().boots == ()
 
 
+def test_a_plan_names_the_boots_before_its_first_op() -> None:
+    host, request = holding_host()
+    other = FakeRequest("o", "ABCDE")
+    host.run(other)
+    before = (host.ranks[0].boot_id,)
+    host.finish(other)
+    host.ranks[0].restart(pinned=64)
+    host.admit(request, load=8)
+    assert host.step(copy=False).boots == before
+
+
 def test_a_load_is_for_the_boots_of_its_look_up() -> None:
     host, request = holding_host()
     before = (host.ranks[0].boot_id,)
@@ -228,6 +239,19 @@ def test_a_request_is_looked_at_again_when_it_gets_a_block() -> None:
     new_block = Cached(["r"], [([9],)])
     with pytest.raises(AssertionError, match="is read"):
         host.side.plan_step(Output({"r": 1}, new_block))
+
+
+def test_a_table_that_was_given_at_admission_is_not_followed_twice() -> None:
+    """vLLM lists a request that resumes among those that run, with all of its blocks."""
+    host, request = VllmHost(), FakeRequest("r", PROMPT[:8])
+    host.admit(request, 8)
+    host.side.plan_step(Output({"r": 8}, Cached(["r"], [request.block_ids])))
+    request.num_computed_tokens = 8
+    request.tokens += "ij"
+    host.side.plan_step(Output({"r": 2}, Cached(["r"], [([30],)])))
+    request.num_computed_tokens = 10
+    (op,) = host.side.plan_step(Output({"r": 2}, Cached(["r"], [([31],)]))).stores.ops
+    assert op.blocks == (30,)
 
 
 class Observer:

@@ -147,6 +147,7 @@ def test_a_request_aborted_between_its_load_and_its_first_step_stores_nothing() 
     host.admit(request, load=host.ask(request))
     (op,) = host.step(copy=False).loads.ops
     host.ranks[0].run(op.op_id, fail=True)
+    host.side.settle()
     host.resume(request, 1)
     host.finish(request)
     assert blocks_of(host.step()) == []
