@@ -36,6 +36,7 @@ class MakePool(Protocol):
         *,
         limits: MemoryLimits | None = None,
         clock: Callable[[], float] = ...,
+        cpu_clock: Callable[[], float] = ...,
         numa_node: int | None = None,
         **config: Any,
     ) -> HostPool: ...
@@ -51,13 +52,17 @@ def make_pool(no_limits: MemoryLimits) -> Iterator[MakePool]:
         *,
         limits: MemoryLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
         numa_node: int | None = None,
         **config: Any,
     ) -> HostPool:
         settings = {"slot_bytes": 4096, "pool_bytes": 16 * 4096, "chunk_bytes": 4 * 4096, "pause": 0.0} | config
         limits, registrar = limits or no_limits, registrar or FakeRegistrar()
-        pools.append(HostPool(PoolConfig(**settings), registrar, limits=limits, clock=clock, numa_node=numa_node))
-        return pools[-1]
+        pool = HostPool(
+            PoolConfig(**settings), registrar, limits=limits, clock=clock, cpu_clock=cpu_clock, numa_node=numa_node
+        )
+        pools.append(pool)
+        return pool
 
     yield make
     for pool in pools:

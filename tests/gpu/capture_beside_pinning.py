@@ -27,7 +27,7 @@ class DefaultModeContext(Context):
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        self.driver.push_context(self._handle)
+        self.driver.push_context(self.handle)
         try:
             yield
         finally:

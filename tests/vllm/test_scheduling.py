@@ -26,6 +26,7 @@ SETUPS = [
     Setup("async, lazy, two ranks, slow copies", asynchronous=True, lazy=True, ranks=2, delay=(6, 30)),
     Setup("async, drafts, hooks of 0.26", asynchronous=True, drafts=2, hooks="0.26", failure_rate=0.2),
     Setup("hybrid, sync", layers="hybrid", blocks=HYBRID_BLOCKS, layout="BLHNC"),
+    Setup("hybrid, hooks of 0.26, failures", layers="hybrid", blocks=HYBRID_BLOCKS, hooks="0.26", failure_rate=0.2),
     Setup("hybrid, sync, lazy, failures", layers="hybrid", blocks=HYBRID_BLOCKS, lazy=True, failure_rate=0.1),
     Setup(
         "hybrid, async, two ranks, operator",

@@ -6,7 +6,6 @@ unfair: without a pause the next call wins it again, and others wait for many ca
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Protocol
 
 from kvstow.config import PoolConfig
@@ -14,7 +13,6 @@ from kvstow.config import PoolConfig
 CHUNK_BYTES, PAUSE = 64 << 20, 0.002  # where neither is given: 17.7 GiB/s, steps at most 1.2 ms longer
 _LATENCY_TARGET = 0.001
 _LEAST_BYTES, _FIRST_BYTES, _MOST_BYTES = 1 << 20, 8 << 20, 64 << 20
-_CALLS = 6
 _HOLD_SHARE = 0.5  # of the target that a call aims at: a step that starts many calls can meet two
 _GROWTH = 1.5  # per call at most: one that was fast by chance must not be followed by one that is far too long
 _PAUSE_PER_HOLD = 2.0  # others have the lock for two thirds of the time, or more
@@ -33,7 +31,7 @@ class Pace(Protocol):
         """Seconds to rest after the last call."""
 
     def record(self, num_bytes: int, seconds: float) -> None:
-        """A call took so long."""
+        """A call took so much processor time."""
 
 
 class FixedPace:
@@ -47,26 +45,21 @@ class FixedPace:
 
 
 class AdaptivePace:
-    """Keeps what pinning adds to the others' latency below a target, by the times of its own calls.
-
-    A call's time is what it holds the lock plus what it waits for it, and for the interpreter, after others. Only the
-    first may make calls smaller: beside vLLM's eager steps, calls that shrank with the second were so many that they
-    slowed the steps to half, at 0.9 GiB/s. So the fastest of the last calls, per byte, counts.
-    """
+    """Keeps what pinning adds to the others' latency below a target, by the processor time of its own calls: that is
+    how long they hold the lock. What they wait, for the lock or for the interpreter, says nothing of their size: calls
+    that shrank with it were so many, at 0.9 GiB/s, that they slowed the steps of vLLM beside them to half."""
 
     def __init__(self, latency_target: float) -> None:
         self.chunk_bytes = _FIRST_BYTES
         self.pause = 0.0
         self._hold = _HOLD_SHARE * latency_target
-        self._recent: deque[float] = deque(maxlen=_CALLS)  # seconds per byte
 
     def record(self, num_bytes: int, seconds: float) -> None:
-        """Sizes follow calls that all became slow down at once, and fast ones up step by step."""
-        self._recent.append(max(seconds, _LEAST_SECONDS) / num_bytes)
-        cost = min(self._recent)
-        aimed = min(self._hold / cost, self.chunk_bytes * _GROWTH, _MOST_BYTES)
+        """Sizes follow a slow call down at once, and a fast one up step by step."""
+        seconds = max(seconds, _LEAST_SECONDS)
+        aimed = min(num_bytes * self._hold / seconds, self.chunk_bytes * _GROWTH, _MOST_BYTES)
         self.chunk_bytes = max(int(aimed), _LEAST_BYTES)
-        self.pause = _PAUSE_PER_HOLD * cost * num_bytes
+        self.pause = _PAUSE_PER_HOLD * seconds
 
 
 def pace_of(config: PoolConfig) -> Pace:

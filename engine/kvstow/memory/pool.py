@@ -21,6 +21,7 @@ from kvstow.memory.pinning import PinProgress, PopulateOnly, Registrar
 from kvstow.memory.region import HostRegion
 from kvstow.memory.status import PoolState, PoolStatus
 
+_ASKED_BYTES = 256 << 20
 _DEFECT = "internal"  # the reason of failures that are not a `PinError`
 
 logger = logging.getLogger("kvstow.pool")
@@ -57,6 +58,7 @@ class HostPool:
         *,
         limits: MemoryLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
         numa_node: int | None = None,
     ) -> None:
         """Reserve address space; takes no memory yet. The memory shall come from `numa_node`, where that is possible.
@@ -74,9 +76,11 @@ class HostPool:
         self._target = config.capacity_slots
         self._chunks: list[Chunk] = []
         self._resident_bytes = 0  # from the start of the region
+        self._allowed_end = 0  # as far as the memory limits were asked
         self._failure: _Failure | None = None
         self._progress = PinProgress(clock)
         self._clock, self._next_call_at = clock, clock()
+        self._cpu_clock = cpu_clock
         self._paused = self._closing = self._prepared = False
         self._listeners = Listeners()
         self._thread: threading.Thread | None = None
@@ -238,8 +242,7 @@ class HostPool:
         if not self._prepared:
             self._registrar.prepare_thread()
             self._prepared = True
-        if shortage := self._limits.shortage(chunk.num_bytes):
-            raise PinError(shortage.reason, f"the next chunk does not fit: {shortage.message}")
+        self._require_memory(chunk)
         self._commit(chunk)
         try:
             registered = self._register(chunk)
@@ -254,15 +257,24 @@ class HostPool:
             if self._covered() >= self._target:
                 self._progress.end()
 
+    def _require_memory(self, chunk: Chunk) -> None:
+        """Ask for more than one chunk at a time: the limits stand in a dozen files. Raises `PinError`."""
+        if chunk.end_offset <= self._allowed_end:
+            return
+        asked = max(chunk.num_bytes, _ASKED_BYTES)
+        if self._limits.shortage(asked) is None:
+            self._allowed_end = chunk.offset + asked
+        elif shortage := self._limits.shortage(chunk.num_bytes):
+            raise PinError(shortage.reason, f"the next chunk does not fit: {shortage.message}")
+
     def _register(self, chunk: Chunk) -> bool:
         """False when the pool closes before its turn comes."""
         if not self._wait_for_turn():
             return False
-        started = self._clock()
+        started = self._cpu_clock()
         self._registrar.register(self.address + chunk.offset, chunk.num_bytes)
-        ended = self._clock()
-        self._pace.record(chunk.num_bytes, ended - started)
-        self._next_call_at = ended + self._pace.pause
+        self._pace.record(chunk.num_bytes, self._cpu_clock() - started)
+        self._next_call_at = self._clock() + self._pace.pause
         return True
 
     def _shrink(self) -> None:
@@ -300,6 +312,7 @@ class HostPool:
             self._resident_bytes = chunk.offset
 
     def _fail(self, reason: str, message: str) -> None:
+        self._allowed_end = 0
         with self._state:
             self._failure = _Failure(reason, message)
             self._progress.end()

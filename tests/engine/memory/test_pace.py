@@ -43,24 +43,6 @@ def test_a_call_that_was_slow_makes_the_next_one_smaller_at_once() -> None:
     assert pace.pause == pytest.approx(0.008)
 
 
-def test_calls_that_waited_for_others_make_none_smaller() -> None:
-    pace = AdaptivePace(0.001)
-    run(pace, 16 << 30)
-    size, pause = pace.chunk_bytes, pace.pause
-    for _ in range(4):
-        for _ in range(5):
-            pace.record(pace.chunk_bytes, 0.01)
-        pace.record(pace.chunk_bytes, pace.chunk_bytes / (16 << 30))
-    assert pace.chunk_bytes == pytest.approx(size, rel=0.01)
-    assert pace.pause == pytest.approx(pause, rel=0.01)
-
-
-def test_calls_that_are_all_slow_become_smaller() -> None:
-    pace = AdaptivePace(0.001)
-    run(pace, 16 << 30)
-    assert run(pace, 4 << 30) == pytest.approx(0.0005, rel=0.01)
-
-
 def test_calls_grow_step_by_step_and_not_without_end() -> None:
     pace = AdaptivePace(1.0)
     pace.record(8 * MIB, 0.0)

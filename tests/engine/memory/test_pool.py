@@ -331,7 +331,9 @@ def test_an_adaptive_pace_follows_the_time_of_the_register_calls(make_pool: Make
             self.sizes.append(num_bytes)
             clock.advance(num_bytes / (4 << 30))
 
-    pool = make_pool(Timed(), clock=clock, pool_bytes=64 * MIB, chunk_bytes=None, pause=None, latency_target=0.002)
+    pool = make_pool(
+        Timed(), clock=clock, cpu_clock=clock, pool_bytes=64 * MIB, chunk_bytes=None, pause=None, latency_target=0.002
+    )
     pool.start()
     eventually(pinned(pool, 64 * 256))
     assert Timed.sizes[0] == 8 * MIB

@@ -26,7 +26,7 @@ class Run:
 
     def __init__(self, setup: Setup, patch: pytest.MonkeyPatch, *, stop_at_problem: bool = False) -> None:
         self.report = Report()
-        self._stop_at_problem = stop_at_problem
+        self._setup, self._stop_at_problem = setup, stop_at_problem
         random = Random(f"{setup.name}/{setup.seed}")
         stream = ComputeStream()
         self._host = Host(setup, random, stream, patch)
@@ -45,6 +45,8 @@ class Run:
                 return
             progress = self._progress()
             before, since = progress, since + 1 if progress == before else 0
+            if since == _PATIENCE // 2 and self._setup.clients_give_up:
+                self._core.abort(None)
             if since > _PATIENCE:
                 left = [f"{each.request_id}: {each.status.name}" for each in self._core.scheduler.requests.values()]
                 self.report.add(f"stuck: nothing happens for {_PATIENCE} steps; left are {left}")

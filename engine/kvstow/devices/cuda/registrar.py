@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 
 from kvstow.devices.cuda.context import Context, primary_context
@@ -22,6 +25,7 @@ class CudaRegistrar:
     def __init__(self, ordinal: int = 0, *, context: Context | None = None) -> None:
         """`ordinal`: the GPU that copies, as torch counts them. Raises `DriverUnavailableError`, `DriverError`."""
         self._context = context or primary_context(ordinal)
+        self._at_home: int | None = None
         self.locked_bytes = 0
         self._starts: Int64Array = np.zeros(0, np.int64)
 
@@ -31,11 +35,18 @@ class CudaRegistrar:
         return self._context.driver.host_numa_node(self._context.ordinal)
 
     def prepare_thread(self) -> None:
-        """Nothing to prepare: each call makes the context current and relaxes the thread's capture mode."""
+        """The calling thread works in the context for good: each call of the driver lets go of the interpreter, and a
+        busy host has it back after up to 5 ms."""
+        self._context.driver.push_context(self._context.handle)
+        self._context.driver.relax_capture()
+        self._at_home = threading.get_ident()
+
+    def _current(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._at_home == threading.get_ident() else self._context.current()
 
     def register(self, address: int, num_bytes: int) -> None:
         try:
-            with self._context.current():
+            with self._current():
                 self._context.driver.register_host(address, num_bytes)
         except DriverError as error:
             raise PinError("out_of_memory" if error.is_out_of_memory else "driver", str(error)) from error
@@ -44,7 +55,7 @@ class CudaRegistrar:
 
     def unregister(self, address: int, num_bytes: int) -> None:
         try:
-            with self._context.current():
+            with self._current():
                 self._context.driver.unregister_host(address)
         except DriverError as error:
             raise PinError("driver", str(error)) from error

@@ -201,11 +201,12 @@ class SchedulerSide:
     def rewind_failed_loads(self, ended: Collection[str]) -> set[str]:
         """For vLLM versions that cannot be told of failed loads of models with several KV groups. Of the requests whose
         loads have ended, gives those that vLLM may go on with: one whose load failed goes on from what it had before.
-        One that had nothing is held back until it is aborted: it is never given wrong bytes."""
+        One that had nothing, or whose window before it vLLM has given up for the one after the load, is held back until
+        it is aborted: it is never given wrong bytes."""
         free = {name for name in ended if name not in self._requests or not self._requests[name].load_failed}
         for tracked in [self._requests[name] for name in ended if name not in free]:
             request = tracked.request
-            if tracked.start:
+            if tracked.start and self._has_windows(tracked):
                 request.num_computed_tokens = tracked.start
                 free.add(request.request_id)
             else:
@@ -214,6 +215,14 @@ class SchedulerSide:
         aborted = {name for name in self._stranded if name not in self._requests}
         self._stranded -= aborted
         return free | aborted
+
+    def _has_windows(self, tracked: TrackedRequest) -> bool:
+        """Whether the request has all GPU blocks that the token after its local prefix reads."""
+        for group in self._groups.partial:
+            first, end = group.first_block(tracked.start), tracked.start // group.block_tokens
+            if self._pool.null_block.block_id in tracked.tables[group.index][first:end]:
+                return False
+        return True
 
     @property
     def has_pending_stores(self) -> bool:
