@@ -30,7 +30,7 @@ STORE_REFUSALS = {
     "bypassed": "skipped_bypass",
 }
 EVICTION_REASONS = ("capacity", "operator", "purge", "resize", "load_failed", "rank_restart")
-ERRORS = ("store_failed", "load_failed", "transfer_stuck", "rank_restarted", "integrity", "admin_server")
+ERRORS = ("store_failed", "load_failed", "transfer_stuck", "rank_restarted", "rank_report", "integrity", "admin_server")
 
 
 class Counters:

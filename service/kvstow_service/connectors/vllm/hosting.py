@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import kvstow
 from kvstow.bytesize import format_size
 from kvstow.control.engine import OffloadEngine
-from kvstow.errors import ConfigError, InsufficientMemoryError
+from kvstow.errors import ConfigError, InsufficientMemoryError, KvstowError
 from kvstow.messages import RankReport
 from kvstow_service.agent import AdminAddress, RankAgent
 from kvstow_service.connectors.vllm.events import EventFeed
@@ -26,6 +27,8 @@ from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
 from kvstow_service.rendezvous import Rendezvous
 
 _REPORT_SECONDS = 1.5  # the agent reports every second
+# How long a thread that computes in Python may keep the interpreter from those that copy and pin (Python's own: 5 ms).
+_SWITCH_SECONDS = 0.001
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -73,7 +76,11 @@ class SchedulerHost:
         if self.engine is None or self.side is None:
             return
         if news.report is not None:
-            self.engine.report(news.report)
+            try:
+                self.engine.report(news.report)
+            except KvstowError as error:
+                self.engine.count_error("rank_report")
+                logger.warning("rank %d: its report is not taken: %s", rank, error)
         for boot_id, completions in news.completions:
             self.side.complete(rank, boot_id, completions)
 
@@ -153,6 +160,7 @@ class WorkerHost:
         """Build the data plane around vLLM's KV cache, and begin to pin: returns before that is done, unless the user
         wants to wait."""
         self._kv_caches = kv_caches
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
         plane, slot_bytes = self._build(refusals=(ConfigError, InsufficientMemoryError))
         max_slots = self._max_bytes // slot_bytes
         self.hello = RankHello(self._facts.rank, slot_bytes, max_slots)

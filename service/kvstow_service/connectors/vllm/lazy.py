@@ -12,8 +12,9 @@ from kvstow_service.connectors.vllm.stores import Offer, key_of
 class LazyStores:
     """Keeps the first `ahead_blocks` of the GPU's free queue, the next to be evicted, in the pool too.
 
-    A step looks at the queue only if its head has changed since the last look, or fewer blocks were free then; 60 ns a
-    block. Used by the scheduler's thread.
+    Blocks that are stored go back to where they were in the queue: the GPU's order of eviction stays, and no more than
+    those first ones is ever stored. A step looks at the queue only if its head has changed since the last look, or
+    fewer blocks were free then; 60 ns a block. Used by the scheduler's thread.
     """
 
     def __init__(self, engine: OffloadEngine, pool: BlockPool, ahead_blocks: int) -> None:
@@ -24,15 +25,16 @@ class LazyStores:
         self._head: Any = None
         self._offered: dict[int, bytes] = {}  # by block: the content that was offered, whatever came of it
 
-    def take_endangered(self) -> Offer:
-        """Blocks near eviction that were not offered yet and are not in the pool."""
+    def take_endangered(self, held: int) -> Offer:
+        """Blocks near eviction that were not offered yet and are not in the pool. `held` blocks are being stored, and
+        will be the first again."""
         queue = self._pool.free_block_queue
         block, tail = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail
         if block is self._head or not self.hash_bytes:
             return Offer([], [])
         self._head = block
         found = Offer([], [])
-        for _ in range(self._ahead_blocks):
+        for _ in range(self._ahead_blocks - held):
             if block is None or block is tail:
                 self._head = None  # what is freed next is near eviction at once
                 break

@@ -63,6 +63,9 @@ class ConnectorOptions:
             if value is not None:
                 given[name] = _PARSERS[name](f"kv_connector_extra_config: {key}", value)
         options = cls(**given)
+        if options.max_bytes is not None and options.max_bytes < options.bytes_of_rank(1):
+            least = f"none, or at least the pool's size, {options.bytes_of_rank(1)}"
+            raise ConfigError("kv_connector_extra_config: max_bytes", options.max_bytes, least)
         options.pool_config(1, max(1, options.bytes_of_rank(1)), 0)  # the pace, before anything is taken
         return options
 

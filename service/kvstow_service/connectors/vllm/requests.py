@@ -9,8 +9,6 @@ from kvstow.control.lease import Lease
 from kvstow.keys import make_key
 from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
 
-_NEVER = 1 << 60
-
 
 class Request(Protocol):
     """What is read of vLLM's `Request`."""
@@ -47,10 +45,11 @@ class TrackedRequest:
     """A request between its arrival and its end. Used by the scheduler's thread.
 
     `tables[group]`: its GPU blocks in order. `cursors[group]`: blocks below it were offered to the pool. `hit`: what
-    is held for the next admission. `start`: tokens that were on the GPU when the hit was asked for. `loads`: its load
-    ops under way; `loaded`: the admission began with a load;
-    `load_failed`: it has not written all. `admitted_at`: the step that gave the tables; `has_run`: it was computed
-    since, so that its tokens are more than a promise of some load.
+    is held for the next admission. `start`: tokens that were on the GPU when the hit was asked for.
+    `loading`: the admission began with a load, of the tokens `loaded`; `loads`: its ops under way; `load_failed`: it
+    has not written all. `withheld`: its blocks are of a model that is no more, and never offered.
+    `admitted_at`: the step that gave the tables; `has_run`: it was computed since, so that its tokens are more than a
+    promise of some load.
     """
 
     __slots__ = (
@@ -61,10 +60,12 @@ class TrackedRequest:
         "hit",
         "load_failed",
         "loaded",
+        "loading",
         "loads",
         "request",
         "start",
         "tables",
+        "withheld",
     )
 
     def __init__(self, request: Request, num_groups: int) -> None:
@@ -74,7 +75,8 @@ class TrackedRequest:
         self.hit: Hit | None = None
         self.start = 0
         self.loads: set[int] = set()
-        self.loaded = self.load_failed = False
+        self.loaded = range(0)
+        self.loading = self.load_failed = self.withheld = False
         self.admitted_at = -1
         self.has_run = False
         self._keys: list[list[bytes]] = [[] for _ in range(num_groups)]
@@ -102,14 +104,8 @@ class TrackedRequest:
             if known and (last >= len(hashes) or not known[-1].endswith(hashes[last])):
                 known.clear()
 
-    def admit(self, tables: Sequence[Sequence[int]], step: int, cursor: int | None, groups: KVGroups) -> None:
-        """The request has these GPU blocks now, and no others. Its first `cursor` tokens need no offer; None: as far as
-        they were offered before."""
+    def admit(self, tables: Sequence[Sequence[int]], step: int) -> None:
+        """The request has these GPU blocks now, and no others; none of them was offered."""
         self.tables = [list(table) for table in tables]
+        self.cursors = [0] * len(self.tables)
         self.admitted_at, self.has_run = step, False
-        if cursor is not None:
-            self.cursors = [cursor // group.block_tokens for group in groups.groups]
-
-    def withhold(self, groups: KVGroups) -> None:
-        """Offer none of the blocks that the request has now: they are of a model that is no more."""
-        self.cursors = [_NEVER] * len(groups.groups)

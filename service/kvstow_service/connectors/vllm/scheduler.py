@@ -86,27 +86,33 @@ class SchedulerSide:
         """Tokens after the first `local` that the pool can load. Idempotent; what it finds is held."""
         if request.skip_reading_prefix_cache:
             return 0
-        return self._hits.find(self._tracked(request), local)
+        tracked = self._tracked(request)
+        tracked.loading = False
+        return self._hits.find(tracked, local)
 
     def admit(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
         """The request has its GPU blocks; `load_tokens` of what `find_hit` found shall be loaded into them.
 
-        Called again, with none to load, when a load has ended: what was loaded needs no store.
+        Called again, with none to load, when a load has ended. Its blocks are offered to the pool then, all but those
+        that came from there: those that the pool has count as used, and those that it has lost come back.
         """
         tracked = self._tracked(request)
+        tracked.admit(tables, self._step)
         if load_tokens:
             self._note_boots()
-            tracked.admit(tables, self._step, tracked.start + load_tokens, self._groups)
             self._hits.count(tracked, load_tokens)
+            tracked.loaded = range(tracked.start, tracked.start + load_tokens)
+            tracked.loading, tracked.withheld = True, False
             self._loads.plan(tracked, load_tokens)
-            tracked.loaded = True
             return
         self._hits.release(tracked)
-        if not tracked.loaded:
-            self._hits.count(tracked, 0)
-        keep = tracked.loaded and not tracked.load_failed
-        tracked.admit(tables, self._step, None if keep else 0, self._groups)
-        tracked.loaded = tracked.load_failed = False
+        if not tracked.loading:
+            tracked.withheld = False
+            if not request.skip_reading_prefix_cache:
+                self._hits.count(tracked, 0)
+        if not tracked.loading or tracked.load_failed:
+            tracked.loaded = range(0)
+        tracked.loading = tracked.load_failed = False
         if self._eager is not None:
             self._eager.admitted(tracked)
 
@@ -139,7 +145,7 @@ class SchedulerSide:
             self._follow_tables(self._eager, step.scheduled_cached_reqs)
             self._store(self._eager.take_due(step.num_scheduled_tokens))
         elif self._lazy is not None:
-            self._store(self._lazy.take_endangered())
+            self._store(self._lazy.take_endangered(self._sources.num_blocks()))
         if self._states is not None:
             self._follow_states(self._states, step)
         loads = self._loads.take_planned()
@@ -194,7 +200,10 @@ class SchedulerSide:
                 self._settle_store(settled)
 
     def _settle_store(self, settled: Settled) -> None:
-        self._sources.release(settled.op_id)
+        if self._lazy is None:
+            self._sources.release(settled.op_id)
+        else:
+            self._sources.release_first(settled.op_id)
         if settled.mark != "source_free":
             self._pending_stores.discard(settled.op_id)
 
@@ -243,7 +252,7 @@ class SchedulerSide:
             return False
         for tracked in self._requests.values():
             self._hits.release(tracked)
-            tracked.withhold(self._groups)
+            tracked.withheld = True
         for by_hash in (self._lazy, self._states):
             if by_hash is not None:
                 by_hash.forget()

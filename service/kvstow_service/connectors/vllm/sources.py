@@ -39,8 +39,23 @@ class SourceBlocks:
         self._pool.touch(held)
         self._held[op_id] = held
 
+    def num_blocks(self) -> int:
+        """All that are held. O(stores)."""
+        return sum(map(len, self._held.values()))
+
     def release(self, op_id: int) -> None:
         """Idempotent. The blocks stay cached on the GPU; the end of a prefix is evicted before its beginning."""
         held = self._held.pop(op_id, None)
         if held is not None:
             self._pool.free_blocks(reversed(held))
+
+    def release_first(self, op_id: int) -> None:
+        """As `release`, but those that nobody uses are the next to be evicted: they were when they were taken."""
+        held = self._held.pop(op_id, None)
+        if held is None:
+            return
+        self._pool.free_blocks(held)
+        queue, unused = self._pool.free_block_queue, [block for block in held if block.ref_cnt == 0]
+        for block in unused:
+            queue.remove(block)
+        queue.prepend_n(unused)

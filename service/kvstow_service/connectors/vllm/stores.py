@@ -84,21 +84,30 @@ class EagerStores:
         return any(len(table) > cursor + 1 for table, cursor in zip(tables, cursors, strict=True))
 
     def _take(self, tracked: TrackedRequest, offer: Offer) -> None:
+        if tracked.withheld:
+            return
         confirmed = tracked.confirmed_tokens
         for group in self._groups:
             table, first = tracked.tables[group.index], tracked.cursors[group.index]
             end = min(confirmed // group.block_tokens, len(table))
             if end <= first:
                 continue
-            keys = tracked.keys(group, first, end)
-            tracked.cursors[group.index] = end = first + len(keys)
-            blocks = table[first:end]
-            if self._observer is not None:
-                self._observer.offered(tracked.request, group, first, keys)
-            if not group.is_full:
-                keys, blocks = self._still_there(keys, blocks)
-            offer.keys.extend(keys)
-            offer.blocks.extend(blocks)
+            end = first + len(tracked.keys(group, first, end))
+            tracked.cursors[group.index] = end
+            loaded = _blocks_of(tracked.loaded, group)
+            self._offer(tracked, group, first, min(end, loaded.start), offer)
+            self._offer(tracked, group, max(first, loaded.stop), end, offer)
+
+    def _offer(self, tracked: TrackedRequest, group: KVGroup, first: int, end: int, offer: Offer) -> None:
+        if end <= first:
+            return
+        keys, blocks = tracked.keys(group, first, end), tracked.tables[group.index][first:end]
+        if self._observer is not None:
+            self._observer.offered(tracked.request, group, first, keys)
+        if not group.is_full:
+            keys, blocks = self._still_there(keys, blocks)
+        offer.keys.extend(keys)
+        offer.blocks.extend(blocks)
 
     def _still_there(self, keys: list[bytes], blocks: list[int]) -> tuple[list[bytes], list[int]]:
         """Blocks that have left the window may be anybody's by now: only what is cached under its hash counts. A block
@@ -109,6 +118,13 @@ class EagerStores:
             if block not in self._fresh and _content_is(self._gpu_blocks[block], key)
         ]
         return [key for key, _ in kept], [block for _, block in kept]
+
+
+def _blocks_of(tokens: range, group: KVGroup) -> range:
+    """The group's blocks that hold these tokens."""
+    if not tokens:
+        return range(0)
+    return range(tokens.start // group.block_tokens, -(-tokens.stop // group.block_tokens))
 
 
 def key_of(block_hash: bytes, hash_bytes: int) -> bytes:

@@ -36,7 +36,7 @@ class FreeQueue:
             _link(last, block)
             _link(block, self.fake_free_list_tail)
 
-    def prepend(self, blocks: Sequence[Block]) -> None:
+    def prepend_n(self, blocks: Sequence[Block]) -> None:
         for block in reversed(blocks):
             first = self.fake_free_list_head.next_free_block
             assert first is not None
@@ -94,5 +94,5 @@ class FakeBlockPool:
             block.ref_cnt -= 1
             if block.ref_cnt == 0 and not block.is_null:
                 (others if block.block_hash is None else cached).append(block)
-        self.free_block_queue.prepend(others)
+        self.free_block_queue.prepend_n(others)
         self.free_block_queue.append(cached)

@@ -53,10 +53,9 @@ def test_tokens_of_a_step_in_flight_are_not_confirmed() -> None:
     assert TrackedRequest(request, 1).confirmed_tokens == 4
 
 
-def test_admission_begins_behind_what_needs_no_offer() -> None:
+def test_admission_gives_new_tables_of_which_nothing_was_offered() -> None:
     tracked = TrackedRequest(FakeRequest("r", "abcdefghijklmn"), 2)
     tracked.has_run = True
-    tracked.admit([[1, 2], [3]], 5, 12, GROUPS)
-    assert (tracked.tables, tracked.cursors, tracked.admitted_at, tracked.has_run) == ([[1, 2], [3]], [6, 2], 5, False)
-    tracked.admit([[4], [5]], 6, None, GROUPS)
-    assert (tracked.tables, tracked.cursors) == ([[4], [5]], [6, 2])
+    tracked.cursors = [6, 2]
+    tracked.admit([[1, 2], [3]], 5)
+    assert (tracked.tables, tracked.cursors, tracked.admitted_at, tracked.has_run) == ([[1, 2], [3]], [0, 0], 5, False)

@@ -214,7 +214,7 @@ def hand_out_next(host: VllmHost, *block_ids: int) -> None:
     blocks = [host.pool.blocks[block_id] for block_id in block_ids]
     for block in blocks:
         host.pool.free_block_queue.remove(block)
-    host.pool.free_block_queue.prepend(blocks)
+    host.pool.free_block_queue.prepend_n(blocks)
 
 
 MARKS: list[tuple[Mark, ...]] = [("done",), ("failed",), ("source_free", "done"), ("source_free", "failed")]
