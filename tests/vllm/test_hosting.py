@@ -1,7 +1,8 @@
 """The two halves as vLLM's processes host them: what is built when, and what stays up when something cannot be."""
 
-from __future__ import logging
+from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
