@@ -59,7 +59,7 @@ def _import_table(imports: dict[str, float]) -> Table:
     bare, server, ranks = imports.values()
     rows = [
         ["Python itself", f"{bare:.2f} s"],
-        ["FastAPI, uvicorn, pydantic, typer and the service", f"{server - bare:.2f} s"],
+        ["FastAPI, uvicorn, pydantic, click and the service", f"{server - bare:.2f} s"],
         ["torch and the data plane, behind the answering server", f"{ranks - server:.2f} s"],
     ]
     return Table("Imports alone, in a process of their own", ["", "time"], rows)

@@ -19,7 +19,7 @@ WEB = {
     "pydantic_settings",
     "prometheus_client",
     "httpx",
-    "typer",
+    "click",
     "rich",
 }
 

@@ -19,12 +19,12 @@ from kvstow.config import POLICIES, CopyStrategy, EngineConfig, PoolConfig
 from kvstow.errors import ConfigError
 from kvstow.memory.pace import CHUNK_BYTES
 from kvstow_service.duration import parse_duration
+from kvstow_service.environment import CLIENT_VARIABLES, ENV_PREFIX, is_service_link
 from kvstow_service.logs import LogFormat, LogLevel
 from kvstow_service.place import Place
 from kvstow_service.shapes import SHAPES, DeviceName
 from kvstow_service.tls import TlsFiles
 
-ENV_PREFIX = "KVSTOW_"
 REQUIRABLE_CHECKS = ("pool", "pinned")
 
 
@@ -319,18 +319,12 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, _Given]:
     ours = {
         name: value
         for name, value in environ.items()
-        if name.startswith(ENV_PREFIX) and value and not _is_service_link(name, value)
+        if name.startswith(ENV_PREFIX) and value and name not in CLIENT_VARIABLES and not is_service_link(name, value)
     }
     fields = {ENV_PREFIX + key.upper(): key for key in Settings.model_fields}
     allowed = [*sorted(fields), ENV_PREFIX + "CONFIG"]
     _refuse_unknown({name: value for name, value in ours.items() if name not in allowed}, allowed)
     return {fields[name]: _Given(value, name) for name, value in ours.items() if name in fields}
-
-
-def _is_service_link(name: str, value: str) -> bool:
-    """Kubernetes describes a Service named kvstow to each pod in variables such as KVSTOW_PORT=tcp://10.0.0.1:9595."""
-    rest = name.removeprefix(ENV_PREFIX)
-    return rest.startswith(("SERVICE_", "PORT_")) or (rest == "PORT" and "://" in value)
 
 
 def _refuse_unknown(unknown: Mapping[str, object], allowed: list[str]) -> None:

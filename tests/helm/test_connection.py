@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from kvstow_service.cli import app
 from kvstow_service.connectors.vllm.options import ConnectorOptions

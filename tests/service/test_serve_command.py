@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from click.testing import CliRunner, Result
 
 from kvstow_service.cli import app
 from kvstow_service.listeners import Listeners, TcpAddress
@@ -23,10 +23,10 @@ def serve(*args: str) -> Result:
 
 
 def test_every_setting_is_a_flag_with_its_default_in_the_help() -> None:
-    result = CliRunner().invoke(app, ["serve", "--help"], env={"TERMINAL_WIDTH": "200", "COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["serve", "--help"])
     assert result.exit_code == 0
     assert [key for key in Settings.model_fields if flag_name(key) not in result.output] == []
-    assert "per rank. Default: 8GiB." in result.output
+    assert "per rank. Default: 8GiB." in " ".join(result.output.split())
 
 
 def test_the_command_line_starts_without_torch_and_fastapi(child_environ: dict[str, str]) -> None:

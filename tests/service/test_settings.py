@@ -52,10 +52,32 @@ def test_other_variables_are_none_of_our_business() -> None:
     assert load_settings({}, {"PATH": "/bin", "KVSTOWAGE": "1"}) == Settings()
 
 
-def test_variables_by_which_kubernetes_describes_a_service_are_ignored() -> None:
-    link = "tcp://10.0.0.7:9595"
-    environ = {"KVSTOW_PORT": link, "KVSTOW_PORT_9595_TCP": link, "KVSTOW_SERVICE_HOST": "10.0.0.7"}
-    assert load_settings({}, environ).port == 9595
+LINK = "tcp://10.0.0.7:9595"
+
+
+@pytest.mark.parametrize("service", ["KVSTOW", "KVSTOW_ADMIN", "KVSTOW_SERVER"])
+def test_variables_by_which_kubernetes_describes_a_service_are_ignored(service: str) -> None:
+    environ = {
+        f"{service}_PORT": LINK,
+        f"{service}_PORT_9595_TCP": LINK,
+        f"{service}_PORT_9595_TCP_PROTO": "tcp",
+        f"{service}_PORT_9595_TCP_PORT": "9595",
+        f"{service}_PORT_9595_TCP_ADDR": "10.0.0.7",
+        f"{service}_SERVICE_HOST": "10.0.0.7",
+        f"{service}_SERVICE_PORT": "9595",
+        f"{service}_SERVICE_PORT_HTTP": "9595",
+    }
+    assert load_settings({}, environ) == Settings()
+
+
+def test_variables_of_the_other_commands_may_be_there() -> None:
+    assert load_settings({}, {"KVSTOW_SERVER": "http://kvstow:9595", "KVSTOW_CONTEXT": "prod"}) == Settings()
+
+
+@pytest.mark.parametrize("name", ["KVSTOW_ADMIN_PORT", "KVSTOW_SERVERS"])
+def test_a_variable_that_is_nobodys_is_refused(name: str) -> None:
+    (error,) = errors_of({}, {name: "9595"})
+    assert error.startswith(f"{name} is '9595'")
 
 
 def test_an_unknown_variable_is_named_with_the_allowed_ones() -> None:

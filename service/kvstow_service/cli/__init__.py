@@ -1,16 +1,19 @@
-"""The `kvstow` command. Each subcommand is a module of this package that imports its machinery when it runs,
-so that the command line itself starts without torch or FastAPI."""
+"""The `kvstow` command: `serve`, `replay` and `trace` on this machine, all others against a server.
+
+Each subcommand is a module of this package that imports its machinery when it runs, so that the command line itself
+starts without torch, FastAPI or pydantic.
+"""
 
 from __future__ import annotations
 
-import typer
+import click
 
-from kvstow_service.cli import replay, serve, trace
+from kvstow_service.cli.commands import LazyGroup
 
-app = typer.Typer(name="kvstow", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command("serve")(serve.serve)
-app.command("replay")(replay.replay)
-app.add_typer(trace.app, name="trace")
+
+@click.group("kvstow", cls=LazyGroup)
+def app() -> None:
+    """KV-cache offload for LLM inference: run it, see it, steer it."""
 
 
 def main() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, cast
 
-import typer
+import click
 
 from kvstow.config import CopyStrategy
 from kvstow.errors import ConfigError, KvstowError
@@ -28,34 +29,48 @@ EXIT_MISMATCH = 1
 EXIT_BAD_INPUT = 2
 
 
+@click.command()
+@click.argument("trace")
+@click.option("--pool-slots", type=int, default=1000, show_default=True, help="Slots of the pool, per rank.")
+@click.option("--slot-size", help="Bytes of one block, per rank; 256KiB if neither this nor a shape is given.")
+@click.option("--shape", help=f"KV cache of a known model in place of a slot size: {' or '.join(SHAPES)}.")
+@click.option("--device", default="cpu", show_default=True, help="Device that holds the KV cache: cpu or cuda.")
+@click.option(
+    "--copy-strategy",
+    default="auto",
+    show_default=True,
+    help="On CUDA, copy page by page (direct), in packed blocks (staged), or as measured (auto).",
+)
+@click.option("--requests", type=click.IntRange(1), help="Replay so many requests at most.")
+@click.option("--ranks", type=int, default=1, show_default=True, help="Ranks in this process.")
+@click.option("--policy", default="lru", show_default=True, help="Order of eviction: lru or arc.")
+@click.option("--rate", type=float, help="Requests started per second; default: all at once.")
+@click.option("--time-scale", type=float, help="Start requests by their timestamps, so many times as fast as recorded.")
+@click.option("--concurrency", type=int, default=1, show_default=True, help="Requests in flight at once.")
+@click.option("--kv-blocks", type=int, help="Blocks of the device's KV cache; default: what the trace needs.")
+@click.option("--no-data", is_flag=True, help="Replay the control plane only; move no bytes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def replay(
-    trace: Annotated[str, typer.Argument(help="Trace file, JSON lines; - reads standard input.", metavar="TRACE")],
-    pool_slots: Annotated[int, typer.Option(help="Slots of the pool, per rank.")] = 1000,
-    slot_size: Annotated[
-        str | None, typer.Option(help="Bytes of one block, per rank; 256KiB if neither this nor a shape is given.")
-    ] = None,
-    shape: Annotated[
-        str | None, typer.Option(help=f"KV cache of a known model in place of a slot size: {' or '.join(SHAPES)}.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="Device that holds the KV cache: cpu or cuda.")] = "cpu",
-    copy_strategy: Annotated[
-        str, typer.Option(help="On CUDA, copy page by page (direct), in packed blocks (staged), or as measured (auto).")
-    ] = "auto",
-    requests: Annotated[int | None, typer.Option(min=1, help="Replay so many requests at most.")] = None,
-    ranks: Annotated[int, typer.Option(help="Ranks in this process.")] = 1,
-    policy: Annotated[str, typer.Option(help="Order of eviction: lru or arc.")] = "lru",
-    rate: Annotated[float | None, typer.Option(help="Requests started per second; default: all at once.")] = None,
-    time_scale: Annotated[
-        float | None, typer.Option(help="Start requests by their timestamps, so many times as fast as recorded.")
-    ] = None,
-    concurrency: Annotated[int, typer.Option(help="Requests in flight at once.")] = 1,
-    kv_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the device's KV cache; default: what the trace needs.")
-    ] = None,
-    no_data: Annotated[bool, typer.Option("--no-data", help="Replay the control plane only; move no bytes.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    trace: str,
+    pool_slots: int,
+    slot_size: str | None,
+    shape: str | None,
+    device: str,
+    copy_strategy: str,
+    requests: int | None,
+    ranks: int,
+    policy: str,
+    rate: float | None,
+    time_scale: float | None,
+    concurrency: int,
+    kv_blocks: int | None,
+    no_data: bool,
+    as_json: bool,
 ) -> None:
-    """Replay a request trace: look up, load, compute, store, and verify every loaded byte.
+    """Replay a request trace and verify every loaded byte.
+
+    Each request is looked up, loaded as far as it is there, computed, and stored. TRACE has JSON lines; - reads
+    standard input.
 
     Exit codes: 0 every loaded byte was right, 1 some was wrong, 2 bad input or not enough memory.
     """
@@ -76,11 +91,11 @@ def replay(
         options = ReplayOptions(concurrency=concurrency, rate=rate, time_scale=time_scale)
         result = _run(config, options, read_trace(trace, limit=requests), kv_blocks, None if no_data else place)
     except KvstowError as error:
-        typer.echo(f"kvstow replay: {error}", err=True)
-        raise typer.Exit(EXIT_BAD_INPUT) from error
+        click.echo(f"kvstow replay: {error}", err=True)
+        sys.exit(EXIT_BAD_INPUT)
     _print(result, as_json=as_json)
     if not result.ok:
-        raise typer.Exit(EXIT_MISMATCH)
+        sys.exit(EXIT_MISMATCH)
 
 
 def _shape(name: str | None, slot_size: str | None) -> Shape:
@@ -147,6 +162,6 @@ def _print(result: ReplayResult, *, as_json: bool) -> None:
     from kvstow_service.replay.summary import print_rows, summary_rows
 
     if as_json:
-        typer.echo(json.dumps(result.to_json()))
+        click.echo(json.dumps(result.to_json()))
     else:
         print_rows(summary_rows(result), Console(), title="Replay")

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
+import click
 from pydantic.fields import FieldInfo
 
 from kvstow.errors import ConfigError, InvalidRequestError, KvstowError
 from kvstow_service.settings import Settings, flag_name, load_settings
 
 _CONFIG_HELP = "TOML file with settings, under the flags' names with underscores. KVSTOW_CONFIG names it, too."
-
-
-def serve(config: Path | None = None, **flags: str | bool | None) -> None:
-    """Run the service: engine, data plane and admin server in one process.
-
-    Every flag is also a variable (KVSTOW_POOL_SIZE) and a key of the --config file (pool_size); flags win over
-    variables, variables over the file.
-    """
-    raise typer.Exit(_run(config, flags))
 
 
 def _run(config: Path | None, flags: dict[str, str | bool | None]) -> int:
@@ -45,30 +35,37 @@ def _run(config: Path | None, flags: dict[str, str | bool | None]) -> int:
 
 def _complain(errors: Sequence[Exception], status: int) -> int:
     for error in errors:
-        typer.echo(f"kvstow serve: {error}", err=True)
+        click.echo(f"kvstow serve: {error}", err=True)
     return status
 
 
-def _flag(key: str, field: FieldInfo) -> inspect.Parameter:
+def _option(key: str, field: FieldInfo) -> click.Option:
     """The flag of one setting. Values stay text, so that every source is read by the same rules."""
     flag, is_switch = flag_name(key), field.annotation is bool
     default = "" if field.default in (None, (), False) else f" Default: {field.default}."
-    option = typer.Option(
-        f"{flag}/--no-{flag[2:]}" if is_switch else flag,
+    return click.Option(
+        [f"{flag}/--no-{flag[2:]}" if is_switch else flag],
         help=f"{field.description}{default}",
-        show_default=False,
+        default=None,
         metavar=None if is_switch else "VALUE",
     )
-    annotation: Any = Annotated[bool | None if is_switch else str | None, option]
-    return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _config_flag() -> inspect.Parameter:
-    annotation: Any = Annotated[Path | None, typer.Option("--config", help=_CONFIG_HELP)]
-    return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _serve(config: str | None, **flags: str | bool | None) -> None:
+    """Run the service: engine, data plane, admin server.
+
+    All in one process. Every flag is also a variable (KVSTOW_POOL_SIZE) and a key of the --config file (pool_size);
+    flags win over variables, variables over the file.
+    """
+    sys.exit(_run(None if config is None else Path(config), flags))
 
 
-# One list of settings: typer reads the command line off this signature.
-_PARAMETERS = [_config_flag(), *(_flag(key, field) for key, field in Settings.model_fields.items())]
-serve.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]
-serve.__annotations__ = {parameter.name: parameter.annotation for parameter in _PARAMETERS}
+serve = click.Command(
+    "serve",
+    help=_serve.__doc__,
+    callback=_serve,
+    params=[
+        click.Option(["--config"], metavar="FILE", help=_CONFIG_HELP),
+        *(_option(key, field) for key, field in Settings.model_fields.items()),
+    ],
+)

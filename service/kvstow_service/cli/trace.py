@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from typing import Annotated
 
-import typer
+import click
 
 from kvstow.errors import KvstowError
 
 EXIT_BAD_INPUT = 2
 
-app = typer.Typer(no_args_is_help=True, help="Make request traces.")
 
-
-@app.callback()
+@click.group()
 def trace() -> None:
     """Make request traces."""
 
 
-@app.command()
-def generate(
-    sessions: Annotated[int, typer.Option(help="Conversations.")] = 100,
-    turns: Annotated[int, typer.Option(help="Turns of a conversation, on average.")] = 5,
-    requests: Annotated[int | None, typer.Option(help="Keep so many of the first requests.")] = None,
-    shared_prompts: Annotated[int, typer.Option(help="System prompts that conversations share.")] = 4,
-    seed: Annotated[int, typer.Option(help="The same seed and options give the same trace.")] = 0,
-    output: Annotated[str, typer.Option(help="File to write; - is standard output.")] = "-",
-) -> None:
+@trace.command()
+@click.option("--sessions", type=int, default=100, show_default=True, help="Conversations.")
+@click.option("--turns", type=int, default=5, show_default=True, help="Turns of a conversation, on average.")
+@click.option("--requests", type=int, help="Keep so many of the first requests.")
+@click.option(
+    "--shared-prompts", type=int, default=4, show_default=True, help="System prompts that conversations share."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed and options give the same trace.")
+@click.option("--output", default="-", show_default=True, help="File to write; - is standard output.")
+def generate(sessions: int, turns: int, requests: int | None, shared_prompts: int, seed: int, output: str) -> None:
     """Generate multi-turn conversations with shared system prompts, as JSON lines."""
     from kvstow_service.replay.generate import TraceShape, generate_trace
 
@@ -38,5 +36,5 @@ def generate(
         with nullcontext(sys.stdout) if output == "-" else open(output, "w", encoding="utf-8") as stream:
             stream.writelines(f"{request.to_line()}\n" for request in found)
     except (KvstowError, OSError) as error:
-        typer.echo(f"kvstow trace generate: {error}", err=True)
-        raise typer.Exit(EXIT_BAD_INPUT) from error
+        click.echo(f"kvstow trace generate: {error}", err=True)
+        sys.exit(EXIT_BAD_INPUT)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from click.testing import CliRunner, Result
 
 from kvstow.devices.cpu import CpuDevice
 from kvstow.devices.cuda import DriverUnavailableError

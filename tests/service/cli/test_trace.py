@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from typer.testing import CliRunner, Result
+from click.testing import CliRunner, Result
 
 from kvstow_service.cli import app
 from kvstow_service.replay.generate import TraceShape, generate_trace

@@ -1,0 +1,105 @@
+"""Exit codes of the commands that ask a server, and how they say what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import click
+
+from kvstow.errors import ConfigError, KvstowError
+
+if TYPE_CHECKING:
+    from kvstow_api.client import ApiError
+
+
+class ExitCode(IntEnum):
+    """One for each thing that a script may want to tell apart."""
+
+    OK = 0
+    ERROR = 1
+    USAGE = 2
+    NOT_READY = 3
+    NOT_FOUND = 4
+    CONFLICT = 5
+
+
+class CommandError(KvstowError):
+    """A command cannot do what it was asked to. `fix`: what its user can do about it."""
+
+    code = "command_failed"
+
+    def __init__(self, message: str, fix: str, exit_code: ExitCode = ExitCode.ERROR) -> None:
+        super().__init__(message)
+        self.fix, self.exit_code = fix, exit_code
+
+    def __reduce__(self) -> tuple[type[CommandError], tuple[str, str, ExitCode]]:
+        return type(self), (str(self), self.fix, self.exit_code)
+
+
+_CODES = {
+    400: ExitCode.USAGE,
+    404: ExitCode.NOT_FOUND,
+    409: ExitCode.CONFLICT,
+    412: ExitCode.CONFLICT,
+    422: ExitCode.USAGE,
+}
+_FIXES = {
+    401: "give the file of an admin's token: --token-file, KVSTOW_TOKEN_FILE, or `kvstow context set`",
+    403: "use an admin's token: --token-file, KVSTOW_TOKEN_FILE, or `kvstow context set`",
+    404: "`kvstow get` lists what there is",
+    409: "`kvstow describe server` shows what the server is doing; try again when it has ended",
+    412: "somebody else has changed the settings meanwhile: look again, then repeat",
+}
+_UNREACHABLE = "see that the server runs, and name it: --server, KVSTOW_SERVER, or `kvstow context use`"
+
+
+def exit_code_of(error: KvstowError) -> ExitCode:
+    from kvstow_api.client import ApiError
+
+    match error:
+        case CommandError():
+            return error.exit_code
+        case ApiError():
+            return _CODES.get(error.status or 0, ExitCode.ERROR)
+        case ConfigError():
+            return ExitCode.USAGE
+    return ExitCode.ERROR
+
+
+def fix_of(error: KvstowError) -> str | None:
+    """What the user can do about it, as far as can be told from here."""
+    from kvstow_api.client import ApiError
+
+    match error:
+        case CommandError():
+            return error.fix
+        case ApiError():
+            return _fix_of_problem(error)
+    return None
+
+
+def _fix_of_problem(error: ApiError) -> str | None:
+    problem = error.problem
+    if problem is None:
+        return _UNREACHABLE
+    if problem.errors:
+        return "; ".join(f"{one.field}: {one.allowed}" for one in problem.errors)
+    if problem.retry_after is not None:
+        return f"try again in {problem.retry_after} s"
+    return _FIXES.get(problem.status)
+
+
+@contextmanager
+def complaining() -> Iterator[None]:
+    """KVStow's errors become words on standard error, what to do about them included, and the exit code."""
+    try:
+        yield
+    except KvstowError as error:
+        context = click.get_current_context()
+        click.echo(f"{context.command_path}: {error}", err=True)
+        if fix := fix_of(error):
+            click.echo(f"fix: {fix}", err=True)
+        context.exit(exit_code_of(error))

@@ -1,0 +1,74 @@
+"""A real engine behind a real server, and ways to run commands against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.testing.rank import FakeRank, make_ranks, store_keys
+from kvstow_api.app import create_app
+from kvstow_api.context import ApiContext
+from kvstow_service.cli import app
+from kvstow_service.listeners import Listeners, TcpAddress
+from kvstow_service.server import AdminServer
+
+SLOT_BYTES = 4096
+CAPACITY = 16
+
+
+class Host:
+    """An engine of two ranks whose 16 slots of 4 KiB are pinned, and its admin server. It listens on `url`."""
+
+    def __init__(self, stack: ExitStack, pinned: int = CAPACITY, **changes: Any) -> None:
+        # The ranks report once; a slow machine may take its time after that.
+        config = EngineConfig(slot_bytes=SLOT_BYTES, capacity_slots=CAPACITY, num_ranks=2, report_timeout=3600.0)
+        self.engine = OffloadEngine(config)
+        self.ranks: list[FakeRank] = make_ranks(self.engine, pinned)
+        listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), changes.pop("uds", None))
+        stack.callback(listeners.close)
+        given = {"engine": self.engine, "max_capacity_slots": 2 * CAPACITY, "version": "1.2.3", "mode": "test"}
+        server = AdminServer(create_app(ApiContext(**{**given, **changes})), listeners.sockets, pytest.fail)
+        server.start()
+        stack.callback(server.stop)
+        self.url = listeners.url
+
+    def store(self, *keys: bytes) -> None:
+        store_keys(self.engine, self.ranks, keys)
+
+
+class Run(Protocol):
+    def __call__(self, *arguments: str, stdin: str | None = ..., environ: dict[str, str] | None = ...) -> Result: ...
+
+
+@pytest.fixture
+def make_host() -> Iterator[Callable[..., Host]]:
+    """Starts hosts; all are stopped at the end."""
+    with ExitStack() as stack:
+        yield lambda **changes: Host(stack, **changes)
+
+
+@pytest.fixture
+def host(make_host: Callable[..., Host]) -> Host:
+    return make_host()
+
+
+@pytest.fixture
+def run(tmp_path: Any) -> Run:
+    """Runs `kvstow`; no terminal, no contexts of whoever runs the tests."""
+
+    def invoke(*arguments: str, stdin: str | None = None, environ: dict[str, str] | None = None) -> Result:
+        clean = {
+            "KVSTOW_SERVER": None,
+            "KVSTOW_CONTEXT": None,
+            "KVSTOW_TOKEN_FILE": None,
+            "KVSTOW_CONTEXTS": str(tmp_path / "contexts.toml"),
+        }
+        return CliRunner().invoke(app, arguments, input=stdin, env={**clean, **(environ or {})})
+
+    return invoke

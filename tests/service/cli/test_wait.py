@@ -1,0 +1,84 @@
+"""`kvstow wait` against a real server."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_a_ready_server_is_not_waited_for(run: Any, host: Any) -> None:
+    outcome = run("wait", "--for=ready", "--timeout=30s", environ={"KVSTOW_SERVER": host.url})
+    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (0, "ready: 16 of 16 slots are usable\n", "")
+
+
+def test_ready_does_not_need_all_slots_and_pinned_does(run: Any, make_host: Any) -> None:
+    url = make_host(pinned=4).url
+    assert run("wait", "--server", url).exit_code == 0
+    outcome = run("wait", "--server", url, "--for", "pinned", "--timeout", "0")
+    assert outcome.exit_code == 3
+    assert "4 of 16 slots are usable" in outcome.stderr
+
+
+def test_a_server_without_a_usable_slot_is_not_ready(run: Any, make_host: Any) -> None:
+    outcome = run("wait", "--server", make_host(pinned=0).url, "--timeout", "0")
+    assert outcome.exit_code == 3
+    assert "0 of 16 slots" in outcome.stderr
+
+
+def test_a_draining_server_is_drained_and_not_ready(run: Any, host: Any) -> None:
+    drained = ("wait", "--for=drained", "--timeout=0", "--server", host.url)
+    outcome = run(*drained)
+    assert (outcome.exit_code, outcome.stdout) == (3, "")
+    assert "no drain is on" in outcome.stderr
+    host.engine.admin.drain("all", None)
+    assert run(*drained).exit_code == 0
+    outcome = run("wait", "--server", host.url, "--timeout=0")
+    assert outcome.exit_code == 3
+    assert "engine failed: the engine is draining" in outcome.stderr
+
+
+def test_a_server_that_is_not_there_yet_is_waited_for(
+    make_host: Any, tmp_path: Path, child_environ: dict[str, str]
+) -> None:
+    uds = tmp_path / "admin.sock"
+    command = [sys.executable, "-m", "kvstow_service", "wait", "--server", f"unix:{uds}", "--timeout", "60s"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environ
+    ) as waiting:
+        assert waiting.stderr is not None
+        assert waiting.stderr.readline().startswith("waiting: unix:")  # so it looked before there was a server
+        make_host(uds=uds)
+        assert waiting.wait(60) == 0
+        assert waiting.stdout is not None
+        assert waiting.stdout.read() == "ready: 16 of 16 slots are usable\n"
+
+
+def test_a_refusal_is_not_waited_out(run: Any, make_host: Any, tmp_path: Path) -> None:
+    (tmp_path / "admin").write_text("secret")
+    (tmp_path / "viewer").write_text("other")
+    url = make_host(token_file=tmp_path / "admin", viewer_token_file=tmp_path / "viewer").url
+    outcome = run("wait", "--server", url, "--for=pinned")
+    assert outcome.exit_code == 1
+    assert "Unauthorized" in outcome.stderr
+    assert "fix: give the file of an admin's token" in outcome.stderr
+    assert run("wait", "--server", url, "--for=pinned", "--token-file", str(tmp_path / "viewer")).exit_code == 0
+
+
+@pytest.mark.parametrize("arguments", [["--for", "green"], ["--timeout", "soon"], ["--server", "kvstow:9595"]])
+def test_what_makes_no_sense_is_a_usage_error(run: Any, arguments: list[str]) -> None:
+    assert run("wait", *arguments).exit_code == 2
+
+
+def test_a_silent_server_is_named(run: Any) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        server = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        outcome = run("wait", "--server", server, "--timeout=0", "--request-timeout=50ms")
+    assert outcome.exit_code == 3
+    assert f"{server} did not answer in time" in outcome.stderr
