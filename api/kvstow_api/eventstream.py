@@ -45,6 +45,8 @@ class EventStreams:
     def __init__(self, engine: OffloadEngine, journal: Journal) -> None:
         self._engine, self._journal = engine, journal
         self._open = 0
+        self.lost = 0
+        """Events that were no longer kept when a stream came to them."""
 
     def open(
         self, wanted: Collection[str], *, after: str | None = None, recent: int = 0, poll: float = POLL_SECONDS
@@ -70,6 +72,7 @@ class EventStreams:
             silent = 0
             while True:
                 chunk = b"".join(map(_format, reader.read()))
+                self.lost += reader.take_lost()
                 silent = 0 if chunk else silent + 1
                 if chunk:
                     yield chunk
@@ -87,6 +90,7 @@ class _Reader:
     def __init__(self, engine: OffloadEngine, journal: Journal, wanted: frozenset[str], cursor: Cursor) -> None:
         self._engine, self._journal, self._wanted = engine, journal, wanted
         self.cursor = cursor
+        self._num_lost = 0
         self.behind = False
         """There is more to read at once."""
 
@@ -94,11 +98,16 @@ class _Reader:
         yield from self._read_journal()
         yield from self._read_blocks()
 
+    def take_lost(self) -> int:
+        """How many events were lost since the last call."""
+        lost, self._num_lost = self._num_lost, 0
+        return lost
+
     def _read_journal(self) -> Iterator[EventView]:
         if self._journal.last == self.cursor.journal:
             return
         entries, lost = self._journal.after(self.cursor.journal)
-        yield from self._lost(lost, self.cursor)
+        yield from self._lost(lost)
         for entry in entries:
             self.cursor = self.cursor._replace(journal=entry.sequence)
             if entry.type in self._wanted:
@@ -112,7 +121,7 @@ class _Reader:
             return
         page = log.read(self.cursor.blocks, _MAX_BATCH)
         self.behind = len(page.events) == _MAX_BATCH
-        yield from self._lost(page.lost, self.cursor)
+        yield from self._lost(page.lost)
         for event in page.events:
             self.cursor = self.cursor._replace(blocks=event.sequence)
             if event.kind in self._wanted:
@@ -121,10 +130,10 @@ class _Reader:
                     data["reason"] = event.reason
                 yield EventView(id=str(self.cursor), type=event.kind, data=data)
 
-    @staticmethod
-    def _lost(count: int, cursor: Cursor) -> Iterator[EventView]:
+    def _lost(self, count: int) -> Iterator[EventView]:
+        self._num_lost += count
         if count:
-            yield EventView(id=str(cursor), type="lost", data={"count": count})
+            yield EventView(id=str(self.cursor), type="lost", data={"count": count})
 
 
 def _format(event: EventView) -> bytes:

@@ -33,9 +33,12 @@ logger = logging.getLogger("kvstow.worker")
 
 @dataclass(frozen=True, slots=True)
 class CopyStatistics:
-    """`pending_ops` is of now, the others only grow. Bytes and seconds count ops that were done."""
+    """`pending_ops` and, of these, what waits for its turn are of now, the others only grow. Bytes and seconds count
+    ops that were done."""
 
     pending_ops: int = 0
+    queued_stores: int = 0
+    queued_loads: int = 0
     store_bytes: int = 0
     load_bytes: int = 0
     store_seconds: float = 0.0
@@ -137,7 +140,12 @@ class CopyThread:
 
     def statistics(self) -> CopyStatistics:
         with self._lock:
-            return replace(self._statistics, pending_ops=self._num_queued() + self._num_running())
+            return replace(
+                self._statistics,
+                pending_ops=self._num_queued() + self._num_running(),
+                queued_stores=len(self._queues["store"]),
+                queued_loads=len(self._queues["load"]),
+            )
 
     def close(self, timeout: float) -> bool:
         """Fail what is queued, give running ops `timeout` seconds, close the device. False when a copy outlasts even

@@ -6,7 +6,8 @@ Frozen dataclasses of plain values: picklable for an inference engine's own chan
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from kvstow.errors import InvalidRequestError
@@ -63,6 +64,8 @@ class RankReport:
     `pinned_slots` counts from slot 0: the slots below it are usable.
     `pin_mode` says what pinning is on this device ("mlock", "populate", "cuda", ...), `locked_bytes` how much
     of the pinned bytes is locked in memory; `notice` is a sentence for people where that falls short.
+    `pin_failures` counts them by reason since the pool was made; `numa_bytes` has the pool's memory by the number of
+    its NUMA node, and nothing where the kernel does not tell.
     """
 
     rank: int
@@ -85,10 +88,14 @@ class RankReport:
     error: str | None = None
     notice: str | None = None
     pending_ops: int = 0
+    queued_stores: int = 0
+    queued_loads: int = 0
     store_bytes_total: int = 0
     load_bytes_total: int = 0
     store_busy_seconds: float = 0.0
     load_busy_seconds: float = 0.0
+    pin_failures: Mapping[str, int] = field(default_factory=dict)
+    numa_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -121,6 +128,8 @@ class DesiredState:
         return _from_json(cls, value)
 
 
+_MAX_ENTRIES = 64  # in a mapping of a message: the reasons of failures are few, and so are the nodes of a machine
+
 _Message = TypeVar("_Message", RankReport, DesiredState)
 
 
@@ -131,26 +140,32 @@ def _from_json(cls: type[_Message], value: Any) -> _Message:
     unknown = sorted(set(value) - set(hints))
     if unknown:
         raise InvalidRequestError(f"{cls.__name__} has unknown fields {unknown}; allowed: {sorted(hints)}")
-    for field in fields(cls):
-        if field.name not in value:
-            if field.default is MISSING:
-                raise InvalidRequestError(f"{cls.__name__}.{field.name} is missing")
+    for known in fields(cls):
+        if known.name not in value:
+            if known.default is MISSING and known.default_factory is MISSING:
+                raise InvalidRequestError(f"{cls.__name__}.{known.name} is missing")
             continue
-        _check(cls.__name__, field.name, hints[field.name], value[field.name])
+        _check(cls.__name__, known.name, hints[known.name], value[known.name])
     return cls(**value)
 
 
 def _check(message: str, name: str, hint: Any, value: Any) -> None:
     """Reject a value whose JSON type is not the field's; negative numbers never make sense in a message."""
     if hint is int:
-        ok = type(value) is int and value >= 0
+        ok = _is_count(value)
     elif hint is float:
         ok = type(value) in (int, float) and value >= 0  # false for NaN
     elif hint is bool:
         ok = type(value) is bool
     elif hint == str | None:
         ok = value is None or type(value) is str
+    elif hint == Mapping[str, int]:
+        ok = type(value) is dict and all(map(_is_count, value.values())) and len(value) <= _MAX_ENTRIES
     else:
         ok = type(value) is str and (hint is str or value in RANK_STATES)
     if not ok:
         raise InvalidRequestError(f"{message}.{name} is {value!r}; allowed: {hint}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0

@@ -83,8 +83,11 @@ class EngineStats:
     """One consistent view of the counters, taken in O(1) of the pool's size.
 
     Counters only grow. Keys of the mappings are fixed from the start. `lookups`: full, partial, miss.
-    `miss_blocks`: absent, not_ready, bypassed, draining, load_failed. `store_blocks`: stored, skipped_*,
-    dropped_*, failed. `evicted_blocks`: by reason. `transfers`: (direction, result) with results ok and error.
+    `miss_blocks`: absent, not_ready, bypassed, draining, load_failed; `fallbacks`: look-ups and loads with blocks that
+    were missed for any of these but the first. `store_blocks`: stored, skipped_*, dropped_*, failed;
+    `allocation_failures`: stores that did not find room for all their blocks. `evicted_blocks`: by reason. Of one
+    block in 61: how long it stayed, how long it was idle when it was evicted for room, and how long it had been idle
+    when a look-up found it. `transfers`: (direction, result) with results ok and error.
     `transfer_blocks`, `transfer_bytes`: by direction, of one rank, of ops that succeeded. Where slots differ in size
     among the ranks, `slot_bytes` and all bytes are those of the rank with the largest.
     """
@@ -102,7 +105,9 @@ class EngineStats:
     query_blocks: int
     hit_blocks: int
     miss_blocks: Mapping[str, int]
+    fallbacks: Mapping[str, int]
     store_blocks: Mapping[str, int]
+    allocation_failures: int
     evicted_blocks: Mapping[str, int]
     transfers: Mapping[tuple[Direction, str], int]
     transfer_blocks: Mapping[Direction, int]
@@ -111,6 +116,9 @@ class EngineStats:
     transfer_size: Mapping[Direction, HistogramSnapshot]
     queue_seconds: Mapping[Direction, HistogramSnapshot]
     lookup_seconds: HistogramSnapshot
+    lifetime_seconds: HistogramSnapshot
+    idle_seconds: HistogramSnapshot
+    reuse_gap_seconds: HistogramSnapshot
     stale_completions: int
     duplicate_completions: int
     stale_reports: int
@@ -143,10 +151,14 @@ class RankStatus:
     error: str | None
     notice: str | None
     pending_ops: int
+    queued_stores: int
+    queued_loads: int
     store_bytes_total: int
     load_bytes_total: int
     store_busy_seconds: float
     load_busy_seconds: float
+    pin_failures: Mapping[str, int]
+    numa_bytes: Mapping[str, int]
     last_report_age_seconds: float | None
 
 

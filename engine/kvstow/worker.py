@@ -109,10 +109,14 @@ class OffloadWorker:
             error=error,
             notice=pool.notice,
             pending_ops=copies.pending_ops,
+            queued_stores=copies.queued_stores,
+            queued_loads=copies.queued_loads,
             store_bytes_total=copies.store_bytes,
             load_bytes_total=copies.load_bytes,
             store_busy_seconds=copies.store_seconds,
             load_busy_seconds=copies.load_seconds,
+            pin_failures=pool.pin_failures,
+            numa_bytes={str(node): num_bytes for node, num_bytes in pool.numa_bytes.items()},
         )
 
     def close(self, timeout: float = 5.0) -> None:

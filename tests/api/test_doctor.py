@@ -39,10 +39,14 @@ RANK = RankStatus(
     error=None,
     notice=None,
     pending_ops=0,
+    queued_stores=0,
+    queued_loads=0,
     store_bytes_total=2 * GIB,
     load_bytes_total=2 * GIB,
     store_busy_seconds=0.1,
     load_busy_seconds=0.1,
+    pin_failures={},
+    numa_bytes={},
     last_report_age_seconds=0.1,
 )
 START = datetime(2026, 1, 1, tzinfo=UTC)

@@ -127,9 +127,11 @@ async def test_a_late_reader_of_blocks_is_told_too(ranks: Any, keys: list[bytes]
     busy.report()
     for key in keys[:5]:
         busy.store([key])
-    reader = Reader(EventStreams(engine, journal).open(("stored",), after=f"{engine.engine_id}-0-0"))
+    streams = EventStreams(engine, journal)
+    reader = Reader(streams.open(("stored",), after=f"{engine.engine_id}-0-0"))
     lost = await reader.next()
     assert (lost.type, lost.data["count"]) == ("lost", 3)
+    assert streams.lost == 3
     assert [(await reader.next()).data["keys"] for _ in range(2)] == [[key.hex()] for key in keys[3:5]]
     await reader.close()
 

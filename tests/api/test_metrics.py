@@ -30,7 +30,8 @@ FAMILIES = {
     "counter": """
         kvstow_transfers kvstow_transfer_blocks kvstow_transfer_bytes kvstow_transfer_busy_seconds kvstow_query_tokens
         kvstow_hit_tokens kvstow_miss_tokens kvstow_lookups kvstow_store_blocks kvstow_evicted_blocks
-        kvstow_evicted_bytes kvstow_errors kvstow_rank_restarts kvstow_stale_reports kvstow_stale_completions
+        kvstow_evicted_bytes kvstow_allocation_failures kvstow_fallbacks kvstow_pin_failures kvstow_events_dropped
+        kvstow_errors kvstow_rank_restarts kvstow_stale_reports kvstow_stale_completions
         kvstow_duplicate_completions
         kvstow_operations kvstow_http_requests
     """,
@@ -40,13 +41,15 @@ FAMILIES = {
         kvstow_pool_blocks kvstow_pool_capacity_blocks kvstow_pool_usable_blocks kvstow_pool_block_bytes kvstow_leases
         kvstow_pin_progress_ratio kvstow_pin_elapsed_seconds kvstow_pin_rate_bytes_per_second kvstow_pin_chunks
         kvstow_ready kvstow_rank_ready kvstow_rank_heartbeat_timestamp_seconds kvstow_rank_pending_ops kvstow_state
+        kvstow_pool_numa_bytes kvstow_transfer_queue_depth
         kvstow_health_check kvstow_operations_inflight kvstow_http_requests_inflight kvstow_build_info
         kvstow_config_info
     """,
     "histogram": """
         kvstow_transfer_duration_seconds kvstow_transfer_size_bytes kvstow_transfer_queue_wait_seconds
         kvstow_lookup_duration_seconds kvstow_operation_duration_seconds kvstow_http_request_duration_seconds
-        kvstow_event_loop_lag_seconds
+        kvstow_event_loop_lag_seconds kvstow_block_lifetime_seconds kvstow_block_idle_before_evict_seconds
+        kvstow_block_reuse_gap_seconds
     """,
 }
 
@@ -90,7 +93,9 @@ async def test_every_family_is_there_before_any_traffic(client: httpx.AsyncClien
     assert {(name, family.type) for name, family in families.items()} == {
         (name, kind) for kind, names in FAMILIES.items() for name in names.split()
     }
-    assert all(family.samples and family.documentation for family in families.values())
+    assert all(family.documentation for family in families.values())
+    empty = [name for name, family in families.items() if not family.samples]
+    assert empty == ["kvstow_pool_numa_bytes"], "only ranks know which nodes there are"
 
 
 async def test_traffic_adds_no_label(
@@ -188,6 +193,43 @@ async def test_states_and_checks_follow_the_engine(
     assert value(families, "kvstow_health_check", check="server", probe="livez") == 1
     assert value(families, "kvstow_pin_chunks", pool="host", rank="1", state="failed") == 1
     assert value(families, "kvstow_pin_chunks", pool="host", rank="1", state="pending") == 3
+
+
+async def test_what_only_ranks_know_is_as_they_report_it(client: httpx.AsyncClient, ranks: Any) -> None:
+    known = {"queued_loads": 3, "queued_stores": 2, "pin_failures": {"driver": 4}, "numa_bytes": {"1": 4096}}
+    ranks.engine.report(ranks.make_report(1, **known))
+    families = await scrape(client)
+    assert value(families, "kvstow_transfer_queue_depth", direction="load", rank="1") == 3
+    assert value(families, "kvstow_transfer_queue_depth", direction="store", rank="1") == 2
+    assert value(families, "kvstow_pin_failures_total", pool="host", rank="1", reason="driver") == 4
+    assert value(families, "kvstow_pin_failures_total", pool="host", rank="1", reason="memlock") == 0
+    assert value(families, "kvstow_pool_numa_bytes", pool="host", rank="1", numa_node="1") == 4096
+
+
+async def test_ages_of_blocks_are_of_those_that_made_room_or_were_found(
+    client: httpx.AsyncClient, engine: OffloadEngine, clock: FakeClock, ranks: Any, keys: list[bytes]
+) -> None:
+    ranks.store(keys)
+    clock.advance(50.0)
+    engine.release(engine.acquire(keys))
+    clock.advance(5.0)
+    ranks.store([b"another"])
+    families = await scrape(client)
+    for name, seconds in {"reuse_gap": 50.0, "lifetime": 55.0, "idle_before_evict": 5.0}.items():
+        assert value(families, f"kvstow_block_{name}_seconds_sum", pool="host") == seconds
+        assert value(families, f"kvstow_block_{name}_seconds_count", pool="host") == 1
+
+
+async def test_what_was_lost_refused_and_recomputed_is_counted(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
+) -> None:
+    engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
+    engine.acquire(keys)
+    engine.begin_store([*keys, b"another"], range(17))
+    families = await scrape(client)
+    assert value(families, "kvstow_fallbacks_total", reason="bypassed") == 1
+    assert value(families, "kvstow_fallbacks_total", reason="load_failed") == 0
+    assert value(families, "kvstow_allocation_failures_total", pool="host") == 1
 
 
 async def test_a_heartbeat_is_0_until_the_rank_reports(client: httpx.AsyncClient, engine: OffloadEngine) -> None:

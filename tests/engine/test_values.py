@@ -129,6 +129,9 @@ def test_messages_survive_json() -> None:
         ({"state": "fine"}, "RankReport.state is 'fine'"),
         ({"pin_elapsed_seconds": float("nan")}, "pin_elapsed_seconds is nan"),
         ({"error": 5}, "RankReport.error is 5"),
+        ({"numa_bytes": [1]}, r"RankReport.numa_bytes is \[1\]"),
+        ({"pin_failures": {"driver": -1}}, "RankReport.pin_failures is {'driver': -1}"),
+        ({"pin_failures": {str(n): 1 for n in range(65)}}, "RankReport.pin_failures is "),
         ({"more": 1}, r"unknown fields \['more'\]"),
     ],
 )

@@ -197,6 +197,7 @@ def test_a_pin_failure_degrades_the_rank_until_another_attempt_is_desired(
     eventually(lambda: worker.report().state == "degraded")
     report = worker.report()
     assert (report.error_reason, report.error, report.pinned_slots) == ("driver", "no more pages", slots)
+    assert report.pin_failures == {"driver": 1}
     worker.apply(DesiredState("engine", 16))
     assert worker.report().state == "degraded", "the same desire is no new attempt"
     worker.apply(DesiredState("engine", 16, pin_attempt=1))

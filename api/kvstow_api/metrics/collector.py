@@ -9,7 +9,7 @@ from prometheus_client import Metric
 from prometheus_client.registry import Collector as BaseCollector
 
 from kvstow_api.metrics.engine import engine_families
-from kvstow_api.metrics.families import histogram
+from kvstow_api.metrics.families import counter, histogram
 from kvstow_api.metrics.server import fact_families, http_families, operation_families, readiness_families
 from kvstow_api.services import Services
 
@@ -37,5 +37,11 @@ class Collector(BaseCollector):
         yield from http_families(services.http)
         yield histogram(
             "kvstow_event_loop_lag_seconds", "How late the event loop was", [], [((), services.loop.snapshot())]
+        )
+        yield counter(
+            "kvstow_events_dropped",
+            "Events that readers were too slow for",
+            ["sink"],
+            [(("sse",), services.streams.lost)],
         )
         yield from fact_families(services.context)

@@ -8,6 +8,7 @@ from typing import get_args
 
 from prometheus_client import Metric
 
+from kvstow.errors import PinError
 from kvstow.messages import Direction
 from kvstow.stats import EngineState, EngineStats, HistogramSnapshot, RankStatus, Readiness
 from kvstow_api.metrics.families import Row, by_label, counter, gauge, histogram, scalar
@@ -15,6 +16,7 @@ from kvstow_api.metrics.families import Row, by_label, counter, gauge, histogram
 POOL = "host"
 SOURCE = "host"
 
+_PIN_FAILURES = (*PinError.PIN_FAILURES, "internal")
 _STATES: tuple[EngineState, ...] = get_args(EngineState)
 _DIRECTIONS: tuple[Direction, ...] = ("load", "store")
 
@@ -26,7 +28,8 @@ def engine_families(stats: EngineStats, readiness: Readiness, now: float) -> Ite
     yield from _pinning(readiness.ranks)
     yield from _pending(stats)
     yield from _transfers(stats)
-    yield from _busy(readiness.ranks)
+    yield from _kept_by_ranks(readiness.ranks)
+    yield from _ages(stats)
     yield from _lookups(stats)
     yield from _faults(stats)
 
@@ -42,6 +45,12 @@ def _pool(stats: EngineStats) -> Iterator[Metric]:
     yield gauge("kvstow_pool_usable_blocks", "Slots pinned on every rank", ["pool"], [((POOL,), stats.usable_slots)])
     yield gauge("kvstow_pool_block_bytes", "Bytes of a slot on one rank", ["pool"], [((POOL,), stats.slot_bytes)])
     yield gauge("kvstow_leases", "Leases that are out", [], scalar(stats.leases))
+    yield counter(
+        "kvstow_allocation_failures",
+        "Stores that did not find room for all their blocks",
+        ["pool"],
+        [((POOL,), stats.allocation_failures)],
+    )
     yield counter("kvstow_evicted_blocks", "Blocks removed, by reason", ["pool", "reason"], by_label(evicted, POOL))
     yield counter(
         "kvstow_evicted_bytes", "Bytes removed on one rank", ["pool", "reason"], by_label(evicted_bytes, POOL)
@@ -75,10 +84,22 @@ def _ranks(readiness: Readiness, now: float) -> Iterator[Metric]:
     ):
         yield gauge(name, text, ["pool", "rank"], _per_rank(ranks, attribute))
     yield gauge(
+        "kvstow_pool_numa_bytes",
+        "Bytes of the pool by the NUMA node that they lie on, where the kernel tells",
+        ["pool", "rank", "numa_node"],
+        [((POOL, str(rank.rank), node), num_bytes) for rank in ranks for node, num_bytes in rank.numa_bytes.items()],
+    )
+    yield gauge(
         "kvstow_rank_pending_ops",
         "Ops that the rank has not finished",
         ["rank"],
         [((str(rank.rank),), rank.pending_ops) for rank in ranks],
+    )
+    yield gauge(
+        "kvstow_transfer_queue_depth",
+        "Ops that wait on the rank for others of their direction",
+        ["direction", "rank"],
+        _of_directions(ranks, "queued_loads", "queued_stores"),
     )
 
 
@@ -152,21 +173,53 @@ def _transfers(stats: EngineStats) -> Iterator[Metric]:
         yield histogram(name, text, ["direction"], _by_direction(snapshots))
 
 
-def _busy(ranks: tuple[RankStatus, ...]) -> Iterator[Metric]:
+def _kept_by_ranks(ranks: tuple[RankStatus, ...]) -> Iterator[Metric]:
     """Counters that a rank keeps: they start again when it does."""
     yield counter(
         "kvstow_transfer_busy_seconds",
         "Time in which the rank copied",
         ["direction", "rank"],
+        _of_directions(ranks, "load_busy_seconds", "store_busy_seconds"),
+    )
+    yield counter(
+        "kvstow_pin_failures",
+        "Attempts of pinning that failed",
+        ["pool", "rank", "reason"],
         [
-            row
+            ((POOL, str(rank.rank), reason), rank.pin_failures.get(reason, 0))
             for rank in ranks
-            for row in (
-                (("load", str(rank.rank)), rank.load_busy_seconds),
-                (("store", str(rank.rank)), rank.store_busy_seconds),
-            )
+            for reason in _PIN_FAILURES
         ],
     )
+
+
+def _of_directions(ranks: tuple[RankStatus, ...], load: str, store: str) -> list[Row]:
+    return [
+        ((direction, str(rank.rank)), getattr(rank, attribute))
+        for rank in ranks
+        for direction, attribute in (("load", load), ("store", store))
+    ]
+
+
+def _ages(stats: EngineStats) -> Iterator[Metric]:
+    for name, text, snapshot in (
+        (
+            "kvstow_block_lifetime_seconds",
+            "How long blocks had been stored when they were evicted for room, of one in 61",
+            stats.lifetime_seconds,
+        ),
+        (
+            "kvstow_block_idle_before_evict_seconds",
+            "How long blocks had not been used when they were evicted for room, of one in 61",
+            stats.idle_seconds,
+        ),
+        (
+            "kvstow_block_reuse_gap_seconds",
+            "How long blocks had not been used when a look-up found them, of one in 61",
+            stats.reuse_gap_seconds,
+        ),
+    ):
+        yield histogram(name, text, ["pool"], [((POOL,), snapshot)])
 
 
 def _named(counts: Mapping[Direction, int]) -> dict[str, float]:
@@ -187,6 +240,12 @@ def _lookups(stats: EngineStats) -> Iterator[Metric]:
     yield counter("kvstow_query_tokens", "Tokens of the blocks looked up", [], scalar(stats.query_blocks * tokens))
     yield counter("kvstow_hit_tokens", "Tokens found", ["source"], [((SOURCE,), stats.hit_blocks * tokens)])
     yield counter("kvstow_miss_tokens", "Tokens not found, or not loaded", ["reason"], by_label(misses))
+    yield counter(
+        "kvstow_fallbacks",
+        "Look-ups and loads that ended without blocks for another reason than their absence",
+        ["reason"],
+        by_label(stats.fallbacks),
+    )
     yield counter("kvstow_store_blocks", "Blocks to store, by outcome", ["outcome"], by_label(stats.store_blocks))
 
 

@@ -74,6 +74,7 @@ def fact_families(context: ApiContext) -> Iterator[Metric]:
     yield gauge("kvstow_build_info", "1; the labels say what runs", list(build), [(list(build.values()), 1)])
     config = context.engine.config
     facts = {
+        "model_name": str(context.settings.get("model", "")),
         "slot_bytes": str(config.slot_bytes),
         "block_tokens": str(config.block_tokens),
         "num_ranks": str(config.num_ranks),

@@ -30,10 +30,14 @@ _EXAMPLE = {
     "error": None,
     "notice": None,
     "pending_ops": 3,
+    "queued_stores": 1,
+    "queued_loads": 0,
     "store_bytes_total": 50331648,
     "load_bytes_total": 0,
     "store_busy_seconds": 0.02,
     "load_busy_seconds": 0.0,
+    "pin_failures": {},
+    "numa_bytes": {"0": 1073741824},
     "last_report_age_seconds": 0.4,
 }
 
@@ -64,10 +68,14 @@ class RankView(View):
     error: str | None
     notice: str | None
     pending_ops: int
+    queued_stores: int
+    queued_loads: int
     store_bytes_total: int
     load_bytes_total: int
     store_busy_seconds: float
     load_busy_seconds: float
+    pin_failures: dict[str, int]
+    numa_bytes: dict[str, int]
     last_report_age_seconds: float | None
 
 

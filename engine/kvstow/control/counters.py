@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvstow.control.ages import BlockAges
 from kvstow.messages import Direction
 from kvstow.stats import Histogram
 
@@ -12,6 +13,7 @@ _LOOKUP_SECONDS = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 0.1, 1.
 DIRECTIONS: tuple[Direction, ...] = ("load", "store")
 LOOKUP_RESULTS = ("full", "partial", "miss")
 MISS_REASONS = ("absent", "not_ready", "bypassed", "draining", "load_failed")
+FALLBACK_REASONS = MISS_REASONS[1:]
 STORE_OUTCOMES = (
     "stored",
     "skipped_already_cached",
@@ -41,8 +43,11 @@ class Counters:
         self.query_blocks = 0
         self.hit_blocks = 0
         self.miss_blocks = dict.fromkeys(MISS_REASONS, 0)
+        self.fallbacks = dict.fromkeys(FALLBACK_REASONS, 0)
         self.store_blocks = dict.fromkeys(STORE_OUTCOMES, 0)
+        self.allocation_failures = 0
         self.evicted_blocks = dict.fromkeys(EVICTION_REASONS, 0)
+        self.ages = BlockAges()
         self.transfers = {(direction, result): 0 for direction in DIRECTIONS for result in ("ok", "error")}
         self.transfer_blocks: dict[Direction, int] = dict.fromkeys(DIRECTIONS, 0)
         self.transfer_seconds = {direction: Histogram(_SECONDS) for direction in DIRECTIONS}
@@ -58,6 +63,8 @@ class Counters:
         self.query_blocks += queried
         self.hit_blocks += hits
         self.miss_blocks[refusal or "absent"] += queried - hits
+        if refusal and hits < queried:
+            self.fallbacks[refusal] += 1
 
     def count_transfer(
         self, direction: Direction, blocks: int, num_bytes: int, seconds: float, queue_seconds: float

@@ -72,6 +72,7 @@ class OffloadEngine:
             refusal = state.gate.refuses_load(now)
             slots = [] if refusal else state.index.leading_run(keys)
             if slots:
+                counters.ages.count_found(state.index, slots, now)
                 state.index.hold(slots, now)
             hits = len(slots)
             if count:

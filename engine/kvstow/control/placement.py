@@ -35,6 +35,7 @@ def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int
         slots = _make_room(state, len(fresh), present, now)
         if len(slots) < len(fresh):
             outcomes["dropped_cpu_full"] = len(fresh) - len(slots)
+            state.counters.allocation_failures += 1
             del fresh[len(slots) :]
         if fresh:
             new_keys = tuple([keys[i] for i in fresh])
@@ -79,6 +80,7 @@ def _make_room(state: ControlState, count: int, present: list[int], now: float) 
     while len(slots) < count and state.index.num_cached:
         removal = state.index.evict(count - len(slots))
         state.counters.evicted_blocks["capacity"] += len(removal.keys)
+        state.counters.ages.count_evicted(state.index, removal.freed, now)
         state.events.add("removed", removal.keys, "capacity")
         slots += state.reuse(removal.freed)
     if present:

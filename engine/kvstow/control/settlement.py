@@ -61,6 +61,7 @@ def _settle(state: ControlState, entry: OpenOp) -> None:
         state.unhold(entry.held)
         if entry.error:
             counters.miss_blocks["load_failed"] += len(op.blocks)
+            counters.fallbacks["load_failed"] += 1
     else:
         _settle_store(state, entry)
     if entry.error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinEr
 from kvstow.listeners import Listeners
 from kvstow.memory.chunks import Chunk, ChunkGrid
 from kvstow.memory.limits import MemoryLimits
-from kvstow.memory.numa import prefer_node
+from kvstow.memory.numa import bytes_by_node, prefer_node
 from kvstow.memory.pace import pace_of
 from kvstow.memory.pinning import PinProgress, PopulateOnly, Registrar
-from kvstow.memory.region import HostRegion
+from kvstow.memory.region import HUGE_PAGE_BYTES, HostRegion
 from kvstow.memory.status import PoolState, PoolStatus
 
 _ASKED_BYTES = 256 << 20
@@ -75,9 +76,12 @@ class HostPool:
         self._memory = threading.Lock()
         self._target = config.capacity_slots
         self._chunks: list[Chunk] = []
+        self._nodes: list[Counter[int]] = []  # where each of them lies
+        self._numa_bytes: Counter[int] = Counter()
         self._resident_bytes = 0  # from the start of the region
         self._allowed_end = 0  # as far as the memory limits were asked
         self._failure: _Failure | None = None
+        self._pin_failures: Counter[str] = Counter()
         self._progress = PinProgress(clock)
         self._clock, self._next_call_at = clock, clock()
         self._cpu_clock = cpu_clock
@@ -179,6 +183,8 @@ class HostPool:
                 chunks_failed=int(self._failure is not None),
                 error_reason=self._failure.reason if self._failure else None,
                 error=self._failure.message if self._failure else None,
+                pin_failures=dict(self._pin_failures),
+                numa_bytes=dict(self._numa_bytes),
             )
 
     def close(self) -> None:
@@ -195,6 +201,8 @@ class HostPool:
     def _give_back_all(self) -> None:
         with self._state:
             chunks, self._chunks, self._resident_bytes = self._chunks, [], 0
+            self._nodes.clear()
+            self._numa_bytes.clear()
         try:
             for chunk in reversed(chunks):
                 self._unregister_at_close(chunk)
@@ -251,8 +259,11 @@ class HostPool:
             raise
         if not registered:
             return
+        nodes = bytes_by_node(self.address + chunk.offset, chunk.num_bytes, HUGE_PAGE_BYTES)
         with self._state:
             self._chunks.append(chunk)
+            self._nodes.append(nodes)
+            self._numa_bytes += nodes
             self._progress.record(self._covered() * self.slot_bytes)
             if self._covered() >= self._target:
                 self._progress.end()
@@ -292,6 +303,8 @@ class HostPool:
                 with self._state:
                     self._chunks.append(chunk)  # it is pinned still: `close` or the next attempt sees to it
                 raise
+            with self._state:
+                self._numa_bytes -= self._nodes.pop()
             self._decommit(chunk)
         self._next_call_at = self._clock() + self._pace.pause
 
@@ -315,6 +328,7 @@ class HostPool:
         self._allowed_end = 0
         with self._state:
             self._failure = _Failure(reason, message)
+            self._pin_failures[reason] += 1
             self._progress.end()
 
     # Under `_state`.

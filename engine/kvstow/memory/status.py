@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +12,8 @@ PoolState = Literal["pinning", "ready", "degraded", "failed", "closed"]
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
     """One view of a pool. `degraded`: a chunk failed; `failed`: an error that nobody expected. In both,
-    `error_reason` and `error` say why, the pinned slots stay usable, and `retry` or a new target tries again."""
+    `error_reason` and `error` say why, the pinned slots stay usable, and `retry` or a new target tries again.
+    `pin_failures` counts them by reason; `numa_bytes`: memory by NUMA node, empty where the kernel does not tell."""
 
     state: PoolState
     pinned_slots: int
@@ -29,3 +31,5 @@ class PoolStatus:
     chunks_failed: int
     error_reason: str | None
     error: str | None
+    pin_failures: Mapping[str, int]
+    numa_bytes: Mapping[int, int]

@@ -331,6 +331,7 @@ def test_draining_refuses_new_work_and_says_when_it_is_done(make_engine: MakeEng
     assert engine.readiness().state == "draining"
     assert engine.acquire([A]).slots == ()
     assert engine.stats().miss_blocks["draining"] == 1
+    assert engine.stats().fallbacks["draining"] == 1
     rank.submit(op)
     rank.run_all()
     assert engine.admin.drain_status.drained

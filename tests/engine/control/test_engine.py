@@ -190,6 +190,7 @@ def test_what_finds_no_slot_is_dropped_from_the_end(make_engine: MakeEngine) -> 
     assert grant.accepted == (0, 1)
     assert grant.outcomes == {"dropped_cpu_full": 1}
     assert engine.begin_store([D], [9]).outcomes == {"dropped_cpu_full": 1}  # filling slots are no room either
+    assert engine.stats().allocation_failures == 2
     ranks[0].submit(grant.op)
     ranks[0].run_all()
     assert engine.lookup([A, B, C]) == 2
@@ -255,6 +256,7 @@ def test_a_failed_load_removes_its_keys_at_the_first_word(make_engine: MakeEngin
     assert (settled.mark, settled.request_id) == ("failed", "r")
     assert engine.stats().slots.free == 4
     assert engine.stats().miss_blocks["load_failed"] == 2
+    assert engine.stats().fallbacks["load_failed"] == 1
     engine.check_integrity()
 
 
@@ -360,6 +362,8 @@ def test_counters_tell_what_happened(make_engine: MakeEngine) -> None:
     assert sum(stats.transfer_seconds["store"].counts) == 2
     assert sum(stats.lookup_seconds.counts) == 3
     assert stats.slots.usable == stats.usable_slots == 2
+    assert stats.allocation_failures == 0
+    assert not any(stats.fallbacks.values())
 
 
 def test_pending_transfers_are_shown_with_their_ranks(make_engine: MakeEngine, clock: FakeClock) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,33 @@ def test_the_system_call_gets_the_range_and_the_nodes_bit(monkeypatch: pytest.Mo
     monkeypatch.setattr(numa, "_MBIND", {os.uname().machine: 7})
     assert numa.prefer_node(8192, 4096, 70) is None
     assert calls == [[7, 8192, 4096, 1, 1025, 0, 1, 1 << 6]]
+
+
+def test_the_kernel_tells_of_every_part_or_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = HostRegion(3 << 21)
+    try:
+        region.commit(0, region.num_bytes)
+        assert sum(numa.bytes_by_node(region.address, region.num_bytes, 1 << 21).values()) in (0, region.num_bytes)
+    finally:
+        region.close()
+    monkeypatch.setattr(numa, "_GET_MEMPOLICY", {})
+    assert numa.bytes_by_node(0, 1 << 21, 1 << 21) == {}
+
+
+def test_bytes_are_those_of_the_node_of_each_page_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Telling:
+        """Pages below 3 MiB lie on node 0, others on node 1; above 8 MiB it tells nothing."""
+
+        def syscall(self, number: object, node: Any, mask: object, bits: object, address: Any, flags: Any) -> int:
+            assert flags.value == 3
+            node._obj.value = int(address.value >= 3 << 20)
+            return -1 if address.value >= 8 << 20 else 0
+
+    monkeypatch.setattr(numa, "_libc", Telling())
+    monkeypatch.setattr(numa, "_GET_MEMPOLICY", {os.uname().machine: 7})
+    mib = 1 << 20
+    assert numa.bytes_by_node(mib, 5 * mib, 2 * mib) == {0: 2 * mib, 1: 3 * mib}
+    assert numa.bytes_by_node(mib, 9 * mib, 2 * mib) == {}
 
 
 def test_a_node_or_machine_that_cannot_be_named_is_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -173,6 +174,7 @@ def test_a_failed_chunk_stops_growth_keeps_the_rest_and_is_tried_again_on_reques
     eventually(pinned(pool, 16))
     assert pool.status().error is None
     assert pool.status().chunks_failed == 0
+    assert pool.status().pin_failures == {"driver": 1}, "it is a count"
 
 
 def test_an_error_that_nobody_expects_is_seen_and_does_not_end_the_pinning(
@@ -355,6 +357,27 @@ def test_the_memory_shall_come_from_the_node_of_the_device(
     assert pool.status().notice == "no such node"
     pool.start()
     eventually(pinned(pool, 16))
+
+
+def test_memory_is_counted_by_its_node(
+    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first: list[int] = []
+
+    def told(address: int, num_bytes: int, step: int) -> Counter[int]:
+        first.append(address)
+        return Counter({int(address > first[0]): num_bytes})  # the first chunk on node 0, the others on node 1
+
+    monkeypatch.setattr(pool_module, "bytes_by_node", told)
+    pool = make_pool()
+    pool.start()
+    eventually(pinned(pool, 16))
+    assert pool.status().numa_bytes == {0: 4 * 4096, 1: 12 * 4096}
+    pool.set_target(4)
+    eventually(lambda: pool.status().chunks_done == 1)
+    assert pool.status().numa_bytes == {0: 4 * 4096}
+    pool.close()
+    assert pool.status().numa_bytes == {}
 
 
 def test_closing_interrupts_a_running_pin_at_the_next_chunk(make_pool: MakePool, eventually: Eventually) -> None:

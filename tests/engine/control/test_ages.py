@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.stats import HistogramSnapshot
+from kvstow.testing.clock import FakeClock
+from kvstow.testing.rank import make_ranks, store_keys
+
+MakeEngine = Callable[..., OffloadEngine]
+
+
+def keys_of(first: int, count: int) -> list[bytes]:
+    return [number.to_bytes(4, "big") for number in range(first, first + count)]
+
+
+def observed(snapshot: HistogramSnapshot) -> dict[float, int]:
+    """How many observations are in the bucket with each upper bound, without empty ones."""
+    bounds = (*snapshot.bounds, float("inf"))
+    return {bound: count for bound, count in zip(bounds, snapshot.counts, strict=True) if count}
+
+
+def test_evicted_blocks_tell_how_long_they_stayed_and_were_idle(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine(slots=61)
+    ranks = make_ranks(engine)
+    store_keys(engine, ranks, keys_of(0, 61))
+    clock.advance(50.0)
+    engine.release(engine.acquire(keys_of(0, 61)))
+    clock.advance(5.0)
+    store_keys(engine, ranks, keys_of(100, 61))
+    stats = engine.stats()
+    assert observed(stats.lifetime_seconds) == {60.0: 1}
+    assert stats.lifetime_seconds.total == 55.0
+    assert observed(stats.idle_seconds) == {10.0: 1}
+    assert stats.idle_seconds.total == 5.0
+
+
+def test_a_look_up_tells_how_long_its_blocks_were_idle(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine(slots=61)
+    store_keys(engine, make_ranks(engine), keys_of(0, 61))
+    clock.advance(20.0)
+    engine.release(engine.acquire(keys_of(0, 61)))
+    clock.advance(200.0)
+    engine.release(engine.acquire(keys_of(0, 61)))
+    assert observed(engine.stats().reuse_gap_seconds) == {30.0: 1, 300.0: 1}
+    assert engine.stats().reuse_gap_seconds.total == 220.0
+
+
+def test_one_block_in_61_is_looked_at_however_they_are_given(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=610)
+    ranks = make_ranks(engine)
+    store_keys(engine, ranks, keys_of(0, 610))
+    for first in range(0, 610, 10):
+        engine.release(engine.acquire(keys_of(first, 10)))
+    assert sum(engine.stats().reuse_gap_seconds.counts) == 10
+    for first in range(0, 610, 5):
+        store_keys(engine, ranks, keys_of(1000 + first, 5))
+    assert sum(engine.stats().lifetime_seconds.counts) == 10
+
+
+def test_what_an_operator_removes_made_no_room(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=122)
+    store_keys(engine, make_ranks(engine), keys_of(0, 122))
+    sweep = engine.admin.purge(everything=True)
+    while sweep.step():
+        pass
+    assert sum(engine.stats().lifetime_seconds.counts) == 0
