@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,8 +26,6 @@ from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
 from kvstow_service.rendezvous import Rendezvous
 
 _REPORT_SECONDS = 1.5  # the agent reports every second
-# How long a thread that computes in Python may keep the interpreter from those that copy and pin (Python's own: 5 ms).
-_SWITCH_SECONDS = 0.001
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -160,7 +157,6 @@ class WorkerHost:
         """Build the data plane around vLLM's KV cache, and begin to pin: returns before that is done, unless the user
         wants to wait."""
         self._kv_caches = kv_caches
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
         plane, slot_bytes = self._build(refusals=(ConfigError, InsufficientMemoryError))
         max_slots = self._max_bytes // slot_bytes
         self.hello = RankHello(self._facts.rank, slot_bytes, max_slots)
