@@ -25,9 +25,12 @@ _KERNELS = 100
 class DefaultModeContext(Context):
     """Leaves the thread in the capture mode in which every thread starts."""
 
+    def settle(self) -> None:
+        self.driver.push_context(self._handle)
+
     @contextmanager
     def current(self) -> Iterator[None]:
-        self.driver.push_context(self.handle)
+        self.driver.push_context(self._handle)
         try:
             yield
         finally:

@@ -20,13 +20,18 @@ class Context:
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
         self.driver, self.ordinal = driver, ordinal
-        self.handle = driver.retain_primary_context(ordinal)
+        self._handle = driver.retain_primary_context(ordinal)
+
+    def settle(self) -> None:
+        """The calling thread works in this context from now on, in the way of `current`."""
+        self.driver.push_context(self._handle)
+        self.driver.relax_capture()
 
     @contextmanager
     def current(self) -> Iterator[None]:
         """The calling thread works in this context, and may do so while another thread captures a CUDA graph:
         otherwise a mere event query would break that capture. Both are put back afterwards; may be nested."""
-        self.driver.push_context(self.handle)
+        self.driver.push_context(self._handle)
         mode = self.driver.relax_capture()
         try:
             yield

@@ -37,8 +37,7 @@ class CudaRegistrar:
     def prepare_thread(self) -> None:
         """The calling thread works in the context for good: each call of the driver lets go of the interpreter, and a
         busy host has it back after up to 5 ms."""
-        self._context.driver.push_context(self._context.handle)
-        self._context.driver.relax_capture()
+        self._context.settle()
         self._at_home = threading.get_ident()
 
     def _current(self) -> AbstractContextManager[None]:
