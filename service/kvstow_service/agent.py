@@ -17,7 +17,7 @@ from kvstow.messages import DesiredState, RankReport, RankState
 if TYPE_CHECKING:  # 0.3 s: left to the agent's thread, for every process of an inference engine imports this module
     import ssl
 
-    import httpx
+    from kvstow_api.client import Client
 
 logger = logging.getLogger("kvstow.agent")
 
@@ -45,19 +45,14 @@ class AdminAddress:
     uds: Path | None = None
     certificate: str = ""
 
-    def connect(self) -> httpx.Client:
-        import httpx
+    def connect(self) -> Client:
+        from kvstow_api.client import Client, Endpoint
 
-        return httpx.Client(
-            base_url=self.url,
-            transport=httpx.HTTPTransport(verify=self._trusted(), uds=str(self.uds) if self.uds else None),
-            headers={"Authorization": f"Bearer {self.token}"},
-            timeout=_TIMEOUT_SECONDS,
-        )
+        return Client(Endpoint(self.url, self.uds, self.token, tls=self._trusted()), timeout=_TIMEOUT_SECONDS)
 
-    def _trusted(self) -> ssl.SSLContext | bool:
+    def _trusted(self) -> ssl.SSLContext | None:
         if not self.certificate:
-            return True
+            return None
         import ssl
 
         context = ssl.create_default_context(cadata=self.certificate)
@@ -97,7 +92,7 @@ class RankAgent:
         self._source = source
         self._find: FindAdmin = (lambda: server) if isinstance(server, AdminAddress) else server
         self._offered: AdminAddress | None = None
-        self._client: httpx.Client | None = None
+        self._client: Client | None = None
         self._interval = interval
         self._sent = 0
         self._failed = 0
@@ -141,15 +136,15 @@ class RankAgent:
         self._hang_up()
 
     def _beat(self) -> None:
+        from kvstow_api.client import calls
+
         try:
             report = self._source.report()
             self._log_change(report)
             client = self._connect()
             if client is None:
                 return
-            answer = client.post(f"/v1/ranks/{self._rank}/report", json=report.to_json())
-            answer.raise_for_status()
-            self._source.apply(DesiredState.from_json(answer.json()))
+            self._source.apply(client.send(calls.report(report, clock=time.time())))
         except Exception as error:  # whatever it is, the thread goes on
             self._failed += 1
             if not self._failing:
@@ -162,7 +157,7 @@ class RankAgent:
                 logger.info("rank %d: reports arrive again after %d failures", self._rank, self._failed)
             self._failing = False
 
-    def _connect(self) -> httpx.Client | None:
+    def _connect(self) -> Client | None:
         """The open connection, or a new one; None while the server has not come yet."""
         if self._client is None:
             address = self._find() or self._offered
@@ -195,6 +190,6 @@ class RankAgent:
 
 def _if_defect(error: Exception) -> Exception | None:
     """A traceback helps with defects of ours, not with a server that is away."""
-    import httpx
+    from kvstow_api.client import ApiError
 
-    return None if isinstance(error, (httpx.HTTPError, KvstowError, OSError)) else error
+    return None if isinstance(error, (ApiError, KvstowError, OSError)) else error

@@ -25,6 +25,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError
 from kvstow.messages import DesiredState, RankReport
 from kvstow_api import app as app_module
+from kvstow_api.client import ApiError, calls
 from kvstow_service import embedded as embedded_module
 from kvstow_service.agent import RankAgent
 from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
@@ -538,10 +539,10 @@ def test_ranks_on_other_nodes_trust_the_servers_certificate(
     address = admin.address_for_remote_ranks
     assert "PRIVATE KEY" not in address.certificate
     another = replace(address, certificate=trustme.CA().cert_pem.bytes().decode())
-    with another.connect() as stranger, pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-        stranger.get("/livez")
+    with another.connect() as stranger, pytest.raises(ApiError, match="CERTIFICATE_VERIFY_FAILED"):
+        stranger.send(calls.info())
     with address.connect() as agents:
-        assert agents.get("/livez").status_code == 200
+        assert agents.send(calls.info()).name == "kvstow"
     agent = RankAgent(0, PinnedRank(), address)
     stack.callback(agent.stop)
     agent.start()

@@ -24,6 +24,7 @@ from kvstow_service.connectors.vllm.sources import BlockPool
 from kvstow_service.connectors.vllm.worker import DataPlane, NoDataPlane, PlaneSource, WorkerSide
 from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
 from kvstow_service.rendezvous import Rendezvous
+from kvstow_service.tls import TlsFiles
 
 _REPORT_SECONDS = 1.5  # the agent reports every second
 
@@ -53,8 +54,7 @@ class SchedulerHost:
         self.admin: EmbeddedAdmin | None = None
         self._options, self._facts, self._groups = options, facts, groups
         self._build, self._make_events = build, make_events
-        port = options.admin_port + facts.data_parallel_rank if options.admin_port else 0
-        self._admin_options = EmbeddedOptions(options.admin_host, port, options.admin_uds, options.token_file)
+        self._admin_options = _admin_options(options, facts)
         self._pool: BlockPool | None = None
         self._hellos: dict[int, RankHello] = {}
 
@@ -129,6 +129,23 @@ class SchedulerHost:
         if not self._options.lazy_offload:
             return None
         return 2 * sum(-(-self._facts.max_batched_tokens // group.block_tokens) for group in self._groups.groups)
+
+
+def _admin_options(options: ConnectorOptions, facts: HostFacts) -> EmbeddedOptions:
+    """Each data-parallel engine has a port of its own."""
+    tls = None
+    if options.tls_cert is not None:
+        tls = TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)
+    elif options.tls_key is not None or options.tls_client_ca is not None:
+        raise ConfigError("kv_connector_extra_config: tls_cert", None, "a certificate, beside tls_key or tls_client_ca")
+    return EmbeddedOptions(
+        admin_host=options.admin_host,
+        admin_port=options.admin_port + facts.data_parallel_rank if options.admin_port else 0,
+        admin_uds=options.admin_uds,
+        token_file=options.token_file,
+        viewer_token_file=options.viewer_token_file,
+        tls=tls,
+    )
 
 
 class WorkerHost:

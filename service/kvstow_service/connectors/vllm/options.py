@@ -46,6 +46,10 @@ class ConnectorOptions:
     admin_port: int = 9595
     admin_uds: Path | None = None
     token_file: Path | None = None
+    viewer_token_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any] | None) -> ConnectorOptions:
@@ -111,8 +115,8 @@ class ConnectorOptions:
 
     def public(self) -> dict[str, Any]:
         """For every reader of the admin API: paths of this machine stay out."""
-        hidden = {"admin_uds", "token_file"}
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in hidden}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if not isinstance(value, Path)}
 
 
 def _size(key: str, value: Any) -> int:
@@ -175,4 +179,8 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "admin_port": _port,
     "admin_uds": _path,
     "token_file": _path,
+    "viewer_token_file": _path,
+    "tls_cert": _path,
+    "tls_key": _path,
+    "tls_client_ca": _path,
 }

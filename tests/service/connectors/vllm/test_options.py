@@ -33,6 +33,10 @@ def test_everything_given_is_kept() -> None:
         "admin_port": 0,
         "admin_uds": "/run/kvstow.sock",
         "token_file": "/etc/kvstow/token",
+        "viewer_token_file": "/etc/kvstow/viewer",
+        "tls_cert": "/etc/kvstow/tls.crt",
+        "tls_key": "/etc/kvstow/tls.key",
+        "tls_client_ca": "/etc/kvstow/ca.crt",
     }
     options = ConnectorOptions.parse(given)
     assert options == ConnectorOptions(
@@ -51,8 +55,13 @@ def test_everything_given_is_kept() -> None:
         admin_port=0,
         admin_uds=Path("/run/kvstow.sock"),
         token_file=Path("/etc/kvstow/token"),
+        viewer_token_file=Path("/etc/kvstow/viewer"),
+        tls_cert=Path("/etc/kvstow/tls.crt"),
+        tls_key=Path("/etc/kvstow/tls.key"),
+        tls_client_ca=Path("/etc/kvstow/ca.crt"),
     )
-    assert set(options.public()) == set(given) - {"admin_uds", "token_file"} | {"pin_latency_target"}
+    paths = {name for name, value in given.items() if str(value).startswith("/")}
+    assert set(options.public()) == set(given) - paths | {"pin_latency_target"}
 
 
 @pytest.mark.parametrize(
@@ -145,3 +154,8 @@ def test_the_pace_and_the_lock_reach_the_pool() -> None:
     pool = options.pool_config(slot_bytes=8, pool_bytes=80, max_bytes=160)
     assert (pool.chunk_bytes, pool.pause, pool.latency_target, pool.lock) == (64, 0.0, None, False)
     assert (pool.capacity_slots, pool.max_slots) == (10, 20)
+
+
+def test_a_bound_below_the_pool_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_bytes"):
+        ConnectorOptions.parse({"cpu_bytes_to_use": 2 << 30, "max_bytes": 1 << 30})
