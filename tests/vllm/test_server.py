@@ -84,7 +84,7 @@ class Server:
 
     def is_pinning(self) -> bool:
         pool = self.stats("pool")
-        return bool(0 < pool["usable_slots"] < pool["capacity_slots"] == SLOTS)
+        return bool(pool["usable_slots"] < pool["capacity_slots"] == SLOTS)
 
 
 def _token(name: str) -> int:
