@@ -64,11 +64,16 @@ def test_the_command_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> N
     assert result.stdout.strip() == "0.1.0"
 
 
+HOSTS = {"vllm": "service/kvstow_service/connectors/vllm"}
+"""Inference engines, which load a connector themselves: what is imported of them is there."""
+
+
 def declared(*extras: str) -> set[str]:
     """Import names of what the core install and these extras declare."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     names = {re.split(r"[<>=\[]", line)[0].replace("-", "_") for line in lines}
+    names = {"yaml" if name == "pyyaml" else name for name in names}
     return (
         names | ({"starlette"} if "fastapi" in names else set()) | ({"pydantic_core"} if "pydantic" in names else set())
     )
@@ -88,7 +93,19 @@ def imported(package: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("package", "extras"),
-    [("engine/kvstow", ()), ("api/kvstow_api", ("service",)), ("service/kvstow_service", ("service", "cli"))],
+    [("engine/kvstow", ()), ("api/kvstow_api", ("service",)), ("service/kvstow_service", ("service", "cli", "plot"))],
 )
 def test_what_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> None:
-    assert imported(package) <= declared(*extras)
+    assert imported(package) - set(HOSTS) <= declared(*extras)
+
+
+@pytest.mark.parametrize(("host", "connector"), HOSTS.items())
+def test_only_its_connector_imports_an_inference_engine(host: str, connector: str) -> None:
+    importers = {
+        path
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if re.search(rf"^\s*(from|import) {host}\b", path.read_text(), re.MULTILINE)
+    }
+    assert importers
+    assert all(path.is_relative_to(ROOT / connector) for path in importers)
