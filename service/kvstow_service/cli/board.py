@@ -1,0 +1,180 @@
+"""How `kvstow top` looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kvstow.bytesize import format_size
+from kvstow.stats import SLOT_STATES, SlotState
+from kvstow_api.series import METRICS, lines_of
+from kvstow_api.views.ranks import RankView
+from kvstow_service.cli.figures import ABSENT, STATE_STYLES, duration, percent, rate
+from kvstow_service.cli.snapshot import Snapshot
+from kvstow_service.cli.sparkline import sparkline
+
+# Where there are no colours, the characters tell the states apart.
+_SLOTS: dict[SlotState, tuple[str, str]] = {
+    "pinned": ("█", "magenta"),
+    "leased": ("▓", "blue"),
+    "cached": ("▒", "green"),
+    "filling": ("▚", "yellow"),
+    "quarantined": ("▞", "red"),
+    "free": ("·", "bright_black"),
+}
+assert set(_SLOTS) == set(SLOT_STATES)
+
+_LABEL = 12
+_MINUTES_OF_SAMPLES = 60  # 5 min, one each 5 s
+_OTHER_LINES = 24
+
+
+def board(snapshot: Snapshot | None, lost: str | None, *, width: int, height: int, server: str) -> RenderableType:
+    """The whole picture. `lost`: why the server does not answer now; what is shown is what it said last."""
+    if snapshot is None:
+        return Group(Text(f"kvstow top  {server}", style="bold"), Text(), _lost(lost or "asking ..."))
+    parts: list[RenderableType] = [_head(snapshot, server)]
+    if lost:
+        parts.append(_lost(lost))
+    parts += [
+        *_section("Memory", _ranks(snapshot, width, max(4, height - _OTHER_LINES))),
+        *_section("Pool", _pool(snapshot, width)),
+        *_section("Traffic", _traffic(snapshot, width)),
+        *_section("In flight", _pending(snapshot)),
+        *_section("Evictions", _evictions(snapshot)),
+    ]
+    return Group(*parts)
+
+
+def _head(snapshot: Snapshot, server: str) -> RenderableType:
+    info, readiness = snapshot.info, snapshot.readiness
+    name = f"kvstow {info.version}, {info.mode}, {server}, up {duration(info.uptime_seconds)}"
+    state = Text(readiness.state, style=f"bold {STATE_STYLES.get(readiness.state, '')}".strip())
+    return Group(Text(name, style="bold", no_wrap=True, overflow="ellipsis"), state.append(f"  {readiness.reason}", ""))
+
+
+def _lost(reason: str) -> Text:
+    return Text(f"no answer: {reason}; trying again", style="red")
+
+
+def _section(title: str, body: RenderableType) -> Iterable[RenderableType]:
+    yield Text(f"\n{title}", style="bold cyan")
+    yield body
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(width=_LABEL, no_wrap=True)
+    return grid
+
+
+def _ranks(snapshot: Snapshot, width: int, most: int) -> RenderableType:
+    """A bar for each rank; where there are too many, those that have pinned least."""
+    ranks = sorted(snapshot.readiness.ranks, key=lambda rank: rank.pinned_bytes)
+    shown = sorted(ranks[:most], key=lambda rank: rank.rank)
+    grid = _grid()
+    for rank in shown:
+        bar = ProgressBar(max(rank.target_bytes, 1), rank.pinned_bytes, width=_bar_width(width))
+        state = Text(rank.state, style=STATE_STYLES.get(rank.state, ""))
+        grid.add_row(f"rank {rank.rank}", bar, Text.assemble(state, "  ", _pin_words(rank)))
+    if len(ranks) > most:
+        grid.add_row("", Text(f"and {len(ranks) - most} ranks that have pinned more", style="dim"))
+    return grid
+
+
+def _pin_words(rank: RankView) -> str:
+    if rank.error:
+        return f"{rank.error_reason or 'error'}: {rank.error}"
+    size = format_size(rank.target_bytes)
+    if rank.pinned_bytes >= rank.target_bytes:
+        return size
+    words = f"{format_size(rank.pinned_bytes)} of {size}"
+    speed = rank.pin_rate_bytes_per_second
+    if not speed:
+        return words
+    return f"{words}, {rate(speed)}, {duration((rank.target_bytes - rank.pinned_bytes) / speed)} left"
+
+
+def _pool(snapshot: Snapshot, width: int) -> RenderableType:
+    pool = snapshot.stats.pool
+    assert pool is not None
+    counts = {state: getattr(pool.slots, state) for state in _SLOTS}
+    legend = Text()
+    for state, (mark, style) in _SLOTS.items():
+        if counts[state] or state in ("cached", "free"):
+            legend.append(f"{mark} ", style).append(f"{state} {counts[state]:,}   ")
+    size = format_size(pool.capacity_slots * pool.slot_bytes)
+    words = f"{pool.usable_slots:,} of {pool.capacity_slots:,} slots, {size} each rank, {pool.policy}"
+    grid = _grid()
+    grid.add_row("slots", _stack(counts, _bar_width(width)), words)
+    return Group(grid, Text(" " * (_LABEL + 2)).append_text(legend))
+
+
+def _stack(counts: dict[SlotState, int], width: int) -> Text:
+    """Each state's share of the bar; whoever has a slot has a character."""
+    total, bar = sum(counts.values()), Text()
+    if not total:
+        return Text("none is usable yet".ljust(width), style="dim")
+    shares = {state: max(1, round(count * width / total)) for state, count in counts.items() if count}
+    largest = max(shares, key=lambda state: shares[state])
+    shares[largest] += width - sum(shares.values())
+    for state, share in shares.items():
+        mark, style = _SLOTS[state]
+        bar.append(mark * share, style)
+    return bar
+
+
+def _traffic(snapshot: Snapshot, width: int) -> RenderableType:
+    movement = snapshot.movement
+    samples = snapshot.history[-_MINUTES_OF_SAMPLES:]
+    grid = _grid()
+    (hits,) = lines_of(METRICS["hit-ratio"], samples)
+    loads, stores = lines_of(METRICS["bandwidth"], samples)
+    lookups = snapshot.stats.lookups
+    ever = percent(lookups.hit_ratio if lookups else None)
+    grid.add_row("hit ratio", _line(hits.points, width, 1.0), f"{percent(movement.hit_ratio)}  (ever {ever})")
+    top = max((point for line in (loads, stores) for point in line.points if point is not None), default=0.0)
+    grid.add_row("loads", _line(loads.points, width, top), rate(movement.load_bytes))
+    grid.add_row("stores", _line(stores.points, width, top), rate(movement.store_bytes))
+    return grid
+
+
+def _line(points: Sequence[float | None], width: int, top: float) -> Text:
+    room = _bar_width(width)
+    return Text(sparkline(points, room, top).rjust(room), style="green")
+
+
+def _pending(snapshot: Snapshot) -> RenderableType:
+    transfers = snapshot.stats.transfers
+    assert transfers is not None
+    pending = transfers.pending
+    words = Text(f"{pending.loads} loads ({format_size(pending.load_bytes)}), ")
+    words.append(f"{pending.stores} stores ({format_size(pending.store_bytes)})")
+    if pending.loads or pending.stores:
+        words.append(f", the oldest for {duration(pending.oldest_seconds)}")
+    if pending.stuck:
+        words.append(f", {pending.stuck} stuck", "bold red")
+    grid = _grid()
+    for one in snapshot.oldest:
+        state = Text(one.state, style=STATE_STYLES.get(one.state, ""))
+        blocks = f"{one.blocks} blocks, {duration(one.age_seconds)}, {one.request_id or ABSENT}"
+        grid.add_row(one.direction, state, blocks)
+    return Group(words, grid) if snapshot.oldest else words
+
+
+def _evictions(snapshot: Snapshot) -> RenderableType:
+    counts = {reason: count for reason, count in (snapshot.stats.evictions or {}).items() if count}
+    words = "   ".join(f"{reason.replace('_', ' ')} {count:,}" for reason, count in counts.items())
+    movement = snapshot.movement
+    now = f"{movement.evicted_blocks:.1f} blocks/s now"
+    if movement.dropped_blocks:
+        now += f", {movement.dropped_blocks:.1f} stores/s dropped"
+    return Text(f"{words or 'none'}   ({now})")
+
+
+def _bar_width(width: int) -> int:
+    return max(10, min(50, width - _LABEL - 50))

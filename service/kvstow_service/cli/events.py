@@ -1,0 +1,77 @@
+"""`kvstow events`: what happens, as it happens."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstow_service.cli.connection import Connection, remote
+from kvstow_service.cli.output import Format, format_flag
+
+if TYPE_CHECKING:
+    from kvstow_api.client.eventstream import Subscription
+    from kvstow_api.views.events import EventView
+
+_RETRY_SECONDS = 1.0
+
+
+@click.command()
+@click.option("--type", "types", multiple=True, metavar="TYPE", help="Only these: state, rank, operation, change, ...")
+@click.option("--recent", type=click.IntRange(0, 1000), default=10, show_default=True, help="Begin so many ago.")
+@click.option("--limit", type=click.IntRange(1), help="End after so many.")
+@format_flag
+@remote
+def events(connection: Connection, types: tuple[Any, ...], recent: int, limit: int | None, style: Format) -> None:
+    """Print what happens, as it happens, until Ctrl-C.
+
+    Types are state, rank, operation, change and lost; stored and removed, one for each batch of blocks, come only
+    when asked for. Goes on where it was after the connection was lost. json is one object on each line.
+    """
+    from kvstow_api.client.eventstream import Subscription
+
+    stream = _stream(connection, Subscription(types, recent=recent))
+    try:
+        for event in islice(stream, limit):
+            click.echo(_line(event, style))
+    except KeyboardInterrupt:
+        click.get_current_context().exit()
+
+
+def _stream(connection: Connection, subscription: Subscription) -> Iterator[EventView]:
+    """Over all connections that it takes. Raises `ApiError` if the first one fails, or the server refuses."""
+    from dataclasses import replace
+
+    from kvstow_api.client import ApiError
+
+    seen = False
+    with connection.client() as client:
+        while True:
+            try:
+                for event in client.events(subscription):
+                    seen = True
+                    subscription = replace(subscription, after=event.id or subscription.after, recent=0)
+                    yield event
+            except ApiError as error:
+                if error.problem is not None or not seen:
+                    raise
+                click.echo(f"{error}; trying again", err=True)
+            time.sleep(_RETRY_SECONDS)
+
+
+def _line(event: EventView, style: Format) -> str:
+    if style == "json":
+        return json.dumps({"id": event.id, "type": event.type, "data": event.data})
+    if style == "yaml":
+        import yaml
+
+        text: str = yaml.safe_dump({"id": event.id, "type": event.type, "data": event.data}, sort_keys=False)
+        return "---\n" + text.rstrip()
+    data = dict(event.data)
+    when = str(data.pop("time", ""))[:19].replace("T", " ")
+    words = "  ".join(f"{name}={value}" for name, value in data.items() if value not in (None, ""))
+    return f"{when:19}  {event.type:9}  {words}" + (f"  id={event.id}" if style == "wide" else "")

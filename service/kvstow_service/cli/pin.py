@@ -1,0 +1,47 @@
+"""`kvstow pin`: keep blocks from eviction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvstow_service.cli.asking import dry_run_flag, keys_of
+from kvstow_service.cli.connection import Connection, remote
+from kvstow_service.cli.exits import CommandError, ExitCode
+from kvstow_service.cli.figures import counted
+from kvstow_service.cli.output import Format, emit, format_flag
+from kvstow_service.cli.values import TIME
+
+
+@click.command()
+@click.argument("keys", nargs=-1, required=True, metavar="KEY...")
+@click.option("--ttl", type=TIME, help="For so long; until `kvstow unpin` if it is left out.")
+@dry_run_flag
+@format_flag
+@remote
+def pin(connection: Connection, keys: tuple[str, ...], ttl: float | None, dry_run: bool, style: Format) -> None:
+    """Keep blocks from eviction.
+
+    A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input. A new pin replaces an old
+    one. Exit code 4 if none of the keys is in the pool.
+    """
+    from kvstow_api.client import calls
+    from kvstow_api.views.pools import PinView
+
+    wanted = keys_of(keys)
+    with connection.client() as client:
+        present = client.send(calls.lookup(wanted)).present
+        if not any(present):
+            fix = "`kvstow get blocks` lists what is there"
+            raise CommandError(f"none of {len(wanted)} keys is in the pool", fix, ExitCode.NOT_FOUND)
+        if dry_run:
+            emit(
+                PinView(changed=sum(present), missing=present.count(False)), style, lambda view: _say(view, "would pin")
+            )
+        else:
+            emit(client.send(calls.pin(wanted, ttl_seconds=ttl)), style, lambda view: _say(view, "pinned"))
+
+
+def _say(view: Any, verb: str) -> None:
+    click.echo(f"{verb} {counted(view.changed, 'block')}; not in the pool: {counted(view.missing, 'key')}")

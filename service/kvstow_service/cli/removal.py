@@ -1,0 +1,63 @@
+"""What `kvstow evict` and `kvstow purge` have in common: a plan, a question, and the doing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstow.bytesize import format_size
+from kvstow_service.cli.asking import ask
+from kvstow_service.cli.connection import Connection
+from kvstow_service.cli.figures import counted
+from kvstow_service.cli.output import Format, emit
+from kvstow_service.cli.work import run
+
+if TYPE_CHECKING:
+    from kvstow_api.client import Call
+    from kvstow_api.views.operations import OperationView
+    from kvstow_api.views.pools import RemovedView
+
+_WAIT_SECONDS = 10.0
+
+
+def remove(
+    connection: Connection,
+    make: Callable[..., Call[RemovedView | OperationView]],
+    *,
+    dry_run: bool,
+    yes: bool,
+    no_wait: bool,
+    style: Format,
+) -> None:
+    """`make` is one of the client's calls, with all that selects blocks. Prints the plan or what came of it."""
+    with connection.client() as client:
+        if dry_run or not yes:
+            plan = _removed(run(client, make(dry_run=True, wait=_WAIT_SECONDS)))
+            if dry_run:
+                _print(plan, style)
+                return
+            ask(f"remove {_amount(plan)}", yes)
+        _print(run(client, make(wait=None if no_wait else _WAIT_SECONDS), no_wait=no_wait), style)
+
+
+def _removed(answer: RemovedView | OperationView) -> Any:
+    """The result, also of an operation."""
+    return getattr(answer, "result", answer)
+
+
+def _print(answer: RemovedView | OperationView, style: Format) -> None:
+    emit(answer, style, _say)
+
+
+def _say(view: Any) -> None:
+    removed = _removed(view)
+    if removed is None:
+        click.echo(f"{view.id} is running; `kvstow get operations {view.id}` shows how far it is")
+    else:
+        click.echo(f"{'would remove' if removed.dry_run else 'removed'} {_amount(removed)}")
+
+
+def _amount(removed: RemovedView) -> str:
+    return f"{counted(removed.evicted_slots, 'block')}, {format_size(removed.evicted_bytes)} of each rank"

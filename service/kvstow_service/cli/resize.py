@@ -1,0 +1,71 @@
+"""`kvstow resize`: give the pool another size while it serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvstow.bytesize import format_size
+from kvstow_service.cli.asking import ask, dry_run_flag, yes_flag
+from kvstow_service.cli.connection import Connection, remote
+from kvstow_service.cli.figures import counted
+from kvstow_service.cli.output import Format, emit, format_flag
+from kvstow_service.cli.values import SIZE
+from kvstow_service.cli.work import no_wait_flag, run
+
+_WAIT_SECONDS = 10.0
+
+
+@click.command()
+@click.argument("size", type=SIZE, required=False)
+@click.option("--slots", type=click.IntRange(1), help="So many slots in place of a size.")
+@dry_run_flag
+@yes_flag
+@no_wait_flag
+@format_flag
+@remote
+def resize(
+    connection: Connection,
+    size: int | None,
+    slots: int | None,
+    dry_run: bool,
+    yes: bool,
+    no_wait: bool,
+    style: Format,
+) -> None:
+    """Give the pool of every rank SIZE bytes, such as 16GiB.
+
+    Growing pins in the background. Shrinking evicts the coldest blocks first, and asks before.
+    """
+    from kvstow_api.client import calls
+
+    if (size is None) == (slots is None):
+        raise click.UsageError("give a size, or --slots")
+    with connection.client() as client:
+        pool = client.send(calls.pool())
+        plan = client.send(calls.plan_resize(slots=slots, num_bytes=size))
+        if dry_run:
+            emit(plan, style, _say_plan)
+            return
+        if plan.evicted_slots:
+            loss = f"evicts {counted(plan.evicted_slots, 'block')}, {format_size(plan.evicted_bytes)} of each rank"
+            ask(f"shrink the pool to {plan.capacity_slots:,} slots, which {loss}", yes)
+        wait = None if no_wait else _WAIT_SECONDS
+        change = calls.resize(slots=slots, num_bytes=size, if_match=pool.etag, wait=wait)
+        answer = run(client, change, no_wait=no_wait)
+        emit(answer, style, lambda view: _say(view, plan.capacity_slots))
+
+
+def _say_plan(plan: Any) -> None:
+    click.echo(
+        f"would make it {plan.capacity_slots:,} slots and evict {counted(plan.evicted_slots, 'block')}, "
+        f"{format_size(plan.evicted_bytes)} of each rank"
+    )
+
+
+def _say(view: Any, slots: int) -> None:
+    if getattr(view, "state", "") == "running":
+        click.echo(f"{view.id} is running; `kvstow get operations {view.id}` shows how far it is")
+    else:
+        click.echo(f"the pool has {slots:,} slots; ranks pin what is new in the background")

@@ -1,0 +1,170 @@
+"""The columns of what `kvstow get` lists."""
+
+from __future__ import annotations
+
+from kvstow.bytesize import format_size
+from kvstow_api.views.blocks import BlockView
+from kvstow_api.views.config import LogLevelView
+from kvstow_api.views.gate import BypassView, DrainView
+from kvstow_api.views.operations import OperationView
+from kvstow_api.views.pools import PoolView
+from kvstow_api.views.ranks import RankView, ReadinessView
+from kvstow_api.views.transfers import TransferView
+from kvstow_service.cli.figures import ABSENT, duration, figure, moment, percent, rate
+from kvstow_service.cli.output import Column
+
+
+def _field(title: str, name: str, *, wide: bool = False) -> Column:
+    """A field as it is."""
+    return Column(title, lambda item: figure(name, getattr(item, name)), wide)
+
+
+def _error(item: RankView) -> str:
+    return ": ".join(part for part in (item.error_reason, item.error) if part) or ABSENT
+
+
+def _pinned(item: RankView) -> str:
+    share = percent(item.pinned_bytes / item.target_bytes) if item.target_bytes else ABSENT
+    return f"{format_size(item.pinned_bytes)} of {format_size(item.target_bytes)} ({share})"
+
+
+def _used(item: PoolView) -> str:
+    used = item.usable_slots - item.slots.free
+    return f"{used:,} ({percent(used / item.usable_slots if item.usable_slots else None)})"
+
+
+def _progress(item: OperationView) -> str:
+    return f"{item.progress.done:,} of {item.progress.total:,} {item.progress.unit}"
+
+
+def _removed(item: OperationView) -> str:
+    return ABSENT if item.result is None else f"{item.result.evicted_slots:,} removed"
+
+
+READINESS = (
+    Column("STATE", lambda item: str(item.state)),
+    _field("USABLE", "usable_slots"),
+    _field("SLOTS", "capacity_slots"),
+    Column("RANKS", lambda item: _states(item)),
+    _field("REASON", "reason"),
+)
+
+
+def _states(item: ReadinessView) -> str:
+    states = [rank.state for rank in item.ranks]
+    return ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
+
+
+POOLS = (
+    _field("NAME", "name"),
+    Column("SIZE", lambda item: format_size(item.capacity_bytes)),
+    _field("SLOTS", "capacity_slots"),
+    _field("USABLE", "usable_slots"),
+    Column("USED", _used),
+    _field("POLICY", "policy"),
+    _field("RANKS", "num_ranks"),
+    _field("LEASES", "leases"),
+    *(
+        Column(state.upper(), lambda item, state=state: f"{getattr(item.slots, state):,}", wide=True)  # type: ignore[misc]
+        for state in ("free", "filling", "cached", "leased", "pinned", "quarantined")
+    ),
+    Column("SLOT", lambda item: format_size(item.slot_bytes), wide=True),
+    Column("MAXIMUM", lambda item: format_size(item.max_capacity_bytes), wide=True),
+    _field("ETAG", "etag", wide=True),
+)
+
+BLOCKS = (
+    Column("KEY", lambda item: str(item.key)),
+    _field("SLOT", "slot"),
+    _field("STATE", "state"),
+    Column("AGE", lambda item: duration(item.age_seconds)),
+    Column("IDLE", lambda item: duration(item.idle_seconds)),
+    _field("LEASES", "leases"),
+    Column("PINNED FOR", lambda item: _pin_left(item)),
+)
+
+
+def _pin_left(item: BlockView) -> str:
+    if item.state != "pinned":
+        return ABSENT
+    return "ever" if item.pin_ttl_seconds is None else duration(item.pin_ttl_seconds)
+
+
+RANKS = (
+    _field("RANK", "rank"),
+    _field("STATE", "state"),
+    Column("PINNED", _pinned),
+    Column("RATE", lambda item: rate(item.pin_rate_bytes_per_second)),
+    _field("PENDING", "pending_ops"),
+    Column("REPORT", lambda item: duration(item.last_report_age_seconds)),
+    Column("ERROR", _error),
+    _field("BOOT", "boot_id", wide=True),
+    _field("MODE", "pin_mode", wide=True),
+    Column("RESIDENT", lambda item: format_size(item.resident_bytes), wide=True),
+    Column("LOADED", lambda item: format_size(item.load_bytes_total), wide=True),
+    Column("STORED", lambda item: format_size(item.store_bytes_total), wide=True),
+    _field("NOTICE", "notice", wide=True),
+)
+
+
+def _waiting_for(item: TransferView) -> str:
+    return ", ".join(map(str, item.pending_ranks)) or ABSENT
+
+
+TRANSFERS = (
+    _field("OP", "op_id"),
+    _field("DIRECTION", "direction"),
+    _field("STATE", "state"),
+    _field("BLOCKS", "blocks"),
+    _field("SIZE", "bytes"),
+    Column("AGE", lambda item: duration(item.age_seconds)),
+    _field("REQUEST", "request_id"),
+    Column("WAITING FOR RANKS", _waiting_for, wide=True),
+    _field("FAILED", "failed", wide=True),
+)
+
+OPERATIONS = (
+    _field("ID", "id"),
+    _field("KIND", "kind"),
+    Column("STATE", lambda item: "waiting" if item.state == "running" and item.waiting else str(item.state)),
+    Column("PROGRESS", _progress),
+    Column("RESULT", _removed),
+    Column("CREATED", lambda item: moment(item.created)),
+    Column("ENDED", lambda item: moment(item.ended), wide=True),
+    _field("ERROR", "error"),
+)
+
+
+def _drain_state(item: DrainView) -> str:
+    if not item.active:
+        return "off"
+    return "drained" if item.drained else "draining"
+
+
+DRAIN = (
+    Column("DRAIN", _drain_state),
+    _field("MODE", "mode"),
+    _field("TRANSFERS", "pending_transfers"),
+    _field("LEASES", "leases"),
+    Column("LEFT", lambda item: duration(item.deadline_seconds_left)),
+)
+
+
+def _bypass_left(item: BypassView) -> str:
+    if not (item.load or item.store):
+        return ABSENT
+    return "ever" if item.ttl_seconds_left is None else duration(item.ttl_seconds_left)
+
+
+BYPASS = (
+    Column("LOADS", lambda item: "off" if item.load else "on"),
+    Column("STORES", lambda item: "off" if item.store else "on"),
+    Column("FOR", _bypass_left),
+)
+
+
+def _level_left(item: LogLevelView) -> str:
+    return ABSENT if item.ttl_seconds_left is None else duration(item.ttl_seconds_left)
+
+
+LOG_LEVELS = (_field("LOGGER", "logger"), _field("LEVEL", "level"), Column("FOR", _level_left))

@@ -1,0 +1,51 @@
+"""`kvstow unpin`: let blocks be evicted again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvstow_service.cli.asking import ask, dry_run_flag, keys_of, yes_flag
+from kvstow_service.cli.connection import Connection, remote
+from kvstow_service.cli.figures import counted
+from kvstow_service.cli.output import Format, emit, format_flag
+
+
+@click.command()
+@click.argument("keys", nargs=-1, metavar="[KEY]...")
+@click.option("--all", "everything", is_flag=True, help="End every pin.")
+@dry_run_flag
+@yes_flag
+@format_flag
+@remote
+def unpin(
+    connection: Connection, keys: tuple[str, ...], everything: bool, dry_run: bool, yes: bool, style: Format
+) -> None:
+    """Let blocks be evicted again.
+
+    A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input.
+    """
+    from kvstow_api.client import calls
+    from kvstow_api.views.pools import PinView
+
+    if bool(keys) == everything:
+        raise click.UsageError("give keys, or --all")
+    with connection.client() as client:
+        if everything and (dry_run or not yes):
+            pinned = client.send(calls.pool()).slots.pinned
+            if dry_run:
+                emit(PinView(changed=pinned, missing=0), style, lambda view: _say(view, "would unpin"))
+                return
+            ask(f"unpin {counted(pinned, 'block')}", yes)
+        wanted = None if everything else keys_of(keys)
+        if dry_run and wanted is not None:
+            present = client.send(calls.lookup(wanted)).present
+            plan = PinView(changed=sum(present), missing=present.count(False))
+            emit(plan, style, lambda view: _say(view, "would unpin up to"))
+            return
+        emit(client.send(calls.unpin(wanted)), style, lambda view: _say(view, "unpinned"))
+
+
+def _say(view: Any, verb: str) -> None:
+    click.echo(f"{verb} {counted(view.changed, 'block')}; not in the pool: {counted(view.missing, 'key')}")
