@@ -77,13 +77,14 @@ def _unpack_helm(folder: Path) -> None:
     shutil.rmtree(folder / "package")
 
 
-def _unpack_promtool(folder: Path) -> None:
+def _unpack_prometheus(folder: Path) -> None:
     if shutil.which("apt-get") is None:
-        raise OSError("it comes from Debian's package prometheus; elsewhere put promtool on the PATH")
+        raise OSError("it comes from Debian's package; elsewhere put prometheus and promtool on the PATH")
     must_run("apt-get", "download", "prometheus", cwd=folder)
     (package,) = folder.glob("*.deb")
     must_run("dpkg-deb", "-x", package, folder)
-    (folder / "usr/bin/promtool").rename(folder / "promtool")
+    for binary in ("prometheus", "promtool"):
+        (folder / "usr/bin" / binary).rename(folder / binary)
     package.unlink()
     for rest in ("usr", "etc", "lib", "var"):
         shutil.rmtree(folder / rest, ignore_errors=True)
@@ -108,8 +109,17 @@ def helm() -> Path:
 
 @pytest.fixture(scope="session")
 def promtool() -> Path:
-    found = shutil.which("promtool")
-    return Path(found) if found else obtained("promtool", _unpack_promtool) / "promtool"
+    return _prometheus_binary("promtool")
+
+
+@pytest.fixture(scope="session")
+def prometheus() -> Path:
+    return _prometheus_binary("prometheus")
+
+
+def _prometheus_binary(name: str) -> Path:
+    found = shutil.which(name)
+    return Path(found) if found else obtained("prometheus", _unpack_prometheus) / name
 
 
 @pytest.fixture(scope="session")

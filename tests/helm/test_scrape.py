@@ -1,0 +1,238 @@
+"""A real Prometheus scrapes a real service under traffic, and evaluates every rule and every panel."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+pytestmark = [pytest.mark.deploy, pytest.mark.process]
+
+CHART = Path(__file__).parents[2] / "helm" / "kvstow"
+RULES = CHART / "files" / "rules.yaml"
+LABELS = {"namespace": "ml", "pod": "kvstow-0"}  # as a PodMonitor would add them
+
+# What panels choose, and what Grafana fills in.
+VALUES = {
+    "cluster": ".*",
+    "namespace": "ml",
+    "model": ".*",
+    "pod": "kvstow-0",
+    "__rate_interval": "1m",
+    "__range": "1h",
+}
+RULE_GROUPS: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["groups"]
+RECORDS = [rule["record"] for group in RULE_GROUPS for rule in group["rules"] if "record" in rule]
+PANELS = [
+    (panel["title"], target["expr"])
+    for path in sorted(CHART.glob("dashboards/*.json"))
+    for panel in json.loads(path.read_text())["panels"]
+    for target in panel.get("targets", ())
+]
+VARIABLES = [
+    variable["query"]["query"]
+    for path in sorted(CHART.glob("dashboards/*.json"))
+    for variable in json.loads(path.read_text())["templating"]["list"]
+    if variable["type"] == "query"
+]
+
+# Nothing to see where no kernel names a node, and no rank is unwell.
+MAY_BE_EMPTY = {"Memory by NUMA node"}
+PROMETHEUS_OWN = {"up", "ALERTS"}
+
+
+def filled_in(expression: str) -> str:
+    return re.sub(r"\$\{?(\w+)\}?", lambda name: VALUES[name[1]], expression)
+
+
+def metrics_in(expression: str) -> set[str]:
+    """Names of metrics in an expression; those of records have colons, and are none."""
+    bare = re.sub(r'"[^"]*"|\b(?:by|on|without|group_left) \([^)]*\)|\[[^\]]*\]', "", expression)
+    return set(re.findall(r"(?<![\w:])(?:kvstow|process|python)_\w+(?![\w:])", bare))
+
+
+@contextmanager
+def running(*command: str | Path, log: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
+    """What `condition` finds, once it finds anything; fails after a deadline that no healthy run comes near."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not come about within {seconds:g} s"
+        time.sleep(0.1)
+    return found
+
+
+def tried(call: Callable[[], Any]) -> Any:
+    """None where nobody answers yet."""
+    try:
+        return call()
+    except httpx.TransportError:
+        return None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scrape")
+
+
+@pytest.fixture(scope="module")
+def multiprocess_folder(folder: Path) -> Path:
+    path = folder / "multiprocess"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path, multiprocess_folder: Path) -> Iterator[str]:
+    """URL of `kvstow serve`, with two ranks and a replay that goes on for longer than the tests, in a pool that is too
+    small for it."""
+    trace, log = folder / "trace.jsonl", folder / "service.log"
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("KVSTOW_")}
+    environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "PROMETHEUS_MULTIPROC_DIR": str(multiprocess_folder)}
+    kvstow = (sys.executable, "-m", "kvstow_service")
+    generate = (*kvstow, "trace", "generate", "--sessions", "2000", "--output", trace)
+    subprocess.run(generate, env=environ, check=True, capture_output=True)
+    options = "--port 0 --ranks 2 --pool-size 8MiB --slot-size 16KiB --replay-rate 25 --replay-concurrency 4"
+    command = (*kvstow, "serve", *options.split(), "--replay", trace)
+    with running(*command, log=log, env=environ) as process:
+
+        def address() -> str | None:
+            assert process.poll() is None, log.read_text()
+            found = re.search(r"admin server on (http://[\d.:]+)", log.read_text())
+            return found and found[1]
+
+        yield until(address, "the service's address")
+
+
+@pytest.fixture(scope="module")
+def scraped(service: str) -> str:
+    """The text of one scrape, of a service under traffic."""
+
+    def text() -> str | None:
+        said = httpx.get(f"{service}/metrics").text
+        loaded = re.search(r'^kvstow_transfer_bytes_total\{direction="load"\} (\S+)', said, re.MULTILINE)
+        return said if loaded and float(loaded[1]) > 0 else None
+
+    found: str = until(text, "a load")
+    return found
+
+
+@pytest.fixture(scope="module")
+def prometheus_url(service: str, prometheus: Path, folder: Path) -> Iterator[str]:
+    """A Prometheus that scrapes the service every second and has evaluated the rules."""
+    target = {"targets": [service.removeprefix("http://")], "labels": LABELS}
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(RULES)],
+        "scrape_configs": [{"job_name": "kvstow", "static_configs": [target]}],
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    options = (f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/tsdb")
+    url = f"http://{address}"
+    with running(prometheus, *options, f"--web.listen-address={address}", log=folder / "prometheus.log") as process:
+        until(lambda: process.poll() is not None or tried(lambda: httpx.get(f"{url}/-/ready").is_success), "Prometheus")
+        assert process.poll() is None, (folder / "prometheus.log").read_text()
+        yield url
+
+
+@pytest.fixture(scope="module")
+def ask(prometheus_url: str) -> Callable[[str], list[dict[str, Any]]]:
+    """Evaluates an expression now."""
+
+    def query(expression: str) -> list[dict[str, Any]]:
+        answer = httpx.get(f"{prometheus_url}/api/v1/query", params={"query": expression}).json()
+        assert answer["status"] == "success", f"{expression}: {answer}"
+        result = answer["data"]["result"]
+        return list(result)
+
+    return query
+
+
+def test_promtool_finds_nothing_to_complain_about(scraped: str, promtool: Path) -> None:
+    result = subprocess.run([promtool, "check", "metrics"], input=scraped, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_service_writes_nothing_into_the_multiprocess_folder(scraped: str, multiprocess_folder: Path) -> None:
+    assert "kvstow_pool_blocks" in scraped
+    assert list(multiprocess_folder.iterdir()) == []
+
+
+def test_panels_and_rules_name_only_what_a_service_exports(scraped: str) -> None:
+    exported = set(re.findall(r"^# TYPE (\S+) ", scraped, re.MULTILINE))
+    exported |= {
+        f"{name}_{part}"
+        for name in re.findall(r"^# TYPE (\S+) histogram$", scraped, re.MULTILINE)
+        for part in ("bucket", "sum", "count")
+    }
+    expressions = [expression for _, expression in PANELS]
+    expressions += [rule["expr"] for group in RULE_GROUPS for rule in group["rules"]]
+    expressions += [re.sub(r"label_values\((.*), \w+\)", r"\1", query) for query in VARIABLES]
+    named = {name for expression in expressions for name in metrics_in(expression)}
+    assert len(named) > 50
+    assert named <= exported
+
+
+def test_every_panel_is_an_expression(promtool: Path, tmp_path: Path) -> None:
+    rules = [{"record": f"panel:{number}", "expr": filled_in(expr)} for number, (_, expr) in enumerate(PANELS)]
+    file = tmp_path / "panels.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    result = subprocess.run([promtool, "check", "rules", file], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_service_is_scraped(ask: Callable[[str], list[dict[str, Any]]], prometheus_url: str) -> None:
+    until(lambda: ask("up == 1"), "a scrape")
+    (target,) = httpx.get(f"{prometheus_url}/api/v1/targets").json()["data"]["activeTargets"]
+    assert (target["health"], target["lastError"]) == ("up", "")
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_records_have_values(ask: Callable[[str], list[dict[str, Any]]], record: str) -> None:
+    (sample,) = until(lambda: ask(f"{record} > 0"), record)
+    assert sample["metric"].items() >= LABELS.items()
+
+
+def test_prometheus_evaluates_every_rule(ask: Callable[[str], list[dict[str, Any]]], prometheus_url: str) -> None:
+    until(lambda: ask(RECORDS[0]), "an evaluation")
+    groups = httpx.get(f"{prometheus_url}/api/v1/rules").json()["data"]["groups"]
+    rules = {rule["name"]: rule for group in groups for rule in group["rules"]}
+    assert set(rules) == {rule.get("alert") or rule["record"] for group in RULE_GROUPS for rule in group["rules"]}
+    assert {name: rule.get("lastError") for name, rule in rules.items() if rule["health"] != "ok"} == {}
+    firing = [name for name, rule in rules.items() if rule.get("state") == "firing"]
+    assert firing == [], "the service is well"
+
+
+@pytest.mark.parametrize(("title", "expression"), PANELS, ids=[f"{n}-{title}" for n, (title, _) in enumerate(PANELS)])
+def test_every_panel_shows_something(ask: Callable[[str], list[dict[str, Any]]], title: str, expression: str) -> None:
+    found = ask(filled_in(expression))
+    if title not in MAY_BE_EMPTY:
+        until(lambda: found or ask(filled_in(expression)), title)
