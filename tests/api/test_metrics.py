@@ -265,16 +265,16 @@ async def test_metrics_go_to_the_registry_of_the_host(launch: Any) -> None:
 
 SCRAPE = """
 from kvstow.config import EngineConfig
-from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.app import create_app
 from kvstow_api.context import ApiContext
-from prometheus_client import generate_latest
+from prometheus_client import REGISTRY, generate_latest
 
 engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
 context = ApiContext(engine=engine, max_capacity_slots=4, version="1", mode="test")
 create_app(context)
 print(generate_latest(context.registry).decode())
+assert b"kvstow" not in generate_latest(REGISTRY), "the host's own"
 """
 
 

@@ -107,6 +107,19 @@ def test_the_rules_arrive_as_they_are(find: Find) -> None:
     assert rule["spec"] == yaml.safe_load((CHART / "files" / "rules.yaml").read_text())
 
 
+def test_alerts_link_to_the_runbooks_that_people_can_read(find: Find) -> None:
+    where = "https://git.example.com/runbooks"
+    rule = find("PrometheusRule", f"monitoring.prometheusRule.runbooks={where}/", apis=(OPERATOR,))
+    links = {
+        one["alert"]: one["annotations"]["runbook_url"]
+        for group in rule["spec"]["groups"]
+        for one in group["rules"]
+        if "alert" in one
+    }
+    assert links == {alert: f"{where}/{alert}.md" for alert in links}
+    assert "KvstowThrashing" in links
+
+
 def test_every_dashboard_arrives_as_it_is(template: Template) -> None:
     arrived = {
         name: json.loads(text)

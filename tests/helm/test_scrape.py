@@ -64,7 +64,7 @@ def metrics_in(expression: str) -> set[str]:
 
 
 @contextmanager
-def running(*command: str | Path, log: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def running(*command: Any, log: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
     try:
