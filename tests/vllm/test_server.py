@@ -35,8 +35,10 @@ from tests.vllm.engines import (
 pytestmark = [pytest.mark.vllm, pytest.mark.process]
 
 SLOTS = 16384
-"""2 GiB, of which ten slots a second are pinned: half an hour, which no test takes."""
-PACE = {"pin_chunk": SLOT_BYTES, "pin_pause": 0.1}
+"""2 GiB, of which twenty slots a second are pinned: 13 minutes, which no test takes."""
+ENOUGH_SLOTS = 240
+"""For all that `PROMPTS` and their answers fill."""
+PACE = {"pin_chunk": SLOT_BYTES, "pin_pause": 0.05}
 START_SECONDS = 300.0
 STEP_SECONDS = 120.0
 
@@ -142,6 +144,7 @@ def test_it_is_up_and_serves_while_the_pool_is_pinned(server: Server, model: Pat
 def test_clients_at_once(server: Server, model: Path, reference: Reference) -> None:
     expected = reference(model, *PROMPTS)
     eventually(lambda: server.is_up(server.client, "/health"), "health of vLLM", START_SECONDS)
+    eventually(lambda: server.stats("pool")["usable_slots"] >= ENOUGH_SLOTS, "enough slots", STEP_SECONDS)
     loaded = server.stats("transfers")["load"]["blocks"]
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
         for _ in range(3):
