@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvstow.copythread import CopyThread
+from kvstow.devices.base import TicketState
 from kvstow.messages import Completion, Direction, Op
 from kvstow.testing.clock import FakeClock
-from kvstow.testing.device import FakeDevice
+from kvstow.testing.device import FakeDevice, FakeTicket
 
 if TYPE_CHECKING:
     Eventually = Callable[[Callable[[], object]], None]
@@ -226,3 +227,87 @@ def test_an_idle_thread_does_not_spin(harness: Harness, monkeypatch: pytest.Monk
     before = len(rounds)
     assert not harness.copies.wait_completions(0.05)
     assert len(rounds) == before
+
+
+# -- a host that drives the copies ----------------------------------------------------------------------------
+
+
+class PollWitness:
+    """Notes which threads poll a ticket."""
+
+    def __init__(self, ticket: FakeTicket) -> None:
+        self.threads: set[int] = set()
+        self._poll = ticket.poll
+        ticket.poll = self  # type: ignore[method-assign]
+
+    def __call__(self) -> TicketState:
+        self.threads.add(threading.get_ident())
+        return self._poll()
+
+
+def test_a_host_moves_the_copies_on_by_its_own_thread(harness: Harness, eventually: Eventually) -> None:
+    harness.submit(1)
+    witness = PollWitness(harness.device.ticket(1))
+
+    def driven() -> bool:
+        harness.copies.drive()
+        return threading.get_ident() in witness.threads
+
+    eventually(driven)
+
+
+def test_what_a_host_finds_done_is_told_once(harness: Harness) -> None:
+    harness.submit(1)
+    harness.device.ticket(1).finish()
+    harness.copies.drive()
+    assert [completion.mark for completion in harness.completions(1)] == ["done"]
+    harness.copies.drive()
+    assert not harness.copies.wait_completions(0)
+
+
+def test_a_host_does_not_wait_for_a_thread_that_is_at_the_device(harness: Harness) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    begin = harness.device.begin_store
+
+    def slow_begin(*arguments: Any) -> FakeTicket:
+        entered.set()
+        assert leave.wait(10)
+        return begin(*arguments)
+
+    harness.device.begin_store = slow_begin  # type: ignore[method-assign, assignment]
+    harness.submit(1)
+    assert entered.wait(10)
+    host = threading.Thread(target=harness.copies.drive)
+    host.start()
+    host.join(10)
+    stuck = host.is_alive()
+    leave.set()
+    assert not stuck
+
+
+def test_a_defect_met_by_a_host_ends_the_thread_and_not_the_host(harness: Harness, eventually: Eventually) -> None:
+    harness.submit(1)
+    ticket, host = harness.device.ticket(1), threading.get_ident()
+
+    def poll() -> TicketState:
+        if threading.get_ident() == host:
+            raise RuntimeError("a defect")
+        return TicketState.PENDING
+
+    ticket.poll = poll  # type: ignore[method-assign]
+
+    def failed() -> bool:
+        harness.copies.drive()
+        return harness.failed.is_set()
+
+    eventually(failed)
+    assert [completion.mark for completion in harness.completions(1)] == ["failed"]
+    assert "a defect" in str(harness.copies.failure)
+
+
+def test_nothing_is_driven_after_the_end(harness: Harness) -> None:
+    harness.copies.close(0)
+    harness.device.begin_error = RuntimeError("the device is closed")
+    harness.submit(1)
+    harness.copies.drive()
+    assert harness.device.begin_error is not None
