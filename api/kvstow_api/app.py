@@ -18,6 +18,7 @@ from kvstow_api.context import ApiContext
 from kvstow_api.idempotency import IdempotencyMiddleware
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.openapi import Description
+from kvstow_api.page.live import StatusPage
 from kvstow_api.requests import UNMATCHED, HttpCounters, RequestMiddleware, RouteKey
 from kvstow_api.routes import ROUTERS
 from kvstow_api.services import Services
@@ -53,6 +54,7 @@ def create_app(context: ApiContext) -> FastAPI:
         ],
     )
     app.state.services = services
+    app.state.page = StatusPage(services)
     problems.install(app)
     for router in ROUTERS:
         app.router.routes.extend(router.routes)  # as they are: include_router would build all of them anew (13 ms)

@@ -15,6 +15,7 @@ from kvstow_api.routes import (
     metrics,
     namespaces,
     operations,
+    page,
     pools,
     ranks,
     readiness,
@@ -25,6 +26,7 @@ from kvstow_api.routes import (
 ROUTERS: tuple[APIRouter, ...] = (
     health.router,
     metrics.router,
+    page.router,
     info.router,
     readiness.router,
     stats.router,

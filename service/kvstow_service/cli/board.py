@@ -11,9 +11,10 @@ from rich.text import Text
 
 from kvstow.bytesize import format_size
 from kvstow.stats import SLOT_STATES, SlotState
+from kvstow_api.figures import ABSENT, duration, percent, rate
 from kvstow_api.series import METRICS, lines_of
 from kvstow_api.views.ranks import RankView
-from kvstow_service.cli.figures import ABSENT, STATE_STYLES, duration, percent, rate
+from kvstow_service.cli.figures import STATE_STYLES
 from kvstow_service.cli.snapshot import Snapshot
 from kvstow_service.cli.sparkline import sparkline
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
+from kvstow_api.figures import counted
 from kvstow_service.cli.asking import ask, dry_run_flag, yes_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.details import details_of
-from kvstow_service.cli.figures import counted
 from kvstow_service.cli.output import Format, emit, format_flag, print_pairs, print_table
 from kvstow_service.cli.values import TIME
 from kvstow_service.cli.work import no_wait_flag, run

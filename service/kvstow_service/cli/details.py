@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from kvstow_api.figures import duration
 from kvstow_api.views.stats import HistogramView, StatsView
-from kvstow_service.cli.figures import duration, figure
+from kvstow_service.cli.figures import figure
 
 _UNIT = re.compile(r"_(bytes_per_second|seconds|bytes)(?=_left$|$)")
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
+from kvstow_api.figures import counted
 from kvstow_service.cli.asking import dry_run_flag, keys_of
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.exits import CommandError, ExitCode
-from kvstow_service.cli.figures import counted
 from kvstow_service.cli.output import Format, emit, format_flag
 from kvstow_service.cli.values import TIME
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstow.bytesize import format_size
+from kvstow_api.figures import percent, rate
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.exits import CommandError
-from kvstow_service.cli.figures import percent, rate
 from kvstow_service.cli.output import Format, console, emit, format_flag
 from kvstow_service.cli.values import TIME
 

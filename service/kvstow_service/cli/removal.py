@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstow.bytesize import format_size
+from kvstow_api.figures import counted
 from kvstow_service.cli.asking import ask
 from kvstow_service.cli.connection import Connection
-from kvstow_service.cli.figures import counted
 from kvstow_service.cli.output import Format, emit
 from kvstow_service.cli.work import run
 

@@ -7,9 +7,9 @@ from typing import Any
 import click
 
 from kvstow.bytesize import format_size
+from kvstow_api.figures import counted
 from kvstow_service.cli.asking import ask, dry_run_flag, yes_flag
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.figures import counted
 from kvstow_service.cli.output import Format, emit, format_flag
 from kvstow_service.cli.values import SIZE
 from kvstow_service.cli.work import no_wait_flag, run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstow.bytesize import format_size
+from kvstow_api.figures import ABSENT, duration, percent, rate
 from kvstow_api.views.blocks import BlockView
 from kvstow_api.views.config import LogLevelView
 from kvstow_api.views.gate import BypassView, DrainView
@@ -10,7 +11,7 @@ from kvstow_api.views.operations import OperationView
 from kvstow_api.views.pools import PoolView
 from kvstow_api.views.ranks import RankView, ReadinessView
 from kvstow_api.views.transfers import TransferView
-from kvstow_service.cli.figures import ABSENT, duration, figure, moment, percent, rate
+from kvstow_service.cli.figures import figure, moment
 from kvstow_service.cli.output import Column
 
 

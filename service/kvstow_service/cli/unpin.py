@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
+from kvstow_api.figures import counted
 from kvstow_service.cli.asking import ask, dry_run_flag, keys_of, yes_flag
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.figures import counted
 from kvstow_service.cli.output import Format, emit, format_flag
 
 
