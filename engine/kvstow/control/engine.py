@@ -172,6 +172,11 @@ class OffloadEngine:
             state.settled.clear()
             return settled
 
+    @property
+    def open_transfers(self) -> int:
+        """Ops of which a rank has not spoken its last word, be they given up. O(1)."""
+        return len(self._state.ledger)
+
     # -- ranks ----------------------------------------------------------------------------------------------
 
     def report(self, report: RankReport) -> DesiredState:

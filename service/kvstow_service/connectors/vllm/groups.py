@@ -69,6 +69,19 @@ class KVGroups:
         """Those whose blocks are where a request's block table says, once their tokens are computed."""
         return tuple(group for group in self.groups if not group.is_state)
 
+    def places(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The blocks (group, number) that computing the token after `end` tokens reads, beyond those of the first
+        `start` tokens; in the order of the tokens that they end with. So the end of a prefix is evicted before its
+        beginning, whatever the groups; and those of a later `start` are the last of these."""
+        places = [
+            (group.index, number)
+            for group in self.groups
+            for number in range(max(start // group.block_tokens, group.first_block(end)), -(-end // group.block_tokens))
+        ]
+        if len(self.groups) > 1:
+            places.sort(key=lambda place: ((place[1] + 1) * self.groups[place[0]].block_tokens, place[0]))
+        return places
+
     @property
     def has_states(self) -> bool:
         return any(group.is_state for group in self.groups)

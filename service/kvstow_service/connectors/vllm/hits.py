@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.lease import Lease
 from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.requests import Hit, TrackedRequest
 
@@ -45,13 +43,8 @@ class HitFinder:
     def release(self, tracked: TrackedRequest) -> None:
         """Hold nothing for the request any more."""
         if tracked.hit is not None:
-            self._release(tracked.hit.leases)
+            self._engine.release(tracked.hit.lease)
             tracked.hit = None
-
-    def _release(self, leases: Sequence[Lease | None]) -> None:
-        for lease in leases:
-            if lease is not None:
-                self._engine.release(lease)
 
     def _end(self, tracked: TrackedRequest) -> int:
         """Where the longest hit would end: the last token is always computed."""
@@ -62,18 +55,22 @@ class HitFinder:
         if local % alignment or end <= local:
             return None
         tracked.forget_stale_keys(self._groups)
-        leases: list[Lease | None] = [None] * len(self._groups.groups)
-        firsts = [local // group.block_tokens for group in self._groups.groups]
+        if len(self._groups.groups) == 1 and self._full:
+            return self._take_run(tracked, self._full[0], local, end)
         for group in self._full:
-            keys = tracked.keys(group, firsts[group.index], end // group.block_tokens)
-            lease = self._engine.acquire(keys, count=False)
-            leases[group.index] = lease
-            end = min(end, local + len(lease.slots) * group.block_tokens)
+            keys = tracked.keys(group, local // group.block_tokens, end // group.block_tokens)
+            end = min(end, local + self._engine.lookup(keys) * group.block_tokens)
         end = self._carried_by_windows(tracked, local, end // alignment * alignment)
-        if end > local and self._hold_windows(tracked, local, end, firsts, leases) and any(leases):
-            return Hit(local, end, tuple(firsts), tuple(leases))
-        self._release(leases)
-        return None
+        keys = [tracked.key(self._groups.groups[group], number) for group, number in self._groups.places(local, end)]
+        lease = self._engine.lease(keys) if end > local and keys else None  # None: a block went away meanwhile
+        return None if lease is None else Hit(local, end, lease)
+
+    def _take_run(self, tracked: TrackedRequest, group: KVGroup, local: int, end: int) -> Hit | None:
+        """Find and hold in one step, where nothing but the leading run counts."""
+        lease = self._engine.acquire(
+            tracked.keys(group, local // group.block_tokens, end // group.block_tokens), count=False
+        )
+        return Hit(local, local + len(lease.slots) * group.block_tokens, lease) if lease.slots else None
 
     def _carried_by_windows(self, tracked: TrackedRequest, local: int, end: int) -> int:
         """The last aligned token up to `end` at which each group with a window finds all that it needs."""
@@ -87,20 +84,6 @@ class HitFinder:
         """Blocks missing between the local prefix and each block: `[j]` counts the first `j`."""
         keys = tracked.keys(group, local // group.block_tokens, end // group.block_tokens)
         return list(accumulate((not there for there in self._engine.contains(keys)), initial=0))
-
-    def _hold_windows(
-        self, tracked: TrackedRequest, local: int, end: int, firsts: list[int], leases: list[Lease | None]
-    ) -> bool:
-        """False if a block went away since it was looked up."""
-        for group in self._partial:
-            first = max(group.first_block(end), local // group.block_tokens)
-            firsts[group.index] = first
-            keys = tracked.keys(group, first, end // group.block_tokens)
-            if keys:
-                leases[group.index] = self._engine.lease(keys)
-                if leases[group.index] is None:
-                    return False
-        return True
 
 
 def _is_whole(group: KVGroup, absent: list[int], local: int, end: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstow.control.lease import Lease
 from kvstow.keys import make_key
@@ -31,14 +31,12 @@ class Request(Protocol):
     def block_hashes(self) -> Sequence[bytes]: ...
 
 
-class Hit:
-    """Host blocks held for a request: tokens `start` to `end`, of each group from block `firsts[group]` on."""
+class Hit(NamedTuple):
+    """Host blocks held for a request: `KVGroups.places(start, end)`, in that order."""
 
-    __slots__ = ("end", "firsts", "leases", "start")
-
-    def __init__(self, start: int, end: int, firsts: tuple[int, ...], leases: tuple[Lease | None, ...]) -> None:
-        self.start, self.end = start, end
-        self.firsts, self.leases = firsts, leases
+    start: int
+    end: int
+    lease: Lease
 
 
 class TrackedRequest:
@@ -46,10 +44,9 @@ class TrackedRequest:
 
     `tables[group]`: its GPU blocks in order. `cursors[group]`: blocks below it were offered to the pool. `hit`: what
     is held for the next admission. `start`: tokens that were on the GPU when the hit was asked for.
-    `loading`: the admission began with a load, of the tokens `loaded`; `loads`: its ops under way; `load_failed`: it
-    has not written all. `withheld`: its blocks are of a model that is no more, and never offered.
-    `admitted_at`: the step that gave the tables; `has_run`: it was computed since, so that its tokens are more than a
-    promise of some load.
+    `loading`: the admission began with a load, of the tokens `loaded`; `load_failed`: it has not written all.
+    `withheld`: its blocks are of a model that is no more, and never offered. `admitted_at`: the step that gave the
+    tables; `has_run`: it was computed since, so that its tokens are more than a promise of some load.
     """
 
     __slots__ = (
@@ -61,7 +58,6 @@ class TrackedRequest:
         "load_failed",
         "loaded",
         "loading",
-        "loads",
         "request",
         "start",
         "tables",
@@ -74,7 +70,6 @@ class TrackedRequest:
         self.cursors = [0] * num_groups
         self.hit: Hit | None = None
         self.start = 0
-        self.loads: set[int] = set()
         self.loaded = range(0)
         self.loading = self.load_failed = self.withheld = False
         self.admitted_at = -1
@@ -94,6 +89,10 @@ class TrackedRequest:
             prefix = make_key(group.index, b"")
             known += [prefix + block_hash for block_hash in hashes[(len(known) + 1) * step - 1 : end * step : step]]
         return known[first:end]
+
+    def key(self, group: KVGroup, number: int) -> bytes:
+        """The key of a block that there is a hash for."""
+        return self.keys(group, number, number + 1)[0]
 
     def forget_stale_keys(self, groups: KVGroups) -> None:
         """The hashes of a streamed request can be made anew, from another prompt."""

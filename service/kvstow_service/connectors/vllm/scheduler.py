@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.state import Settled
 from kvstow.messages import Completion, Op, StepPlan
 from kvstow_service.connectors.vllm.groups import KVGroups
 from kvstow_service.connectors.vllm.hits import HitFinder
@@ -38,13 +37,14 @@ class StoreObserver(OfferObserver, Protocol):
 
 
 class PlannedStep(NamedTuple):
-    """What the ranks do with one step of vLLM, besides computing. `boots[rank]`: the boot that it is for."""
+    """What the ranks do with one step of vLLM, besides computing. `boots[rank]`: the boot that it is for.
+    `load_requests[i]`: the request of `loads.ops[i]`. `lost_loads`: see `PlannedLoads`."""
 
     number: int
     boots: tuple[str | None, ...]
     stores: StepPlan
     loads: StepPlan
-    load_requests: dict[str, tuple[int, ...]]
+    load_requests: tuple[str, ...]
     lost_loads: dict[str, tuple[int, ...]]
 
 
@@ -75,7 +75,6 @@ class SchedulerSide:
         self._states = StateStores(pool) if groups.has_states else None
         self._observer = observer
         self._planned_stores: list[Op] = []
-        self._pending_stores: set[int] = set()
         self._boots: tuple[str | None, ...] | None = None  # as they were before the first op of the step was planned
         self._step = 0
         self._stranded: set[str] = set()
@@ -182,7 +181,6 @@ class SchedulerSide:
             self._observer.granted([offer.keys[index] for index in grant.accepted])
         if grant.op is not None:
             self._sources.hold(grant.op.op_id, grant.op.blocks)
-            self._pending_stores.add(grant.op.op_id)
             self._planned_stores.append(grant.op)
 
     # -- what came of it ------------------------------------------------------------------------------------
@@ -193,19 +191,12 @@ class SchedulerSide:
 
     def settle(self) -> None:
         """Act on what has become final: GPU blocks that every rank has read are given back."""
+        release = self._sources.release if self._lazy is None else self._sources.release_first
         for settled in self._engine.take_settled():
             if settled.direction == "load":
                 self._loads.settle(settled.op_id, failed=settled.mark == "failed")
             else:
-                self._settle_store(settled)
-
-    def _settle_store(self, settled: Settled) -> None:
-        if self._lazy is None:
-            self._sources.release(settled.op_id)
-        else:
-            self._sources.release_first(settled.op_id)
-        if settled.mark != "source_free":
-            self._pending_stores.discard(settled.op_id)
+                release(settled.op_id)
 
     def rewind_failed_loads(self, ended: Collection[str]) -> set[str]:
         """For vLLM versions that cannot be told of failed loads of models with several KV groups. Of the requests whose
@@ -235,9 +226,10 @@ class SchedulerSide:
 
     @property
     def has_pending_stores(self) -> bool:
-        """Whether stores are planned or under way: steps are needed to start them and to hear of their end."""
+        """Whether stores are planned or under way, be it for too long: steps are needed to start them and to hear of
+        their end."""
         self.settle()
-        return bool(self._pending_stores or self._states)
+        return self._engine.open_transfers > 0 or bool(self._states)
 
     @property
     def holds_gpu_blocks(self) -> bool:

@@ -87,6 +87,7 @@ class EagerStores:
         if tracked.withheld:
             return
         confirmed = tracked.confirmed_tokens
+        found: list[tuple[int, bytes, int]] = []  # (tokens up to the block's end, key, block)
         for group in self._groups:
             table, first = tracked.tables[group.index], tracked.cursors[group.index]
             end = min(confirmed // group.block_tokens, len(table))
@@ -95,29 +96,29 @@ class EagerStores:
             end = first + len(tracked.keys(group, first, end))
             tracked.cursors[group.index] = end
             loaded = _blocks_of(tracked.loaded, group)
-            self._offer(tracked, group, first, min(end, loaded.start), offer)
-            self._offer(tracked, group, max(first, loaded.stop), end, offer)
+            self._find(tracked, group, first, min(end, loaded.start), found)
+            self._find(tracked, group, max(first, loaded.stop), end, found)
+        if len(self._groups) > 1:
+            found.sort()  # as `KVGroups.places`: the end of a prefix is evicted before its beginning
+        offer.keys.extend([key for _, key, _ in found])
+        offer.blocks.extend([block for _, _, block in found])
 
-    def _offer(self, tracked: TrackedRequest, group: KVGroup, first: int, end: int, offer: Offer) -> None:
+    def _find(
+        self, tracked: TrackedRequest, group: KVGroup, first: int, end: int, found: list[tuple[int, bytes, int]]
+    ) -> None:
         if end <= first:
             return
         keys, blocks = tracked.keys(group, first, end), tracked.tables[group.index][first:end]
         if self._observer is not None:
             self._observer.offered(tracked.request, group, first, keys)
-        if not group.is_full:
-            keys, blocks = self._still_there(keys, blocks)
-        offer.keys.extend(keys)
-        offer.blocks.extend(blocks)
+        ends = range((first + 1) * group.block_tokens, (end + 1) * group.block_tokens, group.block_tokens)
+        rows = zip(ends, keys, blocks, strict=True)
+        found.extend(rows if group.is_full else [row for row in rows if self._is_still_there(row[1], row[2])])
 
-    def _still_there(self, keys: list[bytes], blocks: list[int]) -> tuple[list[bytes], list[int]]:
-        """Blocks that have left the window may be anybody's by now: only what is cached under its hash counts. A block
+    def _is_still_there(self, key: bytes, block: int) -> bool:
+        """A block that has left the window may be anybody's by now: only what is cached under its hash counts. A block
         handed out in this very step bears the hash of what will be written."""
-        kept = [
-            (key, block)
-            for key, block in zip(keys, blocks, strict=True)
-            if block not in self._fresh and _content_is(self._gpu_blocks[block], key)
-        ]
-        return [key for key, _ in kept], [block for _, block in kept]
+        return block not in self._fresh and _content_is(self._gpu_blocks[block], key)
 
 
 def _blocks_of(tokens: range, group: KVGroup) -> range:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from kvstow.devices.base import Fence
@@ -51,15 +51,9 @@ class News(NamedTuple):
     completions: tuple[Completion, ...]
 
 
-class _Loading:
-    """A request's load on this rank."""
-
-    __slots__ = ("bad_blocks", "failed", "ops")
-
-    def __init__(self, ops: Iterable[int], lost_blocks: Iterable[int] | None) -> None:
-        self.ops = set(ops)
-        self.failed = lost_blocks is not None
-        self.bad_blocks = set(lost_blocks or ())
+class _Load(NamedTuple):
+    request_id: str
+    blocks: tuple[int, ...]
 
 
 class WorkerSide:
@@ -76,8 +70,9 @@ class WorkerSide:
         self.rank, self.plane = rank, plane
         self._fence, self._loads_wait = fence, loads_wait
         self._step = 0
-        self._loading: dict[str, _Loading] = {}
-        self._request_of: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._loading: dict[int, _Load] = {}  # by op
+        self._done: list[_Load] = []
+        self._failed: list[_Load] = []
         self._news: list[News] = []
 
     def begin_step(self, step: PlannedStep) -> None:
@@ -85,13 +80,9 @@ class WorkerSide:
         if step.number == self._step:
             return
         self._step = step.number
-        if not (step.stores.ops or step.loads.ops or step.lost_loads):
-            return
-        blocks = {op.op_id: op.blocks for op in step.loads.ops}
-        for request_id in {*step.load_requests, *step.lost_loads}:
-            ops = step.load_requests.get(request_id, ())
-            self._loading[request_id] = _Loading(ops, step.lost_loads.get(request_id))
-            self._request_of.update((op_id, (request_id, blocks[op_id])) for op_id in ops)
+        self._failed += [_Load(request_id, blocks) for request_id, blocks in step.lost_loads.items()]
+        for op, request_id in zip(step.loads.ops, step.load_requests, strict=True):
+            self._loading[op.op_id] = _Load(request_id, op.blocks)
         if not (step.stores.ops or step.loads.ops):
             return
         if step.boots[self.rank] != self.plane.boot_id:
@@ -108,12 +99,13 @@ class WorkerSide:
         """What has ended since the last call: done and failed in one snapshot, which `take_news` tells as well."""
         self.plane.drive()
         self._hear(self.plane)
-        ended = [(name, load) for name, load in self._loading.items() if not load.ops]
-        for name, _ in ended:
-            del self._loading[name]
-        failed = {name for name, load in ended if load.failed}
-        bad_blocks = {block for _, load in ended for block in load.bad_blocks}
-        return FinishedLoads({name for name, _ in ended}, failed, bad_blocks)
+        done, failed = self._done, self._failed
+        self._done, self._failed = [], []
+        return FinishedLoads(
+            {load.request_id for load in (*done, *failed)},
+            {load.request_id for load in failed},
+            {block for load in failed for block in load.blocks},
+        )
 
     def take_news(self) -> list[News]:
         """For the scheduler side: what `take_finished_loads` has heard of since the last call."""
@@ -143,13 +135,9 @@ class WorkerSide:
                 self._end_load(completion)
 
     def _end_load(self, completion: Completion) -> None:
-        request_id, blocks = self._request_of.pop(completion.op_id, ("", ()))
-        load = self._loading.get(request_id)
+        load = self._loading.pop(completion.op_id, None)
         if load is not None:
-            load.ops.discard(completion.op_id)
-            if completion.mark == "failed":
-                load.failed = True
-                load.bad_blocks.update(blocks)
+            (self._failed if completion.mark == "failed" else self._done).append(load)
 
 
 def _refusal(op_id: int) -> Completion:
