@@ -27,6 +27,7 @@ _PACED_REPLAY = 100.0  # requests a second: more than one engine serves
 _METRICS_BAR = 0.010
 _STEP_BAR = 1.05
 _TURNS = 3
+_MINUTE = 60.0
 _PATIENCE_SECONDS = 8.0
 _SETTLE_SECONDS = 1.0
 
@@ -83,7 +84,8 @@ def run(slots: int, seconds: float, say: Callable[[str], None]) -> list[Table]:
         running.callback(client.close)
         wait_until_quiet(_PATIENCE_SECONDS)
         metrics = _metrics(host, client, slots, seconds, say)
-        return [metrics, _steps(host, client, slots, seconds, say)]
+        steps = _steps(host, client, slots, seconds, say)
+        return [metrics, steps, _minute(host, client, slots, say)]
 
 
 def _metrics(
@@ -138,6 +140,21 @@ def _steps(
     head = ["", "no requests", f"{REQUESTS_PER_SECOND} requests/s", "ratio", "bar"]
     title = f"Steps (look-up, lease and release of 1,000 blocks, store of 128) at {slots:,} slots and {RANKS} ranks"
     return Table(title, head, rows)
+
+
+def _minute(host: Host, client: http.client.HTTPConnection, slots: int, say: Callable[[str], None]) -> Table:
+    host.switch("replay", rate=_PACED_REPLAY)
+    latencies = _paced(client, _MIX, REQUESTS_PER_SECOND, _MINUTE)
+    figures = host.switch("idle")
+    p50, p99, most = _spread(latencies)
+    say(f"a minute of {REQUESTS_PER_SECOND} requests/s: {len(latencies)} answered, p99 {_ms(p99)}")
+    replayed = f"{figures['requests_per_second']:,.0f}"
+    title = (
+        f"A minute of {REQUESTS_PER_SECOND} admin requests/s beside a replay at {slots:,} slots and {RANKS} ranks; "
+        "one that fails would end the benchmark"
+    )
+    head = ["", "requests/s replayed", "answered", "p50", "p99", "longest"]
+    return Table(title, head, [["all admin requests", replayed, f"{len(latencies):,}", _ms(p50), _ms(p99), _ms(most)]])
 
 
 def _paced(
