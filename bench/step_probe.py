@@ -59,6 +59,13 @@ class _Scheduler:
         self.side.admit(request, [[block.block_id for block in blocks]], 0)
         return blocks
 
+    def compute(self, request: Any) -> list[Any]:
+        """Admit the request, and run the step that computes its blocks: from the next one on they can be stored."""
+        blocks = self.start(request)
+        self.step(request)
+        request.num_computed_tokens = len(request.block_hashes) * _TOKENS
+        return blocks
+
     def end(self, request: Any, blocks: list[Any]) -> None:
         self.side.finish(request, [[block.block_id for block in blocks]])
         self._pool.free_blocks(reversed(blocks))
@@ -88,8 +95,7 @@ def _fill(scheduler: _Scheduler, slots: int) -> None:
 
 
 def _run_once(scheduler: _Scheduler, request: Any) -> None:
-    blocks = scheduler.start(request)
-    request.num_computed_tokens = _LONG * _TOKENS
+    blocks = scheduler.compute(request)
     plan = scheduler.step(request)
     scheduler.complete(plan.stores.ops)
     scheduler.end(request, blocks)
@@ -98,9 +104,7 @@ def _run_once(scheduler: _Scheduler, request: Any) -> None:
 def _idle(scheduler: _Scheduler) -> dict[str, float]:
     """Decode steps in which no request completes a block."""
     running = [scheduler.request(8) for _ in range(_RUNNING)]
-    tables = [scheduler.start(request) for request in running]
-    for request in running:
-        request.num_computed_tokens = 8 * _TOKENS
+    tables = [scheduler.compute(request) for request in running]
     scheduler.complete(scheduler.step(*running).stores.ops)
 
     def step() -> None:
@@ -118,8 +122,7 @@ def _store(scheduler: _Scheduler) -> dict[str, float]:
     planning, settling = [], []
     for _ in range(_REPEATS):
         request = scheduler.request(_LONG)
-        blocks = scheduler.start(request)
-        request.num_computed_tokens = _LONG * _TOKENS
+        blocks = scheduler.compute(request)
         begun = time.perf_counter()
         plan = scheduler.step(request)
         planned = time.perf_counter()

@@ -74,7 +74,9 @@ class Loads:
         self, tracked: TrackedRequest, hit: Hit, end: int, places: list[tuple[int, int]], targets: list[int]
     ) -> Op | None:
         """None if not all that the request needs can be loaded; nothing is held then."""
-        held = self._groups.places(hit.start, hit.end)
+        held = places
+        if (tracked.start, end) != (hit.start, hit.end):
+            held = self._groups.places(hit.start, hit.end)
         first = held.index(places[0]) if places and places[0] in held else len(held)
         try:
             if held[first : first + len(places)] == places and self._null_block not in targets:

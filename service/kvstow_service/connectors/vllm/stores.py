@@ -86,8 +86,8 @@ class EagerStores:
     def _take(self, tracked: TrackedRequest, offer: Offer) -> None:
         if tracked.withheld:
             return
-        confirmed = tracked.confirmed_tokens
-        found: list[tuple[int, bytes, int]] = []  # (tokens up to the block's end, key, block)
+        confirmed, found = tracked.confirmed_tokens, Offer([], [])
+        ends: list[int] = []  # of the blocks found, in tokens
         for group in self._groups:
             table, first = tracked.tables[group.index], tracked.cursors[group.index]
             end = min(confirmed // group.block_tokens, len(table))
@@ -96,24 +96,29 @@ class EagerStores:
             end = first + len(tracked.keys(group, first, end))
             tracked.cursors[group.index] = end
             loaded = _blocks_of(tracked.loaded, group)
-            self._find(tracked, group, first, min(end, loaded.start), found)
-            self._find(tracked, group, max(first, loaded.stop), end, found)
-        if len(self._groups) > 1:
-            found.sort()  # as `KVGroups.places`: the end of a prefix is evicted before its beginning
-        offer.keys.extend([key for _, key, _ in found])
-        offer.blocks.extend([block for _, _, block in found])
+            for numbers in (range(first, min(end, loaded.start)), range(max(first, loaded.stop), end)):
+                if numbers:
+                    self._find(tracked, group, numbers, found, ends)
+        if len(self._groups) > 1:  # as in `KVGroups.places`: the end of a prefix is evicted before its beginning
+            order = sorted(range(len(ends)), key=ends.__getitem__)
+            found = Offer([found.keys[at] for at in order], [found.blocks[at] for at in order])
+        offer.keys.extend(found.keys)
+        offer.blocks.extend(found.blocks)
 
-    def _find(
-        self, tracked: TrackedRequest, group: KVGroup, first: int, end: int, found: list[tuple[int, bytes, int]]
-    ) -> None:
-        if end <= first:
-            return
-        keys, blocks = tracked.keys(group, first, end), tracked.tables[group.index][first:end]
+    def _find(self, tracked: TrackedRequest, group: KVGroup, numbers: range, found: Offer, ends: list[int]) -> None:
+        keys = tracked.keys(group, numbers.start, numbers.stop)
+        blocks = tracked.tables[group.index][numbers.start : numbers.stop]
         if self._observer is not None:
-            self._observer.offered(tracked.request, group, first, keys)
-        ends = range((first + 1) * group.block_tokens, (end + 1) * group.block_tokens, group.block_tokens)
-        rows = zip(ends, keys, blocks, strict=True)
-        found.extend(rows if group.is_full else [row for row in rows if self._is_still_there(row[1], row[2])])
+            self._observer.offered(tracked.request, group, numbers.start, keys)
+        if not group.is_full:
+            pairs = zip(keys, blocks, numbers, strict=True)
+            there = [pair for pair in pairs if self._is_still_there(pair[0], pair[1])]
+            keys, blocks = [key for key, _, _ in there], [block for _, block, _ in there]
+            ends.extend([(number + 1) * group.block_tokens for _, _, number in there])
+        elif len(self._groups) > 1:
+            ends.extend([(number + 1) * group.block_tokens for number in numbers])
+        found.keys.extend(keys)
+        found.blocks.extend(blocks)
 
     def _is_still_there(self, key: bytes, block: int) -> bool:
         """A block that has left the window may be anybody's by now: only what is cached under its hash counts. A block
