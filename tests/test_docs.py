@@ -6,11 +6,20 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import click
 import pytest
 
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.stats import SLOT_STATES, EngineState
+from kvstow_api.health import Health
+from kvstow_api.loop import LoopMonitor
 from kvstow_service.cli import app
+from kvstow_service.context import make_context
+from kvstow_service.keeper import Keeper
+from kvstow_service.listeners import Listeners
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "helm" / "kvstow" / "files" / "rules.yaml"])
@@ -49,3 +58,23 @@ def test_there_are_some() -> None:
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
         assert "://" in target or (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def explained(head: str) -> set[str]:
+    """What the table in the operations guide whose first column has this head explains."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    table = text.partition(f"| {head} |")[2].partition("\n\n")[0]
+    return set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+
+
+def test_every_state_is_explained() -> None:
+    assert explained("state") == set(get_args(EngineState))
+    assert explained("slot") == set(SLOT_STATES)
+
+
+def test_every_readiness_check_is_explained() -> None:
+    engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
+    context = make_context(
+        engine, Keeper(engine), Listeners(), mode="test", max_capacity_slots=4, settings={}, agent_token="token"
+    )
+    assert explained("check") == set(Health(context, LoopMonitor()).probes["readyz"].checks)

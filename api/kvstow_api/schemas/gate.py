@@ -12,8 +12,8 @@ from kvstow_api.schemas.base import Body, PositiveSeconds, Seconds
 
 
 class DrainBody(Body):
-    """`stop_stores` takes no new stores; `all` also answers look-ups with misses. After `deadline_seconds`
-    what is still leased is given up."""
+    """`stop_stores` takes no new stores; `all` also answers look-ups with misses. `deadline_seconds` is a word to those
+    who wait: nothing in flight is broken off when they are over."""
 
     mode: DrainMode = "all"
     deadline_seconds: Seconds | None = Field(None, examples=[30.0])
