@@ -253,6 +253,12 @@ async def test_operations_are_counted(client: httpx.AsyncClient, ranks: Any) -> 
     assert value(families, "kvstow_operations_inflight", kind="evict") == 0
 
 
+async def test_the_model_of_a_host_is_a_label_of_the_settings(launch: Any) -> None:
+    families = await scrape(await launch(settings={"model": "llama"}))
+    (sample,) = families["kvstow_config_info"].samples
+    assert (sample.labels["model_name"], sample.value) == ("llama", 1)
+
+
 async def test_metrics_go_to_the_registry_of_the_host(launch: Any) -> None:
     registry = CollectorRegistry()
     await launch(registry=registry, build={"vllm": "0.33"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -34,9 +35,14 @@ def histogram(
 ) -> HistogramMetricFamily:
     family = HistogramMetricFamily(name, text, labels=labels)
     for values, snapshot in rows:
-        bounds = [*map(floatToGoString, snapshot.bounds), "+Inf"]
-        family.add_metric(values, list(zip(bounds, accumulate(snapshot.counts), strict=True)), snapshot.total)
+        buckets = list(zip(_written(snapshot.bounds), accumulate(snapshot.counts), strict=True))
+        family.add_metric(values, buckets, snapshot.total)
     return family
+
+
+@cache
+def _written(bounds: tuple[float, ...]) -> tuple[str, ...]:
+    return (*map(floatToGoString, bounds), "+Inf")
 
 
 def scalar(value: float) -> list[Row]:
