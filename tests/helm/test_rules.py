@@ -171,7 +171,8 @@ def thrashing() -> Iterator[Case]:
     large = ("kvstow_pool_usable_blocks", {**POD, "pool": "host"}, "9000x60")
     yield Case(name, 45, (large, evicted, ("kvstow_transfer_blocks_total", loads, "0x60")))
     purged = ("kvstow_evicted_blocks_total", {**POD, "pool": "host", "reason": "purge"}, "0+150x60")
-    yield Case(name, 45, (usable, purged, ("kvstow_transfer_blocks_total", loads, "0x60")))
+    few = ("kvstow_evicted_blocks_total", {**POD, "pool": "host", "reason": "capacity"}, "0+1x60")
+    yield Case(name, 45, (usable, purged, few, ("kvstow_transfer_blocks_total", loads, "0x60")))
 
 
 def switched_off() -> Iterator[Case]:
@@ -179,7 +180,7 @@ def switched_off() -> Iterator[Case]:
     labels = {**POD, "reason": "bypassed"}
     summary = f"Requests to {WHERE} have gone without the cache for an hour, because it is bypassed."
     yield Case(name, 100, ((key, labels, "0+5x120"),), (labels, summary))
-    yield Case(name, 100, ((key, labels, "0+5x30 150x90"),))  # for half an hour
+    yield Case(name, 40, ((key, labels, "0+5x30 150x90"),))  # for half an hour
     yield Case(name, 100, ((key, {**POD, "reason": "not_ready"}, "0+5x120"),))  # another alert's
 
 
