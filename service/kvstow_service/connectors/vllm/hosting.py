@@ -144,6 +144,7 @@ def _admin_options(options: ConnectorOptions, facts: HostFacts) -> EmbeddedOptio
         admin_uds=options.admin_uds,
         token_file=options.token_file,
         viewer_token_file=options.viewer_token_file,
+        readiness_require=options.readiness_require,
         tls=tls,
     )
 

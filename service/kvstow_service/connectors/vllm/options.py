@@ -10,6 +10,7 @@ from typing import Any
 from kvstow.bytesize import parse_size
 from kvstow.config import COPY_STRATEGIES, POLICIES, CopyStrategy, EngineConfig, PoolConfig
 from kvstow.errors import ConfigError
+from kvstow_api.context import INFORMATIONAL_CHECKS
 from kvstow_service.duration import parse_duration
 
 DEFAULT_BYTES = 8 << 30
@@ -50,6 +51,7 @@ class ConnectorOptions:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
+    readiness_require: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any] | None) -> ConnectorOptions:
@@ -162,6 +164,12 @@ def _path(key: str, value: Any) -> Path:
     return Path(_text(key, value))
 
 
+def _checks(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not set(value) <= set(INFORMATIONAL_CHECKS):
+        raise ConfigError(key, value, f"a list of {' and '.join(INFORMATIONAL_CHECKS)}")
+    return tuple(value)
+
+
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "cpu_bytes_to_use": _size,
     "cpu_bytes_to_use_per_rank": _size,
@@ -183,4 +191,5 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "tls_cert": _path,
     "tls_key": _path,
     "tls_client_ca": _path,
+    "readiness_require": _checks,
 }

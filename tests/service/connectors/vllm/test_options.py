@@ -37,6 +37,7 @@ def test_everything_given_is_kept() -> None:
         "tls_cert": "/etc/kvstow/tls.crt",
         "tls_key": "/etc/kvstow/tls.key",
         "tls_client_ca": "/etc/kvstow/ca.crt",
+        "readiness_require": ["pool"],
     }
     options = ConnectorOptions.parse(given)
     assert options == ConnectorOptions(
@@ -59,6 +60,7 @@ def test_everything_given_is_kept() -> None:
         tls_cert=Path("/etc/kvstow/tls.crt"),
         tls_key=Path("/etc/kvstow/tls.key"),
         tls_client_ca=Path("/etc/kvstow/ca.crt"),
+        readiness_require=("pool",),
     )
     paths = {name for name, value in given.items() if str(value).startswith("/")}
     assert set(options.public()) == set(given) - paths | {"pin_latency_target"}
