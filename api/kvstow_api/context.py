@@ -12,9 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError
+from kvstow_api.checks import INFORMATIONAL_CHECKS
 from kvstow_api.hostfacts import HostFacts
-
-INFORMATIONAL_CHECKS = ("pool", "pinned")
 
 HealthCheck = Callable[[], str | None]
 """What is wrong, in words; None when nothing is. Called on the event loop: it must not block."""

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError, ConflictError, KvstowError
-from kvstow_api.context import INFORMATIONAL_CHECKS
+from kvstow_api.checks import INFORMATIONAL_CHECKS
 from kvstow_api.tokens import TokenFile, is_loopback, require_token
 from kvstow_service.agent import AdminAddress
-from kvstow_service.context import make_context
 from kvstow_service.keeper import Keeper
 from kvstow_service.listeners import Listeners, PortTakenError, TcpAddress, tcp_url
 from kvstow_service.rendezvous import Rendezvous
 from kvstow_service.tls import TlsFiles
 
 if TYPE_CHECKING:
+    from kvstow_api.context import ApiContext
     from kvstow_service.server import AdminServer
 
 logger = logging.getLogger("kvstow.admin")
@@ -113,21 +113,27 @@ class EmbeddedAdmin:
         self._listeners = Listeners(secure=options.tls is not None)
         self._rendezvous = Rendezvous(identity, environ)
         self._server: AdminServer | None = None
-        self._make_context = partial(
-            make_context,
-            engine,
-            self._keeper,
-            self._listeners,
-            mode=mode,
-            max_capacity_slots=max_capacity_slots,
-            settings=settings or {},
-            agent_token=self._token,
-            token_file=options.token_file,
-            viewer_token_file=options.viewer_token_file,
-            client_certificates=options.has_certificates,
-            readiness_require=options.readiness_require,
-            build=build,
-        )
+
+        def make() -> ApiContext:
+            # Only now: whoever imports prometheus_client decides for its whole process how its metrics are kept.
+            from kvstow_service.context import make_context
+
+            return make_context(
+                engine,
+                self._keeper,
+                self._listeners,
+                mode=mode,
+                max_capacity_slots=max_capacity_slots,
+                settings=settings or {},
+                agent_token=self._token,
+                token_file=options.token_file,
+                viewer_token_file=options.viewer_token_file,
+                client_certificates=options.has_certificates,
+                readiness_require=options.readiness_require,
+                build=build,
+            )
+
+        self._make_context = make
         self._warned = False
         self._failing = threading.Lock()
         self._stopping = threading.Event()

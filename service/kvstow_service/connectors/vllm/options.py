@@ -10,7 +10,7 @@ from typing import Any
 from kvstow.bytesize import parse_size
 from kvstow.config import COPY_STRATEGIES, POLICIES, CopyStrategy, EngineConfig, PoolConfig
 from kvstow.errors import ConfigError
-from kvstow_api.context import INFORMATIONAL_CHECKS
+from kvstow_api.checks import INFORMATIONAL_CHECKS
 from kvstow_service.duration import parse_duration
 
 DEFAULT_BYTES = 8 << 30
