@@ -69,9 +69,8 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow_api.app", ["torch"]),
         ("kvstow_service", ["torch", "fastapi"]),
         ("kvstow_service.rendezvous", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process
-        ("kvstow_service.embedded", ["torch", "fastapi", "httpx", "prometheus_client"]),
         ("kvstow_service.connectors.vllm.options", ["torch", "fastapi", "httpx", "prometheus_client"]),
-        ("kvstow_service.embedded", ["torch", "fastapi", "uvicorn", "httpx"]),
+        ("kvstow_service.embedded", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
         ("kvstow_service.cli", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
     ],
 )
