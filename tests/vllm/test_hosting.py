@@ -197,7 +197,7 @@ def kv_caches() -> dict[str, torch.Tensor]:
 
 def load(number: int, boot: str) -> PlannedStep:
     op = Op(number, "load", (1,), (0,))
-    return PlannedStep(number, (boot,), StepPlan(), StepPlan((op,)), {"r": (number,)}, {})
+    return PlannedStep(number, (boot,), StepPlan(), StepPlan((op,)), ("r",), {})
 
 
 def test_a_registered_rank_says_what_it_is_and_is_pinned(worker: WorkerHost) -> None:

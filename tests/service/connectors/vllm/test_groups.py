@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow.errors import ConfigError
-from kvstow_service.connectors.vllm.groups import KVGroup, kv_groups
+from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups, kv_groups
 
 
 @dataclass
@@ -107,6 +108,7 @@ def test_a_model_without_kv_cache_is_refused() -> None:
         kv_groups([], 16)
 
 
+@settings(deadline=None)
 @given(block=st.integers(1, 7), reach=st.integers(1, 40), num_tokens=st.integers(0, 100))
 def test_the_first_block_is_that_of_the_oldest_token_read(block: int, reach: int, num_tokens: int) -> None:
     """The token after `num_tokens` tokens reads itself at least."""
@@ -115,3 +117,51 @@ def test_the_first_block_is_that_of_the_oldest_token_read(block: int, reach: int
     assert KVGroup(0, block, 1, window=reach).first_block(num_tokens) == window // block
     assert KVGroup(0, block, 1, chunk=reach).first_block(num_tokens) == chunk // block
     assert KVGroup(0, block, 1).first_block(num_tokens) == 0
+
+
+def reads(group: KVGroup, token: int, end: int) -> bool:
+    """Whether computing the token at `end` reads that token, or the state that it ends."""
+    if group.window is not None:
+        return end - token < group.window
+    if group.chunk is not None:
+        return token // group.chunk == end // group.chunk
+    return not group.is_state or token == end - 1
+
+
+@st.composite
+def models(draw: st.DrawFn) -> KVGroups:
+    sizes = draw(st.lists(st.sampled_from((1, 2, 3, 4, 6)), min_size=1, max_size=4))
+    reach = st.integers(1, 30)
+    kinds = [st.just({}), st.builds(dict, window=reach), st.builds(dict, chunk=reach), st.just({"is_state": True})]
+    groups = [KVGroup(index, size, 1, **draw(st.one_of(kinds))) for index, size in enumerate(sizes)]
+    return KVGroups(tuple(groups), lcm(*sizes))
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_places_are_the_blocks_read_in_the_order_of_their_last_tokens(data: st.DataObject) -> None:
+    groups = data.draw(models(), "groups")
+    unit = groups.alignment if groups.partial else 1  # hits with windows or states are aligned
+    end = data.draw(st.integers(1, 48 // unit), "end") * unit
+    start, later = sorted(data.draw(st.integers(0, end // unit - 1), name) * unit for name in ("start", "later"))
+    places = groups.places(start, end)
+    ends = [(number + 1) * groups.groups[index].block_tokens for index, number in places]
+    assert ends == sorted(ends)
+    assert sorted(places) == sorted(
+        {
+            (group.index, token // group.block_tokens)
+            for group in groups.groups
+            for token in range(start, end)
+            if reads(group, token, end)
+        }
+    )
+    tail = groups.places(later, end)
+    assert places[len(places) - len(tail) :] == tail
+
+
+def test_places_of_blocks_that_end_together_are_in_the_order_of_the_groups() -> None:
+    groups = KVGroups((KVGroup(0, 2, 1), KVGroup(1, 6, 3), KVGroup(2, 2, 1, window=3)), 6)
+    full, large, window = ([(index, number) for number in range(6)] for index in range(3))
+    expected = [*full[:3], large[0], full[3], full[4], full[5], large[1], window[5]]
+    assert groups.places(0, 12) == expected
+    assert groups.places(6, 12) == expected[4:]

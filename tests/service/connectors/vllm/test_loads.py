@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from string import ascii_lowercase
+
 import pytest
-from tests.service.connectors.vllm.vllmhost import FULL, FakeRequest, VllmHost, keys_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.service.connectors.vllm.vllmhost import FULL, ONE_GROUP, FakeRequest, VllmHost, keys_of
 
 from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.scheduler import PlannedStep
@@ -13,10 +17,17 @@ WINDOW = KVGroup(1, 2, 1, window=5)
 LARGE = KVGroup(1, 6, 3)
 WITH_WINDOW = KVGroups((FULL, WINDOW), 2)
 TWO_SIZES = KVGroups((FULL, LARGE), 6)
+KINDS = {
+    "full": ONE_GROUP,
+    "window": WITH_WINDOW,
+    "window of another block size": KVGroups((FULL, KVGroup(1, 6, 3, window=7)), 6),
+    "two block sizes": TWO_SIZES,
+    "all": KVGroups((FULL, LARGE, KVGroup(2, 4, 2, chunk=8), KVGroup(3, 2, 1, window=5)), 12),
+}
 
 
-def make_host(groups: KVGroups | None = None) -> VllmHost:
-    host = VllmHost(groups) if groups else VllmHost()
+def make_host(groups: KVGroups = ONE_GROUP, num_ranks: int = 1) -> VllmHost:
+    host = VllmHost(groups, num_ranks=num_ranks)
     for group in host.groups.groups:
         host.store(*keys_of(PROMPT, group))
     return host
@@ -32,7 +43,7 @@ def test_a_hit_is_loaded_into_the_blocks_of_the_request() -> None:
     host.admit(request, load=12)
     plan = host.step()
     (op,) = plan.loads.ops
-    assert (plan.load_requests, plan.lost_loads) == ({"r": (op.op_id,)}, {})
+    assert (plan.load_requests, plan.lost_loads) == (("r",), {})
     assert op.blocks == tuple(request.block_ids[0])
     assert host.contents(request) == keys_of(PROMPT)
     assert host.step().loads.ops == ()
@@ -53,7 +64,9 @@ def test_a_window_is_loaded_behind_its_null_blocks() -> None:
     assert host.ask(request) == 12
     host.admit(request, load=12)
     assert request.block_ids[1][:4] == [0, 0, 0, 0]
-    assert targets(host.step()) == [tuple(request.block_ids[0]), tuple(request.block_ids[1][4:])]
+    full, window = request.block_ids
+    assert targets(host.step()) == [(*full[:4], full[4], window[4], full[5], window[5])]
+    assert host.contents(request) == keys_of(PROMPT)
     assert host.contents(request, WINDOW)[4:] == keys_of(PROMPT, WINDOW)[4:]
 
 
@@ -63,7 +76,8 @@ def test_a_window_with_a_local_prefix_is_loaded_behind_that() -> None:
     assert host.ask(request, 8) == 4
     assert host.ask(request, 10) == 2
     host.admit(request, local=10, load=2)
-    assert targets(host.step()) == [tuple(request.block_ids[0][5:]), tuple(request.block_ids[1][5:])]
+    assert targets(host.step()) == [(request.block_ids[0][5], request.block_ids[1][5])]
+    assert host.contents(request) == keys_of(PROMPT)
     assert host.contents(request, WINDOW)[4:] == keys_of(PROMPT, WINDOW)[4:]
 
 
@@ -71,7 +85,9 @@ def test_groups_of_unlike_block_sizes_get_their_own_blocks() -> None:
     host, request = make_host(TWO_SIZES), FakeRequest("r", PROMPT)
     assert host.ask(request) == 12
     host.admit(request, load=12)
-    assert [len(blocks) for blocks in targets(host.step())] == [6, 2]
+    small, large = request.block_ids
+    assert targets(host.step()) == [(*small[:3], large[0], *small[3:], large[1])]
+    assert host.contents(request) == keys_of(PROMPT)
     assert host.contents(request, LARGE) == keys_of(PROMPT, LARGE)
 
 
@@ -86,13 +102,49 @@ def test_as_much_as_was_admitted_is_loaded(admitted: int, blocks: int) -> None:
     assert host.leases == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_each_block_is_loaded_from_its_own_slot(kind: str, data: st.DataObject) -> None:
+    groups = KINDS[kind]
+    local = data.draw(st.integers(0, 24 // groups.alignment), "local") * groups.alignment
+    stored = data.draw(st.integers(0, 26), "stored")
+    host, first, request = VllmHost(groups, gpu_blocks=99), *(FakeRequest(name, ascii_lowercase) for name in "fr")
+    for group in groups.groups:
+        host.store(*keys_of(request.tokens[:stored], group))
+    first.tokens = request.tokens[:local]
+    host.run(first)
+    host.ask(request, data.draw(st.integers(0, local // groups.alignment), "asked") * groups.alignment)
+    found = host.ask(request, local)
+    if not found:
+        return
+    host.admit(request, local=local, load=found)
+    assert len(host.step().loads.ops) == 1
+    for group in groups.groups:
+        needed = slice(group.first_block(local + found), (local + found) // group.block_tokens)
+        assert host.contents(request, group)[needed] == keys_of(request.tokens, group)[needed]
+    assert host.engine.stats().slots.leased == 0
+
+
+def test_a_load_that_ends_where_blocks_of_all_groups_end_may_be_shorter_than_the_hit() -> None:
+    host, request = make_host(TWO_SIZES), FakeRequest("r", PROMPT)
+    assert host.ask(request) == 12
+    host.admit(request, load=6)
+    plan = host.step()
+    assert (targets(plan), plan.lost_loads) == ([(*request.block_ids[0], *request.block_ids[1])], {})
+    assert host.contents(request) == keys_of(PROMPT)[:3]
+    assert host.contents(request, LARGE) == keys_of(PROMPT, LARGE)[:1]
+    assert host.leases == 0
+
+
 def test_a_shorter_load_than_the_windows_were_found_for_is_lost() -> None:
     host, request = make_host(WITH_WINDOW), FakeRequest("r", PROMPT)
     assert host.ask(request) == 12
     host.admit(request, load=8)
     plan = host.step()
     assert plan.loads.ops == ()
-    assert plan.lost_loads == {"r": (*request.block_ids[0], *request.block_ids[1][2:])}
+    full, window = request.block_ids
+    assert plan.lost_loads == {"r": (*full[:2], full[2], window[2], full[3], window[3])}
     assert host.leases == 0
 
 
@@ -116,21 +168,22 @@ def test_a_hit_whose_rank_restarts_is_lost() -> None:
     host.ranks[0].restart(pinned=64)
     host.admit(request, load=12)
     plan = host.step()
-    assert (plan.loads.ops, plan.load_requests) == ((), {})
+    assert (plan.loads.ops, plan.load_requests) == ((), ())
     assert plan.lost_loads == {"r": tuple(request.block_ids[0])}
     assert host.leases == 0
     assert host.step().lost_loads == {}
 
 
-def test_a_block_that_vllm_does_not_give_loses_the_load_but_not_what_began() -> None:
+def test_a_block_that_vllm_does_not_give_loses_the_load() -> None:
     host, request = make_host(WITH_WINDOW), FakeRequest("r", PROMPT)
     assert host.ask(request) == 12
     full, window = list(range(1, 7)), [0, 0, 0, 0, 0, 7]
     host.side.admit(request, [full, window], 12)
     plan = host.step()
-    assert plan.load_requests == {"r": tuple(op.op_id for op in plan.loads.ops)}
-    assert targets(plan) == [tuple(full)]
-    assert plan.lost_loads == {"r": (*full, 0, 7)}
+    assert (plan.loads.ops, plan.load_requests) == ((), ())
+    assert plan.lost_loads == {"r": (*full[:5], 0, full[5], 7)}
+    assert host.leases == 0
+    assert host.engine.stats().slots.leased == 0
 
 
 def test_slots_are_held_from_the_look_up_to_the_end_of_the_load() -> None:
@@ -168,12 +221,12 @@ def test_what_was_loaded_is_not_stored_again_and_what_follows_is() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_load_of_which_one_op_failed_is_stored_as_computed(failing: int) -> None:
-    host, request = make_host(TWO_SIZES), FakeRequest("r", PROMPT)
+def test_a_load_that_one_rank_failed_is_stored_as_computed(failing: int) -> None:
+    host, request = make_host(TWO_SIZES, num_ranks=2), FakeRequest("r", PROMPT)
     host.admit(request, load=host.ask(request))
-    ops = host.step(copy=False).loads.ops
-    for number, op in enumerate(ops):
-        host.ranks[0].run(op.op_id, fail=number == failing)
+    (op,) = host.step(copy=False).loads.ops
+    for rank in host.ranks:
+        rank.run(op.op_id, fail=rank.rank == failing)
     host.engine.admin.purge(everything=True).run()
     host.step()
     host.resume(request, 13, computed=0)

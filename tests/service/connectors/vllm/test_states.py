@@ -108,7 +108,7 @@ def test_a_state_at_the_end_of_a_prefix_is_all_that_is_loaded_of_its_group() -> 
     assert host.ask(request) == 8
     host.side.admit(request, [[1, 2, 3, 4, 5], [0, 6, 7]], 8)
     plan = host.side.plan_step(OutputWithStates({}))
-    assert [op.blocks for op in plan.loads.ops] == [(1, 2, 3, 4), (6,)]
+    assert [op.blocks for op in plan.loads.ops] == [(1, 2, 3, 4, 6)]
 
 
 def test_a_prefix_whose_state_is_missing_ends_at_the_state_before() -> None:

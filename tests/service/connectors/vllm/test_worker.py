@@ -72,13 +72,12 @@ def step(
     number: int,
     *,
     stores: tuple[Op, ...] = (),
-    loads: dict[str, tuple[Op, ...]] | None = None,
+    loads: dict[str, Op] | None = None,
     lost: dict[str, tuple[int, ...]] | None = None,
     boot: str = "boot",
 ) -> PlannedStep:
-    ops = tuple(one for group in (loads or {}).values() for one in group)
-    requests = {name: tuple(one.op_id for one in group) for name, group in (loads or {}).items()}
-    return PlannedStep(number, (boot,), StepPlan(stores), StepPlan(ops), requests, lost or {})
+    loads = loads or {}
+    return PlannedStep(number, (boot,), StepPlan(stores), StepPlan(tuple(loads.values())), tuple(loads), lost or {})
 
 
 STORE = op(1, "store", 4)
@@ -88,7 +87,7 @@ LOAD = op(2, "load", 5, 6)
 def test_a_step_is_submitted_once_however_often_it_is_begun() -> None:
     rank = Rank()
     for _ in range(3):
-        rank.side.begin_step(step(1, stores=(STORE,), loads={"r": (LOAD,)}))
+        rank.side.begin_step(step(1, stores=(STORE,), loads={"r": LOAD}))
     assert rank.plane.submitted == [((2,), rank.fence), ((1,), rank.fence)]
     assert rank.fences == 1
     rank.side.begin_step(step(2, stores=(op(3, "store", 4),)))
@@ -97,16 +96,16 @@ def test_a_step_is_submitted_once_however_often_it_is_begun() -> None:
 
 def test_loads_wait_for_nothing_where_vllm_frees_late_and_stores_still_do() -> None:
     rank = Rank(loads_wait=False)
-    rank.side.begin_step(step(1, stores=(STORE,), loads={"r": (LOAD,)}))
+    rank.side.begin_step(step(1, stores=(STORE,), loads={"r": LOAD}))
     assert rank.plane.submitted == [((2,), None), ((1,), rank.fence)]
     rank = Rank(loads_wait=False)
-    rank.side.begin_step(step(1, loads={"r": (LOAD,)}))
+    rank.side.begin_step(step(1, loads={"r": LOAD}))
     assert rank.fences == 0
 
 
 def test_an_empty_step_costs_nothing() -> None:
     rank = Rank()
-    rank.side.begin_step(PlannedStep(1, (), StepPlan(), StepPlan(), {}, {}))
+    rank.side.begin_step(PlannedStep(1, (), StepPlan(), StepPlan(), (), {}))
     assert (rank.plane.submitted, rank.fences) == ([], 0)
     assert rank.side.take_finished_loads() == NOTHING
 
@@ -114,7 +113,7 @@ def test_an_empty_step_costs_nothing() -> None:
 @pytest.mark.parametrize(("mark", "failed", "bad"), [("done", set(), set()), ("failed", {"r"}, {5, 6})])
 def test_a_load_is_told_of_once_with_its_completion(mark: Mark, failed: set[str], bad: set[int]) -> None:
     rank = Rank()
-    rank.side.begin_step(step(1, stores=(STORE,), loads={"r": (LOAD,)}))
+    rank.side.begin_step(step(1, stores=(STORE,), loads={"r": LOAD}))
     assert rank.side.take_finished_loads() == NOTHING
     assert rank.side.take_news() == []
     rank.plane.say(2, mark)
@@ -125,20 +124,30 @@ def test_a_load_is_told_of_once_with_its_completion(mark: Mark, failed: set[str]
     assert rank.side.take_news() == []
 
 
-def test_a_load_of_several_ops_ends_with_the_last_and_fails_with_any() -> None:
-    rank, second = Rank(), op(3, "load", 9)
-    rank.side.begin_step(step(1, loads={"r": (LOAD, second), "q": (op(4, "load", 7),)}))
-    rank.plane.say(2, "failed")
+def test_each_load_of_a_step_ends_with_its_own_op() -> None:
+    rank = Rank()
+    rank.side.begin_step(step(1, loads={"r": LOAD, "q": op(4, "load", 7), "s": op(3, "load", 9)}))
     rank.plane.say(4)
     assert rank.side.take_finished_loads() == FinishedLoads({"q"}, set(), set())
+    rank.plane.say(2, "failed")
     rank.plane.say(3)
+    assert rank.side.take_finished_loads() == FinishedLoads({"r", "s"}, {"r"}, {5, 6})
+
+
+def test_a_load_that_an_older_step_began_ends_with_its_own_op() -> None:
+    rank = Rank()
+    rank.side.begin_step(step(1, loads={"r": LOAD}))
+    rank.side.begin_step(step(2, loads={"q": op(4, "load", 7)}))
+    rank.plane.say(2, "failed")
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
+    rank.plane.say(4)
+    assert rank.side.take_finished_loads() == FinishedLoads({"q"}, set(), set())
 
 
 def test_what_completes_after_the_snapshot_is_in_the_next_one() -> None:
     """Done and failed belong together: news tells nothing that the finished loads did not."""
     rank = Rank()
-    rank.side.begin_step(step(1, loads={"r": (LOAD,)}))
+    rank.side.begin_step(step(1, loads={"r": LOAD}))
     assert rank.side.take_finished_loads() == NOTHING
     rank.plane.say(2)
     assert rank.side.take_news() == []
@@ -148,7 +157,7 @@ def test_what_completes_after_the_snapshot_is_in_the_next_one() -> None:
 
 def test_a_source_that_is_free_ends_nothing() -> None:
     rank = Rank()
-    rank.side.begin_step(step(1, loads={"r": (LOAD,)}))
+    rank.side.begin_step(step(1, loads={"r": LOAD}))
     rank.plane.say(2, "source_free")
     assert rank.side.take_finished_loads() == NOTHING
     assert len(rank.side.take_news()) == 1
@@ -161,17 +170,17 @@ def test_a_lost_load_is_told_of_without_any_op() -> None:
     assert rank.side.take_finished_loads() == NOTHING
 
 
-def test_a_load_that_began_in_part_ends_with_its_ops() -> None:
+def test_a_lost_load_ends_at_once_and_those_beside_it_with_their_ops() -> None:
     rank = Rank()
-    rank.side.begin_step(step(1, loads={"r": (LOAD,)}, lost={"r": (5, 6, 9)}))
-    assert rank.side.take_finished_loads() == NOTHING
+    rank.side.begin_step(step(1, loads={"r": LOAD}, lost={"q": (7, 9)}))
+    assert rank.side.take_finished_loads() == FinishedLoads({"q"}, {"q"}, {7, 9})
     rank.plane.say(2)
-    assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6, 9})
+    assert rank.side.take_finished_loads() == FinishedLoads({"r"}, set(), set())
 
 
 def test_ops_for_another_boot_are_refused() -> None:
     rank = Rank()
-    rank.side.begin_step(step(1, stores=(STORE,), loads={"r": (LOAD,)}, boot="before"))
+    rank.side.begin_step(step(1, stores=(STORE,), loads={"r": LOAD}, boot="before"))
     assert rank.plane.submitted == []
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
     (news,) = rank.side.take_news()
@@ -181,19 +190,19 @@ def test_ops_for_another_boot_are_refused() -> None:
 
 def test_another_plane_takes_over_and_what_was_under_way_fails() -> None:
     rank, old_news = Rank(), "boot"
-    rank.side.begin_step(step(1, loads={"r": (LOAD,)}))
+    rank.side.begin_step(step(1, loads={"r": LOAD}))
     rank.plane.fails_at_close = (2,)
     rank.side.replace(FakePlane("again"))
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
     assert [news.boot_id for news in rank.side.take_news()] == [old_news]
-    rank.side.begin_step(step(2, loads={"q": (op(3, "load", 7),)}, boot="again"))
+    rank.side.begin_step(step(2, loads={"q": op(3, "load", 7)}, boot="again"))
     assert rank.side.plane.submitted == [((3,), rank.fence)]  # type: ignore[attr-defined]
 
 
 def test_a_rank_without_data_plane_fails_every_op() -> None:
     plane = NoDataPlane(3, 64, "cuda", "no device")
     side = WorkerSide(0, plane, fence=lambda: None, loads_wait=True)
-    side.begin_step(step(1, stores=(STORE,), loads={"r": (LOAD,)}, boot=plane.boot_id))
+    side.begin_step(step(1, stores=(STORE,), loads={"r": LOAD}, boot=plane.boot_id))
     assert side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
     (news,) = side.take_news()
     assert (news.boot_id, [word.mark for word in news.completions]) == (plane.boot_id, ["failed", "failed"])
