@@ -88,6 +88,31 @@ def test_a_block_that_another_request_computes_in_this_step_is_not_stored_yet() 
     assert blocks_of(plan) == []
 
 
+def test_the_first_step_of_a_request_stores_nothing_of_what_it_found_on_the_gpu() -> None:
+    host, first, second = VllmHost(), FakeRequest("1", PROMPT), FakeRequest("2", PROMPT + "i")
+    host.run(first)
+    host.admit(second, 1, local=8)
+    assert second.num_computed_tokens == 8  # complete, as far as vLLM's count goes
+    assert blocks_of(host.step({second: 1})) == []
+    second.tokens += "j"
+    assert blocks_of(host.step({second: 1})) == second.block_ids[0][:4]
+    assert host.stored() == set(keys_of(PROMPT))
+
+
+def test_the_first_step_after_a_load_stores_nothing_of_what_the_gpu_had() -> None:
+    host, first, second = VllmHost(), FakeRequest("1", PROMPT), FakeRequest("2", PROMPT + "ijklm")
+    host.store(*keys_of(PROMPT + "ijkl"))
+    host.run(first)
+    host.admit(second, local=8, load=host.ask(second, 8))
+    host.step()
+    host.engine.admin.purge(everything=True).run()
+    host.resume(second, 1)
+    assert blocks_of(host.step({second: 1})) == []
+    second.tokens += "n"
+    assert blocks_of(host.step({second: 1})) == second.block_ids[0][:4]
+    assert host.stored() == set(keys_of(PROMPT))
+
+
 def test_two_requests_with_the_same_prompt_store_it_once() -> None:
     host, first, second = VllmHost(), FakeRequest("1", PROMPT), FakeRequest("2", PROMPT)
     host.admit(first, 8)
@@ -251,11 +276,48 @@ def test_the_source_of_a_store_given_up_is_released_once() -> None:
     assert host.step(copy=False).stores.ops
     host.clock.advance(host.engine.config.transfer_timeout + 1)
     host.engine.tick()
-    assert not host.side.has_pending_stores
+    host.side.settle()
     assert len(host.pool.free) == free + 4
     host.copy()
     host.step()
     assert len(host.pool.free) == free + 4
+
+
+def host_with_a_store_given_up() -> tuple[VllmHost, int]:
+    """Its second rank says nothing of the store, though it reports."""
+    host, request = VllmHost(num_ranks=2), FakeRequest("r", PROMPT)
+    host.run(request)
+    host.finish(request)
+    (op,) = host.step(copy=False).stores.ops
+    host.ranks[0].run(op.op_id)
+    host.clock.advance(host.engine.config.transfer_timeout + 1)
+    host.engine.tick()
+    for rank in host.ranks:
+        rank.report()
+    return host, op.op_id
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_are_asked_for_until_the_silent_rank_of_a_store_given_up_has_spoken(fails: bool) -> None:
+    """An idle vLLM would never hear it, and the pool stays shut until then."""
+    host, op_id = host_with_a_store_given_up()
+    for _ in range(2):
+        assert host.side.has_pending_stores
+        assert not host.side.holds_gpu_blocks
+        assert host.engine.readiness().state == "degraded"
+        host.ranks[1].say(op_id, "source_free")
+        host.step(copy=False)
+    host.ranks[1].run(op_id, fail=fails)
+    assert not host.side.has_pending_stores
+    assert host.engine.readiness().state == "ready"
+    host.engine.check_integrity()
+
+
+def test_no_steps_are_asked_for_when_the_silent_rank_of_a_store_given_up_starts_anew() -> None:
+    host, _ = host_with_a_store_given_up()
+    assert host.side.has_pending_stores
+    host.ranks[1].restart(pinned=64)
+    assert not host.side.has_pending_stores
 
 
 def test_blocks_of_a_request_that_is_gone_are_not_handed_out_while_they_are_read() -> None:
