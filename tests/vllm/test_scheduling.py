@@ -35,6 +35,7 @@ SETUPS = [
         ranks=2,
         blocks=HYBRID_BLOCKS,
         operator_rate=0.04,
+        seed=5,
     ),
     Setup("hybrid, async, lazy, drafts", layers="hybrid", asynchronous=True, blocks=HYBRID_BLOCKS, lazy=True, drafts=2),
     Setup("mixed blocks, sync, bad memory", layers="mixed", blocks=HYBRID_BLOCKS, ranks=2, bad_slots=8),

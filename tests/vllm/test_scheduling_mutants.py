@@ -189,8 +189,10 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.mutate.__name__}-{mutant.setup.name}")
-def test_a_broken_promise_is_noticed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_promise_is_noticed(
+    mutant: Mutant, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     mutant.mutate(monkeypatch)
-    logging.getLogger("kvstow").setLevel(logging.CRITICAL)
+    caplog.set_level(logging.CRITICAL, logger="kvstow")
     report = run(mutant.setup, monkeypatch, stop_at_problem=True)
     assert any(problem.startswith(mutant.symptom) for problem in report.problems), report
