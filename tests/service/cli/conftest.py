@@ -27,16 +27,19 @@ class Host:
 
     def __init__(self, stack: ExitStack, pinned: int = CAPACITY, **changes: Any) -> None:
         # The ranks report once; a slow machine may take its time after that.
-        config = EngineConfig(slot_bytes=SLOT_BYTES, capacity_slots=CAPACITY, num_ranks=2, report_timeout=3600.0)
+        config = EngineConfig(
+            slot_bytes=SLOT_BYTES, capacity_slots=CAPACITY, num_ranks=changes.pop("num_ranks", 2), report_timeout=3600.0
+        )
         self.engine = OffloadEngine(config)
         self.ranks: list[FakeRank] = make_ranks(self.engine, pinned)
-        listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), changes.pop("uds", None))
+        tls = changes.pop("tls", None)
+        listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), changes.pop("uds", None), secure=tls is not None)
         stack.callback(listeners.close)
         given = {"engine": self.engine, "max_capacity_slots": 2 * CAPACITY, "version": "1.2.3", "mode": "test"}
-        server = AdminServer(create_app(ApiContext(**{**given, **changes})), listeners.sockets, pytest.fail)
+        server = AdminServer(create_app(ApiContext(**{**given, **changes})), listeners.sockets, pytest.fail, tls=tls)
         server.start()
         stack.callback(server.stop)
-        self.url = listeners.url
+        self.url, self.stop = listeners.url, server.stop
 
     def store(self, *keys: bytes) -> None:
         store_keys(self.engine, self.ranks, keys)
@@ -67,6 +70,7 @@ def run(tmp_path: Any) -> Run:
             "KVSTOW_SERVER": None,
             "KVSTOW_CONTEXT": None,
             "KVSTOW_TOKEN_FILE": None,
+            "KVSTOW_CA_FILE": None,
             "KVSTOW_CONTEXTS": str(tmp_path / "contexts.toml"),
         }
         return CliRunner().invoke(app, arguments, input=stdin, env={**clean, **(environ or {})})

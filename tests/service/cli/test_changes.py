@@ -1,0 +1,187 @@
+"""The commands that change a server: what they do, what they ask, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.service.cli.terminal import Terminal
+
+KEYS = [bytes([0, 0, number]) for number in range(6)]
+HEX = [key.hex() for key in KEYS]
+
+
+@pytest.fixture
+def kvstow(run: Any, host: Any) -> Callable[..., Any]:
+    host.store(*KEYS)
+    return lambda *arguments, stdin=None: run(*arguments, stdin=stdin, environ={"KVSTOW_SERVER": host.url})
+
+
+def cached(host: Any) -> int:
+    return int(host.engine.stats().slots.cached)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    [
+        (["evict", "--slots", "2"], 4),
+        (["evict", "--size", "12KiB"], 3),
+        (["evict", "--idle", "0"], 0),
+        (["purge", "--all"], 0),
+        (["purge", HEX[0], HEX[1]], 4),
+        (["purge", "--key-prefix", "0000"], 0),
+        (["purge", "--age", "0"], 0),
+        (["purge", "--idle", "1h"], 6),
+        (["purge", "--slots", "1"], 5),
+        (["purge", "--size", "8KiB"], 4),
+        (["resize", "16KiB"], 4),
+        (["resize", "--slots", "3"], 3),
+        (["config", "set", "capacity_slots=2"], 2),
+    ],
+)
+def test_destructive_work_needs_a_yes_and_can_be_tried(kvstow: Any, host: Any, arguments: list[str], left: int) -> None:
+    outcome = kvstow(*arguments, "--dry-run")
+    assert outcome.exit_code == 0, outcome.stderr
+    assert cached(host) == 6
+    if left < 6:
+        outcome = kvstow(*arguments)
+        assert (outcome.exit_code, outcome.stdout) == (2, "")
+        assert "there is no terminal to ask on" in outcome.stderr
+        assert "fix: say --yes" in outcome.stderr
+    assert cached(host) == 6
+    outcome = kvstow(*arguments, "--yes")
+    assert outcome.exit_code == 0, outcome.stderr
+    assert cached(host) == left
+
+
+def test_what_was_removed_is_said(kvstow: Any) -> None:
+    assert kvstow("evict", "--slots", "1", "--dry-run").stdout == "would remove 1 block, 4 KiB of each rank\n"
+    assert kvstow("evict", "--slots", "2", "--yes").stdout == "removed 2 blocks, 8 KiB of each rank\n"
+    removed = json.loads(kvstow("purge", "--all", "--yes", "-o", "json").stdout)
+    assert removed == {"evicted_slots": 4, "evicted_bytes": 16384, "dry_run": False}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["evict"],
+        ["evict", "--slots", "1", "--idle", "1s"],
+        ["evict", "--size", "8 fish"],
+        ["purge"],
+        ["purge", "--all", "--slots", "1"],
+        ["purge", "xyz", "--yes"],
+        ["resize"],
+        ["resize", "1GiB", "--slots", "4"],
+        ["resize", "--slots", "9999"],
+        ["unpin"],
+        ["unpin", "00", "--all"],
+        ["bypass"],
+        ["bypass", "--off", "--load"],
+        ["bypass", "--off", "--ttl", "1s"],
+        ["config", "set", "policy"],
+        ["config", "set", "policy=mru"],
+        ["config", "set", "colour=red"],
+        ["config", "log-level", "loud"],
+        ["drain", "--mode", "some", "--yes"],
+    ],
+)
+def test_what_makes_no_sense_is_exit_code_2_and_changes_nothing(kvstow: Any, host: Any, arguments: list[str]) -> None:
+    before = (host.engine.stats(), host.engine.desired())
+    assert kvstow(*arguments).exit_code == 2
+    assert (host.engine.stats(), host.engine.desired()) == before
+
+
+def test_growing_asks_nothing(kvstow: Any, host: Any) -> None:
+    assert kvstow("resize", "--slots", "32").exit_code == 0
+    assert host.engine.desired().capacity_slots == 32
+
+
+def test_a_value_that_is_refused_names_what_is_allowed(kvstow: Any) -> None:
+    assert "\nfix: runtime.policy: 'lru' or 'arc'\n" in kvstow("config", "set", "policy=mru").stderr
+
+
+def test_an_answer_may_be_an_operation_that_is_followed(kvstow: Any, host: Any) -> None:
+    lease = host.engine.lease(KEYS)
+    assert lease is not None
+    identity = json.loads(kvstow("resize", "--slots", "2", "--yes", "--no-wait", "-o", "json").stdout)["id"]
+    assert "waiting" in kvstow("get", "op", identity).stdout
+    assert kvstow("config", "set", "capacity_slots=5", "--yes").exit_code == 5  # one at a time
+    cancelled = kvstow("cancel", identity)
+    assert "cancelled" in cancelled.stdout
+    host.engine.release(lease)
+
+
+def test_pins_come_and_go(kvstow: Any, host: Any) -> None:
+    assert kvstow("pin", *HEX[:2], "00ff", "--dry-run").stdout == "would pin 2 blocks; not in the pool: 1 key\n"
+    assert host.engine.stats().slots.pinned == 0
+    assert kvstow("pin", "-", "--ttl", "1h", stdin=f"{HEX[0]}\n{HEX[1]}\n").exit_code == 0
+    assert host.engine.stats().slots.pinned == 2
+    assert "pinned" in kvstow("get", "block", HEX[0]).stdout
+    assert kvstow("unpin", HEX[0], "--dry-run").exit_code == 0
+    assert kvstow("unpin", HEX[0]).exit_code == 0
+    assert host.engine.stats().slots.pinned == 1
+    assert kvstow("unpin", "--all").exit_code == 2
+    assert kvstow("unpin", "--all", "--dry-run").stdout == "would unpin 1 block; not in the pool: 0 keys\n"
+    assert kvstow("unpin", "--all", "--yes").exit_code == 0
+    assert host.engine.stats().slots.pinned == 0
+
+
+def test_pinning_what_is_not_there_is_exit_code_4(kvstow: Any) -> None:
+    assert kvstow("pin", "00ff").exit_code == 4
+
+
+def test_a_drain_begins_and_ends(kvstow: Any, host: Any) -> None:
+    assert "would stop loads and stores, and fail /readyz" in kvstow("drain", "--dry-run").stdout
+    assert kvstow("drain").exit_code == 2
+    assert not host.engine.admin.drain_status.active
+    assert kvstow("drain", "--mode", "stop-stores", "--deadline", "30s", "--yes").exit_code == 0
+    assert host.engine.admin.drain_status.mode == "stop_stores"
+    assert kvstow("undrain", "--dry-run").stdout == "would end the drain\n"
+    assert host.engine.admin.drain_status.active
+    assert kvstow("undrain").exit_code == 0
+    assert not host.engine.admin.drain_status.active
+
+
+def test_a_bypass_begins_and_ends(kvstow: Any, host: Any) -> None:
+    assert kvstow("bypass", "--store", "--ttl", "1h", "--dry-run").exit_code == 0
+    assert not host.engine.admin.bypass.store
+    assert kvstow("bypass", "--store", "--ttl", "1h").exit_code == 0
+    assert host.engine.admin.bypass.store
+    assert kvstow("bypass", "--off").exit_code == 0
+    assert not host.engine.admin.bypass.store
+
+
+def test_pinning_of_memory_is_steered(kvstow: Any, host: Any) -> None:
+    assert kvstow("pinning", "pause").exit_code == 0
+    assert host.engine.desired().paused
+    assert kvstow("pinning", "resume").exit_code == 0
+    assert not host.engine.desired().paused
+    attempt = host.engine.desired().pin_attempt
+    assert kvstow("pinning", "retry").stdout == f"ranks try again: attempt {attempt + 1}\n"
+
+
+def test_settings_are_shown_and_changed(kvstow: Any, host: Any) -> None:
+    assert json.loads(kvstow("config", "view", "-o", "json").stdout)["runtime"]["policy"] == "lru"
+    assert kvstow("config", "set", "policy=arc", "pinning_paused=true").exit_code == 0
+    assert (host.engine.stats().policy, host.engine.desired().paused) == ("arc", True)
+    assert "debug" in kvstow("config", "log-level", "debug", "--logger", "kvstow.admin", "--ttl", "1h").stdout
+
+
+def test_a_terminal_is_asked(host: Any, child_environ: dict[str, str]) -> None:
+    host.store(*KEYS)
+    question = "Remove 2 blocks, 8 KiB of each rank? [y/N]"
+    evict = ("evict", "--slots", "2", "--server", host.url)
+    with Terminal(*evict, environ=child_environ) as terminal:
+        terminal.until(question)
+        terminal.type("n\n")
+        terminal.until("nothing was changed")
+        assert terminal.end() == 1
+    assert cached(host) == 6
+    with Terminal(*evict, environ=child_environ) as terminal:
+        terminal.until(question)
+        terminal.type("y\n")
+        terminal.until("removed 2 blocks")
+        assert terminal.end() == 0
+    assert cached(host) == 4

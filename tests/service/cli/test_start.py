@@ -1,0 +1,94 @@
+"""What the command line loads, and what it knows without loading it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from typing import Any
+
+import click
+import pytest
+
+from kvstow_service.cli.commands import COMMANDS, load
+
+HEAVY = ["torch", "numpy", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "matplotlib", "vllm"]
+ON_THIS_MACHINE = {"serve", "replay"}
+
+
+def loaded(arguments: list[str], watched: list[str], environ: dict[str, str]) -> list[str]:
+    """Which of these modules `kvstow ARGUMENTS` has loaded when it ends."""
+    code = (
+        "import atexit, sys\n"
+        f"atexit.register(lambda: print('loaded', [name for name in {watched!r} if name in sys.modules]))\n"
+        f"from kvstow_service.cli import app\napp({arguments!r})"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=False)
+    line = next(line for line in result.stdout.splitlines() if line.startswith("loaded "))
+    return [str(name) for name in ast.literal_eval(line.removeprefix("loaded "))]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS if name != "serve")])
+def test_help_loads_no_machinery(arguments: list[str], child_environ: dict[str, str]) -> None:
+    assert loaded(arguments, [*HEAVY, "httpx", "rich", "yaml"], child_environ) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [["get", "pools"], ["get", "stats", "-o", "yaml"], ["top"], ["doctor"], ["plot", "bandwidth"]]
+)
+def test_asking_a_server_loads_no_machinery(host: Any, arguments: list[str], child_environ: dict[str, str]) -> None:
+    assert loaded([*arguments, "--server", host.url], HEAVY, child_environ) == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_what_their_own_help_says(name: str) -> None:
+    first = (load(name).help or "").split("\n\n")[0]
+    assert COMMANDS[name] == " ".join(first.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_that_asks_a_server_can_be_told_which(name: str) -> None:
+    command = load(name)
+    commands = list(command.commands.values()) if isinstance(command, click.Group) else [command]
+    if name in ON_THIS_MACHINE or name in ("trace", "context", "completion"):
+        return
+    for one in commands:
+        flags = {flag for parameter in one.params for flag in parameter.opts}
+        assert {"--server", "--context", "--token-file", "--ca-file"} <= flags, one.name
+
+
+def test_a_command_that_does_not_exist_is_a_usage_error(run: Any) -> None:
+    outcome = run("evic")
+    assert outcome.exit_code == 2
+    assert "evict" in outcome.stderr
+
+
+def test_a_package_that_is_not_there_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "kvstow_service.cli.serve", raising=False)
+    monkeypatch.setitem(sys.modules, "pydantic.fields", None)
+    outcome = run("serve", "--help")
+    assert outcome.exit_code == 1
+    assert "`kvstow serve` needs the package pydantic" in outcome.stderr
+    assert "pip install 'kvstow[service,cli]'" in outcome.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_script(run: Any, shell: str) -> None:
+    outcome = run("completion", shell)
+    assert outcome.exit_code == 0
+    assert f"_KVSTOW_COMPLETE={shell}_complete" in outcome.stdout
+
+
+def test_the_script_completes_commands_nouns_and_flags(child_environ: dict[str, str]) -> None:
+    def complete(*words: str) -> str:
+        asked = {"_KVSTOW_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        # A command run by `python -c` has no name: click takes it from the script.
+        code = "import sys; sys.argv[0] = 'kvstow'; from kvstow_service.cli import main; main()"
+        command = [sys.executable, "-c", code]
+        return subprocess.run(
+            command, capture_output=True, text=True, env={**child_environ, **asked}, check=True
+        ).stdout
+
+    assert complete("kvstow", "ev") == "plain,events\nplain,evict\n"
+    assert complete("kvstow", "get", "po") == "plain,pools\n"
+    assert "plain,--dry-run" in complete("kvstow", "evict", "--d")

@@ -1,0 +1,132 @@
+"""`kvstow top` on a real terminal, against real servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.service.cli.terminal import Terminal
+
+from kvstow_service.cli.snapshot import Watcher
+
+KEYS = [bytes([0, 0, number]) for number in range(6)]
+LEAVE_SCREEN = "\x1b[?1049l"
+
+
+@pytest.mark.parametrize("key", ["q", "Q", "\x03"])
+def test_it_shows_the_server_and_leaves_the_terminal_as_it_was(
+    host: Any, child_environ: dict[str, str], key: str
+) -> None:
+    host.store(*KEYS)
+    with Terminal("top", "--server", host.url, environ=child_environ) as terminal:
+        for words in (
+            "kvstow 1.2.3",
+            "all slots are pinned",
+            "rank 1",
+            "cached 6",
+            "hit ratio",
+            "0 loads",
+            "Evictions",
+        ):
+            terminal.until(words)
+        terminal.type(key)
+        terminal.until(LEAVE_SCREEN)
+        assert terminal.end() == 0
+
+
+def test_what_changes_is_shown(host: Any, child_environ: dict[str, str]) -> None:
+    with Terminal("top", "--server", host.url, "--interval", "100ms", environ=child_environ) as terminal:
+        terminal.until("Evictions")
+        host.store(*KEYS)
+        terminal.until("cached 6")
+        host.engine.begin_store([b"\x09\x09"], [0], request_id="r-7")
+        terminal.until("1 stores (4 KiB), the oldest for")
+        terminal.until("r-7")
+        host.engine.admin.drain("all", None)
+        terminal.until("draining")
+        terminal.type("q")
+        assert terminal.end() == 0
+
+
+def test_it_goes_on_when_the_server_comes_back(make_host: Any, tmp_path: Path, child_environ: dict[str, str]) -> None:
+    uds = tmp_path / "admin.sock"
+    with Terminal("top", "--server", f"unix:{uds}", "--interval", "100ms", environ=child_environ) as terminal:
+        terminal.until("no answer")
+        first = make_host(uds=uds)
+        terminal.until("all slots are pinned")
+        first.stop()
+        terminal.until("no answer")
+        terminal.until("rank 1")  # what it said last stays
+        make_host(uds=uds, version="9.8.7")
+        terminal.until("kvstow 9.8.7")
+        terminal.type("q")
+        assert terminal.end() == 0
+
+
+def test_it_takes_the_size_of_the_terminal(host: Any, child_environ: dict[str, str]) -> None:
+    with Terminal("top", "--server", host.url, "--interval", "1h", environ=child_environ) as terminal:
+        terminal.until("Memory")
+        wide = terminal.until("64 KiB").count("━")
+        terminal.until("Evictions")
+        terminal.resize(rows=30, columns=80)
+        terminal.until("Memory")
+        assert 0 < terminal.until("64 KiB").count("━") < wide
+        terminal.type("q")
+        assert terminal.end() == 0
+
+
+def test_no_color_is_heeded(host: Any, child_environ: dict[str, str]) -> None:
+    with Terminal("top", "--server", host.url, environ={**child_environ, "NO_COLOR": "1"}) as terminal:
+        shown = terminal.until("Evictions")
+        terminal.type("q")
+        assert terminal.end() == 0
+    assert "\x1b[32m" not in shown
+    assert "\x1b[36m" not in shown
+
+
+def test_without_a_terminal_it_is_one_look(run: Any, host: Any) -> None:
+    outcome = run("top", "--server", host.url, "--interval", "100ms")
+    assert outcome.exit_code == 0
+    assert "all slots are pinned" in outcome.stdout
+    assert "\x1b" not in outcome.stdout
+
+
+def test_a_picture_is_drawn(run: Any, host: Any, tmp_path: Path) -> None:
+    path = tmp_path / "top.svg"
+    assert run("top", "--server", host.url, "--interval", "100ms", "--svg", str(path)).exit_code == 0
+    assert path.read_text().startswith("<svg")
+
+
+def test_movement_is_of_the_last_seconds_and_of_one_life(make_host: Any) -> None:
+    from kvstow_api.client import Client
+
+    first = make_host()
+    with Client(first.url) as client:
+        watcher = Watcher(client)
+        watcher.look()
+        first.store(*KEYS)
+        assert watcher.look().movement.store_bytes > 0
+        first.engine.lookup(KEYS)
+        second = make_host()
+        watcher._client = Client(second.url)
+        assert watcher.look().movement.store_bytes == 0.0
+        watcher._client.close()
+
+
+def test_many_ranks_are_cut_to_those_that_matter(make_host: Any) -> None:
+    from rich.console import Console
+
+    from kvstow_api.client import Client
+    from kvstow_service.cli.board import board
+
+    host = make_host(num_ranks=12)
+    host.ranks[7].pin(3)
+    with Client(host.url) as client:
+        snapshot = Watcher(client).look()
+    console = Console(width=120, record=True)
+    console.print(board(snapshot, None, width=120, height=20, server=host.url))
+    text = console.export_text()
+    assert "rank 7" in text
+    assert "12 KiB of 64 KiB" in text
+    assert "and 8 ranks that have pinned more" in text

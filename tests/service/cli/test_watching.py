@@ -1,0 +1,189 @@
+"""`kvstow events`, `doctor` and `plot` against a real server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.service.cli.terminal import Terminal
+
+from kvstow_api.series import METRICS, lines_of
+from kvstow_api.views.doctor import DoctorView, FindingView
+from kvstow_api.views.history import HistoryView, SampleView
+from kvstow_service.cli.plot import METRICS as OFFERED
+from kvstow_service.cli.sparkline import sparkline, squeeze
+
+
+def test_events_are_one_line_each(run: Any, host: Any) -> None:
+    run("bypass", "--load", "--server", host.url)
+    outcome = run("events", "--type", "change", "--limit", "1", "--server", host.url)
+    assert outcome.exit_code == 0
+    assert "change" in outcome.stdout
+    assert "path=/v1/bypass" in outcome.stdout
+
+
+def test_events_for_programs(run: Any, host: Any) -> None:
+    run("bypass", "--load", "--server", host.url)
+    only = ("events", "--type", "change", "--limit", "1", "--server", host.url, "-o")
+    as_json, as_yaml = json.loads(run(*only, "json").stdout), yaml.safe_load(run(*only, "yaml").stdout)
+    assert as_json == as_yaml
+    assert (as_json["type"], as_json["data"]["method"]) == ("change", "PUT")
+
+
+def test_a_type_that_does_not_exist_is_refused(run: Any, host: Any) -> None:
+    assert run("events", "--type", "weather", "--server", host.url).exit_code == 2
+
+
+def test_events_go_on_over_a_lost_connection(
+    run: Any, make_host: Any, tmp_path: Path, child_environ: dict[str, str]
+) -> None:
+    uds = tmp_path / "admin.sock"
+    first = make_host(uds=uds)
+    events = ("events", "--server", f"unix:{uds}", "--type", "change", "--type", "lost")
+    with Terminal(*events, environ=child_environ) as it:
+        run("bypass", "--off", "--server", first.url)
+        it.until("path=/v1/bypass")
+        first.stop()
+        second = make_host(uds=uds)
+        run("undrain", "--server", second.url)
+        it.until("lost")  # another life of the server has other events
+        it.until("path=/v1/drain")
+        it.type("\x03")
+        assert it.end() == 0
+
+
+FINDING = FindingView(
+    check="memory",
+    severity="error",
+    what="it is too small",
+    why="it stops",
+    fix="make it larger",
+    evidence={"gib": 2.0},
+)
+
+
+def diagnosis(*findings: FindingView) -> DoctorView:
+    return DoctorView(
+        checked=datetime(2026, 1, 1, tzinfo=UTC),
+        healthy=not findings,
+        findings=list(findings),
+        checks=["memory", "clocks"],
+        skipped={"clocks": "no rank has told its time"},
+    )
+
+
+def test_a_healthy_server_is_exit_code_0(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow_api.client.Client.send", lambda self, call: diagnosis())
+    outcome = run("doctor", "--server", host.url)
+    assert (outcome.exit_code, outcome.stdout) == (0, "1 checks, no findings\n")
+
+
+def test_findings_are_told_with_their_fix_and_are_exit_code_1(
+    run: Any, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow_api.client.Client.send", lambda self, call: diagnosis(FINDING))
+    outcome = run("doctor", "--server", host.url, "-o", "wide")
+    assert outcome.exit_code == 1
+    assert outcome.stdout.splitlines() == [
+        "error  it is too small",
+        "  why  it stops",
+        "  fix  make it larger",
+        "  memory: gib 2",
+        "",
+        "1 checks, 1 findings",
+        "not made: clocks: no rank has told its time",
+    ]
+
+
+def test_a_real_server_is_examined(run: Any, host: Any) -> None:
+    outcome = run("doctor", "--server", host.url, "-o", "json")
+    view = json.loads(outcome.stdout)
+    assert outcome.exit_code == (0 if view["healthy"] else 1)
+
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def sample(number: int, **counters: int) -> SampleView:
+    zeros = {field.name: 0 for field in fields(SampleView) if field.name != "time"}
+    return SampleView(time=START + timedelta(seconds=5 * number), **{**zeros, **counters})
+
+
+HISTORY = HistoryView(
+    interval_seconds=5.0,
+    items=[
+        sample(0, usable_slots=10),
+        sample(1, usable_slots=10, query_blocks=10, hit_blocks=5, load_bytes=5 << 20, used_slots=5),
+        sample(2, usable_slots=10, query_blocks=10, hit_blocks=5, load_bytes=15 << 20, used_slots=10),
+        sample(3, usable_slots=10, query_blocks=2, hit_blocks=2, load_bytes=1 << 20, used_slots=1),  # another life
+    ],
+)
+
+
+def points(metric: str, line: int = 0) -> tuple[float | None, ...]:
+    return lines_of(METRICS[metric], HISTORY.items)[line].points
+
+
+def test_figures_are_of_the_time_between_samples() -> None:
+    assert points("hit-ratio") == (0.5, None, None)
+    assert points("bandwidth") == (1 << 20, 2 << 20, None)
+    assert points("bandwidth", 1) == (0.0, 0.0, 0.0)
+    assert points("usage") == (0.5, 1.0, 0.1)
+    assert lines_of(METRICS["usage"], HISTORY.items[:1])[0].points == ()
+
+
+def test_a_sparkline_has_gaps_and_fits() -> None:
+    assert sparkline([0.0, 0.5, None, 1.0], 10, 1.0) == "▁▅ █"
+    assert sparkline([0.0, 1.0, 1.0], 2) == "██"
+    assert sparkline([], 5) == ""
+    assert squeeze([1.0, 3.0, None, None, 5.0, 7.0], 3) == [2.0, None, 6.0]
+
+
+@pytest.fixture
+def plot(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("kvstow_api.client.Client.send", lambda self, call: HISTORY)
+    return lambda *arguments: run("plot", *arguments, "--server", host.url)
+
+
+def test_every_metric_can_be_plotted(plot: Any) -> None:
+    assert set(OFFERED) == set(METRICS)
+    for metric in METRICS:
+        assert plot(metric).exit_code == 0
+
+
+def test_a_plot_says_the_last_and_the_highest(plot: Any) -> None:
+    loads, stores = plot("bandwidth").stdout.splitlines()
+    assert loads.startswith("loads   ▅█")
+    assert "last 2 MiB/s  highest 2 MiB/s" in loads
+    assert "highest 0 B/s" in stores
+
+
+def test_since_cuts(plot: Any) -> None:
+    assert len(json.loads(plot("usage", "--since", "5s", "-o", "json").stdout)["items"]) == 2
+    assert "nothing yet" in plot("usage", "--since", "0").stdout
+
+
+@pytest.mark.parametrize("metric", ["hit-ratio", "blocks"])
+def test_a_picture_is_drawn(plot: Any, tmp_path: Path, metric: str) -> None:
+    path = tmp_path / "figure.png"
+    assert plot(metric, "--png", str(path)).stdout == f"{path}\n"
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written_is_an_error(plot: Any, tmp_path: Path) -> None:
+    outcome = plot("usage", "--png", str(tmp_path / "none" / "figure.png"))
+    assert outcome.exit_code == 1
+    assert "cannot be written" in outcome.stderr
+
+
+def test_without_matplotlib_the_fix_is_named(plot: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.dates", None)
+    outcome = plot("usage", "--png", str(tmp_path / "figure.png"))
+    assert outcome.exit_code == 1
+    assert "fix: pip install 'kvstow[plot]'" in outcome.stderr
