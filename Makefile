@@ -21,7 +21,7 @@ PIP_INSTALL = $(BIN)/python -m pip install $(PIP_FLAGS)
 VLLM_INSTALL = $(VLLM_BIN)/python -m pip install $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test test-vllm test-deploy test-image pins lint fmt bench clean
+.PHONY: help venv venv-vllm demo test test-vllm test-deploy test-image test-browser pins lint fmt bench clean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,7 +67,7 @@ demo: $(VENV)/.run ## Run the service on a generated trace and verify every load
 	$(BIN)/python -m kvstow_service.demo
 
 test: lint ## Lint, type-check and run all tests that need nothing but Python
-	$(BIN)/python -m pytest -m "not gpu and not vllm and not deploy and not image" --cov --cov-report=term
+	$(BIN)/python -m pytest -m "not gpu and not vllm and not deploy and not image and not browser" --cov --cov-report=term
 
 # Its warnings are vLLM's, not ours: none of them is an error here.
 test-vllm: $(VLLM_VENV)/.test ## Run the tests of the connector in a real vLLM, on the CPU
@@ -79,6 +79,11 @@ test-deploy: $(VENV)/.deploy ## Run the tests of the Helm chart; fetches helm, p
 
 test-image: $(VENV)/.deploy ## Build the images with buildah and run them; needs root
 	$(BIN)/python -m pytest -m image -o faulthandler_timeout=900 tests/helm
+
+test-browser: $(VENV)/.dev ## Look at the status page in headless Chromium; takes it from apt where it is not there
+	command -v chromium-headless-shell chromium >/dev/null || \
+		(apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium-headless-shell)
+	$(BIN)/python -m pytest -m browser tests/api
 
 pins: ## Renew constraints.txt, the versions that the images install
 	$(PYTHON) -m venv --clear build/pins

@@ -1,0 +1,204 @@
+"""The status page: what it says, what it lets a browser do, and its stream."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstow.errors import QueueFullError
+from kvstow_api.page.chart import polylines
+from kvstow_api.page.live import MAX_STREAMS, StatusPage
+from kvstow_api.page.render import SECTIONS
+from kvstow_api.series import Line
+
+pytestmark = pytest.mark.anyio
+
+LIMIT = 15_000
+
+
+class Document(HTMLParser):
+    """Tags that were opened, their attributes, and the texts between them."""
+
+    VOID = ("meta", "link", "rect", "line", "polyline")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    def attributes(self, name: str) -> list[str | None]:
+        return [attributes[name] for _, attributes in self.tags if name in attributes]
+
+
+@pytest.fixture
+async def page(launch: Any, ranks: Any) -> StatusPage:
+    apps: list[Any] = []
+    await launch(apps.append)
+    page: StatusPage = apps[0].state.page
+    return page
+
+
+def sections_in(chunk: bytes) -> list[str]:
+    return re.findall(r"^event: (\w+)$", chunk.decode(), re.MULTILINE)
+
+
+async def test_it_is_one_small_document_that_needs_nothing_else(client: httpx.AsyncClient, ranks: Any) -> None:
+    answer = await client.get("/")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert len(answer.content) < LIMIT
+    document = Document(answer.text)
+    assert document.open == []
+    assert document.attributes("src") == []
+    assert set(document.attributes("href")) == {
+        "data:,", "#content", "readyz?verbose", "v1/doctor", "v1/stats", "metrics", "openapi.json",
+    }  # fmt: skip
+
+
+async def test_every_link_leads_somewhere(client: httpx.AsyncClient) -> None:
+    for href in Document((await client.get("/")).text).attributes("href"):
+        if href and not href.startswith(("data:", "#")):
+            assert (await client.get(f"/{href}")).status_code == 200
+
+
+async def test_the_policy_allows_its_own_style_and_script_and_nothing_more(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/")
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["form-action"] == policy["base-uri"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    for tag, directive in (("style", "style-src"), ("script", "script-src")):
+        (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert policy[directive] == f"'sha256-{digest}'"
+    document = Document(answer.text)
+    assert document.attributes("style") == []  # the policy would not let it work
+    assert not [name for _, attributes in document.tags for name in attributes if name.startswith("on")]
+
+
+async def test_without_scripts_it_renews_itself(client: httpx.AsyncClient) -> None:
+    assert '<noscript><meta http-equiv="refresh" content="5"></noscript>' in (await client.get("/")).text
+
+
+async def test_it_tells_what_an_operator_asks_first(client: httpx.AsyncClient, ranks: Any, keys: list[bytes]) -> None:
+    ranks.store(keys[:3])
+    ranks.begin_store(keys[3:5])
+    ranks.engine.admin.evict(slots=1).run()
+    text = " ".join(" ".join(Document((await client.get("/")).text).texts).split())
+    told = ["kvstow ready", "rank 1 ready 64 KiB", "cached 2", "filling 2", "stores 1 8 KiB", "operator 1"]
+    told += ["store queued 2 blocks"]
+    assert [words for words in told if words not in text] == []
+
+
+async def test_the_last_events_are_told_in_words(launch: Any, ranks: Any) -> None:
+    apps: list[Any] = []
+    client = await launch(apps.append)
+    apps[0].state.services.watch.tick()
+    await client.put("/v1/bypass", json={"load": False})
+    await client.post("/v1/pools/host/evict", json={"slots": 1}, params={"wait": 20})
+    text = " ".join(" ".join(Document((await client.get("/")).text).texts).split())
+    told = ["state ready: all slots are pinned", "rank 1 is ready", "operation evict succeeded"]
+    told += ["change PUT /v1/bypass by anonymous"]
+    assert [words for words in told if words not in text] == []
+
+
+async def test_what_fails_is_named(launch: Any, ranks: Any) -> None:
+    ranks.engine.report(ranks.make_report(1, state="degraded", error_reason="memlock", error="no more memory"))
+    text = (await (await launch()).get("/")).text
+    assert "rank 1 is degraded (memlock: no more memory)" in text
+    assert '<p class="error">memlock: no more memory</p>' in text
+
+
+@pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</style>&amp;"])
+async def test_values_are_escaped(launch: Any, ranks: Any, hostile: str) -> None:
+    ranks.engine.report(ranks.make_report(1, state="degraded", error_reason=hostile, error=hostile))
+    ranks.engine.report(ranks.make_report(0, boot_id=hostile))
+    client = await launch(version=hostile, mode=hostile)
+    await client.put("/v1/bypass", json={"load": False}, headers={"x-request-id": hostile})
+    text = (await client.get("/")).text
+    assert hostile not in text
+    plain = (await (await launch()).get("/")).text
+    assert {tag for tag, _ in Document(text).tags} == {tag for tag, _ in Document(plain).tags}
+
+
+async def test_a_reader_needs_what_reading_needs(launch: Any, tmp_path: Path) -> None:
+    (tmp_path / "admin").write_text("a")
+    (tmp_path / "viewer").write_text("v")
+    client = await launch(token_file=tmp_path / "admin", viewer_token_file=tmp_path / "viewer")
+    assert (await client.get("/")).status_code == 401
+    assert (await client.get("/page/live")).status_code == 401
+    assert (await client.get("/", headers={"Authorization": "Bearer v"})).status_code == 200
+
+
+async def test_many_ranks_do_not_make_it_long(launch: Any) -> None:
+    from kvstow.config import EngineConfig
+    from kvstow.control.engine import OffloadEngine
+
+    engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16, num_ranks=64))
+    answer = await (await launch(engine=engine)).get("/")
+    assert "and 48 ranks that have pinned more" in answer.text
+    assert len(answer.content) < LIMIT
+
+
+async def test_the_stream_sends_each_part_once_and_then_what_changes(page: StatusPage, ranks: Any) -> None:
+    stream = page.open(interval=0.0)
+    assert (await anext(stream)).startswith(b"retry: ")
+    assert sections_in(await anext(stream)) == list(SECTIONS)
+    ranks.engine.admin.drain("all", None)
+    chunk = await anext(stream)
+    while "state" not in sections_in(chunk):
+        chunk = await anext(stream)
+    assert b'data: <h1>kvstow <span class="pill draining">draining</span></h1>\n' in chunk
+    assert "memory" not in sections_in(chunk)
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_silent_stream_says_that_it_is_alive(page: StatusPage) -> None:
+    stream = page.open(interval=0.0)
+    chunks = [await anext(stream) for _ in range(3)]
+    assert chunks[-1].startswith(b":")
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_only_so_many_browsers_are_served(page: StatusPage) -> None:
+    streams = [page.open() for _ in range(MAX_STREAMS)]
+    for stream in streams:
+        await anext(stream)
+    with pytest.raises(QueueFullError, match="16 browsers"):
+        page.open()
+    await streams[0].aclose()  # type: ignore[attr-defined]
+    page.open()
+    for stream in streams[1:]:
+        await stream.aclose()  # type: ignore[attr-defined]
+
+
+def test_a_line_has_a_polyline_for_each_run_without_a_gap() -> None:
+    def drawn(*points: float | None) -> tuple[str, ...]:
+        return polylines(Line("x", (), points), 4, 1.0)
+
+    assert drawn(0.0, 1.0, None, 0.5) == ("0,46.0 100,2.0", "300,24.0 301,24.0")
+    assert drawn(1.0) == ("300,2.0 301,2.0",)
+    assert drawn(None, None) == ()
+    assert drawn() == ()

@@ -1,0 +1,101 @@
+"""The status page in a real browser: headless Chromium."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.api.browser import Browser
+
+pytestmark = pytest.mark.browser
+
+LIVE = "document.getElementById('live').textContent"
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    with Browser(tmp_path / "profile") as browser:
+        yield browser
+
+
+def test_what_changes_is_shown_without_loading_again(browser: Browser, serve: Any, ranks: Any) -> None:
+    browser.open(serve().url)
+    browser.until(f"{LIVE} === 'live'")
+    browser.evaluate("window.same = true")
+    assert "all slots are pinned" in browser.text
+    ranks.begin_store([b"\x00\x01"])
+    ranks.engine.admin.drain("all", None)
+    browser.until("document.getElementById('state').innerText.includes('draining')")
+    browser.until("document.getElementById('pending').innerText.includes('4 KiB')")
+    assert browser.evaluate("window.same")
+    assert browser.complaints == []
+
+
+def test_the_policy_stops_what_is_not_the_pages_own(browser: Browser, serve: Any, ranks: Any) -> None:
+    browser.open(serve().url)
+    browser.until(f"{LIVE} === 'live'")
+    browser.evaluate(
+        "const added = document.createElement('script'); added.textContent = 'window.broken = true';"
+        "document.body.append(added)"
+    )
+    browser.until("true")
+    assert browser.evaluate("window.broken") is None
+    assert any("Content Security Policy" in complaint for complaint in browser.complaints)
+
+
+def test_without_scripts_it_says_the_same(browser: Browser, serve: Any, ranks: Any) -> None:
+    browser.ask("Emulation.setScriptExecutionDisabled", value=True)
+    browser.open(serve().url)
+    browser.until("document.body.innerText.includes('all slots are pinned')")
+    assert browser.evaluate(LIVE) == ""
+
+
+def test_every_link_is_reached_by_keyboard(browser: Browser, serve: Any, ranks: Any) -> None:
+    browser.open(serve().url)
+    browser.until(f"{LIVE} === 'live'")
+    links = browser.evaluate("document.links.length")
+    seen = []
+    for _ in range(links):
+        browser.press_tab()
+        seen.append(browser.evaluate("document.activeElement.textContent"))
+        assert browser.evaluate("document.activeElement.getBoundingClientRect().left >= 0"), "it cannot be seen"
+    assert seen == ["Skip to the figures", "readyz", "doctor", "stats", "metrics", "openapi.json"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_can_be_read_in_the_light_and_in_the_dark(browser: Browser, serve: Any, ranks: Any, scheme: str) -> None:
+    browser.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    browser.open(serve().url)
+    browser.until(f"{LIVE} === 'live'")
+    back = browser.evaluate(_COLOUR.format(element="document.body", part="backgroundColor"))
+    assert (luminance(back) > 0.5) == (scheme == "light")
+    card = browser.evaluate(_COLOUR.format(element="document.querySelector('section')", part="backgroundColor"))
+    for selector in ("h1", "h2", ".quiet", "td", ".checks li"):
+        colour = browser.evaluate(_COLOUR.format(element=f"document.querySelector('{selector}')", part="color"))
+        for behind in (back, card):
+            assert contrast(colour, behind) >= 4.5, (selector, colour, behind)
+
+
+@pytest.mark.parametrize("width", [360, 800, 1600])
+def test_nothing_is_wider_than_the_window(browser: Browser, serve: Any, ranks: Any, tmp_path: Path, width: int) -> None:
+    browser.open(serve().url)
+    browser.until(f"{LIVE} === 'live'")
+    browser.screenshot(tmp_path / "page.png", width=width, height=900)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+
+
+_COLOUR = "getComputedStyle({element}).{part}.match(/[\\d.]+/g).slice(0, 3).map(Number)"
+
+
+def luminance(colour: list[float]) -> float:
+    """As WCAG 2 defines it."""
+    parts = [part / 255 for part in colour]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: list[float], other: list[float]) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
