@@ -67,6 +67,13 @@ class ArcPolicy:
             self._is_frequent[slot] = 1
         self._frequent.append(slots)
 
+    def refresh(self, slots: Sequence[int]) -> None:
+        marks = self._is_frequent
+        for order, mark in ((self._recent, 0), (self._frequent, 1)):
+            theirs = [slot for slot in slots if marks[slot] == mark]
+            order.remove(theirs)
+            order.append(theirs)
+
     def evict(self, count: int) -> list[int]:
         surplus = max(0, len(self._recent) - int(self._target))
         shortfall = max(0, count - len(self._frequent))

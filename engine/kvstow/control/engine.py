@@ -150,6 +150,17 @@ class OffloadEngine:
         with self._state.lock:
             return place_store(self._state, keys, blocks, request_id)
 
+    def refresh(self, keys: Sequence[bytes]) -> None:
+        """Let the blocks that are present go as late as if they had been stored only now, the first key's last of all.
+
+        For a prefix that was stored in several steps: each of them came later than the one before it, and without this
+        the beginning of the prefix, on which all of it depends, would be the first to go. Counts as no look-up.
+        """
+        state = self._state
+        with state.lock:
+            slots = [slot for slot in state.index.slots_of(keys) if slot is not None]
+            state.index.refresh(slots, state.clock())
+
     # -- completion -----------------------------------------------------------------------------------------
 
     def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:

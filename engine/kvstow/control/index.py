@@ -156,6 +156,12 @@ class Index:
             slots = unpinned
         self.policy.detach(slots)
 
+    def refresh(self, slots: list[int], now: float) -> None:
+        """Let visible slots go as late as if they had come only now; those held or pinned do so once let go."""
+        for slot in slots:
+            self._used_at[slot] = now
+        self.policy.refresh([slot for slot in slots if not self._held.count(slot) and slot not in self._pinned])
+
     def unhold(self, slots: list[int]) -> list[int]:
         """End a hold. Returns the slots that are free now, because their keys were removed meanwhile."""
         slots = self._held.remove(slots)

@@ -32,6 +32,9 @@ class EvictionPolicy(Protocol):
     def attach(self, slots: Sequence[int]) -> None:
         """Slots that were detached for use come back: they have just been used."""
 
+    def refresh(self, slots: Sequence[int]) -> None:
+        """These slots, which are here, go as late as if they had been stored or used last only now."""
+
     def evict(self, count: int) -> list[int]:
         """Take out up to `count` slots to be overwritten."""
 
@@ -63,6 +66,10 @@ class LruPolicy:
         self._order.remove(slots)
 
     def attach(self, slots: Sequence[int]) -> None:
+        self._order.append(slots)
+
+    def refresh(self, slots: Sequence[int]) -> None:
+        self._order.remove(slots)
         self._order.append(slots)
 
     def evict(self, count: int) -> list[int]:

@@ -74,6 +74,25 @@ def test_used_slots_outlive_unused_ones(pool: Pool) -> None:
     assert pool.policy.evict(2) == [1, 0]
 
 
+def test_refreshed_slots_go_last_and_the_first_of_them_last_of_all(pool: Pool) -> None:
+    for slots in ([0, 1], [2, 3], [4, 5]):
+        pool.policy.admit(slots)
+    pool.policy.refresh([0, 1, 2, 3])
+    assert pool.policy.evict(6) == [5, 4, 3, 2, 1, 0]
+
+
+def test_to_refresh_is_not_to_use_again() -> None:
+    """A scan that is refreshed as it goes flushes ARC no more than one that is not."""
+    pool = Pool("arc")
+    hot = [bytes([1, n]) for n in range(4)]
+    for key in hot * 3:
+        pool.use(key)
+    for n in range(200):
+        pool.use(b"scan" + bytes([n]))
+        pool.policy.refresh([pool.keys.index(b"scan" + bytes([n]))])
+    assert sum(key in pool.keys for key in hot) == 4
+
+
 def test_handing_over_gives_all_slots_in_order_of_eviction(pool: Pool) -> None:
     pool.policy.admit([0, 1, 2])
     pool.policy.detach([2])
@@ -82,7 +101,7 @@ def test_handing_over_gives_all_slots_in_order_of_eviction(pool: Pool) -> None:
     assert list(pool.policy.hand_over()) == expected
 
 
-@given(st.sampled_from(["lru", "arc"]), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 15)), max_size=80))
+@given(st.sampled_from(["lru", "arc"]), st.lists(st.tuples(st.integers(0, 6), st.integers(0, 15)), max_size=80))
 def test_no_slot_is_lost_or_doubled(name: str, steps: list[tuple[int, int]]) -> None:
     pool = Pool(name)
     detached: list[int] = []
@@ -99,6 +118,8 @@ def test_no_slot_is_lost_or_doubled(name: str, steps: list[tuple[int, int]]) -> 
             slot = list(pool.policy)[number % len(pool.policy)]
             pool.policy.detach([slot])
             detached.append(slot)
+        elif action == 6:
+            pool.policy.refresh(list(pool.policy)[: number % 4])
         elif detached:
             pool.policy.attach([detached.pop()])
         held = [slot for slot, key in enumerate(pool.keys) if key is not None and slot not in detached]

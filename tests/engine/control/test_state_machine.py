@@ -27,7 +27,7 @@ from kvstow.testing.rank import FakeRank, make_ranks, write_blocks
 MAX_SLOTS = 6
 CHAINS = [[bytes([chain, depth]) for depth in range(4)] for chain in range(3)]
 ACTIONS = {  # who: what, as often as it is named
-    "host": ["store"] * 8 + ["look up"] * 6 + ["load"] * 6 + ["release"],
+    "host": ["store"] * 8 + ["look up"] * 6 + ["load"] * 6 + ["release", "refresh"],
     "copy": ["copy"] * 10 + ["copy all", "copy of one rank"] * 3 + ["fail", "gather", "gather", "repeat", "repeat"],
     "trouble": ["restart", "silence", "pin", "pin", "report", "report"],
     "operate": ["evict", "idle", "purge", "pin", "unpin", "resize", "policy", "gate"],
@@ -67,6 +67,8 @@ class Traffic(RuleBasedStateMachine):
         chain = CHAINS[pick % len(CHAINS)]
         if what == "store":
             self.store(chain[: 1 + pick % 4])
+        elif what == "refresh":
+            self.engine.refresh(chain)
         elif what == "look up":
             lease = self.engine.acquire(chain)
             assert lease.keys == tuple(chain[: len(lease.slots)])

@@ -90,6 +90,15 @@ class TrackedRequest:
             known += [prefix + block_hash for block_hash in hashes[(len(known) + 1) * step - 1 : end * step : step]]
         return known[first:end]
 
+    def offered_keys(self, groups: KVGroups) -> list[bytes]:
+        """Keys of all blocks that were offered, in the order of the tokens that they end with."""
+        ends = (
+            ((number + 1) * group.block_tokens, key)
+            for group in groups.groups
+            for number, key in enumerate(self.keys(group, 0, self.cursors[group.index]))
+        )
+        return [key for _, key in (sorted(ends) if len(groups.groups) > 1 else ends)]
+
     def key(self, group: KVGroup, number: int) -> bytes:
         """The key of a block that there is a hash for."""
         return self.keys(group, number, number + 1)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +17,8 @@ from kvstow_service.connectors.vllm.requests import Request, TrackedRequest
 from kvstow_service.connectors.vllm.sources import BlockPool, SourceBlocks
 from kvstow_service.connectors.vllm.states import StateStores
 from kvstow_service.connectors.vllm.stores import EagerStores, Offer, OfferObserver
+
+_NO_STORE = 1 << 63  # later than all
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -48,6 +51,13 @@ class PlannedStep(NamedTuple):
     lost_loads: dict[str, tuple[int, ...]]
 
 
+class _Ended(NamedTuple):
+    """A request that has ended. Its stores are `last_store` and older ones."""
+
+    last_store: int
+    keys: list[bytes]
+
+
 class SchedulerSide:
     """Follows the requests of one vLLM scheduler. Every method is called on its thread.
 
@@ -76,6 +86,8 @@ class SchedulerSide:
         self._observer = observer
         self._planned_stores: list[Op] = []
         self._boots: tuple[str | None, ...] | None = None  # as they were before the first op of the step was planned
+        self._pending_stores: dict[int, None] = {}  # ascending
+        self._ended: deque[_Ended] = deque()
         self._step = 0
         self._stranded: set[str] = set()
 
@@ -121,8 +133,11 @@ class SchedulerSide:
         if tracked is None:
             return
         self._hits.release(tracked)
-        if self._eager is not None and tracked.has_run:
+        if self._eager is not None and tracked.has_run and not tracked.withheld:
             self._store(self._eager.take_last(tracked, tables), request.request_id)
+            last = next(reversed(self._pending_stores), 0)
+            self._ended.append(_Ended(last, tracked.offered_keys(self._groups)))
+            self._refresh_ended()
 
     def _tracked(self, request: Request) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
@@ -181,6 +196,7 @@ class SchedulerSide:
             self._observer.granted([offer.keys[index] for index in grant.accepted])
         if grant.op is not None:
             self._sources.hold(grant.op.op_id, grant.op.blocks)
+            self._pending_stores[grant.op.op_id] = None
             self._planned_stores.append(grant.op)
 
     # -- what came of it ------------------------------------------------------------------------------------
@@ -197,6 +213,15 @@ class SchedulerSide:
                 self._loads.settle(settled.op_id, failed=settled.mark == "failed")
             else:
                 release(settled.op_id)
+                if settled.mark != "source_free":
+                    self._pending_stores.pop(settled.op_id, None)
+        self._refresh_ended()
+
+    def _refresh_ended(self) -> None:
+        """A request's steps were stored one after the other, so its beginning would be evicted first: once its last
+        store is there, all of it goes as late as that, and its beginning last of all."""
+        while self._ended and self._ended[0].last_store < next(iter(self._pending_stores), _NO_STORE):
+            self._engine.refresh(self._ended.popleft().keys)
 
     def rewind_failed_loads(self, ended: Collection[str]) -> set[str]:
         """For vLLM versions that cannot be told of failed loads of models with several KV groups. Of the requests whose

@@ -71,3 +71,27 @@ def test_a_prefix_that_was_loaded_is_still_shortened_from_its_end(kind: str) -> 
         assert host.engine.stats().hit_blocks == 24 // groups.alignment
         serve(host, FakeRequest("3", PROMPT.upper()))
         assert host.ask(FakeRequest("4", PROMPT)) == fitting(groups, room)
+
+
+def serve_in_steps(host: VllmHost, request: FakeRequest, step_tokens: int) -> None:
+    """As vLLM computes a long prompt: each step is stored while the next one is computed."""
+    left = request.num_tokens - step_tokens
+    host.admit(request, step_tokens)
+    host.step({request: step_tokens})
+    while left:
+        tokens = min(step_tokens, left)
+        host.step({request: tokens})
+        left -= tokens
+    host.finish(request)
+    host.step()
+
+
+@pytest.mark.parametrize("kind", FULL_KINDS)
+@pytest.mark.parametrize("step_tokens", [6, 10, 12])
+def test_a_prompt_computed_in_several_steps_is_shortened_from_its_end(kind: str, step_tokens: int) -> None:
+    groups = FULL_KINDS[kind]
+    for room in range(blocks_of(groups, 24) + 1):
+        host = make_host(groups, room)
+        serve_in_steps(host, FakeRequest("1", PROMPT), step_tokens)
+        serve(host, FakeRequest("2", PROMPT.upper()))
+        assert host.ask(FakeRequest("3", PROMPT)) == fitting(groups, room)
