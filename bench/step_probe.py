@@ -119,7 +119,7 @@ def _idle(scheduler: _Scheduler) -> dict[str, float]:
 
 def _store(scheduler: _Scheduler) -> dict[str, float]:
     """A step that plans to store 1,000 blocks of a prompt, and the one that hears of it."""
-    planning, settling = [], []
+    planning, settling, ending = [], [], []
     for _ in range(_REPEATS):
         request = scheduler.request(_LONG)
         blocks = scheduler.compute(request)
@@ -128,9 +128,12 @@ def _store(scheduler: _Scheduler) -> dict[str, float]:
         planned = time.perf_counter()
         scheduler.complete(plan.stores.ops)
         planning.append(planned - begun)
-        settling.append(time.perf_counter() - planned)
+        settled = time.perf_counter()
+        settling.append(settled - planned)
+        scheduler.side.finish(request, [[block.block_id for block in blocks]])
+        ending.append(time.perf_counter() - settled)
         scheduler.end(request, blocks)
-    return {**_figures("store", planning), **_figures("settle", settling)}
+    return {**_figures("store", planning), **_figures("settle", settling), **_figures("end", ending)}
 
 
 def _hit(scheduler: _Scheduler) -> dict[str, float]:

@@ -14,6 +14,7 @@ _ROWS = (
     ("idle", "256 requests decode, none completes a block", 100e-6),
     ("store", "plan to store 1,000 blocks, evicting", 1e-3),
     ("settle", "hear that they are stored", None),
+    ("end", "a request of 1,000 blocks ends", None),
     ("hit", "find, hold and plan to load 1,000 blocks", None),
     ("again", "be asked again for a request that waits", None),
 )

@@ -92,12 +92,11 @@ class TrackedRequest:
 
     def offered_keys(self, groups: KVGroups) -> list[bytes]:
         """Keys of all blocks that were offered, in the order of the tokens that they end with."""
-        ends = (
-            ((number + 1) * group.block_tokens, key)
-            for group in groups.groups
-            for number, key in enumerate(self.keys(group, 0, self.cursors[group.index]))
-        )
-        return [key for _, key in (sorted(ends) if len(groups.groups) > 1 else ends)]
+        runs = [(group, self.keys(group, 0, self.cursors[group.index])) for group in groups.groups]
+        if len(runs) == 1:
+            return runs[0][1]
+        ends = [((number + 1) * group.block_tokens, key) for group, keys in runs for number, key in enumerate(keys)]
+        return [key for _, key in sorted(ends)]
 
     def key(self, group: KVGroup, number: int) -> bytes:
         """The key of a block that there is a hash for."""
