@@ -29,7 +29,7 @@ _SLOTS: dict[SlotState, tuple[str, str]] = {
 }
 assert set(_SLOTS) == set(SLOT_STATES)
 
-_LABEL = 12
+_LABEL, _WORDS = 12, 58
 _MINUTES_OF_SAMPLES = 60  # 5 min, one each 5 s
 _OTHER_LINES = 24
 
@@ -54,8 +54,9 @@ def board(snapshot: Snapshot | None, lost: str | None, *, width: int, height: in
 def _head(snapshot: Snapshot, server: str) -> RenderableType:
     info, readiness = snapshot.info, snapshot.readiness
     name = f"kvstow {info.version}, {info.mode}, {server}, up {duration(info.uptime_seconds)}"
-    state = Text(readiness.state, style=f"bold {STATE_STYLES.get(readiness.state, '')}".strip())
-    return Group(Text(name, style="bold", no_wrap=True, overflow="ellipsis"), state.append(f"  {readiness.reason}", ""))
+    state = (readiness.state, f"bold {STATE_STYLES.get(readiness.state, '')}".strip())
+    why = Text.assemble(state, f"  {readiness.reason}")
+    return Group(Text(name, style="bold", no_wrap=True, overflow="ellipsis"), why)
 
 
 def _lost(reason: str) -> Text:
@@ -70,6 +71,8 @@ def _section(title: str, body: RenderableType) -> Iterable[RenderableType]:
 def _grid() -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=_LABEL, no_wrap=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True, overflow="ellipsis")
     return grid
 
 
@@ -79,7 +82,7 @@ def _ranks(snapshot: Snapshot, width: int, most: int) -> RenderableType:
     shown = sorted(ranks[:most], key=lambda rank: rank.rank)
     grid = _grid()
     for rank in shown:
-        bar = ProgressBar(max(rank.target_bytes, 1), rank.pinned_bytes, width=_bar_width(width))
+        bar = ProgressBar(max(rank.target_bytes, 1), rank.pinned_bytes, _bar_width(width), complete_style="green")
         state = Text(rank.state, style=STATE_STYLES.get(rank.state, ""))
         grid.add_row(f"rank {rank.rank}", bar, Text.assemble(state, "  ", _pin_words(rank)))
     if len(ranks) > most:
@@ -137,16 +140,16 @@ def _traffic(snapshot: Snapshot, width: int) -> RenderableType:
     loads, stores = lines_of(METRICS["bandwidth"], samples)
     lookups = snapshot.stats.lookups
     ever = percent(lookups.hit_ratio if lookups else None)
-    grid.add_row("hit ratio", _line(hits.points, width, 1.0), f"{percent(movement.hit_ratio)}  (ever {ever})")
+    grid.add_row("hit ratio", _line(hits.points, width, 1.0, "green"), f"{percent(movement.hit_ratio)}  (ever {ever})")
     top = max((point for line in (loads, stores) for point in line.points if point is not None), default=0.0)
-    grid.add_row("loads", _line(loads.points, width, top), rate(movement.load_bytes))
-    grid.add_row("stores", _line(stores.points, width, top), rate(movement.store_bytes))
+    grid.add_row("loads", _line(loads.points, width, top, "blue"), rate(movement.load_bytes))
+    grid.add_row("stores", _line(stores.points, width, top, "yellow"), rate(movement.store_bytes))
     return grid
 
 
-def _line(points: Sequence[float | None], width: int, top: float) -> Text:
+def _line(points: Sequence[float | None], width: int, top: float, style: str) -> Text:
     room = _bar_width(width)
-    return Text(sparkline(points, room, top).rjust(room), style="green")
+    return Text(sparkline(points, room, top).rjust(room), style=style)
 
 
 def _pending(snapshot: Snapshot) -> RenderableType:
@@ -178,4 +181,4 @@ def _evictions(snapshot: Snapshot) -> RenderableType:
 
 
 def _bar_width(width: int) -> int:
-    return max(10, min(50, width - _LABEL - 50))
+    return max(10, min(50, width - _LABEL - _WORDS))
