@@ -13,9 +13,7 @@ from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.details import details_of
 from kvstow_service.cli.output import Format, emit, format_flag, print_pairs, print_table
 from kvstow_service.cli.values import TIME
-from kvstow_service.cli.work import no_wait_flag, run
-
-_WAIT_SECONDS = 10.0
+from kvstow_service.cli.work import no_wait_flag, patience, run
 
 
 @click.group()
@@ -56,7 +54,7 @@ def set_values(
             return
         if plan.evicted_slots:
             ask(f"change {', '.join(runtime)}, which evicts {counted(plan.evicted_slots, 'block')}", yes)
-        change = calls.change_config(runtime, if_match=etag, wait=None if no_wait else _WAIT_SECONDS)
+        change = calls.change_config(runtime, if_match=etag, wait=patience(no_wait))
         answer = run(client, change, no_wait=no_wait)
         emit(answer, style, lambda view: print_pairs(details_of(view)))
 

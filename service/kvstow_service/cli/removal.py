@@ -12,14 +12,12 @@ from kvstow_api.figures import counted
 from kvstow_service.cli.asking import ask
 from kvstow_service.cli.connection import Connection
 from kvstow_service.cli.output import Format, emit
-from kvstow_service.cli.work import run
+from kvstow_service.cli.work import patience, run
 
 if TYPE_CHECKING:
     from kvstow_api.client import Call
     from kvstow_api.views.operations import OperationView
     from kvstow_api.views.pools import RemovedView
-
-_WAIT_SECONDS = 10.0
 
 
 def remove(
@@ -34,12 +32,12 @@ def remove(
     """`make` is one of the client's calls, with all that selects blocks. Prints the plan or what came of it."""
     with connection.client() as client:
         if dry_run or not yes:
-            plan = _removed(run(client, make(dry_run=True, wait=_WAIT_SECONDS)))
+            plan = _removed(run(client, make(dry_run=True, wait=patience())))
             if dry_run:
                 _print(plan, style)
                 return
             ask(f"remove {_amount(plan)}", yes)
-        _print(run(client, make(wait=None if no_wait else _WAIT_SECONDS), no_wait=no_wait), style)
+        _print(run(client, make(wait=patience(no_wait)), no_wait=no_wait), style)
 
 
 def _removed(answer: RemovedView | OperationView) -> Any:

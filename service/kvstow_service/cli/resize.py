@@ -12,9 +12,7 @@ from kvstow_service.cli.asking import ask, dry_run_flag, yes_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.output import Format, emit, format_flag
 from kvstow_service.cli.values import SIZE
-from kvstow_service.cli.work import no_wait_flag, run
-
-_WAIT_SECONDS = 10.0
+from kvstow_service.cli.work import no_wait_flag, patience, run
 
 
 @click.command()
@@ -51,10 +49,9 @@ def resize(
         if plan.evicted_slots:
             loss = f"evicts {counted(plan.evicted_slots, 'block')}, {format_size(plan.evicted_bytes)} of each rank"
             ask(f"shrink the pool to {plan.capacity_slots:,} slots, which {loss}", yes)
-        wait = None if no_wait else _WAIT_SECONDS
-        change = calls.resize(slots=slots, num_bytes=size, if_match=pool.etag, wait=wait)
+        change = calls.resize(slots=slots, num_bytes=size, if_match=pool.etag, wait=patience(no_wait))
         answer = run(client, change, no_wait=no_wait)
-        emit(answer, style, lambda view: _say(view, plan.capacity_slots))
+        emit(answer, style, lambda view: _say(view, plan.capacity_slots, pool.capacity_slots))
 
 
 def _say_plan(plan: Any) -> None:
@@ -64,8 +61,9 @@ def _say_plan(plan: Any) -> None:
     )
 
 
-def _say(view: Any, slots: int) -> None:
+def _say(view: Any, slots: int, before: int) -> None:
     if getattr(view, "state", "") == "running":
         click.echo(f"{view.id} is running; `kvstow get operations {view.id}` shows how far it is")
     else:
-        click.echo(f"the pool has {slots:,} slots; ranks pin what is new in the background")
+        more = "; ranks pin what is new in the background" if slots > before else ""
+        click.echo(f"the pool has {counted(slots, 'slot')}{more}")

@@ -16,11 +16,17 @@ if TYPE_CHECKING:
 
 V = TypeVar("V")
 
-_WAIT_SECONDS = 10.0
-
 no_wait_flag: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
     "--no-wait", is_flag=True, help="Do not wait for the end: say the operation's id."
 )
+
+
+def patience(no_wait: bool = False) -> float | None:
+    """For how many seconds the server may hold an answer back until the work is done: shortly where somebody wants to
+    see how far it is."""
+    if no_wait:
+        return None
+    return 0.25 if sys.stderr.isatty() else 10.0
 
 
 def run(client: Client, call: Call[V | OperationView], *, no_wait: bool = False) -> V | OperationView:
@@ -56,8 +62,7 @@ def _follow(client: Client, operation: OperationView) -> OperationView:
         bar = bars.add_task(operation.kind, total=None)
         try:
             while operation.state == "running":
-                step = 0.25 if sys.stderr.isatty() else _WAIT_SECONDS
-                operation = client.send(calls.operation(operation.id, wait=step))
+                operation = client.send(calls.operation(operation.id, wait=patience()))
                 waiting = " (waiting for transfers)" if operation.waiting else ""
                 done, total = operation.progress.done, operation.progress.total
                 bars.update(bar, description=operation.kind + waiting, completed=done, total=total)

@@ -185,3 +185,37 @@ def test_a_terminal_is_asked(host: Any, child_environ: dict[str, str]) -> None:
         terminal.until("removed 2 blocks")
         assert terminal.end() == 0
     assert cached(host) == 4
+
+
+@pytest.fixture
+def held(host: Any) -> Any:
+    """All blocks are leased: no pool shrinks."""
+    host.store(*KEYS)
+    return host.engine.lease(KEYS)
+
+
+def test_work_is_followed_to_its_end(host: Any, held: Any, child_environ: dict[str, str]) -> None:
+    with Terminal("resize", "--slots", "2", "--yes", "--server", host.url, environ=child_environ) as terminal:
+        terminal.until("resize (waiting for transfers)")
+        host.engine.release(held)
+        terminal.until("the pool has 2 slots")
+        assert terminal.end() == 0
+
+
+def test_work_that_is_cancelled_elsewhere_is_an_error(
+    run: Any, host: Any, held: Any, child_environ: dict[str, str]
+) -> None:
+    with Terminal("resize", "--slots", "2", "--yes", "--server", host.url, environ=child_environ) as terminal:
+        terminal.until("waiting for transfers")
+        (running,) = json.loads(run("get", "ops", "-o", "json", "--server", host.url).stdout)["items"]
+        run("cancel", running["id"], "--server", host.url)
+        terminal.until(f"{running['id']} was cancelled")
+        assert terminal.end() == 1
+
+
+def test_who_stops_following_is_told_that_it_goes_on(host: Any, held: Any, child_environ: dict[str, str]) -> None:
+    with Terminal("resize", "--slots", "2", "--yes", "--server", host.url, environ=child_environ) as terminal:
+        terminal.until("waiting for transfers")
+        terminal.type("\x03")
+        terminal.until("goes on; `kvstow cancel resize-")
+        assert terminal.end() == 1
