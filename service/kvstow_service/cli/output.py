@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import click
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from kvstow_api.views.base import View
 
 Format = Literal["table", "wide", "json", "yaml"]
-
-T = TypeVar("T")
 
 _PIPE_WIDTH = 1000  # no line is folded that another program is to read
 

@@ -37,11 +37,12 @@ def pin(connection: Connection, keys: tuple[str, ...], ttl: float | None, dry_ru
             raise CommandError(f"none of {len(wanted)} keys is in the pool", fix, ExitCode.NOT_FOUND)
         if dry_run:
             emit(
-                PinView(changed=sum(present), missing=present.count(False)), style, lambda view: _say(view, "would pin")
+                PinView(changed=sum(present), missing=present.count(False)), style, lambda view: say(view, "would pin")
             )
         else:
-            emit(client.send(calls.pin(wanted, ttl_seconds=ttl)), style, lambda view: _say(view, "pinned"))
+            emit(client.send(calls.pin(wanted, ttl_seconds=ttl)), style, lambda view: say(view, "pinned"))
 
 
-def _say(view: Any, verb: str) -> None:
+def say(view: Any, verb: str) -> None:
+    """What became of pins, a `PinView`."""
     click.echo(f"{verb} {counted(view.changed, 'block')}; not in the pool: {counted(view.missing, 'key')}")

@@ -12,7 +12,7 @@ from kvstow_api.figures import counted
 from kvstow_service.cli.asking import ask
 from kvstow_service.cli.connection import Connection
 from kvstow_service.cli.output import Format, emit
-from kvstow_service.cli.work import patience, run
+from kvstow_service.cli.work import patience, run, say_started
 
 if TYPE_CHECKING:
     from kvstow_api.client import Call
@@ -52,7 +52,7 @@ def _print(answer: RemovedView | OperationView, style: Format) -> None:
 def _say(view: Any) -> None:
     removed = _removed(view)
     if removed is None:
-        click.echo(f"{view.id} is running; `kvstow get operations {view.id}` shows how far it is")
+        say_started(view)
     else:
         click.echo(f"{'would remove' if removed.dry_run else 'removed'} {_amount(removed)}")
 

@@ -12,7 +12,7 @@ from kvstow_service.cli.asking import ask, dry_run_flag, yes_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.output import Format, emit, format_flag
 from kvstow_service.cli.values import SIZE
-from kvstow_service.cli.work import no_wait_flag, patience, run
+from kvstow_service.cli.work import no_wait_flag, patience, run, say_started
 
 
 @click.command()
@@ -63,7 +63,7 @@ def _say_plan(plan: Any) -> None:
 
 def _say(view: Any, slots: int, before: int) -> None:
     if getattr(view, "state", "") == "running":
-        click.echo(f"{view.id} is running; `kvstow get operations {view.id}` shows how far it is")
+        say_started(view)
     else:
         more = "; ranks pin what is new in the background" if slots > before else ""
         click.echo(f"the pool has {counted(slots, 'slot')}{more}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from kvstow_api.figures import counted
 from kvstow_service.cli.asking import ask, dry_run_flag, keys_of, yes_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.output import Format, emit, format_flag
+from kvstow_service.cli.pin import say
 
 
 @click.command()
@@ -35,17 +34,13 @@ def unpin(
         if everything and (dry_run or not yes):
             pinned = client.send(calls.pool()).slots.pinned
             if dry_run:
-                emit(PinView(changed=pinned, missing=0), style, lambda view: _say(view, "would unpin"))
+                emit(PinView(changed=pinned, missing=0), style, lambda view: say(view, "would unpin"))
                 return
             ask(f"unpin {counted(pinned, 'block')}", yes)
         wanted = None if everything else keys_of(keys)
         if dry_run and wanted is not None:
             present = client.send(calls.lookup(wanted)).present
             plan = PinView(changed=sum(present), missing=present.count(False))
-            emit(plan, style, lambda view: _say(view, "would unpin up to"))
+            emit(plan, style, lambda view: say(view, "would unpin up to"))
             return
-        emit(client.send(calls.unpin(wanted)), style, lambda view: _say(view, "unpinned"))
-
-
-def _say(view: Any, verb: str) -> None:
-    click.echo(f"{verb} {counted(view.changed, 'block')}; not in the pool: {counted(view.missing, 'key')}")
+        emit(client.send(calls.unpin(wanted)), style, lambda view: say(view, "unpinned"))

@@ -70,3 +70,8 @@ def _follow(client: Client, operation: OperationView) -> OperationView:
             click.echo(f"{operation.id} goes on; `kvstow cancel {operation.id}` ends it", err=True)
             raise
     return operation
+
+
+def say_started(operation: Any) -> None:
+    """That an operation runs, and how to see how far it is."""
+    click.echo(f"{operation.id} is running; `kvstow get operations {operation.id}` shows how far it is")
