@@ -109,7 +109,7 @@ class EmbeddedAdmin:
         """Why nobody is served; None while the server starts, serves or was stopped."""
         self._engine, self._options, self._node_host = engine, options, node_host
         self._token = secrets.token_hex(16)
-        self._keeper = Keeper(engine)
+        self._keeper = Keeper(engine, checks_books=False)
         self._listeners = Listeners(secure=options.tls is not None)
         self._rendezvous = Rendezvous(identity, environ)
         self._server: AdminServer | None = None

@@ -19,12 +19,14 @@ class Keeper:
     """Ticks once a second until `stop`, which is idempotent. No failure ends the thread.
 
     Once a minute, in a quiet moment, it checks the books of a pool that is not too large for that. `problem` says
-    what is wrong with them, or None; it stays, for only a restart cures that.
+    what is wrong with them, or None; it stays, for only a restart cures that. Without `checks_books` it does not:
+    beside a scheduler no moment is quiet, as each of its steps takes the engine's lock.
     """
 
-    def __init__(self, engine: OffloadEngine, *, interval: float = 1.0) -> None:
+    def __init__(self, engine: OffloadEngine, *, interval: float = 1.0, checks_books: bool = True) -> None:
         self.problem: str | None = None
         self._engine = engine
+        self._checks_books = checks_books
         self._interval = interval
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstow-keeper", daemon=True)
@@ -56,6 +58,8 @@ class Keeper:
                 logger.exception("the engine's tick failed")
 
     def _may_check(self) -> bool:
+        if not self._checks_books:
+            return False
         stats = self._engine.stats()
         idle = not (stats.pending.loads or stats.pending.stores or stats.leases)
         return idle and stats.usable_slots <= _MOST_CHECKED_SLOTS

@@ -90,5 +90,19 @@ def test_books_are_left_alone_while_traffic_flows(
     keeper.stop()
 
 
+def test_books_are_left_alone_beside_a_scheduler(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    ticks: list[int] = []
+    checks: list[int] = []
+    monkeypatch.setattr(engine, "tick", lambda: ticks.append(1))
+    monkeypatch.setattr(engine, "check_integrity", lambda: checks.append(1))
+    keeper = Keeper(engine, interval=FAST, checks_books=False)
+    keeper.start()
+    eventually(lambda: len(ticks) > 6)
+    keeper.stop()
+    assert checks == []
+
+
 def test_one_that_was_never_started_can_be_stopped(engine: OffloadEngine) -> None:
     Keeper(engine).stop()
