@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+from tests.engine.control.mutants import first_rank_decides, visible_at_submission
 from tests.vllm.harness.device import SimulatedDevice, SimulatedTicket
 from tests.vllm.harness.run import run
 from tests.vllm.harness.setup import Setup
@@ -16,7 +17,6 @@ from tests.vllm.harness.stream import ComputeStream
 from tests.vllm.harness.worker import SteppedWorker
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.ledger import Ledger, Verdict
 from kvstow.control.state import ControlState
 from kvstow.messages import Completion, Mark, Op, StepPlan
 
@@ -36,32 +36,6 @@ def stores_never_let_their_blocks_go(patch: pytest.MonkeyPatch) -> None:
 
 def stores_do_not_wait_for_the_forward(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ComputeStream, "fence", lambda self: None)
-
-
-def keys_are_visible_at_submission(patch: pytest.MonkeyPatch) -> None:
-    begin_store = OffloadEngine.begin_store
-
-    def publish_at_once(self: OffloadEngine, keys: list[bytes], blocks: list[int], **rest: Any) -> Any:
-        grant = begin_store(self, keys, blocks, **rest)
-        if grant.op:
-            state: ControlState = self._state
-            entry = state.ledger.get(grant.op.op_id)
-            assert entry is not None
-            state.index.publish(entry.keys, grant.op.slots, 0.0)
-            entry.keys, entry.op = (), dataclasses.replace(grant.op, slots=())
-        return grant
-
-    patch.setattr(OffloadEngine, "begin_store", publish_at_once)
-
-
-def the_first_rank_decides(patch: pytest.MonkeyPatch) -> None:
-    record = Ledger.record
-
-    def settle_at_first_word(self: Ledger, rank: int, completion: Completion) -> Verdict:
-        verdict = record(self, rank, completion)
-        return Verdict.SETTLED if verdict is Verdict.PROGRESS and completion.mark != "source_free" else verdict
-
-    patch.setattr(Ledger, "record", settle_at_first_word)
 
 
 def loads_write_zeros(patch: pytest.MonkeyPatch) -> None:
@@ -173,8 +147,8 @@ MUTANTS = [
     Mutant(stores_do_not_hold_their_blocks, "wrong read", dataclasses.replace(LATE, asynchronous=True)),
     Mutant(stores_never_let_their_blocks_go, "stuck", SHORT),
     Mutant(stores_do_not_wait_for_the_forward, "wrong read", ASYNC),
-    Mutant(keys_are_visible_at_submission, "wrong read", SLOW),
-    Mutant(the_first_rank_decides, "wrong read", SLOW),
+    Mutant(visible_at_submission, "wrong read", SLOW),
+    Mutant(first_rank_decides, "wrong read", SLOW),
     Mutant(loads_write_zeros, "wrong read", SYNC),
     Mutant(load_blocks_are_rotated, "wrong read", SYNC),
     Mutant(loads_are_done_at_submission, "wrong read", ASYNC),

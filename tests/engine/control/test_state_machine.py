@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from tests.engine.control.mutants import first_rank_decides, visible_at_submission
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -270,32 +271,6 @@ TestTraffic.settings = settings(max_examples=300, stateful_step_count=80, deadli
 def without_leases(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Index, "hold", lambda self, slots, now: None)
     patch.setattr(Index, "unhold", lambda self, slots: [])
-
-
-def visible_at_submission(patch: pytest.MonkeyPatch) -> None:
-    begin_store = OffloadEngine.begin_store
-
-    def publish_at_once(self: OffloadEngine, keys: list[bytes], blocks: list[int], **rest: str) -> object:
-        grant = begin_store(self, keys, blocks, **rest)
-        if grant.op:
-            state: ControlState = self._state
-            entry = state.ledger.get(grant.op.op_id)
-            assert entry is not None
-            state.index.publish(entry.keys, grant.op.slots, 0.0)
-            entry.keys, entry.op = (), Op(grant.op.op_id, "store", (), ())
-        return grant
-
-    patch.setattr(OffloadEngine, "begin_store", publish_at_once)
-
-
-def first_rank_decides(patch: pytest.MonkeyPatch) -> None:
-    record = Ledger.record
-
-    def settle_at_first_word(self: Ledger, rank: int, completion: Completion) -> Verdict:
-        verdict = record(self, rank, completion)
-        return Verdict.SETTLED if verdict is Verdict.PROGRESS and completion.mark != "source_free" else verdict
-
-    patch.setattr(Ledger, "record", settle_at_first_word)
 
 
 def repeated_words_count(patch: pytest.MonkeyPatch) -> None:

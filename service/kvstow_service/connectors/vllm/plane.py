@@ -5,7 +5,6 @@ Importing this module imports torch.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -24,8 +23,6 @@ from kvstow.worker import OffloadWorker
 from kvstow_service.connectors.vllm.facts import HostFacts
 from kvstow_service.connectors.vllm.geometry import KVGeometry
 from kvstow_service.connectors.vllm.options import ConnectorOptions
-
-logger = logging.getLogger("kvstow.vllm")
 
 
 def require_memory(options: ConnectorOptions, facts: HostFacts) -> int:

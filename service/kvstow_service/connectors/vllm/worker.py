@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 from collections.abc import Callable
@@ -11,8 +10,6 @@ from typing import NamedTuple, Protocol
 from kvstow.devices.base import Fence
 from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
 from kvstow_service.connectors.vllm.scheduler import PlannedStep
-
-logger = logging.getLogger("kvstow.vllm")
 
 
 class DataPlane(Protocol):
