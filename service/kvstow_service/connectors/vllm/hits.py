@@ -61,8 +61,11 @@ class HitFinder:
             keys = tracked.keys(group, local // group.block_tokens, end // group.block_tokens)
             end = min(end, local + self._engine.lookup(keys) * group.block_tokens)
         end = self._carried_by_windows(tracked, local, end // alignment * alignment)
-        keys = [tracked.key(self._groups.groups[group], number) for group, number in self._groups.places(local, end)]
-        lease = self._engine.lease(keys) if end > local and keys else None  # None: a block went away meanwhile
+        if end <= local:
+            return None
+        known = [tracked.keys(group, 0, end // group.block_tokens) for group in self._groups.groups]
+        keys = [known[group][number] for group, number in self._groups.places(local, end)]
+        lease = self._engine.lease(keys) if keys else None  # None: a block went away meanwhile
         return None if lease is None else Hit(local, end, lease)
 
     def _take_run(self, tracked: TrackedRequest, group: KVGroup, local: int, end: int) -> Hit | None:

@@ -98,10 +98,6 @@ class TrackedRequest:
         ends = [((number + 1) * group.block_tokens, key) for group, keys in runs for number, key in enumerate(keys)]
         return [key for _, key in sorted(ends)]
 
-    def key(self, group: KVGroup, number: int) -> bytes:
-        """The key of a block that there is a hash for."""
-        return self.keys(group, number, number + 1)[0]
-
     def forget_stale_keys(self, groups: KVGroups) -> None:
         """The hashes of a streamed request can be made anew, from another prompt."""
         hashes = self.request.block_hashes

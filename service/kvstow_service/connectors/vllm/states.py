@@ -43,14 +43,14 @@ class StateStores:
     def hand_over(self, states: Mapping[str, Sequence[tuple[int, int, int]]], gone: Collection[str]) -> None:
         """Take the states of this step: by request (group, block, tokens). Those of requests that are `gone` may be
         anybody's blocks by now."""
+        if not self.hash_bytes:
+            return
         blocks = [
             self._pool.blocks[block_id]
             for request_id, entries in states.items()
             if request_id not in gone
             for _, block_id, _ in entries
         ]
-        if not self.hash_bytes:
-            return
         kept = [block for block in blocks if not block.is_null and block.block_hash is not None]
         self._pool.touch(kept)
         self._waiting += [(block, block.block_hash) for block in kept]
