@@ -30,8 +30,17 @@ def connection(find: Find, *sets: str, **given: Any) -> dict[str, Any]:
     return dict(json.loads(manifest["data"]["kv-transfer-config.json"]))
 
 
-@pytest.mark.parametrize("case", ["addon", "addon-existing-pods", "addon-bare", "engine", "engine-full"])
-def test_the_connector_takes_every_connection(find: Find, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "host"),
+    [
+        ("addon", "0.0.0.0"),
+        ("addon-existing-pods", "0.0.0.0"),
+        ("addon-bare", "0.0.0.0"),
+        ("engine", "0.0.0.0"),
+        ("engine-full", "::"),
+    ],
+)
+def test_the_connector_takes_every_connection(find: Find, case: str, host: str) -> None:
     config = connection(find, values=CHART / "ci" / f"{case}-values.yaml")
     extra = config.pop("kv_connector_extra_config")
     assert config == {
@@ -41,7 +50,7 @@ def test_the_connector_takes_every_connection(find: Find, case: str) -> None:
         "kv_load_failure_policy": "recompute",
     }
     options = ConnectorOptions.parse(extra)
-    assert options.admin_host == "0.0.0.0"
+    assert options.admin_host == host
     assert options.token_file is not None
 
 
@@ -60,13 +69,16 @@ def test_values_reach_the_connector(find: Find) -> None:
         admin_host="0.0.0.0",
         admin_port=9600,
         token_file=Path("/etc/kvstow/token/admin.txt"),
+        viewer_token_file=Path("/etc/kvstow/token/viewers.txt"),
+        tls_cert=Path("/etc/kvstow/tls/tls.crt"),
+        tls_key=Path("/etc/kvstow/tls/tls.key"),
+        tls_client_ca=Path("/etc/kvstow/client-ca/ca.crt"),
     )
 
 
-def test_vllm_gets_the_connection_and_the_token(find: Find) -> None:
-    deployment = find("Deployment", *ENGINE, "parallel.tensor=2", "admin.tokenSecret.key=admin.txt")
-    pod = deployment["spec"]["template"]["spec"]
-    (vllm,) = pod["containers"]
+def test_vllm_gets_the_connection(find: Find) -> None:
+    deployment = find("Deployment", *ENGINE, "parallel.tensor=2")
+    (vllm,) = deployment["spec"]["template"]["spec"]["containers"]
     assert vllm["command"] == ["vllm", "serve"]
     assert "--kv-transfer-config=$(KV_TRANSFER_CONFIG)" in vllm["args"]
     assert "--tensor-parallel-size=2" in vllm["args"]
@@ -74,30 +86,56 @@ def test_vllm_gets_the_connection_and_the_token(find: Find) -> None:
     configs = find("ConfigMap", *ENGINE, suffix="-connection")
     assert source["name"] == configs["metadata"]["name"]
     assert source["key"] in configs["data"]
-    assert_token_is_mounted(find, pod, vllm, "admin.tokenSecret.key=admin.txt")
 
 
-def assert_token_is_mounted(find: Find, pod: dict[str, Any], container: dict[str, Any], *sets: str) -> None:
-    """The file that the connection names lies where the Secret is mounted."""
-    extra = connection(find, *sets)["kv_connector_extra_config"]
-    mount = next(one for one in container["volumeMounts"] if one["name"].endswith("token"))
-    volume = next(one for one in pod["volumes"] if one["name"] == mount["name"])
-    secret = find("Secret", *sets)
-    assert volume["secret"]["secretName"] == secret["metadata"]["name"]
-    assert Path(extra["token_file"]).parent == Path(mount["mountPath"])
-    assert Path(extra["token_file"]).name in secret["data"]
+TLS = (
+    "admin.guardReading=true",
+    "admin.tls.secretName=stow-tls",
+    "admin.tls.clientCa.secretName=operators",
+    "admin.tls.clientCa.key=people.pem",
+    "admin.tokenSecret.key=admin.txt",
+)
 
 
-@pytest.mark.parametrize("case", ["service", "service-cuda"])
+def files_of(pod: dict[str, Any], container: dict[str, Any]) -> dict[str, str]:
+    """Folders of the container, and the Secrets that lie there."""
+    secrets = {volume["name"]: volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    return {mounts[name]: secret for name, secret in secrets.items()}
+
+
+def wanted_files(find: Find, *sets: str, **given: Any) -> dict[str, Path]:
+    """The settings that name files, as the connector gets them."""
+    extra = connection(find, *sets, **given)["kv_connector_extra_config"]
+    return {key: Path(value) for key, value in extra.items() if str(value).startswith("/")}
+
+
+def test_files_that_the_connection_names_lie_where_secrets_are_mounted(find: Find) -> None:
+    pod = find("Deployment", *ENGINE, *TLS)["spec"]["template"]["spec"]
+    (vllm,) = pod["containers"]
+    found, wanted = files_of(pod, vllm), wanted_files(find, *ENGINE, *TLS)
+    secret = find("Secret", *ENGINE, *TLS)
+    assert {key: (found[str(path.parent)], path.name) for key, path in wanted.items()} == {
+        "token_file": (secret["metadata"]["name"], "admin.txt"),
+        "viewer_token_file": (secret["metadata"]["name"], "viewer-token"),
+        "tls_cert": ("stow-tls", "tls.crt"),
+        "tls_key": ("stow-tls", "tls.key"),
+        "tls_client_ca": ("operators", "people.pem"),
+    }
+    assert secret["data"].keys() == {"admin.txt", "viewer-token"}
+
+
+@pytest.mark.parametrize("case", ["service", "service-cuda", "service-tls"])
 def test_kvstow_serve_takes_every_flag(find: Find, case: str) -> None:
     deployment = find("Deployment", values=CHART / "ci" / f"{case}-values.yaml")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["kvstow", "serve"]
     flags = dict(flag.removeprefix("--").split("=", 1) for flag in container["args"])
-    settings = load_settings({name.replace("-", "_"): value for name, value in flags.items()}, {})
+    environ = {variable["name"]: variable["value"] for variable in container["env"]}
+    settings = load_settings({name.replace("-", "_"): value for name, value in flags.items()}, environ)
     assert settings.host == "0.0.0.0"
     assert settings.token_file == Path("/etc/kvstow/token/token")
-    assert settings.pool_size == (512 << 20 if case == "service" else 8 << 30)
+    assert settings.pool_size == (8 << 30 if case == "service-cuda" else 512 << 20)
     assert settings.drain_deadline == 60
 
 
@@ -111,11 +149,15 @@ def test_the_helm_test_runs_a_command_that_exists(find: Find) -> None:
         assert flag.partition("=")[0] in help_text.output
 
 
+def probes(find: Find, *sets: str) -> list[dict[str, str]]:
+    """Of startup, liveness and readiness."""
+    (container,) = find("Deployment", *sets)["spec"]["template"]["spec"]["containers"]
+    return [container[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
+
+
 def test_probes_ask_vllm_unless_told_otherwise(find: Find) -> None:
     def paths(*sets: str) -> list[tuple[str, str]]:
-        (container,) = find("Deployment", *sets)["spec"]["template"]["spec"]["containers"]
-        probes = [container[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
-        return [(probe["port"], probe["path"]) for probe in probes]
+        return [(probe["port"], probe["path"]) for probe in probes(find, *sets)]
 
     assert paths(*ENGINE) == [("http", "/health")] * 3
     pinned = "engine.probes.readinessPath=/readyz/pinned"
@@ -123,20 +165,20 @@ def test_probes_ask_vllm_unless_told_otherwise(find: Find) -> None:
     assert paths(*SERVICE) == [("kvstow", "/startupz"), ("kvstow", "/livez"), ("kvstow", "/readyz")]
 
 
+def test_probes_of_kvstow_speak_tls_where_it_does(find: Find) -> None:
+    def schemes(*sets: str) -> list[str]:
+        return [probe.get("scheme", "HTTP") for probe in probes(find, *sets)]
+
+    pinned = (*ENGINE, "engine.probes.readinessPath=/readyz/pinned")
+    assert schemes(*SERVICE) == schemes(*pinned) == schemes(*ENGINE, *TLS) == ["HTTP"] * 3
+    assert schemes(*SERVICE, *TLS) == ["HTTPS"] * 3
+    assert schemes(*pinned, *TLS) == ["HTTP", "HTTP", "HTTPS"]
+
+
 @pytest.mark.parametrize("case", ["addon", "addon-existing-pods"])
 def test_the_patch_of_the_notes_connects_a_pod(find: Find, helm: Path, case: str) -> None:
     values = CHART / "ci" / f"{case}-values.yaml"
-    command: list[str | Path] = [
-        helm,
-        "install",
-        "test",
-        CHART,
-        "--namespace",
-        "kv",
-        "--dry-run=client",
-        "--values",
-        values,
-    ]
+    command: list[str | Path] = [helm, "install", "test", CHART, "--namespace=kv", "--dry-run=client", "-f", values]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     notes = said.partition("\nNOTES:\n")[2]
     patch = yaml.safe_load(notes.split("\n---\n")[1])["spec"]["template"]
@@ -144,9 +186,10 @@ def test_the_patch_of_the_notes_connects_a_pod(find: Find, helm: Path, case: str
     assert patch.get("metadata", {"labels": labels})["labels"] == labels
     pod = patch["spec"]
     (container,) = pod["containers"]
-    (variable,) = container["env"]
+    variable, *others = container["env"]
+    assert {one["name"] for one in others} <= {"KVSTOW_SERVER", "KVSTOW_TOKEN_FILE", "KVSTOW_CA_FILE"}
     assert f"--kv-transfer-config=$({variable['name']})" in notes
     source = variable["valueFrom"]["configMapKeyRef"]
     assert source["key"] in find("ConfigMap", values=values, suffix=source["name"])["data"]
-    if case == "addon":
-        assert_token_is_mounted(find, pod, container)
+    wanted = wanted_files(find, values=values).values()
+    assert files_of(pod, container).keys() == {str(path.parent) for path in wanted}

@@ -102,7 +102,7 @@ def test_the_notes_are_complete(helm: Path, values: Path) -> None:
     command: list[str | Path] = [helm, "install", "test", CHART, "--dry-run=client", "--values", values]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     notes = result.stdout.partition("\nNOTES:\n")[2]
-    assert "port-forward" in notes
+    assert "kvstow doctor" in notes
     for blank in ("<no value>", "<nil>", "%!", "\n\n\n"):
         assert blank not in notes
 
@@ -120,7 +120,8 @@ def test_the_token_is_in_the_secret_alone(template: Template, values: Path) -> N
     secrets = [manifest for manifest in manifests if manifest["kind"] == "Secret"]
     others = yaml.safe_dump_all(manifest for manifest in manifests if manifest["kind"] != "Secret")
     tokens = [base64.b64decode(token).decode() for secret in secrets for token in secret["data"].values()]
-    assert len(tokens) == (0 if "tokenSecret" in values.read_text() else 1)
+    given = yaml.safe_load(values.read_text()).get("admin", {})
+    assert len(tokens) == (0 if "tokenSecret" in given else 2 if "guardReading" in given else 1)
     assert all(len(token) >= 16 and token not in others for token in tokens)
 
 

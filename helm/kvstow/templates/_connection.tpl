@@ -6,10 +6,10 @@
       "policy" .Values.pool.policy
       "copy_strategy" .Values.pool.copyStrategy
       "transfer_timeout" .Values.pool.transferTimeoutSeconds
-      "admin_host" "0.0.0.0"
+      "admin_host" .Values.admin.host
       "admin_port" (.Values.admin.port | int)
-      "token_file" (include "kvstow.tokenFile" .)
 -}}
+{{- $extra = merge $extra (include "kvstow.adminFiles" . | fromYaml) -}}
 {{- /* max_bytes is of all ranks of one engine. */ -}}
 {{- $ranks := mul .Values.parallel.tensor .Values.parallel.pipeline -}}
 {{- with .Values.pool.maxSize }}{{ $_ := set $extra "max_bytes" (mul $ranks (include "kvstow.bytes" .)) }}{{ end -}}

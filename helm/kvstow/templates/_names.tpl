@@ -43,19 +43,6 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: test
 {{- end -}}
 
-{{- define "kvstow.tokenSecret" -}}
-{{- .Values.admin.tokenSecret.name | default (printf "%s-token" (include "kvstow.fullname" .)) -}}
-{{- end -}}
-
-{{- define "kvstow.tokenFile" -}}
-/etc/kvstow/token/{{ .Values.admin.tokenSecret.key }}
-{{- end -}}
-
-{{/* Where the admin servers of a pod can be reached by name. */}}
-{{- define "kvstow.adminService" -}}
-{{ include "kvstow.fullname" . }}-admin
-{{- end -}}
-
 {{/* Name of the port of admin server number `engine`, as containers declare it. */}}
 {{- define "kvstow.portName" -}}
 kvstow{{ if . }}-{{ . }}{{ end }}

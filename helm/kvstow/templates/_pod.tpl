@@ -95,10 +95,3 @@ rollingUpdate:
 {{- if .gpus }}{{ $_ := set $amounts .root.Values.engine.gpuResource (toString .gpus) }}{{ end -}}
 {{- toYaml (dict "requests" $amounts "limits" $amounts) -}}
 {{- end -}}
-
-{{- define "kvstow.tokenVolume" -}}
-- name: token
-  secret:
-    secretName: {{ include "kvstow.tokenSecret" . }}
-    defaultMode: 0440
-{{- end -}}

@@ -1,0 +1,79 @@
+{{/* Where the admin servers of a pod can be reached by name. */}}
+{{- define "kvstow.adminService" -}}
+{{ include "kvstow.fullname" . }}-admin
+{{- end -}}
+
+{{/* The name that a certificate must have: of that Service, for who checks it and knows a pod by its address alone. */}}
+{{- define "kvstow.adminHost" -}}
+{{ include "kvstow.adminService" . }}.{{ .Release.Namespace }}.svc
+{{- end -}}
+
+{{- define "kvstow.adminScheme" -}}
+{{ empty .Values.admin.tls.secretName | ternary "http" "https" }}
+{{- end -}}
+
+{{- define "kvstow.tokenSecret" -}}
+{{- .Values.admin.tokenSecret.name | default (printf "%s-token" (include "kvstow.fullname" .)) -}}
+{{- end -}}
+
+{{/* Files of the admin server, as `kvstow serve` and the connector alike call them. */}}
+{{- define "kvstow.adminFiles" -}}
+{{- $admin := .Values.admin -}}
+token_file: /etc/kvstow/token/{{ $admin.tokenSecret.key }}
+{{- if $admin.guardReading }}
+viewer_token_file: /etc/kvstow/token/{{ $admin.tokenSecret.viewerKey }}
+{{- end }}
+{{- if $admin.tls.secretName }}
+tls_cert: /etc/kvstow/tls/tls.crt
+tls_key: /etc/kvstow/tls/tls.key
+{{- end }}
+{{- if $admin.tls.clientCa.secretName }}
+tls_client_ca: /etc/kvstow/client-ca/{{ $admin.tls.clientCa.key }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvstow.adminMounts" -}}
+- {name: kvstow-token, mountPath: /etc/kvstow/token, readOnly: true}
+{{- if .Values.admin.tls.secretName }}
+- {name: kvstow-tls, mountPath: /etc/kvstow/tls, readOnly: true}
+{{- end }}
+{{- if .Values.admin.tls.clientCa.secretName }}
+- {name: kvstow-client-ca, mountPath: /etc/kvstow/client-ca, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "kvstow.adminVolumes" -}}
+- name: kvstow-token
+  secret:
+    secretName: {{ include "kvstow.tokenSecret" . }}
+{{- with .Values.admin.tls.secretName }}
+- name: kvstow-tls
+  secret:
+    secretName: {{ . }}
+{{- end }}
+{{- with .Values.admin.tls.clientCa.secretName }}
+- name: kvstow-client-ca
+  secret:
+    secretName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* What the command line needs to ask the server at .host; .tokenFile may be empty. */}}
+{{- define "kvstow.clientEnv" -}}
+- name: KVSTOW_SERVER
+  value: {{ include "kvstow.adminScheme" .root }}://{{ .host }}:{{ .root.Values.admin.port }}
+{{- with .tokenFile }}
+- name: KVSTOW_TOKEN_FILE
+  value: {{ . }}
+{{- end }}
+{{- if and .root.Values.admin.tls.secretName .root.Values.admin.tls.caKey }}
+- name: KVSTOW_CA_FILE
+  value: /etc/kvstow/tls/{{ .root.Values.admin.tls.caKey }}
+{{- end }}
+{{- end -}}
+
+{{/* So that `kubectl exec POD -- kvstow ...` works, changes included. */}}
+{{- define "kvstow.ownClientEnv" -}}
+{{- $token := get (include "kvstow.adminFiles" . | fromYaml) "token_file" -}}
+{{- include "kvstow.clientEnv" (dict "root" . "host" "localhost" "tokenFile" $token) -}}
+{{- end -}}

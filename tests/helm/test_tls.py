@@ -1,0 +1,169 @@
+"""A service started as the chart says, with TLS and a token for reading; all who ask it do as the chart tells them."""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import trustme
+
+pytestmark = [pytest.mark.deploy, pytest.mark.process]
+
+VALUES = Path(__file__).parents[2] / "helm" / "kvstow" / "ci" / "service-tls-values.yaml"
+TOKENS = {"token": "the-token-of-an-admin", "viewer-token": "the-token-of-a-viewer"}
+ADMIN_HOST = "test-kvstow-admin.kv.svc"
+
+
+class Cluster(NamedTuple):
+    """A service under the chart's flags. Its files lie below `root`; `operators` signs client certificates."""
+
+    manifests: list[dict[str, Any]]
+    root: Path
+    port: int
+    operators: trustme.CA
+
+    def one(self, kind: str) -> Any:
+        return next(manifest["spec"] for manifest in self.manifests if manifest["kind"] == kind)
+
+    def here(self, text: str) -> str:
+        """What the chart says, with the paths and the address of this service."""
+        port = re.sub(r":9595\b", f":{self.port}", text.replace("/etc/kvstow", str(self.root)))
+        return port.replace(ADMIN_HOST, "localhost")
+
+    def ask_as(self, container: dict[str, Any], *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command line of KVStow with the environment of a container."""
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("KVSTOW_")}
+        environ |= {variable["name"]: self.here(variable["value"]) for variable in container["env"]}
+        environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        kvstow = [sys.executable, "-m", "kvstow_service", *command]
+        return subprocess.run(kvstow, env=environ, capture_output=True, text=True, check=False, timeout=120)
+
+
+def write_secrets(root: Path, server: trustme.CA, operators: trustme.CA) -> None:
+    """The files as kubelet would lay them out for the Secrets that the values name."""
+    for folder in ("token", "tls", "client-ca"):
+        (root / folder).mkdir()
+    for name, token in TOKENS.items():
+        (root / "token" / name).write_text(token)
+    certificate = server.issue_cert(ADMIN_HOST, "localhost")
+    (root / "tls" / "tls.key").write_bytes(certificate.private_key_pem.bytes())
+    # The values name this file for who checks the certificate, too, as for one that has signed itself.
+    chain = [*(pem.bytes() for pem in certificate.cert_chain_pems), server.cert_pem.bytes()]
+    (root / "tls" / "tls.crt").write_bytes(b"".join(chain))
+    (root / "client-ca" / "authorities.pem").write_bytes(operators.cert_pem.bytes())
+
+
+def until(condition: Callable[[], Any], log: Path) -> Any:
+    deadline = time.monotonic() + 120
+    while not (found := condition()):
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    template: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    root = tmp_path_factory.mktemp("etc")
+    operators = trustme.CA()
+    write_secrets(root, trustme.CA(), operators)
+    manifests = template("pool.size=8Mi", values=VALUES, apis=("monitoring.coreos.com/v1",))
+    (container,) = next(one for one in manifests if one["kind"] == "Deployment")["spec"]["template"]["spec"][
+        "containers"
+    ]
+    flags = [flag.replace("/etc/kvstow", str(root)) for flag in container["args"] if not flag.startswith("--port=")]
+    command = [sys.executable, "-m", "kvstow_service", "serve", "--port=0", "--shutdown-delay=0", *flags]
+    log = root / "log"
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("KVSTOW_")}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env={**environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        )
+    try:
+
+        def port() -> int | None:
+            assert process.poll() is None, log.read_text()
+            found = re.search(r"admin server on https://[\d.]+:(\d+)", log.read_text())
+            return int(found[1]) if found else None
+
+        yield Cluster(manifests, root, until(port, log), operators)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_the_kubelet_gets_its_answers_without_a_certificate_and_checks_none(cluster: Cluster) -> None:
+    (container,) = cluster.one("Deployment")["template"]["spec"]["containers"]
+    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+        probe = container[name]["httpGet"]
+        url = f"{probe['scheme'].lower()}://127.0.0.1:{cluster.port}{probe['path']}"
+        until(lambda url=url: httpx.get(url, verify=False).is_success, cluster.root / "log")  # type: ignore[misc]
+
+
+def test_prometheus_knows_the_server_by_the_name_it_is_told(cluster: Cluster) -> None:
+    (endpoint,) = cluster.one("PodMonitor")["podMetricsEndpoints"]
+    key = endpoint["tlsConfig"]["ca"]["secret"]["key"]
+    trust = ssl.create_default_context(cafile=cluster.root / "tls" / key)
+    # A pod has an address only; the name is what the certificate is compared with.
+    with httpx.Client(verify=trust) as prometheus:
+        answer = prometheus.request(
+            "GET",
+            f"{endpoint['scheme']}://127.0.0.1:{cluster.port}{endpoint['path']}",
+            extensions={"sni_hostname": endpoint["tlsConfig"]["serverName"]},
+        )
+    assert "kvstow_ready" in answer.text
+
+
+def test_the_helm_test_passes(cluster: Cluster) -> None:
+    (container,) = cluster.one("Pod")["containers"]
+    result = cluster.ask_as(container, *container["command"][1:])
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_helm_test_gets_no_more_than_it_needs(cluster: Cluster) -> None:
+    volumes = cluster.one("Pod")["volumes"]
+    taken = {volume["secret"]["secretName"]: [one["key"] for one in volume["secret"]["items"]] for volume in volumes}
+    assert taken == {"test-kvstow-token": ["viewer-token"], "stow-tls": ["tls.crt"]}
+
+
+def test_in_the_pod_the_command_line_may_change_things(cluster: Cluster) -> None:
+    (container,) = cluster.one("Deployment")["template"]["spec"]["containers"]
+    result = cluster.ask_as(container, "evict", "--slots", "1", "--yes")
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_stranger_reads_and_changes_nothing(cluster: Cluster) -> None:
+    base = f"https://127.0.0.1:{cluster.port}"
+    assert httpx.get(f"{base}/v1/stats", verify=False).status_code == 401
+    viewer = {"Authorization": f"Bearer {TOKENS['viewer-token']}"}
+    assert httpx.get(f"{base}/v1/stats", verify=False, headers=viewer).status_code == 200
+    assert httpx.put(f"{base}/v1/drain", verify=False, headers=viewer, json={}).status_code == 403
+
+
+def test_an_operators_certificate_is_enough(cluster: Cluster) -> None:
+    trust = ssl.create_default_context()
+    trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
+    cluster.operators.issue_cert(common_name="ada").configure_cert(trust)
+    answer = httpx.post(
+        f"https://127.0.0.1:{cluster.port}/v1/pools/host/evict", verify=trust, json={"slots": 1, "dry_run": True}
+    )
+    assert answer.is_success, answer.text
+
+
+def test_who_checks_the_certificate_asks_for_the_same_name(cluster: Cluster) -> None:
+    (container,) = cluster.one("Pod")["containers"]
+    server = next(variable["value"] for variable in container["env"] if variable["name"] == "KVSTOW_SERVER")
+    (endpoint,) = cluster.one("PodMonitor")["podMetricsEndpoints"]
+    assert urlsplit(server).hostname == endpoint["tlsConfig"]["serverName"] == ADMIN_HOST
+    assert next(one for one in cluster.manifests if one["kind"] == "Service")["metadata"]["name"] == "test-kvstow-admin"
