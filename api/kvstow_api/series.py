@@ -29,11 +29,6 @@ class Line(NamedTuple):
     times: tuple[datetime, ...]
     points: tuple[float | None, ...]
 
-    @property
-    def last(self) -> float | None:
-        """The newest point that there is."""
-        return next((point for point in reversed(self.points) if point is not None), None)
-
 
 def lines_of(metric: Metric, samples: Sequence[SampleView]) -> list[Line]:
     """The lines of `metric`, one point shorter than `samples`."""

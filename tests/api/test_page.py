@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from dataclasses import fields
+from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,13 @@ import httpx
 import pytest
 
 from kvstow.errors import QueueFullError
+from kvstow.testing.clock import FakeClock
 from kvstow_api.page.chart import polylines
+from kvstow_api.page.facts import _hits
 from kvstow_api.page.live import MAX_STREAMS, StatusPage
 from kvstow_api.page.render import SECTIONS
 from kvstow_api.series import Line
+from kvstow_api.views.history import SampleView
 
 pytestmark = pytest.mark.anyio
 
@@ -108,8 +113,47 @@ async def test_it_tells_what_an_operator_asks_first(client: httpx.AsyncClient, r
     ranks.engine.admin.evict(slots=1).run()
     text = " ".join(" ".join(Document((await client.get("/")).text).texts).split())
     told = ["kvstow ready", "rank 1 ready 64 KiB", "cached 2", "filling 2", "stores 1 8 KiB", "operator 1"]
-    told += ["store queued 2 blocks"]
+    told += ["store queued 2 blocks, 0 ms, waits for rank 0, 1", "since 20"]
     assert [words for words in told if words not in text] == []
+
+
+async def test_what_an_operator_has_switched_is_told_with_what_undoes_it(client: httpx.AsyncClient, ranks: Any) -> None:
+    assert "ends it" not in (await client.get("/")).text
+    ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=600.0)
+    ranks.engine.admin.pause_pinning(True)
+    text = (await client.get("/")).text
+    assert "loads are bypassed for 10m 0s more" in text
+    assert "<code>kvstow bypass --off</code>" in text
+    assert "<code>kvstow pinning resume</code>" in text
+
+
+async def test_a_check_says_nothing_twice(client: httpx.AsyncClient, ranks: Any) -> None:
+    ranks.report(pinned_slots=4, state="pinning")
+    ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
+    text = (await client.get("/")).text
+    assert text.count("4 of 16 slots are pinned on every rank") == 1
+    assert '<li class="open">pinned</li>' in text
+
+
+async def test_the_model_is_named(launch: Any, ranks: Any) -> None:
+    assert "some/model, test, version" in (await (await launch(settings={"model": "some/model"})).get("/")).text
+
+
+def test_a_hit_ratio_of_long_ago_is_not_shown_as_that_of_now() -> None:
+    def now(*hits_of_samples: int) -> str:
+        zeros = {field.name: 0 for field in fields(SampleView) if field.name != "time"}
+        start = datetime(2026, 1, 1, tzinfo=UTC)
+        samples = [
+            SampleView(time=start + timedelta(seconds=5 * n), **{**zeros, "query_blocks": 2 * hits, "hit_blocks": hits})
+            for n, hits in enumerate(hits_of_samples)
+        ]
+        ((_, words, _),) = _hits(samples, None).lines
+        return words
+
+    assert now() == "no look-ups"
+    assert now(0, 1) == "50.0 %"
+    assert now(0, 1, *[1] * 11) == "50.0 %"
+    assert now(0, 1, *[1] * 12) == "no look-ups"
 
 
 async def test_the_last_events_are_told_in_words(launch: Any, ranks: Any) -> None:
@@ -175,10 +219,12 @@ async def test_the_stream_sends_each_part_once_and_then_what_changes(page: Statu
     await stream.aclose()  # type: ignore[attr-defined]
 
 
-async def test_a_silent_stream_says_that_it_is_alive(page: StatusPage) -> None:
+async def test_a_silent_stream_says_that_it_is_alive(page: StatusPage, clock: FakeClock) -> None:
     stream = page.open(interval=0.0)
-    chunks = [await anext(stream) for _ in range(3)]
-    assert chunks[-1].startswith(b":")
+    for _ in range(2):
+        await anext(stream)
+    clock.advance(2.0)  # time alone is no news
+    assert (await anext(stream)).startswith(b":")
     await stream.aclose()  # type: ignore[attr-defined]
 
 

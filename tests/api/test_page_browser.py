@@ -28,6 +28,7 @@ def test_what_changes_is_shown_without_loading_again(browser: Browser, serve: An
     ranks.begin_store([b"\x00\x01"])
     ranks.engine.admin.drain("all", None)
     browser.until("document.getElementById('state').innerText.includes('draining')")
+    browser.until("document.title === 'kvstow: draining'")
     browser.until("document.getElementById('pending').innerText.includes('4 KiB')")
     assert browser.evaluate("window.same")
     assert browser.complaints == []

@@ -14,10 +14,12 @@ _MARGIN = 2  # so that a stroke at the edge is whole
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """`lines`: for each line its name, what it says now, and its polylines: one for each run without a gap."""
+    """`lines`: for each line its name, what it says now, and its polylines: one for each run without a gap. `note`:
+    what the box spans."""
 
     label: str
     lines: tuple[tuple[str, str, tuple[str, ...]], ...]
+    note: str
 
 
 def polylines(line: Line, points: int, top: float) -> tuple[str, ...]:

@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvstow.bytesize import format_size
-from kvstow.stats import SLOT_STATES, EngineStats, RankStatus, SlotState
+from kvstow.stats import SLOT_STATES, EngineStats, RankStatus, SlotState, TransferView
 from kvstow_api.figures import counted, duration, percent, rate
 from kvstow_api.health import Finding
 from kvstow_api.page.chart import Chart, polylines
 from kvstow_api.series import METRICS, Line, lines_of
 from kvstow_api.services import Services
 from kvstow_api.views.history import SampleView
+from kvstow_api.words import Switch, pin_progress, rank_trouble, switched
 
 _SAMPLES = 60  # 5 min
+_RECENT = 12  # samples; what is older than a minute is not now
 _RANKS = 16
 _OLDEST = 5
+_NAMED_RANKS = 3
 _EVENTS = 8
 _BAR = 1000
 _ORDER: tuple[SlotState, ...] = ("pinned", "leased", "cached", "filling", "quarantined", "free")
@@ -25,7 +28,7 @@ assert set(_ORDER) == set(SLOT_STATES)
 
 
 class Check(NamedTuple):
-    """`level`: ok, bad, or open for one that fails no probe."""
+    """`level`: ok, bad, or open for one that fails no probe. `words`: what it says that the reason does not."""
 
     name: str
     level: str
@@ -38,7 +41,7 @@ class RankBar(NamedTuple):
     pinned: int
     target: int
     words: str
-    error: str
+    trouble: str
 
 
 class Part(NamedTuple):
@@ -71,6 +74,7 @@ class Facts:
     state: str
     reason: str
     server: str
+    switches: tuple[Switch, ...]
     checks: tuple[Check, ...]
     ranks: tuple[RankBar, ...]
     more_ranks: int
@@ -78,9 +82,9 @@ class Facts:
     parts: tuple[Part, ...]
     hits: Chart
     bandwidth: Chart
-    hit_ratio: str
     pending: tuple[Row, ...]
     oldest: tuple[Row, ...]
+    eviction_rate: str
     evictions: tuple[Row, ...]
     drops: tuple[Row, ...]
     happenings: tuple[Happening, ...]
@@ -95,29 +99,41 @@ def look(use: Services) -> Facts:
     return Facts(
         state=readiness.state,
         reason=readiness.reason,
-        server=f"{use.context.version}, {use.context.mode}, up {duration(use.uptime)}",
-        checks=_checks(use),
+        server=_server(use),
+        switches=tuple(
+            switched(use.engine.admin.drain_status, use.engine.admin.bypass, pinning_paused=use.engine.desired().paused)
+        ),
+        checks=_checks(use, readiness.reason),
         ranks=tuple(_rank(rank) for rank in sorted(ranks[:_RANKS], key=lambda rank: rank.rank)),
         more_ranks=max(0, len(ranks) - _RANKS),
         slots=_slots(stats),
         parts=_parts(stats),
-        hits=_hits(samples),
+        hits=_hits(samples, ever),
         bandwidth=_bandwidth(samples),
-        hit_ratio=percent(ever),
         pending=_pending(stats),
-        oldest=tuple(
-            Row(one.direction, one.state, f"{counted(one.blocks, 'block')}, {duration(one.age_seconds)}")
-            for one in use.engine.transfers(_OLDEST)
-        ),
+        oldest=tuple(_transfer(one) for one in use.engine.transfers(_OLDEST)),
+        eviction_rate=_eviction_rate(samples),
         evictions=_counts(stats.evicted_blocks),
         drops=_counts({name: n for name, n in stats.store_blocks.items() if name.startswith(("dropped_", "failed"))}),
         happenings=_happenings(use),
     )
 
 
-def _checks(use: Services) -> tuple[Check, ...]:
+def _server(use: Services) -> str:
+    """Nothing that changes while it runs: this part of the page is sent again only when there is news."""
+    model = use.context.settings.get("model")
+    about = (model, use.context.mode, f"version {use.context.version}", *use.context.addresses[:1])
+    return ", ".join((*filter(None, about), f"since {use.started:%Y-%m-%d %H:%M:%S} UTC"))
+
+
+def _checks(use: Services, reason: str) -> tuple[Check, ...]:
     findings = use.health.probes["readyz"].run().findings
-    return tuple(Check(one.name, _level(one), one.failure or "") for one in findings)
+    return tuple(Check(one.name, _level(one), _words(one, reason)) for one in findings)
+
+
+def _words(finding: Finding, reason: str) -> str:
+    failure = finding.failure or ""
+    return "" if failure.endswith(reason) else failure
 
 
 def _level(finding: Finding) -> str:
@@ -127,14 +143,8 @@ def _level(finding: Finding) -> str:
 
 
 def _rank(rank: RankStatus) -> RankBar:
-    words = format_size(rank.target_bytes)
-    if rank.pinned_bytes < rank.target_bytes:
-        words = f"{format_size(rank.pinned_bytes)} of {words}"
-        if rank.pin_rate_bytes_per_second and rank.state == "pinning":
-            left = (rank.target_bytes - rank.pinned_bytes) / rank.pin_rate_bytes_per_second
-            words += f", {rate(rank.pin_rate_bytes_per_second)}, {duration(left)} left"
-    error = ": ".join(part for part in (rank.error_reason, rank.error) if part)
-    return RankBar(rank.rank, rank.state, rank.pinned_bytes, max(rank.target_bytes, 1), words, error)
+    target = max(rank.target_bytes, 1)
+    return RankBar(rank.rank, rank.state, rank.pinned_bytes, target, pin_progress(rank), rank_trouble(rank))
 
 
 def _slots(stats: EngineStats) -> str:
@@ -154,10 +164,12 @@ def _parts(stats: EngineStats) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _hits(samples: list[SampleView]) -> Chart:
+def _hits(samples: list[SampleView], ever: float | None) -> Chart:
     (line,) = lines_of(METRICS["hit-ratio"], samples)
-    now = percent(line.last)
-    return Chart(f"hit ratio of the last 5 minutes, now {now}", (("hit ratio", now, polylines(line, _SAMPLES, 1.0)),))
+    recent = next((point for point in reversed(line.points[-_RECENT:]) if point is not None), None)
+    note = "0 to 100 %, the last 5 minutes" + ("" if ever is None else f"; {percent(ever)} since the start")
+    now = "no look-ups" if recent is None else percent(recent)
+    return Chart(f"hit ratio, now {now}", ((line.name, now, polylines(line, _SAMPLES, 1.0)),), note)
 
 
 def _bandwidth(samples: list[SampleView]) -> Chart:
@@ -165,7 +177,13 @@ def _bandwidth(samples: list[SampleView]) -> Chart:
     top = max((point for line in lines for point in line.points if point is not None), default=0.0)
     drawn = tuple((line.name, rate(_now(line)), polylines(line, _SAMPLES, top)) for line in lines)
     words = ", ".join(f"{name} {now}" for name, now, _ in drawn)
-    return Chart(f"bandwidth of each rank in the last 5 minutes, at most {rate(top)}, now {words}", drawn)
+    span = f"0 to {rate(top)}" if top else "nothing was moved"
+    return Chart(f"bandwidth of each rank, now {words}", drawn, f"{span}, the last 5 minutes")
+
+
+def _eviction_rate(samples: list[SampleView]) -> str:
+    evicted = next(line for line in lines_of(METRICS["blocks"], samples) if line.name == "evicted")
+    return f"{_now(evicted):.1f} blocks/s for room now"
 
 
 def _now(line: Line) -> float:
@@ -180,6 +198,13 @@ def _pending(stats: EngineStats) -> tuple[Row, ...]:
         Row("stores", f"{pending.stores:,}", format_size(pending.store_bytes)),
         Row("oldest", oldest, f"{pending.stuck} stuck" if pending.stuck else ""),
     )
+
+
+def _transfer(one: TransferView) -> Row:
+    waiting = one.pending_ranks
+    ranks = f"{len(waiting)} ranks" if len(waiting) > _NAMED_RANKS else f"rank {', '.join(map(str, waiting))}"
+    note = f"{counted(one.blocks, 'block')}, {duration(one.age_seconds)}, waits for {ranks}"
+    return Row(one.direction, one.state, note)
 
 
 def _counts(counts: Mapping[str, int]) -> tuple[Row, ...]:

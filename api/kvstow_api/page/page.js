@@ -8,7 +8,10 @@
       told.textContent = "no answer, trying again";
       if (source.readyState === EventSource.CLOSED) setTimeout(connect, 5000);
     };
-    for (const part of parts) source.addEventListener(part.id, (event) => { part.innerHTML = event.data; });
+    for (const part of parts) source.addEventListener(part.id, (event) => {
+      part.innerHTML = event.data;
+      if (part.id === "state") document.title = `kvstow: ${part.querySelector(".pill").textContent}`;
+    });
   };
   connect();
 })();

@@ -13,7 +13,7 @@ from kvstow.bytesize import format_size
 from kvstow.stats import SLOT_STATES, SlotState
 from kvstow_api.figures import ABSENT, duration, percent, rate
 from kvstow_api.series import METRICS, lines_of
-from kvstow_api.views.ranks import RankView
+from kvstow_api.words import pin_progress, rank_trouble
 from kvstow_service.cli.figures import STATE_STYLES
 from kvstow_service.cli.snapshot import Snapshot
 from kvstow_service.cli.sparkline import sparkline
@@ -56,7 +56,8 @@ def _head(snapshot: Snapshot, server: str) -> RenderableType:
     name = f"kvstow {info.version}, {info.mode}, {server}, up {duration(info.uptime_seconds)}"
     state = (readiness.state, f"bold {STATE_STYLES.get(readiness.state, '')}".strip())
     why = Text.assemble(state, f"  {readiness.reason}")
-    return Group(Text(name, style="bold", no_wrap=True, overflow="ellipsis"), why)
+    switches = (Text(f"{words} (`{undo}` ends it)", style="yellow") for words, undo in snapshot.switches)
+    return Group(Text(name, style="bold", no_wrap=True, overflow="ellipsis"), why, *switches)
 
 
 def _lost(reason: str) -> Text:
@@ -84,23 +85,12 @@ def _ranks(snapshot: Snapshot, width: int, most: int) -> RenderableType:
     for rank in shown:
         bar = ProgressBar(max(rank.target_bytes, 1), rank.pinned_bytes, _bar_width(width), complete_style="green")
         state = Text(rank.state, style=STATE_STYLES.get(rank.state, ""))
-        grid.add_row(f"rank {rank.rank}", bar, Text.assemble(state, "  ", _pin_words(rank)))
+        trouble = rank_trouble(rank)
+        words = Text.assemble(state, f"  {pin_progress(rank)}", (f"  {trouble}" if trouble else "", "red"))
+        grid.add_row(f"rank {rank.rank}", bar, words)
     if len(ranks) > most:
         grid.add_row("", Text(f"and {len(ranks) - most} ranks that have pinned more", style="dim"))
     return grid
-
-
-def _pin_words(rank: RankView) -> str:
-    if rank.error:
-        return f"{rank.error_reason or 'error'}: {rank.error}"
-    size = format_size(rank.target_bytes)
-    if rank.pinned_bytes >= rank.target_bytes:
-        return size
-    words = f"{format_size(rank.pinned_bytes)} of {size}"
-    speed = rank.pin_rate_bytes_per_second
-    if not speed:
-        return words
-    return f"{words}, {rate(speed)}, {duration((rank.target_bytes - rank.pinned_bytes) / speed)} left"
 
 
 def _pool(snapshot: Snapshot, width: int) -> RenderableType:

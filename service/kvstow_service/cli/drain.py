@@ -25,7 +25,11 @@ _QUESTIONS = {
     show_default=True,
     help="all: neither loads nor stores; stop-stores: loads go on.",
 )
-@click.option("--deadline", type=TIME, help="Give transfers up after so long.")
+@click.option(
+    "--deadline",
+    type=TIME,
+    help="For those who wait: `kvstow get drain` shows what is left. Nothing is broken off by it.",
+)
 @dry_run_flag
 @yes_flag
 @format_flag

@@ -12,6 +12,7 @@ from kvstow_api.views.info import InfoView
 from kvstow_api.views.ranks import ReadinessView
 from kvstow_api.views.stats import StatsView
 from kvstow_api.views.transfers import TransferView
+from kvstow_api.words import Switch, switched
 
 if TYPE_CHECKING:
     from kvstow_api.client import Client
@@ -35,6 +36,7 @@ class Movement:
 class Snapshot:
     info: InfoView
     readiness: ReadinessView
+    switches: tuple[Switch, ...]
     stats: StatsView
     oldest: tuple[TransferView, ...]
     history: tuple[SampleView, ...]
@@ -81,9 +83,11 @@ class Watcher:
 
         send = self._client.send
         info, stats = send(calls.info()), send(calls.stats())
+        paused = send(calls.pool()).pinning_paused
         return Snapshot(
             info=info,
             readiness=send(calls.readiness()),
+            switches=tuple(switched(send(calls.drain_status()), send(calls.bypass_status()), pinning_paused=paused)),
             stats=stats,
             oldest=tuple(send(calls.transfers(slowest=_OLDEST)).items),
             history=tuple(send(calls.history()).items),

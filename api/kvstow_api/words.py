@@ -1,0 +1,63 @@
+"""What the status page and `kvstow top` say alike. No web framework: clients import it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvstow.bytesize import format_size
+from kvstow.control.gate import BypassStatus, DrainStatus
+from kvstow.stats import RankStatus
+from kvstow_api.figures import counted, duration, rate
+from kvstow_api.views.gate import BypassView, DrainView
+from kvstow_api.views.ranks import RankView
+
+_REPORTS_ARE_FRESH = 5.0  # seconds; ranks report every second
+
+
+class Switch(NamedTuple):
+    """Something that an operator has switched; `undo` is the command that ends it."""
+
+    words: str
+    undo: str
+
+
+def switched(
+    drain: DrainStatus | DrainView, bypass: BypassStatus | BypassView, *, pinning_paused: bool
+) -> Iterator[Switch]:
+    """All that is not as it is at the start."""
+    if drain.active:
+        yield Switch(_drained(drain), "kvstow undrain")
+    off = [name for name, is_off in (("loads", bypass.load), ("stores", bypass.store)) if is_off]
+    if off:
+        left = bypass.ttl_seconds_left
+        until = "" if left is None else f" for {duration(left)} more"
+        yield Switch(f"{' and '.join(off)} are bypassed{until}", "kvstow bypass --off")
+    if pinning_paused:
+        yield Switch("pinning is paused", "kvstow pinning resume")
+
+
+def pin_progress(rank: RankStatus | RankView) -> str:
+    """How much of its memory a rank has pinned; how fast, and how long it will take, while it does."""
+    size = format_size(rank.target_bytes)
+    left = rank.target_bytes - rank.pinned_bytes
+    if left <= 0:
+        return size
+    words, speed = f"{format_size(rank.pinned_bytes)} of {size}", rank.pin_rate_bytes_per_second
+    return f"{words}, {rate(speed)}, {duration(left / speed)} left" if speed and rank.state == "pinning" else words
+
+
+def rank_trouble(rank: RankStatus | RankView) -> str:
+    """What is wrong with a rank as far as it has said, and whether it still speaks; empty where all is well."""
+    error = ": ".join(part for part in (rank.error_reason, rank.error) if part)
+    age = rank.last_report_age_seconds
+    silence = f"last report {duration(age)} ago" if age is not None and age > _REPORTS_ARE_FRESH else ""
+    return "; ".join(part for part in (error, silence) if part)
+
+
+def _drained(drain: DrainStatus | DrainView) -> str:
+    if drain.drained:
+        return "drained: nothing is in flight"
+    words = f"draining: {counted(drain.pending_transfers, 'transfer')} and {counted(drain.leases, 'lease')} are left"
+    left = drain.deadline_seconds_left
+    return words if left is None else f"{words}, {duration(left)} until the deadline"
