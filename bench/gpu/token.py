@@ -1,9 +1,10 @@
-"""How long a 4-byte copy to the host, say of a sampled token, takes while a store of 1 GiB runs.
+"""How long a 4-byte copy, say of a sampled token to the host, takes while a store of 1 GiB runs; and one to the device
+while a load does.
 
     python3 -m bench.gpu.token [--samples 300] [--out DIR]
 
-One sample a store, at a random time of it, on a stream of the sampler's own: from the call of the copy until the
-host has its bytes. Writes `token.json` and `token.png`.
+One sample an op, at a random time of it, on a stream of the sampler's own: from the call of the copy until the
+host knows that it is done. Writes `token.json` and `token.png`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,18 @@ import torch
 
 from bench.gpu import figures
 from bench.gpu.plain import PlainCopies
-from bench.gpu.rank import GIB, KIB, MIB, KVCache, Shape
+from bench.gpu.rank import BOTH, GIB, KIB, MIB, KVCache, Shape
 from bench.report import Table
+from kvstow.devices.cuda import CudaOptions
+from kvstow.messages import Direction
 
 SHAPE = Shape(64 * KIB, 32)
-STAGING = (48 * MIB, 64 * MIB, 32 * MIB, 16 * MIB)  # the first, staged, is what a user gets
+_SIZES: list[dict[str, Any]] = [{"staging_bytes": size * MIB} for size in (48, 64, 32, 16)]
+_LOADS: list[dict[str, Any]] = [{"loads_ahead": number} for number in (64, 2)]
+WAYS: dict[Direction, list[dict[str, Any]]] = {
+    "store": [*_SIZES, {"strategy": "direct"}],
+    "load": [*_LOADS, *({"strategy": "direct"} | way for way in _LOADS)],
+}
 
 _NUM_BYTES = GIB
 _WARM_UP, _TIMED = 3, 20
@@ -37,8 +45,9 @@ _new_stream: Any = torch.cuda.Stream  # untyped in torch
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """`gb_per_second`: the store's rate without a sampler. Samples in milliseconds, ascending."""
+    """`gb_per_second`: the op's rate without a sampler. Samples in milliseconds, ascending."""
 
+    direction: Direction
     way: str
     gb_per_second: float
     samples: list[float]
@@ -48,9 +57,11 @@ class Delays:
 
 
 class Sampler:
-    def __init__(self) -> None:
+    def __init__(self, direction: Direction) -> None:
         self._stream = _new_stream()
-        self._token, self._host = torch.ones(1, device="cuda"), torch.zeros(1).pin_memory()
+        self._source, self._target = torch.ones(1, device="cuda"), torch.zeros(1).pin_memory()
+        if direction == "load":
+            self._source, self._target = self._target, self._source
         torch.cuda.synchronize()
         for _ in range(100):
             self.milliseconds()
@@ -58,67 +69,77 @@ class Sampler:
     def milliseconds(self) -> float:
         started = time.perf_counter()
         with torch.cuda.stream(self._stream):
-            self._host.copy_(self._token, non_blocking=True)
+            self._target.copy_(self._source, non_blocking=True)
         self._stream.synchronize()
         return 1e3 * (time.perf_counter() - started)
 
 
-def delays(way: str, begin: Callable[[], None], finish: Callable[[], None], samples: int) -> Delays:
-    """`begin` starts a store of all bytes, `finish` waits for it. Samples begin in its first nine tenths."""
+def delays(
+    direction: Direction, way: str, begin: Callable[[], None], finish: Callable[[], None], samples: int
+) -> Delays:
+    """`begin` starts an op of all bytes, `finish` waits for it. Samples begin in its first nine tenths."""
 
-    def store() -> float:
+    def once() -> float:
         started = time.perf_counter()
         begin()
         finish()
         return time.perf_counter() - started
 
     for _ in range(_WARM_UP):
-        store()
-    seconds = statistics.median(store() for _ in range(_TIMED))
-    sampler, chance, found = Sampler(), random.Random(0), list[float]()
+        once()
+    seconds = statistics.median(once() for _ in range(_TIMED))
+    sampler, chance, found = Sampler(direction), random.Random(0), list[float]()
     for _ in range(samples):
         due = time.perf_counter() + 0.9 * seconds * chance.random()
         begin()
         time.sleep(max(0.0, due - time.perf_counter()))
         found.append(sampler.milliseconds())
         finish()
-    return Delays(way, _NUM_BYTES / seconds / 1e9, sorted(found))
+    return Delays(direction, way, _NUM_BYTES / seconds / 1e9, sorted(found))
 
 
 def measure(samples: int) -> list[Delays]:
-    cache = KVCache(SHAPE, _NUM_BYTES)
-    sampler = Sampler()
-    measured = [Delays("no store", 0.0, sorted(sampler.milliseconds() for _ in range(samples)))]
-    for strategy, staging in [("staged", size) for size in STAGING] + [("direct", STAGING[0])]:
-        name = f"KVStow, {strategy}, batches of {staging // MIB} MiB"
-        with cache.worker(strategy=strategy, staging_bytes=staging) as traffic:
-            measured.append(delays(name, partial(traffic.submit, "store"), traffic.finish, samples))
-    with cache.pool() as (pool, _):
-        plain = PlainCopies(cache, pool)
-        begin = partial(plain.give, "store", plain.pages)
-        measured.append(delays("one cuMemcpyBatchAsync of all pages", begin, plain.wait, samples))
+    cache, measured = KVCache(SHAPE, _NUM_BYTES), list[Delays]()
+    for direction in BOTH:
+        sampler = Sampler(direction)
+        measured.append(Delays(direction, "nothing", 0.0, sorted(sampler.milliseconds() for _ in range(samples))))
+        for way in WAYS[direction]:
+            with cache.worker(**way) as traffic:
+                begin = partial(traffic.submit, direction)
+                measured.append(delays(direction, _name(direction, way), begin, traffic.finish, samples))
+        with cache.pool() as (pool, _):
+            plain = PlainCopies(cache, pool)
+            begin = partial(plain.give, direction, plain.pages)
+            measured.append(delays(direction, "one cuMemcpyBatchAsync of all pages", begin, plain.wait, samples))
     return measured
+
+
+def _name(direction: Direction, way: dict[str, Any]) -> str:
+    options = CudaOptions(**way)
+    strategy = "direct" if options.strategy == "direct" else "staged"
+    ahead = options.num_buffers if direction == "store" else options.loads_ahead
+    return f"KVStow, {strategy}, batches of {options.staging_bytes // MIB} MiB, {ahead} at a time"
 
 
 def table(measured: Sequence[Delays]) -> Table:
     rows = [
         [
+            entry.direction,
             entry.way,
             f"{entry.gb_per_second:.1f}" if entry.gb_per_second else "",
             *(f"{entry.percentile(share):.3f}" for share in (0.5, 0.99, 1.0)),
         ]
         for entry in measured
     ]
-    return Table(
-        "A 4-byte copy beside a store of 1 GiB, ms", ["store", "its rate, GB/s", "p50", "p99", "longest"], rows
-    )
+    head = ["beside a", "way", "its rate, GB/s", "p50", "p99", "longest"]
+    return Table("A 4-byte copy beside an op of 1 GiB in the same direction, ms", head, rows)
 
 
 def draw(measured: Sequence[Delays], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
-    for entry in measured:
+    for entry in (entry for entry in measured if entry.direction == "store"):
         shares = [100 * (number + 1) / len(entry.samples) for number in range(len(entry.samples))]
         axes.step(entry.samples, shares, where="post", label=entry.way)
     axes.set_xscale("log")

@@ -26,6 +26,10 @@ _IN_FLIGHT = 2  # ops per direction: more would make a sampled token's copy wait
 # Seconds between two looks at fences and tickets. A staging buffer of 32 MiB is on the link for 0.6 ms: looking every
 # 1 ms cost a fifth of the rate (43 of 54 GB/s), every 0.2 ms next to nothing, and 5 ms of CPU per 2 GiB.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 0.2e-3
+# Beside a host that drives the copies itself: each look takes the interpreter from it. A thread of small torch ops lost
+# a quarter of its speed to looks every 0.2 ms, and 4 % to one every 1 ms.
+_DRIVEN_PAUSE, _DRIVEN_FOR = 1e-3, 0.1
+_TURN_PATIENCE = 1e-3  # seconds that `drive` waits while this thread is at it
 _STUCK_GRACE = 5.0  # seconds that one copy may outlast the timeout of `close`
 
 logger = logging.getLogger("kvstow.worker")
@@ -95,6 +99,7 @@ class CopyThread:
         self._failure: str | None = None
         self._defect: BaseException | None = None
         self._stop_at: float | None = None
+        self._driven_at = -_DRIVEN_FOR  # a number, written and read whole
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -112,9 +117,11 @@ class CopyThread:
             self._publish(refused)
 
     def drive(self) -> None:
-        """Do now, on the caller's thread, what this thread would do next, unless it is at it. For a host that computes
-        in Python: a thread waits for the interpreter for up to 5 ms, which is as long as 256 MiB are on the link."""
-        if not self._turn.acquire(blocking=False):
+        """Do now, on the caller's thread, what this thread would do next. For a host that computes in Python: this
+        thread waits for the interpreter for up to 5 ms, after each call of the driver, and 256 MiB are on the link for
+        as long. If it is at it, waiting a moment lets it have the interpreter and get on."""
+        self._driven_at = self._clock()
+        if not self._turn.acquire(timeout=_TURN_PATIENCE):
             return
         try:
             with self._lock:
@@ -167,7 +174,7 @@ class CopyThread:
                 with self._turn:
                     self._admit()
                     moved = self._advance_all()
-                pause = 0.0 if moved else min(max(2 * pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+                pause = 0.0 if moved else min(max(2 * pause, _SHORTEST_PAUSE), self._longest_pause())
         except BaseException as error:
             logger.exception("the copy thread has failed")
             with self._lock:
@@ -185,6 +192,9 @@ class CopyThread:
             if self._defect is not None:
                 raise self._defect
             return self._stop_at is None or (self._num_running() > 0 and self._clock() < self._stop_at)
+
+    def _longest_pause(self) -> float:
+        return _DRIVEN_PAUSE if self._clock() < self._driven_at + _DRIVEN_FOR else _LONGEST_PAUSE
 
     def _admit(self) -> None:
         """Let queued ops run where there is room."""

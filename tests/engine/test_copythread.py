@@ -209,7 +209,9 @@ def test_a_copy_that_hangs_is_told_to_whoever_closes(harness: Harness, monkeypat
     assert harness.copies.close(10)
 
 
-def test_an_idle_thread_does_not_spin(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def rounds(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that the thread makes between two looks, as they come."""
     rounds: list[float] = []
     wait = harness.copies._wait_for_work
 
@@ -217,9 +219,14 @@ def test_an_idle_thread_does_not_spin(harness: Harness, monkeypatch: pytest.Monk
         rounds.append(pause)
         return wait(pause)
 
+    monkeypatch.setattr(harness.copies, "_wait_for_work", counted)
+    return rounds
+
+
+def test_an_idle_thread_does_not_spin(harness: Harness, rounds: list[float]) -> None:
     harness.submit(1)
     ticket = harness.device.ticket(1)
-    monkeypatch.setattr(harness.copies, "_wait_for_work", counted)
+    del rounds[:]
     ticket.finish()
     harness.completions(1)
     assert not harness.copies.wait_completions(0.05)
@@ -283,6 +290,18 @@ def test_a_host_does_not_wait_for_a_thread_that_is_at_the_device(harness: Harnes
     stuck = host.is_alive()
     leave.set()
     assert not stuck
+
+
+def test_a_host_that_drives_is_interrupted_less_often(
+    harness: Harness, rounds: list[float], eventually: Eventually
+) -> None:
+    harness.submit(1)
+    harness.device.ticket(1)
+    eventually(lambda: max(rounds, default=0) == 0.2e-3)
+    harness.copies.drive()
+    eventually(lambda: max(rounds) == 1e-3)
+    harness.clock.advance(1)
+    eventually(lambda: rounds[-1] == 0.2e-3)
 
 
 def test_a_defect_met_by_a_host_ends_the_thread_and_not_the_host(harness: Harness, eventually: Eventually) -> None:

@@ -158,16 +158,47 @@ def test_copies_follow_one_another_on_streams_of_their_own(direction: str, cuda:
 
 @directions
 @strategies
-def test_no_more_than_two_batches_are_queued(options: Any, direction: str, cuda: Any, make_cuda_rank: MakeRank) -> None:
-    rank = make_cuda_rank([4096], staging_bytes=1, **options)
-    op = getattr(rank, direction)
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_no_more_batches_are_queued_than_asked_for(
+    ahead: int, options: Any, direction: str, cuda: Any, make_cuda_rank: MakeRank
+) -> None:
+    """Stores: as many as there are buffers, since a sampled token's copy waits for all that is queued."""
+    rank = make_cuda_rank([4096], staging_bytes=1, loads_ahead=ahead, **options)
+    op, most = getattr(rank, direction), ahead if direction == "load" else 2
     tickets = [op(range(4), range(4)), op(range(4, 8), range(4, 8))]
-    for _ in range(4):
+    for left in range(8, 0, -most):
         for ticket in tickets:
             ticket.poll()
-        assert _queued(cuda).count("copy") == 2
+        assert _queued(cuda).count("copy") == min(most, left)
         cuda.run()
     assert [ticket.poll() for ticket in tickets] == [DONE, DONE]
+
+
+def test_a_staging_buffer_is_filled_again_when_its_batch_has_left_it(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank([4096], staging_bytes=1)
+    expected = [rank.block(block) for block in range(6)]
+    assert _finish(cuda, rank.store(range(6), range(6))) is DONE
+    rank.scramble()
+    ticket = rank.load(range(6), range(6))
+    cuda.run(*(stream for stream in cuda.streams if "scatter" not in stream.names))
+    assert _queued(cuda).count("copy") == 4, "two are in the buffers"
+    assert _finish(cuda, ticket) is DONE
+    assert [rank.block(block) for block in range(6)] == expected
+
+
+def test_a_staging_buffer_whose_batch_waits_for_the_host_is_left_alone(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    rank, fence = make_cuda_rank([4096], staging_bytes=1), Latch()
+    expected = [rank.block(block) for block in range(6)]
+    assert _finish(cuda, rank.store(range(6), range(6))) is DONE
+    rank.scramble()
+    ticket = rank.load(range(6), range(6), fence)
+    assert _queued(cuda) == ["copy", "copy"]
+    cuda.run()
+    assert ticket.poll() is PENDING
+    assert _queued(cuda) == []
+    fence.open()
+    assert _finish(cuda, ticket) is DONE
+    assert [rank.block(block) for block in range(6)] == expected
 
 
 def test_the_source_is_free_when_it_is_gathered_and_not_before(cuda: Any, make_cuda_rank: MakeRank) -> None:
@@ -342,7 +373,8 @@ def test_only_pages_that_could_be_direct_are_calibrated(
 
 
 @pytest.mark.parametrize(
-    "options", [{"strategy": "both"}, {"staging_bytes": 0}, {"num_buffers": True}, {"threshold_bytes": -1}]
+    "options",
+    [{"strategy": "both"}, {"staging_bytes": 0}, {"num_buffers": True}, {"loads_ahead": 0}, {"threshold_bytes": -1}],
 )
 def test_bad_options_are_refused(options: Any) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):

@@ -1,10 +1,10 @@
-"""The copies of one direction: batch by batch through two staging buffers.
+"""The copies of one direction: batch by batch through a few staging buffers, by turns.
 
 Guarantees
 - A batch touches the KV cache after its op's fence, in the order in which ops were submitted. Work of the host
   never waits for a batch.
-- No more batches than buffers are given to the device at a time: whoever else copies in this direction waits for no
-  more. A buffer is used again after its batch has finished.
+- A buffer is used again after its batch has finished: the device waits for that by itself, so more batches can be
+  given to it than there are buffers, and the link is not idle while this thread waits for the interpreter.
 - `advance` never waits for the device.
 - After an error no further batch of the op is begun, and those under way are waited for before it counts as failed.
 
@@ -28,7 +28,7 @@ from kvstow.devices.cuda.driver import AccessOrder, Driver, Handle
 from kvstow.devices.cuda.fence import CudaFence
 from kvstow.devices.cuda.kernels import PageKernels
 from kvstow.devices.cuda.plan import Copies, Split
-from kvstow.devices.cuda.staging import StagingBuffer, Timer, new_stream
+from kvstow.devices.cuda.staging import BatchMarks, StagingBuffer, Timer, new_stream
 from kvstow.devices.cuda.transfer import Transfer
 from kvstow.errors import CopyError
 
@@ -38,6 +38,7 @@ class Batch:
     transfer: Transfer
     number: int
     buffer: StagingBuffer
+    marks: BatchMarks
     ended: bool = False  # its second half was given to the device
 
 
@@ -48,12 +49,19 @@ class Copier(ABC):
     _order: AccessOrder
 
     def __init__(
-        self, driver: Driver, split: Split, kernels: PageKernels | None, num_buffers: int, undo: ExitStack
+        self,
+        driver: Driver,
+        split: Split,
+        kernels: PageKernels | None,
+        *,
+        num_buffers: int,
+        batches_ahead: int,
+        undo: ExitStack,
     ) -> None:
         self._driver, self._split, self._kernels = driver, split, kernels
         self._kv = new_stream(driver, undo, urgent=True)  # the kernels are short, and the link waits for them
-        self._buffers = tuple(StagingBuffer(driver, split.staging_bytes, undo) for _ in range(num_buffers))
-        self._free = deque(self._buffers)
+        self._buffers = deque(StagingBuffer(driver, split.staging_bytes, undo) for _ in range(num_buffers))
+        self._marks = deque(BatchMarks(driver, undo) for _ in range(batches_ahead))
         self._last_copied: Handle | None = None  # the event after the copies that were queued last
         self._waiting: deque[Transfer] = deque()
         self._flying: deque[Batch] = deque()
@@ -65,13 +73,11 @@ class Copier(ABC):
     def advance(self) -> None:
         """Take back what has finished, then give the device what it may have."""
         self._take_back()
-        while self._free and (transfer := self._next()) is not None:
-            self._begin(Batch(transfer, transfer.begun, self._free.popleft()))
-        for batch in self._flying:
-            if not batch.ended:
-                if not self._may_end(batch.transfer):
-                    break
-                self._end(batch)
+        self._end_begun()
+        while self._marks and self._is_buffer_given_back() and (transfer := self._next()) is not None:
+            self._begin(Batch(transfer, transfer.begun, self._buffers[0], self._marks.popleft()))
+            self._buffers.rotate(-1)
+            self._end_begun()
 
     def drain(self) -> None:
         """Wait for what is under way; what is not complete then has failed."""
@@ -118,31 +124,52 @@ class Copier(ABC):
             self._waiting.popleft()
         return None
 
+    def _before(self) -> Batch | None:
+        """The batch under way that has the next one's buffer."""
+        turns = len(self._buffers)
+        return self._flying[-turns] if len(self._flying) >= turns else None
+
+    def _is_buffer_given_back(self) -> bool:
+        """Whether the device knows, if not now then in order, when the next buffer is free."""
+        before = self._before()
+        return before is None or before.ended
+
     def _begin(self, batch: Batch) -> None:
+        before = self._before()
         batch.transfer.begun += 1
         self._flying.append(batch)
         first, _ = self._streams(batch)
+        if before is not None:
+            finished = before.marks.finished
+            _attempt(batch, lambda _: self._driver.wait_event(first, finished), always=True)
         _attempt(batch, self._first_half)
-        _attempt(batch, lambda batch: self._driver.record_event(batch.buffer.halfway, first), always=True)
+        _attempt(batch, lambda batch: self._driver.record_event(batch.marks.halfway, first), always=True)
+
+    def _end_begun(self) -> None:
+        for batch in self._flying:
+            if not batch.ended:
+                if not self._may_end(batch.transfer):
+                    break
+                self._end(batch)
 
     def _end(self, batch: Batch) -> None:
         """A failed batch ends too: `finished` then says that nothing of it is under way any more."""
         batch.ended = True
         _, second = self._streams(batch)
-        _attempt(batch, lambda batch: self._driver.wait_event(second, batch.buffer.halfway), always=True)
+        _attempt(batch, lambda batch: self._driver.wait_event(second, batch.marks.halfway), always=True)
         _attempt(batch, self._second_half)
-        _attempt(batch, lambda batch: self._driver.record_event(batch.buffer.finished, second), always=True)
+        _attempt(batch, lambda batch: self._driver.record_event(batch.marks.finished, second), always=True)
 
     def _take_back(self) -> None:
         while self._flying and self._flying[0].ended and self._has_finished(self._flying[0]):
             batch = self._flying.popleft()
             _attempt(batch, _count_seconds, always=True)
             batch.transfer.finished += 1
-            self._free.append(batch.buffer)
+            self._marks.append(batch.marks)
 
     def _has_finished(self, batch: Batch) -> bool:
         try:
-            return self._driver.is_reached(batch.buffer.finished)
+            return self._driver.is_reached(batch.marks.finished)
         except Exception as error:  # noqa: BLE001 - the device is lost, and what was under way with it
             batch.transfer.fail(error)
             return True
@@ -175,11 +202,11 @@ class Copier(ABC):
     def _copy_staged(self, batch: Batch) -> None:
         if self._kernels is not None:
             device, host, size = batch.transfer.staged.batch(batch.number)
-            self._copy(Copies(device + batch.buffer.address, host, size), batch.buffer.staged_timer, batch.buffer.link)
+            self._copy(Copies(device + batch.buffer.address, host, size), batch.marks.staged_timer, batch.buffer.link)
 
     def _copy_direct(self, batch: Batch, stream: Handle) -> None:
         if self._split.has_direct and batch.transfer.direct is not None:
-            self._copy(batch.transfer.direct.batch(batch.number), batch.buffer.direct_timer, stream)
+            self._copy(batch.transfer.direct.batch(batch.number), batch.marks.direct_timer, stream)
 
     def _copy(self, copies: Copies, timer: Timer, stream: Handle) -> None:
         device, host, size = copies
@@ -214,12 +241,12 @@ class StoreCopier(Copier):
         self._run_kernel(batch)
 
     def _second_half(self, batch: Batch) -> None:
-        self._take_turn(batch, batch.buffer.finished)
+        self._take_turn(batch, batch.marks.finished)
         self._copy_staged(batch)
         self._copy_direct(batch, batch.buffer.link)
 
     def _mark_source_free(self, batch: Batch) -> None:
-        batch.transfer.source_free = batch.transfer.source_free or self._driver.is_reached(batch.buffer.halfway)
+        batch.transfer.source_free = batch.transfer.source_free or self._driver.is_reached(batch.marks.halfway)
 
 
 class LoadCopier(Copier):
@@ -237,7 +264,7 @@ class LoadCopier(Copier):
         return transfer.error is not None or transfer.may_touch_blocks()
 
     def _first_half(self, batch: Batch) -> None:
-        self._take_turn(batch, batch.buffer.halfway)
+        self._take_turn(batch, batch.marks.halfway)
         self._copy_staged(batch)
 
     def _second_half(self, batch: Batch) -> None:
@@ -256,4 +283,4 @@ def _attempt(batch: Batch, step: Callable[[Batch], None], *, always: bool = Fals
 
 
 def _count_seconds(batch: Batch) -> None:
-    batch.transfer.seconds += batch.buffer.take_seconds()
+    batch.transfer.seconds += batch.marks.take_seconds()

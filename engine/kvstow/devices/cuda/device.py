@@ -36,19 +36,22 @@ class CudaOptions:
     `strategy`: "staged" packs pages on the device and copies whole blocks, "direct" copies page by page, "auto"
     decides per region by its page size: direct from `threshold_bytes` on, which is measured when it is None.
     `staging_bytes`: the size of a batch and of a staging buffer; at least one block, where a block is larger.
-    `num_buffers`: batches given to the device at a time, per direction. Their size together is what another copy in
-    that direction, say of a sampled token, may have to wait for.
+    `num_buffers`: staging buffers per direction. Of stores as many batches are given to the device at a time; their
+    size together is what another copy to the host, say of a sampled token, may have to wait for.
+    `loads_ahead`: batches of loads that are given to the device at a time, though they take turns with the buffers: the
+    link goes on while the host's interpreter is busy. Copies of others to the device do not wait for them.
     """
 
     strategy: CopyStrategy = "auto"
     threshold_bytes: int | None = None
     staging_bytes: int = 48 << 20
     num_buffers: int = 2
+    loads_ahead: int = 64
 
     def __post_init__(self) -> None:
         if self.strategy not in COPY_STRATEGIES:
             raise ConfigError("strategy", self.strategy, " or ".join(COPY_STRATEGIES))
-        for key in ("staging_bytes", "num_buffers", "threshold_bytes"):
+        for key in ("staging_bytes", "num_buffers", "loads_ahead", "threshold_bytes"):
             value = getattr(self, key)
             if (type(value) is not int or value < 1) and not (key == "threshold_bytes" and value is None):
                 raise ConfigError(key, value, "a whole number, 1 or more")
@@ -96,8 +99,11 @@ class CudaDevice:
         self._split = Split(layout, bases, _direct_regions(driver, layout, options), options.staging_bytes)
         split = self._split
         kernels = PageKernels(self._context, split.pieces, split.staged_bytes, undo) if split.staged_bytes else None
-        self._stores = StoreCopier(driver, split, kernels, options.num_buffers, undo)
-        self._loads = LoadCopier(driver, split, kernels, options.num_buffers, undo)
+        buffers = options.num_buffers
+        self._stores = StoreCopier(driver, split, kernels, num_buffers=buffers, batches_ahead=buffers, undo=undo)
+        self._loads = LoadCopier(
+            driver, split, kernels, num_buffers=buffers, batches_ahead=options.loads_ahead, undo=undo
+        )
 
     @property
     def notice(self) -> str | None:

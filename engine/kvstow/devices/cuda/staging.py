@@ -1,4 +1,4 @@
-"""Staging buffers: what one batch of copies needs, made once and used again and again."""
+"""What batches of copies need, made once and used again and again."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ class Timer:
 
 
 class StagingBuffer:
-    """`num_bytes` of device memory at `address` (none for 0), for one batch at a time. `undo` frees everything.
-
-    `link` is the stream of its copies. Events: `halfway` between a batch's two streams, `finished` after all of it.
-    """
+    """`num_bytes` of device memory at `address` (none for 0), and the stream of its copies. `undo` frees everything."""
 
     def __init__(self, driver: Driver, num_bytes: int, undo: ExitStack) -> None:
         self.address = 0
@@ -40,6 +37,12 @@ class StagingBuffer:
             self.address = driver.allocate(num_bytes)
             undo.callback(driver.free, self.address)
         self.link = new_stream(driver, undo)
+
+
+class BatchMarks:
+    """What tells how far one batch is. Events: `halfway` between its two streams, `finished` after all of it."""
+
+    def __init__(self, driver: Driver, undo: ExitStack) -> None:
         self.halfway, self.finished = (new_event(driver, undo, timing=False) for _ in range(2))
         self.staged_timer, self.direct_timer = Timer(driver, undo), Timer(driver, undo)
 
