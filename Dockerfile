@@ -97,6 +97,7 @@ LABEL org.opencontainers.image.title="kvstow" \
 COPY --from=service-environment /opt/kvstow /opt/kvstow
 USER 65532:65532
 EXPOSE 9595
+# For Docker; Kubernetes has probes of its own. With TLS or another port, say so: docker run --health-cmd, or --no-healthcheck.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=15s CMD \
     ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:9595/livez', timeout=2)"]
 ENTRYPOINT ["kvstow"]

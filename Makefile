@@ -85,11 +85,14 @@ test-browser: $(VENV)/.dev ## Look at the status page in headless Chromium; take
 		(apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium-headless-shell)
 	$(BIN)/python -m pytest -m browser tests/api
 
+# Of the oldest Python: what comes later has these versions, too. setuptools is a dependency of torch.
 pins: ## Renew constraints.txt, the versions that the images install
 	$(PYTHON) -m venv --clear build/pins
 	build/pins/bin/python -m pip install $(PIP_FLAGS) --no-deps --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
 	build/pins/bin/python -m pip install $(PIP_FLAGS) hatchling '.[service,cli]'
-	build/pins/bin/python -m pip freeze --exclude kvstow --exclude torch >constraints.txt
+	build/pins/bin/python -m pip check
+	build/pins/bin/python -m pip freeze --all --exclude kvstow --exclude torch --exclude pip >build/pins/constraints.txt
+	mv build/pins/constraints.txt constraints.txt
 
 lint: $(VENV)/.dev ## Check style and types
 	$(BIN)/ruff check .

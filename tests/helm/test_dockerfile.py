@@ -7,11 +7,16 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import NormalizedName, canonicalize_name
+
+import kvstow
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,20 +29,46 @@ def test_hadolint_finds_nothing() -> None:
     assert result.returncode == 0, result.stdout
 
 
+# The Python of the base images. torch is the CPU build, which needs nothing that its markers ask Linux for.
+IMAGE = {"python_version": "3.12", "python_full_version": "3.12.0", "platform_system": "", "extra": ""}
+
+
+def needed(requirements: Iterable[str]) -> dict[NormalizedName, list[Requirement]]:
+    """All that these come to in an image, by name, with what is asked of each: as the packages that are installed
+    here say."""
+    found: dict[NormalizedName, list[Requirement]] = {}
+    open_ends = [Requirement(line) for line in requirements]
+    while open_ends:
+        one = open_ends.pop()
+        name = canonicalize_name(one.name)
+        if one.marker is not None and not one.marker.evaluate(IMAGE):
+            continue
+        if name not in found:
+            open_ends += map(Requirement, metadata.requires(name) or ())
+        found.setdefault(name, []).append(one)
+    return found
+
+
 def test_what_the_images_install_is_pinned_to_a_version_that_is_allowed() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    extras = pyproject["project"]["optional-dependencies"]
-    torchless = [line for line in pyproject["project"]["dependencies"] if not line.startswith("torch")]
-    wanted = [*pyproject["build-system"]["requires"], *extras["cli"], *extras["service"], *torchless]
-    for requirement in map(Requirement, wanted):
-        pinned = pins.get(canonicalize_name(requirement.name))
-        assert pinned, f"{requirement.name} is not in constraints.txt: make pins"
-        assert requirement.specifier.contains(pinned), requirement
+    project, extras = pyproject["project"], pyproject["project"]["optional-dependencies"]
+    wanted = [*pyproject["build-system"]["requires"], *extras["cli"], *extras["service"], *project["dependencies"]]
+    for name, requirements in needed(wanted).items():
+        if name == "torch":
+            continue  # pinned in the Dockerfile
+        assert name in pins, f"{name} is not in constraints.txt: make pins"
+        assert all(one.specifier.contains(pins[name]) for one in requirements), requirements
 
 
 def test_torch_is_the_one_of_the_makefile() -> None:
     (in_makefile,) = re.findall(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     (in_dockerfile,) = re.findall(r"^ARG TORCH=(\S+)\+cpu$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert in_dockerfile == in_makefile
+
+
+def test_images_and_chart_have_the_version_of_the_package() -> None:
+    in_dockerfile = set(re.findall(r"^ARG VERSION=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    chart = yaml.safe_load((ROOT / "helm" / "kvstow" / "Chart.yaml").read_text())
+    assert in_dockerfile == {chart["version"]} == {chart["appVersion"]} == {kvstow.__version__}
