@@ -10,6 +10,7 @@ from kvstow.bytesize import format_size
 from kvstow.control.gate import BypassStatus, DrainStatus
 from kvstow.messages import DesiredState
 from kvstow.stats import RankStatus, Readiness
+from kvstow_api.health import Verdict
 from kvstow_api.hostfacts import HostFacts
 from kvstow_api.views.doctor import DoctorView, FindingView, Severity
 from kvstow_api.views.history import SampleView
@@ -29,9 +30,24 @@ _PIN_FIXES = {
 }
 
 
-class Evidence(NamedTuple):
-    """All that the checks look at. `host` is None where the host measures nothing."""
+_READINESS_FIXES = {
+    "engine": "the log says when it began and why; restart the process",
+    "ranks": "see the rank's log (kvstow.agent); one that has failed comes back only with a restart of its process",
+    "transfers": "`kvstow get transfers` names the ranks they wait for: see their logs and GPUs; "
+    "a rank that does not go on needs a restart",
+    "pool": "`kvstow get ranks` shows how far each rank is",
+    "pinned": "`kvstow get ranks` shows how far each rank is",
+    "loop": "give the process more CPU, or find what keeps it busy",
+    "keeper": "`kvstow bypass --load --store`, keep the log, then restart the process",
+}
+"""By the name of a check of /readyz."""
+_SEE_LOG = "see the log of the process"
 
+
+class Evidence(NamedTuple):
+    """All that the checks look at. `verdict` is that of /readyz; `host` is None where the host measures nothing."""
+
+    verdict: Verdict
     readiness: Readiness
     desired: DesiredState
     drain: DrainStatus
@@ -65,6 +81,22 @@ def examine(evidence: Evidence) -> DoctorView:
         checks=[name for name in CHECKS if name not in skipped],
         skipped=skipped,
     )
+
+
+def check_readiness(evidence: Evidence) -> Iterator[FindingView]:
+    """What fails /readyz, but for a drain: that is a switch."""
+    readiness = evidence.readiness
+    for one in evidence.verdict.findings:
+        if one.fails_probe and not (one.name == "engine" and evidence.drain.active):
+            yield _finding(
+                "readiness",
+                "error",
+                f"/readyz fails: {one.name}: {one.failure}",
+                "traffic is kept away from here, or served without the cache",
+                _READINESS_FIXES.get(one.name, _SEE_LOG),
+                usable_slots=readiness.usable_slots,
+                capacity_slots=readiness.capacity_slots,
+            )
 
 
 def check_pinning(evidence: Evidence) -> Iterator[FindingView]:
@@ -242,7 +274,7 @@ def check_switches(evidence: Evidence) -> Iterator[FindingView]:
             "info" if left is not None else "warning",
             f"{' and '.join(off)} are bypassed" + ("" if left is None else f" for {left:.0f} s more"),
             "the cache saves nothing in that direction",
-            "PUT /v1/bypass with load and store false, when the reason is gone",
+            "`kvstow bypass --off`, when the reason is gone",
             bypassed_directions=len(off),
         )
     if evidence.drain.active:
@@ -251,7 +283,7 @@ def check_switches(evidence: Evidence) -> Iterator[FindingView]:
             "warning",
             f"the engine is being drained (mode {evidence.drain.mode})",
             "the cache takes nothing new, and /readyz fails",
-            "DELETE /v1/drain, if the process is to go on",
+            "`kvstow undrain`, if the process is to go on",
             pending_transfers=evidence.drain.pending_transfers,
         )
     if evidence.desired.paused:
@@ -261,13 +293,14 @@ def check_switches(evidence: Evidence) -> Iterator[FindingView]:
             "warning" if readiness.usable_slots < readiness.capacity_slots else "info",
             "pinning is paused",
             f"the pool stays at {readiness.usable_slots} of {readiness.capacity_slots} slots",
-            'PATCH /v1/config with {"runtime": {"pinning_paused": false}}',
+            "`kvstow pinning resume`, when the reason is gone",
             usable_slots=readiness.usable_slots,
             capacity_slots=readiness.capacity_slots,
         )
 
 
 CHECKS: Mapping[str, Check] = {
+    "readiness": check_readiness,
     "pinning": check_pinning,
     "memory": check_memory,
     "huge_pages": check_huge_pages,

@@ -12,7 +12,9 @@ import pytest
 from kvstow.control.gate import BypassStatus, DrainStatus
 from kvstow.messages import DesiredState
 from kvstow.stats import RankStatus, Readiness
+from kvstow.testing.clock import FakeClock
 from kvstow_api.doctor import CHECKS, Evidence, examine
+from kvstow_api.health import Finding, Verdict
 from kvstow_api.hostfacts import HostFacts, RankClocks
 from kvstow_api.views.history import SampleView
 
@@ -61,9 +63,15 @@ def sample(minutes: float, **counters: int) -> SampleView:
     )
 
 
+def verdict(name: str = "ranks", failure: str | None = None, *, required: bool = True) -> Verdict:
+    """Of /readyz, with one check."""
+    return Verdict("readyz", (Finding(name, failure, required, excluded=False),))
+
+
 def evidence(*ranks: RankStatus, **changes: Any) -> Evidence:
     given = ranks or (RANK, replace(RANK, rank=1))
     healthy = Evidence(
+        verdict=verdict(),
         readiness=Readiness("ready", "", 8, 8, given),
         desired=DesiredState("e", 8),
         drain=DrainStatus(False, None, None, False, 0, 0),
@@ -83,6 +91,8 @@ def test_a_healthy_engine_has_no_findings() -> None:
 
 
 FIRING = [
+    ("readiness", "error", evidence(verdict=verdict("ranks", "rank 1 has never reported"))),
+    ("readiness", "error", evidence(verdict=verdict("of the host", "it burns"))),
     ("pinning", "error", evidence(replace(RANK, error_reason="cgroup_limit", error="no memory", pinned_bytes=GIB))),
     ("pinning", "error", evidence(replace(RANK, error_reason="driver", chunks_failed=1))),
     ("memory", "error", evidence(replace(RANK, pinned_bytes=0), host=HOST._replace(headroom_bytes=8 * GIB))),
@@ -120,6 +130,7 @@ def test_a_finding_says_what_why_and_what_mends_it(check: str, severity: str, gi
 
 
 SILENT = [
+    ("readiness", evidence(verdict=verdict("pinned", "4 of 8 slots are pinned on every rank", required=False))),
     ("memory", evidence(replace(RANK, pinned_bytes=0), host=HOST._replace(headroom_bytes=8 * GIB + (64 << 20)))),
     ("memory", evidence(host=HOST._replace(headroom_bytes=64 << 20))),
     ("huge_pages", evidence(host=HOST._replace(huge_pages="always"))),
@@ -137,6 +148,13 @@ SILENT = [
 def test_what_is_well_is_not_found(check: str, given: Evidence) -> None:
     assert check in CHECKS
     assert examine(given).findings == []
+
+
+def test_a_drain_is_one_finding() -> None:
+    given = evidence(
+        verdict=verdict("engine", "the engine is draining"), drain=DrainStatus(True, "all", None, True, 0, 0)
+    )
+    assert [finding.check for finding in examine(given).findings] == ["switches"]
 
 
 def test_checks_without_facts_say_which_they_lack() -> None:
@@ -173,6 +191,18 @@ async def test_the_route_gathers_the_facts(launch: Any, ranks: Any) -> None:
     body = (await client.get("/v1/doctor")).json()
     assert {finding["check"] for finding in body["findings"]} == {"huge_pages", "clocks", "switches"}
     assert set(body["skipped"]) == {"links", "thrashing"}
+
+
+@pytest.mark.anyio
+async def test_a_stuck_transfer_is_found(
+    client: httpx.AsyncClient, ranks: Any, keys: list[bytes], clock: FakeClock
+) -> None:
+    ranks.begin_store(keys[:2])
+    clock.advance(60.0)
+    ranks.engine.tick()
+    body = (await client.get("/v1/doctor")).json()
+    assert not body["healthy"]
+    assert any("transfers: 1 stuck" in finding["what"] for finding in body["findings"])
 
 
 @pytest.mark.anyio

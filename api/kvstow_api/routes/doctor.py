@@ -17,6 +17,7 @@ router = APIRouter(prefix="/v1", tags=["doctor"])
 async def get_doctor(use: Use) -> DoctorView:
     """Findings in words, each with its fix and the numbers behind it, the worst first."""
     evidence = Evidence(
+        verdict=use.health.probes["readyz"].run(),
         readiness=use.engine.readiness(),
         desired=use.engine.desired(),
         drain=use.engine.admin.drain_status,
