@@ -26,12 +26,10 @@ from vllm.sampling_params import RequestOutputKind
 
 from bench.report import Table
 from bench.vllm.admin import PinWatch
-from bench.vllm.engines import GRAPHS, Setup, start_async
+from bench.vllm.engines import GIB, GRAPHS, Setup, start_async
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.process import run
 from bench.vllm.results import add_common, add_connectors, open_results
-
-GIB = 1 << 30
 
 _TIMEOUT = 240.0
 

@@ -18,6 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 Graphs = Literal["none", "decode", "full"]
 GRAPHS: tuple[Graphs, ...] = ("none", "decode", "full")
 
+GIB = 1 << 30
 CONNECTORS = ("none", "simple", "offloading", "kvstow")
 
 

@@ -22,12 +22,11 @@ from vllm import SamplingParams
 
 from bench.report import Table, verdict
 from bench.vllm import admin
-from bench.vllm.engines import GRAPHS, Setup, start_llm
+from bench.vllm.engines import GIB, GRAPHS, Setup, start_llm
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.process import run
 from bench.vllm.results import add_common, add_connectors, open_results
 
-GIB = 1 << 30
 BAR = 0.99
 
 _TIMEOUT = 300.0

@@ -30,8 +30,6 @@ from bench.vllm.model import SHAPES, Shape, write_model
 from bench.vllm.process import Measurement, MeasurementError, run
 from bench.vllm.results import add_common, open_results
 
-GIB = 1 << 30
-
 _STARTING = 180.0  # seconds
 _PROMPTS = 16  # of the control
 _TINY_LOAD = Load(clients=4, beside=3, turns=4, systems=2, system_tokens=(64, 128), question_tokens=(16, 64))
