@@ -60,9 +60,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Times in milliseconds, medians over the sessions (`burst`: over three), until one token is there ("8": eight tokens).
+    """Times in milliseconds, medians over the sessions, until one token is there ("8": eight tokens).
 
-    `cold8`: nothing known; `hit`: in host memory only; `on_gpu`: on the GPU; `burst`: all sessions at once.
+    `cold8`: nothing known; `hit`: in host memory only; `on_gpu`: on the GPU; `burst`: all at once, the median of three.
     `cached`: the fewest tokens that a hit found. `same`: sessions whose eight tokens did not change.
     `pinned_seconds`: from the start until KVStow's pool was pinned; nothing is asked before.
     """
@@ -195,7 +195,7 @@ def table(shape: str, prompt_bytes: int, link: Link | None, runs: Sequence[tuple
     """The floor takes the time with the prefix on the GPU from the runs without a connector."""
     plain = [hits for name, hits in runs if name == "none"]
     on_gpu = statistics.median(hits.on_gpu for hits in plain) if plain else None
-    start = statistics.median(hits.start_seconds for hits in plain) if plain else None
+    start = min(hits.start_seconds for hits in plain) if plain else None  # the first may compile kernels
     title, floor = f"{shape}: {prompt_bytes / GIB:.2f} GiB a prompt", None
     if link is not None and on_gpu is not None:
         on_link = prompt_bytes / link.gb_per_second / 1e6
