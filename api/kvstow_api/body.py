@@ -1,17 +1,10 @@
-"""What a request body may be: JSON of a bounded size, and nothing that only looks like a number."""
+"""Request bodies: JSON, of a bounded size, and there in time."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Coroutine
-from math import isfinite
-from typing import Any, Never
 
-from fastapi import Request
-from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstow_api.auth import READING_METHODS
@@ -20,8 +13,11 @@ from kvstow_api.problems import problem
 MAX_BODY_BYTES = 1 << 20
 MAX_BODY_SECONDS = 10.0
 
-_JSON_TYPES = (b"application/json", b"application/merge-patch+json")
-_MAX_INTEGER = 1 << 63
+BODY = "kvstow.body"
+"""Key in an ASGI scope of the body, once it has been read."""
+
+_JSON = "application/json"
+_MERGE_PATCH = "application/merge-patch+json"
 
 
 class BodyMiddleware:
@@ -50,8 +46,11 @@ class BodyMiddleware:
             detail = f"the body is too large; allowed: {self._limit} bytes"
             await problem(scope, 413, detail, headers={"Connection": "close"})(scope, receive, send)
         elif body and not _is_json(scope):
-            await problem(scope, 415, "the body must be of type application/json")(scope, receive, send)
+            given = _header(scope, b"content-type").decode("latin-1")[:100]
+            detail = f"Content-Type is {given!r}; allowed: {', '.join(_json_types(scope))}"
+            await problem(scope, 415, detail)(scope, receive, send)
         else:
+            scope[BODY] = body
             await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
@@ -76,9 +75,13 @@ def _header(scope: Scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
+def _json_types(scope: Scope) -> tuple[str, ...]:
+    return (_JSON, _MERGE_PATCH) if scope["method"] == "PATCH" else (_JSON,)
+
+
 def _is_json(scope: Scope) -> bool:
-    allowed = _JSON_TYPES if scope["method"] == "PATCH" else _JSON_TYPES[:1]
-    return _header(scope, b"content-type").split(b";")[0].strip().lower() in allowed
+    given = _header(scope, b"content-type").decode("latin-1")
+    return given.partition(";")[0].strip().lower() in _json_types(scope)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -91,45 +94,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return await receive()
 
     return replay
-
-
-class StrictRequest(Request):
-    """A request whose JSON has only finite numbers and integers of 64 bits."""
-
-    async def json(self) -> Any:
-        text = await self.body()
-        try:
-            return json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
-        except json.JSONDecodeError:
-            raise
-        except (ValueError, RecursionError) as error:
-            raise json.JSONDecodeError(str(error), "", 0) from None
-
-
-class StrictRoute(APIRoute):
-    """A route that reads its body as `StrictRequest` does."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            return await handler(StrictRequest(request.scope, request.receive))
-
-        return handle
-
-
-def _refuse(name: str) -> Never:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not isfinite(value):
-        raise ValueError(f"{text[:40]} is too large a number")
-    return value
-
-
-def _integer(text: str) -> int:
-    if len(text) > 20 or not -_MAX_INTEGER <= int(text) < _MAX_INTEGER:
-        raise ValueError(f"{text[:40]} is not an integer of 64 bits")
-    return int(text)

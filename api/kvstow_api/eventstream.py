@@ -33,6 +33,10 @@ class Cursor(NamedTuple):
     def __str__(self) -> str:
         return "-".join(map(str, self))
 
+    def is_before(self, other: Cursor) -> bool:
+        """Whether a reader that was here can come to `other`."""
+        return self.engine_id == other.engine_id and self.journal <= other.journal and self.blocks <= other.blocks
+
     @classmethod
     def parse(cls, text: str) -> Self | None:
         match = _CURSOR.fullmatch(text)
@@ -59,7 +63,7 @@ class EventStreams:
         begin, known = now._replace(journal=max(0, now.journal - recent)), True
         if after is not None:
             given = Cursor.parse(after)
-            known = given is not None and given.engine_id == now.engine_id
+            known = given is not None and given.is_before(now)
             begin = given if given is not None and known else now._replace(journal=0)
         return self._run(_Reader(self._engine, self._journal, frozenset(wanted), begin), known, poll)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstow_api.problems import problem
+from kvstow_api.requests import CHANGED_NOTHING
 
 MAX_KEYS = 1000
 MAX_BYTES = 4 << 20  # of all kept answers together
@@ -35,8 +36,9 @@ class _Kept:
 class IdempotencyMiddleware:
     """Keeps the answers to POSTs that carry a key: 1,000 keys, 4 MiB and an hour at most, the oldest go first.
 
-    The same key with another request answers 422; while the first is under way, 409. A server error is not kept: the
-    request may be tried again. Comes after those who read the body and know the actor; on the event loop.
+    The same key with another request answers 422; while the first is under way, 409. An error is not kept: the request
+    may be mended, and tried again with its key. Comes after those who read the body and know the actor; on the event
+    loop.
     """
 
     def __init__(self, app: ASGIApp, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,6 +70,7 @@ class IdempotencyMiddleware:
             refusal = problem(scope, 409, detail, code="request_in_progress", headers={"Retry-After": "1"})
             await refusal(scope, receive, send)
         else:
+            scope[CHANGED_NOTHING] = True
             for kept in known.messages:
                 await send(kept)
 
@@ -81,7 +84,7 @@ class IdempotencyMiddleware:
 
         try:
             await self._app(scope, receive, record)
-            entry.complete = bool(entry.messages) and entry.messages[0]["status"] < 500
+            entry.complete = bool(entry.messages) and entry.messages[0]["status"] < 400
         finally:
             if entry.complete:
                 _mark_replayed(entry.messages)

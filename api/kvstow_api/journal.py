@@ -34,7 +34,7 @@ class Journal:
         return self._last
 
     def add(self, kind: EventType, /, **data: Any) -> None:
-        time = datetime.now(UTC).isoformat(timespec="milliseconds")
+        time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         with self._lock:
             self._last += 1
             self._entries.append(Entry(self._last, kind, {"time": time, **data}))

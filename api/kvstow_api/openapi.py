@@ -14,20 +14,18 @@ from kvstow_api.views.problem import ProblemView
 
 Responses = dict[int | str, dict[str, Any]]
 
-_AUTH = (401, 403, 503)
+_STRICT = (401, 403, 422, 500, 503)  # 422: also for a query or a body where none is wanted
 _ANY_BODY = (408, 413, 415)  # also of a body where none is wanted
-_BODY = (400, 422)
-_ANY = (500,)
 
 
 def reading(*codes: int, guarded: bool = True) -> Responses:
     """Problems that a GET may answer: `codes`, and those that any may. Not `guarded`: it needs a token nowhere."""
-    return _described(*codes, *(_AUTH if guarded else ()), *_ANY)
+    return _described(*codes, *(_STRICT if guarded else (500,)))
 
 
 def changing(*codes: int, body: bool = True) -> Responses:
     """Problems that a route that changes something may answer: `codes`, and those that any such may."""
-    return _described(*codes, *_AUTH, *_ANY_BODY, *(_BODY if body else ()), *_ANY)
+    return _described(*codes, *_STRICT, *_ANY_BODY, *((400,) if body else ()))
 
 
 def _described(*codes: int) -> Responses:
@@ -78,8 +76,7 @@ def _describe_operation(method: str, operation: dict[str, Any], shared: dict[str
         operation["security"] = [{"token": []}, {}]
     if method == "post":
         operation.setdefault("parameters", []).append(_IDEMPOTENCY_KEY)
-        for status in ("409", "422"):  # the key is of a request under way, or of another
-            operation["responses"].setdefault(status, {})
+        operation["responses"].setdefault("409", {})  # the key is of a request under way
     for status, response in operation["responses"].items():
         media = response.get("content", {})
         if int(status) < 400 or "text/plain" in media:

@@ -58,7 +58,7 @@ class Operation:
     """One sweep on its way. Made by `Operations.start`; `born` is in seconds of its clock, `number` counts from 1."""
 
     def __init__(self, number: int, kind: OperationKind, sweep: Sweeping, dry_run: bool, born: float) -> None:
-        self._sweep, self._dry_run = sweep, dry_run
+        self._sweep = sweep
         self.number = number
         self.born = born
         self._cancelled = threading.Event()
@@ -68,6 +68,7 @@ class Operation:
         self._view = OperationView(
             id=f"{kind}-{secrets.token_hex(6)}",
             kind=kind,
+            dry_run=dry_run,
             state="running",
             waiting=False,
             progress=ProgressView(done=sweep.done, total=sweep.total),
@@ -124,8 +125,8 @@ class Operation:
         return True
 
     def _removed(self) -> RemovedView:
-        sweep = self._sweep
-        return RemovedView(evicted_slots=sweep.evicted_slots, evicted_bytes=sweep.evicted_bytes, dry_run=self._dry_run)
+        sweep, dry_run = self._sweep, self._view.dry_run
+        return RemovedView(evicted_slots=sweep.evicted_slots, evicted_bytes=sweep.evicted_bytes, dry_run=dry_run)
 
     def _finish(self, state: OperationState, *, result: RemovedView | None = None, error: str | None = None) -> None:
         self._update(state=state, waiting=False, ended=datetime.now(UTC), result=result, error=error)
@@ -165,7 +166,9 @@ class Operations:
         return operation
 
     def _tell(self, view: OperationView) -> None:
-        self._journal.add("operation", id=view.id, kind=view.kind, state=view.state, error=view.error)
+        self._journal.add(
+            "operation", id=view.id, kind=view.kind, dry_run=view.dry_run, state=view.state, error=view.error
+        )
 
     def get(self, operation_id: str) -> Operation:
         """Raises `NotFoundError`, also for one that was forgotten."""

@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from math import isfinite
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -29,6 +30,7 @@ from kvstow.errors import (
     QueueFullError,
     WorkerFailedError,
 )
+from kvstow_api.strictroute import names_beside
 
 logger = logging.getLogger("kvstow.api")
 
@@ -137,29 +139,40 @@ async def _on_kvstow(request: Request, error: Exception) -> Response:
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     found = error.errors()
-    if any(item["type"] == "json_invalid" for item in found):
-        reason = next(item.get("ctx", {}).get("error", "") for item in found if item["type"] == "json_invalid")
-        return problem(request.scope, 400, f"the body is not JSON: {reason}")
-    errors = [_describe(item) for item in found[:_MAX_ERRORS]]
-    detail = "; ".join(f"{item['field']}: {item['message']}" for item in errors)
+    if found[0]["type"] == "json_invalid":
+        reason, position = found[0].get("ctx", {}).get("error", ""), found[0]["loc"][-1]
+        place = f" (at character {position})" if position else ""
+        return problem(request.scope, 400, f"the body is not JSON: {reason}{place}")
+    errors = [_describe(item, request.scope) for item in found[:_MAX_ERRORS]]
+    detail = "; ".join(map(_in_words, errors))
     return problem(request.scope, 422, detail, errors=errors)
 
 
-def _describe(item: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(item: Mapping[str, Any], scope: Scope) -> dict[str, Any]:
     """One error of pydantic as field, message, value and what is allowed."""
     where, *path = item["loc"]
     field = ".".join(str(part) for part in path) or str(where)
-    context = item.get("ctx", {})
-    allowed = context.get("allowed") or context.get("expected") or item["msg"]
+    context, message = item.get("ctx", {}), item["msg"]
+    allowed = context.get("allowed") or context.get("expected") or message
     if item["type"] == "extra_forbidden":
-        allowed = f"no {where} field of this name"
+        allowed = ", ".join(names_beside(scope["endpoint"], item["loc"]))
+        noun = "query parameter" if where == "query" else "field"
+        message = f"There is no {noun} of this name; there are: {allowed}"
+    if item["type"] == "missing" and not path:
+        allowed = ", ".join(names_beside(scope["endpoint"], (where, "")))
+        message = f"There must be a JSON object; its fields: {allowed}"
     value = None if item["type"] == "missing" else _echo(item.get("input"))
-    return {"field": field, "message": item["msg"], "value": value, "allowed": str(allowed)}
+    return {"field": field, "message": message, "value": value, "allowed": str(allowed)}
+
+
+def _in_words(error: Mapping[str, Any]) -> str:
+    value = error["value"]
+    return f"{error['field']}{'' if value is None else f' is {value!r}'}: {error['message']}"
 
 
 def _echo(value: Any) -> Any:
     """`value` as JSON that is safe to repeat: short, and finite."""
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, bool | int) or (isinstance(value, float) and isfinite(value)):
         return value
-    text = value if isinstance(value, str) else repr(value)
+    text = value if isinstance(value, str) else json.dumps(value, default=repr)
     return text if len(text) <= _MAX_ECHO else text[:_MAX_ECHO] + "..."

@@ -14,16 +14,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstow.stats import Histogram, HistogramSnapshot
 from kvstow_api.auth import ACTOR, is_reading
+from kvstow_api.body import BODY
 from kvstow_api.journal import Journal
 from kvstow_api.problems import REQUEST_ID, internal_problem
 
 logger = logging.getLogger("kvstow.api")
 audit_logger = logging.getLogger("kvstow.audit")
 
+CHANGED_NOTHING = "kvstow.changed_nothing"
+"""Key in an ASGI scope: true of a dry run, and of an answer that is given again."""
+
 UNMATCHED = "unmatched"
 CLIENT_CLOSED = 499  # as nginx counts a client that left before the answer
 
 _BOUNDS = (0.01, 0.1, 1.0, 10.0)
+_MAX_SHOWN = 500  # characters of a body in the audit log
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]")
 _REPORT_ROUTE = "/v1/ranks/{rank}/report"
@@ -85,9 +90,10 @@ class RequestMiddleware:
 
     def _audit(self, scope: Scope, key: RouteKey, status: int) -> None:
         """One line per change that was asked for, and an entry in the journal for one that was made."""
+        changed = status < 400 and not scope.get(CHANGED_NOTHING)
         routine = key.route == _REPORT_ROUTE and status < 400  # every rank, every second
-        _write_audit(scope, key, status, logging.DEBUG if routine else logging.INFO)
-        if status < 400 and not routine:
+        _write_audit(scope, key, status, changed, logging.DEBUG if routine else logging.INFO)
+        if changed and not routine:
             self._journal.add(
                 "change",
                 actor=scope.get(ACTOR, "-"),
@@ -145,11 +151,11 @@ def _path(scope: Scope) -> str:
     return ascii(raw.decode("latin-1"))[1:-1]
 
 
-def _write_audit(scope: Scope, key: RouteKey, status: int, level: int) -> None:
+def _write_audit(scope: Scope, key: RouteKey, status: int, changed: bool, level: int) -> None:
     client = scope.get("client")
     audit_logger.log(
         level,
-        "actor=%s client=%s method=%s route=%s path=%s status=%d request_id=%s",
+        "actor=%s client=%s method=%s route=%s path=%s status=%d request_id=%s changed=%s query=%s body=%s",
         scope.get(ACTOR, "-"),
         client[0] if client else "-",
         key.method,
@@ -157,4 +163,13 @@ def _write_audit(scope: Scope, key: RouteKey, status: int, level: int) -> None:
         _path(scope),
         status,
         scope[REQUEST_ID],
+        "yes" if changed else "no",
+        _shown(scope.get("query_string", b"")),
+        _shown(scope.get(BODY, b"")),
     )
+
+
+def _shown(text: bytes) -> str:
+    """What a client sent, as the log may have it: short, and on one line."""
+    shown = ascii(text[: _MAX_SHOWN + 1].decode("utf-8", "replace"))[1:-1]
+    return (shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}...") or "-"

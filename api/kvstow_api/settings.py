@@ -37,16 +37,20 @@ def etag(use: Services) -> str:
     return f'"{now.capacity_slots}-{now.policy}-{"paused" if now.pinning_paused else "on"}"'
 
 
-def check_match(use: Services, if_match: str | None) -> None:
+def _check_match(use: Services, if_match: str | None) -> None:
     """Raises 412 unless the client has seen the settings as they are, or does not care."""
     if if_match is not None and not {"*", etag(use)} & set(map(str.strip, if_match.split(","))):
-        raise HTTPException(412, f"the settings have changed; their ETag is {etag(use)}")
+        raise HTTPException(412, f"If-Match is {if_match[:100]}; the settings have changed, their ETag is {etag(use)}")
 
 
-def plan(use: Services, patch: RuntimePatch) -> PlanView:
-    """What `patch` would do. Looks at every block above the new capacity, slice by slice: not for the event loop.
+async def plan(use: Services, patch: RuntimePatch, if_match: str | None) -> PlanView:
+    """What `apply` would do, or raise."""
+    _check_match(use, if_match)
+    return await run_in_threadpool(_plan, use, patch)
 
-    Raises what `apply` would."""
+
+def _plan(use: Services, patch: RuntimePatch) -> PlanView:
+    """Looks at every block above the new capacity, slice by slice."""
     _check(use, patch)
     now = current(use)
     slot: int | None = patch.capacity_slots
@@ -70,7 +74,7 @@ async def apply(use: Services, patch: RuntimePatch, if_match: str | None) -> Ope
     """Make the change, if `if_match` allows it; a new capacity goes on as an operation. One change at a time, so that
     of two with the same ETag the second is refused. Raises before anything has changed."""
     async with use.settings_lock:
-        check_match(use, if_match)
+        _check_match(use, if_match)
         _check(use, patch)
         operation = None
         capacity = patch.capacity_slots

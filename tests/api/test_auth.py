@@ -33,9 +33,12 @@ CHANGES = [
     ("POST", "/v1/operations/{operation_id}/cancel", None),
     ("PATCH", "/v1/config", {"runtime": {"policy": "arc"}}),
     ("PUT", "/v1/loglevel", {"level": "info", "logger": "kvstow.api", "ttl_seconds": 60}),
-    ("PUT", "/v1/namespaces/{rest:path}", None),
-    ("DELETE", "/v1/namespaces/{rest:path}", None),
     ("POST", "/v1/ranks/{rank}/report", {}),
+    *(
+        (method, f"/v1/namespaces{rest}", None)
+        for method in ("POST", "PUT", "PATCH", "DELETE")
+        for rest in ("", "/{rest:path}")
+    ),
 ]
 KNOWN = {"{rank}": "0", "{operation_id}": "absent", "{key}": "00aa", "{pool}": "host", "{rest:path}": "a"}
 OPEN = ("/livez", "/readyz", "/health", "/healthz", "/startupz", "/metrics")

@@ -24,9 +24,6 @@ JSON = {"Content-Type": "application/json"}
         b'{"idle_seconds": NaN}',
         b'{"idle_seconds": Infinity}',
         b'{"idle_seconds": -Infinity}',
-        b'{"idle_seconds": 1e999}',
-        b'{"slots": 9223372036854775808}',
-        b'{"slots": ' + b"9" * 10_000 + b"}",
         b"[" * 100_000,
     ],
 )
@@ -37,11 +34,17 @@ async def test_what_is_not_json_is_malformed(client: httpx.AsyncClient, content:
     assert answer.json()["code"] == "malformed_body"
 
 
+async def test_what_is_not_json_is_told_with_its_place(client: httpx.AsyncClient) -> None:
+    answer = await client.post(EVICT, content=b'{"slots" 1}', headers=JSON)
+    assert answer.json()["detail"] == "the body is not JSON: Expecting ':' delimiter (at character 9)"
+
+
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "application/jsonx", ""])
 async def test_another_content_type_is_refused(client: httpx.AsyncClient, content_type: str) -> None:
     answer = await client.post(EVICT, content=b'{"slots": 1}', headers={"Content-Type": content_type})
     assert answer.status_code == 415
     assert answer.json()["code"] == "unsupported_media_type"
+    assert answer.json()["detail"] == f"Content-Type is {content_type!r}; allowed: application/json"
 
 
 async def test_a_charset_does_no_harm(client: httpx.AsyncClient, ranks: Any) -> None:
@@ -52,7 +55,10 @@ async def test_a_charset_does_no_harm(client: httpx.AsyncClient, ranks: Any) -> 
 async def test_an_absent_body_is_a_missing_field(client: httpx.AsyncClient) -> None:
     answer = await client.post(EVICT)
     assert answer.status_code == 422
-    assert answer.json()["errors"][0]["message"] == "Field required"
+    (error,) = answer.json()["errors"]
+    assert error["field"] == "body"
+    assert error["allowed"] == "slots, bytes, idle_seconds, dry_run"
+    assert (await client.post("/v1/ranks/0/report")).status_code == 422
 
 
 async def test_a_body_that_says_it_is_too_large_is_not_read(client: httpx.AsyncClient) -> None:

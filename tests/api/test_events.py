@@ -136,6 +136,16 @@ async def test_a_late_reader_of_blocks_is_told_too(ranks: Any, keys: list[bytes]
     await reader.close()
 
 
+async def test_an_id_that_has_not_been_given_out_yet_is_of_another_life(
+    listen: Any, journal: Journal, engine: OffloadEngine
+) -> None:
+    for after in (f"{engine.engine_id}-1-0", f"{engine.engine_id}-0-1"):
+        reader = listen("state", after=after)
+        assert (await reader.next()).data == {"count": None}
+    journal.add("state", state="a")
+    assert (await reader.next()).data["state"] == "a"
+
+
 @pytest.mark.parametrize("after", ["abc123-7-9", "nonsense", "a-b-c", "1" * 500])
 async def test_an_id_of_another_life_is_told_and_the_journal_starts_anew(
     listen: Any, journal: Journal, after: str
@@ -230,15 +240,22 @@ async def test_operations_and_changes_enter_the_journal(client: httpx.AsyncClien
     await other.post("/v1/pools/host/evict", json={"slots": 0})
     await other.post("/v1/lookup", json={"keys": ["00aa"]})
     await other.get("/v1/pools")
+    await other.post("/v1/pools/host/evict", json={"slots": 1, "dry_run": True}, params={"wait": 20})
+    await other.patch("/v1/pools/host", json={"policy": "arc", "dry_run": True})
+    await other.patch("/v1/config?dry_run=true", json={"runtime": {"policy": "arc"}})
     await other.post("/v1/ranks/0/report", json=ranks.make_report(0).to_json())
     entries, lost = apps[0].state.services.journal.after(0)
     told = [
-        (entry.type, entry.data.get("path") or entry.data["state"]) for entry in entries if "rank" not in entry.data
+        (entry.type, entry.data.get("path") or entry.data["state"], entry.data.get("dry_run"))
+        for entry in entries
+        if "rank" not in entry.data
     ]
     assert [item for item in told if item[0] != "state"] == [
-        ("operation", "running"),
-        ("operation", "succeeded"),
-        ("change", "/v1/pools/host/evict"),
+        ("operation", "running", False),
+        ("operation", "succeeded", False),
+        ("change", "/v1/pools/host/evict", None),
+        ("operation", "running", True),
+        ("operation", "succeeded", True),
     ]
     assert lost == 0
     json.dumps([entry.data for entry in entries])

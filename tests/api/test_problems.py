@@ -116,14 +116,37 @@ async def test_unknown_paths_and_methods_are_problems(client: httpx.AsyncClient)
 
 
 async def test_a_wrong_field_is_named_with_its_value(client: httpx.AsyncClient) -> None:
-    body = {"slots": "1", "dry_run": 1, "size": 2}
+    body = {"slots": "1", "dry_run": 1, "size": 2.5}
     answer = await client.post("/v1/pools/host/evict", json=body)
     errors = {error["field"]: error for error in answer.json()["errors"]}
     assert answer.status_code == 422
     assert set(errors) == {"slots", "dry_run", "size"}
     assert errors["slots"]["value"] == "1"
     assert "integer" in errors["slots"]["allowed"]
-    assert errors["size"]["allowed"] == "no body field of this name"
+    assert (errors["size"]["value"], errors["size"]["allowed"]) == (2.5, "slots, bytes, idle_seconds, dry_run")
+    assert "slots is '1'" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "field", "allowed"),
+    [
+        ("PATCH", "/v1/config", {"runtime": {"size": 1}}, "runtime.size", "capacity_slots, policy, pinning_paused"),
+        ("PATCH", "/v1/config", {"policy": "arc"}, "policy", "runtime, startup"),
+        ("GET", "/v1/operations?page=1", None, "page", "page_size, page_token, kind, state"),
+        ("POST", "/v1/pools/host/pin", {"keys": ["0000", "zz"]}, "keys.1", "hex"),
+        ("GET", "/v1/pools/host/blocks/zz", None, "key", "hex"),
+        ("GET", "/v1/operations?page_token=zz", None, "page_token", "next_page_token"),
+        ("GET", "/readyz?exclude=nothing", None, "exclude", "engine, ranks, pool"),
+    ],
+)
+async def test_what_is_allowed_is_told(
+    client: httpx.AsyncClient, method: str, path: str, body: Any, field: str, allowed: str
+) -> None:
+    answer = await client.request(method, path, json=body)
+    (error,) = answer.json()["errors"]
+    assert (answer.status_code, error["field"]) == (422, field)
+    assert allowed in error["allowed"]
+    assert allowed in answer.json()["detail"]
 
 
 async def test_what_is_repeated_is_short_and_can_be_written(client: httpx.AsyncClient) -> None:

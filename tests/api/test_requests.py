@@ -96,6 +96,33 @@ async def test_every_change_is_audited_and_no_read(
     assert "s3cret" not in caplog.text
 
 
+async def test_the_audit_log_says_what_was_asked_and_whether_it_changed_anything(
+    client: httpx.AsyncClient, ranks: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    evict = "/v1/pools/host/evict"
+    key = {"Idempotency-Key": "a"}
+    with caplog.at_level(logging.INFO, "kvstow.audit"):
+        await client.post(evict, json={"slots": 1}, headers=key, params={"wait": 20})
+        await client.post(evict, json={"slots": 1}, headers=key, params={"wait": 20})
+        await client.post(evict, json={"slots": 1, "dry_run": True})
+        await client.post(evict, json={"slots": "1\n"})
+        await client.post(
+            evict, content=b'{"slots":' + b" " * 1000 + b"2}", headers={"Content-Type": "application/json"}
+        )
+        await client.post("/v1/pools/host/retry")
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvstow.audit"]
+    tails = [line[line.index("changed=") :] for line in lines]
+    assert tails[:4] == [
+        'changed=yes query=wait=20 body={"slots":1}',
+        'changed=no query=wait=20 body={"slots":1}',
+        'changed=no query=- body={"slots":1,"dry_run":true}',
+        'changed=no query=- body={"slots":"1\\\\n"}',
+    ]
+    assert tails[4].endswith(" ...")
+    assert len(tails[4]) < 600
+    assert tails[5] == "changed=yes query=- body=-"
+
+
 async def test_reports_are_not_audited_one_by_one(
     client: httpx.AsyncClient, ranks: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from kvstow_api.body import StrictRoute
 from kvstow_api.openapi import changing, reading
 from kvstow_api.schemas.gate import BypassBody
 from kvstow_api.services import Use
+from kvstow_api.strictroute import StrictRoute
 from kvstow_api.views.gate import BypassView
 
 router = APIRouter(prefix="/v1", tags=["bypass"], route_class=StrictRoute)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Response
-from starlette.concurrency import run_in_threadpool
+from fastapi import APIRouter, Header, Query, Request, Response
 
 from kvstow_api import settings
 from kvstow_api.accepted import ACCEPTED, accepted, has_succeeded
-from kvstow_api.body import StrictRoute
 from kvstow_api.openapi import changing, reading
+from kvstow_api.requests import CHANGED_NOTHING
 from kvstow_api.schemas.config import ConfigPatch, ConfigQuery, LogLevelBody
 from kvstow_api.services import Use
+from kvstow_api.strictroute import StrictRoute
 from kvstow_api.views.config import ConfigView, LogLevelsView, LogLevelView
 from kvstow_api.views.pools import PlanView
 
@@ -30,6 +30,7 @@ async def get_config(use: Use, response: Response) -> ConfigView:
 @router.patch("/config", response_model=ConfigView | PlanView, responses={**ACCEPTED, **changing(409, 412)})
 async def change_config(
     use: Use,
+    request: Request,
     body: ConfigPatch,
     query: Annotated[ConfigQuery, Query()],
     response: Response,
@@ -38,8 +39,8 @@ async def change_config(
     """Change settings by a merge patch; 409 for one that needs a restart."""
     settings.check_startup(use, body.startup)
     if query.dry_run:
-        settings.check_match(use, if_match)
-        return await run_in_threadpool(settings.plan, use, body.runtime)
+        request.scope[CHANGED_NOTHING] = True
+        return await settings.plan(use, body.runtime, if_match)
     operation = await settings.apply(use, body.runtime, if_match)
     if operation is not None and not await has_succeeded(operation, query.wait):
         return accepted(operation)

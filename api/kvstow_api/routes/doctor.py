@@ -8,9 +8,10 @@ from starlette.concurrency import run_in_threadpool
 from kvstow_api.doctor import Evidence, examine
 from kvstow_api.openapi import reading
 from kvstow_api.services import Use
+from kvstow_api.strictroute import StrictRoute
 from kvstow_api.views.doctor import DoctorView
 
-router = APIRouter(prefix="/v1", tags=["doctor"])
+router = APIRouter(prefix="/v1", tags=["doctor"], route_class=StrictRoute)
 
 
 @router.get("/doctor", responses=reading())

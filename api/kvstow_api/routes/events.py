@@ -10,9 +10,10 @@ from starlette.responses import StreamingResponse
 from kvstow_api.openapi import reading
 from kvstow_api.schemas.events import EventsQuery
 from kvstow_api.services import Use
+from kvstow_api.strictroute import StrictRoute
 from kvstow_api.views.history import HistoryView
 
-router = APIRouter(prefix="/v1", tags=["events"])
+router = APIRouter(prefix="/v1", tags=["events"], route_class=StrictRoute)
 
 _MEDIA_TYPE = "text/event-stream"
 _EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00.000Z", "state": "ready"}\n\n'
@@ -26,7 +27,7 @@ _EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00
             "description": "Server-sent events; the stream does not end",
             "content": {_MEDIA_TYPE: {"schema": {"type": "string"}, "example": _EXAMPLE}},
         },
-        **reading(422),
+        **reading(),
     },
 )
 async def get_events(

@@ -54,7 +54,7 @@ def _known(chosen: Probe, exclude: str) -> frozenset[str]:
     unknown = sorted(names - set(chosen.checks))
     if unknown:
         allowed = ", ".join(chosen.checks)
-        message = f"{chosen.name} has no check {', '.join(unknown)}"
+        message = f"{chosen.name} has no check {', '.join(unknown)}; it has: {allowed}"
         error = {"type": "enum", "loc": ("query", "exclude"), "msg": message, "input": exclude}
         raise RequestValidationError([{**error, "ctx": {"allowed": allowed}}])
     return names

@@ -6,10 +6,11 @@ from fastapi import APIRouter
 
 from kvstow_api.openapi import reading
 from kvstow_api.services import Use
+from kvstow_api.strictroute import StrictRoute
 from kvstow_api.views.info import InfoView
 from kvstow_api.views.pools import POOL_NAME
 
-router = APIRouter(prefix="/v1", tags=["info"])
+router = APIRouter(prefix="/v1", tags=["info"], route_class=StrictRoute)
 
 
 @router.get("/info", responses=reading())
@@ -23,7 +24,7 @@ async def get_info(use: Use) -> InfoView:
         engine_id=context.engine.engine_id,
         started=use.started,
         uptime_seconds=use.uptime,
-        token_required=context.token_file is not None,
+        token_required=context.token_file is not None or context.client_certificates,
         num_ranks=context.engine.config.num_ranks,
         pools=[POOL_NAME],
         build=dict(context.build),

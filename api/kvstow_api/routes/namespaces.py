@@ -8,9 +8,11 @@ from kvstow.errors import NotFoundError
 
 router = APIRouter(prefix="/v1/namespaces", include_in_schema=False)
 
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
-@router.api_route("", methods=["GET"])
-@router.api_route("/{rest:path}", methods=["GET", "PUT", "DELETE"])
+
+@router.api_route("", methods=_METHODS)
+@router.api_route("/{rest:path}", methods=_METHODS)
 async def no_namespaces(rest: str = "") -> None:
     """404, and why."""
     raise NotFoundError(

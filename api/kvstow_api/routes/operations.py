@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from kvstow_api.openapi import changing, reading
+from kvstow_api.requests import CHANGED_NOTHING
 from kvstow_api.schemas.operations import OperationQuery, OperationsQuery
 from kvstow_api.schemas.paging import token_of
 from kvstow_api.services import Use
+from kvstow_api.strictroute import StrictRoute
 from kvstow_api.views.operations import OperationsView, OperationView
 
-router = APIRouter(prefix="/v1/operations", tags=["operations"])
+router = APIRouter(prefix="/v1/operations", tags=["operations"], route_class=StrictRoute)
 
 _CANCEL_SECONDS = 0.1  # a cancelled operation ends within a slice; wait that long to show it
 
 
-@router.get("", responses=reading(422))
+@router.get("", responses=reading())
 async def list_operations(use: Use, query: Annotated[OperationsQuery, Query()]) -> OperationsView:
     """Operations that run, and the last ones that have ended; newest first."""
     before = query.position
@@ -35,7 +37,7 @@ async def list_operations(use: Use, query: Annotated[OperationsQuery, Query()]) 
     )
 
 
-@router.get("/{operation_id}", responses=reading(404, 422))
+@router.get("/{operation_id}", responses=reading(404))
 async def get_operation(use: Use, operation_id: str, query: Annotated[OperationQuery, Query()]) -> OperationView:
     """One operation, as it is at its end or after `wait` seconds."""
     return await use.operations.get(operation_id).wait(query.wait)
@@ -49,8 +51,9 @@ async def forget_operation(use: Use, operation_id: str) -> Response:
 
 
 @router.post("/{operation_id}/cancel", responses=changing(404, body=False))
-async def cancel_operation(use: Use, operation_id: str) -> OperationView:
+async def cancel_operation(use: Use, request: Request, operation_id: str) -> OperationView:
     """Stop at the next slice; what was done stays done. An operation that has ended stays as it is."""
     operation = use.operations.get(operation_id)
+    request.scope[CHANGED_NOTHING] = not operation.running
     operation.cancel()
     return await operation.wait(_CANCEL_SECONDS)

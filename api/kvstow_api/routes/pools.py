@@ -6,19 +6,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Query, Response
-from starlette.concurrency import run_in_threadpool
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from kvstow.errors import ConfigError, NotFoundError
-from kvstow.keys import parse_key
 from kvstow_api import settings
 from kvstow_api.accepted import ACCEPTED, accepted, has_succeeded
-from kvstow_api.body import StrictRoute
 from kvstow_api.openapi import changing, reading
 from kvstow_api.operations import Sweeping
+from kvstow_api.requests import CHANGED_NOTHING
 from kvstow_api.schemas.operations import WorkQuery
 from kvstow_api.schemas.pools import EvictBody, PinBody, PoolPatch, PurgeBody, RuntimePatch, UnpinBody
 from kvstow_api.services import Services, Use
+from kvstow_api.strictroute import StrictRoute
 from kvstow_api.views.operations import OperationKind
 from kvstow_api.views.pools import POOL_NAME, PinningView, PinView, PlanView, PoolsView, PoolView, RemovedView
 
@@ -53,6 +52,7 @@ async def get_pool(use: Use, pool: PoolName, response: Response) -> PoolView:
 @router.patch("/{pool}", response_model=PoolView | PlanView, responses={**ACCEPTED, **changing(404, 409, 412)})
 async def change_pool(
     use: Use,
+    request: Request,
     pool: PoolName,
     body: PoolPatch,
     query: Wait,
@@ -62,8 +62,8 @@ async def change_pool(
     """Resize the pool, change its policy, or pause pinning."""
     patch = _in_slots(use, body)
     if body.dry_run:
-        settings.check_match(use, if_match)
-        return await run_in_threadpool(settings.plan, use, patch)
+        request.scope[CHANGED_NOTHING] = True
+        return await settings.plan(use, patch, if_match)
     operation = await settings.apply(use, patch, if_match)
     if operation is not None and not await has_succeeded(operation, query.wait):
         return accepted(operation)
@@ -71,7 +71,7 @@ async def change_pool(
 
 
 @router.post("/{pool}/evict", response_model=RemovedView, responses={**ACCEPTED, **changing(404)})
-async def evict(use: Use, pool: PoolName, body: EvictBody, query: Wait) -> RemovedView | Response:
+async def evict(use: Use, request: Request, pool: PoolName, body: EvictBody, query: Wait) -> RemovedView | Response:
     """Remove the coldest blocks. Blocks that are leased or pinned stay."""
     make = partial(
         use.engine.admin.evict,
@@ -80,37 +80,38 @@ async def evict(use: Use, pool: PoolName, body: EvictBody, query: Wait) -> Remov
         idle_seconds=body.idle_seconds,
         dry_run=body.dry_run,
     )
+    request.scope[CHANGED_NOTHING] = body.dry_run
     return await _remove(use, "evict", make, body.dry_run, query.wait)
 
 
 @router.post("/{pool}/purge", response_model=RemovedView, responses={**ACCEPTED, **changing(404)})
-async def purge(use: Use, pool: PoolName, body: PurgeBody, query: Wait) -> RemovedView | Response:
+async def purge(use: Use, request: Request, pool: PoolName, body: PurgeBody, query: Wait) -> RemovedView | Response:
     """Remove blocks by name or by age. What a transfer holds leaves at once, its slot when the transfer ends."""
     make = partial(
         use.engine.admin.purge,
         everything=bool(body.everything),
-        keys=None if body.keys is None else _parse(body.keys),
-        key_prefixes=None if body.key_prefixes is None else _parse(body.key_prefixes),
+        keys=body.keys,
+        key_prefixes=body.key_prefixes,
         idle_seconds=body.idle_seconds,
         age_seconds=body.age_seconds,
         slots=body.slots,
         num_bytes=body.num_bytes,
         dry_run=body.dry_run,
     )
+    request.scope[CHANGED_NOTHING] = body.dry_run
     return await _remove(use, "purge", make, body.dry_run, query.wait)
 
 
 @router.post("/{pool}/pin", responses=changing(404))
 def pin(use: Use, pool: PoolName, body: PinBody) -> PinView:
     """Keep blocks from eviction. A new pin replaces an old one."""
-    return PinView.of(use.engine.admin.pin(_parse(body.keys), body.ttl_seconds))
+    return PinView.of(use.engine.admin.pin(body.keys, body.ttl_seconds))
 
 
 @router.post("/{pool}/unpin", responses=changing(404))
 def unpin(use: Use, pool: PoolName, body: UnpinBody) -> PinView:
     """End the pins of some blocks, or of all."""
-    keys = None if body.keys is None else _parse(body.keys)
-    return PinView.of(use.engine.admin.unpin(keys))
+    return PinView.of(use.engine.admin.unpin(body.keys))
 
 
 @router.post("/{pool}/retry", status_code=202, responses=changing(404, body=False))
@@ -128,10 +129,6 @@ def _view(use: Services) -> PoolView:
         max_capacity_slots=use.context.max_capacity_slots,
         num_ranks=use.engine.config.num_ranks,
     )
-
-
-def _parse(keys: list[str]) -> list[bytes]:
-    return [parse_key(key) for key in keys]
 
 
 def _in_slots(use: Services, body: PoolPatch) -> RuntimePatch:

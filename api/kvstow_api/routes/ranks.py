@@ -10,10 +10,10 @@ from starlette.concurrency import run_in_threadpool
 
 from kvstow.errors import InvalidRequestError, NotFoundError
 from kvstow.messages import RankReport
-from kvstow_api.body import StrictRoute
 from kvstow_api.openapi import changing, reading
 from kvstow_api.schemas.ranks import REPORT_SCHEMA
 from kvstow_api.services import Use
+from kvstow_api.strictroute import StrictRoute
 from kvstow_api.views.ranks import DesiredView, RanksView, RankView
 
 router = APIRouter(prefix="/v1/ranks", tags=["ranks"], route_class=StrictRoute)
@@ -31,7 +31,7 @@ async def list_ranks(use: Use) -> RanksView:
     return RanksView(items=[RankView.of(rank) for rank in use.engine.readiness().ranks])
 
 
-@router.get("/{rank}", responses=reading(404, 422))
+@router.get("/{rank}", responses=reading(404))
 async def get_rank(use: Use, rank: RankNumber) -> RankView:
     """One rank."""
     ranks = use.engine.readiness().ranks

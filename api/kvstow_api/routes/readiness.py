@@ -6,9 +6,10 @@ from fastapi import APIRouter
 
 from kvstow_api.openapi import reading
 from kvstow_api.services import Use
+from kvstow_api.strictroute import StrictRoute
 from kvstow_api.views.ranks import ReadinessView
 
-router = APIRouter(prefix="/v1", tags=["readiness"])
+router = APIRouter(prefix="/v1", tags=["readiness"], route_class=StrictRoute)
 
 
 @router.get("/readiness", responses=reading())

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
+
+from kvstow.errors import InvalidRequestError
+from kvstow.keys import BlockKey, parse_key
 
 
 class Body(BaseModel):
@@ -33,8 +36,25 @@ OnlyTrue = Annotated[bool, AfterValidator(_require_true), Field(json_schema_extr
 Seconds = Annotated[float, Field(ge=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
-KeyText = Annotated[str, Field(min_length=2, description="A key, or its beginning, as hex", examples=["00017f3a"])]
-KeyList = Annotated[list[KeyText], Field(min_length=1, fail_fast=True)]
+
+
+def _to_key(given: object) -> BlockKey:
+    try:
+        return parse_key(given if isinstance(given, str) else "")
+    except InvalidRequestError:
+        allowed = "hex digits, two for each byte, in quotes"
+        raise PydanticCustomError("key", "not a key; allowed: {allowed}", {"allowed": allowed}) from None
+
+
+_KEY_SCHEMA = {
+    "type": "string",
+    "pattern": "^([0-9a-fA-F]{2})+$",
+    "description": "A key, or its beginning, as hex",
+    "examples": ["00017f3a"],
+}
+Key = Annotated[bytes, PlainValidator(_to_key), WithJsonSchema(_KEY_SCHEMA)]
+"""A `BlockKey`, given as hex."""
+KeyList = Annotated[list[Key], Field(min_length=1, fail_fast=True)]
 """Tells only the first wrong key: a body of 1 MiB could hold half a million of them."""
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from kvstow.keys import format_key
 from kvstow.stats import BlockView as Block
 from kvstow.stats import SlotState
 from kvstow_api.views.base import View
+
+BlockState = Literal["cached", "leased", "pinned"]
+"""What slots of blocks that can be loaded may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ BLOCK_EVENTS: tuple[EventType, ...] = ("stored", "removed")
 class EventView(View):
     """`id` resumes the stream after this event (Last-Event-ID). `data` by type:
 
-    `state`: state, reason. `rank`: rank, state, error, boot_id. `operation`: id, kind, state, error. `change`: actor,
-    method, path, status, request_id. `stored`: keys. `removed`: keys, reason. `lost`: events that a late reader
+    `state`: state, reason. `rank`: rank, state, error, boot_id. `operation`: id, kind, dry_run, state, error. `change`:
+    actor, method, path, status, request_id. `stored`: keys. `removed`: keys, reason. `lost`: events that a late reader
     has missed, or null where an earlier life of the server had the id. All but `lost`, `stored` and `removed` have
     `time` as well.
     """

@@ -12,7 +12,7 @@ from kvstow_api.views.base import View
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfoView(View):
     """`addresses`: where the server listens. `engine_id` is new in each life of the engine. `token_required`: whether
-    changes need a bearer token."""
+    changes need a bearer token, or a client certificate."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "json_schema_extra": {

@@ -35,6 +35,7 @@ class OperationView(View):
                 {
                     "id": "resize-1f0c9be2a47d",
                     "kind": "resize",
+                    "dry_run": False,
                     "state": "running",
                     "waiting": True,
                     "progress": {"done": 1024, "total": 4096, "unit": "slots"},
@@ -50,6 +51,7 @@ class OperationView(View):
 
     id: str
     kind: OperationKind
+    dry_run: bool = False
     state: OperationState
     waiting: bool
     progress: ProgressView

@@ -68,9 +68,54 @@ async def test_a_block_that_is_not_there_is_a_problem(client: httpx.AsyncClient,
     assert (await client.get(f"{BLOCKS}/{key}")).status_code == status
 
 
+async def test_blocks_of_one_state_are_listed(
+    client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
+) -> None:
+    ranks.store(keys[:10])
+    engine.admin.pin([keys[1], keys[4], keys[7]], None)
+    ranks.lease(keys[8:9])
+    wanted = {"pinned": [keys[1], keys[4], keys[7]], "leased": [keys[8]]}
+    for state, chosen in wanted.items():
+        found: list[str] = []
+        token: str | None = ""
+        while token is not None:
+            page: dict[str, str | int] = {"state": state, "page_size": 2, "page_token": token}
+            body = (await client.get(BLOCKS, params=page)).json()
+            assert len(body["items"]) <= 2
+            found += [item["key"] for item in body["items"]]
+            token = body["next_page_token"]
+        assert found == [key.hex() for key in chosen]
+
+
+async def test_a_state_that_is_rare_costs_a_bounded_look(launch: Any, ranks: Any) -> None:
+    engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=9000, num_ranks=2))
+    wide = type(ranks)(engine)
+    wide.report()
+    many = [number.to_bytes(4, "big") for number in range(9000)]
+    wide.store(many)
+    engine.admin.pin(many[-1:], None)
+    client = await launch(engine=engine, max_capacity_slots=9000)
+    sizes: list[int] = []
+    token: str | None = ""
+    while token is not None:
+        body = (await client.get(BLOCKS, params={"state": "pinned", "page_token": token})).json()
+        sizes.append(len(body["items"]))
+        token = body["next_page_token"]
+    assert sizes == [0, 0, 1]
+
+
 @pytest.mark.parametrize(
     "query",
-    ["page_size=0", "page_size=1001", "page_size=x", "page_token=x", "page_token=AAAA", "page_token=%C3%A9", "size=1"],
+    [
+        "state=free",
+        "page_size=0",
+        "page_size=1001",
+        "page_size=x",
+        "page_token=x",
+        "page_token=AAAA",
+        "page_token=%C3%A9",
+        "size=1",
+    ],
 )
 async def test_a_bad_page_is_refused(client: httpx.AsyncClient, query: str) -> None:
     assert (await client.get(f"{BLOCKS}?{query}")).status_code == 422

@@ -37,7 +37,16 @@ async def test_a_bypass_is_replaced_as_a_whole(client: httpx.AsyncClient) -> Non
 
 @pytest.mark.parametrize(
     "body",
-    [{}, {"ttl_seconds": 1}, {"load": 1}, {"load": "true"}, {"load": True, "ttl_seconds": 0}, {"both": True}, None],
+    [
+        {},
+        {"ttl_seconds": 1},
+        {"load": False, "ttl_seconds": 1},
+        {"load": 1},
+        {"load": "true"},
+        {"load": True, "ttl_seconds": 0},
+        {"both": True},
+        None,
+    ],
 )
 async def test_a_bad_bypass_is_refused(client: httpx.AsyncClient, body: Any) -> None:
     assert (await client.put("/v1/bypass", json=body)).status_code == 422

@@ -87,6 +87,8 @@ async def test_a_stale_etag_changes_nothing(configured: httpx.AsyncClient) -> No
     for params in ({}, {"dry_run": "true"}):
         late = await configured.patch(CONFIG, json={"runtime": {"policy": "lru"}}, headers=match, params=params)
         assert (late.status_code, late.json()["code"]) == (412, "precondition_failed")
+        assert late.json()["detail"].startswith(f"If-Match is {etag}; ")
+        assert changed.headers["etag"] in late.json()["detail"]
     assert (await configured.get(CONFIG)).json()["runtime"]["policy"] == "arc"
 
 
@@ -185,7 +187,7 @@ async def test_a_bad_level_changes_nothing(client: httpx.AsyncClient, body: Any)
 
 
 async def test_there_are_no_namespaces_and_the_answer_says_so(client: httpx.AsyncClient) -> None:
-    for method, path in (("GET", ""), ("GET", "/a"), ("PUT", "/a/quota"), ("DELETE", "/a/quota")):
+    for method, path in (("GET", ""), ("GET", "/a"), ("POST", ""), ("PUT", "/a/quota"), ("DELETE", "/a/quota")):
         answer = await client.request(method, f"/v1/namespaces{path}")
         assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
         assert "KVStow has no namespaces" in answer.json()["detail"]

@@ -40,3 +40,8 @@ async def test_info_tells_no_secret(launch: Any, tmp_path: Path) -> None:
     assert answer.json()["token_required"] is True
     assert "s3cret" not in answer.text
     assert str(tmp_path) not in answer.text
+
+
+async def test_info_tells_that_changes_need_a_certificate(launch: Any) -> None:
+    client: httpx.AsyncClient = await launch(client_certificates=True)
+    assert (await client.get("/v1/info")).json()["token_required"] is True

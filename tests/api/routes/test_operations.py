@@ -27,6 +27,13 @@ async def test_cancelling_what_has_ended_changes_nothing(client: httpx.AsyncClie
     assert (answer.status_code, answer.json()) == (200, item)
 
 
+async def test_a_dry_run_can_be_told_from_the_real_thing(client: httpx.AsyncClient, ranks: Any) -> None:
+    await client.post("/v1/pools/host/evict", json={"slots": 1, "dry_run": True})
+    await client.post("/v1/pools/host/evict", json={"slots": 1})
+    items = (await client.get("/v1/operations")).json()["items"]
+    assert [item["dry_run"] for item in items] == [False, True]
+
+
 async def test_an_unknown_operation_is_not_found(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v1/operations/evict-0")).status_code == 404
     assert (await client.post("/v1/operations/evict-0/cancel")).status_code == 404

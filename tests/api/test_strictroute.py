@@ -1,0 +1,105 @@
+"""What a route has not asked for is refused, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstow.control.engine import OffloadEngine
+from kvstow_api.routes import ROUTERS
+from kvstow_api.strictroute import StrictRoute
+
+pytestmark = pytest.mark.anyio
+
+EVICT = "/v1/pools/host/evict"
+KEY = "000000000000"
+TRIAL = {"dry_run": "true"}
+CHANGES = [
+    ("PUT", "/v1/drain", {}),
+    ("PUT", "/v1/bypass", {"load": True}),
+    ("POST", "/v1/pools/host/pin", {"keys": [KEY]}),
+    ("POST", "/v1/pools/host/unpin", {"all": True}),
+    ("POST", "/v1/pools/host/retry", None),
+    ("DELETE", f"/v1/pools/host/blocks/{KEY}", None),
+    ("POST", "/v1/pools/host/evict", {"slots": 1}),
+    ("POST", "/v1/pools/host/purge", {"all": True}),
+    ("PATCH", "/v1/pools/host", {"policy": "arc"}),
+]
+
+
+def told(engine: OffloadEngine) -> Any:
+    return (engine.stats(), engine.blocks(), engine.desired(), engine.admin.drain_status, engine.admin.bypass)
+
+
+def test_every_route_of_v1_is_strict() -> None:
+    routes = [route for router in ROUTERS for route in router.routes if route.include_in_schema]  # type: ignore[attr-defined]
+    loose = [route.path for route in routes if not isinstance(route, StrictRoute)]  # type: ignore[attr-defined]
+    assert not [path for path in loose if path.startswith("/v1")]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), CHANGES)
+async def test_a_trial_is_never_taken_for_the_real_thing(
+    client: httpx.AsyncClient, ranks: Any, keys: list[bytes], method: str, path: str, body: Any
+) -> None:
+    ranks.store(keys[:3])
+    ranks.engine.admin.pin(keys[1:2], None)
+    before = told(ranks.engine)
+    answer = await client.request(method, path, json=body, params=TRIAL)
+    assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "dry_run")
+    assert told(ranks.engine) == before
+
+
+@pytest.mark.parametrize(("method", "path"), [(method, path) for method, path, body in CHANGES if body is None])
+async def test_a_body_where_none_is_wanted_is_refused(
+    client: httpx.AsyncClient, ranks: Any, keys: list[bytes], method: str, path: str
+) -> None:
+    ranks.store(keys[:1])
+    before = told(ranks.engine)
+    answer = await client.request(method, path, json={"dry_run": True})
+    (error,) = answer.json()["errors"]
+    assert (answer.status_code, error["field"], error["message"]) == (422, "body", "This takes no body")
+    assert told(ranks.engine) == before
+
+
+async def test_what_is_read_takes_no_other_parameters_either(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/v1/pools?page=2&state=x")
+    assert answer.status_code == 422
+    assert [error["field"] for error in answer.json()["errors"]] == ["page", "state"]
+
+
+async def test_the_body_of_a_get_is_not_read(client: httpx.AsyncClient) -> None:
+    async def never() -> AsyncIterator[bytes]:
+        pytest.fail("the body was read")
+        yield b""
+
+    assert (await client.request("GET", "/v1/pools", content=never())).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "field", "allowed"),
+    [
+        (EVICT, b'{"slots": 9223372036854775808}', "slots", "an integer of 64 bits"),
+        (EVICT, b'{"slots": -9223372036854775809}', "slots", "an integer of 64 bits"),
+        (EVICT, b'{"slots": ' + b"9" * 10_000 + b"}", "slots", "an integer of 64 bits"),
+        (EVICT, b'{"idle_seconds": 1e999}', "idle_seconds", "a finite number"),
+        ("/v1/pools/host/pin", b'{"keys": ["00", 1e999]}', "keys.1", "a finite number"),
+        ("/v1/ranks/0/report", b'{"pin_failures": {"driver": 99999999999999999999}}', "pin_failures.driver", "64 bits"),
+    ],
+)
+async def test_a_number_that_is_too_large_is_named(
+    client: httpx.AsyncClient, path: str, content: bytes, field: str, allowed: str
+) -> None:
+    answer = await client.post(path, content=content, headers={"Content-Type": "application/json"})
+    (error,) = answer.json()["errors"]
+    assert (answer.status_code, error["field"]) == (422, field)
+    assert allowed in error["message"]
+    assert field in answer.json()["detail"]
+
+
+async def test_many_numbers_that_are_too_large_are_not_all_listed(client: httpx.AsyncClient) -> None:
+    content = b'{"keys": [' + b",".join([b"1e999"] * 1000) + b"]}"
+    answer = await client.post("/v1/pools/host/pin", content=content, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, len(answer.json()["errors"])) == (422, 20)
