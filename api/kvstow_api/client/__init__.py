@@ -9,7 +9,7 @@ Each request is a `Call` made by `kvstow_api.client.calls`; a `Client` or an `As
 So each request is described once, for both. Loads neither FastAPI nor pydantic.
 """
 
-from kvstow_api.client.calls import Call
+from kvstow_api.client.call import Call
 from kvstow_api.client.clients import AsyncClient, Client
 from kvstow_api.client.endpoint import DEFAULT_SERVER, Endpoint
 from kvstow_api.client.errors import ApiError

@@ -8,14 +8,24 @@ request (Idempotency-Key): sent again with the same key, it is answered, and not
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
 from kvstow.messages import DesiredState, Direction, RankReport
-from kvstow_api.views.base import View
-from kvstow_api.views.blocks import BlocksView, BlockView, LookupView
+from kvstow_api.client.call import (
+    Call,
+    Reply,
+    decoded,
+    fields,
+    get,
+    idempotent,
+    if_matching,
+    nothing,
+    params,
+    work,
+)
+from kvstow_api.views.blocks import BlockState, BlocksView, BlockView, LookupView
 from kvstow_api.views.config import ConfigView, LogLevelsView, LogLevelView
 from kvstow_api.views.doctor import DoctorView
 from kvstow_api.views.gate import BypassView, DrainView
@@ -27,17 +37,7 @@ from kvstow_api.views.ranks import RanksView, RankView, ReadinessView
 from kvstow_api.views.stats import Section, StatsView
 from kvstow_api.views.transfers import TransferState, TransfersView
 
-T = TypeVar("T")
-V = TypeVar("V", bound=View)
-
 ProbeName = Literal["livez", "readyz", "startupz"]
-
-
-class Reply(NamedTuple):
-    """An answer that is no problem."""
-
-    status: int
-    body: bytes
 
 
 class ProbeResult(NamedTuple):
@@ -47,47 +47,32 @@ class ProbeResult(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Call(Generic[T]):
-    """One request, and how its answer becomes a `T`. `patience`: seconds that the server may take on purpose.
-    `accepts`: statuses from 400 on that are an answer here, not a problem."""
-
-    method: str
-    path: str
-    decode: Callable[[Reply], T]
-    params: Mapping[str, str] = field(default_factory=dict)
-    body: Any = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    patience: float = 0.0
-    accepts: frozenset[int] = frozenset()
-
-
 # -- what the server is and how it is ------------------------------------------------------------------------------
 
 
 def info() -> Call[InfoView]:
-    return _get("/v1/info", InfoView)
+    return get("/v1/info", InfoView)
 
 
 def readiness() -> Call[ReadinessView]:
-    return _get("/v1/readiness", ReadinessView)
+    return get("/v1/readiness", ReadinessView)
 
 
 def stats(*sections: Section) -> Call[StatsView]:
-    return _get("/v1/stats", StatsView, section=",".join(sections))
+    return get("/v1/stats", StatsView, section=",".join(sections))
 
 
 def history() -> Call[HistoryView]:
-    return _get("/v1/history", HistoryView)
+    return get("/v1/history", HistoryView)
 
 
 def doctor() -> Call[DoctorView]:
-    return _get("/v1/doctor", DoctorView)
+    return get("/v1/doctor", DoctorView)
 
 
 def probe(name: ProbeName, *, verbose: bool = True, exclude: Iterable[str] = ()) -> Call[ProbeResult]:
-    params = _params(verbose=verbose or None, exclude=",".join(exclude))
-    return Call("GET", f"/{name}", _probe_result, params, accepts=frozenset({503}))
+    given = params(verbose=verbose or None, exclude=",".join(exclude))
+    return Call("GET", f"/{name}", _probe_result, given, accepts=frozenset({503}))
 
 
 def metrics() -> Call[str]:
@@ -98,11 +83,11 @@ def metrics() -> Call[str]:
 
 
 def pools() -> Call[PoolsView]:
-    return _get("/v1/pools", PoolsView)
+    return get("/v1/pools", PoolsView)
 
 
 def pool(name: str = POOL_NAME) -> Call[PoolView]:
-    return _get(_pool(name), PoolView)
+    return get(_pool(name), PoolView)
 
 
 def resize(
@@ -114,18 +99,18 @@ def resize(
     name: str = POOL_NAME,
 ) -> Call[PoolView | OperationView]:
     """Give every rank so many slots, or as many as fit into so many bytes. `if_match`: an `etag` seen before."""
-    body = _body(capacity_slots=slots, capacity_bytes=num_bytes)
-    return Call("PATCH", _pool(name), _or_operation(PoolView), _wait(wait), body, _if_match(if_match), wait or 0.0)
+    body = fields(capacity_slots=slots, capacity_bytes=num_bytes)
+    return work("PATCH", _pool(name), PoolView, wait, body, if_matching(if_match))
 
 
 def plan_resize(*, slots: int | None = None, num_bytes: int | None = None, name: str = POOL_NAME) -> Call[PlanView]:
     """What `resize` would do now."""
-    body = _body(capacity_slots=slots, capacity_bytes=num_bytes, dry_run=True)
-    return Call("PATCH", _pool(name), _as(PlanView), body=body)
+    body = fields(capacity_slots=slots, capacity_bytes=num_bytes, dry_run=True)
+    return Call("PATCH", _pool(name), decoded(PlanView), body=body)
 
 
 def set_policy(policy: str, *, if_match: str | None = None, name: str = POOL_NAME) -> Call[PoolView]:
-    return Call("PATCH", _pool(name), _as(PoolView), body={"policy": policy}, headers=_if_match(if_match))
+    return Call("PATCH", _pool(name), decoded(PoolView), body={"policy": policy}, headers=if_matching(if_match))
 
 
 def evict(
@@ -139,8 +124,8 @@ def evict(
     name: str = POOL_NAME,
 ) -> Call[RemovedView | OperationView]:
     """Remove the coldest blocks; give exactly one of the first three."""
-    body = _body(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds, dry_run=dry_run)
-    return _sweep(f"{_pool(name)}/evict", body, wait, key)
+    body = fields(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds, dry_run=dry_run)
+    return work("POST", f"{_pool(name)}/evict", RemovedView, wait, body, idempotent(key))
 
 
 def purge(
@@ -158,7 +143,7 @@ def purge(
     name: str = POOL_NAME,
 ) -> Call[RemovedView | OperationView]:
     """Remove blocks by name, age or number; give exactly one selector."""
-    body = _body(
+    body = fields(
         all=everything or None,
         keys=keys,
         key_prefixes=key_prefixes,
@@ -168,66 +153,72 @@ def purge(
         bytes=num_bytes,
         dry_run=dry_run,
     )
-    return _sweep(f"{_pool(name)}/purge", body, wait, key)
+    return work("POST", f"{_pool(name)}/purge", RemovedView, wait, body, idempotent(key))
 
 
 def pin(
     keys: Sequence[str], *, ttl_seconds: float | None = None, key: str | None = None, name: str = POOL_NAME
 ) -> Call[PinView]:
     body = {"keys": list(keys), "ttl_seconds": ttl_seconds}
-    return Call("POST", f"{_pool(name)}/pin", _as(PinView), body=body, headers=_idempotent(key))
+    return Call("POST", f"{_pool(name)}/pin", decoded(PinView), body=body, headers=idempotent(key))
 
 
 def unpin(keys: Sequence[str] | None, *, key: str | None = None, name: str = POOL_NAME) -> Call[PinView]:
     """None ends all pins."""
     body = {"all": True} if keys is None else {"keys": list(keys)}
-    return Call("POST", f"{_pool(name)}/unpin", _as(PinView), body=body, headers=_idempotent(key))
+    return Call("POST", f"{_pool(name)}/unpin", decoded(PinView), body=body, headers=idempotent(key))
 
 
 def retry_pinning(*, key: str | None = None, name: str = POOL_NAME) -> Call[PinningView]:
     """Ranks whose pinning failed try again."""
-    return Call("POST", f"{_pool(name)}/retry", _as(PinningView), headers=_idempotent(key))
+    return Call("POST", f"{_pool(name)}/retry", decoded(PinningView), headers=idempotent(key))
 
 
 def pause_pinning(*, name: str = POOL_NAME) -> Call[PoolView]:
     """Ranks start no further chunk."""
-    return Call("PATCH", _pool(name), _as(PoolView), body={"pinning_paused": True})
+    return Call("PATCH", _pool(name), decoded(PoolView), body={"pinning_paused": True})
 
 
 def resume_pinning(*, name: str = POOL_NAME) -> Call[PoolView]:
-    return Call("PATCH", _pool(name), _as(PoolView), body={"pinning_paused": False})
+    return Call("PATCH", _pool(name), decoded(PoolView), body={"pinning_paused": False})
 
 
 # -- blocks --------------------------------------------------------------------------------------------------------
 
 
-def blocks(*, page_size: int | None = None, page_token: str | None = None, name: str = POOL_NAME) -> Call[BlocksView]:
-    return _get(f"{_pool(name)}/blocks", BlocksView, page_size=page_size, page_token=page_token)
+def blocks(
+    *,
+    state: BlockState | None = None,
+    page_size: int | None = None,
+    page_token: str | None = None,
+    name: str = POOL_NAME,
+) -> Call[BlocksView]:
+    return get(f"{_pool(name)}/blocks", BlocksView, state=state, page_size=page_size, page_token=page_token)
 
 
 def block(key: str, *, name: str = POOL_NAME) -> Call[BlockView]:
-    return _get(f"{_pool(name)}/blocks/{quote(key, safe='')}", BlockView)
+    return get(f"{_pool(name)}/blocks/{quote(key, safe='')}", BlockView)
 
 
 def remove_block(key: str, *, name: str = POOL_NAME) -> Call[None]:
     """Fails with status 409 while the block is in use or pinned."""
-    return Call("DELETE", f"{_pool(name)}/blocks/{quote(key, safe='')}", _nothing)
+    return Call("DELETE", f"{_pool(name)}/blocks/{quote(key, safe='')}", nothing)
 
 
 def lookup(keys: Sequence[str]) -> Call[LookupView]:
     """Which of the keys are in the pool; holds nothing and counts nowhere."""
-    return Call("POST", "/v1/lookup", _as(LookupView), body={"keys": list(keys)})
+    return Call("POST", "/v1/lookup", decoded(LookupView), body={"keys": list(keys)})
 
 
 # -- ranks and transfers -------------------------------------------------------------------------------------------
 
 
 def ranks() -> Call[RanksView]:
-    return _get("/v1/ranks", RanksView)
+    return get("/v1/ranks", RanksView)
 
 
 def rank(number: int) -> Call[RankView]:
-    return _get(f"/v1/ranks/{number}", RankView)
+    return get(f"/v1/ranks/{number}", RankView)
 
 
 def report(message: RankReport, *, clock: float) -> Call[DesiredState]:
@@ -247,32 +238,32 @@ def transfers(
     state: TransferState | None = None,
     slowest: int | None = None,
 ) -> Call[TransfersView]:
-    return _get("/v1/transfers", TransfersView, direction=direction, state=state, slowest=slowest)
+    return get("/v1/transfers", TransfersView, direction=direction, state=state, slowest=slowest)
 
 
 # -- drain and bypass ----------------------------------------------------------------------------------------------
 
 
 def drain_status() -> Call[DrainView]:
-    return _get("/v1/drain", DrainView)
+    return get("/v1/drain", DrainView)
 
 
 def drain(*, mode: Literal["stop_stores", "all"] = "all", deadline_seconds: float | None = None) -> Call[DrainView]:
-    return Call("PUT", "/v1/drain", _as(DrainView), body={"mode": mode, "deadline_seconds": deadline_seconds})
+    return Call("PUT", "/v1/drain", decoded(DrainView), body={"mode": mode, "deadline_seconds": deadline_seconds})
 
 
 def undrain() -> Call[DrainView]:
-    return Call("DELETE", "/v1/drain", _as(DrainView))
+    return Call("DELETE", "/v1/drain", decoded(DrainView))
 
 
 def bypass_status() -> Call[BypassView]:
-    return _get("/v1/bypass", BypassView)
+    return get("/v1/bypass", BypassView)
 
 
 def bypass(*, load: bool, store: bool, ttl_seconds: float | None = None) -> Call[BypassView]:
     """Which direction is off from now on; both False switches both on."""
     body = {"load": load, "store": store, "ttl_seconds": ttl_seconds}
-    return Call("PUT", "/v1/bypass", _as(BypassView), body=body)
+    return Call("PUT", "/v1/bypass", decoded(BypassView), body=body)
 
 
 # -- operations ----------------------------------------------------------------------------------------------------
@@ -286,102 +277,58 @@ def operations(
     page_token: str | None = None,
 ) -> Call[OperationsView]:
     given = {"kind": kind, "state": state, "page_size": page_size, "page_token": page_token}
-    return _get("/v1/operations", OperationsView, **given)
+    return get("/v1/operations", OperationsView, **given)
 
 
 def operation(operation_id: str, *, wait: float | None = None) -> Call[OperationView]:
     """As it is at its end, or after `wait` seconds."""
     path = f"/v1/operations/{quote(operation_id, safe='')}"
-    return Call("GET", path, _as(OperationView), _wait(wait), patience=wait or 0.0)
+    return Call("GET", path, decoded(OperationView), params(wait=wait), patience=wait or 0.0)
 
 
 def cancel(operation_id: str) -> Call[OperationView]:
-    return Call("POST", f"/v1/operations/{quote(operation_id, safe='')}/cancel", _as(OperationView))
+    return Call("POST", f"/v1/operations/{quote(operation_id, safe='')}/cancel", decoded(OperationView))
 
 
 def forget(operation_id: str) -> Call[None]:
     """Take an operation that has ended off the list."""
-    return Call("DELETE", f"/v1/operations/{quote(operation_id, safe='')}", _nothing)
+    return Call("DELETE", f"/v1/operations/{quote(operation_id, safe='')}", nothing)
 
 
 # -- settings ------------------------------------------------------------------------------------------------------
 
 
 def config() -> Call[ConfigView]:
-    return _get("/v1/config", ConfigView)
+    return get("/v1/config", ConfigView)
 
 
 def change_config(
     runtime: Mapping[str, Any], *, if_match: str | None = None, wait: float | None = None
 ) -> Call[ConfigView | OperationView]:
     """`runtime`: new values of `RuntimeConfig`, by name; what is left out stays."""
-    body = {"runtime": dict(runtime)}
-    return Call("PATCH", "/v1/config", _or_operation(ConfigView), _wait(wait), body, _if_match(if_match), wait or 0.0)
+    return work("PATCH", "/v1/config", ConfigView, wait, {"runtime": dict(runtime)}, if_matching(if_match))
 
 
 def plan_config(runtime: Mapping[str, Any]) -> Call[PlanView]:
     """What `change_config` would do now."""
-    return Call("PATCH", "/v1/config", _as(PlanView), _params(dry_run=True), {"runtime": dict(runtime)})
+    return Call("PATCH", "/v1/config", decoded(PlanView), params(dry_run=True), {"runtime": dict(runtime)})
 
 
 def log_levels() -> Call[LogLevelsView]:
-    return _get("/v1/loglevel", LogLevelsView)
+    return get("/v1/loglevel", LogLevelsView)
 
 
 def set_log_level(level: str, *, logger: str = "kvstow", ttl_seconds: float | None = None) -> Call[LogLevelView]:
     """Until the server ends, or for `ttl_seconds`."""
     body = {"logger": logger, "level": level, "ttl_seconds": ttl_seconds}
-    return Call("PUT", "/v1/loglevel", _as(LogLevelView), body=body)
+    return Call("PUT", "/v1/loglevel", decoded(LogLevelView), body=body)
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------
 
 
-def _get(path: str, view: type[V], **params: object) -> Call[V]:
-    return Call("GET", path, _as(view), _params(**params))
-
-
-def _sweep(path: str, body: Any, wait: float | None, key: str | None) -> Call[RemovedView | OperationView]:
-    return Call("POST", path, _or_operation(RemovedView), _wait(wait), body, _idempotent(key), wait or 0.0)
-
-
 def _pool(name: str) -> str:
     return f"/v1/pools/{quote(name, safe='')}"
-
-
-def _params(**given: object) -> dict[str, str]:
-    """Query parameters; None and empty ones are left out."""
-    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
-    return {name: text for name, text in texts.items() if given[name] not in (None, "")}
-
-
-def _wait(seconds: float | None) -> dict[str, str]:
-    return _params(wait=seconds)
-
-
-def _body(**given: object) -> dict[str, object]:
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _if_match(etag: str | None) -> dict[str, str]:
-    return {} if etag is None else {"If-Match": etag}
-
-
-def _idempotent(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"Idempotency-Key": key}
-
-
-def _as(view: type[V]) -> Callable[[Reply], V]:
-    return lambda reply: view.of(json.loads(reply.body))
-
-
-def _or_operation(view: type[V]) -> Callable[[Reply], V | OperationView]:
-    """202 means that it goes on as an operation."""
-    return lambda reply: (OperationView if reply.status == 202 else view).of(json.loads(reply.body))
-
-
-def _nothing(reply: Reply) -> None:
-    """204 says all."""
 
 
 def _probe_result(reply: Reply) -> ProbeResult:

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
-from kvstow_api.client.calls import Call, Reply
+from kvstow_api.client.call import Call, Reply
 from kvstow_api.client.endpoint import DEFAULT_SERVER, Endpoint
 from kvstow_api.client.errors import ApiError
 from kvstow_api.client.eventstream import EventParser, Subscription

@@ -1,0 +1,79 @@
+"""One request as a value, and what requests are made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from kvstow_api.views.base import View
+from kvstow_api.views.operations import OperationView
+
+T = TypeVar("T")
+V = TypeVar("V", bound=View)
+
+
+class Reply(NamedTuple):
+    """An answer that is no problem."""
+
+    status: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One request, and how its answer becomes a `T`. `patience`: seconds that the server may take on purpose.
+    `accepts`: statuses from 400 on that are an answer here, not a problem."""
+
+    method: str
+    path: str
+    decode: Callable[[Reply], T]
+    params: Mapping[str, str] = field(default_factory=dict)
+    body: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    patience: float = 0.0
+    accepts: frozenset[int] = frozenset()
+
+
+def get(path: str, view: type[V], **given: object) -> Call[V]:
+    """Reads `path`, with what is `given` as its query."""
+    return Call("GET", path, decoded(view), params(**given))
+
+
+def work(
+    method: str, path: str, view: type[V], wait: float | None, body: Any, headers: Mapping[str, str]
+) -> Call[V | OperationView]:
+    """Changes something, and goes on as an operation (202) when that takes longer than `wait`."""
+
+    def decode(reply: Reply) -> V | OperationView:
+        return (OperationView if reply.status == 202 else view).of(json.loads(reply.body))
+
+    return Call(method, path, decode, params(wait=wait), body, headers, patience=wait or 0.0)
+
+
+def params(**given: object) -> dict[str, str]:
+    """Query parameters; None and empty ones are left out."""
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
+    return {name: text for name, text in texts.items() if given[name] not in (None, "")}
+
+
+def fields(**given: object) -> dict[str, object]:
+    """The fields of a body; None is left out."""
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def if_matching(etag: str | None) -> dict[str, str]:
+    return {} if etag is None else {"If-Match": etag}
+
+
+def idempotent(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Idempotency-Key": key}
+
+
+def decoded(view: type[V]) -> Callable[[Reply], V]:
+    return lambda reply: view.of(json.loads(reply.body))
+
+
+def nothing(reply: Reply) -> None:
+    """204 says all."""
