@@ -66,6 +66,8 @@ class RankReport:
     of the pinned bytes is locked in memory; `notice` is a sentence for people where that falls short.
     `pin_failures` counts them by reason since the pool was made; `numa_bytes` has the pool's memory by the number of
     its NUMA node, and nothing where the kernel does not tell.
+    `engine_id` and `generation` are those of the desired state that the rank has applied last, before it counted its
+    slots; "" and 0 where it has applied none.
     """
 
     rank: int
@@ -96,6 +98,8 @@ class RankReport:
     load_busy_seconds: float = 0.0
     pin_failures: Mapping[str, int] = field(default_factory=dict)
     numa_bytes: Mapping[str, int] = field(default_factory=dict)
+    engine_id: str = ""
+    generation: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -111,13 +115,15 @@ class DesiredState:
     """What the control plane wants of a rank.
 
     `engine_id` names the engine's life. `capacity_slots`: pin up to it; give back what lies above it.
-    `paused`: start no further chunk. `pin_attempt`: when it grows, try a failed chunk again.
+    `paused`: start no further chunk. `pin_attempt`: when it grows, try a failed chunk again. `generation` grows when
+    `capacity_slots` is lowered: a report with the new one speaks of what is left since.
     """
 
     engine_id: str
     capacity_slots: int
     paused: bool = False
     pin_attempt: int = 0
+    generation: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -40,7 +40,7 @@ class OffloadWorker:
         self.boot_id = secrets.token_hex(8)
         self.pool = pool
         self._listeners = Listeners()
-        self._engine_id, self._pin_attempt = "", 0
+        self._applied = DesiredState("", 0)
         self._excess: str | None = None
         self._closed = False
         name = f"kvstow-copy-{rank}"
@@ -55,7 +55,7 @@ class OffloadWorker:
 
     def drive(self) -> None:
         """Let the copies get on, on the caller's thread, where that takes no copying: for hosts whose thread keeps the
-        interpreter busy. Never blocks, never raises; it is never needed."""
+        interpreter busy. Waits 1 ms at most, for the copy thread; never raises; it is never needed."""
         if self._may_drive:
             self._copies.drive()
 
@@ -75,17 +75,20 @@ class OffloadWorker:
     def apply(self, desired: DesiredState) -> None:
         """Make the pool follow `desired`; idempotent. A capacity above the pool's `max_slots` is met as far as
         it can be, and the report says so."""
-        again = desired.engine_id != self._engine_id or desired.pin_attempt > self._pin_attempt
-        self._engine_id, self._pin_attempt = desired.engine_id, desired.pin_attempt
+        before = self._applied
         wanted, most = desired.capacity_slots, self.pool.max_slots
         excess = f"the capacity is {wanted} slots; max_bytes of this rank's pool allows {most}"
         self._excess = excess if wanted > most else None
         self.pool.set_target(min(wanted, most))
         self.pool.set_paused(desired.paused)
-        if again:
+        self._applied = desired  # only now: a report that names it counts no slot that it takes away
+        if desired.engine_id != before.engine_id or desired.pin_attempt > before.pin_attempt:
             self.pool.retry()
+        if (desired.engine_id, desired.generation) != (before.engine_id, before.generation):
+            self._listeners.tell()
 
     def report(self) -> RankReport:
+        applied = self._applied  # before the slots are counted: another thread may apply the next one meanwhile
         pool, copies, failure = self.pool.status(), self._copies.statistics(), self._copies.failure
         reason, error = self._trouble(pool, failure)
         return RankReport(
@@ -117,6 +120,8 @@ class OffloadWorker:
             load_busy_seconds=copies.load_seconds,
             pin_failures=pool.pin_failures,
             numa_bytes={str(node): num_bytes for node, num_bytes in pool.numa_bytes.items()},
+            engine_id=applied.engine_id,
+            generation=applied.generation,
         )
 
     def close(self, timeout: float = 5.0) -> None:

@@ -13,6 +13,7 @@ from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import PinError
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.pool import HostPool
+from kvstow.memory.status import PoolStatus
 from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
 from kvstow.testing.device import FakeDevice
 from kvstow.testing.latch import Latch
@@ -223,6 +224,37 @@ def test_the_pool_follows_the_desired_capacity_and_pause(
     assert worker.report().pinned_slots == 4
     worker.apply(DesiredState("engine", 24))
     eventually(lambda: worker.report().state == "ready")
+
+
+def test_a_report_counts_the_slots_after_what_it_names_was_applied(
+    make_pool: MakePool, make_worker: MakeWorker, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool()
+    worker = make_worker(pool)
+    pool.start()
+    eventually(lambda: pool.pinned_slots == 16)
+    meanwhile: list[RankReport] = []
+    count, set_target = pool.status, pool.set_target
+
+    def report_first(slots: int) -> None:
+        meanwhile.append(worker.report())
+        set_target(slots)
+
+    def apply_after() -> PoolStatus:
+        status = count()
+        monkeypatch.undo()
+        worker.apply(DesiredState("engine", 2, generation=2))
+        return status
+
+    monkeypatch.setattr(pool, "set_target", report_first)
+    worker.apply(DesiredState("engine", 4, generation=1))
+    monkeypatch.setattr(pool, "status", apply_after)
+    meanwhile += [worker.report(), worker.report()]
+    assert [(said.engine_id, said.generation, said.pinned_slots) for said in meanwhile] == [
+        ("", 0, 16),
+        ("engine", 1, 4),
+        ("engine", 2, 2),
+    ]
 
 
 def test_a_capacity_beyond_the_reserved_space_is_met_in_part_and_said(

@@ -252,6 +252,6 @@ def _lookups(stats: EngineStats) -> Iterator[Metric]:
 def _faults(stats: EngineStats) -> Iterator[Metric]:
     yield counter("kvstow_errors", "Errors", ["component", "code"], by_label(stats.errors, "engine"))
     yield counter("kvstow_rank_restarts", "Ranks that came back without their memory", [], scalar(stats.rank_restarts))
-    yield counter("kvstow_stale_reports", "Reports of a rank's earlier life", [], scalar(stats.stale_reports))
+    yield counter("kvstow_stale_reports", "Reports that a later one has overtaken", [], scalar(stats.stale_reports))
     yield counter("kvstow_stale_completions", "Words on ops that were over", [], scalar(stats.stale_completions))
     yield counter("kvstow_duplicate_completions", "Words said twice", [], scalar(stats.duplicate_completions))

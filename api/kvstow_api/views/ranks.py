@@ -101,7 +101,9 @@ class DesiredView(View):
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "json_schema_extra": {
-            "examples": [{"engine_id": "6f1d2a9c", "capacity_slots": 4096, "paused": False, "pin_attempt": 0}]
+            "examples": [
+                {"engine_id": "6f1d2a9c", "capacity_slots": 4096, "paused": False, "pin_attempt": 0, "generation": 0}
+            ]
         }
     }
 
@@ -109,3 +111,4 @@ class DesiredView(View):
     capacity_slots: int
     paused: bool
     pin_attempt: int
+    generation: int

@@ -186,6 +186,8 @@ class Administrator:
                 with state.lock:
                     sweep.waiting = state.slots.leaving > 0
                     if not sweep.waiting:
+                        if state.ceiling < state.capacity:
+                            state.ranks.shrink(state.ceiling)
                         state.capacity = state.ceiling
                         done = True
                         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvstow.config import EngineConfig
 from kvstow.control import settlement, views
@@ -199,12 +200,14 @@ class OffloadEngine:
         event loop. Raises `NotFoundError` or `InvalidRequestError` for a report that is not of this pool.
         """
         state = self._state
+        if report.engine_id != self.engine_id:
+            report = replace(report, generation=0)  # it has applied nothing of this engine yet
         with state.lock:
             state.ranks.check(report)
-            if state.ranks.is_dead(report):
+            if state.ranks.is_late(report):
                 state.counters.stale_reports += 1
                 return self._desired()
-            restarted = state.ranks.update(report, state.clock())
+            restarted = state.ranks.update(report, state.clock(), state.capacity)
             top = state.slots.limit
             if restarted:
                 settlement.fail_rank(state, report.rank)
@@ -237,7 +240,9 @@ class OffloadEngine:
 
     def _desired(self) -> DesiredState:
         state = self._state
-        return DesiredState(self.engine_id, state.capacity, state.pinning_paused, state.pin_attempt)
+        return DesiredState(
+            self.engine_id, state.capacity, state.pinning_paused, state.pin_attempt, state.ranks.generation
+        )
 
     # -- time, end, views -----------------------------------------------------------------------------------
 

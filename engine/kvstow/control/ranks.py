@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import dataclass
 
@@ -18,18 +19,25 @@ class RankRecord:
     rank: int
     report: RankReport | None = None
     reported_at: float = 0.0
+    most: int = sys.maxsize
+    """The least that it may have been told to keep since what `report` says it has applied: no more slots count."""
 
 
 class RankTable:
     """The ranks 0 to `config.num_ranks` - 1. Not locked.
 
     A rank with a new boot id has lost its memory. What an earlier boot says afterwards is not believed.
+
+    Of the slots that a rank has reported only those count that it keeps. It gives slots back when the wanted capacity
+    is lowered, and an older report may be the last one, or come late, while the capacity already grows again. So each
+    lowering starts a new `generation`; until a rank reports under it, it counts for no more than was wanted since.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._ranks = [RankRecord(rank) for rank in range(config.num_ranks)]
         self._slot_bytes_of = config.slot_bytes_of
         self._dead_boots: deque[tuple[int, str]] = deque(maxlen=16 * config.num_ranks)
+        self.generation = 0
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -49,24 +57,42 @@ class RankTable:
             )
         if not report.boot_id:
             raise InvalidRequestError(f"rank {report.rank} reports boot_id ''; allowed: a non-empty string")
+        if report.generation > self.generation:
+            raise InvalidRequestError(
+                f"rank {report.rank} reports generation {report.generation}; allowed: 0 to {self.generation}, "
+                f"as it was told"
+            )
 
-    def is_dead(self, report: RankReport) -> bool:
-        """Whether the report comes from a boot that another has replaced."""
+    def is_late(self, report: RankReport) -> bool:
+        """Whether the rank has left the boot or the generation that the report is of."""
+        last = self._ranks[report.rank].report
+        if last is not None and last.boot_id == report.boot_id:
+            return report.generation < last.generation
         return (report.rank, report.boot_id) in self._dead_boots
 
-    def update(self, report: RankReport, now: float) -> bool:
-        """Take a report that passed `check` and is not of a dead boot; True if the rank has started anew."""
-        record = self._ranks[report.rank]
-        before = record.report
+    def update(self, report: RankReport, now: float, capacity_slots: int) -> bool:
+        """Take a report that passed `check` and is not late; True if the rank has started anew. The rank is told of
+        `capacity_slots` in answer."""
+        record, old_boot = self._ranks[report.rank], self.boot_id(report.rank)
         record.report, record.reported_at = report, now
-        if before is None or before.boot_id == report.boot_id:
+        if report.generation == self.generation:
+            record.most = sys.maxsize
+        elif report.boot_id != old_boot:
+            record.most = capacity_slots
+        if old_boot is None or old_boot == report.boot_id:
             return False
-        self._dead_boots.append((before.rank, before.boot_id))
+        self._dead_boots.append((report.rank, old_boot))
         return True
 
+    def shrink(self, capacity_slots: int) -> None:
+        """The ranks will be told to give back what lies above the lowered capacity."""
+        self.generation += 1
+        for record in self._ranks:
+            record.most = min(record.most, capacity_slots)
+
     def usable_slots(self) -> int:
-        """Slots that every rank has pinned; 0 until all have reported."""
-        return min(record.report.pinned_slots if record.report else 0 for record in self._ranks)
+        """Slots that every rank has pinned, and keeps; 0 until all have reported."""
+        return min(min(record.report.pinned_slots, record.most) if record.report else 0 for record in self._ranks)
 
     def can_copy(self) -> bool:
         """Whether every rank has reported and none has lost its copy thread."""

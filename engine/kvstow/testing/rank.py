@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import count
 
@@ -28,42 +29,52 @@ class FakeRank:
         self.state: RankState = "ready"
         self.error: str | None = None
         self.pinned = 0
+        self.applied = DesiredState("", 0)
+        self.sent: deque[RankReport] = deque(maxlen=8)
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
         self.queue: dict[int, Op] = {}
         self.staging: dict[int, list[Content]] = {}
 
     def report(self, boot_id: str | None = None) -> DesiredState:
-        """Send a report (of another boot, to play a late one); gives back memory that is no longer wanted."""
+        """Send a report (of another boot, to play a late one). Memory that is no longer wanted is given back then; only
+        the next report says so."""
         slot_bytes = self.engine.config.slot_bytes_of(self.rank)
         target = self.engine.config.capacity_slots
-        desired = self.engine.report(
-            RankReport(
-                rank=self.rank,
-                boot_id=boot_id or self.boot_id,
-                state=self.state,
-                slot_bytes=slot_bytes,
-                pinned_slots=self.pinned,
-                target_slots=target,
-                pinned_bytes=self.pinned * slot_bytes,
-                target_bytes=target * slot_bytes,
-                error=self.error,
-            )
+        report = RankReport(
+            rank=self.rank,
+            boot_id=boot_id or self.boot_id,
+            state=self.state,
+            slot_bytes=slot_bytes,
+            pinned_slots=self.pinned,
+            target_slots=target,
+            pinned_bytes=self.pinned * slot_bytes,
+            target_bytes=target * slot_bytes,
+            error=self.error,
+            engine_id=self.applied.engine_id,
+            generation=self.applied.generation,
         )
-        if desired.capacity_slots < self.pinned and boot_id is None:
-            self.pin(desired.capacity_slots)
+        self.sent.append(report)
+        desired = self.engine.report(report)
+        if boot_id is None:
+            self.applied = desired
+            self._keep(min(self.pinned, desired.capacity_slots))
         return desired
 
     def pin(self, num_slots: int) -> DesiredState:
         """Have the slots below `num_slots` pinned, and report it. Contents above are lost."""
+        self._keep(num_slots)
+        return self.report()
+
+    def _keep(self, num_slots: int) -> None:
         self.pinned = num_slots
         self.slots = {slot: content for slot, content in self.slots.items() if slot < num_slots}
-        return self.report()
 
     def restart(self, pinned: int = 0) -> None:
         """Die and come back: memory and queue are gone, the boot id is new."""
         self.boot_id = f"boot-{next(_boots)}"
         self.state, self.error = "ready", None
+        self.applied = DesiredState("", 0)
         self.slots.clear()
         self.blocks.clear()
         self.queue.clear()

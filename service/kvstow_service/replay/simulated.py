@@ -15,7 +15,7 @@ class SimulatedWorker:
         self.boot_id = secrets.token_hex(8)
         self._rank = rank
         self._slot_bytes = slot_bytes
-        self._slots = num_slots
+        self._applied = DesiredState("", num_slots)
         self._completions: list[Completion] = []
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
@@ -30,18 +30,21 @@ class SimulatedWorker:
         return bool(self._completions)
 
     def report(self) -> RankReport:
-        num_bytes = self._slots * self._slot_bytes
+        slots = self._applied.capacity_slots
+        num_bytes = slots * self._slot_bytes
         return RankReport(
             rank=self._rank,
             boot_id=self.boot_id,
             state="ready",
             slot_bytes=self._slot_bytes,
-            pinned_slots=self._slots,
-            target_slots=self._slots,
+            pinned_slots=slots,
+            target_slots=slots,
             pinned_bytes=num_bytes,
             target_bytes=num_bytes,
             pin_mode="simulated",
+            engine_id=self._applied.engine_id,
+            generation=self._applied.generation,
         )
 
     def apply(self, desired: DesiredState) -> None:
-        self._slots = desired.capacity_slots
+        self._applied = desired

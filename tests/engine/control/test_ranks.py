@@ -164,6 +164,67 @@ def test_memory_that_a_rank_takes_back_unasked_is_not_served(make_engine: MakeEn
     engine.check_integrity()
 
 
+def test_what_a_rank_gives_back_does_not_count_when_the_pool_grows_again(make_engine: MakeEngine) -> None:
+    engine = make_engine(ranks=2)
+    ranks = make_ranks(engine)
+    early = ranks[0].sent[-1]
+    engine.admin.resize(1).run()
+    engine.admin.resize(3).run()
+    assert engine.stats().usable_slots == 1, "it may be that the ranks have been told of the one slot"
+    for rank in ranks:
+        assert rank.report().capacity_slots == 3
+    assert engine.stats().usable_slots == 1, "reports from before"
+    ranks[0].report()
+    assert engine.stats().usable_slots == 1, "rank 1 has said nothing new"
+    ranks[1].report()
+    assert engine.stats().usable_slots == 3
+    engine.report(early)
+    stats = engine.stats()
+    assert (stats.usable_slots, stats.stale_reports) == (3, 1)
+
+
+def test_growth_alone_leaves_the_known_slots_as_they_are(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    (rank,) = make_ranks(engine)
+    engine.admin.resize(2).run()
+    rank.report()
+    engine.admin.resize(3).run()
+    assert engine.stats().usable_slots == 2
+    rank.pin(3)
+    engine.admin.resize(4).run()
+    assert engine.stats().usable_slots == 3
+
+
+def test_a_rank_that_starts_anew_in_a_small_pool_counts_no_more_when_it_grows(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    (rank,) = make_ranks(engine)
+    engine.admin.resize(1).run()
+    rank.report()
+    rank.report()
+    rank.restart(pinned=4)
+    assert rank.pinned == 1, "it was told"
+    engine.admin.resize(4).run()
+    assert engine.stats().usable_slots == 1
+
+
+def test_a_first_report_counts_whole_whatever_the_pool_once_was(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.admin.resize(1).run()
+    engine.admin.resize(4).run()
+    FakeRank(engine).pin(4)
+    assert engine.stats().usable_slots == 4
+
+
+def test_what_a_rank_applied_of_another_engine_says_nothing_here(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    (rank,) = make_ranks(engine)
+    elsewhere = replace(rank.sent[-1], boot_id="elsewhere", engine_id="another", generation=1)
+    engine.admin.resize(1).run()
+    engine.report(elsewhere)
+    engine.admin.resize(4).run()
+    assert engine.stats().usable_slots == 1
+
+
 def test_reports_of_another_pool_are_refused(make_engine: MakeEngine) -> None:
     engine = make_engine()
     good = RankReport(0, "boot", "ready", 64, 4, 4, 256, 256)
@@ -173,6 +234,8 @@ def test_reports_of_another_pool_are_refused(make_engine: MakeEngine) -> None:
         engine.report(replace(good, slot_bytes=32))
     with pytest.raises(InvalidRequestError, match="boot_id"):
         engine.report(replace(good, boot_id=""))
+    with pytest.raises(InvalidRequestError, match="generation 1; allowed: 0 to 0, as it was told"):
+        engine.report(replace(good, engine_id=engine.engine_id, generation=1))
     assert engine.readiness().state == "starting"
 
 

@@ -18,6 +18,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.control.index import Index
 from kvstow.control.lease import Lease
 from kvstow.control.ledger import Ledger, OpenOp, Verdict
+from kvstow.control.ranks import RankTable
 from kvstow.control.state import ControlState, Settled
 from kvstow.control.sweep import Sweep
 from kvstow.errors import ConflictError, LeaseError
@@ -30,7 +31,7 @@ CHAINS = [[bytes([chain, depth]) for depth in range(4)] for chain in range(3)]
 ACTIONS = {  # who: what, as often as it is named
     "host": ["store"] * 8 + ["look up"] * 6 + ["load"] * 6 + ["release", "refresh"],
     "copy": ["copy"] * 10 + ["copy all", "copy of one rank"] * 3 + ["fail", "gather", "gather", "repeat", "repeat"],
-    "trouble": ["restart", "silence", "pin", "pin", "report", "report"],
+    "trouble": ["restart", "silence", "pin", "pin", "report", "report", "report late"],
     "operate": ["evict", "idle", "purge", "pin", "unpin", "resize", "policy", "gate"],
 }
 
@@ -129,6 +130,8 @@ class Traffic(RuleBasedStateMachine):
             self.engine.tick()
         elif what == "pin":
             rank.pin(min(rank.pinned + 2, self.engine.desired().capacity_slots))
+        elif what == "report late":
+            self.engine.report(rank.sent[pick % len(rank.sent)])
         else:
             for each in self.ranks:
                 each.report()
@@ -321,6 +324,10 @@ def resize_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OffloadEngine, "_desired", at_once)
 
 
+def shrinks_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RankTable, "shrink", lambda self, capacity_slots: None)
+
+
 MUTANTS = [
     without_leases,
     visible_at_submission,
@@ -330,6 +337,7 @@ MUTANTS = [
     dead_boots_are_believed,
     restarts_keep_the_index,
     resize_does_not_wait,
+    shrinks_are_forgotten,
 ]
 
 

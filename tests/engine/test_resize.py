@@ -1,0 +1,111 @@
+"""A pool that shrinks and grows again at once, with a real rank: the engine gives out only what the rank has pinned."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.devices.cpu import CpuDevice
+from kvstow.layout import KVLayout, Region
+from kvstow.memory.pool import HostPool
+from kvstow.messages import RankReport, StepPlan
+from kvstow.worker import OffloadWorker
+
+if TYPE_CHECKING:
+    MakePool = Callable[..., HostPool]
+    Eventually = Callable[[Callable[[], object]], None]
+
+SLOTS, FEW = 16, 4
+KEYS = [bytes([number]) for number in range(SLOTS)]
+
+
+class Host:
+    """An engine and its one rank, whose agent speaks when the test says so."""
+
+    def __init__(self, pool: HostPool, eventually: Eventually) -> None:
+        kv = torch.zeros(SLOTS, 4096, dtype=torch.uint8)
+        layout = KVLayout((Region("kv", SLOTS, 4096, 4096),))
+        self.eventually = eventually
+        self.engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=SLOTS))
+        self.worker = OffloadWorker(0, pool, CpuDevice(pool, layout, [kv]))
+        pool.start()
+        eventually(lambda: self.worker.report().pinned_slots == SLOTS)
+
+    def beat(self) -> RankReport:
+        report = self.worker.report()
+        self.worker.apply(self.engine.report(report))
+        return report
+
+    def shrink_and_grow(self) -> None:
+        """The rank hears of the shrink, gives its memory back, and has not heard of the growth."""
+        self.engine.admin.resize(FEW).run()
+        self.beat()
+        self.eventually(lambda: self.worker.report().chunks_done == 1)
+        self.engine.admin.resize(SLOTS).run()
+
+    def store(self) -> tuple[int, str]:
+        """Store as many blocks as there is room for: how many they were, and what became of them on the rank."""
+        op = self.engine.begin_store(KEYS, range(SLOTS)).op
+        assert op is not None
+        self.worker.submit(StepPlan((op,)))
+        while True:
+            assert self.worker.wait_completions(10)
+            completions = self.worker.take_completions()
+            self.engine.complete(0, self.worker.boot_id, completions)
+            if last := [said.error or said.mark for said in completions if said.mark != "source_free"]:
+                return len(op.slots), last[0]
+
+
+@pytest.fixture
+def host(make_pool: MakePool, eventually: Eventually) -> Iterator[Host]:
+    host = Host(make_pool(), eventually)
+    yield host
+    host.worker.close(0)
+
+
+def test_slots_given_back_are_not_given_out_before_they_are_pinned_again(host: Host, eventually: Eventually) -> None:
+    host.beat()
+    host.shrink_and_grow()
+    assert host.store() == (FEW, "done")
+    host.beat()
+    eventually(lambda: host.worker.report().pinned_slots == SLOTS)
+    host.beat()
+    host.engine.admin.purge(everything=True).run()
+    assert host.store() == (SLOTS, "done")
+
+
+def test_a_report_from_before_a_shrink_may_come_after_it(host: Host) -> None:
+    early = host.worker.report()
+    host.beat()
+    host.shrink_and_grow()
+    host.engine.report(early)
+    assert host.store() == (FEW, "done")
+
+
+def test_a_report_from_before_a_shrink_changes_nothing_that_a_later_one_has_said(host: Host) -> None:
+    early = host.beat()
+    host.shrink_and_grow()
+    host.engine.admin.pause_pinning(True)
+    host.beat()
+    assert host.beat().pinned_slots == FEW
+    host.engine.report(early)
+    assert host.store() == (FEW, "done")
+
+
+def test_listeners_are_told_that_a_shrink_is_applied(host: Host) -> None:
+    """So that the agent reports at once, and the engine need not wait a beat to count on what has been kept."""
+    host.beat()
+    told_on: list[threading.Thread] = []
+    host.worker.add_listener(lambda: told_on.append(threading.current_thread()))
+    host.beat()
+    assert threading.current_thread() not in told_on, "nothing has changed"
+    host.engine.admin.pause_pinning(True)
+    host.engine.admin.resize(SLOTS - 1).run()  # within the last chunk, which stays as it is
+    host.beat()
+    assert threading.current_thread() in told_on
