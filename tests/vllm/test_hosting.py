@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from tests.service.connectors.vllm.blockpool import FakeBlockPool
+from tests.service.connectors.vllm.hostfacts import make_facts
 
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.messages import Completion, Op, StepPlan
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.rank import FakeRank
 from kvstow_service.connectors.vllm import geometry, hosting, plane
-from kvstow_service.connectors.vllm.facts import HostFacts
+from kvstow_service.connectors.vllm.facts import this_node
 from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.hosting import SchedulerHost, WorkerHost
 from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
@@ -31,21 +32,8 @@ BLOCKS, PAGE = 4, 4096
 GROUPS = KVGroups((KVGroup(0, 16, 1),), 16)
 
 
-def make_facts(**changes: Any) -> HostFacts:
-    facts: dict[str, Any] = {
-        "engine_id": "hosting",
-        "model": "model",
-        "rank": 0,
-        "num_ranks": 1,
-        "ranks_per_node": 1,
-        "data_parallel_rank": 0,
-        "master_host": "node-0",
-        "context_parallel": 1,
-        "max_batched_tokens": 2048,
-        "frees_late": False,
-        "has_kv_events": False,
-    }
-    return HostFacts(**(facts | changes))
+def make_hello(rank: int, slot_bytes: int, max_slots: int, node: str | None = None) -> RankHello:
+    return RankHello(rank, slot_bytes, max_slots, node or this_node())
 
 
 class FakeAdmin:
@@ -87,9 +75,9 @@ def test_the_engine_is_made_when_every_rank_and_the_pool_are_known(admins: list[
     if pool_first:
         host.bind(FakeBlockPool(8))
     for rank in (1, 1):
-        host.greet(RankHello(rank, 50, 7))
+        host.greet(make_hello(rank, 50, 7))
     assert host.side is None
-    host.greet(RankHello(0, 100, 9))
+    host.greet(make_hello(0, 100, 9))
     if not pool_first:
         assert host.side is None
         host.bind(FakeBlockPool(8))
@@ -105,9 +93,9 @@ def test_the_engine_is_made_when_every_rank_and_the_pool_are_known(admins: list[
 def test_an_engine_is_made_once(admins: list[FakeAdmin]) -> None:
     host = scheduler_host()
     host.bind(FakeBlockPool(8))
-    host.greet(RankHello(0, 100, 9))
+    host.greet(make_hello(0, 100, 9))
     engine = host.engine
-    host.greet(RankHello(0, 10, 9))
+    host.greet(make_hello(0, 10, 9))
     host.bind(FakeBlockPool(8))
     assert host.engine is engine
     assert len(admins) == 1
@@ -115,9 +103,9 @@ def test_an_engine_is_made_once(admins: list[FakeAdmin]) -> None:
 
 @pytest.mark.parametrize(("port", "wanted"), [(9000, 9003), (0, 0)])
 def test_each_data_parallel_engine_looks_for_a_port_of_its_own(admins: list[FakeAdmin], port: int, wanted: int) -> None:
-    host = scheduler_host(ConnectorOptions(admin_port=port), data_parallel_rank=3)
+    host = scheduler_host(ConnectorOptions(admin_port=port), data_parallel_index=3)
     host.bind(FakeBlockPool(8))
-    host.greet(RankHello(0, 100, 9))
+    host.greet(make_hello(0, 100, 9))
     assert admins[0].options.admin_port == wanted
 
 
@@ -130,19 +118,20 @@ def test_less_than_a_block_is_refused_when_its_size_is_known() -> None:
     host = scheduler_host()
     host.bind(FakeBlockPool(8))
     with pytest.raises(ConfigError, match="at least one block, 1001 bytes"):
-        host.greet(RankHello(0, 1001, 9))
+        host.greet(make_hello(0, 1001, 9))
 
 
-@pytest.mark.parametrize(("ranks_per_node", "address"), [(2, None), (1, "an address")])
+@pytest.mark.parametrize(("node", "address"), [(None, None), ("another", "an address")])
 def test_only_ranks_of_other_nodes_are_sent_an_address(
-    admins: list[FakeAdmin], ranks_per_node: int, address: str | None
+    admins: list[FakeAdmin], node: str | None, address: str | None
 ) -> None:
-    host = scheduler_host(num_ranks=2, ranks_per_node=ranks_per_node)
+    host = scheduler_host(num_ranks=2)
     assert host.address_for_remote_ranks is None
     host.bind(FakeBlockPool(8))
     for rank in range(2):
-        host.greet(RankHello(rank, 100, 9))
+        host.greet(make_hello(rank, 100, 9, node if rank else None))
     assert host.address_for_remote_ranks == address
+    assert bool(admins[0].facts["node_host"]) == bool(address)
 
 
 @pytest.mark.usefixtures("admins")
@@ -151,7 +140,7 @@ def test_what_a_rank_says_reaches_the_engine() -> None:
     host.bind(FakeBlockPool(8))
     early = Completion(1, "done")
     host.hear(0, RankNews((("boot", (early,)),)))  # nobody to hear it yet
-    host.hear(0, RankNews(hello=RankHello(0, 100, 9)))
+    host.hear(0, RankNews(hello=make_hello(0, 100, 9)))
     assert host.engine is not None
     rank = FakeRank(host.engine)
     rank.pin(10)
@@ -165,7 +154,7 @@ def test_closing_stops_what_there_is(admins: list[FakeAdmin]) -> None:
     host = scheduler_host()
     host.close()
     host.bind(FakeBlockPool(8))
-    host.greet(RankHello(0, 100, 9))
+    host.greet(make_hello(0, 100, 9))
     host.close()
     host.close()
     assert host.engine is not None
@@ -213,6 +202,15 @@ def test_a_registered_rank_says_what_it_is_and_is_pinned(worker: WorkerHost) -> 
 def test_a_machine_without_the_memory_refuses_before_anything_is_taken() -> None:
     with pytest.raises(InsufficientMemoryError, match="cannot fit"):
         WorkerHost(ConnectorOptions(cpu_bytes_to_use=1 << 50), make_facts(), BLOCKS)
+
+
+@pytest.mark.parametrize(("rank", "recomputes", "lines"), [(0, False, 1), (1, False, 0), (0, True, 0)])
+def test_a_policy_that_fails_requests_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int, recomputes: bool, lines: int
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvstow"), "propagate", True)  # another engine may have joined vLLM's log
+    WorkerHost(ConnectorOptions(cpu_bytes_to_use=PAGE), make_facts(rank=rank, recomputes=recomputes), BLOCKS)
+    assert sum("kv_load_failure_policy" in line for line in caplog.messages) == lines
 
 
 def test_a_rank_whose_data_plane_cannot_be_made_reports_it_and_fails_its_loads(

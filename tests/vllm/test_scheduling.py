@@ -14,6 +14,7 @@ from tests.vllm.harness.setup import Setup
 pytestmark = pytest.mark.vllm
 
 HYBRID_BLOCKS = 72
+WINDOW_BLOCKS = 26  # few: what has left the window is given back
 
 SETUPS = [
     Setup("sync"),
@@ -25,6 +26,16 @@ SETUPS = [
     Setup("async, two ranks, operator and failures", asynchronous=True, ranks=2, operator_rate=0.04, failure_rate=0.1),
     Setup("async, lazy, two ranks, slow copies", asynchronous=True, lazy=True, ranks=2, delay=(6, 30)),
     Setup("async, drafts, hooks of 0.26", asynchronous=True, drafts=2, hooks="0.26", failure_rate=0.2),
+    Setup("window, two ranks, failures", layers="window", ranks=2, blocks=WINDOW_BLOCKS, failure_rate=0.2),
+    Setup("window, async, bad memory", layers="window", asynchronous=True, blocks=WINDOW_BLOCKS, bad_slots=8),
+    Setup(
+        "window, hooks of 0.26, failures",
+        layers="window",
+        ranks=2,
+        blocks=WINDOW_BLOCKS,
+        hooks="0.26",
+        failure_rate=0.2,
+    ),
     Setup("hybrid, sync", layers="hybrid", blocks=HYBRID_BLOCKS, layout="BLHNC"),
     Setup("hybrid, hooks of 0.26, failures", layers="hybrid", blocks=HYBRID_BLOCKS, hooks="0.26", failure_rate=0.2),
     Setup("hybrid, sync, lazy, failures", layers="hybrid", blocks=HYBRID_BLOCKS, lazy=True, failure_rate=0.1),

@@ -102,6 +102,13 @@ def failed_loads_are_done(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(f"{CONNECTOR}.KVStowConnector.get_block_ids_with_load_errors", lambda self: set())
 
 
+def windows_fail_by_block(patch: pytest.MonkeyPatch) -> None:
+    from kvstow_service.connectors.vllm import KVStowConnector
+
+    never = property(lambda self: False, lambda self, value: None)
+    patch.setattr(KVStowConnector, "_fails_requests", never, raising=False)
+
+
 def windows_lack_a_block(patch: pytest.MonkeyPatch) -> None:
     from kvstow_service.connectors.vllm.groups import KVGroup
 
@@ -155,6 +162,7 @@ MUTANTS = [
     Mutant(aborted_loads_are_not_reported, "stuck", Setup("abort mutant", requests=90, abort_rate=0.1, delay=(6, 30))),
     Mutant(failed_keys_stay, "stuck", Setup("livelock mutant", bad_slots=30, requests=90)),
     Mutant(failed_loads_are_done, "wrong read", Setup("failure mutant", bad_slots=30)),
+    Mutant(windows_fail_by_block, "wrong read", Setup("window mutant", layers="window", failure_rate=0.2)),
     Mutant(windows_lack_a_block, "wrong read", HYBRID),
     Mutant(resets_keep_the_keys, "wrong read", WEIGHTS),
     Mutant(dead_boots_are_served, "wrong read", RESTARTS),

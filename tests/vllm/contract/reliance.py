@@ -54,8 +54,8 @@ FIELDS: dict[tuple[str, str], str] = {
     ("vllm.config.kv_events", "KVEventsConfig"): "enable_kv_cache_events",
     ("vllm.config.cache", "CacheConfig"): "enable_prefix_caching",
     ("vllm.config.model", "ModelConfig"): "model served_model_name",
-    ("vllm.config.parallel", "ParallelConfig"): """data_parallel_rank decode_context_parallel_size master_addr nnodes
-        prefill_context_parallel_size rank world_size""",
+    ("vllm.config.parallel", "ParallelConfig"): """data_parallel_index decode_context_parallel_size
+        distributed_executor_backend local_world_size prefill_context_parallel_size rank use_ray world_size""",
     ("vllm.config.scheduler", "SchedulerConfig"): "max_num_batched_tokens",
     ("vllm.v1.kv_cache_interface", "KVCacheConfig"): "kv_cache_groups num_blocks",
     ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): "kv_cache_spec",

@@ -47,6 +47,8 @@ class Operator:
         self._reopen_in -= 1
         if self._reopen_in == 0:
             self.reopen()
+        elif self._reopen_in < 0 and self._engine.admin.bypass.load:  # not by us: a request is held back
+            self._reopen_in = 3
         self._restart_in -= 1
         if self._restart_in == 0:
             self.restart_rank()

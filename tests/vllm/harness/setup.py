@@ -37,7 +37,7 @@ MAX_MODEL_LEN = 512
 TOKENS_PER_STEP = 128
 RUNNING = 8
 
-Layers = Literal["full", "hybrid", "mixed"]
+Layers = Literal["full", "window", "hybrid", "mixed"]
 Hooks = Literal["0.26", "0.32"]
 
 
@@ -50,8 +50,8 @@ class Setup:
     Rates are per step (`abort_rate`, `operator_rate`) or per op (`failure_rate`); `operations` names the operator's
     actions, by default all.
 
-    `layers`: two of full attention; two of full attention and two with a window, in two groups; one of each with blocks
-    of 16 and 32 tokens. `drafts`: tokens that are proposed, and partly rejected, in each decode step. `hooks`: the
+    `layers`: two of full attention; two with a window; two of each, in two groups; one of each with blocks of 16 and 32
+    tokens. `drafts`: tokens that are proposed, and partly rejected, in each decode step. `hooks`: the
     order in which that version of vLLM calls the worker's hooks.
     """
 
@@ -162,6 +162,8 @@ def _layer_specs(layers: Layers) -> dict[str, KVCacheSpec]:
     window = SlidingWindowSpec(**shape, dtype=torch.float16, sliding_window=WINDOW)
     if layers == "full":
         return {"layer.0": full, "layer.1": full}
+    if layers == "window":
+        return {"layer.0": window, "layer.1": window}
     if layers == "hybrid":
         return {"layer.0": full, "layer.1": window, "layer.2": full, "layer.3": window}
     return {"layer.0": wide, "layer.1": window}

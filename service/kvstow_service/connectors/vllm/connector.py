@@ -6,10 +6,12 @@ Whatever a version calls in a step, and in whatever order, the worker side begin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.config.vllm import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.core.sched import output
@@ -28,6 +30,8 @@ from kvstow_service.connectors.vllm.worker import FinishedLoads
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger("kvstow.vllm")
+
 _TELLS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")  # vLLM 0.30
 
 
@@ -43,7 +47,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllm_log()
         options = ConnectorOptions.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        facts = HostFacts.of(vllm_config, kv_cache_config)
+        engine_config = get_current_vllm_config_or_none() or vllm_config  # vLLM sets it for its workers only
+        facts = HostFacts.of(vllm_config, kv_cache_config, engine_config.kv_transfer_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         groups = kv_groups(
             specs,
@@ -53,12 +58,18 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if groups.has_states and options.lazy_offload:
             raise ConfigError("kv_connector_extra_config: lazy_offload", True, "false with recurrent layers")
-        self._has_several_groups = len(groups.groups) > 1
+        self._fails_requests = not groups.is_plain  # and not blocks
         self._scheduler: SchedulerHost | None = None
         self._worker: WorkerHost | None = None
         self._finished = FinishedLoads(set(), set(), set())
         self._has_greeted = False
         if role == KVConnectorRole.SCHEDULER:
+            if self._fails_requests and not _TELLS_FAILED_REQUESTS:
+                logger.warning(
+                    "vLLM %s cannot be told of failed loads of this model (several KV groups or a window): the first "
+                    "such request waits until it is aborted, and loads are bypassed from then on; 0.30 computes it",
+                    vllm.__version__,
+                )
             self._scheduler = SchedulerHost(
                 options,
                 facts,
@@ -136,15 +147,15 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         return None, self._finished.done or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """As `get_finished`; where blocks belong to several KV groups, requests fail and not blocks (vLLM 0.30)."""
+        """As `get_finished` (vLLM 0.30). Of failed loads it tells by request where blocks do not say enough."""
         _, done = self.get_finished(finished_req_ids)
-        failed = self._finished.failed if self._has_several_groups else set()
+        failed = self._finished.failed if self._fails_requests else set()
         return base.KVConnectorTransferResults(finished_recving=done or set(), failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Of the loads that `get_finished` has just told of; each is told of once."""
         finished, self._finished = self._finished, FinishedLoads(set(), set(), set())
-        return set() if self._has_several_groups else finished.bad_blocks
+        return set() if self._fails_requests else finished.bad_blocks
 
     def build_connector_worker_meta(self) -> KVStowWorkerMetadata | None:
         rank = self._rank
@@ -230,8 +241,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(metadata, KVStowWorkerMetadata):
             self._hear(metadata)
         side = self._host.side
-        if side is not None and self._has_several_groups and not _TELLS_FAILED_REQUESTS:
-            connector_output.finished_recving = side.rewind_failed_loads(connector_output.finished_recving or ())
+        if side is not None and self._fails_requests and not _TELLS_FAILED_REQUESTS:
+            connector_output.finished_recving = side.rewinds.release(connector_output.finished_recving or ())
 
     def _hear(self, metadata: KVStowWorkerMetadata) -> None:
         for rank, words in metadata.news.items():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvstow.errors import ConfigError
-
-logger = logging.getLogger("kvstow.vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +24,18 @@ class HostFacts:
     rank: int
     num_ranks: int
     ranks_per_node: int
-    data_parallel_rank: int
-    master_host: str
+    data_parallel_index: int
     context_parallel: int
     max_batched_tokens: int
     frees_late: bool
+    recomputes: bool
     has_kv_events: bool
 
     @classmethod
-    def of(cls, config: Any, kv_cache_config: Any) -> HostFacts:
-        """Read a `VllmConfig` and a `KVCacheConfig`. Raises `ConfigError` for what KVStow cannot work with, and says
-        what would do."""
+    def of(cls, config: Any, kv_cache_config: Any, engine_transfer: Any) -> HostFacts:
+        """Read a `VllmConfig` and a `KVCacheConfig`. `engine_transfer`: the `KVTransferConfig` that vLLM's scheduler
+        goes by; a child of MultiConnector has one of its own in `config`. Raises `ConfigError` for what KVStow cannot
+        work with, and says what would do."""
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         if not config.cache_config.enable_prefix_caching:
             raise ConfigError("enable_prefix_caching", False, "true: blocks are found by their prefix hash")
@@ -43,12 +43,9 @@ class HostFacts:
             raise ConfigError("kv_role", transfer.kv_role, "kv_both: a cache is written and read")
         if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
             raise ConfigError("prefill_context_parallel_size", parallel.prefill_context_parallel_size, "1")
-        if transfer.kv_load_failure_policy != "recompute":
-            logger.warning(
-                "kv_load_failure_policy is %r: a request whose load fails ends with an error; set it to 'recompute' "
-                "and it is computed instead",
-                transfer.kv_load_failure_policy,
-            )
+        if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+            allowed = "mp or ray: one scheduler decides for all ranks"
+            raise ConfigError("distributed_executor_backend", parallel.distributed_executor_backend, allowed)
         # A drafter writes blocks after its step's output is known, and so does a step that zeroes blocks and no more.
         writes_late = config.speculative_config is not None or kv_cache_config.needs_kv_cache_zeroing
         return cls(
@@ -56,18 +53,19 @@ class HostFacts:
             model=str(config.model_config.served_model_name or ""),
             rank=parallel.rank % parallel.world_size,
             num_ranks=parallel.world_size,
-            ranks_per_node=max(1, parallel.world_size // getattr(parallel, "nnodes", 1)),
-            data_parallel_rank=parallel.data_parallel_rank,
-            master_host=getattr(parallel, "master_addr", ""),
+            ranks_per_node=1 if parallel.use_ray else parallel.local_world_size,
+            data_parallel_index=parallel.data_parallel_index,
             context_parallel=parallel.decode_context_parallel_size,
             max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-            frees_late=config.max_concurrent_batches > 1 and transfer.is_kv_consumer and not writes_late,
+            frees_late=config.max_concurrent_batches > 1 and engine_transfer.is_kv_consumer and not writes_late,
+            recomputes=engine_transfer.kv_load_failure_policy == "recompute",
             has_kv_events=bool(config.kv_events_config and config.kv_events_config.enable_kv_cache_events),
         )
 
-    @property
-    def spans_nodes(self) -> bool:
-        return self.ranks_per_node < self.num_ranks
+
+def this_node() -> str:
+    """Names the machine, or the container, that a process runs in: processes of one meet in its file system."""
+    return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
 def hash_block_tokens(config: Any, kv_cache_config: Any) -> int:

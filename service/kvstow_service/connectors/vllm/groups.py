@@ -56,6 +56,12 @@ class KVGroups:
     alignment: int
 
     @property
+    def is_plain(self) -> bool:
+        """Whether there is one group, which attends to all tokens: then a request can go on after any of its blocks.
+        Else it may lack what the next token reads: blocks out of the window of a hit's end are never loaded."""
+        return len(self.groups) == 1 and self.groups[0].is_full
+
+    @property
     def full(self) -> tuple[KVGroup, ...]:
         return tuple(group for group in self.groups if group.is_full)
 

@@ -55,7 +55,7 @@ class HitFinder:
         if local % alignment or end <= local:
             return None
         tracked.forget_stale_keys(self._groups)
-        if len(self._groups.groups) == 1 and self._full:
+        if self._groups.is_plain:
             return self._take_run(tracked, self._full[0], local, end)
         for group in self._full:
             keys = tracked.keys(group, local // group.block_tokens, end // group.block_tokens)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm.utils.network_utils import get_ip
+
 import kvstow
 from kvstow.bytesize import format_size
 from kvstow.control.engine import OffloadEngine
@@ -14,7 +16,7 @@ from kvstow.errors import ConfigError, InsufficientMemoryError, KvstowError
 from kvstow.messages import RankReport
 from kvstow_service.agent import AdminAddress, RankAgent
 from kvstow_service.connectors.vllm.events import EventFeed
-from kvstow_service.connectors.vllm.facts import HostFacts
+from kvstow_service.connectors.vllm.facts import HostFacts, this_node
 from kvstow_service.connectors.vllm.groups import KVGroups
 from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
 from kvstow_service.connectors.vllm.metrics import StatsFeed
@@ -57,6 +59,7 @@ class SchedulerHost:
         self._admin_options = _admin_options(options, facts)
         self._pool: BlockPool | None = None
         self._hellos: dict[int, RankHello] = {}
+        self._spans_nodes = False
 
     def bind(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -84,7 +87,7 @@ class SchedulerHost:
     @property
     def address_for_remote_ranks(self) -> AdminAddress | None:
         """For the agents of other nodes, which cannot look for it themselves."""
-        if self.admin is None or not self._facts.spans_nodes:
+        if self.admin is None or not self._spans_nodes:
             return None
         return self.admin.address_for_remote_ranks
 
@@ -100,6 +103,7 @@ class SchedulerHost:
             return
         hellos = [self._hellos[rank] for rank in range(self._facts.num_ranks)]
         sizes = [hello.slot_bytes for hello in hellos]
+        self._spans_nodes = {hello.node for hello in hellos} != {this_node()}
         self.engine = OffloadEngine(self._options.engine_config(sizes, self._groups.alignment))
         self.events = self._make_events(self.engine)
         self.stats = StatsFeed(sum(sizes), self._groups.alignment if len(self._groups.groups) == 1 else None)
@@ -114,7 +118,7 @@ class SchedulerHost:
             max_capacity_slots=min(hello.max_slots for hello in hellos),
             settings={**self._options.public(), "model": self._facts.model, "engine_id": self._facts.engine_id},
             build=self._build,
-            node_host=self._facts.master_host,
+            node_host=get_ip() if self._spans_nodes else "",
         )
         self.admin.start()
         slots = self.engine.config.capacity_slots
@@ -140,7 +144,7 @@ def _admin_options(options: ConnectorOptions, facts: HostFacts) -> EmbeddedOptio
         raise ConfigError("kv_connector_extra_config: tls_cert", None, "a certificate, beside tls_key or tls_client_ca")
     return EmbeddedOptions(
         admin_host=options.admin_host,
-        admin_port=options.admin_port + facts.data_parallel_rank if options.admin_port else 0,
+        admin_port=options.admin_port + facts.data_parallel_index if options.admin_port else 0,
         admin_uds=options.admin_uds,
         token_file=options.token_file,
         viewer_token_file=options.viewer_token_file,
@@ -160,6 +164,11 @@ class WorkerHost:
         """Raises `InsufficientMemoryError`; takes nothing."""
         from kvstow_service.connectors.vllm.plane import require_memory
 
+        if not facts.recomputes and facts.rank == 0:
+            logger.warning(
+                "kv_load_failure_policy is 'fail': a request whose load fails ends with an error; with 'recompute' "
+                "it is computed instead"
+            )
         self._options, self._facts, self._num_blocks = options, facts, num_blocks
         self._max_bytes = require_memory(options, facts)
         self._rendezvous = Rendezvous(facts.engine_id)
@@ -177,7 +186,7 @@ class WorkerHost:
         self._kv_caches = kv_caches
         plane, slot_bytes = self._build(refusals=(ConfigError, InsufficientMemoryError))
         max_slots = self._max_bytes // slot_bytes
-        self.hello = RankHello(self._facts.rank, slot_bytes, max_slots)
+        self.hello = RankHello(self._facts.rank, slot_bytes, max_slots, this_node())
         from kvstow_service.connectors.vllm.plane import device_of, fence_of
 
         fence = fence_of(device_of(kv_caches))

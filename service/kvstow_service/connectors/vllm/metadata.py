@@ -18,11 +18,12 @@ from kvstow_service.connectors.vllm.scheduler import PlannedStep
 
 @dataclass(frozen=True)
 class RankHello(KVConnectorHandshakeMetadata):
-    """What a rank is. `max_slots`: as far as its pool can grow."""
+    """What a rank is. `max_slots`: as far as its pool can grow. `node`: where it runs (`facts.this_node`)."""
 
     rank: int
     slot_bytes: int
     max_slots: int
+    node: str
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvstow.control.engine import OffloadEngine
@@ -14,13 +13,12 @@ from kvstow_service.connectors.vllm.hits import HitFinder
 from kvstow_service.connectors.vllm.lazy import LazyStores
 from kvstow_service.connectors.vllm.loads import Loads
 from kvstow_service.connectors.vllm.requests import Request, TrackedRequest
+from kvstow_service.connectors.vllm.rewinds import Rewinds
 from kvstow_service.connectors.vllm.sources import BlockPool, SourceBlocks
 from kvstow_service.connectors.vllm.states import StateStores
 from kvstow_service.connectors.vllm.stores import EagerStores, Offer, OfferObserver
 
 _NO_STORE = 1 << 63  # later than all
-
-logger = logging.getLogger("kvstow.vllm")
 
 
 class Step(Protocol):
@@ -79,6 +77,7 @@ class SchedulerSide:
         self._requests: dict[str, TrackedRequest] = {}
         self._hits = HitFinder(engine, groups)
         self._loads = Loads(engine, groups, pool.null_block.block_id)
+        self.rewinds = Rewinds(engine, groups, pool.null_block.block_id, self._requests)
         self._sources = SourceBlocks(pool)
         self._eager = EagerStores(groups, pool.blocks, observer) if lazy_blocks is None else None
         self._lazy = None if lazy_blocks is None else LazyStores(engine, pool, lazy_blocks)
@@ -89,7 +88,6 @@ class SchedulerSide:
         self._pending_stores: dict[int, None] = {}  # ascending
         self._ended: deque[_Ended] = deque()
         self._step = 0
-        self._stranded: set[str] = set()
 
     # -- admission ------------------------------------------------------------------------------------------
 
@@ -222,32 +220,6 @@ class SchedulerSide:
         store is there, all of it goes as late as that, and its beginning last of all."""
         while self._ended and self._ended[0].last_store < next(iter(self._pending_stores), _NO_STORE):
             self._engine.refresh(self._ended.popleft().keys)
-
-    def rewind_failed_loads(self, ended: Collection[str]) -> set[str]:
-        """For vLLM versions that cannot be told of failed loads of models with several KV groups. Of the requests whose
-        loads have ended, gives those that vLLM may go on with: one whose load failed goes on from what it had before.
-        One that had nothing, or whose window before it vLLM has given up for the one after the load, is held back until
-        it is aborted: it is never given wrong bytes."""
-        free = {name for name in ended if name not in self._requests or not self._requests[name].load_failed}
-        for tracked in [self._requests[name] for name in ended if name not in free]:
-            request = tracked.request
-            if tracked.start and self._has_windows(tracked):
-                request.num_computed_tokens = tracked.start
-                free.add(request.request_id)
-            else:
-                self._stranded.add(request.request_id)
-                logger.error("request %s waits until it is aborted: its load failed", request.request_id)
-        aborted = {name for name in self._stranded if name not in self._requests}
-        self._stranded -= aborted
-        return free | aborted
-
-    def _has_windows(self, tracked: TrackedRequest) -> bool:
-        """Whether the request has all GPU blocks that the token after its local prefix reads."""
-        for group in self._groups.partial:
-            first, end = group.first_block(tracked.start), tracked.start // group.block_tokens
-            if self._pool.null_block.block_id in tracked.tables[group.index][first:end]:
-                return False
-        return True
 
     @property
     def has_pending_stores(self) -> bool:

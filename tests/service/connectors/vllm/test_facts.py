@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvstow.errors import ConfigError
-from kvstow_service.connectors.vllm.facts import HostFacts, hash_block_tokens
+from kvstow_service.connectors.vllm.facts import HostFacts, hash_block_tokens, this_node
 
 
 def make_config(**changes: Any) -> SimpleNamespace:
@@ -20,7 +19,13 @@ def make_config(**changes: Any) -> SimpleNamespace:
             kv_role="kv_both", kv_load_failure_policy="recompute", engine_id="engine", is_kv_consumer=True
         ),
         parallel_config=SimpleNamespace(
-            rank=1, world_size=2, data_parallel_rank=0, master_addr="node-0", decode_context_parallel_size=1
+            rank=1,
+            world_size=2,
+            local_world_size=2,
+            use_ray=False,
+            distributed_executor_backend="mp",
+            data_parallel_index=3,
+            decode_context_parallel_size=1,
         ),
         model_config=SimpleNamespace(served_model_name="model", model="/path/of/the/model"),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
@@ -35,8 +40,11 @@ def make_config(**changes: Any) -> SimpleNamespace:
     return config
 
 
-def facts_of(zeroes: bool = False, **changes: Any) -> HostFacts:
-    return HostFacts.of(make_config(**changes), SimpleNamespace(needs_kv_cache_zeroing=zeroes))
+def facts_of(zeroes: bool = False, engine: dict[str, Any] | None = None, **changes: Any) -> HostFacts:
+    """`engine`: what vLLM's own `KVTransferConfig` says otherwise."""
+    config = make_config(**changes)
+    transfer = SimpleNamespace(**vars(config.kv_transfer_config) | (engine or {}))
+    return HostFacts.of(config, SimpleNamespace(needs_kv_cache_zeroing=zeroes), transfer)
 
 
 def test_facts_are_read_from_the_configuration() -> None:
@@ -46,11 +54,11 @@ def test_facts_are_read_from_the_configuration() -> None:
         rank=1,
         num_ranks=2,
         ranks_per_node=2,
-        data_parallel_rank=0,
-        master_host="node-0",
+        data_parallel_index=3,
         context_parallel=1,
         max_batched_tokens=2048,
         frees_late=True,
+        recomputes=True,
         has_kv_events=False,
     )
 
@@ -59,17 +67,21 @@ def test_ranks_of_later_data_parallel_engines_count_from_zero() -> None:
     assert facts_of(parallel_config__rank=5).rank == 1
 
 
-def test_an_engine_over_several_nodes_knows_so() -> None:
-    assert not facts_of().spans_nodes
-    facts = facts_of(parallel_config__nnodes=2)
-    assert (facts.spans_nodes, facts.ranks_per_node) == (True, 1)
+@pytest.mark.parametrize(("uses_ray", "known"), [(False, 1), (True, 1)])
+def test_ranks_that_may_be_on_another_node_are_not_reckoned_with(uses_ray: bool, known: int) -> None:
+    local = 2 if uses_ray else 1
+    assert facts_of(parallel_config__local_world_size=local, parallel_config__use_ray=uses_ray).ranks_per_node == known
+
+
+def test_a_node_has_one_name() -> None:
+    assert this_node() == this_node() != ""
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"max_concurrent_batches": 1},
-        {"kv_transfer_config__is_kv_consumer": False},
+        {"engine": {"is_kv_consumer": False}},
         {"speculative_config": object()},
         {"zeroes": True},
     ],
@@ -89,6 +101,10 @@ def test_kv_events_are_wanted_where_vllm_sends_them(enabled: bool, has: bool) ->
         ({"cache_config__enable_prefix_caching": False}, "enable_prefix_caching is False; allowed: true"),
         ({"kv_transfer_config__kv_role": "kv_producer"}, "kv_role is 'kv_producer'; allowed: kv_both"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size is 2; allowed: 1"),
+        (
+            {"parallel_config__distributed_executor_backend": "external_launcher"},
+            "distributed_executor_backend is 'external_launcher'; allowed: mp or ray",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -96,12 +112,15 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> N
         facts_of(**changes)
 
 
-def test_a_policy_that_fails_requests_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "kvstow.vllm"):
-        facts_of()
-        assert caplog.messages == []
-        facts_of(kv_transfer_config__kv_load_failure_policy="fail")
-    assert "kv_load_failure_policy is 'fail'" in caplog.messages[0]
+def test_one_rank_of_an_external_launcher_has_its_own_scheduler() -> None:
+    facts = facts_of(parallel_config__distributed_executor_backend="external_launcher", parallel_config__world_size=1)
+    assert (facts.rank, facts.num_ranks) == (0, 1)
+
+
+def test_the_policy_is_that_of_the_engine_and_not_of_a_child_of_multiconnector() -> None:
+    engine = {"kv_load_failure_policy": "recompute"}
+    assert facts_of(kv_transfer_config__kv_load_failure_policy="fail", engine=engine).recomputes
+    assert not facts_of(engine={"kv_load_failure_policy": "fail"}).recomputes
 
 
 def test_the_tokens_of_a_hash_are_those_that_vllm_has_settled() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.service.connectors.vllm.hostfacts import make_facts
 
 from kvstow.devices.cpu import MlockRegistrar
 from kvstow.errors import ConfigError, InsufficientMemoryError
@@ -17,16 +18,11 @@ from kvstow.messages import Completion, Op, StepPlan
 from kvstow.testing.registrar import FakeRegistrar
 from kvstow.worker import OffloadWorker
 from kvstow_service.connectors.vllm import plane
-from kvstow_service.connectors.vllm.facts import HostFacts
 from kvstow_service.connectors.vllm.geometry import KVGeometry, kv_geometry
 from kvstow_service.connectors.vllm.options import ConnectorOptions
 from kvstow_service.connectors.vllm.plane import build_plane, device_of, fence_of, require_memory, wait_until_pinned
 
 BLOCKS, PAGE = 4, 4096
-
-
-def make_facts(num_ranks: int = 1, ranks_per_node: int = 1) -> HostFacts:
-    return HostFacts("engine", "model", 0, num_ranks, ranks_per_node, 0, "", 1, 2048, False, False)
 
 
 @pytest.fixture
@@ -155,18 +151,23 @@ def test_waiting_ends_where_the_pool_stops_growing(kv: tuple[dict[str, torch.Ten
 @pytest.mark.usefixtures("available")
 def test_pools_of_a_node_that_fit_together_may_grow_to_their_share_of_the_rest() -> None:
     options = ConnectorOptions(cpu_bytes_to_use=1 << 29)
-    assert require_memory(options, make_facts(2, 2)) == 1 << 29
-    assert require_memory(options, make_facts(4, 2)) == 1 << 29
-    assert require_memory(ConnectorOptions(cpu_bytes_to_use=1 << 20, max_bytes=1 << 22), make_facts(2, 2)) == 1 << 21
+    assert require_memory(options, make_facts(num_ranks=2, ranks_per_node=2)) == 1 << 29
+    assert require_memory(options, make_facts(num_ranks=4, ranks_per_node=2)) == 1 << 29
+    assert (
+        require_memory(
+            ConnectorOptions(cpu_bytes_to_use=1 << 20, max_bytes=1 << 22), make_facts(num_ranks=2, ranks_per_node=2)
+        )
+        == 1 << 21
+    )
 
 
 @pytest.mark.usefixtures("available")
 def test_pools_of_a_node_that_do_not_fit_together_are_refused() -> None:
     options = ConnectorOptions(cpu_bytes_to_use_per_rank=600 << 20)
-    assert require_memory(options, make_facts(1, 1)) == 1 << 30
+    assert require_memory(options, make_facts(num_ranks=1, ranks_per_node=1)) == 1 << 30
     with pytest.raises(InsufficientMemoryError, match="2 x 600 MiB of pool cannot fit"):
-        require_memory(options, make_facts(2, 2))
-    assert require_memory(options, make_facts(2, 1)) == 1 << 30
+        require_memory(options, make_facts(num_ranks=2, ranks_per_node=2))
+    assert require_memory(options, make_facts(num_ranks=2, ranks_per_node=1)) == 1 << 30
 
 
 def test_where_no_limit_can_be_read_a_pool_keeps_its_size(available: Path) -> None:

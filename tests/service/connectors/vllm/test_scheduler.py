@@ -167,44 +167,6 @@ def test_steps_are_numbered() -> None:
     assert [host.step().number for _ in range(3)] == [1, 2, 3]
 
 
-# -- failed loads of several groups, before vLLM 0.30 ----------------------------------------------------------
-
-
-def fail_load(host: VllmHost, request: FakeRequest, local: int) -> None:
-    found = host.ask(request, local)
-    host.admit(request, local=local, load=found)
-    for op in host.step(copy=False).loads.ops:
-        host.ranks[0].run(op.op_id, fail=True)
-    host.side.settle()
-
-
-def test_a_request_whose_load_failed_waits_even_if_the_gpu_had_a_part_of_it() -> None:
-    host, request = holding_host(WITH_WINDOW)
-    first = FakeRequest("f", "abcd")
-    host.run(first)
-    fail_load(host, request, 4)
-    assert host.side.rewind_failed_loads({"r", "unknown"}) == {"unknown"}
-
-
-def test_a_request_whose_load_failed_and_that_had_nothing_waits_until_it_is_aborted() -> None:
-    host, request = holding_host(WITH_WINDOW)
-    fail_load(host, request, 0)
-    assert host.side.rewind_failed_loads({"r"}) == set()
-    assert host.side.rewind_failed_loads(set()) == set()
-    host.side.finish(request, [[], []])
-    assert host.side.rewind_failed_loads(set()) == {"r"}
-    assert host.side.rewind_failed_loads(set()) == set()
-
-
-def test_a_request_whose_load_was_done_goes_on() -> None:
-    host, request = holding_host(WITH_WINDOW)
-    host.admit(request, load=8)
-    host.step()
-    host.side.settle()
-    assert host.side.rewind_failed_loads({"r"}) == {"r"}
-    assert request.num_computed_tokens == 8
-
-
 # -- costs ----------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,24 @@
+"""Facts of a vLLM engine of one rank, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstow_service.connectors.vllm.facts import HostFacts
+
+
+def make_facts(**changes: Any) -> HostFacts:
+    facts: dict[str, Any] = {
+        "engine_id": "hosting",
+        "model": "model",
+        "rank": 0,
+        "num_ranks": 1,
+        "ranks_per_node": 1,
+        "data_parallel_index": 0,
+        "context_parallel": 1,
+        "max_batched_tokens": 2048,
+        "frees_late": False,
+        "recomputes": True,
+        "has_kv_events": False,
+    }
+    return HostFacts(**(facts | changes))

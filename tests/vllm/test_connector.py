@@ -1,0 +1,66 @@
+"""What the connector reads of the vLLM that makes it, and says of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from tests.vllm.harness.setup import Layers, Setup, make_geometry, make_vllm_config
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from kvstow_service.connectors.vllm import connector
+
+pytestmark = pytest.mark.vllm
+
+MODULE = "kvstow_service.connectors.vllm"
+CHILD = {
+    "kv_connector": "KVStowConnector",
+    "kv_connector_module_path": MODULE,
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
+}
+
+
+def make(config: VllmConfig, setup: Setup, role: KVConnectorRole) -> Any:
+    return KVConnectorFactory.create_connector(
+        config=config, role=role, kv_cache_config=make_geometry(setup, config).workers
+    )
+
+
+@pytest.mark.parametrize(("role", "frees_late"), [("kv_both", True), ("kv_producer", False)])
+def test_a_child_of_multiconnector_goes_by_what_vllm_does_for_its_parent(
+    monkeypatch: pytest.MonkeyPatch, role: Any, frees_late: bool
+) -> None:
+    """vLLM defers frees for consumers, and reads the role and the policy of the connector that it knows."""
+    facts: list[Any] = []
+    monkeypatch.setattr(connector, "WorkerHost", lambda options, given, num_blocks: facts.append(given))
+    setup = Setup("child", asynchronous=True)
+    config = make_vllm_config(setup, MODULE, {})
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role=role,
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"connectors": [CHILD]},
+    )
+    with set_current_vllm_config(config):
+        multi = make(config, setup, KVConnectorRole.WORKER)
+    assert isinstance(multi, MultiConnector)
+    assert [(each.frees_late, each.recomputes) for each in facts] == [(frees_late, True)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "tells", "lines"), [("full", False, 0), ("hybrid", True, 0), ("hybrid", False, 1), ("window", False, 1)]
+)
+def test_a_version_that_cannot_be_told_of_failed_loads_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, layers: Layers, tells: bool, lines: int
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvstow"), "propagate", True)  # another engine may have joined vLLM's log
+    monkeypatch.setattr(connector, "_TELLS_FAILED_REQUESTS", tells)
+    setup = Setup("warned", layers=layers)
+    config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20})
+    make(config, setup, KVConnectorRole.SCHEDULER)
+    assert sum("0.30 computes it" in line for line in caplog.messages) == lines
