@@ -41,6 +41,7 @@ def create_app(context: ApiContext) -> FastAPI:
     services = Services.of(context, http)
     app = FastAPI(
         title="KVStow admin API",
+        description="Watch and steer the KV cache in host memory while traffic flows.",
         version=context.version,
         docs_url=None,  # it would load its scripts from a CDN
         redoc_url=None,

@@ -25,14 +25,13 @@ class ApiContext:
 
     `max_capacity_slots`: what the ranks' reserved address space can hold; no resize goes beyond it.
     `addresses`: where the server listens. `settings`: shown, like them, to every reader of `/v1/info`, so it must hold
-    no secrets. `build`: labels of
-    `kvstow_build_info` (revision, torch, vllm...). `token_file`: when set, requests that change anything need its
-    token. `viewer_token_file`: when set, reading needs one of its tokens or an admin's. `client_certificates`: the
-    server verifies them, and one counts as an admin's token. `agent_token`: lets a rank's agent report, nothing else.
-    `readiness_require`: checks of `INFORMATIONAL_CHECKS` that shall fail `/readyz`. `startup_grace`: seconds for
-    which a rank may be silent before its first report. `live_checks` fail `/livez`: only for what a restart
-    cures, such as a dead thread; `host_facts`: what the host can measure of its machine, called on a thread;
-    `ready_checks` and `startup_checks` fail the probes of their name.
+    no secrets. `build`: labels of `kvstow_build_info` (revision, torch, vllm...). `token_file`: when set, requests that
+    change anything need its token. `viewer_token_file`: when set, reading needs one of its tokens or an admin's.
+    `client_certificates`: the server verifies them, and one counts as an admin's token. `agent_token`: lets a rank's
+    agent report, nothing else. `readiness_require`: checks of `INFORMATIONAL_CHECKS` that shall fail `/readyz`.
+    `startup_grace`: seconds for which a rank may be silent before its first report. `live_checks` fail `/livez`: only
+    for what a restart cures, such as a dead thread; `ready_checks` and `startup_checks` fail the probes of their name.
+    `host_facts`: what the host can measure of its machine, called on a thread.
     """
 
     engine: OffloadEngine

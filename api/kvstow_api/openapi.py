@@ -28,6 +28,11 @@ def changing(*codes: int, body: bool = True) -> Responses:
     return _described(*codes, *_STRICT, *_ANY_BODY, *((400,) if body else ()))
 
 
+ETAG: Responses = {
+    200: {"headers": {"ETag": {"description": "Names the settings as they are now", "schema": {"type": "string"}}}}
+}
+
+
 def _described(*codes: int) -> Responses:
     return {code: {"description": HTTPStatus(code).phrase} for code in sorted(set(codes))}
 

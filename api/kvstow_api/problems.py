@@ -30,7 +30,7 @@ from kvstow.errors import (
     QueueFullError,
     WorkerFailedError,
 )
-from kvstow_api.strictroute import names_beside
+from kvstow_api.strictroute import MAX_ERRORS, names_beside
 
 logger = logging.getLogger("kvstow.api")
 
@@ -68,7 +68,6 @@ _CODE_OF: dict[int, str] = {
     507: "insufficient_memory",
 }
 
-_MAX_ERRORS = 20  # named in one answer
 _MAX_ECHO = 200  # characters of a refused value that the answer repeats
 
 
@@ -143,7 +142,7 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
         reason, position = found[0].get("ctx", {}).get("error", ""), found[0]["loc"][-1]
         place = f" (at character {position})" if position else ""
         return problem(request.scope, 400, f"the body is not JSON: {reason}{place}")
-    errors = [_describe(item, request.scope) for item in found[:_MAX_ERRORS]]
+    errors = [_describe(item, request.scope) for item in found[:MAX_ERRORS]]
     detail = "; ".join(map(_in_words, errors))
     return problem(request.scope, 422, detail, errors=errors)
 

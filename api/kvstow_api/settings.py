@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from fastapi import HTTPException
+from fastapi import Header, HTTPException
 from starlette.concurrency import run_in_threadpool
 
 from kvstow.errors import ConfigError, ConflictError
@@ -16,6 +16,7 @@ from kvstow_api.views.config import RuntimeConfig
 from kvstow_api.views.pools import PlanView
 
 T = TypeVar("T")
+IfMatch = Annotated[str | None, Header(description="An ETag: 412 if the settings have changed since it was given")]
 
 _PLANNED = 1024  # blocks looked at per hold of the engine's lock
 

@@ -17,12 +17,17 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 _MAX_INTEGER = 1 << 63
-_MAX_ERRORS = 20
+MAX_ERRORS = 20
+"""Of one request, told in one answer: a body of 1 MiB could hold half a million."""
 
 
 class StrictRoute(APIRoute):
     """Reads its body as `StrictRequest` does; where it asks for no body or no query, a request that brings one is
-    refused: `?dry_run=true` must not be overlooked by what then changes something."""
+    refused: `?dry_run=true` must not be overlooked by what then changes something. Described under its function's
+    name."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **{**options, "operation_id": endpoint.__name__})
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -97,7 +102,7 @@ class _TooLarge(NamedTuple):
 def _parse(text: bytes) -> Any:
     try:
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
-        wrong = list(islice(_too_large(value, ("body",)), _MAX_ERRORS))
+        wrong = list(islice(_too_large(value, ("body",)), MAX_ERRORS))
     except json.JSONDecodeError:
         raise
     except (ValueError, RecursionError) as error:

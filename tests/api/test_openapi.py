@@ -70,6 +70,7 @@ async def test_all_but_probes_and_metrics_name_the_token(schema: dict[str, Any])
 async def test_operation_ids_are_unique_and_all_have_words(schema: dict[str, Any]) -> None:
     ids = [operation["operationId"] for _, _, operation in operations(schema)]
     assert len(set(ids)) == len(ids)
+    assert {"evict", "get_block", "change_config"} <= set(ids)
     assert all(operation.get("description") for _, _, operation in operations(schema))
 
 
@@ -121,5 +122,29 @@ async def test_every_answer_has_an_example(schema: dict[str, Any]) -> None:
     for method, path, operation in operations(schema):
         for status, response in operation["responses"].items():
             for media in response.get("content", {}).values():
-                for reference in references(media):
-                    assert has_example(reference), (method, path, status)
+                found = ["example" in media, *map(has_example, references(media))]
+                assert found[0] or (len(found) > 1 and all(found[1:])), (method, path, status)
+
+
+async def test_every_body_has_an_example(schema: dict[str, Any]) -> None:
+    def has_example(part: Any) -> bool:
+        if isinstance(part, dict) and "$ref" in part:
+            return has_example(schema["components"]["schemas"][part["$ref"].rpartition("/")[2]])
+        parts = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        return (isinstance(part, dict) and "examples" in part) or any(map(has_example, parts))
+
+    for method, path, operation in operations(schema):
+        for media in operation.get("requestBody", {}).get("content", {}).values():
+            assert has_example(media["schema"]), (method, path)
+
+
+async def test_every_parameter_is_described(schema: dict[str, Any]) -> None:
+    for method, path, operation in operations(schema):
+        for parameter in operation.get("parameters", []):
+            assert parameter.get("description"), (method, path, parameter["name"])
+
+
+async def test_settings_come_with_their_etag(schema: dict[str, Any]) -> None:
+    for path in ("/v1/config", "/v1/pools/{pool}"):
+        for method in ("get", "patch"):
+            assert "ETag" in schema["paths"][path][method]["responses"]["200"]["headers"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Path, Query, Response
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.sweep import SLICE_SLOTS
@@ -23,6 +23,8 @@ from kvstow_api.views.blocks import BlocksView, BlockView
 
 router = APIRouter(prefix="/v1/pools/{pool}/blocks", tags=["blocks"], route_class=StrictRoute)
 
+BlockKey = Annotated[Key, Path(description="All of it, as hex", examples=["00003d2c1b0a"])]
+
 _MAX_SLICES = 16  # slices of slots looked at for one page: what a sparse pool costs at most
 _MAX_BLOCKS = 4096  # looked at for one page of a state: some ms
 
@@ -38,7 +40,7 @@ async def list_blocks(use: Use, pool: PoolName, query: Annotated[BlocksQuery, Qu
 
 
 @router.get("/{key}", responses=reading(404))
-async def get_block(use: Use, pool: PoolName, key: Key) -> BlockView:
+async def get_block(use: Use, pool: PoolName, key: BlockKey) -> BlockView:
     """One block."""
     block = use.engine.block(key)
     if block is None:
@@ -47,7 +49,7 @@ async def get_block(use: Use, pool: PoolName, key: Key) -> BlockView:
 
 
 @router.delete("/{key}", status_code=204, responses=changing(404, 409, body=False))
-async def remove_block(use: Use, pool: PoolName, key: Key) -> Response:
+async def remove_block(use: Use, pool: PoolName, key: BlockKey) -> Response:
     """Remove one block that nothing uses; 409 while a transfer, a lease or an operator's pin holds it."""
     use.engine.admin.remove(key)
     return Response(status_code=204)

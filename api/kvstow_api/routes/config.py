@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from kvstow_api import settings
 from kvstow_api.accepted import ACCEPTED, accepted, has_succeeded
-from kvstow_api.openapi import changing, reading
+from kvstow_api.openapi import ETAG, changing, reading
 from kvstow_api.requests import CHANGED_NOTHING
 from kvstow_api.schemas.config import ConfigPatch, ConfigQuery, LogLevelBody
 from kvstow_api.services import Use
@@ -19,7 +19,7 @@ from kvstow_api.views.pools import PlanView
 router = APIRouter(prefix="/v1", tags=["config"], route_class=StrictRoute)
 
 
-@router.get("/config", responses=reading())
+@router.get("/config", responses={**ETAG, **reading()})
 async def get_config(use: Use, response: Response) -> ConfigView:
     """What can be changed now, and what the service was started with. The ETag names the former."""
     etag = settings.etag(use)
@@ -27,14 +27,14 @@ async def get_config(use: Use, response: Response) -> ConfigView:
     return ConfigView(etag=etag, runtime=settings.current(use), startup=dict(use.context.settings))
 
 
-@router.patch("/config", response_model=ConfigView | PlanView, responses={**ACCEPTED, **changing(409, 412)})
+@router.patch("/config", response_model=ConfigView | PlanView, responses={**ETAG, **ACCEPTED, **changing(409, 412)})
 async def change_config(
     use: Use,
     request: Request,
     body: ConfigPatch,
     query: Annotated[ConfigQuery, Query()],
     response: Response,
-    if_match: Annotated[str | None, Header()] = None,
+    if_match: settings.IfMatch = None,
 ) -> ConfigView | PlanView | Response:
     """Change settings by a merge patch; 409 for one that needs a restart."""
     settings.check_startup(use, body.startup)

@@ -15,6 +15,8 @@ from kvstow_api.views.history import HistoryView
 
 router = APIRouter(prefix="/v1", tags=["events"], route_class=StrictRoute)
 
+LastEventId = Annotated[str | None, Header(description="Go on after the event with this id")]
+
 _MEDIA_TYPE = "text/event-stream"
 _EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00.000Z", "state": "ready"}\n\n'
 
@@ -31,7 +33,7 @@ _EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00
     },
 )
 async def get_events(
-    use: Use, query: Annotated[EventsQuery, Query()], last_event_id: Annotated[str | None, Header()] = None
+    use: Use, query: Annotated[EventsQuery, Query()], last_event_id: LastEventId = None
 ) -> StreamingResponse:
     """What happens from now on; with Last-Event-ID, from that event on. A `lost` event says that some are missing."""
     stream = use.streams.open(query.wanted, after=last_event_id, recent=query.recent)

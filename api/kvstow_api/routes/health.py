@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Query, Request
+from fastapi import APIRouter, HTTPException, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 
@@ -21,9 +21,16 @@ _PROBE_OF = {
     "/healthz": "readyz",
     "/startupz": "startupz",
 }
-_FAILED: Responses = {503: {"description": "A required check fails", "content": {"text/plain": {}}}}
+_TOLD: Responses = {
+    200: {"description": "No required check fails", "content": {"text/plain": {"example": "ok"}}},
+    503: {
+        "description": "A required check fails",
+        "content": {"text/plain": {"example": "[-]loop failed: the event loop was late\nreadyz check failed\n"}},
+    },
+}
 
 Verbose = Annotated[str | None, Query(description="One line per check; on unless `false` or `0`")]
+CheckName = Annotated[str, Path(description="One of those that `?verbose` lists")]
 Exclude = Annotated[str, Query(description="Checks to leave out, separated by commas")]
 
 
@@ -33,7 +40,7 @@ async def probe(request: Request, use: Use, verbose: Verbose = None, exclude: Ex
     return _answer(chosen.run(_known(chosen, exclude)), verbose)
 
 
-async def check(request: Request, use: Use, check: str, verbose: Verbose = None) -> PlainTextResponse:
+async def check(request: Request, use: Use, check: CheckName, verbose: Verbose = None) -> PlainTextResponse:
     """One check of a probe; an informational one counts here."""
     chosen = use.health.probes[_PROBE_OF[request.scope["route"].path.removesuffix("/{check}")]]
     if check not in chosen.checks:
@@ -43,7 +50,7 @@ async def check(request: Request, use: Use, check: str, verbose: Verbose = None)
 
 for _path in _PROBE_OF:
     for _route, _endpoint, _codes in ((_path, probe, (422,)), (f"{_path}/{{check}}", check, (404,))):
-        _shared: dict[str, Any] = {"responses": {**_FAILED, **reading(*_codes, guarded=False)}}
+        _shared: dict[str, Any] = {"responses": {**_TOLD, **reading(*_codes, guarded=False)}}
         router.add_api_route(_route, _endpoint, methods=["GET"], **_shared)
         router.add_api_route(_route, _endpoint, methods=["HEAD"], include_in_schema=False, **_shared)
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from kvstow.errors import ConfigError, NotFoundError
 from kvstow_api import settings
 from kvstow_api.accepted import ACCEPTED, accepted, has_succeeded
-from kvstow_api.openapi import changing, reading
+from kvstow_api.openapi import ETAG, changing, reading
 from kvstow_api.operations import Sweeping
 from kvstow_api.requests import CHANGED_NOTHING
 from kvstow_api.schemas.operations import WorkQuery
@@ -24,7 +24,7 @@ from kvstow_api.views.pools import POOL_NAME, PinningView, PinView, PlanView, Po
 router = APIRouter(prefix="/v1/pools", tags=["pools"], route_class=StrictRoute)
 
 
-async def existing_pool(pool: str) -> str:
+async def existing_pool(pool: Annotated[str, Path(description="Its name", examples=[POOL_NAME])]) -> str:
     """The name of a pool that exists."""
     if pool != POOL_NAME:
         raise NotFoundError(f"there is no pool {pool!r}; there is: {POOL_NAME}")
@@ -41,7 +41,7 @@ async def list_pools(use: Use) -> PoolsView:
     return PoolsView(items=[_view(use)])
 
 
-@router.get("/{pool}", responses=reading(404))
+@router.get("/{pool}", responses={**ETAG, **reading(404)})
 async def get_pool(use: Use, pool: PoolName, response: Response) -> PoolView:
     """One pool. The ETag names its settings."""
     view = _view(use)
@@ -49,7 +49,7 @@ async def get_pool(use: Use, pool: PoolName, response: Response) -> PoolView:
     return view
 
 
-@router.patch("/{pool}", response_model=PoolView | PlanView, responses={**ACCEPTED, **changing(404, 409, 412)})
+@router.patch("/{pool}", response_model=PoolView | PlanView, responses={**ETAG, **ACCEPTED, **changing(404, 409, 412)})
 async def change_pool(
     use: Use,
     request: Request,
@@ -57,7 +57,7 @@ async def change_pool(
     body: PoolPatch,
     query: Wait,
     response: Response,
-    if_match: Annotated[str | None, Header()] = None,
+    if_match: settings.IfMatch = None,
 ) -> PoolView | PlanView | Response:
     """Resize the pool, change its policy, or pause pinning."""
     patch = _in_slots(use, body)

@@ -18,7 +18,7 @@ from kvstow_api.views.ranks import DesiredView, RanksView, RankView
 
 router = APIRouter(prefix="/v1/ranks", tags=["ranks"], route_class=StrictRoute)
 
-RankNumber = Annotated[int, Path(ge=0)]
+RankNumber = Annotated[int, Path(ge=0, description="Its number, from 0")]
 Clock = Annotated[
     str | None, Header(alias="X-KVStow-Clock", description="The rank's time of day, in seconds since 1970")
 ]

@@ -1,4 +1,4 @@
-"""The JSON of the API: strict request bodies, and views that answers are made of.
+"""What the API is sent: strict bodies and queries.
 
 Fields are only ever added within /v1.
 """

@@ -14,8 +14,8 @@ WaitSeconds = Annotated[float, Field(ge=0, le=30)]
 
 
 class OperationsQuery(PageQuery):
-    kind: OperationKind | None = None
-    state: OperationState | None = None
+    kind: Annotated[OperationKind | None, Field(description="Only operations of this kind")] = None
+    state: Annotated[OperationState | None, Field(description="Only operations in this state")] = None
 
 
 class WorkQuery(Query):

@@ -33,7 +33,7 @@ def _position_of(token: str) -> int:
 class PageQuery(Query):
     """Which part of a list. `position` is the number in the page token; 0 without one."""
 
-    page_size: Annotated[int, Field(ge=1, le=1000)] = 100
+    page_size: Annotated[int, Field(ge=1, le=1000, description="How many at most")] = 100
     position: Annotated[
         int,
         PlainValidator(_position_of),

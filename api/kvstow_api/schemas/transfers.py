@@ -12,6 +12,6 @@ from kvstow_api.views.transfers import TransferState
 
 
 class TransfersQuery(Query):
-    direction: Direction | None = None
-    state: TransferState | None = None
+    direction: Annotated[Direction | None, Field(description="Only transfers of this direction")] = None
+    state: Annotated[TransferState | None, Field(description="Only transfers in this state")] = None
     slowest: Annotated[int, Field(ge=1, le=1000, description="How many, of those in flight for longest")] = 100
