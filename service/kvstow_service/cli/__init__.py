@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import click
 
+import kvstow
 from kvstow_service.cli.commands import LazyGroup
 
 
 @click.group("kvstow", cls=LazyGroup)
+@click.version_option(kvstow.__version__, prog_name="kvstow")
 def app() -> None:
     """KV-cache offload for LLM inference: run it, see it, steer it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +14,7 @@ from kvstow.bytesize import format_size
 from kvstow.stats import SLOT_STATES, SlotState
 from kvstow_api.figures import ABSENT, duration, percent, rate
 from kvstow_api.series import METRICS, lines_of
+from kvstow_api.views.ranks import ReadinessView
 from kvstow_api.words import pin_progress, rank_trouble
 from kvstow_service.cli.figures import STATE_STYLES
 from kvstow_service.cli.snapshot import Snapshot
@@ -30,6 +32,7 @@ _SLOTS: dict[SlotState, tuple[str, str]] = {
 assert set(_SLOTS) == set(SLOT_STATES)
 
 _LABEL, _WORDS = 12, 58
+_NARROWEST = 10  # a bar
 _MINUTES_OF_SAMPLES = 60  # 5 min, one each 5 s
 _OTHER_LINES = 24
 
@@ -42,7 +45,7 @@ def board(snapshot: Snapshot | None, lost: str | None, *, width: int, height: in
     if lost:
         parts.append(_lost(lost))
     parts += [
-        *_section("Memory", _ranks(snapshot, width, max(4, height - _OTHER_LINES))),
+        *_section("Memory", rank_bars(snapshot.readiness, width, max(4, height - _OTHER_LINES))),
         *_section("Pool", _pool(snapshot, width)),
         *_section("Traffic", _traffic(snapshot, width)),
         *_section("In flight", _pending(snapshot)),
@@ -72,25 +75,26 @@ def _section(title: str, body: RenderableType) -> Iterable[RenderableType]:
 def _grid() -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=_LABEL, no_wrap=True)
-    grid.add_column(no_wrap=True)
+    grid.add_column(min_width=_NARROWEST, no_wrap=True)
     grid.add_column(no_wrap=True, overflow="ellipsis")
     return grid
 
 
-def _ranks(snapshot: Snapshot, width: int, most: int) -> RenderableType:
+def rank_bars(readiness: ReadinessView, width: int, most: int) -> RenderableType:
     """A bar for each rank; where there are too many, those that have pinned least."""
-    ranks = sorted(snapshot.readiness.ranks, key=lambda rank: rank.pinned_bytes)
-    shown = sorted(ranks[:most], key=lambda rank: rank.rank)
-    grid = _grid()
-    for rank in shown:
+    ranks = sorted(readiness.ranks, key=lambda rank: rank.pinned_bytes)
+    lines: list[RenderableType] = []
+    for rank in sorted(ranks[:most], key=lambda rank: rank.rank):
         bar = ProgressBar(max(rank.target_bytes, 1), rank.pinned_bytes, _bar_width(width), complete_style="green")
         state = Text(rank.state, style=STATE_STYLES.get(rank.state, ""))
-        trouble = rank_trouble(rank)
-        words = Text.assemble(state, f"  {pin_progress(rank)}", (f"  {trouble}" if trouble else "", "red"))
-        grid.add_row(f"rank {rank.rank}", bar, words)
+        line = _grid()
+        line.add_row(f"rank {rank.rank}", bar, Text.assemble(state, f"  {pin_progress(rank)}"))
+        lines.append(line)
+        if trouble := rank_trouble(rank):
+            lines.append(Padding(Text(trouble, style="red"), (0, 0, 0, _LABEL + 2)))
     if len(ranks) > most:
-        grid.add_row("", Text(f"and {len(ranks) - most} ranks that have pinned more", style="dim"))
-    return grid
+        lines.append(Text(f"and {len(ranks) - most} ranks that have pinned more", style="dim"))
+    return Group(*lines)
 
 
 def _pool(snapshot: Snapshot, width: int) -> RenderableType:
@@ -129,8 +133,8 @@ def _traffic(snapshot: Snapshot, width: int) -> RenderableType:
     (hits,) = lines_of(METRICS["hit-ratio"], samples)
     loads, stores = lines_of(METRICS["bandwidth"], samples)
     lookups = snapshot.stats.lookups
-    ever = percent(lookups.hit_ratio if lookups else None)
-    grid.add_row("hit ratio", _line(hits.points, width, 1.0, "green"), f"{percent(movement.hit_ratio)}  (ever {ever})")
+    ratios = f"{percent(movement.hit_ratio)}  ({percent(lookups.hit_ratio if lookups else None)} since the start)"
+    grid.add_row("hit ratio", _line(hits.points, width, 1.0, "green"), ratios)
     top = max((point for line in (loads, stores) for point in line.points if point is not None), default=0.0)
     grid.add_row("loads", _line(loads.points, width, top, "blue"), rate(movement.load_bytes))
     grid.add_row("stores", _line(stores.points, width, top, "yellow"), rate(movement.store_bytes))
@@ -171,4 +175,4 @@ def _evictions(snapshot: Snapshot) -> RenderableType:
 
 
 def _bar_width(width: int) -> int:
-    return max(10, min(50, width - _LABEL - _WORDS))
+    return max(_NARROWEST, min(50, width - _LABEL - _WORDS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from kvstow_api.figures import duration
 from kvstow_service.cli.asking import dry_run_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.output import Format, emit, format_flag, print_table
@@ -32,8 +33,16 @@ def bypass(
     if off == (load or store) or (off and ttl is not None):
         raise click.UsageError("give --load, --store or both, with or without --ttl; or --off alone")
     if dry_run:
-        view = BypassView(load=load, store=store, ttl_seconds_left=ttl)
-    else:
-        with connection.client() as client:
-            view = client.send(calls.bypass(load=load, store=store, ttl_seconds=ttl))
+        plan = BypassView(load=load, store=store, ttl_seconds_left=ttl)
+        emit(plan, style, lambda _: click.echo(f"would switch {_words(load, store, ttl)}"))
+        return
+    with connection.client() as client:
+        view = client.send(calls.bypass(load=load, store=store, ttl_seconds=ttl))
     emit(view, style, lambda view: print_table([view], BYPASS))
+
+
+def _words(load: bool, store: bool, ttl: float | None) -> str:
+    off = [name for name, is_off in (("loads", load), ("stores", store)) if is_off]
+    if not off:
+        return "loads and stores on"
+    return f"{' and '.join(off)} off" + ("" if ttl is None else f" for {duration(ttl)}")

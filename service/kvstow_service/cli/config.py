@@ -56,7 +56,7 @@ def set_values(
             ask(f"change {', '.join(runtime)}, which evicts {counted(plan.evicted_slots, 'block')}", yes)
         change = calls.change_config(runtime, if_match=etag, wait=patience(no_wait))
         answer = run(client, change, no_wait=no_wait)
-        emit(answer, style, lambda view: print_pairs(details_of(view)))
+        emit(answer, style, lambda view: print_pairs(details_of(getattr(view, "runtime", view))))
 
 
 @config.command("log-level")

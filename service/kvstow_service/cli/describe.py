@@ -73,11 +73,11 @@ def operation(connection: Connection, operation_id: str) -> None:
 
 def _show(connection: Connection, **sections: Any) -> None:
     """All or nothing: every section is there before the first is printed."""
-    from kvstow_service.cli.details import details_of
+    from kvstow_service.cli.details import entry_of
 
     with connection.client() as client:
         views = {title: client.send(call) for title, call in sections.items()}
     for number, (title, view) in enumerate(views.items()):
         if number:
             click.echo()
-        print_pairs([(title.replace("_", " "), ""), *details_of(view, 1)])
+        print_pairs(entry_of(title, getattr(view, "items", view)))

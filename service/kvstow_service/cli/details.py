@@ -17,17 +17,19 @@ _UNIT = re.compile(r"_(bytes_per_second|seconds|bytes)(?=_left$|$)")
 def details_of(view: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
     """Names and values of all fields, and of those within them."""
     for name, value in _fields(view):
-        yield from _entry(name, value, depth)
+        yield from entry_of(name, value, depth)
 
 
-def _entry(name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
+def entry_of(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """`value` under its name, with all that is within it."""
     label = "  " * depth + _UNIT.sub("", name).replace("_", " ")
     match value:
         case HistogramView():
             yield label, _summary(name, value)
         case Mapping() if value:
             yield label, ""
-            yield from details_of(value, depth + 1)
+            for key, item in value.items():
+                yield from entry_of(f"{key}_bytes" if name.endswith("_bytes") else key, item, depth + 1)
         case [first, *_] if is_dataclass(first):
             for number, item in enumerate(value):
                 yield f"{label} {number}", ""

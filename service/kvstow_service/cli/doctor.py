@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from kvstow_api.figures import counted
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.exits import ExitCode
 from kvstow_service.cli.figures import STATE_STYLES
@@ -39,8 +40,8 @@ def _show(view: Any, *, wide: bool) -> None:
             numbers = ", ".join(f"{name} {value:,g}" for name, value in finding.evidence.items())
             out.print(Text(f"  {finding.check}: {numbers or 'no numbers'}", style="dim"))
         out.print()
-    made = len(view.checks) - len(view.skipped)
-    out.print(Text(f"{made} checks, {len(view.findings) or 'no'} findings"))
+    found = counted(len(view.findings), "finding") if view.findings else "no findings"
+    out.print(Text(f"{counted(len(view.checks), 'check')}, {found}"))
     if wide:
         for check, reason in view.skipped.items():
             out.print(Text(f"not made: {check}: {reason}", style="dim"))

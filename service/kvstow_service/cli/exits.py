@@ -45,15 +45,19 @@ _CODES = {
     409: ExitCode.CONFLICT,
     412: ExitCode.CONFLICT,
     422: ExitCode.USAGE,
+    503: ExitCode.NOT_READY,
 }
 _FIXES = {
-    401: "give the file of an admin's token: --token-file, KVSTOW_TOKEN_FILE, or `kvstow context set`",
+    401: "give a file with a token that is valid there: --token-file, KVSTOW_TOKEN_FILE, or `kvstow context set`",
     403: "use an admin's token: --token-file, KVSTOW_TOKEN_FILE, or `kvstow context set`",
-    404: "`kvstow get` lists what there is",
     409: "`kvstow describe server` shows what the server is doing; try again when it has ended",
     412: "somebody else has changed the settings meanwhile: look again, then repeat",
 }
-_UNREACHABLE = "see that the server runs, and name it: --server, KVSTOW_SERVER, or `kvstow context use`"
+_UNREACHABLE = (
+    "see that KVStow's admin server runs there, or name another: --server, KVSTOW_SERVER, or `kvstow context use`"
+)
+_LISTED_BY = {"cancel": "operations"}
+"""Commands whose name is not that of what they look for, and the noun of `kvstow get` that lists it."""
 
 
 def exit_code_of(error: KvstowError) -> ExitCode:
@@ -69,19 +73,19 @@ def exit_code_of(error: KvstowError) -> ExitCode:
     return ExitCode.ERROR
 
 
-def fix_of(error: KvstowError) -> str | None:
-    """What the user can do about it, as far as can be told from here."""
+def fix_of(error: KvstowError, command: str = "") -> str | None:
+    """What the user can do about it, as far as can be told from here. `command`: the name of the one that failed."""
     from kvstow_api.client import ApiError
 
     match error:
         case CommandError():
             return error.fix
         case ApiError():
-            return _fix_of_problem(error)
+            return _fix_of_problem(error, command)
     return None
 
 
-def _fix_of_problem(error: ApiError) -> str | None:
+def _fix_of_problem(error: ApiError, command: str) -> str | None:
     problem = error.problem
     if problem is None:
         return _UNREACHABLE
@@ -89,6 +93,8 @@ def _fix_of_problem(error: ApiError) -> str | None:
         return "; ".join(f"{one.field}: {one.allowed}" for one in problem.errors)
     if problem.retry_after is not None:
         return f"try again in {problem.retry_after} s"
+    if problem.status == 404:
+        return f"`kvstow get {_LISTED_BY.get(command, command)}` lists what there is"
     return _FIXES.get(problem.status)
 
 
@@ -100,6 +106,6 @@ def complaining() -> Iterator[None]:
     except KvstowError as error:
         context = click.get_current_context()
         click.echo(f"{context.command_path}: {error}", err=True)
-        if fix := fix_of(error):
+        if fix := fix_of(error, context.info_name or ""):
             click.echo(f"fix: {fix}", err=True)
         context.exit(exit_code_of(error))

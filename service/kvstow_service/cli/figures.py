@@ -45,12 +45,17 @@ def figure(name: str, value: object) -> str:
     return str(value) or ABSENT
 
 
+_SIZES = {"bytes", "size", "chunk"}
+_TIMES = {"seconds", "timeout", "delay", "deadline", "pause", "latency"}
+
+
 def _number(name: str, value: float) -> str:
+    words = set(name.split("_"))
     if name.endswith("bytes_per_second"):
         return rate(value)
-    if name.endswith(("bytes", "bytes_total", "_size")):
+    if words & _SIZES:
         return format_size(value)
-    if "seconds" in name:
+    if words & _TIMES:
         return duration(value)
     if name.endswith("ratio"):
         return percent(value)

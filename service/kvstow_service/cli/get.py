@@ -83,7 +83,7 @@ def pools(connection: Connection, style: Format, name: str | None) -> None:
 @_noun("ranks")
 @click.argument("number", type=int, required=False)
 def ranks(connection: Connection, style: Format, number: int | None) -> None:
-    """Ranks and how much they have pinned, or the one of this number."""
+    """Ranks and what they have pinned, or one NUMBER."""
     from kvstow_service.cli.tables import RANKS
 
     if number is not None:
@@ -96,7 +96,7 @@ def ranks(connection: Connection, style: Format, number: int | None) -> None:
 @click.argument("key", required=False)
 @_limit
 def blocks(connection: Connection, style: Format, key: str | None, limit: int) -> None:
-    """Blocks in the pool, or the one with this key."""
+    """Blocks in the pool, or the one with this KEY."""
     from kvstow_service.cli.tables import BLOCKS
 
     if key:
@@ -122,7 +122,7 @@ def transfers(connection: Connection, style: Format, **chosen: Any) -> None:
 @click.option("--state", type=click.Choice(["running", "succeeded", "failed", "cancelled"]))
 @_limit
 def operations(connection: Connection, style: Format, operation_id: str | None, limit: int, **chosen: Any) -> None:
-    """Long-running operations, the newest first, or the one with this id."""
+    """Long-running operations, or the one with this ID."""
     from kvstow_service.cli.tables import OPERATIONS
 
     if operation_id:
@@ -198,7 +198,7 @@ def _pages(
     items = [item for page in pages for item in page.items]
     _emit_items(replace(pages[-1], items=items), style, columns)
     if pages[-1].next_page_token is not None:
-        click.echo(f"there are more than {limit}: --limit", err=True)
+        click.echo(f"there are more than these {limit}: see them with --limit", err=True)
 
 
 def _read_pages(client: Client, noun: str, chosen: dict[str, Any], limit: int) -> Iterator[Any]:

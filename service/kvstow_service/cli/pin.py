@@ -34,7 +34,9 @@ def pin(connection: Connection, keys: tuple[str, ...], ttl: float | None, dry_ru
         present = client.send(calls.lookup(wanted)).present
         if not any(present):
             fix = "`kvstow get blocks` lists what is there"
-            raise CommandError(f"none of {len(wanted)} keys is in the pool", fix, ExitCode.NOT_FOUND)
+            raise CommandError(
+                f"not in the pool: {counted(len(wanted), 'key')}, all that were given", fix, ExitCode.NOT_FOUND
+            )
         if dry_run:
             emit(
                 PinView(changed=sum(present), missing=present.count(False)), style, lambda view: say(view, "would pin")
@@ -45,4 +47,5 @@ def pin(connection: Connection, keys: tuple[str, ...], ttl: float | None, dry_ru
 
 def say(view: Any, verb: str) -> None:
     """What became of pins, a `PinView`."""
-    click.echo(f"{verb} {counted(view.changed, 'block')}; not in the pool: {counted(view.missing, 'key')}")
+    missing = f"; not in the pool: {counted(view.missing, 'key')}" if view.missing else ""
+    click.echo(f"{verb} {counted(view.changed, 'block')}{missing}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,9 +10,13 @@ from kvstow.bytesize import format_size
 from kvstow_api.figures import counted
 from kvstow_service.cli.asking import ask, dry_run_flag, yes_flag
 from kvstow_service.cli.connection import Connection, remote
+from kvstow_service.cli.exits import CommandError, ExitCode
 from kvstow_service.cli.output import Format, emit, format_flag
 from kvstow_service.cli.values import SIZE
 from kvstow_service.cli.work import no_wait_flag, patience, run, say_started
+
+if TYPE_CHECKING:
+    from kvstow_api.views.pools import PoolView
 
 
 @click.command()
@@ -42,6 +46,7 @@ def resize(
         raise click.UsageError("give a size, or --slots")
     with connection.client() as client:
         pool = client.send(calls.pool())
+        _check_size(size if size is not None else (slots or 0) * pool.slot_bytes, pool)
         plan = client.send(calls.plan_resize(slots=slots, num_bytes=size))
         if dry_run:
             emit(plan, style, _say_plan)
@@ -52,6 +57,14 @@ def resize(
         change = calls.resize(slots=slots, num_bytes=size, if_match=pool.etag, wait=patience(no_wait))
         answer = run(client, change, no_wait=no_wait)
         emit(answer, style, lambda view: _say(view, plan.capacity_slots, pool.capacity_slots))
+
+
+def _check_size(size: int, pool: PoolView) -> None:
+    """The server would refuse it, too, in bytes."""
+    if size > pool.max_capacity_bytes:
+        most = f"{format_size(pool.max_capacity_bytes)}, {counted(pool.max_capacity_slots, 'slot')}"
+        fix = "ask for less, or restart the server with a larger --pool-max-size (max_bytes inside vLLM)"
+        raise CommandError(f"{format_size(size)} is too much: each rank can hold {most}", fix, ExitCode.USAGE)
 
 
 def _say_plan(plan: Any) -> None:

@@ -39,7 +39,9 @@ def _progress(item: OperationView) -> str:
 
 
 def _removed(item: OperationView) -> str:
-    return ABSENT if item.result is None else f"{item.result.evicted_slots:,} removed"
+    if item.result is None:
+        return ABSENT
+    return f"{'would remove' if item.result.dry_run else 'removed'} {item.result.evicted_slots:,}"
 
 
 READINESS = (
@@ -88,7 +90,7 @@ BLOCKS = (
 def _pin_left(item: BlockView) -> str:
     if item.state != "pinned":
         return ABSENT
-    return "ever" if item.pin_ttl_seconds is None else duration(item.pin_ttl_seconds)
+    return "until unpinned" if item.pin_ttl_seconds is None else duration(item.pin_ttl_seconds)
 
 
 RANKS = (
@@ -120,7 +122,7 @@ TRANSFERS = (
     _field("SIZE", "bytes"),
     Column("AGE", lambda item: duration(item.age_seconds)),
     _field("REQUEST", "request_id"),
-    Column("WAITING FOR RANKS", _waiting_for, wide=True),
+    Column("WAITS FOR RANKS", _waiting_for),
     _field("FAILED", "failed", wide=True),
 )
 
@@ -154,7 +156,7 @@ DRAIN = (
 def _bypass_left(item: BypassView) -> str:
     if not (item.load or item.store):
         return ABSENT
-    return "ever" if item.ttl_seconds_left is None else duration(item.ttl_seconds_left)
+    return "until switched on" if item.ttl_seconds_left is None else duration(item.ttl_seconds_left)
 
 
 BYPASS = (

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import click
 
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.exits import CommandError, ExitCode
+from kvstow_service.cli.exits import CommandError, ExitCode, fix_of
 from kvstow_service.cli.values import TIME
 
 if TYPE_CHECKING:
@@ -18,15 +21,18 @@ if TYPE_CHECKING:
 Condition = Literal["ready", "pinned", "drained"]
 
 _POLL_SECONDS = 0.25
+_LINE_SECONDS = 5.0
 _PASSING = (429, 503)
 """Statuses that may be over in a moment."""
 
 
 class _Look(NamedTuple):
-    """Whether it is so, and how it is."""
+    """Whether it is so, and how it is. `error`: of a server that did not answer."""
 
     met: bool
     words: str
+    readiness: ReadinessView | None = None
+    error: ApiError | None = None
 
 
 @click.command()
@@ -44,21 +50,60 @@ class _Look(NamedTuple):
 def wait(connection: Connection, condition: Condition, timeout: float) -> None:
     """Wait until the server is ready, pinned or drained.
 
-    It may not even be there yet. Says what it waits for whenever that changes; exit code 3 when the time is over.
+    It may not even be there yet. Says what it waits for, on a terminal with the progress of each rank; exit code 3
+    when the time is over.
     """
     ends = time.monotonic() + timeout
-    said = ""
-    with connection.client() as client:
+    with connection.client() as client, _display() as show:
         while not (look := _look(client, condition)).met:
-            if look.words != said:
-                click.echo(f"waiting: {look.words}", err=True)
-                said = look.words
             left = ends - time.monotonic()
             if left <= 0:
-                fix = "`kvstow doctor` and `kvstow describe server` may say why; or wait longer: --timeout"
-                raise CommandError(f"not {condition} after {timeout:g} s: {look.words}", fix, ExitCode.NOT_READY)
+                raise CommandError(f"not {condition} after {timeout:g} s: {look.words}", _fix(look), ExitCode.NOT_READY)
+            show(look)
             time.sleep(min(_POLL_SECONDS, left))
     click.echo(look.words)
+
+
+def _fix(look: _Look) -> str:
+    why = "`kvstow doctor` says what is wrong, if something is"
+    if look.error is not None:
+        why = fix_of(look.error) or why
+    return f"{why}; or wait longer: --timeout"
+
+
+@contextmanager
+def _display() -> Iterator[Callable[[_Look], None]]:
+    """Shows on standard error what is waited for: a picture on a terminal, lines elsewhere."""
+    if not sys.stderr.isatty():
+        yield _Lines().show
+        return
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from kvstow_service.cli.board import rank_bars
+
+    console = Console(stderr=True, highlight=False)
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+
+        def show(look: _Look) -> None:
+            words, (width, height) = Text(f"waiting: {look.words}"), console.size
+            bars = [] if look.readiness is None else [rank_bars(look.readiness, width, max(4, height - 4))]
+            live.update(Group(words, *bars), refresh=True)
+
+        yield show
+
+
+class _Lines:
+    """One line at once, and then no more than one in five seconds: a log is not flooded by the progress of hours."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._said, self._next = clock, "", clock()
+
+    def show(self, look: _Look) -> None:
+        if look.words != self._said and self._clock() >= self._next:
+            click.echo(f"waiting: {look.words}", err=True)
+            self._said, self._next = look.words, self._clock() + _LINE_SECONDS
 
 
 def _look(client: Client, condition: Condition) -> _Look:
@@ -70,7 +115,7 @@ def _look(client: Client, condition: Condition) -> _Look:
     except ApiError as error:
         if not _may_pass(error):
             raise
-        return _Look(False, str(error))
+        return _Look(False, str(error), error=error)
 
 
 def _may_pass(error: ApiError) -> bool:
@@ -81,18 +126,21 @@ def _ready(client: Client) -> _Look:
     from kvstow_api.client import calls
 
     probe, readiness = client.send(calls.probe("readyz")), client.send(calls.readiness())
+    if probe.ok:
+        return _Look(bool(readiness.usable_slots), _state(readiness), readiness)
     failed = [line for line in probe.text.splitlines() if line.startswith("[-]") and "(informational)" not in line]
-    if not probe.ok:
-        return _Look(False, "; ".join(line.removeprefix("[-]") for line in failed) or "/readyz fails")
-    return _Look(bool(readiness.usable_slots), f"{readiness.state}: {_slots(readiness)}")
+    words = "; ".join(line.removeprefix("[-]") for line in failed) or "/readyz fails"
+    return _Look(False, words, readiness)
 
 
 def _pinned(client: Client) -> _Look:
     from kvstow_api.client import calls
 
-    readiness = client.send(calls.readiness())
-    pinned = readiness.usable_slots >= readiness.capacity_slots
-    return _Look(pinned, f"{readiness.state}: {_slots(readiness)}")
+    readiness, pool = client.send(calls.readiness()), client.send(calls.pool())
+    if readiness.usable_slots >= readiness.capacity_slots:
+        return _Look(True, _state(readiness), readiness)
+    paused = "; pinning is paused: `kvstow pinning resume`" if pool.pinning_paused else ""
+    return _Look(False, _state(readiness) + paused, readiness)
 
 
 def _drained(client: Client) -> _Look:
@@ -109,5 +157,7 @@ def _drained(client: Client) -> _Look:
 _LOOKS = {"ready": _ready, "pinned": _pinned, "drained": _drained}
 
 
-def _slots(readiness: ReadinessView) -> str:
-    return f"{readiness.usable_slots:,} of {readiness.capacity_slots:,} slots are usable"
+def _state(readiness: ReadinessView) -> str:
+    """How many slots are usable, and in a state that is not on the way to all, why."""
+    words = f"{readiness.state}: {readiness.usable_slots:,} of {readiness.capacity_slots:,} slots are usable"
+    return words if readiness.state in ("ready", "pinning", "starting") else f"{words}; {readiness.reason}"

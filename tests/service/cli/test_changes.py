@@ -123,13 +123,25 @@ def test_pins_come_and_go(kvstow: Any, host: Any) -> None:
     assert kvstow("unpin", HEX[0]).exit_code == 0
     assert host.engine.stats().slots.pinned == 1
     assert kvstow("unpin", "--all").exit_code == 2
-    assert kvstow("unpin", "--all", "--dry-run").stdout == "would unpin 1 block; not in the pool: 0 keys\n"
+    assert kvstow("unpin", "--all", "--dry-run").stdout == "would unpin 1 block\n"
     assert kvstow("unpin", "--all", "--yes").exit_code == 0
     assert host.engine.stats().slots.pinned == 0
 
 
 def test_pinning_what_is_not_there_is_exit_code_4(kvstow: Any) -> None:
     assert kvstow("pin", "00ff").exit_code == 4
+
+
+def test_what_was_only_tried_is_listed_as_that(kvstow: Any) -> None:
+    kvstow("evict", "--slots", "2", "--dry-run")
+    assert "would remove 2" in kvstow("get", "ops").stdout
+
+
+def test_a_size_beyond_the_servers_maximum_is_told_in_words(kvstow: Any) -> None:
+    outcome = kvstow("resize", "1GiB", "--yes")
+    assert outcome.exit_code == 2
+    assert "1 GiB is too much: each rank can hold 128 KiB, 32 slots" in outcome.stderr
+    assert "--pool-max-size" in outcome.stderr
 
 
 def test_a_drain_begins_and_ends(kvstow: Any, host: Any) -> None:
@@ -145,7 +157,8 @@ def test_a_drain_begins_and_ends(kvstow: Any, host: Any) -> None:
 
 
 def test_a_bypass_begins_and_ends(kvstow: Any, host: Any) -> None:
-    assert kvstow("bypass", "--store", "--ttl", "1h", "--dry-run").exit_code == 0
+    assert kvstow("bypass", "--store", "--ttl", "1h", "--dry-run").stdout == "would switch stores off for 1h 0m\n"
+    assert kvstow("bypass", "--off", "--dry-run").stdout == "would switch loads and stores on\n"
     assert not host.engine.admin.bypass.store
     assert kvstow("bypass", "--store", "--ttl", "1h").exit_code == 0
     assert host.engine.admin.bypass.store
@@ -164,7 +177,8 @@ def test_pinning_of_memory_is_steered(kvstow: Any, host: Any) -> None:
 
 def test_settings_are_shown_and_changed(kvstow: Any, host: Any) -> None:
     assert json.loads(kvstow("config", "view", "-o", "json").stdout)["runtime"]["policy"] == "lru"
-    assert kvstow("config", "set", "policy=arc", "pinning_paused=true").exit_code == 0
+    changed = kvstow("config", "set", "policy=arc", "pinning_paused=true").stdout
+    assert changed.split() == ["capacity", "slots", "16", "policy", "arc", "pinning", "paused", "yes"]
     assert (host.engine.stats().policy, host.engine.desired().paused) == ("arc", True)
     assert "debug" in kvstow("config", "log-level", "debug", "--logger", "kvstow.admin", "--ttl", "1h").stdout
 

@@ -9,8 +9,11 @@ import pytest
 import trustme
 
 from kvstow.errors import ConfigError
+from kvstow_api.client import ApiError
+from kvstow_api.views.problem import ProblemView
 from kvstow_service.cli.connection import chosen
 from kvstow_service.cli.contextfile import Context, ContextFile
+from kvstow_service.cli.exits import exit_code_of
 from kvstow_service.tls import TlsFiles
 
 ASK = ("get", "pools")
@@ -99,7 +102,7 @@ def test_a_server_that_is_away_is_named_with_what_to_do(run: Any) -> None:
     outcome = run(*ASK, "--server", "http://127.0.0.1:1")
     assert outcome.exit_code == 1
     assert outcome.stderr.startswith("kvstow get pools: http://127.0.0.1:1 cannot be reached: ")
-    assert "fix: see that the server runs, and name it: --server" in outcome.stderr
+    assert "fix: see that KVStow's admin server runs there, or name another: --server" in outcome.stderr
 
 
 def test_tokens_are_shown_and_a_viewers_is_not_enough_for_changes(run: Any, make_host: Any, tmp_path: Path) -> None:
@@ -140,3 +143,11 @@ def test_certificates_are_checked_and_shown(run: Any, make_host: Any, tmp_path: 
 
 def test_a_timeout_of_nothing_is_refused(run: Any) -> None:
     assert run(*ASK, "--request-timeout", "0").exit_code == 2
+
+
+@pytest.mark.parametrize(("status", "code"), [(400, 2), (404, 4), (409, 5), (412, 5), (422, 2), (500, 1), (503, 3)])
+def test_each_status_has_its_exit_code(status: int, code: int) -> None:
+    problem = ProblemView(
+        type="t", title="t", status=status, detail="d", instance="i", code="c", errors=[], retry_after=None
+    )
+    assert exit_code_of(ApiError("t: d", problem)) == code

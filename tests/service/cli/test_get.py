@@ -65,7 +65,7 @@ def test_what_is_not_there_is_exit_code_4(get: Any, arguments: list[str]) -> Non
     outcome = get(*arguments)
     assert (outcome.exit_code, outcome.stdout) == (4, "")
     assert outcome.stderr.startswith("kvstow get ")
-    assert "\nfix: " in outcome.stderr
+    assert f"\nfix: `kvstow get {arguments[0]}` lists what there is\n" in outcome.stderr
 
 
 def test_a_key_that_is_no_key_is_a_usage_error(get: Any) -> None:
@@ -77,7 +77,7 @@ def test_pages_are_put_together_up_to_the_limit(get: Any, monkeypatch: pytest.Mo
     assert len(json.loads(get("blocks", "-o", "json").stdout)["items"]) == 6
     outcome = get("blocks", "-o", "json", "--limit", "5")
     assert len(json.loads(outcome.stdout)["items"]) == 5
-    assert outcome.stderr == "there are more than 5: --limit\n"
+    assert outcome.stderr == "there are more than these 5: see them with --limit\n"
 
 
 def test_stats_can_be_one_section(get: Any) -> None:
@@ -89,14 +89,16 @@ def test_stats_can_be_one_section(get: Any) -> None:
 
 def test_transfers_in_flight_are_listed(get: Any, host: Any) -> None:
     host.engine.begin_store([b"\x09\x09"], [0], request_id="r-7")
-    assert "r-7" in get("transfers", "--direction", "store").stdout
+    shown = get("transfers", "--direction", "store").stdout
+    assert "r-7" in shown
+    assert "0, 1" in shown  # the ranks that it waits for
     assert "r-7" not in get("transfers", "--direction", "load").stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [
-        (["server"], ["  mode", "  state", "drain", "bypass"]),
+        (["server"], ["  mode", "  state", "drain", "bypass", "running operations  -"]),
         (["pool"], ["  slots", "    cached", "  evictions"]),
         (["rank", "1"], ["  boot id", "  pinned"]),
         (["block", KEYS[1].hex()], ["  leases"]),

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import pytest
 
+import kvstow
 from kvstow_service.cli.commands import COMMANDS, load
 
 HEAVY = ["torch", "numpy", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "matplotlib", "vllm"]
@@ -55,6 +56,10 @@ def test_every_command_that_asks_a_server_can_be_told_which(name: str) -> None:
     for one in commands:
         flags = {flag for parameter in one.params for flag in parameter.opts}
         assert {"--server", "--context", "--token-file", "--ca-file"} <= flags, one.name
+
+
+def test_it_tells_its_version(run: Any) -> None:
+    assert run("--version").stdout == f"kvstow, version {kvstow.__version__}\n"
 
 
 def test_a_command_that_does_not_exist_is_a_usage_error(run: Any) -> None:

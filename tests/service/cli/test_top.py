@@ -114,6 +114,28 @@ def test_movement_is_of_the_last_seconds_and_of_one_life(make_host: Any) -> None
         watcher._client.close()
 
 
+def test_trouble_is_told_in_full_and_switches_too(make_host: Any) -> None:
+    from rich.console import Console
+
+    from kvstow_api.client import Client
+    from kvstow_service.cli.board import board
+
+    host = make_host()
+    host.ranks[1].state, host.ranks[1].error = "degraded", "the next chunk does not fit: " + "64 MiB are left " * 5
+    host.ranks[1].report()
+    host.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
+    host.engine.admin.pause_pinning(True)
+    with Client(host.url) as client:
+        snapshot = Watcher(client).look()
+    console = Console(width=80, record=True)
+    console.print(board(snapshot, None, width=80, height=30, server=host.url))
+    text = console.export_text()
+    assert " ".join(text.split()).count("64 MiB are left") == 10  # the reason says it, too
+    assert "rank 1        ━" in text
+    assert "loads are bypassed (`kvstow bypass --off` ends it)" in text
+    assert "pinning is paused (`kvstow pinning resume` ends it)" in text
+
+
 def test_many_ranks_are_cut_to_those_that_matter(make_host: Any) -> None:
     from rich.console import Console
 

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.service.cli.terminal import Terminal
+
+from kvstow.testing.clock import FakeClock
+from kvstow_service.cli.wait import _Lines, _Look
 
 
 def test_a_ready_server_is_not_waited_for(run: Any, host: Any) -> None:
@@ -65,13 +69,45 @@ def test_a_refusal_is_not_waited_out(run: Any, make_host: Any, tmp_path: Path) -
     outcome = run("wait", "--server", url, "--for=pinned")
     assert outcome.exit_code == 1
     assert "Unauthorized" in outcome.stderr
-    assert "fix: give the file of an admin's token" in outcome.stderr
+    assert "fix: give a file with a token that is valid there: --token-file" in outcome.stderr
     assert run("wait", "--server", url, "--for=pinned", "--token-file", str(tmp_path / "viewer")).exit_code == 0
 
 
 @pytest.mark.parametrize("arguments", [["--for", "green"], ["--timeout", "soon"], ["--server", "kvstow:9595"]])
 def test_what_makes_no_sense_is_a_usage_error(run: Any, arguments: list[str]) -> None:
     assert run("wait", *arguments).exit_code == 2
+
+
+def test_what_keeps_memory_from_being_pinned_is_told(run: Any, make_host: Any) -> None:
+    host = make_host(pinned=4)
+    pinned = ("wait", "--server", host.url, "--for=pinned", "--timeout=0")
+    host.engine.admin.pause_pinning(True)
+    assert "pinning is paused: `kvstow pinning resume`" in run(*pinned).stderr
+    host.ranks[1].state, host.ranks[1].error = "degraded", "no more memory"
+    host.ranks[1].report()
+    assert "4 of 16 slots are usable; rank 1 is degraded: no more memory" in run(*pinned).stderr
+
+
+def test_a_log_is_not_flooded(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = FakeClock()
+    lines = _Lines(clock)
+    for _ in range(12):
+        lines.show(_Look(False, f"at {clock():g} s"))
+        clock.advance(1.0)
+    lines.show(_Look(False, "at 10 s"))
+    assert capsys.readouterr().err == "waiting: at 0 s\nwaiting: at 5 s\nwaiting: at 10 s\n"
+
+
+def test_on_a_terminal_it_shows_each_rank(make_host: Any, child_environ: dict[str, str]) -> None:
+    host = make_host(pinned=4)
+    with Terminal("wait", "--for=pinned", "--server", host.url, environ=child_environ) as terminal:
+        terminal.until("4 of 16 slots are usable")
+        terminal.until("rank 1")
+        terminal.until("16 KiB of 64 KiB")
+        for rank in host.ranks:
+            rank.pin(16)
+        terminal.until("ready: 16 of 16 slots are usable")
+        assert terminal.end() == 0
 
 
 def test_a_silent_server_is_named(run: Any) -> None:

@@ -73,7 +73,7 @@ def diagnosis(*findings: FindingView) -> DoctorView:
         checked=datetime(2026, 1, 1, tzinfo=UTC),
         healthy=not findings,
         findings=list(findings),
-        checks=["memory", "clocks"],
+        checks=["memory"],
         skipped={"clocks": "no rank has told its time"},
     )
 
@@ -81,7 +81,7 @@ def diagnosis(*findings: FindingView) -> DoctorView:
 def test_a_healthy_server_is_exit_code_0(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstow_api.client.Client.send", lambda self, call: diagnosis())
     outcome = run("doctor", "--server", host.url)
-    assert (outcome.exit_code, outcome.stdout) == (0, "1 checks, no findings\n")
+    assert (outcome.exit_code, outcome.stdout) == (0, "1 check, no findings\n")
 
 
 def test_findings_are_told_with_their_fix_and_are_exit_code_1(
@@ -96,9 +96,17 @@ def test_findings_are_told_with_their_fix_and_are_exit_code_1(
         "  fix  make it larger",
         "  memory: gib 2",
         "",
-        "1 checks, 1 findings",
+        "1 check, 1 finding",
         "not made: clocks: no rank has told its time",
     ]
+
+
+def test_a_server_that_is_not_ready_is_not_healthy(run: Any, host: Any) -> None:
+    host.ranks[1].state = "failed"
+    host.ranks[1].report()
+    outcome = run("doctor", "--server", host.url)
+    assert outcome.exit_code == 1
+    assert "error  /readyz fails: ranks: rank 1 is failed" in outcome.stdout
 
 
 def test_a_real_server_is_examined(run: Any, host: Any) -> None:
