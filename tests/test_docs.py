@@ -24,7 +24,7 @@ from kvstow_service.listeners import Listeners
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "helm" / "kvstow" / "files" / "rules.yaml"])
 
-_TYPED = re.compile(r"`(?:\$ )?kvstow ([^`]+)`|^\s*\$ (?:.*/)?kvstow ([^#|>&\n]+)", re.MULTILINE)
+_TYPED = re.compile(r"`(?:\$ )?kvstow ([^`]+)`|^\s*\$ (?:.*/|kubectl .* -- )?kvstow ([^#|>&\n]+)", re.MULTILINE)
 
 
 def commands(text: str) -> Iterator[str]:

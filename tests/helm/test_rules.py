@@ -65,6 +65,7 @@ def cases() -> Iterator[Case]:
     yield from admin_down()
     yield from not_pinned()
     yield from not_ready()
+    yield from failing()
     yield from stuck()
     yield from errors()
     yield from saturated()
@@ -107,6 +108,17 @@ def not_ready() -> Iterator[Case]:
     yield Case(name, 10, (("kvstow_rank_ready", rank, "1x20"),))
 
 
+def failing() -> Iterator[Case]:
+    name, check = "KvstowNotReady", {**POD, "check": "keeper"}
+    red = ("kvstow_health_check", {**check, "probe": "readyz"}, "0x20")
+    yield Case(name, 10, (red,), (check, f"The check keeper of {WHERE} has failed for five minutes."))
+    yield Case(name, 10, (("kvstow_health_check", {**check, "probe": "readyz"}, "0x4 1x20"),))
+    yield Case(name, 10, (red, ("kvstow_state", {**POD, "state": "draining"}, "1x20")))  # another alert's, as is:
+    yield Case(name, 10, (red, ("kvstow_errors_total", {**POD, "component": "engine", "code": "integrity"}, "1x20")))
+    for other in ("ranks", "pinned"):
+        yield Case(name, 10, (("kvstow_health_check", {**POD, "check": other, "probe": "readyz"}, "0x20"),))
+
+
 def stuck() -> Iterator[Case]:
     name = "KvstowTransfersStuck"
     yield Case(name, 5, (("kvstow_transfers_stuck", POD, "2x10"),), (POD, f"2 transfers of {WHERE} are stuck."))
@@ -123,16 +135,18 @@ def errors() -> Iterator[Case]:
 
 
 def saturated() -> Iterator[Case]:
-    name, load = "KvstowQueueSaturated", {**POD, "direction": "load"}
+    name = "KvstowQueueSaturated"
 
-    def waits(short: str, long: str) -> tuple[tuple[str, dict[str, str], str], ...]:
+    def waits(direction: str, short: str, long: str) -> tuple[tuple[str, dict[str, str], str], ...]:
+        labels = {**POD, "direction": direction}
         counts = {"1.0": short, "3.0": long, "+Inf": long}
-        return tuple(("kvstow_transfer_queue_wait_seconds_bucket", {**load, "le": le}, n) for le, n in counts.items())
+        return tuple(("kvstow_transfer_queue_wait_seconds_bucket", {**labels, "le": le}, n) for le, n in counts.items())
 
-    summary = f"One transfer in ten (load) of {WHERE} waits 2.6s or longer for its turn."
-    yield Case(name, 30, waits("0+60x60", "0+120x60"), (load, summary))
-    yield Case(name, 30, waits("0+110x60", "0+120x60"))
-    yield Case(name, 30, waits("0x60", "0x60"))
+    summary = f"One load in ten of {WHERE} waits 2.6s or longer for its turn."
+    yield Case(name, 30, waits("load", "0+60x60", "0+120x60"), (POD, summary))
+    yield Case(name, 30, waits("load", "0+110x60", "0+120x60"))
+    yield Case(name, 30, waits("load", "0x60", "0x60"))
+    yield Case(name, 30, waits("store", "0+60x60", "0+120x60"))
 
 
 def dropped() -> Iterator[Case]:
@@ -154,6 +168,8 @@ def collapsed() -> Iterator[Case]:
     summary = "The hit ratio of ml/vllm-0 (10.0.0.7:9595) has fallen to 15%, less than half of the day before."
     yield Case(name, day + 50, (asked, fell), (POD, summary))
     yield Case(name, day + 50, (asked, ("kvstow_hit_tokens_total", hits, f"0+60x{day} {60 * day}+40x{day}")))
+    night = ("kvstow_query_tokens_total", POD, f"0+100x{day} {100 * day}+10x{day}")
+    yield Case(name, day + 50, (night, ("kvstow_hit_tokens_total", hits, f"0+60x{day} {60 * day}+1x{day}")))
     idle = ("kvstow_query_tokens_total", POD, f"0+100x{day} {100 * day}x{day}")
     yield Case(name, day + 50, (idle, ("kvstow_hit_tokens_total", hits, f"0+60x{day} {60 * day}x{day}")))
     few = ("kvstow_hit_tokens_total", hits, f"0+5x{day} {5 * day}x{day}")
@@ -176,12 +192,15 @@ def thrashing() -> Iterator[Case]:
 
 
 def switched_off() -> Iterator[Case]:
-    name, key = "KvstowSwitchedOff", "kvstow_fallbacks_total"
-    labels = {**POD, "reason": "bypassed"}
-    summary = f"Requests to {WHERE} have gone without the cache for an hour, because it is bypassed."
-    yield Case(name, 100, ((key, labels, "0+5x120"),), (labels, summary))
-    yield Case(name, 40, ((key, labels, "0+5x30 150x90"),))  # for half an hour
-    yield Case(name, 100, ((key, {**POD, "reason": "not_ready"}, "0+5x120"),))  # another alert's
+    name, lookups, stores = "KvstowSwitchedOff", "kvstow_fallbacks_total", "kvstow_store_blocks_total"
+    bypassed = {**POD, "reason": "bypassed"}
+    fires = (POD, f"The cache of {WHERE}, or a part of it, has been switched off for an hour.")
+    yield Case(name, 100, ((lookups, bypassed, "0+5x120"),), fires)
+    yield Case(name, 100, ((stores, {**POD, "outcome": "skipped_bypass"}, "0+5x120"),), fires)
+    yield Case(name, 100, (("kvstow_state", {**POD, "state": "draining"}, "1x120"),), fires)  # and nothing comes
+    yield Case(name, 40, ((lookups, bypassed, "0+5x30 150x90"),))  # for half an hour
+    yield Case(name, 100, ((lookups, {**POD, "reason": "not_ready"}, "0+5x120"),))  # another alert's
+    yield Case(name, 100, ((stores, {**POD, "outcome": "skipped_already_cached"}, "0+5x120"),))
 
 
 def unbalanced() -> Iterator[Case]:

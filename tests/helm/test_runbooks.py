@@ -1,0 +1,127 @@
+"""Every name in a runbook is one that an operator meets. What it says to type is tried in tests/test_docs.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+import click
+import pytest
+import yaml
+
+import kvstow.errors
+from kvstow.config import POLICIES, EngineConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.messages import RankState
+from kvstow_api.doctor import CHECKS
+from kvstow_api.metrics.collector import Collector
+from kvstow_api.requests import HttpCounters
+from kvstow_api.services import Services
+from kvstow_api.views.stats import FaultStats, LookupStats, StatsView
+from kvstow_service import environment
+from kvstow_service.cli import app
+from kvstow_service.context import make_context
+from kvstow_service.keeper import Keeper
+from kvstow_service.listeners import Listeners
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "runbooks").glob("*.md"))
+RULES = ROOT / "helm" / "kvstow" / "files" / "rules.yaml"
+ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"] if "alert" in rule]
+
+# Of Kubernetes, Prometheus, vLLM and the driver.
+FOREIGN = {
+    "container_cpu_cfs_throttled_periods_total",
+    "https",
+    "instance",
+    "kubectl -n NAMESPACE logs POD",
+    "kubectl exec -it",
+    "kv_load_failure_policy: recompute",
+    "nvidia-smi",
+    "up",
+}
+
+
+def code_words(text: str) -> Iterator[str]:
+    """What stands between backticks in sentences, but for commands of ours."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return (word for word in re.findall(r"`([^`]+)`", prose) if not word.startswith("kvstow "))
+
+
+@cache
+def services() -> Services:
+    engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
+    context = make_context(
+        engine, Keeper(engine), Listeners(), mode="test", max_capacity_slots=4, settings={}, agent_token="token"
+    )
+    return Services.of(context, HttpCounters(()))
+
+
+def scraped() -> Iterator[str]:
+    """Names of metrics, and values of their labels: states, checks, reasons, outcomes, errors."""
+    for family in Collector(services()).collect():
+        for sample in family.samples:
+            yield sample.name
+            yield from sample.labels.values()
+        if family.type == "histogram":
+            yield family.name
+
+
+@cache
+def sources() -> str:
+    return "".join(path.read_text() for top in ("engine", "api", "service") for path in (ROOT / top).rglob("*.py"))
+
+
+def flags(command: click.Command) -> Iterator[str]:
+    for parameter in command.params:
+        yield from (*parameter.opts, *parameter.secondary_opts)
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            _, found, _ = command.resolve_command(context, [name])
+            assert found is not None
+            yield from flags(found)
+
+
+@cache
+def known() -> frozenset[str]:
+    found = {*scraped(), *flags(app), *CHECKS, *get_args(RankState), *POLICIES, *FOREIGN}
+    found |= {field.name for view in (StatsView, LookupStats, FaultStats) for field in fields(view)}
+    found |= {one.code for one in vars(kvstow.errors).values() if isinstance(one, type) and hasattr(one, "code")}
+    found |= {value for value in vars(environment).values() if isinstance(value, str)}
+    found |= {rule["labels"]["severity"] for rule in ALERTS}
+    found |= {f"/{probe}" for probe in services().health.probes}
+    return frozenset(found | set(re.findall(r'getLogger\("([\w.]+)"\)', sources())))
+
+
+def is_known(word: str) -> bool:
+    """A name, a file of the repository, or words that a log may have."""
+    return word in known() or (ROOT / word).is_file() or (" " in word and word in sources())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_name_is_real(page: Path) -> None:
+    assert [word for word in code_words(page.read_text()) if not is_known(word)] == []
+
+
+def test_the_index_has_every_alert_and_how_urgent_it_is() -> None:
+    index = (ROOT / "docs" / "runbooks" / "README.md").read_text()
+    rows = re.findall(r"^\| \[(\w+)\]\(\1\.md\) \| (\w+) \|", index, re.MULTILINE)
+    assert rows == [(rule["alert"], rule["labels"]["severity"]) for rule in ALERTS]
+
+
+def test_every_check_of_readiness_has_an_alert() -> None:
+    own = {
+        "ranks": "KvstowRankNotReady",
+        "pool": "KvstowPoolNotPinned",
+        "pinned": "KvstowPoolNotPinned",
+        "transfers": "KvstowTransfersStuck",
+    }
+    expressions = {rule["alert"]: rule["expr"] for rule in ALERTS}
+    (others,) = re.findall(r'check=~"([^"]+)"', expressions["KvstowNotReady"])
+    assert {*own, *others.split("|")} == set(services().health.probes["readyz"].checks)
+    assert set(own.values()) <= expressions.keys()
