@@ -6,7 +6,7 @@ import base64
 import binascii
 from typing import Annotated
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from kvstow_api.schemas.base import Query
@@ -20,6 +20,7 @@ def token_of(position: int | None) -> str | None:
 
 
 def _position_of(token: str) -> int:
+    """The number in `token`; 0 for none. Raises the validation error of what no answer has said."""
     try:
         raw = base64.b64decode(token, altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
@@ -30,13 +31,20 @@ def _position_of(token: str) -> int:
     return int.from_bytes(raw, "big")
 
 
+def _check_token(token: str) -> str:
+    _position_of(token)
+    return token
+
+
 class PageQuery(Query):
-    """Which part of a list. `position` is the number in the page token; 0 without one."""
+    """Which part of a list."""
 
     page_size: Annotated[int, Field(ge=1, le=1000, description="How many at most")] = 100
-    position: Annotated[
-        int,
-        PlainValidator(_position_of),
-        WithJsonSchema({"type": "string"}),
-        Field(alias="page_token", description="`next_page_token` of the page before"),
-    ] = 0
+    page_token: Annotated[
+        str, AfterValidator(_check_token), Field(description="`next_page_token` of the page before")
+    ] = ""
+
+    @property
+    def position(self) -> int:
+        """The number in `page_token`."""
+        return _position_of(self.page_token)
