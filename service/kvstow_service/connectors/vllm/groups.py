@@ -99,8 +99,9 @@ def kv_groups(
     """The groups of vLLM's `KVCacheSpec`s, whose requests are hashed every `hash_tokens` tokens. `hands_states_over`:
     whether this vLLM tells connectors of the states of recurrent layers.
 
-    With decode context parallelism a block spans `context_parallel` times its own tokens: each rank has its share.
-    Raises `ConfigError` for kinds of KV cache that cannot be kept, naming them.
+    With decode context parallelism a block spans `context_parallel` times its own tokens, where each rank has its share
+    and not all (states; some draft models, vLLM 0.32). Raises `ConfigError` for kinds of KV cache that cannot be kept,
+    naming them.
     """
     if not specs:
         raise ConfigError("the model's KV cache groups", 0, "one or more: a model without KV cache has nothing to keep")
@@ -114,14 +115,18 @@ def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int, hands
     kind = _layer_spec(spec)
     name = type(kind).__name__
     is_state = name == _STATE
-    tokens = spec.block_size * (1 if is_state else context_parallel)  # a state is whole on every rank
+    if not getattr(kind, "prefix_cacheable", True):  # vLLM 0.30
+        allowed = "kinds that vLLM finds by their prefix (--no-swa-bounded-replay)"
+        raise ConfigError(f"KV cache group {index}", f"{name} without prefix caching", allowed)
+    tokens = spec.block_size * (context_parallel if getattr(kind, "dcp_sharded", not is_state) else 1)
     if tokens % hash_tokens:
         raise ConfigError(f"block size of KV cache group {index}", tokens, f"a multiple of {hash_tokens}")
     hashes = tokens // hash_tokens
     if name in _FULL:
         return KVGroup(index, tokens, hashes)
     if name in _WINDOW:
-        return KVGroup(index, tokens, hashes, window=kind.sliding_window)
+        # Nobody attends to the rest (vLLM 0.28), but vLLM takes it for cached once a load is done.
+        return KVGroup(index, tokens, hashes, window=kind.sliding_window + getattr(kind, "extra_retained_tokens", 0))
     if name in _CHUNKED:
         return KVGroup(index, tokens, hashes, chunk=kind.attention_chunk_size)
     if is_state and hands_states_over and kind.mamba_cache_mode == "align":

@@ -24,8 +24,13 @@ class MLAAttentionSpec(FullAttentionSpec): ...
 
 @dataclass
 class SlidingWindowSpec:
+    """`extra_retained_tokens` since vLLM 0.28, `prefix_cacheable` since 0.30, `dcp_sharded` since 0.32."""
+
     block_size: int
     sliding_window: int
+    extra_retained_tokens: int = 0
+    prefix_cacheable: bool = True
+    dcp_sharded: bool = True
 
 
 @dataclass
@@ -71,6 +76,23 @@ def test_hits_end_where_a_block_of_every_group_ends() -> None:
 def test_context_parallel_ranks_share_a_block() -> None:
     (group,) = kv_groups([FullAttentionSpec(16)], 16, context_parallel=2).groups
     assert (group.block_tokens, group.hashes_per_block) == (32, 2)
+
+
+def test_what_every_rank_has_whole_spans_its_own_tokens() -> None:
+    specs = [FullAttentionSpec(16), SlidingWindowSpec(16, 40, dcp_sharded=False)]
+    groups = kv_groups(specs, 16, context_parallel=2).groups
+    assert [group.block_tokens for group in groups] == [32, 16]
+
+
+def test_a_window_is_loaded_with_all_that_vllm_retains() -> None:
+    """Else vLLM would serve blocks as cached that nobody has written."""
+    (group,) = kv_groups([SlidingWindowSpec(16, 33, extra_retained_tokens=16)], 16).groups
+    assert group.first_block(160) == (160 - 33 + 1 - 16) // 16 == 7
+
+
+def test_a_group_that_vllm_does_not_find_by_prefix_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"group 1.*SlidingWindowSpec without prefix caching.*bounded-replay"):
+        kv_groups([FullAttentionSpec(16), SlidingWindowSpec(16, 40, prefix_cacheable=False)], 16)
 
 
 def test_layers_of_one_type_are_one_group() -> None:
