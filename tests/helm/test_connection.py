@@ -68,6 +68,7 @@ def test_values_reach_the_connector(find: Find) -> None:
         pin_pause=0.002,
         admin_host="0.0.0.0",
         admin_port=9600,
+        readiness_require=("pool",),
         token_file=Path("/etc/kvstow/token/admin.txt"),
         viewer_token_file=Path("/etc/kvstow/token/viewers.txt"),
         tls_cert=Path("/etc/kvstow/tls/tls.crt"),
@@ -137,6 +138,8 @@ def test_kvstow_serve_takes_every_flag(find: Find, case: str) -> None:
     assert settings.token_file == Path("/etc/kvstow/token/token")
     assert settings.pool_size == (8 << 30 if case == "service-cuda" else 512 << 20)
     assert settings.drain_deadline == 60
+    assert settings.transfer_timeout == 30
+    assert settings.readiness_require == (("pool", "pinned") if case == "service-cuda" else ())
 
 
 def test_the_helm_test_runs_a_command_that_exists(find: Find) -> None:

@@ -53,7 +53,7 @@ SERVICE = ("mode=service", "image.registry=r.example.com")
             "engine.port: 9596 is a port of the admin servers",
         ),
         ([*SERVICE, "service.slotSize=1Gi", "pool.size=512Mi"], "service.slotSize: 1Gi is more than pool.size, 512Mi"),
-        ([*SERVICE, "service.readinessRequire={engine}"], "at '/service/readinessRequire/0': value must be one of"),
+        (["admin.readinessRequire={engine}"], "at '/admin/readinessRequire/0': value must be one of 'pool', 'pinned'"),
     ],
 )
 def test_wrong_values_are_refused_by_name(

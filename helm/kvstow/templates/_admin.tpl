@@ -16,7 +16,7 @@
 {{- .Values.admin.tokenSecret.name | default (printf "%s-token" (include "kvstow.fullname" .)) -}}
 {{- end -}}
 
-{{/* Files of the admin server, as `kvstow serve` and the connector alike call them. */}}
+{{/* Files of the admin server, by the names that `kvstow serve` and the connector have for them. */}}
 {{- define "kvstow.adminFiles" -}}
 {{- $admin := .Values.admin -}}
 token_file: /etc/kvstow/token/{{ $admin.tokenSecret.key }}

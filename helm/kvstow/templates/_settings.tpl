@@ -1,23 +1,35 @@
+{{/* Settings that `kvstow serve` and the connector call the same. All are text. */}}
+{{- define "kvstow.settings" -}}
+{{ include "kvstow.adminFiles" . }}
+policy: {{ .Values.pool.policy }}
+transfer_timeout: {{ .Values.pool.transferTimeoutSeconds }}s
+{{- with .Values.pool.pinning }}
+{{- with .latencyTarget }}
+pin_latency_target: {{ . }}
+{{- end }}
+{{- with .chunk }}
+pin_chunk: {{ include "kvstow.bytes" . | quote }}
+{{- end }}
+{{- with .pause }}
+pin_pause: {{ . }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{/* The value of vLLM's --kv-transfer-config. */}}
 {{- define "kvstow.connection" -}}
-{{- $extra := dict
+{{- $extra := include "kvstow.settings" . | fromYaml | merge (dict
       "cpu_bytes_to_use_per_rank" (include "kvstow.bytes" .Values.pool.size | int64)
       "lazy_offload" .Values.connector.lazyOffload
-      "policy" .Values.pool.policy
       "copy_strategy" .Values.pool.copyStrategy
-      "transfer_timeout" .Values.pool.transferTimeoutSeconds
       "admin_host" .Values.admin.host
       "admin_port" (.Values.admin.port | int)
+    )
 -}}
-{{- $extra = merge $extra (include "kvstow.adminFiles" . | fromYaml) -}}
+{{- with .Values.admin.readinessRequire }}{{ $_ := set $extra "readiness_require" . }}{{ end -}}
 {{- /* max_bytes is of all ranks of one engine. */ -}}
 {{- $ranks := mul .Values.parallel.tensor .Values.parallel.pipeline -}}
 {{- with .Values.pool.maxSize }}{{ $_ := set $extra "max_bytes" (mul $ranks (include "kvstow.bytes" .)) }}{{ end -}}
-{{- with .Values.pool.pinning }}
-{{- if .latencyTarget }}{{ $_ := set $extra "pin_latency_target" .latencyTarget }}{{ end -}}
-{{- if .chunk }}{{ $_ := set $extra "pin_chunk" (include "kvstow.bytes" .chunk | int64) }}{{ end -}}
-{{- if .pause }}{{ $_ := set $extra "pin_pause" .pause }}{{ end -}}
-{{- end -}}
 {{- dict
       "kv_connector" "KVStowConnector"
       "kv_connector_module_path" "kvstow_service.connectors.vllm"
