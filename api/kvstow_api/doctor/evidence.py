@@ -1,0 +1,43 @@
+"""What the checks look at, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from kvstow.control.gate import BypassStatus, DrainStatus
+from kvstow.messages import DesiredState
+from kvstow.stats import RankStatus, Readiness
+from kvstow_api.health import Verdict
+from kvstow_api.hostfacts import HostFacts
+from kvstow_api.views.doctor import FindingView, Severity
+from kvstow_api.views.history import SampleView
+
+
+class Evidence(NamedTuple):
+    """All that the checks look at. `verdict` is that of /readyz; `host` is None where the host measures nothing."""
+
+    verdict: Verdict
+    readiness: Readiness
+    desired: DesiredState
+    drain: DrainStatus
+    bypass: BypassStatus
+    samples: Sequence[SampleView]
+    clock_offsets: Mapping[int, float]
+    host: HostFacts | None
+
+    @property
+    def reporting(self) -> list[RankStatus]:
+        """The ranks that have reported. Raises `NothingToMeasure` where none has."""
+        ranks = [rank for rank in self.readiness.ranks if rank.boot_id is not None]
+        if not ranks:
+            raise NothingToMeasure("no rank has reported")
+        return ranks
+
+
+class NothingToMeasure(Exception):
+    """Raised by a check that has no facts; says which it lacks."""
+
+
+def make_finding(check: str, severity: Severity, what: str, why: str, fix: str, **evidence: float) -> FindingView:
+    return FindingView(check=check, severity=severity, what=what, why=why, fix=fix, evidence=evidence)

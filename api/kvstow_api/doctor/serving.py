@@ -1,0 +1,73 @@
+"""Serving: what keeps traffic away, and what an operator has switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvstow_api.doctor.evidence import Evidence, make_finding
+from kvstow_api.views.doctor import FindingView
+
+_READINESS_FIXES = {
+    "engine": "the log says when it began and why; restart the process",
+    "ranks": "see the rank's log (kvstow.agent); one that has failed comes back only with a restart of its process",
+    "transfers": "`kvstow get transfers` names the ranks they wait for: see their logs and GPUs; "
+    "a rank that does not go on needs a restart",
+    "pool": "`kvstow get ranks` shows how far each rank is",
+    "pinned": "`kvstow get ranks` shows how far each rank is",
+    "loop": "give the process more CPU, or find what keeps it busy",
+    "keeper": "`kvstow bypass --load --store`, keep the log, then restart the process",
+}
+"""By the name of a check of /readyz."""
+_SEE_LOG = "see the log of the process"
+
+
+def check_readiness(evidence: Evidence) -> Iterator[FindingView]:
+    """What fails /readyz, but for a drain: that is a switch."""
+    readiness = evidence.readiness
+    for one in evidence.verdict.findings:
+        if one.fails_probe and not (one.name == "engine" and evidence.drain.active):
+            yield make_finding(
+                "readiness",
+                "error",
+                f"/readyz fails: {one.name}: {one.failure}",
+                "traffic is kept away from here, or served without the cache",
+                _READINESS_FIXES.get(one.name, _SEE_LOG),
+                usable_slots=readiness.usable_slots,
+                capacity_slots=readiness.capacity_slots,
+            )
+
+
+def check_switches(evidence: Evidence) -> Iterator[FindingView]:
+    """What an operator has switched off."""
+    bypass = evidence.bypass
+    off = [name for name, is_off in (("loads", bypass.load), ("stores", bypass.store)) if is_off]
+    if off:
+        left = bypass.ttl_seconds_left
+        yield make_finding(
+            "switches",
+            "info" if left is not None else "warning",
+            f"{' and '.join(off)} are bypassed" + ("" if left is None else f" for {left:.0f} s more"),
+            "the cache saves nothing in that direction",
+            "`kvstow bypass --off`, when the reason is gone",
+            bypassed_directions=len(off),
+        )
+    if evidence.drain.active:
+        yield make_finding(
+            "switches",
+            "warning",
+            f"the engine is being drained (mode {evidence.drain.mode})",
+            "the cache takes nothing new, and /readyz fails",
+            "`kvstow undrain`, if the process is to go on",
+            pending_transfers=evidence.drain.pending_transfers,
+        )
+    if evidence.desired.paused:
+        readiness = evidence.readiness
+        yield make_finding(
+            "switches",
+            "warning" if readiness.usable_slots < readiness.capacity_slots else "info",
+            "pinning is paused",
+            f"the pool stays at {readiness.usable_slots} of {readiness.capacity_slots} slots",
+            "`kvstow pinning resume`, when the reason is gone",
+            usable_slots=readiness.usable_slots,
+            capacity_slots=readiness.capacity_slots,
+        )

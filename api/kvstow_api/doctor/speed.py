@@ -1,0 +1,91 @@
+"""Speed: clocks, links, and whether what is stored is of use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+
+from kvstow.bytesize import format_size
+from kvstow.stats import RankStatus
+from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding
+from kvstow_api.views.doctor import FindingView
+
+CLOCK_SECONDS = 1.0
+LINK_BYTES = 1 << 30  # moved by a rank before its rate says something
+LINK_RATIO = 0.5
+THRASHING_WINDOW = timedelta(minutes=10)
+THRASHING_REUSE = 0.1
+
+
+def check_clocks(evidence: Evidence) -> Iterator[FindingView]:
+    """Clocks of ranks that are not the server's."""
+    if not evidence.clock_offsets:
+        raise NothingToMeasure("no rank has told its time")
+    for rank, offset in sorted(evidence.clock_offsets.items()):
+        if abs(offset) > CLOCK_SECONDS:
+            yield make_finding(
+                "clocks",
+                "warning",
+                f"the clock of rank {rank} is {offset:+.1f} s from the server's",
+                "lines of the two logs cannot be put in order; KVStow itself does not depend on it",
+                "let NTP or chrony keep the time on that node",
+                rank=rank,
+                offset_seconds=round(offset, 3),
+            )
+
+
+def check_links(evidence: Evidence) -> Iterator[FindingView]:
+    """Ranks that move bytes at less than half the rate of the fastest."""
+    rates = {direction: _rates(evidence.reporting, direction) for direction in ("load", "store")}
+    compared = {direction: of_ranks for direction, of_ranks in rates.items() if len(of_ranks) > 1}
+    if not compared:
+        raise NothingToMeasure(f"fewer than 2 ranks have moved {format_size(LINK_BYTES)} in one direction")
+    for direction, of_ranks in compared.items():
+        fastest = max(of_ranks.values())
+        for number, rate in of_ranks.items():
+            if rate < LINK_RATIO * fastest:
+                yield make_finding(
+                    "links",
+                    "warning",
+                    f"rank {number} {direction}s at {format_size(int(rate))}/s, "
+                    f"the fastest rank at {format_size(int(fastest))}/s",
+                    "every transfer ends with its slowest rank, so this one holds all of them up",
+                    "compare PCIe width and generation (nvidia-smi -q), NUMA binding, and what else uses the link",
+                    rank=number,
+                    bytes_per_second=rate,
+                    fastest_bytes_per_second=fastest,
+                )
+
+
+def _rates(ranks: Iterable[RankStatus], direction: str) -> dict[int, float]:
+    """Bytes per busy second, of ranks that have moved enough."""
+    moved = {
+        rank.rank: (rank.load_bytes_total, rank.load_busy_seconds)
+        if direction == "load"
+        else (rank.store_bytes_total, rank.store_busy_seconds)
+        for rank in ranks
+    }
+    return {rank: num_bytes / busy for rank, (num_bytes, busy) in moved.items() if num_bytes >= LINK_BYTES and busy > 0}
+
+
+def check_thrashing(evidence: Evidence) -> Iterator[FindingView]:
+    """A pool whose whole content is replaced before it is of use."""
+    samples = evidence.samples
+    if len(samples) < 2:
+        raise NothingToMeasure("the server has not watched the counters for long enough")
+    last = samples[-1]
+    first = next(sample for sample in samples if last.time - sample.time <= THRASHING_WINDOW)
+    evicted, hits = last.evicted_blocks - first.evicted_blocks, last.hit_blocks - first.hit_blocks
+    if last.usable_slots and evicted >= last.usable_slots and hits < THRASHING_REUSE * evicted:
+        seconds = (last.time - first.time).total_seconds()
+        yield make_finding(
+            "thrashing",
+            "warning",
+            f"in {seconds:.0f} s {evicted} blocks were evicted from {last.usable_slots} slots, for {hits} hits",
+            "blocks leave before their prefix comes again: stores cost bandwidth, and hardly anything is saved",
+            "make the pool larger, route requests with a common prefix to the same engine, or bypass stores",
+            evicted_blocks=evicted,
+            hit_blocks=hits,
+            usable_slots=last.usable_slots,
+            window_seconds=seconds,
+        )
