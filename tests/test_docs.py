@@ -22,7 +22,7 @@ from kvstow_service.keeper import Keeper
 from kvstow_service.listeners import Listeners
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "helm" / "kvstow" / "files" / "rules.yaml"])
+DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "helm" / "kvstow" / "files" / "rules.yaml"])
 
 _TYPED = re.compile(r"`(?:\$ )?kvstow ([^`]+)`|^\s*\$ (?:.*/|kubectl .* -- )?kvstow ([^#|>&\n]+)", re.MULTILINE)
 
@@ -41,7 +41,8 @@ COMMANDS = [(path, command) for path in DOCUMENTS for command in commands(path.r
 )
 def test_the_command_line_takes_it(path: Path, command: str) -> None:
     given: click.Command = app
-    context, words = click.Context(app, info_name="kvstow"), shlex.split(command)
+    context = click.Context(app, info_name="kvstow")
+    words = [word for word in shlex.split(command) if word != "--help"]  # which would print and end
     while isinstance(given, click.Group) and words:
         name, found, words = given.resolve_command(context, words)
         assert found is not None, f"{path.name}: there is no {name}"
