@@ -152,10 +152,27 @@ def test_the_helm_test_runs_a_command_that_exists(find: Find) -> None:
         assert flag.partition("=")[0] in help_text.output
 
 
+def container_of(find: Find, *sets: str) -> dict[str, Any]:
+    (only,) = find("Deployment", *sets)["spec"]["template"]["spec"]["containers"]
+    return dict(only)
+
+
 def probes(find: Find, *sets: str) -> list[dict[str, str]]:
     """Of startup, liveness and readiness."""
-    (container,) = find("Deployment", *sets)["spec"]["template"]["spec"]["containers"]
+    container = container_of(find, *sets)
     return [container[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
+
+
+@pytest.mark.parametrize("sets", [(*ENGINE, "engine.probes.startupMinutes=5"), SERVICE])
+def test_a_slow_start_or_a_busy_minute_restarts_nothing(find: Find, sets: tuple[str, ...]) -> None:
+    container = container_of(find, *sets)
+
+    def patience(name: str) -> int:
+        probe = container[name]
+        return int(probe["periodSeconds"] * probe.get("failureThreshold", 3))
+
+    assert patience("startupProbe") == 300
+    assert patience("livenessProbe") == 60
 
 
 def test_probes_ask_vllm_unless_told_otherwise(find: Find) -> None:
