@@ -64,3 +64,12 @@ def test_a_version_that_cannot_be_told_of_failed_loads_is_warned_of(
     config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20})
     make(config, setup, KVConnectorRole.SCHEDULER)
     assert sum("0.30 computes it" in line for line in caplog.messages) == lines
+
+
+def test_a_cache_owes_no_delivery_and_may_sleep() -> None:
+    """Else vLLM drops a preempted request's output for it (0.28), or refuses sleep mode (0.33)."""
+    setup = Setup("hooks")
+    config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20})
+    made = make(config, setup, KVConnectorRole.SCHEDULER)
+    assert not made.requires_kv_delivery
+    assert made.supports_sleep_mode(config.kv_transfer_config)

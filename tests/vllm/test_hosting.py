@@ -110,7 +110,7 @@ def test_each_data_parallel_engine_looks_for_a_port_of_its_own(admins: list[Fake
 
 
 def test_an_admin_server_that_everybody_could_command_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="kv_connector_extra_config: token_file is None"):
         scheduler_host(ConnectorOptions(admin_host="0.0.0.0"))
 
 

@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.core.sched import output
 
-from kvstow.errors import ConfigError
 from kvstow_service.connectors.vllm.events import event_feed
 from kvstow_service.connectors.vllm.facts import HostFacts, hash_block_tokens
 from kvstow_service.connectors.vllm.groups import kv_groups
@@ -24,7 +23,7 @@ from kvstow_service.connectors.vllm.hosting import SchedulerHost, WorkerHost
 from kvstow_service.connectors.vllm.logs import join_vllm_log
 from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankNews
 from kvstow_service.connectors.vllm.metrics import KVStowPromMetrics, KVStowStats
-from kvstow_service.connectors.vllm.options import ConnectorOptions
+from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
 from kvstow_service.connectors.vllm.worker import FinishedLoads
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             hands_states_over=hasattr(output, "KVConnectorBlockState"),
         )
         if groups.has_states and options.lazy_offload:
-            raise ConfigError("kv_connector_extra_config: lazy_offload", True, "false with recurrent layers")
+            raise refusal("lazy_offload", True, "false with recurrent layers")
         self._fails_requests = not groups.is_plain  # and not blocks
         self._scheduler: SchedulerHost | None = None
         self._worker: WorkerHost | None = None

@@ -20,7 +20,7 @@ from kvstow_service.connectors.vllm.facts import HostFacts, this_node
 from kvstow_service.connectors.vllm.groups import KVGroups
 from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
 from kvstow_service.connectors.vllm.metrics import StatsFeed
-from kvstow_service.connectors.vllm.options import ConnectorOptions
+from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
 from kvstow_service.connectors.vllm.scheduler import SchedulerSide
 from kvstow_service.connectors.vllm.sources import BlockPool
 from kvstow_service.connectors.vllm.worker import DataPlane, NoDataPlane, PlaneSource, WorkerSide
@@ -141,16 +141,19 @@ def _admin_options(options: ConnectorOptions, facts: HostFacts) -> EmbeddedOptio
     if options.tls_cert is not None:
         tls = TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)
     elif options.tls_key is not None or options.tls_client_ca is not None:
-        raise ConfigError("kv_connector_extra_config: tls_cert", None, "a certificate, beside tls_key or tls_client_ca")
-    return EmbeddedOptions(
-        admin_host=options.admin_host,
-        admin_port=options.admin_port + facts.data_parallel_index if options.admin_port else 0,
-        admin_uds=options.admin_uds,
-        token_file=options.token_file,
-        viewer_token_file=options.viewer_token_file,
-        readiness_require=options.readiness_require,
-        tls=tls,
-    )
+        raise refusal("tls_cert", None, "a certificate, beside tls_key or tls_client_ca")
+    try:
+        return EmbeddedOptions(
+            admin_host=options.admin_host,
+            admin_port=options.admin_port + facts.data_parallel_index if options.admin_port else 0,
+            admin_uds=options.admin_uds,
+            token_file=options.token_file,
+            viewer_token_file=options.viewer_token_file,
+            readiness_require=options.readiness_require,
+            tls=tls,
+        )
+    except ConfigError as error:  # it names them as users do
+        raise refusal(error.key, error.value, error.allowed) from None
 
 
 class WorkerHost:

@@ -21,6 +21,11 @@ _OF_VLLM = frozenset({"enable_cross_layers_blocks"})
 """Keys that vLLM itself reads from the same mapping."""
 
 
+def refusal(key: str, value: object, allowed: str) -> ConfigError:
+    """The error for a key of `kv_connector_extra_config`."""
+    return ConfigError(f"kv_connector_extra_config: {key}", value, allowed)
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
     """The settings of one engine. Sizes in bytes, times in seconds.
@@ -63,16 +68,18 @@ class ConnectorOptions:
             name = _ALIASES.get(key, key)
             if name not in _PARSERS:
                 known = ", ".join(sorted((*_PARSERS, *_ALIASES)))
-                raise ConfigError(f"kv_connector_extra_config: {key}", value, f"no such key; there are {known}")
+                raise refusal(key, value, f"no such key; there are {known}")
             if name in given:
-                raise ConfigError(f"kv_connector_extra_config: {key}", value, f"only one of {key} and {name}")
+                raise refusal(key, value, f"only one of {key} and {name}")
             if value is not None:
                 given[name] = _PARSERS[name](f"kv_connector_extra_config: {key}", value)
         options = cls(**given)
         if options.max_bytes is not None and options.max_bytes < options.bytes_of_rank(1):
             least = f"none, or at least the pool's size, {options.bytes_of_rank(1)}"
-            raise ConfigError("kv_connector_extra_config: max_bytes", options.max_bytes, least)
-        options.pool_config(1, max(1, options.bytes_of_rank(1)), 0)  # the pace, before anything is taken
+            raise refusal("max_bytes", options.max_bytes, least)
+        if options.pin_latency_target is not None and (options.pin_chunk, options.pin_pause) != (None, None):
+            fixed = "none beside pin_chunk or pin_pause, which fix the pace"
+            raise refusal("pin_latency_target", options.pin_latency_target, fixed)
         return options
 
     def bytes_of_rank(self, num_ranks: int) -> int:
@@ -86,7 +93,7 @@ class ConnectorOptions:
         else:
             key, value, least = "cpu_bytes_to_use", self.cpu_bytes_to_use, sum(slot_bytes)
         if value < least:
-            raise ConfigError(f"kv_connector_extra_config: {key}", value, f"at least one block, {least} bytes")
+            raise refusal(key, value, f"at least one block, {least} bytes")
         return value // least
 
     def max_bytes_of_rank(self, num_ranks: int, headroom: int) -> int:
@@ -165,7 +172,7 @@ def _path(key: str, value: Any) -> Path:
 
 
 def _checks(key: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not set(value) <= set(INFORMATIONAL_CHECKS):
+    if not isinstance(value, list) or not all(each in INFORMATIONAL_CHECKS for each in value):
         raise ConfigError(key, value, f"a list of {' and '.join(INFORMATIONAL_CHECKS)}")
     return tuple(value)
 

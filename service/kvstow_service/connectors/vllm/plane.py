@@ -22,7 +22,7 @@ from kvstow.memory.pool import HostPool
 from kvstow.worker import OffloadWorker
 from kvstow_service.connectors.vllm.facts import HostFacts
 from kvstow_service.connectors.vllm.geometry import KVGeometry
-from kvstow_service.connectors.vllm.options import ConnectorOptions
+from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
 
 
 def require_memory(options: ConnectorOptions, facts: HostFacts) -> int:
@@ -45,7 +45,7 @@ def build_plane(rank: int, pool_bytes: int, max_bytes: int, options: ConnectorOp
     behind then."""
     slot_bytes, device = kv.layout.slot_bytes, kv.tensors[0].device
     if pool_bytes < slot_bytes:
-        raise ConfigError("cpu_bytes_to_use of one rank", pool_bytes, f"at least one block, {slot_bytes} bytes")
+        raise refusal("cpu_bytes_to_use of one rank", pool_bytes, f"at least one block, {slot_bytes} bytes")
     config = options.pool_config(slot_bytes, pool_bytes, max_bytes)
     with ExitStack() as undo:
         if device.type == "cuda":

@@ -90,6 +90,8 @@ def test_everything_given_is_kept() -> None:
         ("admin_port", True, "0 (any free one) to 65535"),
         ("admin_uds", "", "a non-empty string"),
         ("token_file", 7, "a non-empty string"),
+        ("readiness_require", ["loop"], "a list of pool and pinned"),
+        ("readiness_require", [{}], "a list of pool and pinned"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(key: str, value: Any, allowed: str) -> None:
@@ -116,9 +118,10 @@ def test_the_alias_is_the_same_option_and_stands_alone() -> None:
         ConnectorOptions.parse({"async_register_cache": False, "async_init": True})
 
 
-def test_a_pace_that_contradicts_itself_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="latency_target"):
-        ConnectorOptions.parse({"pin_latency_target": "1ms", "pin_chunk": "2MiB"})
+@pytest.mark.parametrize("fixed", [{"pin_chunk": "2MiB"}, {"pin_pause": 0}])
+def test_a_pace_that_contradicts_itself_is_refused_at_once(fixed: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"config: pin_latency_target is 0.001; allowed: none beside pin_chunk"):
+        ConnectorOptions.parse({"pin_latency_target": "1ms", **fixed})
 
 
 def test_the_bytes_are_exact_over_ranks_of_unlike_slots() -> None:
