@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
+from tests.helm.processes import KVSTOW, environ, running, serving, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.process]
 
@@ -63,30 +60,6 @@ def metrics_in(expression: str) -> set[str]:
     return set(re.findall(r"(?<![\w:])(?:kvstow|process|python)_\w+(?![\w:])", bare))
 
 
-@contextmanager
-def running(*command: Any, log: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
-    """What `condition` finds, once it finds anything; fails after a deadline that no healthy run comes near."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"{what} did not come about within {seconds:g} s"
-        time.sleep(0.1)
-    return found
-
-
 def tried(call: Callable[[], Any]) -> Any:
     """None where nobody answers yet."""
     try:
@@ -111,22 +84,13 @@ def multiprocess_folder(folder: Path) -> Path:
 def service(folder: Path, multiprocess_folder: Path) -> Iterator[str]:
     """URL of `kvstow serve`, with two ranks and a replay that goes on for longer than the tests, in a pool that is too
     small for it."""
-    trace, log = folder / "trace.jsonl", folder / "service.log"
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("KVSTOW_")}
-    environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "PROMETHEUS_MULTIPROC_DIR": str(multiprocess_folder)}
-    kvstow = (sys.executable, "-m", "kvstow_service")
-    generate = (*kvstow, "trace", "generate", "--sessions", "2000", "--output", trace)
-    subprocess.run(generate, env=environ, check=True, capture_output=True)
-    options = "--port 0 --ranks 2 --pool-size 8MiB --slot-size 16KiB --replay-rate 25 --replay-concurrency 4"
-    command = (*kvstow, "serve", *options.split(), "--replay", trace)
-    with running(*command, log=log, env=environ) as process:
-
-        def address() -> str | None:
-            assert process.poll() is None, log.read_text()
-            found = re.search(r"admin server on (http://[\d.:]+)", log.read_text())
-            return found and found[1]
-
-        yield until(address, "the service's address")
+    trace = folder / "trace.jsonl"
+    generate = (*KVSTOW, "trace", "generate", "--sessions", "2000", "--output", trace)
+    subprocess.run(generate, env=environ(), check=True, capture_output=True)
+    options = "--ranks 2 --pool-size 8MiB --slot-size 16KiB --replay-rate 25 --replay-concurrency 4"
+    log, shared = folder / "service.log", str(multiprocess_folder)
+    with serving(*options.split(), "--replay", trace, log=log, PROMETHEUS_MULTIPROC_DIR=shared) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import ssl
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import trustme
+from tests.helm.processes import KVSTOW, environ, serving, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.process]
 
@@ -42,11 +40,8 @@ class Cluster(NamedTuple):
 
     def ask_as(self, container: dict[str, Any], *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command line of KVStow with the environment of a container."""
-        environ = {key: value for key, value in os.environ.items() if not key.startswith("KVSTOW_")}
-        environ |= {variable["name"]: self.here(variable["value"]) for variable in container["env"]}
-        environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-        kvstow = [sys.executable, "-m", "kvstow_service", *command]
-        return subprocess.run(kvstow, env=environ, capture_output=True, text=True, check=False, timeout=120)
+        env = environ(**{variable["name"]: self.here(variable["value"]) for variable in container["env"]})
+        return subprocess.run([*KVSTOW, *command], env=env, capture_output=True, text=True, check=False, timeout=120)
 
 
 def write_secrets(root: Path, server: trustme.CA, operators: trustme.CA) -> None:
@@ -63,14 +58,6 @@ def write_secrets(root: Path, server: trustme.CA, operators: trustme.CA) -> None
     (root / "client-ca" / "authorities.pem").write_bytes(operators.cert_pem.bytes())
 
 
-def until(condition: Callable[[], Any], log: Path) -> Any:
-    deadline = time.monotonic() + 120
-    while not (found := condition()):
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
-    return found
-
-
 @pytest.fixture(scope="module")
 def cluster(
     template: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
@@ -79,28 +66,11 @@ def cluster(
     operators = trustme.CA()
     write_secrets(root, trustme.CA(), operators)
     manifests = template("pool.size=8Mi", values=VALUES, apis=("monitoring.coreos.com/v1",))
-    (container,) = next(one for one in manifests if one["kind"] == "Deployment")["spec"]["template"]["spec"][
-        "containers"
-    ]
-    flags = [flag.replace("/etc/kvstow", str(root)) for flag in container["args"] if not flag.startswith("--port=")]
-    command = [sys.executable, "-m", "kvstow_service", "serve", "--port=0", "--shutdown-delay=0", *flags]
-    log = root / "log"
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("KVSTOW_")}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env={**environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        )
-    try:
-
-        def port() -> int | None:
-            assert process.poll() is None, log.read_text()
-            found = re.search(r"admin server on https://[\d.]+:(\d+)", log.read_text())
-            return int(found[1]) if found else None
-
-        yield Cluster(manifests, root, until(port, log), operators)
-    finally:
-        process.terminate()
-        process.wait(30)
+    deployment = next(manifest for manifest in manifests if manifest["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    flags = [flag.replace("/etc/kvstow", str(root)) for flag in container["args"]]
+    with serving(*flags, log=root / "log") as address:
+        yield Cluster(manifests, root, int(address.rpartition(":")[2]), operators)
 
 
 def test_the_kubelet_gets_its_answers_without_a_certificate_and_checks_none(cluster: Cluster) -> None:
@@ -108,7 +78,7 @@ def test_the_kubelet_gets_its_answers_without_a_certificate_and_checks_none(clus
     for name in ("startupProbe", "livenessProbe", "readinessProbe"):
         probe = container[name]["httpGet"]
         url = f"{probe['scheme'].lower()}://127.0.0.1:{cluster.port}{probe['path']}"
-        until(lambda url=url: httpx.get(url, verify=False).is_success, cluster.root / "log")  # type: ignore[misc]
+        until(lambda url=url: httpx.get(url, verify=False).is_success, name)  # type: ignore[misc]
 
 
 def test_prometheus_knows_the_server_by_the_name_it_is_told(cluster: Cluster) -> None:
