@@ -3,11 +3,14 @@
 Probes and metrics are open. Reading is, too, unless there is a file of viewer tokens: then it needs one of those,
 an admin token or a client certificate. Changing needs an admin token or a certificate where either is configured.
 The method decides, so a new route is covered without doing anything. The agent token opens the route by which a
-rank reports, nothing else.
+rank reports, nothing else. Browsers, which send no bearer token, may give a token as the password of Basic
+authentication, for reading only: they would send it along with what a page of another site makes them do.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hmac
 import logging
 import re
@@ -75,16 +78,17 @@ class AuthMiddleware:
         reading = is_reading(scope["method"], scope["path"])
         if reading and (self._credentials.viewers is None or _OPEN_PATHS.fullmatch(scope["path"])):
             return None
-        if not reading and not self._credentials.guard_changes and _is_cross_site(scope):
-            return problem(scope, 403, "without a token, web pages of other sites may change nothing")
+        if not reading and _is_cross_site(scope):
+            return problem(scope, 403, "web pages of other sites may change nothing")
         try:
-            actor = self._actor(scope, _bearer(scope))
+            token = _token(scope, reading)
+            actor = self._actor(scope, token)
         except ConfigError as error:
             logger.error("a token file cannot be used: %s", error)
             return problem(scope, 503, "the token file cannot be used; the log says why", headers={"Retry-After": "5"})
         scope[ACTOR] = actor or "-"
         if actor is None:
-            return _unauthorized(scope, _bearer(scope) is not None)
+            return _unauthorized(scope, reading, token is not None)
         if actor == "agent" and not _REPORT_PATH.fullmatch(scope["path"]):
             return problem(scope, 403, "an agent's token opens only the report route")
         if actor == "viewer" and not reading:
@@ -110,20 +114,35 @@ class AuthMiddleware:
 
 
 def _is_cross_site(scope: Scope) -> bool:
-    """Whether a browser sends this on behalf of another site: loopback does not keep such requests out."""
+    """Whether a browser sends this on behalf of another site: loopback does not keep such requests out, and the
+    browser adds a client's certificate by itself."""
     headers = dict(scope["headers"])
     origin = headers.get(b"origin")
     return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
 
 
-def _unauthorized(scope: Scope, has_token: bool) -> Response:
+def _unauthorized(scope: Scope, reading: bool, has_token: bool) -> Response:
     challenge = 'Bearer realm="kvstow"' + (', error="invalid_token"' if has_token else "")
+    challenge += ', Basic realm="kvstow"' if reading else ""
     detail = "the token is not valid" if has_token else "this needs the header `Authorization: Bearer TOKEN`"
     return problem(scope, 401, detail, headers={"WWW-Authenticate": challenge})
 
 
-def _bearer(scope: Scope) -> bytes | None:
-    """The bearer token of the request; None if it has none, or more than one Authorization header."""
+def _token(scope: Scope, reading: bool) -> bytes | None:
+    """The token of the request; None if it has none, or more than one Authorization header."""
     values = [value for name, value in scope["headers"] if name == b"authorization"]
-    scheme, _, token = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
-    return token.strip() or None if scheme.lower() == b"bearer" else None
+    scheme, _, given = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
+    match scheme.lower():
+        case b"bearer":
+            return given.strip() or None
+        case b"basic" if reading:
+            return _password(given) or None
+    return None
+
+
+def _password(given: bytes) -> bytes:
+    """Of `user:password` in base64; empty for what is none."""
+    try:
+        return base64.b64decode(given, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import os
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,10 @@ REFUSED = [
     {"Authorization": "Basic admin-token"},
     {"Authorization": "admin-token"},
 ]
+
+
+def basic(credentials: str) -> dict[str, str]:
+    return {"Authorization": f"Basic {base64.b64encode(credentials.encode()).decode()}"}
 
 
 @pytest.fixture
@@ -155,6 +160,28 @@ async def test_an_agent_does_not_read_what_needs_a_token(
     assert (await ask(private, read, AGENT)).status_code == 403
 
 
+@pytest.mark.parametrize("token", ["viewer-token", "admin-token"])
+@pytest.mark.parametrize("read", READING)
+async def test_a_browser_reads_with_a_token_as_its_password(
+    private: httpx.AsyncClient, read: tuple[str, str, Any], token: str
+) -> None:
+    asked = await ask(private, read, {})
+    assert 'Basic realm="kvstow"' in asked.headers["www-authenticate"]
+    assert (await ask(private, read, basic(f"anybody:{token}"))).status_code in (200, 404)
+
+
+@pytest.mark.parametrize("given", ["viewer-token", "viewer-token:", ":", "anybody:wrong"])
+async def test_a_wrong_password_opens_nothing(private: httpx.AsyncClient, given: str) -> None:
+    assert (await private.get("/v1/info", headers=basic(given))).status_code == 401
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_password_changes_nothing(guarded: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
+    answer = await ask(guarded, change, basic("anybody:admin-token"))
+    assert answer.status_code == 401
+    assert "Basic" not in answer.headers["www-authenticate"]
+
+
 @pytest.mark.parametrize("change", CHANGES)
 async def test_a_viewer_changes_nothing(private: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
     answer = await ask(private, change, VIEWER)
@@ -201,6 +228,8 @@ async def test_a_verified_certificate_counts_as_an_admin(launch: Any, ranks: Any
     transport = httpx.ASGITransport(partial(with_certificate, apps[0]))
     async with httpx.AsyncClient(transport=transport, base_url="http://kvstow") as known:
         assert (await known.delete("/v1/drain")).status_code == 200
+        elsewhere = {"Origin": "http://evil.example"}  # whose pages a browser would send the certificate with
+        assert (await known.delete("/v1/drain", headers=elsewhere)).status_code == 403
     entries, _ = apps[0].state.services.journal.after(0)
     assert [entry.data["actor"] for entry in entries if entry.type == "change"] == ["certificate:ops"]
 
