@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvstow.errors import ConfigError
 from kvstow_api.problems import problem
-from kvstow_api.tokens import TokenFile
+from kvstow_api.tokens import TokenFile, is_loopback
 
 logger = logging.getLogger("kvstow.api")
 
@@ -35,6 +35,7 @@ CERTIFICATE = "client_certificate"
 
 _READING_POST = "/v1/lookup"  # a body, because a query has no room for a thousand keys
 _OPEN_PATHS = re.compile(r"/(livez|readyz|health|healthz|startupz)(/[^/]*)?|/metrics")
+_PORT = re.compile(r":\d+$")
 _REPORT_PATH = re.compile(r"/v1/ranks/[^/]+/report")
 
 
@@ -78,7 +79,7 @@ class AuthMiddleware:
         reading = is_reading(scope["method"], scope["path"])
         if reading and (self._credentials.viewers is None or _OPEN_PATHS.fullmatch(scope["path"])):
             return None
-        if not reading and _is_cross_site(scope):
+        if not reading and _is_cross_site(scope, self._credentials.guard_changes):
             return problem(scope, 403, "web pages of other sites may change nothing")
         try:
             token = _token(scope, reading)
@@ -113,12 +114,17 @@ class AuthMiddleware:
         return "anonymous"
 
 
-def _is_cross_site(scope: Scope) -> bool:
+def _is_cross_site(scope: Scope, guarded: bool) -> bool:
     """Whether a browser sends this on behalf of another site: loopback does not keep such requests out, and the
-    browser adds a client's certificate by itself."""
+    browser adds a client's certificate by itself. Where nothing else guards changes, a site whose name leads to
+    loopback (DNS rebinding) is another one, too."""
     headers = dict(scope["headers"])
     origin = headers.get(b"origin")
-    return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
+    if origin is None:
+        return False
+    site = origin.decode("latin-1").partition("://")[2]
+    name = _PORT.sub("", site).strip("[]")
+    return site.encode("latin-1") != headers.get(b"host") or not (guarded or is_loopback(name))
 
 
 def _unauthorized(scope: Scope, reading: bool, has_token: bool) -> Response:

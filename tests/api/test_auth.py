@@ -327,5 +327,9 @@ async def test_pages_of_other_sites_change_nothing_where_no_token_is_needed(laun
     client: httpx.AsyncClient = await launch()
     refused = await client.post("/v1/pools/host/retry", headers={"Origin": "http://evil.example"})
     assert (refused.status_code, refused.headers["content-type"]) == (403, "application/problem+json")
-    own = f"http://{client.base_url.netloc.decode()}"
-    assert (await client.post("/v1/pools/host/retry", headers={"Origin": own})).status_code == 202
+    for own in ("localhost:9595", "127.0.0.1:9595", "[::1]:9595"):
+        headers = {"Origin": f"http://{own}", "Host": own}
+        assert (await client.post("/v1/pools/host/retry", headers=headers)).status_code == 202
+    for rebound in ("evil.example:9595", "", "[::1", "10.0.0.1:9595"):
+        headers = {"Origin": f"http://{rebound}", "Host": rebound}
+        assert (await client.post("/v1/pools/host/retry", headers=headers)).status_code == 403
