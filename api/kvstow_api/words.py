@@ -12,6 +12,9 @@ from kvstow_api.figures import counted, duration, rate
 from kvstow_api.views.gate import BypassView, DrainView
 from kvstow_api.views.ranks import RankView
 
+NOT_PINNED = "not pinned"
+"""What the slots are called that the pool is still to get."""
+
 _REPORTS_ARE_FRESH = 5.0  # seconds; ranks report every second
 
 

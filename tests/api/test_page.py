@@ -135,6 +135,15 @@ async def test_a_check_says_nothing_twice(client: httpx.AsyncClient, ranks: Any)
     assert '<li class="open">pinned</li>' in text
 
 
+async def test_the_bar_is_of_the_whole_pool(client: httpx.AsyncClient, ranks: Any) -> None:
+    assert "not pinned" not in (await client.get("/")).text
+    ranks.report(pinned_slots=4, state="pinning")
+    text = (await client.get("/")).text
+    assert '<rect class="free" x="0" width="250" height="10"/>' in text
+    assert '<rect class="not-pinned" x="250" width="750" height="10"/>' in text
+    assert '<li class="not-pinned">not pinned <b>12</b></li>' in text
+
+
 async def test_the_model_is_named(launch: Any, ranks: Any) -> None:
     assert "some/model, test, version" in (await (await launch(settings={"model": "some/model"})).get("/")).text
 

@@ -14,7 +14,7 @@ from kvstow_api.page.chart import Chart, polylines
 from kvstow_api.series import METRICS, Line, lines_of
 from kvstow_api.services import Services
 from kvstow_api.views.history import SampleView
-from kvstow_api.words import Switch, pin_progress, rank_trouble, switched
+from kvstow_api.words import NOT_PINNED, Switch, pin_progress, rank_trouble, switched
 
 _SAMPLES = 60  # 5 min
 _RECENT = 12  # samples; what is older than a minute is not now
@@ -154,8 +154,10 @@ def _slots(stats: EngineStats) -> str:
 
 def _parts(stats: EngineStats) -> tuple[Part, ...]:
     """As wide as their share; whoever has a slot can be seen."""
-    counts = {state: getattr(stats.slots, state) for state in _ORDER}
-    total, begin, parts = stats.slots.usable, 0, []
+    counts: dict[str, int] = {state: getattr(stats.slots, state) for state in _ORDER}
+    if stats.usable_slots < stats.capacity_slots:
+        counts[NOT_PINNED] = stats.capacity_slots - stats.usable_slots
+    total, begin, parts = sum(counts.values()), 0, []
     for state, count in counts.items():
         width = max(4, round(count * _BAR / total)) if count else 0
         width = min(width, _BAR - begin)

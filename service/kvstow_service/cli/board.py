@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -11,25 +11,26 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstow.bytesize import format_size
-from kvstow.stats import SLOT_STATES, SlotState
+from kvstow.stats import SLOT_STATES
 from kvstow_api.figures import ABSENT, duration, percent, rate
 from kvstow_api.series import METRICS, lines_of
 from kvstow_api.views.ranks import ReadinessView
-from kvstow_api.words import pin_progress, rank_trouble
+from kvstow_api.words import NOT_PINNED, pin_progress, rank_trouble
 from kvstow_service.cli.figures import STATE_STYLES
 from kvstow_service.cli.snapshot import Snapshot
 from kvstow_service.cli.sparkline import sparkline
 
 # Where there are no colours, the characters tell the states apart.
-_SLOTS: dict[SlotState, tuple[str, str]] = {
+_SLOTS: dict[str, tuple[str, str]] = {
     "pinned": ("█", "magenta"),
     "leased": ("▓", "blue"),
     "cached": ("▒", "green"),
     "filling": ("▚", "yellow"),
     "quarantined": ("▞", "red"),
     "free": ("·", "bright_black"),
+    NOT_PINNED: (" ", ""),
 }
-assert set(_SLOTS) == set(SLOT_STATES)
+assert set(_SLOTS) == {*SLOT_STATES, NOT_PINNED}
 
 _LABEL, _WORDS = 12, 58
 _NARROWEST = 10  # a bar
@@ -100,24 +101,23 @@ def rank_bars(readiness: ReadinessView, width: int, most: int) -> RenderableType
 def _pool(snapshot: Snapshot, width: int) -> RenderableType:
     pool = snapshot.stats.pool
     assert pool is not None
-    counts = {state: getattr(pool.slots, state) for state in _SLOTS}
+    counts: dict[str, int] = {state: getattr(pool.slots, state) for state in SLOT_STATES}
+    counts[NOT_PINNED] = max(0, pool.capacity_slots - pool.usable_slots)
     legend = Text()
     for state, (mark, style) in _SLOTS.items():
         if counts[state] or state in ("cached", "free"):
-            legend.append(f"{mark} ", style).append(f"{state} {counts[state]:,}   ")
+            legend.append(f"{mark} ".lstrip(), style).append(f"{state} {counts[state]:,}   ")
     size = format_size(pool.capacity_slots * pool.slot_bytes)
     words = f"{pool.usable_slots:,} of {pool.capacity_slots:,} slots, {size} each rank, {pool.policy}"
     grid = _grid()
     grid.add_row("slots", _stack(counts, _bar_width(width)), words)
-    return Group(grid, Text(" " * (_LABEL + 2)).append_text(legend))
+    return Group(grid, Padding(legend, (0, 0, 0, _LABEL + 2)))
 
 
-def _stack(counts: dict[SlotState, int], width: int) -> Text:
+def _stack(counts: Mapping[str, int], width: int) -> Text:
     """Each state's share of the bar; whoever has a slot has a character."""
     total, bar = sum(counts.values()), Text()
-    if not total:
-        return Text("none is usable yet".ljust(width), style="dim")
-    shares = {state: max(1, round(count * width / total)) for state, count in counts.items() if count}
+    shares = {state: max(1, round(counts[state] * width / total)) for state in _SLOTS if counts[state]}
     largest = max(shares, key=lambda state: shares[state])
     shares[largest] += width - sum(shares.values())
     for state, share in shares.items():
