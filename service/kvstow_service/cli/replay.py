@@ -11,6 +11,7 @@ import click
 
 from kvstow.config import CopyStrategy
 from kvstow.errors import ConfigError, KvstowError
+from kvstow_service.cli.exits import ExitCode
 from kvstow_service.place import Place
 from kvstow_service.shapes import SHAPES, DeviceName, Shape, even_shape, shape_named
 from kvstow_service.stop import StopRequests
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from kvstow_service.replay.trace import TraceRequest
 
 _SLOT_SIZE = "256KiB"
-EXIT_MISMATCH = 1
-EXIT_BAD_INPUT = 2
 
 
 @click.command()
@@ -92,10 +91,10 @@ def replay(
         result = _run(config, options, read_trace(trace, limit=requests), kv_blocks, None if no_data else place)
     except KvstowError as error:
         click.echo(f"kvstow replay: {error}", err=True)
-        sys.exit(EXIT_BAD_INPUT)
+        sys.exit(ExitCode.USAGE)
     _print(result, as_json=as_json)
     if not result.ok:
-        sys.exit(EXIT_MISMATCH)
+        sys.exit(ExitCode.ERROR)
 
 
 def _shape(name: str | None, slot_size: str | None) -> Shape:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from typing import TextIO
 
 import click
 
-from kvstow.errors import KvstowError
-
-EXIT_BAD_INPUT = 2
+from kvstow.errors import ConfigError
+from kvstow_service.cli.exits import complaining
 
 
 @click.group()
@@ -30,11 +30,15 @@ def generate(sessions: int, turns: int, requests: int | None, shared_prompts: in
     """Generate multi-turn conversations with shared system prompts, as JSON lines."""
     from kvstow_service.replay.generate import TraceShape, generate_trace
 
-    try:
+    with complaining():
         shape = TraceShape(sessions=sessions, turns=turns, shared_prompts=shared_prompts, seed=seed)
         found = generate_trace(shape, limit=requests)
-        with nullcontext(sys.stdout) if output == "-" else open(output, "w", encoding="utf-8") as stream:
+        with nullcontext(sys.stdout) if output == "-" else _open(output) as stream:
             stream.writelines(f"{request.to_line()}\n" for request in found)
-    except (KvstowError, OSError) as error:
-        click.echo(f"kvstow trace generate: {error}", err=True)
-        sys.exit(EXIT_BAD_INPUT)
+
+
+def _open(path: str) -> TextIO:
+    try:
+        return open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--output", path, f"a file that can be written, or - ({error.strerror})") from error

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 from click.testing import CliRunner, Result
@@ -31,7 +33,17 @@ def test_a_shape_that_makes_no_sense_ends_with_status_2() -> None:
     assert "turns is 0; allowed" in outcome.stderr
 
 
+def test_a_reader_that_has_enough_is_no_error(child_environ: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "kvstow_service", "trace", "generate", "--sessions", "500"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=child_environ) as generating:
+        assert generating.stdout is not None
+        assert generating.stderr is not None
+        assert generating.stdout.readline()
+        generating.stdout.close()
+        assert generating.stderr.read() == b""
+
+
 def test_a_file_that_cannot_be_written_ends_with_status_2(tmp_path: Path) -> None:
     outcome = invoke("--output", str(tmp_path / "none" / "trace.jsonl"))
     assert outcome.exit_code == 2
-    assert "No such file or directory" in outcome.stderr
+    assert "a file that can be written, or - (No such file or directory)" in outcome.stderr
