@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.api.browser import Browser
+from tests.api.conftest import running
 
 pytestmark = pytest.mark.browser
 
@@ -32,6 +33,16 @@ def test_what_changes_is_shown_without_loading_again(browser: Browser, serve: An
     browser.until("document.getElementById('pending').innerText.includes('4 KiB')")
     assert browser.evaluate("window.same")
     assert browser.complaints == []
+
+
+def test_a_server_that_has_gone_is_told_where_everybody_looks(browser: Browser, engine: Any, ranks: Any) -> None:
+    with running(engine) as listeners:
+        browser.open(listeners.url)
+        browser.until(f"{LIVE} === 'live'")
+    browser.until(f"{LIVE}.startsWith('no answer since')")
+    assert browser.evaluate("document.title") == "kvstow: no answer"
+    assert browser.evaluate("document.getElementById('live').getBoundingClientRect().top") < 100
+    assert browser.evaluate("getComputedStyle(document.querySelector('main')).opacity") == "0.5"
 
 
 def test_the_policy_stops_what_is_not_the_pages_own(browser: Browser, serve: Any, ranks: Any) -> None:
