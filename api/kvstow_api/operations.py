@@ -93,6 +93,8 @@ class Operation:
 
     async def wait(self, timeout: float) -> OperationView:
         """The operation at its end, or as it is after `timeout` seconds."""
+        if timeout <= 0:  # a wait leaves a callback behind until the operation ends: not for who only looks
+            return self.view
         await asyncio.wait([asyncio.wrap_future(self._ended)], timeout=timeout)
         return self.view
 

@@ -83,7 +83,7 @@ def _unwanted(where: tuple[str, ...], text: str) -> dict[str, Any]:
 
 
 class StrictRequest(Request):
-    """A request whose JSON has only finite numbers and integers of 64 bits."""
+    """A request whose JSON has only finite numbers, integers of 64 bits, and each name once."""
 
     async def json(self) -> Any:
         """Raises `JSONDecodeError`, and `RequestValidationError` for a number that is too large."""
@@ -101,7 +101,9 @@ class _TooLarge(NamedTuple):
 
 def _parse(text: bytes) -> Any:
     try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
+        value = json.loads(
+            text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite, parse_int=_integer
+        )
         wrong = list(islice(_too_large(value, ("body",)), MAX_ERRORS))
     except json.JSONDecodeError:
         raise
@@ -109,6 +111,13 @@ def _parse(text: bytes) -> Any:
         raise json.JSONDecodeError(str(error), "", 0) from None
     if wrong:
         raise RequestValidationError(wrong)
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError(f"of {', '.join(repr(name[:40]) for name, _ in pairs[:MAX_ERRORS])} one is there twice")
     return value
 
 

@@ -21,6 +21,7 @@ JSON = {"Content-Type": "application/json"}
         b"nonsense",
         b"\xff\xfe",
         b'{"slots": 1',
+        b'{"slots": 1, "slots": 1}',
         b'{"idle_seconds": NaN}',
         b'{"idle_seconds": Infinity}',
         b'{"idle_seconds": -Infinity}',

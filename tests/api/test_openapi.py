@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from kvstow_api import views
 from kvstow_api.views.base import View
+from kvstow_api.views.events import EVENT_TYPES
 
 pytestmark = pytest.mark.anyio
 
@@ -124,6 +125,11 @@ async def test_every_answer_has_an_example(schema: dict[str, Any]) -> None:
             for media in response.get("content", {}).values():
                 found = ["example" in media, *map(has_example, references(media))]
                 assert found[0] or (len(found) > 1 and all(found[1:])), (method, path, status)
+
+
+async def test_every_type_of_event_is_described(schema: dict[str, Any]) -> None:
+    words = schema["paths"]["/v1/events"]["get"]["description"]
+    assert all(f"`{kind}`" in words for kind in EVENT_TYPES)
 
 
 async def test_every_body_has_an_example(schema: dict[str, Any]) -> None:

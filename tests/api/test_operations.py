@@ -74,6 +74,16 @@ async def ended(operation: Operation) -> OperationView:
     return view
 
 
+async def test_who_only_looks_does_not_wait(operations: Operations) -> None:
+    sweep = FakeSweep()
+    operation = operations.start("evict", lambda: sweep)
+    with pytest.raises(StopIteration) as answered:
+        operation.wait(0).send(None)
+    assert answered.value.value.state == "running"
+    sweep.allow.set()
+    await ended(operation)
+
+
 async def test_an_operation_runs_its_sweep_to_the_end(operations: Operations) -> None:
     view = await ended(run(operations, FakeSweep(3)))
     assert view.state == "succeeded"

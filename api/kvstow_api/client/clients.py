@@ -161,7 +161,7 @@ def _failure(status: int, body: bytes) -> ApiError:
     try:
         problem = ProblemView.of(json.loads(body))
     except (ValueError, TypeError):
-        return ApiError(f"status {status}, and no word that can be understood")
+        return ApiError(f"status {status}, and no word that can be understood", status=status)
     return ApiError(f"{problem.title}: {problem.detail}", problem)
 
 

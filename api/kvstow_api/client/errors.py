@@ -8,18 +8,14 @@ from kvstow_api.views.problem import ProblemView
 
 class ApiError(KvstowError):
     """A request that was not answered as asked. `problem` is what the server said; None if it was not reached, said
-    nothing that could be understood, or did not answer in time."""
+    nothing that could be understood, or did not answer in time. `status` is that of an answer, None without one."""
 
     code = "request_failed"
 
-    def __init__(self, message: str, problem: ProblemView | None = None) -> None:
+    def __init__(self, message: str, problem: ProblemView | None = None, status: int | None = None) -> None:
         super().__init__(message)
         self.problem = problem
+        self.status = problem.status if problem else status
 
-    @property
-    def status(self) -> int | None:
-        """The HTTP status, None without a problem."""
-        return None if self.problem is None else self.problem.status
-
-    def __reduce__(self) -> tuple[type[ApiError], tuple[str, ProblemView | None]]:
-        return type(self), (str(self), self.problem)
+    def __reduce__(self) -> tuple[type[ApiError], tuple[str, ProblemView | None, int | None]]:
+        return type(self), (str(self), self.problem, self.status)

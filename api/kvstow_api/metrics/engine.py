@@ -12,8 +12,8 @@ from kvstow.errors import PinError
 from kvstow.messages import Direction
 from kvstow.stats import EngineState, EngineStats, HistogramSnapshot, RankStatus, Readiness
 from kvstow_api.metrics.families import Row, by_label, counter, gauge, histogram, scalar
+from kvstow_api.views.pools import POOL_NAME
 
-POOL = "host"
 SOURCE = "host"
 
 _PIN_FAILURES = (*PinError.PIN_FAILURES, "internal")
@@ -38,22 +38,28 @@ def _pool(stats: EngineStats) -> Iterator[Metric]:
     slots = asdict(stats.slots)
     evicted = stats.evicted_blocks
     evicted_bytes = {reason: count * stats.slot_bytes for reason, count in evicted.items()}
-    yield gauge("kvstow_pool_blocks", "Usable slots of one rank by state", ["pool", "state"], by_label(slots, POOL))
     yield gauge(
-        "kvstow_pool_capacity_blocks", "Slots wanted on every rank", ["pool"], [((POOL,), stats.capacity_slots)]
+        "kvstow_pool_blocks", "Usable slots of one rank by state", ["pool", "state"], by_label(slots, POOL_NAME)
     )
-    yield gauge("kvstow_pool_usable_blocks", "Slots pinned on every rank", ["pool"], [((POOL,), stats.usable_slots)])
-    yield gauge("kvstow_pool_block_bytes", "Bytes of a slot on one rank", ["pool"], [((POOL,), stats.slot_bytes)])
+    yield gauge(
+        "kvstow_pool_capacity_blocks", "Slots wanted on every rank", ["pool"], [((POOL_NAME,), stats.capacity_slots)]
+    )
+    yield gauge(
+        "kvstow_pool_usable_blocks", "Slots pinned on every rank", ["pool"], [((POOL_NAME,), stats.usable_slots)]
+    )
+    yield gauge("kvstow_pool_block_bytes", "Bytes of a slot on one rank", ["pool"], [((POOL_NAME,), stats.slot_bytes)])
     yield gauge("kvstow_leases", "Leases that are out", [], scalar(stats.leases))
     yield counter(
         "kvstow_allocation_failures",
         "Stores that did not find room for all their blocks",
         ["pool"],
-        [((POOL,), stats.allocation_failures)],
+        [((POOL_NAME,), stats.allocation_failures)],
     )
-    yield counter("kvstow_evicted_blocks", "Blocks removed, by reason", ["pool", "reason"], by_label(evicted, POOL))
     yield counter(
-        "kvstow_evicted_bytes", "Bytes removed on one rank", ["pool", "reason"], by_label(evicted_bytes, POOL)
+        "kvstow_evicted_blocks", "Blocks removed, by reason", ["pool", "reason"], by_label(evicted, POOL_NAME)
+    )
+    yield counter(
+        "kvstow_evicted_bytes", "Bytes removed on one rank", ["pool", "reason"], by_label(evicted_bytes, POOL_NAME)
     )
 
 
@@ -75,7 +81,7 @@ def _ranks(readiness: Readiness, now: float) -> Iterator[Metric]:
         "kvstow_pool_capacity_bytes",
         "Bytes wanted",
         ["pool", "rank"],
-        [((POOL, str(rank.rank)), readiness.capacity_slots * rank.slot_bytes) for rank in ranks],
+        [((POOL_NAME, str(rank.rank)), readiness.capacity_slots * rank.slot_bytes) for rank in ranks],
     )
     for name, text, attribute in (
         ("kvstow_pool_pinned_bytes", "Bytes that are pinned", "pinned_bytes"),
@@ -87,7 +93,11 @@ def _ranks(readiness: Readiness, now: float) -> Iterator[Metric]:
         "kvstow_pool_numa_bytes",
         "Bytes of the pool by the NUMA node that they lie on, where the kernel tells",
         ["pool", "rank", "numa_node"],
-        [((POOL, str(rank.rank), node), num_bytes) for rank in ranks for node, num_bytes in rank.numa_bytes.items()],
+        [
+            ((POOL_NAME, str(rank.rank), node), num_bytes)
+            for rank in ranks
+            for node, num_bytes in rank.numa_bytes.items()
+        ],
     )
     yield gauge(
         "kvstow_rank_pending_ops",
@@ -108,7 +118,7 @@ def _heard_at(rank: RankStatus, now: float) -> float:
 
 
 def _per_rank(ranks: tuple[RankStatus, ...], attribute: str) -> list[Row]:
-    return [((POOL, str(rank.rank)), getattr(rank, attribute)) for rank in ranks]
+    return [((POOL_NAME, str(rank.rank)), getattr(rank, attribute)) for rank in ranks]
 
 
 def _pinning(ranks: tuple[RankStatus, ...]) -> Iterator[Metric]:
@@ -116,7 +126,7 @@ def _pinning(ranks: tuple[RankStatus, ...]) -> Iterator[Metric]:
         "kvstow_pin_progress_ratio",
         "Pinned of the bytes wanted, 0 to 1",
         ["pool", "rank"],
-        [((POOL, str(rank.rank)), _ratio(rank.pinned_bytes, rank.target_bytes)) for rank in ranks],
+        [((POOL_NAME, str(rank.rank)), _ratio(rank.pinned_bytes, rank.target_bytes)) for rank in ranks],
     )
     yield gauge(
         "kvstow_pin_elapsed_seconds",
@@ -134,7 +144,7 @@ def _pinning(ranks: tuple[RankStatus, ...]) -> Iterator[Metric]:
         "kvstow_pin_chunks",
         "Chunks of memory to pin, by state",
         ["pool", "rank", "state"],
-        [row for rank in ranks for row in by_label(_chunks(rank), POOL, str(rank.rank))],
+        [row for rank in ranks for row in by_label(_chunks(rank), POOL_NAME, str(rank.rank))],
     )
 
 
@@ -186,7 +196,7 @@ def _kept_by_ranks(ranks: tuple[RankStatus, ...]) -> Iterator[Metric]:
         "Attempts of pinning that failed",
         ["pool", "rank", "reason"],
         [
-            ((POOL, str(rank.rank), reason), rank.pin_failures.get(reason, 0))
+            ((POOL_NAME, str(rank.rank), reason), rank.pin_failures.get(reason, 0))
             for rank in ranks
             for reason in _PIN_FAILURES
         ],
@@ -219,7 +229,7 @@ def _ages(stats: EngineStats) -> Iterator[Metric]:
             stats.reuse_gap_seconds,
         ),
     ):
-        yield histogram(name, text, ["pool"], [((POOL,), snapshot)])
+        yield histogram(name, text, ["pool"], [((POOL_NAME,), snapshot)])
 
 
 def _named(counts: Mapping[Direction, int]) -> dict[str, float]:

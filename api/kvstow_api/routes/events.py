@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import getdoc
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query
@@ -11,6 +12,7 @@ from kvstow_api.openapi import reading
 from kvstow_api.schemas.events import EventsQuery
 from kvstow_api.services import Use
 from kvstow_api.strictroute import StrictRoute
+from kvstow_api.views.events import EventView
 from kvstow_api.views.history import HistoryView
 
 router = APIRouter(prefix="/v1", tags=["events"], route_class=StrictRoute)
@@ -19,6 +21,11 @@ LastEventId = Annotated[str | None, Header(description="Go on after the event wi
 
 _MEDIA_TYPE = "text/event-stream"
 _EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00.000Z", "state": "ready"}\n\n'
+
+
+_DESCRIPTION = f"""What happens from now on, as server-sent events with `id`, `event` (the type) and `data`.
+
+{getdoc(EventView)}"""
 
 
 @router.get(
@@ -31,11 +38,12 @@ _EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00
         },
         **reading(),
     },
+    description=_DESCRIPTION,
 )
 async def get_events(
     use: Use, query: Annotated[EventsQuery, Query()], last_event_id: LastEventId = None
 ) -> StreamingResponse:
-    """What happens from now on; with Last-Event-ID, from that event on. A `lost` event says that some are missing."""
+    """What happens from now on, or after the event that was read last."""
     stream = use.streams.open(query.wanted, after=last_event_id, recent=query.recent)
     return StreamingResponse(stream, media_type=_MEDIA_TYPE)
 

@@ -22,7 +22,7 @@ Condition = Literal["ready", "pinned", "drained"]
 
 _POLL_SECONDS = 0.25
 _LINE_SECONDS = 5.0
-_PASSING = (429, 503)
+_PASSING = (429, 502, 503, 504)
 """Statuses that may be over in a moment."""
 
 

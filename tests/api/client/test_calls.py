@@ -171,5 +171,6 @@ async def test_an_answer_of_another_shape_is_an_error(body: bytes) -> None:
 async def test_an_error_without_a_problem_still_tells_the_status() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(502, content=b"<html>"))
     async with AsyncClient(transport=transport) as client:
-        with pytest.raises(ApiError, match="502"):
+        with pytest.raises(ApiError, match="502") as caught:
             await client.send(calls.pools())
+    assert (caught.value.status, caught.value.problem) == (502, None)
