@@ -113,6 +113,7 @@ class EmbeddedAdmin:
         self._listeners = Listeners(secure=options.tls is not None)
         self._rendezvous = Rendezvous(identity, environ)
         self._server: AdminServer | None = None
+        self._certificates = ""  # read once: hosts ask for the address in every step
 
         def make() -> ApiContext:
             # Only now: whoever imports prometheus_client decides for its whole process how its metrics are kept.
@@ -176,7 +177,7 @@ class EmbeddedAdmin:
         if self._options.tls is None:
             return AdminAddress(tcp_url(routable, self._listeners.port), self._token)
         url = tcp_url(routable, self._listeners.port, "https")
-        return AdminAddress(url, self._token, certificate=self._options.tls.certificates())
+        return AdminAddress(url, self._token, certificate=self._certificates)
 
     def _warn_of_loopback(self) -> None:
         if not self._warned:
@@ -193,8 +194,10 @@ class EmbeddedAdmin:
             from kvstow_api.app import create_app
             from kvstow_service.server import AdminServer
 
+            tls = None
+            if self._options.tls is not None:
+                tls, self._certificates = self._options.tls.context(), self._options.tls.certificates()
             self._listen()  # only now: who connects is answered at once
-            tls = None if self._options.tls is None else self._options.tls.context()
             server = AdminServer(create_app(self._make_context()), self._listeners.sockets, self._fail, tls=tls)
             server.start()
             self._server = server

@@ -537,6 +537,8 @@ def test_ranks_on_other_nodes_trust_the_servers_certificate(
     admin = launch(EmbeddedOptions(admin_host="0.0.0.0", admin_port=0, tls=tls), node_host="127.0.0.1")
     assert admin.addresses[0].startswith("https://")
     address = admin.address_for_remote_ranks
+    (tmp_path / "server.pem").unlink()  # as while certificates are renewed: scheduling asks on
+    assert admin.address_for_remote_ranks == address
     assert "PRIVATE KEY" not in address.certificate
     another = replace(address, certificate=trustme.CA().cert_pem.bytes().decode())
     with another.connect() as stranger, pytest.raises(ApiError, match="CERTIFICATE_VERIFY_FAILED"):
