@@ -67,7 +67,8 @@ def exit_code_of(error: KvstowError) -> ExitCode:
         case CommandError():
             return error.exit_code
         case ApiError():
-            return _CODES.get(error.status or 0, ExitCode.ERROR)
+            # Without a problem it may be anybody's answer: a 404 of another server names nothing that is missing.
+            return _CODES.get(error.problem.status, ExitCode.ERROR) if error.problem else ExitCode.ERROR
         case ConfigError():
             return ExitCode.USAGE
     return ExitCode.ERROR

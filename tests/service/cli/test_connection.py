@@ -151,3 +151,4 @@ def test_each_status_has_its_exit_code(status: int, code: int) -> None:
         type="t", title="t", status=status, detail="d", instance="i", code="c", errors=[], retry_after=None
     )
     assert exit_code_of(ApiError("t: d", problem)) == code
+    assert exit_code_of(ApiError("no word that can be understood", status=status)) == 1
