@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvstow_service.cli.connection import Connection, remote
+from kvstow_service.cli.figures import moment
 from kvstow_service.cli.output import Format, format_flag
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ def _line(event: EventView, style: Format) -> str:
         text: str = yaml.safe_dump({"id": event.id, "type": event.type, "data": event.data}, sort_keys=False)
         return "---\n" + text.rstrip()
     data = dict(event.data)
-    when = str(data.pop("time", ""))[:19].replace("T", " ")
+    said = data.pop("time", None)
+    when = moment(datetime.fromisoformat(said) if said else None)
     words = "  ".join(f"{name}={value}" for name, value in data.items() if value not in (None, ""))
-    return f"{when:19}  {event.type:9}  {words}" + (f"  id={event.id}" if style == "wide" else "")
+    return f"{when:25}  {event.type:9}  {words}" + (f"  id={event.id}" if style == "wide" else "")

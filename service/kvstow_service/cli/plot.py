@@ -105,6 +105,7 @@ def _draw(lines: Sequence[Line], unit: Unit, title: str, path: Path) -> None:
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
     axes.set_ylim(0, 100 if unit == "ratio" else None)
     axes.set_ylabel(name)
+    axes.set_xlabel("UTC")
     axes.set_title(title)
     axes.grid(alpha=0.3)
     if len(lines) > 1:
