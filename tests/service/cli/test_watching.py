@@ -26,9 +26,7 @@ def test_events_are_one_line_each(run: Any, host: Any) -> None:
     assert outcome.exit_code == 0
     assert "change" in outcome.stdout
     assert "path=/v1/bypass" in outcome.stdout
-    assert (
-        datetime.fromisoformat(outcome.stdout[:25]).utcoffset() is not None
-    )  # the reader's own time zone, and said so
+    assert datetime.fromisoformat(outcome.stdout[:25]).utcoffset() is not None  # says its zone
 
 
 def test_events_for_programs(run: Any, host: Any) -> None:
