@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.service.connectors.vllm.blockpool import FakeBlockPool
+from tests.vllm.harness.host import NoThread
 from tests.vllm.harness.setup import Layers, Setup, make_geometry, make_vllm_config
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvstow_service.connectors.vllm import connector
+from kvstow_service.connectors.vllm import connector, hosting
+from kvstow_service.connectors.vllm.facts import this_node
+from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankNews
 
 pytestmark = pytest.mark.vllm
 
@@ -73,3 +79,40 @@ def test_a_cache_owes_no_delivery_and_may_sleep() -> None:
     made = make(config, setup, KVConnectorRole.SCHEDULER)
     assert not made.requires_kv_delivery
     assert made.supports_sleep_mode(config.kv_transfer_config)
+
+
+def test_ranks_of_all_stages_are_heard_and_what_others_say_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's default refuses ranks of later pipeline stages; beside other connectors theirs may come, too."""
+    monkeypatch.setattr(hosting, "EmbeddedAdmin", NoThread)
+    setup = Setup("stages", ranks=2)
+    config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20})
+    made = make(config, setup, KVConnectorRole.SCHEDULER)
+    made.bind_gpu_block_pool(FakeBlockPool(8))
+    hellos = [RankHello(rank, 1024 << rank, 9, this_node()) for rank in range(2)]
+    made.set_xfer_handshake_metadata_pp_aware({(0, 0): hellos[0], (0, 1): object()})
+    assert made.build_connector_meta(None) == KVStowMetadata()
+    made.set_xfer_handshake_metadata_pp_aware({(1, 0): hellos[1]})
+    assert made._host.engine.config.rank_slot_bytes == (1024, 2048)
+    made.shutdown()
+    assert made._host.engine.readiness().state == "stopped"
+
+
+def test_news_of_ranks_add_up() -> None:
+    news = [RankNews(hello=RankHello(rank, 1, 1, "")) for rank in range(3)]
+    merged = KVStowWorkerMetadata({0: [news[0]]})
+    for other in ({1: [news[1]]}, {0: [news[2]]}):
+        merged = merged.aggregate(KVStowWorkerMetadata(other))
+    assert merged.news == {0: [news[0], news[2]], 1: [news[1]]}
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_vllm_is_told_what_its_side_says(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
+    """Of stores under way, of blocks that come back by themselves, and whether a reset is possible now."""
+    setup = Setup("told")
+    made = make(make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20}), setup, KVConnectorRole.SCHEDULER)
+    side = SimpleNamespace(has_pending_stores=answer, holds_gpu_blocks=answer, reset=lambda: answer)
+    monkeypatch.setattr(made._host, "side", side)
+    assert made.has_pending_push_work() is answer
+    assert made.has_pending_block_frees() is answer
+    assert made.reset_cache() is answer
+    assert made.get_external_cache_hit_sources(None, 32 * answer) == ({CacheHitSource.HOST: 32} if answer else {})
