@@ -27,7 +27,8 @@ class Setup:
     """One engine. `pool_bytes`: host memory over all ranks. `gpu_blocks` bounds the GPU's own cache; None: what fits.
 
     `graphs`: none (eager), decode (full graphs of decode steps, nothing compiled) or full (vLLM's default).
-    `extra`: more options of the connector.
+    `invariant`: beside `VLLM_BATCH_INVARIANT`, no kernel of vLLM's own for norms: in 0.26 the one that adds and
+    normalizes sums in another order for steps of 256 tokens or more. `extra`: more options of the connector.
     """
 
     model: Path
@@ -42,6 +43,7 @@ class Setup:
     weights: bool = False
     ranks: int = 1
     gpu_share: float = 0.6
+    invariant: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -95,15 +97,22 @@ def _arguments(setup: Setup) -> tuple[dict[str, Any], int | None]:
     }
     if cuda:
         arguments["attention_config"] = {"backend": "TRITON_ATTN"}
-    if setup.graphs != "none" and cuda:
-        compilation: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        if setup.graphs == "full":
-            compilation = {}
-        if setup.graph_sizes is not None:
-            compilation["cudagraph_capture_sizes"] = list(setup.graph_sizes)
-        arguments["compilation_config"] = compilation
+        arguments["compilation_config"] = _compilation(setup)
+        if setup.invariant:
+            arguments["ir_op_priority"] = {name: ["native"] for name in ("rms_norm", "fused_add_rms_norm")}
     port = transfer["kv_connector_extra_config"].get("admin_port") if transfer else None
     return arguments, port
+
+
+def _compilation(setup: Setup) -> dict[str, Any]:
+    if setup.graphs == "none":
+        return {"custom_ops": ["-rms_norm"]} if setup.invariant else {}
+    compilation: dict[str, Any] = {}
+    if setup.graphs == "decode":
+        compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if setup.graph_sizes is not None:
+        compilation["cudagraph_capture_sizes"] = list(setup.graph_sizes)
+    return compilation
 
 
 def _transfer(setup: Setup) -> dict[str, Any] | None:

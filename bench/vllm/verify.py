@@ -147,6 +147,7 @@ def _setup(model: Path, load: Load, shape: Shape, options: argparse.Namespace) -
         weights=True,
         ranks=options.ranks,
         gpu_share=0.2,
+        invariant=True,
     )
 
 
