@@ -8,14 +8,17 @@ from typing import NamedTuple
 from kvstow.bytesize import format_size
 from kvstow.control.gate import BypassStatus, DrainStatus
 from kvstow.stats import RankStatus
+from kvstow.stats import TransferView as TransferStatus
 from kvstow_api.figures import counted, duration, rate
 from kvstow_api.views.gate import BypassView, DrainView
 from kvstow_api.views.ranks import RankView
+from kvstow_api.views.transfers import TransferView
 
 NOT_PINNED = "not pinned"
 """What the slots are called that the pool is still to get."""
 
 _REPORTS_ARE_FRESH = 5.0  # seconds; ranks report every second
+_NAMED_RANKS = 3
 
 
 class Switch(NamedTuple):
@@ -56,6 +59,13 @@ def rank_trouble(rank: RankStatus | RankView) -> str:
     age = rank.last_report_age_seconds
     silence = f"last report {duration(age)} ago" if age is not None and age > _REPORTS_ARE_FRESH else ""
     return "; ".join(part for part in (error, silence) if part)
+
+
+def transfer_wait(one: TransferStatus | TransferView) -> str:
+    """How much a transfer moves, how long that has taken, and whom it waits for."""
+    waiting = one.pending_ranks
+    ranks = f"{len(waiting)} ranks" if len(waiting) > _NAMED_RANKS else f"rank {', '.join(map(str, waiting))}"
+    return f"{counted(one.blocks, 'block')}, {duration(one.age_seconds)}, waits for {ranks}"
 
 
 def _drained(drain: DrainStatus | DrainView) -> str:

@@ -90,6 +90,20 @@ def test_words_can_be_read_in_the_light_and_in_the_dark(browser: Browser, serve:
             assert contrast(colour, behind) >= 4.5, (selector, colour, behind)
 
 
+def test_the_bar_has_the_colours_of_its_legend(browser: Browser, serve: Any, ranks: Any) -> None:
+    ranks.report(pinned_slots=12, state="pinning")
+    ranks.store([b"\x00\x01", b"\x00\x02", b"\x00\x03"])
+    ranks.begin_store([b"\x00\x04"])
+    ranks.lease([b"\x00\x01"])
+    ranks.engine.admin.pin([b"\x00\x02"], None)
+    browser.open(serve().url)
+    browser.until(f"{LIVE} === 'live'")
+    colours = browser.evaluate(_BAR)
+    assert set(colours) == {"cached", "filling", "free", "leased", "not-pinned", "pinned"}
+    assert all(bar == legend for bar, legend in colours.values()), colours
+    assert len({bar for bar, _ in colours.values()}) == len(colours)
+
+
 @pytest.mark.parametrize("width", [360, 800, 1600])
 def test_nothing_is_wider_than_the_window(browser: Browser, serve: Any, ranks: Any, tmp_path: Path, width: int) -> None:
     browser.open(serve().url)
@@ -98,6 +112,10 @@ def test_nothing_is_wider_than_the_window(browser: Browser, serve: Any, ranks: A
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
 
 
+_BAR = """Object.fromEntries([...document.querySelectorAll('#pool rect:not(.track)')].map((rect) => {
+  const name = rect.getAttribute('class'), swatch = document.querySelector('.legend .' + name);
+  return [name, [getComputedStyle(rect).fill, getComputedStyle(swatch, '::before').backgroundColor]];
+}))"""
 _COLOUR = "getComputedStyle({element}).{part}.match(/[\\d.]+/g).slice(0, 3).map(Number)"
 
 

@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvstow.bytesize import format_size
-from kvstow.stats import SLOT_STATES, EngineStats, RankStatus, SlotState, TransferView
-from kvstow_api.figures import counted, duration, percent, rate
+from kvstow.stats import SLOT_STATES, EngineStats, RankStatus, SlotState
+from kvstow_api.figures import duration, percent, rate
 from kvstow_api.health import Finding
 from kvstow_api.page.chart import Chart, polylines
 from kvstow_api.series import METRICS, Line, lines_of
 from kvstow_api.services import Services
 from kvstow_api.views.history import SampleView
-from kvstow_api.words import NOT_PINNED, Switch, pin_progress, rank_trouble, switched
+from kvstow_api.words import NOT_PINNED, Switch, pin_progress, rank_trouble, switched, transfer_wait
 
 _SAMPLES = 60  # 5 min
 _RECENT = 12  # samples; what is older than a minute is not now
 _RANKS = 16
 _OLDEST = 5
-_NAMED_RANKS = 3
 _EVENTS = 8
 _BAR = 1000
 _ORDER: tuple[SlotState, ...] = ("pinned", "leased", "cached", "filling", "quarantined", "free")
@@ -111,7 +110,7 @@ def look(use: Services) -> Facts:
         hits=_hits(samples, ever),
         bandwidth=_bandwidth(samples),
         pending=_pending(stats),
-        oldest=tuple(_transfer(one) for one in use.engine.transfers(_OLDEST)),
+        oldest=tuple(Row(one.direction, one.state, transfer_wait(one)) for one in use.engine.transfers(_OLDEST)),
         eviction_rate=_eviction_rate(samples),
         evictions=_counts(stats.evicted_blocks),
         drops=_counts({name: n for name, n in stats.store_blocks.items() if name.startswith(("dropped_", "failed"))}),
@@ -200,13 +199,6 @@ def _pending(stats: EngineStats) -> tuple[Row, ...]:
         Row("stores", f"{pending.stores:,}", format_size(pending.store_bytes)),
         Row("oldest", oldest, f"{pending.stuck} stuck" if pending.stuck else ""),
     )
-
-
-def _transfer(one: TransferView) -> Row:
-    waiting = one.pending_ranks
-    ranks = f"{len(waiting)} ranks" if len(waiting) > _NAMED_RANKS else f"rank {', '.join(map(str, waiting))}"
-    note = f"{counted(one.blocks, 'block')}, {duration(one.age_seconds)}, waits for {ranks}"
-    return Row(one.direction, one.state, note)
 
 
 def _counts(counts: Mapping[str, int]) -> tuple[Row, ...]:

@@ -12,10 +12,10 @@ from rich.text import Text
 
 from kvstow.bytesize import format_size
 from kvstow.stats import SLOT_STATES
-from kvstow_api.figures import ABSENT, duration, percent, rate
+from kvstow_api.figures import counted, duration, percent, rate
 from kvstow_api.series import METRICS, lines_of
 from kvstow_api.views.ranks import ReadinessView
-from kvstow_api.words import NOT_PINNED, pin_progress, rank_trouble
+from kvstow_api.words import NOT_PINNED, pin_progress, rank_trouble, transfer_wait
 from kvstow_service.cli.figures import STATE_STYLES
 from kvstow_service.cli.snapshot import Snapshot
 from kvstow_service.cli.sparkline import sparkline
@@ -150,8 +150,8 @@ def _pending(snapshot: Snapshot) -> RenderableType:
     transfers = snapshot.stats.transfers
     assert transfers is not None
     pending = transfers.pending
-    words = Text(f"{pending.loads} loads ({format_size(pending.load_bytes)}), ")
-    words.append(f"{pending.stores} stores ({format_size(pending.store_bytes)})")
+    words = Text(f"{counted(pending.loads, 'load')} ({format_size(pending.load_bytes)}), ")
+    words.append(f"{counted(pending.stores, 'store')} ({format_size(pending.store_bytes)})")
     if pending.loads or pending.stores:
         words.append(f", the oldest for {duration(pending.oldest_seconds)}")
     if pending.stuck:
@@ -159,8 +159,8 @@ def _pending(snapshot: Snapshot) -> RenderableType:
     grid = _grid()
     for one in snapshot.oldest:
         state = Text(one.state, style=STATE_STYLES.get(one.state, ""))
-        blocks = f"{one.blocks} blocks, {duration(one.age_seconds)}, {one.request_id or ABSENT}"
-        grid.add_row(one.direction, state, blocks)
+        request = f", request {one.request_id}" if one.request_id else ""
+        grid.add_row(one.direction, state, transfer_wait(one) + request)
     return Group(words, grid) if snapshot.oldest else words
 
 

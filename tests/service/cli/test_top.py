@@ -41,7 +41,7 @@ def test_what_changes_is_shown(host: Any, child_environ: dict[str, str]) -> None
         host.store(*KEYS)
         terminal.until("cached 6")
         host.engine.begin_store([b"\x09\x09"], [0], request_id="r-7")
-        terminal.until("1 stores (4 KiB), the oldest for")
+        terminal.until("1 store (4 KiB), the oldest for")
         terminal.until("r-7")
         host.engine.admin.drain("all", None)
         terminal.until("draining")
