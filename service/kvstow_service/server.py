@@ -23,7 +23,7 @@ logger = logging.getLogger("kvstow.server")
 
 _START_SECONDS = 10.0
 _HEAD_SECONDS = 30.0
-_GRACE_SECONDS = 2  # for responses under way when the server stops; streams are cut off then
+_GRACE_SECONDS = 2  # for requests under way when the server stops
 
 
 class AdminServer:
@@ -107,6 +107,12 @@ class _QuietProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_due.cancel()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Hang up on streams, which would not end by themselves. What was written of other answers still goes out."""
+        super().shutdown()
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.close()
 
     def _give_up(self) -> None:
         """Close a connection on which no request has ever been complete: idle ones after that, uvicorn closes."""

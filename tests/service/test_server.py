@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from kvstow.errors import ConflictError
@@ -98,6 +100,24 @@ def test_an_idle_connection_does_not_hold_up_the_stop(serving: Any) -> None:
         assert client.get("/").text == "hello"
         server.stop()
     assert "kvstow-admin" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_stream_ends_with_the_server_and_is_no_error(serving: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def forever() -> AsyncIterator[bytes]:
+        yield b"first\n"
+        await asyncio.Event().wait()
+
+    async def stream(request: Request) -> StreamingResponse:
+        return StreamingResponse(forever())
+
+    server, listeners = serving(Starlette(routes=[Route("/", stream)]))
+    with httpx.stream("GET", listeners.url, timeout=60.0) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == "first"
+        server.stop()
+        with pytest.raises(httpx.RemoteProtocolError):
+            next(lines)
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 def test_an_app_that_does_not_start_is_an_error() -> None:
