@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypeVar
 
 from kvstow.bytesize import format_size
 from kvstow.control.gate import BypassStatus, DrainStatus
@@ -16,6 +16,8 @@ from kvstow_api.views.transfers import TransferView
 
 NOT_PINNED = "not pinned"
 """What the slots are called that the pool is still to get."""
+
+R = TypeVar("R", RankStatus, RankView)
 
 _REPORTS_ARE_FRESH = 5.0  # seconds; ranks report every second
 _NAMED_RANKS = 3
@@ -59,6 +61,12 @@ def rank_trouble(rank: RankStatus | RankView) -> str:
     age = rank.last_report_age_seconds
     silence = f"last report {duration(age)} ago" if age is not None and age > _REPORTS_ARE_FRESH else ""
     return "; ".join(part for part in (error, silence) if part)
+
+
+def most_telling(ranks: Iterable[R], most: int) -> list[R]:
+    """At most so many ranks: those in trouble, then those that have pinned least. In the order of their numbers."""
+    first = sorted(ranks, key=lambda rank: (not rank_trouble(rank), rank.pinned_bytes))
+    return sorted(first[:most], key=lambda rank: rank.rank)
 
 
 def transfer_wait(one: TransferStatus | TransferView) -> str:

@@ -9,7 +9,7 @@ import pytest
 from tests.api.test_doctor import GIB, RANK
 
 from kvstow.control.gate import BypassStatus, DrainStatus
-from kvstow_api.words import Switch, pin_progress, rank_trouble, switched
+from kvstow_api.words import Switch, most_telling, pin_progress, rank_trouble, switched
 
 OPEN = BypassStatus(load=False, store=False, ttl_seconds_left=None)
 NO_DRAIN = DrainStatus(False, None, None, False, 0, 0)
@@ -65,3 +65,9 @@ def test_the_time_that_is_left_is_told_of_a_rank_that_pins(changes: dict[str, An
 )
 def test_a_rank_that_is_silent_or_has_an_error_is_in_trouble(changes: dict[str, Any], told: str) -> None:
     assert rank_trouble(replace(RANK, **changes)) == told
+
+
+def test_ranks_in_trouble_are_never_left_out_for_those_that_are_well() -> None:
+    ranks = [replace(RANK, rank=number, pinned_bytes=number * GIB) for number in range(6)]
+    ranks[5] = replace(ranks[5], error="no more")
+    assert [rank.rank for rank in most_telling(ranks, 3)] == [0, 1, 5]

@@ -14,7 +14,7 @@ from kvstow_api.page.chart import Chart, polylines
 from kvstow_api.series import METRICS, Line, lines_of
 from kvstow_api.services import Services
 from kvstow_api.views.history import SampleView
-from kvstow_api.words import NOT_PINNED, Switch, pin_progress, rank_trouble, switched, transfer_wait
+from kvstow_api.words import NOT_PINNED, Switch, most_telling, pin_progress, rank_trouble, switched, transfer_wait
 
 _SAMPLES = 60  # 5 min
 _RECENT = 12  # samples; what is older than a minute is not now
@@ -92,7 +92,6 @@ class Facts:
 def look(use: Services) -> Facts:
     """The facts of now."""
     stats, readiness = use.engine.stats(), use.engine.readiness()
-    ranks = sorted(readiness.ranks, key=lambda rank: rank.pinned_bytes)
     samples = use.watch.history.items[-_SAMPLES - 1 :]
     ever = stats.hit_blocks / stats.query_blocks if stats.query_blocks else None
     return Facts(
@@ -103,8 +102,8 @@ def look(use: Services) -> Facts:
             switched(use.engine.admin.drain_status, use.engine.admin.bypass, pinning_paused=use.engine.desired().paused)
         ),
         checks=_checks(use, readiness.reason),
-        ranks=tuple(_rank(rank) for rank in sorted(ranks[:_RANKS], key=lambda rank: rank.rank)),
-        more_ranks=max(0, len(ranks) - _RANKS),
+        ranks=tuple(map(_rank, most_telling(readiness.ranks, _RANKS))),
+        more_ranks=max(0, len(readiness.ranks) - _RANKS),
         slots=_slots(stats),
         parts=_parts(stats),
         hits=_hits(samples, ever),

@@ -15,7 +15,7 @@ from kvstow.stats import SLOT_STATES
 from kvstow_api.figures import counted, duration, percent, rate
 from kvstow_api.series import METRICS, lines_of
 from kvstow_api.views.ranks import ReadinessView
-from kvstow_api.words import NOT_PINNED, pin_progress, rank_trouble, transfer_wait
+from kvstow_api.words import NOT_PINNED, most_telling, pin_progress, rank_trouble, transfer_wait
 from kvstow_service.cli.figures import STATE_STYLES
 from kvstow_service.cli.snapshot import Snapshot
 from kvstow_service.cli.sparkline import sparkline
@@ -82,10 +82,9 @@ def _grid() -> Table:
 
 
 def rank_bars(readiness: ReadinessView, width: int, most: int) -> RenderableType:
-    """A bar for each rank; where there are too many, those that have pinned least."""
-    ranks = sorted(readiness.ranks, key=lambda rank: rank.pinned_bytes)
+    """A bar for each rank; where there are too many, for those that tell most."""
     lines: list[RenderableType] = []
-    for rank in sorted(ranks[:most], key=lambda rank: rank.rank):
+    for rank in most_telling(readiness.ranks, most):
         bar = ProgressBar(max(rank.target_bytes, 1), rank.pinned_bytes, _bar_width(width), complete_style="green")
         state = Text(rank.state, style=STATE_STYLES.get(rank.state, ""))
         line = _grid()
@@ -93,8 +92,8 @@ def rank_bars(readiness: ReadinessView, width: int, most: int) -> RenderableType
         lines.append(line)
         if trouble := rank_trouble(rank):
             lines.append(Padding(Text(trouble, style="red"), (0, 0, 0, _LABEL + 2)))
-    if len(ranks) > most:
-        lines.append(Text(f"and {len(ranks) - most} ranks that have pinned more", style="dim"))
+    if len(readiness.ranks) > most:
+        lines.append(Text(f"and {len(readiness.ranks) - most} more ranks", style="dim"))
     return Group(*lines)
 
 

@@ -151,6 +151,6 @@ def test_many_ranks_are_cut_to_those_that_matter(make_host: Any) -> None:
     text = console.export_text()
     assert "rank 7" in text
     assert "12 KiB of 64 KiB" in text
-    assert "and 8 ranks that have pinned more" in text
+    assert "and 8 more ranks" in text
     assert "not pinned 13" in text
     assert "·" * 9 + " " * 41 in text  # 3 of 16 slots are there, in a bar of 50
