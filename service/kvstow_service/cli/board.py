@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -35,23 +35,30 @@ assert set(_SLOTS) == {*SLOT_STATES, NOT_PINNED}
 _LABEL, _WORDS = 12, 58
 _NARROWEST = 10  # a bar
 _MINUTES_OF_SAMPLES = 60  # 5 min, one each 5 s
-_OTHER_LINES = 24
+_OTHER_LINES = 24  # than those of ranks, with a blank one above each section
+_SECTIONS = 5
+_FEW_RANKS = 4
 
 
 def board(snapshot: Snapshot | None, lost: str | None, *, width: int, height: int, server: str) -> RenderableType:
     """The whole picture. `lost`: why the server does not answer now; what is shown is what it said last."""
     if snapshot is None:
         return Group(Text(f"kvstow top  {server}", style="bold"), Text(), _lost(lost or "asking ..."))
+    room = height - _OTHER_LINES - len(snapshot.switches) - bool(lost)
+    airy = room >= min(len(snapshot.readiness.ranks), _FEW_RANKS)
+    most = max(_FEW_RANKS, room if airy else room + _SECTIONS)
+    sections = {
+        "Memory": rank_bars(snapshot.readiness, width, most),
+        "Pool": _pool(snapshot, width),
+        "Traffic": _traffic(snapshot, width),
+        "In flight": _pending(snapshot),
+        "Evictions": _evictions(snapshot),
+    }
     parts: list[RenderableType] = [_head(snapshot, server)]
     if lost:
         parts.append(_lost(lost))
-    parts += [
-        *_section("Memory", rank_bars(snapshot.readiness, width, max(4, height - _OTHER_LINES))),
-        *_section("Pool", _pool(snapshot, width)),
-        *_section("Traffic", _traffic(snapshot, width)),
-        *_section("In flight", _pending(snapshot)),
-        *_section("Evictions", _evictions(snapshot)),
-    ]
+    for title, body in sections.items():
+        parts += [Text(f"\n{title}" if airy else title, style="bold cyan"), body]
     return Group(*parts)
 
 
@@ -66,11 +73,6 @@ def _head(snapshot: Snapshot, server: str) -> RenderableType:
 
 def _lost(reason: str) -> Text:
     return Text(f"no answer: {reason}; trying again", style="red")
-
-
-def _section(title: str, body: RenderableType) -> Iterable[RenderableType]:
-    yield Text(f"\n{title}", style="bold cyan")
-    yield body
 
 
 def _grid() -> Table:

@@ -136,6 +136,26 @@ def test_trouble_is_told_in_full_and_switches_too(make_host: Any) -> None:
     assert "pinning is paused (`kvstow pinning resume` ends it)" in text
 
 
+@pytest.mark.parametrize(("height", "titles"), [(24, "Memory"), (40, "\nMemory")])
+def test_all_of_it_fits_on_a_small_screen(make_host: Any, height: int, titles: str) -> None:
+    from rich.console import Console
+
+    from kvstow_api.client import Client
+    from kvstow_service.cli.board import board
+
+    host = make_host(num_ranks=8)
+    for number in range(6):
+        host.engine.begin_store([bytes([9, number])], [number], request_id=f"r-{number}")
+    with Client(host.url) as client:
+        snapshot = Watcher(client).look()
+    console = Console(width=80, record=True)
+    console.print(board(snapshot, None, width=80, height=height, server=host.url))
+    text = console.export_text()
+    assert len(text.splitlines()) <= height
+    assert f"\n{titles}\n" in text
+    assert "Evictions" in text
+
+
 def test_many_ranks_are_cut_to_those_that_matter(make_host: Any) -> None:
     from rich.console import Console
 
