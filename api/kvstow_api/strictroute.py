@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -117,7 +118,8 @@ def _parse(text: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        raise ValueError(f"of {', '.join(repr(name[:40]) for name, _ in pairs[:MAX_ERRORS])} one is there twice")
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name[:40]!r} is there twice")
     return value
 
 

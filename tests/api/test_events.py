@@ -19,6 +19,8 @@ from kvstow_api.watch import Watch
 
 pytestmark = pytest.mark.anyio
 
+DEADLINE = 20.0
+
 
 class Reader:
     """Reads a stream event by event."""
@@ -29,10 +31,11 @@ class Reader:
         self._ready: list[EventView] = []
 
     async def next(self) -> EventView:
-        while not self._ready:
-            chunk = (await anext(self._stream)).decode()
-            lines = chunk.split("\n")[:-1]
-            self._ready += [event for event in map(self._parser.feed, lines) if event is not None]
+        async with asyncio.timeout(DEADLINE):
+            while not self._ready:
+                chunk = (await anext(self._stream)).decode()
+                lines = chunk.split("\n")[:-1]
+                self._ready += [event for event in map(self._parser.feed, lines) if event is not None]
         return self._ready.pop(0)
 
     async def close(self) -> None:
