@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -195,12 +198,26 @@ def test_probes_of_kvstow_speak_tls_where_it_does(find: Find) -> None:
     assert schemes(*pinned, *TLS) == ["HTTP", "HTTP", "HTTPS"]
 
 
+def notes_of(helm: Path, values: Path) -> str:
+    command: list[str | Path] = [helm, "install", "test", CHART, "--namespace=kv", "--dry-run=client", "-f", values]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return said.partition("\nNOTES:\n")[2]
+
+
+def test_the_notes_name_commands_that_exist(helm: Path) -> None:
+    notes = notes_of(helm, CHART / "ci" / "service-values.yaml")
+    commands = re.findall(r"-- kvstow (.+?)(?: +#.*)?$", notes, re.MULTILINE)
+    assert len(commands) == 4
+    for words in commands:
+        name, command, rest = app.resolve_command(click.Context(app), shlex.split(words))
+        assert command is not None, words
+        command.make_context(name, rest)
+
+
 @pytest.mark.parametrize("case", ["addon", "addon-existing-pods"])
 def test_the_patch_of_the_notes_connects_a_pod(find: Find, helm: Path, case: str) -> None:
     values = CHART / "ci" / f"{case}-values.yaml"
-    command: list[str | Path] = [helm, "install", "test", CHART, "--namespace=kv", "--dry-run=client", "-f", values]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    notes = said.partition("\nNOTES:\n")[2]
+    notes = notes_of(helm, values)
     patch = yaml.safe_load(notes.split("\n---\n")[1])["spec"]["template"]
     labels = find("Service", values=values, suffix="-admin")["spec"]["selector"]
     assert patch.get("metadata", {"labels": labels})["labels"] == labels
