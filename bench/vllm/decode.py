@@ -3,7 +3,7 @@
     python3 -m bench.vllm decode [--connectors none kvstow simple none] [--pool 64] [--out DIR]
 
 16 requests are decoded from the moment the engine is up; each gap between two outputs of one of them is a step. KVStow
-pins meanwhile, others before their engine is up. Writes `decode.jsonl` and `decode.md`.
+pins and stores meanwhile, others pin before their engine is up. Writes `decode.jsonl` and `decode.md`.
 """
 
 from __future__ import annotations
@@ -36,42 +36,44 @@ _TIMEOUT = 240.0
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`seconds` of steady decoding at least; `most` if a pool takes that long."""
+    """`windows` of so many steps each: steps grow longer with what has been decoded, so those of the same number are
+    compared. `most`: seconds, if steps take that long."""
 
     requests: int = 16
     prompt_tokens: int = 512
     max_tokens: int = 32768
-    seconds: float = 12.0
+    windows: int = 4
+    steps: int = 1000
     most: float = 60.0
 
 
-FULL, TINY = Batch(), Batch(requests=2, prompt_tokens=64, seconds=4.0, most=20.0)
+FULL, TINY = Batch(), Batch(requests=2, prompt_tokens=64, windows=2, steps=100, most=20.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Gaps:
-    """Milliseconds between two outputs of a request."""
+class Window:
+    """Milliseconds between two outputs of a request, over some steps. `pinning`: the part of them that began before
+    the pool was pinned."""
 
-    steps: int
     p50: float
     p99: float
     p999: float
     longest: float
+    pinning: float
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
     """`start_seconds`: until the engine is up; `first_token_seconds`: from the same moment until all requests have one.
 
-    `pinned_seconds`: from then until the pool was seen pinned; None without a pool to wait for. `pinning`: steps until
-    then, `after`: all others. `merged`: outputs of several tokens, which the client was too slow to see one by one.
+    `pinned_seconds`: from then until the pool was seen pinned; None without a pool to wait for, or if it was not.
+    `merged`: outputs of several tokens, which the client was too slow to see one by one.
     """
 
     start_seconds: float
     first_token_seconds: float
     pinned_seconds: float | None
-    pinning: Gaps | None
-    after: Gaps | None
+    windows: list[Window]
     merged: int
 
 
@@ -92,31 +94,22 @@ async def _measure(setup: Setup, batch: Batch, vocabulary: int) -> Decoded:
                 seen[0].check()
                 await asyncio.sleep(0.001)
             up = time.perf_counter()
-            await _steady(seen, watch, batch, up)
+            while len(seen[0].moments) <= batch.windows * batch.steps and time.perf_counter() < up + batch.most:
+                await asyncio.sleep(0.1)
+                seen[0].check()
     moments, tokens = np.array(seen[0].moments), np.array(seen[0].tokens)
     started.engine.shutdown()
-    steady = moments >= up
     pinned = watch.pinned_at if watch else None
-    until = up if watch is None else pinned if pinned is not None else float(moments[-1])
-    gaps, ends = np.diff(moments[steady]) * 1e3, moments[steady][1:]
+    until = -np.inf if watch is None else np.inf if pinned is None else pinned
+    gaps, pinning = np.diff(moments) * 1e3, moments[:-1] < until
+    parts = [slice(first, first + batch.steps) for first in range(0, batch.windows * batch.steps, batch.steps)]
     return Decoded(
         start_seconds=started.seconds,
         first_token_seconds=up - began,
         pinned_seconds=None if pinned is None else pinned - up,
-        pinning=_summarize(gaps[ends <= until]),
-        after=_summarize(gaps[ends > until]),
-        merged=int((tokens[steady] > 1).sum()),
+        windows=[_window(gaps[part], pinning[part]) for part in parts if len(gaps[part])],
+        merged=int((tokens > 1).sum()),
     )
-
-
-async def _steady(seen: Sequence[_Request], watch: PinWatch | None, batch: Batch, up: float) -> None:
-    """Wait until there are enough steps, and as many after the pool was pinned."""
-    while time.perf_counter() < up + batch.most:
-        await asyncio.sleep(0.1)
-        seen[0].check()
-        since = up if watch is None else watch.pinned_at
-        if since is not None and time.perf_counter() >= max(since, up) + batch.seconds:
-            return
 
 
 class _Request:
@@ -154,25 +147,22 @@ class _Request:
         await asyncio.wait([self._task])
 
 
-def _summarize(gaps: Any) -> Gaps | None:
-    if not len(gaps):
-        return None
+def _window(gaps: Any, pinning: Any) -> Window:
     p50, p99, p999 = (float(value) for value in np.percentile(gaps, [50, 99, 99.9]))
-    return Gaps(len(gaps), p50, p99, p999, float(gaps.max()))
+    return Window(p50, p99, p999, float(gaps.max()), float(pinning.mean()))
 
 
-def table(runs: Sequence[tuple[str, Decoded]]) -> Table:
+def table(batch: Batch, runs: Sequence[tuple[str, Decoded]]) -> Table:
     rows = []
     for name, decoded in runs:
-        for state, gaps in (("pinning", decoded.pinning), ("after", decoded.after)):
-            if gaps is None:
-                continue
-            label = f"{name}, {state if decoded.pinning else 'nothing pins'}"
-            first = [f"{decoded.start_seconds:.2f}", f"{decoded.first_token_seconds:.2f}", str(gaps.steps)]
-            figures = [f"{value:.2f}" for value in (gaps.p50, gaps.p99, gaps.p999, gaps.longest)]
-            rows.append([label, *first, *figures])
-    head = ["", "start, s", "first token, s", "steps", "p50, ms", "p99, ms", "p99.9, ms", "longest, ms"]
-    return Table("Time between tokens", head, rows)
+        for number, window in enumerate(decoded.windows):
+            first = (
+                [name, f"{decoded.start_seconds:.2f}", f"{decoded.first_token_seconds:.2f}"] if not number else [""] * 3
+            )
+            figures = [f"{value:.2f}" for value in (window.p50, window.p99, window.p999, window.longest)]
+            rows.append([*first, f"{number * batch.steps}", *figures, f"{window.pinning:.0%}"])
+    head = ["", "start, s", "first token, s", "from step", "p50, ms", "p99, ms", "p99.9, ms", "longest, ms", "pinning"]
+    return Table(f"Time between tokens, {batch.steps} steps a row", head, rows)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -197,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
             decoded = results.attempt("decode", once, connector=connector, turn=turn, graphs=options.graphs)
             if decoded is not None:
                 runs.append((connector, decoded))
-    results.show(table(runs))
+    results.show(table(batch, runs))
     return 0
 
 

@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from bench.vllm.captures import Captures, observe_captures
 from bench.vllm.engines import GIB, GRAPHS, Setup, block_tokens, start_llm
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.process import run
+from bench.vllm.registration import observe_registration
 from bench.vllm.results import Results, add_common, add_connectors, open_results
 
 BAR = 1.10  # of the floor
@@ -64,10 +66,12 @@ class Hits:
 
     `cold8`: nothing known; `hit`: in host memory only; `on_gpu`: on the GPU; `burst`: all at once, the median of three.
     `cached`: the fewest tokens that a hit found. `same`: sessions whose eight tokens did not change.
+    `registration_seconds`: of the start, in which vLLM waited for the connector.
     `pinned_seconds`: from the start until KVStow's pool was pinned; nothing is asked before.
     """
 
     start_seconds: float
+    registration_seconds: float
     cold8: float
     on_gpu: float
     hit: float | None = None
@@ -100,12 +104,11 @@ def measure_link(num_bytes: int = GIB) -> Link:
 def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
     """In one process with the engine: nothing else moves its clock."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if setup.graphs == "none":
-        started, captures = start_llm(setup), None
-    else:
-        with observe_captures() as observed:
-            started = start_llm(setup)
-            captures = observed()
+    with ExitStack() as stack:
+        waited = stack.enter_context(observe_registration())
+        observed = stack.enter_context(observe_captures()) if setup.graphs != "none" else None
+        started = start_llm(setup)
+        captures, registration = observed() if observed else None, waited()
     pinned = admin.wait_until_pinned(started.port, _PINNING) if started.port else None
     client, chance = _Client(started.engine, vocabulary), random.Random(0)
     number = sessions.few if setup.connector == "none" else sessions.number
@@ -115,13 +118,15 @@ def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
     cold = [client.ask(prompt, 8) for prompt in prompts]
     cold8 = _ms(answer.seconds for answer in cold)
     if setup.connector == "none":
-        return Hits(started.seconds, cold8, client.ms_on_gpu(prompts), sessions=number, captures=captures)
+        on_gpu = client.ms_on_gpu(prompts)
+        return Hits(started.seconds, registration, cold8, on_gpu, sessions=number, captures=captures)
     client.drain(chance)
     hits = [client.ask(prompt) for prompt in prompts]
     again = [client.ask(prompt, 8) for prompt in prompts]
     on_gpu = client.ms_on_gpu(prompts[: sessions.few])
     return Hits(
         started.seconds,
+        registration,
         cold8,
         on_gpu,
         hit=_ms(answer.seconds for answer in hits),
