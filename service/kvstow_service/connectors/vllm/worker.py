@@ -88,9 +88,9 @@ class WorkerSide:
         fence = self._fence() if step.stores.ops or self._loads_wait else None
         if step.loads.ops:
             self.plane.submit(step.loads, fence if self._loads_wait else None)
+            self.plane.drive()  # a request waits for it
         if step.stores.ops:
             self.plane.submit(step.stores, fence)
-        self.plane.drive()
 
     def take_finished_loads(self) -> FinishedLoads:
         """What has ended since the last call: done and failed in one snapshot, which `take_news` tells as well."""

@@ -25,12 +25,13 @@ class FakePlane:
         self.listeners: list[Callable[[], None]] = []
         self.desired: list[DesiredState] = []
         self.fails_at_close: tuple[int, ...] = ()
+        self.driven = 0
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         self.submitted.append((tuple(op.op_id for op in plan.ops), after))
 
     def drive(self) -> None:
-        """It needs no hand."""
+        self.driven += 1
 
     def take_completions(self) -> list[Completion]:
         taken, self.completions = self.completions, []
@@ -101,6 +102,15 @@ def test_loads_wait_for_nothing_where_vllm_frees_late_and_stores_still_do() -> N
     rank = Rank(loads_wait=False)
     rank.side.begin_step(step(1, loads={"r": LOAD}))
     assert rank.fences == 0
+
+
+def test_only_loads_are_begun_on_vllms_thread() -> None:
+    """A request waits for a load; a store in the way of the step's own kernels would make all wait."""
+    rank = Rank()
+    rank.side.begin_step(step(1, stores=(STORE,)))
+    assert rank.plane.driven == 0
+    rank.side.begin_step(step(2, loads={"r": LOAD}))
+    assert rank.plane.driven == 1
 
 
 def test_an_empty_step_costs_nothing() -> None:
