@@ -217,7 +217,8 @@ def _happening(kind: str, data: Mapping[str, Any]) -> Happening:
         case "rank":
             words = f"{data['rank']} is {data['state']}" + (f": {data['error']}" if data["error"] else "")
         case "operation":
-            words = f"{data['kind']} {data['state']}" + (f": {data['error']}" if data["error"] else "")
+            noun = f"dry run of {data['kind']}" if data["dry_run"] else data["kind"]
+            words = f"{noun} {data['state']}" + (f": {data['error']}" if data["error"] else "")
         case _:
             words = f"{data['method']} {data['path']} by {data['actor']}"
     return Happening(data["time"], kind, words)

@@ -28,10 +28,11 @@ async def test_cancelling_what_has_ended_changes_nothing(client: httpx.AsyncClie
 
 
 async def test_a_dry_run_can_be_told_from_the_real_thing(client: httpx.AsyncClient, ranks: Any) -> None:
-    await client.post("/v1/pools/host/evict", json={"slots": 1, "dry_run": True})
-    await client.post("/v1/pools/host/evict", json={"slots": 1})
+    await client.post("/v1/pools/host/evict", json={"slots": 1, "dry_run": True}, params={"wait": 20})
+    await client.post("/v1/pools/host/evict", json={"slots": 1}, params={"wait": 20})
     items = (await client.get("/v1/operations")).json()["items"]
     assert [item["dry_run"] for item in items] == [False, True]
+    assert "dry run of evict succeeded" in (await client.get("/")).text
 
 
 async def test_an_unknown_operation_is_not_found(client: httpx.AsyncClient) -> None:
