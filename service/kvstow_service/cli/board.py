@@ -64,7 +64,8 @@ def board(snapshot: Snapshot | None, lost: str | None, *, width: int, height: in
 
 def _head(snapshot: Snapshot, server: str) -> RenderableType:
     info, readiness = snapshot.info, snapshot.readiness
-    name = f"kvstow {info.version}, {info.mode}, {server}, up {duration(info.uptime_seconds)}"
+    about = (f"kvstow {info.version}", info.settings.get("model"), info.mode, server)
+    name = ", ".join((*filter(None, about), f"up {duration(info.uptime_seconds)}"))
     state = (readiness.state, f"bold {STATE_STYLES.get(readiness.state, '')}".strip())
     why = Text.assemble(state, f"  {readiness.reason}")
     switches = (Text(f"{words} (`{undo}` ends it)", style="yellow") for words, undo in snapshot.switches)

@@ -120,7 +120,7 @@ def test_trouble_is_told_in_full_and_switches_too(make_host: Any) -> None:
     from kvstow_api.client import Client
     from kvstow_service.cli.board import board
 
-    host = make_host()
+    host = make_host(settings={"model": "some/model"})
     host.ranks[1].state, host.ranks[1].error = "degraded", "the next chunk does not fit: " + "64 MiB are left " * 5
     host.ranks[1].report()
     host.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
@@ -131,6 +131,7 @@ def test_trouble_is_told_in_full_and_switches_too(make_host: Any) -> None:
     console.print(board(snapshot, None, width=80, height=30, server=host.url))
     text = console.export_text()
     assert " ".join(text.split()).count("64 MiB are left") == 10  # the reason says it, too
+    assert "kvstow 1.2.3, some/model, test, " in text
     assert "rank 1        ━" in text
     assert "loads are bypassed (`kvstow bypass --off` ends it)" in text
     assert "pinning is paused (`kvstow pinning resume` ends it)" in text
