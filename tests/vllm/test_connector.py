@@ -16,8 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvstow.errors import ConfigError
 from kvstow_service.connectors.vllm import connector, hosting
 from kvstow_service.connectors.vllm.facts import this_node
+from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankNews
 
 pytestmark = pytest.mark.vllm
@@ -116,3 +118,13 @@ def test_vllm_is_told_what_its_side_says(monkeypatch: pytest.MonkeyPatch, answer
     assert made.has_pending_block_frees() is answer
     assert made.reset_cache() is answer
     assert made.get_external_cache_hit_sources(None, 32 * answer) == ({CacheHitSource.HOST: 32} if answer else {})
+
+
+def test_lazy_stores_of_recurrent_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM hands states over when they are computed, and the free queue says nothing of them."""
+    groups = KVGroups((KVGroup(0, 16, 1, is_state=True),), 16)
+    monkeypatch.setattr(connector, "kv_groups", lambda *_, **__: groups)
+    setup = Setup("lazy states")
+    config = make_vllm_config(setup, MODULE, {"lazy_offload": True})
+    with pytest.raises(ConfigError, match="lazy_offload is True; allowed: false with recurrent layers"):
+        make(config, setup, KVConnectorRole.SCHEDULER)

@@ -67,7 +67,8 @@ FIELDS: dict[tuple[str, str], str] = {
     ("vllm.v1.core.sched.output", "CachedRequestData"): "new_block_ids req_ids",
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): "get_block_ids",
     ("vllm.v1.core.kv_cache_utils", "KVCacheBlock"): "block_hash block_id next_free_block",
-    ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue"): "fake_free_list_head fake_free_list_tail",
+    ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue"): """fake_free_list_head fake_free_list_tail
+        prepend_n remove""",
     ("vllm.v1.outputs", "KVConnectorOutput"): "finished_recving kv_connector_worker_meta",
     ("vllm.v1.request", "Request"): "all_token_ids block_hashes lora_request",
     ("vllm.lora.request", "LoRARequest"): "adapter_id name",

@@ -68,7 +68,7 @@ class Loads:
         """An op has ended on every rank."""
         tracked = self._pending.pop(op_id, None)
         if tracked is not None:
-            tracked.load_failed |= failed
+            tracked.load_failed = failed
 
     def _begin(
         self, tracked: TrackedRequest, hit: Hit, end: int, places: list[tuple[int, int]], targets: list[int]

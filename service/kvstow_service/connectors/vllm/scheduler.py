@@ -131,7 +131,7 @@ class SchedulerSide:
         if tracked is None:
             return
         self._hits.release(tracked)
-        if self._eager is not None and tracked.has_run and not tracked.withheld:
+        if self._eager is not None and tracked.has_run:
             self._store(self._eager.take_last(tracked, tables), request.request_id)
             last = next(reversed(self._pending_stores), 0)
             self._ended.append(_Ended(last, tracked.offered_keys(self._groups)))

@@ -189,6 +189,16 @@ def test_a_hit_of_nothing_but_the_start_of_a_chunk_loads_nothing_and_is_none() -
     assert tracked.hit is None
 
 
+def test_a_request_that_goes_on_with_another_prompt_is_looked_up_by_that() -> None:
+    pool = Pool(present=[*keys_of("abcdefghi"), *keys_of("abXYefghi")])
+    tracked = pool.track("abcdefghi")
+    assert pool.finder.find(tracked, 0) == 8
+    pool.finder.release(tracked)
+    tracked.request.tokens = "abXYefghi"  # type: ignore[attr-defined]
+    assert pool.finder.find(tracked, 0) == 8
+    assert pool.held == set(keys_of("abXYefghi"))
+
+
 def test_a_request_with_a_hit_counts_once_when_it_is_admitted() -> None:
     pool = Pool(KINDS["two block sizes"], [*keys_of(PROMPT, KVGroup(0, 4, 2)), *keys_of(PROMPT, LARGE)])
     tracked = pool.track()

@@ -43,6 +43,18 @@ def test_the_next_blocks_to_be_evicted_are_stored() -> None:
     assert host.stored() == set(keys_of("aaaaaaaa")[2:])
 
 
+def test_a_store_leaves_the_order_of_eviction_as_it_was() -> None:
+    host = lazy_host(ahead=3, gpu_blocks=7)
+    fill(host, "a", 3)
+    oldest = host.pool.free[3:]
+    fill(host, "b", 3)  # takes the blocks that were never used: those of "a" are being stored
+    younger = host.pool.free
+    assert len(younger) == 3
+    host.copy()
+    host.step()
+    assert host.pool.free == oldest + younger
+
+
 def test_a_content_is_offered_once() -> None:
     host = lazy_host(ahead=8)
     fill(host, "a", 4)

@@ -208,6 +208,17 @@ def test_a_failed_load_is_not_found_again() -> None:
     assert host.ask(request) == 0
 
 
+def test_a_request_that_comes_back_after_its_load_failed_counts_as_a_miss() -> None:
+    host, request = make_host(), FakeRequest("r", PROMPT)
+    host.admit(request, load=host.ask(request))
+    (op,) = host.step(copy=False).loads.ops
+    host.ranks[0].run(op.op_id, fail=True)
+    host.preempt(request)
+    assert host.ask(request) == 0
+    host.admit(request, 13)
+    assert host.engine.stats().lookups["miss"] == 1
+
+
 def test_what_was_loaded_is_not_stored_again_and_what_follows_is() -> None:
     host, request = make_host(), FakeRequest("r", PROMPT + "nopq")
     host.admit(request, load=host.ask(request))

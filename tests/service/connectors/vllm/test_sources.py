@@ -46,3 +46,16 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     sources.hold(7, [1, 2, 3])
     sources.release(7)
     assert pool.free == [3, 2, 1]
+
+
+def test_what_was_next_to_be_evicted_is_so_again() -> None:
+    pool = FakeBlockPool(5)
+    for block in pool.blocks:
+        block.block_hash = b"%d" % block.block_id
+    sources = SourceBlocks(pool)
+    sources.hold(7, [1, 2, 3])
+    pool.touch([pool.blocks[2]])  # a request has found it meanwhile
+    for _ in range(2):
+        sources.release_first(7)
+    assert pool.free == [1, 3, 4]
+    assert [block.ref_cnt for block in pool.blocks[1:]] == [0, 1, 0, 0]
