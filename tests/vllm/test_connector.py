@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstow.errors import ConfigError
+from kvstow_service.agent import AdminAddress
 from kvstow_service.connectors.vllm import connector, hosting
 from kvstow_service.connectors.vllm.facts import this_node
 from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
@@ -128,3 +129,33 @@ def test_lazy_stores_of_recurrent_layers_are_refused(monkeypatch: pytest.MonkeyP
     config = make_vllm_config(setup, MODULE, {"lazy_offload": True})
     with pytest.raises(ConfigError, match="lazy_offload is True; allowed: false with recurrent layers"):
         make(config, setup, KVConnectorRole.SCHEDULER)
+
+
+def test_groups_are_read_with_the_context_parallel_size_and_the_hash_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def note(*arguments: Any, **named: Any) -> KVGroups:
+        calls.append((*arguments[1:], named))
+        return KVGroups((KVGroup(0, 16, 1),), 16)
+
+    monkeypatch.setattr(connector, "kv_groups", note)
+    setup = Setup("groups")
+    config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20})
+    geometry = make_geometry(setup, config).scheduler
+    config.parallel_config.decode_context_parallel_size = 4
+    connector.KVStowConnector(config, KVConnectorRole.SCHEDULER, geometry)
+    assert calls == [(16, 4, {"hands_states_over": True})]
+
+
+def test_the_address_for_other_nodes_comes_with_every_step_and_reaches_the_agent() -> None:
+    setup = Setup("address")
+    config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20, "lock": False})
+    scheduler, worker = (make(config, setup, role) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER))
+    address, offered = AdminAddress("http://node-0:9595", "token"), list[AdminAddress]()
+    scheduler._scheduler = SimpleNamespace(
+        side=SimpleNamespace(plan_step=lambda step: None), address_for_remote_ranks=address
+    )
+    worker._worker = SimpleNamespace(agent=SimpleNamespace(offer=offered.append), side=None)
+    for hook in (worker.handle_preemptions, worker.bind_connector_metadata):
+        hook(scheduler.build_connector_meta(None))
+    assert offered == [address, address]

@@ -24,6 +24,7 @@ from kvstow_service.connectors.vllm.hosting import SchedulerHost, WorkerHost
 from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
 from kvstow_service.connectors.vllm.options import ConnectorOptions
 from kvstow_service.connectors.vllm.scheduler import PlannedStep
+from kvstow_service.connectors.vllm.worker import NoDataPlane
 from kvstow_service.embedded import EmbeddedOptions
 
 pytestmark = pytest.mark.vllm
@@ -148,6 +149,20 @@ def test_what_a_rank_says_reaches_the_engine() -> None:
     assert op is not None
     host.hear(0, RankNews(((rank.boot_id, (Completion(op.op_id, "done"),)),)))
     assert host.engine.lookup([b"key"]) == 1
+
+
+@pytest.mark.usefixtures("admins")
+def test_a_report_that_comes_with_a_step_counts_and_a_wrong_one_is_counted() -> None:
+    host = scheduler_host()
+    host.bind(FakeBlockPool(8))
+    host.greet(make_hello(0, 100, 9))
+    assert host.engine is not None
+    rank = NoDataPlane(0, 100, "cuda", "no device")
+    host.hear(0, RankNews(report=rank.report()))
+    assert host.engine.boot_ids() == (rank.boot_id,)
+    host.hear(0, RankNews(report=NoDataPlane(7, 100, None, None).report()))
+    assert host.engine.stats().errors["rank_report"] == 1
+    assert host.engine.boot_ids() == (rank.boot_id,)
 
 
 def test_closing_stops_what_there_is(admins: list[FakeAdmin]) -> None:
