@@ -22,5 +22,6 @@ async def get_bypass(use: Use) -> BypassView:
 @router.put("/bypass", responses=changing())
 async def set_bypass(use: Use, body: BypassBody) -> BypassView:
     """Replace the bypass: a direction that is left out is on."""
-    status = use.engine.admin.set_bypass(load=bool(body.load), store=bool(body.store), ttl_seconds=body.ttl_seconds)
-    return BypassView.of(status)
+    load, store = bool(body.load), bool(body.store)
+    ttl = body.ttl_seconds if load or store else None  # where nothing is off, nothing comes back
+    return BypassView.of(use.engine.admin.set_bypass(load=load, store=store, ttl_seconds=ttl))

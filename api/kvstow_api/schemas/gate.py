@@ -32,9 +32,4 @@ class BypassBody(Body):
             raise PydanticCustomError(
                 "nothing_given", "at least one of {allowed} is needed", {"allowed": "load, store"}
             )
-        if self.ttl_seconds is not None and not (self.load or self.store):
-            allowed = "null where neither load nor store is true"
-            raise PydanticCustomError(
-                "nothing_to_end", "ttl_seconds ends nothing; allowed: {allowed}", {"allowed": allowed}
-            )
         return self
