@@ -179,6 +179,7 @@ def main(argv: Sequence[str]) -> int:
             max_tokens=batch.max_tokens,
             batch_requests=batch.requests,
             graphs=options.graphs,
+            extra=options.extra,
             graph_sizes=(batch.requests,),
         )
         for turn, connector in enumerate(options.connectors):

@@ -28,7 +28,7 @@ class Setup:
 
     `graphs`: none (eager), decode (full graphs of decode steps, nothing compiled) or full (vLLM's default).
     `invariant`: beside `VLLM_BATCH_INVARIANT`, no kernel of vLLM's own for norms: in 0.26 the one that adds and
-    normalizes sums in another order for steps of 256 tokens or more. `extra`: more options of the connector.
+    normalizes sums in another order for steps of 256 tokens or more. `extra`: more options of KVStow's connector.
     """
 
     model: Path
@@ -116,7 +116,7 @@ def _compilation(setup: Setup) -> dict[str, Any]:
 
 
 def _transfer(setup: Setup) -> dict[str, Any] | None:
-    extra = {"cpu_bytes_to_use": setup.pool_bytes, **setup.extra}
+    extra = {"cpu_bytes_to_use": setup.pool_bytes}
     if setup.connector == "none":
         return None
     if setup.connector == "kvstow":
@@ -125,7 +125,7 @@ def _transfer(setup: Setup) -> dict[str, Any] | None:
             "kv_connector_module_path": "kvstow_service.connectors.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"admin_port": _free_port(), **extra},
+            "kv_connector_extra_config": {"admin_port": _free_port(), **extra, **setup.extra},
         }
     names = {"simple": "SimpleCPUOffloadConnector", "offloading": "OffloadingConnector"}
     return {"kv_connector": names[setup.connector], "kv_role": "kv_both", "kv_connector_extra_config": extra}

@@ -246,6 +246,7 @@ def _measure_shape(shape: str, model: Path, options: argparse.Namespace, results
         max_tokens=sessions.tokens * 2,
         gpu_blocks=sessions.on_gpu * sessions.tokens // block_tokens() + sessions.tokens * 6 // 1000,
         graphs=options.graphs,
+        extra=options.extra,
     )
     runs = []
     for turn, connector in enumerate(options.connectors):

@@ -68,3 +68,6 @@ def add_connectors(parser: argparse.ArgumentParser, default: list[str]) -> None:
         default=default,
         help=f"in this order, each time in a new process; default: {' '.join(default)}",
     )
+    parser.add_argument(
+        "--extra", type=json.loads, default={}, metavar="JSON", help="more options of KVStow's connector"
+    )

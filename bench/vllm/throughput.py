@@ -114,6 +114,7 @@ def main(argv: Sequence[str]) -> int:
             batch_tokens=8192,
             batch_requests=size.at_once,
             graphs=options.graphs,
+            extra=options.extra,
             graph_sizes=tuple(range(8, size.at_once + 1, 8)) if not options.tiny else None,
         )
         for turn, connector in enumerate(options.connectors):
