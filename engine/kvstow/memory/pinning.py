@@ -53,7 +53,7 @@ class PopulateOnly:
 class PinProgress:
     """How fast the present growth is, and how long it has taken. Not locked: the pool calls it under its own lock."""
 
-    _WINDOW = 5.0  # seconds that the rate looks back
+    _WINDOW = 5.0  # seconds that the rate looks back, at least
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -81,9 +81,13 @@ class PinProgress:
 
     @property
     def rate(self) -> float:
-        """Bytes per second over the last seconds; 0 when nothing was pinned in them."""
+        """Bytes per second over the last seconds, 0 when nothing was pinned in them. Where chunks come more slowly than
+        that, a fixed pause being long, over twice the time between the last two."""
         now = self._clock()
-        while len(self._samples) > 1 and self._samples[1][0] <= now - self._WINDOW:
+        window = self._WINDOW
+        if len(self._samples) > 1:
+            window = max(window, 2 * (self._samples[-1][0] - self._samples[-2][0]))
+        while len(self._samples) > 1 and self._samples[1][0] <= now - window:
             self._samples.popleft()
         if not self._samples or now <= self._samples[0][0]:
             return 0.0

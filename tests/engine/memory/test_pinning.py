@@ -19,6 +19,20 @@ def test_the_rate_looks_back_a_few_seconds_and_ends_at_zero() -> None:
     assert progress.rate == 0
 
 
+def test_the_rate_outlasts_a_pause_between_chunks_that_is_longer_than_its_window() -> None:
+    clock = FakeClock(100.0)
+    progress = PinProgress(clock)
+    progress.begin(0)
+    for chunk in (1, 2, 3):
+        clock.advance(60)
+        progress.record(6000 * chunk)
+        assert progress.rate == 100
+    clock.advance(59)
+    assert 50 < progress.rate < 100
+    clock.advance(62)
+    assert progress.rate == 0, "two pauses are over: it stands still"
+
+
 def test_elapsed_runs_during_growth_and_stands_still_after_it() -> None:
     clock = FakeClock()
     progress = PinProgress(clock)
