@@ -42,7 +42,7 @@ class Client:
     def send(self, call: Call[T]) -> T:
         with _told(self._endpoint):
             answer = self._http.request(**_request(call, self._endpoint, self._timeout))
-            return _decode(call, answer)
+            return _decode(call, answer, self._endpoint)
 
     def events(self, subscription: Subscription) -> Iterator[EventView]:
         """Events as they come, until the server ends the stream (then return) or breaks off (then raise)."""
@@ -53,7 +53,7 @@ class Client:
         ):
             if answer.status_code >= 400:
                 answer.read()
-                raise _failure(answer.status_code, answer.content)
+                raise _failure(answer, self._endpoint)
             for line in answer.iter_lines():
                 if (event := parser.feed(line)) is not None:
                     yield event
@@ -91,7 +91,7 @@ class AsyncClient:
     async def send(self, call: Call[T]) -> T:
         with _told(self._endpoint):
             answer = await self._http.request(**_request(call, self._endpoint, self._timeout))
-            return _decode(call, answer)
+            return _decode(call, answer, self._endpoint)
 
     async def events(self, subscription: Subscription) -> AsyncIterator[EventView]:
         """As `Client.events`."""
@@ -100,7 +100,7 @@ class AsyncClient:
             async with self._http.stream("GET", **_stream(subscription, self._endpoint, self._timeout)) as answer:
                 if answer.status_code >= 400:
                     await answer.aread()
-                    raise _failure(answer.status_code, answer.content)
+                    raise _failure(answer, self._endpoint)
                 async for line in answer.aiter_lines():
                     if (event := parser.feed(line)) is not None:
                         yield event
@@ -148,27 +148,39 @@ def _stream(subscription: Subscription, endpoint: Endpoint, timeout: float) -> d
     }
 
 
-def _decode(call: Call[T], answer: httpx.Response) -> T:
+def _decode(call: Call[T], answer: httpx.Response, endpoint: Endpoint) -> T:
     if answer.status_code >= 400 and answer.status_code not in call.accepts:
-        raise _failure(answer.status_code, answer.content)
+        raise _failure(answer, endpoint)
     try:
         return call.decode(Reply(answer.status_code, answer.content))
     except (ValueError, TypeError, KeyError) as error:
-        raise ApiError(f"{call.method} {call.path}: the answer is not what it should be: {error}") from error
+        words = f"{_stranger(endpoint)}, or of another version: its answer to {call.method} {call.path}"
+        raise ApiError(f"{words} is not what it should be: {error}") from error
 
 
-def _failure(status: int, body: bytes) -> ApiError:
+def _failure(answer: httpx.Response, endpoint: Endpoint) -> ApiError:
     try:
-        problem = ProblemView.of(json.loads(body))
+        problem = ProblemView.of(json.loads(answer.content))
     except (ValueError, TypeError):
-        return ApiError(f"status {status}, and no word that can be understood", status=status)
+        status = answer.status_code
+        return ApiError(
+            f"{_stranger(endpoint)}: it answers with status {status}, and not as KVStow does", status=status
+        )
     return ApiError(f"{problem.title}: {problem.detail}", problem)
+
+
+def _stranger(endpoint: Endpoint) -> str:
+    return f"{_where(endpoint)} does not seem to be KVStow"
+
+
+def _where(endpoint: Endpoint) -> str:
+    return f"unix:{endpoint.uds}" if endpoint.uds else endpoint.url
 
 
 @contextmanager
 def _told(endpoint: Endpoint) -> Iterator[None]:
     """What httpx raises, as an `ApiError` that names the server."""
-    where = f"unix:{endpoint.uds}" if endpoint.uds else endpoint.url
+    where = _where(endpoint)
     try:
         yield
     except httpx.TimeoutException as error:

@@ -11,6 +11,7 @@ import pytest
 
 from kvstow.messages import DesiredState
 from kvstow_api.client import ApiError, AsyncClient, Call, calls
+from kvstow_api.client.eventstream import Subscription
 from kvstow_api.routes import ROUTERS
 from kvstow_api.views.base import View
 from kvstow_api.views.blocks import BlockView
@@ -163,14 +164,19 @@ async def test_a_failed_probe_is_an_answer(kvstow: AsyncClient, ranks: Any) -> N
 @pytest.mark.parametrize("body", [b"no JSON", b"{}", b'{"items": 3}', b"[]"])
 async def test_an_answer_of_another_shape_is_an_error(body: bytes) -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, content=body))
-    async with AsyncClient(transport=transport) as client:
-        with pytest.raises(ApiError, match="not what it should be"):
+    words = "^http://127.0.0.1:8000 does not seem to be KVStow, .* GET /v1/pools is not what it should be"
+    async with AsyncClient("http://127.0.0.1:8000", transport=transport) as client:
+        with pytest.raises(ApiError, match=words):
             await client.send(calls.pools())
 
 
-async def test_an_error_without_a_problem_still_tells_the_status() -> None:
-    transport = httpx.MockTransport(lambda request: httpx.Response(502, content=b"<html>"))
-    async with AsyncClient(transport=transport) as client:
-        with pytest.raises(ApiError, match="502") as caught:
+@pytest.mark.parametrize("body", [b"<html>", b'{"detail": "Not Found"}'])
+async def test_a_server_that_is_another_is_named(body: bytes) -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(404, content=body))
+    words = "^http://127.0.0.1:8000 does not seem to be KVStow: it answers with status 404"
+    async with AsyncClient("http://127.0.0.1:8000", transport=transport) as client:
+        with pytest.raises(ApiError, match=words) as caught:
             await client.send(calls.pools())
-    assert (caught.value.status, caught.value.problem) == (502, None)
+        with pytest.raises(ApiError, match=words):
+            await anext(client.events(Subscription()))
+    assert (caught.value.status, caught.value.problem) == (404, None)
