@@ -27,10 +27,17 @@ def _run(config: Path | None, flags: dict[str, str | bool | None]) -> int:
 
     try:
         return run_service(settings)
-    except (ConfigError, InvalidRequestError) as error:
+    except ConfigError as error:
+        return _complain([_named_as_flag(error)], 2)
+    except InvalidRequestError as error:
         return _complain([error], 2)
     except KvstowError as error:
         return _complain([error], 1)
+
+
+def _named_as_flag(error: ConfigError) -> ConfigError:
+    is_setting = error.key in Settings.model_fields
+    return ConfigError(flag_name(error.key), error.value, error.allowed) if is_setting else error
 
 
 def _complain(errors: Sequence[Exception], status: int) -> int:
