@@ -245,6 +245,15 @@ async def test_a_heartbeat_is_the_time_of_the_last_report(
     assert 999.0 < age < 1100.0
 
 
+async def test_an_error_names_the_component_that_it_is_of(client: httpx.AsyncClient, engine: OffloadEngine) -> None:
+    for code in ("admin_server", "rank_report", "rank_report"):
+        engine.count_error(code)
+    families = await scrape(client)
+    assert value(families, "kvstow_errors_total", component="admin_server", code="admin_server") == 1
+    assert value(families, "kvstow_errors_total", component="connector", code="rank_report") == 2
+    assert value(families, "kvstow_errors_total", component="engine", code="integrity") == 0
+
+
 async def test_operations_are_counted(client: httpx.AsyncClient, ranks: Any) -> None:
     await client.post("/v1/pools/host/evict", json={"slots": 1})
     families = await scrape(client)

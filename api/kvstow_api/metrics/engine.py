@@ -17,6 +17,8 @@ from kvstow_api.views.pools import POOL_NAME
 SOURCE = "host"
 
 _PIN_FAILURES = (*PinError.PIN_FAILURES, "internal")
+_COMPONENTS = {"admin_server": "admin_server", "rank_report": "connector"}
+"""What has failed, by the code of an error that is not the engine's own."""
 _STATES: tuple[EngineState, ...] = get_args(EngineState)
 _DIRECTIONS: tuple[Direction, ...] = ("load", "store")
 
@@ -260,7 +262,12 @@ def _lookups(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _faults(stats: EngineStats) -> Iterator[Metric]:
-    yield counter("kvstow_errors", "Errors", ["component", "code"], by_label(stats.errors, "engine"))
+    yield counter(
+        "kvstow_errors",
+        "Errors",
+        ["component", "code"],
+        [((_COMPONENTS.get(code, "engine"), code), count) for code, count in stats.errors.items()],
+    )
     yield counter("kvstow_rank_restarts", "Ranks that came back without their memory", [], scalar(stats.rank_restarts))
     yield counter("kvstow_stale_reports", "Reports that a later one has overtaken", [], scalar(stats.stale_reports))
     yield counter("kvstow_stale_completions", "Words on ops that were over", [], scalar(stats.stale_completions))
