@@ -22,7 +22,7 @@ WORKDIR /src
 COPY constraints.txt ./
 RUN python3 -m venv /build \
     && /build/bin/pip install --no-cache-dir --constraint constraints.txt hatchling
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md LICENSE ./
 # What each image installs, so that a change of the sources alone repeats no download.
 RUN /build/bin/python -c 'import pathlib, tomllib; \
     extras = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["optional-dependencies"]; \

@@ -47,6 +47,14 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     assert held == expected
 
 
+def test_the_wheel_holds_its_licence(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
+    assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
+    metadata = archive.read(f"{name.partition('/')[0]}/METADATA").decode()
+    assert "License-Expression: Apache-2.0\nLicense-File: LICENSE\n" in metadata
+
+
 def test_the_command_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=False, system_site_packages=False)
     site = next((tmp_path / "env" / "lib").glob("python*/site-packages"))
