@@ -136,6 +136,22 @@ def test_only_ranks_of_other_nodes_are_sent_an_address(
 
 
 @pytest.mark.usefixtures("admins")
+@pytest.mark.parametrize(("lazy", "blocks"), [(False, None), (True, 2 * (63 + 32))])
+def test_lazy_stores_are_two_steps_ahead_of_eviction(
+    monkeypatch: pytest.MonkeyPatch, lazy: bool, blocks: int | None
+) -> None:
+    """1,000 tokens a step are at most 63 blocks of 16 and 32 of 32."""
+    made: list[int | None] = []
+    monkeypatch.setattr(hosting, "SchedulerSide", lambda *_, lazy_blocks, **__: made.append(lazy_blocks))
+    groups = KVGroups((KVGroup(0, 16, 1), KVGroup(1, 32, 2)), 32)
+    options = ConnectorOptions(cpu_bytes_to_use=1000, lazy_offload=lazy)
+    host = SchedulerHost(options, make_facts(max_batched_tokens=1000), groups, build={}, make_events=lambda _: None)
+    host.bind(FakeBlockPool(8))
+    host.greet(make_hello(0, 100, 9))
+    assert made == [blocks]
+
+
+@pytest.mark.usefixtures("admins")
 def test_what_a_rank_says_reaches_the_engine() -> None:
     host = scheduler_host()
     host.bind(FakeBlockPool(8))
