@@ -21,10 +21,16 @@ GRAPHS: tuple[Graphs, ...] = ("none", "decode", "full")
 GIB = 1 << 30
 CONNECTORS = ("none", "simple", "offloading", "kvstow")
 
+_KVSTOW = {
+    "kvstow": ("KVStowConnector", "kvstow_service.connectors.vllm"),
+    "checked": ("CheckedKVStowConnector", "bench.vllm.checked"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One engine. `pool_bytes`: host memory over all ranks. `gpu_blocks` bounds the GPU's own cache; None: what fits.
+    """One engine. `connector`: one of `CONNECTORS`, or checked (`bench.vllm.checked`). `pool_bytes`: host memory over
+    all ranks. `gpu_blocks` bounds the GPU's own cache; None: what fits.
 
     `graphs`: none (eager), decode (full graphs of decode steps, nothing compiled) or full (vLLM's default).
     `invariant`: beside `VLLM_BATCH_INVARIANT`, no kernel of vLLM's own for norms: in 0.26 the one that adds and
@@ -119,10 +125,11 @@ def _transfer(setup: Setup) -> dict[str, Any] | None:
     extra = {"cpu_bytes_to_use": setup.pool_bytes}
     if setup.connector == "none":
         return None
-    if setup.connector == "kvstow":
+    if setup.connector in _KVSTOW:
+        name, module = _KVSTOW[setup.connector]
         return {
-            "kv_connector": "KVStowConnector",
-            "kv_connector_module_path": "kvstow_service.connectors.vllm",
+            "kv_connector": name,
+            "kv_connector_module_path": module,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"admin_port": _free_port(), **extra, **setup.extra},

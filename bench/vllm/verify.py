@@ -6,7 +6,7 @@ On a GPU vLLM runs in its batch-invariant mode: what a request gets does not dep
 on how much of it was cached, so tokens and log-probabilities have to be the same, bit by bit. The GPU's own cache is
 small, and so is the pool: conversations come back from host memory, and blocks are evicted there, too; some requests
 are preempted, some given up. Writes `verify.jsonl`. The exit status is 1 if an answer differs, or if nothing came from
-the host.
+the host, or a loaded block holds other bytes than when it was stored (`bench.vllm.checked`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from vllm.platforms import current_platform
 
 from bench.vllm import admin
+from bench.vllm.checked import FOLDER, Checks, read_checks
 from bench.vllm.conversations import Answer, Load, Talk, Turn
 from bench.vllm.engines import CONNECTORS, Setup, block_tokens, start_async
 from bench.vllm.model import SHAPES, Shape, write_model
@@ -45,6 +46,7 @@ class Talked:
     abandoned: int
     sensitive: int
     admin: admin.Summary | None
+    checks: Checks | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +86,12 @@ def compare(reference: Mapping[Turn, Answer], answers: Mapping[Turn, Answer]) ->
 def talk(setup: Setup, load: Load, vocabulary: int, seconds: float, gpus: str | None) -> Talked:
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-    return asyncio.run(_talk(setup, load, vocabulary, seconds))
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[FOLDER] = folder
+        return asyncio.run(_talk(setup, load, vocabulary, seconds, Path(folder)))
 
 
-async def _talk(setup: Setup, load: Load, vocabulary: int, seconds: float) -> Talked:
+async def _talk(setup: Setup, load: Load, vocabulary: int, seconds: float, folder: Path) -> Talked:
     started = start_async(setup)
     clients = Talk(started.engine, load, vocabulary)
     began = time.monotonic()
@@ -96,7 +100,8 @@ async def _talk(setup: Setup, load: Load, vocabulary: int, seconds: float) -> Ta
     sensitive = await _count_sensitive(clients, vocabulary)
     summary = admin.summarize(started.port) if started.port else None
     started.engine.shutdown()
-    return Talked(started.seconds, took, clients.answers, clients.abandoned, sensitive, summary)
+    checks = read_checks(folder) if setup.connector == "checked" else None
+    return Talked(started.seconds, took, clients.answers, clients.abandoned, sensitive, summary, checks)
 
 
 async def _count_sensitive(clients: Talk, vocabulary: int) -> int:
@@ -126,10 +131,12 @@ def main(argv: Sequence[str]) -> int:
         results.add("talked", connector=name, **_figures(one))
     comparison = compare(reference.answers, talked.answers)
     results.add("verify", ranks=options.ranks, connector=options.connector, **asdict(comparison))
-    from_host = talked.admin.loads if talked.admin else options.connector != "kvstow"
-    good = comparison.compared and not comparison.differing and from_host
-    print("every answer is the same" if good else "NOT VERIFIED", flush=True)
-    return 0 if good else 1
+    same = comparison.compared > 0 and not comparison.differing
+    print("every answer is the same" if same else "ANSWERS DIFFER", flush=True)
+    checks = talked.checks
+    right = options.connector != "kvstow" or (checks is not None and checks.blocks > 0 and not checks.wrong)
+    print("every loaded block is right" if right else f"NOT RIGHT: {checks}", flush=True)
+    return 0 if same and right else 1
 
 
 def _setup(model: Path, load: Load, shape: Shape, options: argparse.Namespace) -> Setup:
@@ -154,7 +161,8 @@ def _setup(model: Path, load: Load, shape: Shape, options: argparse.Namespace) -
 def _talk_to_both(setup: Setup, load: Load, vocabulary: int, options: argparse.Namespace) -> tuple[Talked, Talked]:
     """Without a connector, and with the one of the options."""
     patience = options.seconds + _STARTING
-    first, second = (replace(setup, connector=connector) for connector in ("none", options.connector))
+    name = "checked" if options.connector == "kvstow" else options.connector
+    first, second = (replace(setup, connector=connector) for connector in ("none", name))
     if not options.beside:
         reference = run(patience, talk, first, load, vocabulary, options.seconds, None)
         return reference, run(patience, talk, second, load, vocabulary, options.seconds, None)

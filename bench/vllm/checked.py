@@ -1,0 +1,111 @@
+"""KVStow's connector, which also looks whether each block that was loaded holds what was in it when it was stored.
+
+Equal answers show that vLLM computed the same; this shows that the bytes are the same, whatever a kernel's rounding.
+A fingerprint is taken of every block on the compute stream: before its store begins, and after its load has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvstow.messages import Op
+from kvstow_service.connectors.vllm.connector import KVStowConnector
+from kvstow_service.connectors.vllm.geometry import kv_geometry
+
+FOLDER = "KVSTOW_BENCH_CHECKS"
+"""Environment variable: where each rank writes `RANK.json`, every second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """Loaded blocks over all ranks: looked at, and those with other bytes. `told_apart`: neighbours in a load whose
+    fingerprints differ; else equal ones would prove nothing."""
+
+    blocks: int
+    wrong: int
+    told_apart: int
+
+
+def read_checks(folder: Path) -> Checks:
+    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return Checks(*(sum(rank[key] for rank in ranks) for key in ("blocks", "wrong", "told_apart")))
+
+
+class CheckedKVStowConnector(KVStowConnector):
+    """As `KVStowConnector`. What it adds runs in the order of the compute stream, and waits for the device once a
+    second."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._num_blocks = kv_cache_config.num_blocks
+        self._seen = 0
+        self._loads: dict[int, Op] = {}
+        self._written_at = 0.0
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        hello = self._rank.hello
+        assert hello is not None
+        self._tensors = kv_geometry(kv_caches, self._num_blocks).tensors
+        device = self._tensors[0].device
+        generator = torch.Generator().manual_seed(0)
+        self._weights = [
+            torch.randint(-(1 << 62), 1 << 62, (tensor.shape[1] // 8,), generator=generator).to(device)
+            for tensor in self._tensors
+        ]
+        self._stored = torch.zeros(hello.max_slots, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(3, dtype=torch.int64, device=device)  # as the fields of `Checks`
+
+    def _begin_step(self, metadata: Any) -> None:
+        plan = metadata.plan
+        if plan is not None and plan.number != self._seen:
+            self._seen = plan.number
+            for op in plan.stores.ops:
+                self._stored[self._indices(op.slots)] = self._fingerprints(op.blocks)
+            self._loads |= {op.op_id: op for op in plan.loads.ops}
+        super()._begin_step(metadata)
+
+    def build_connector_worker_meta(self) -> Any:
+        metadata = super().build_connector_worker_meta()
+        for news in (news for rank in (metadata.news.values() if metadata else ()) for news in rank):
+            for _, completions in news.completions:
+                for completion in completions:
+                    op = self._loads.pop(completion.op_id, None)
+                    if op is not None and completion.mark == "done":
+                        self._check(op)
+        return metadata
+
+    def _check(self, op: Op) -> None:
+        expected, found = self._stored[self._indices(op.slots)], self._fingerprints(op.blocks)
+        told_apart = (expected[1:] != found[:-1]).sum()
+        self._counts += torch.stack([torch.ones_like(found).sum(), (expected != found).sum(), told_apart])
+        if time.monotonic() > self._written_at + 1:
+            self._written_at = time.monotonic()
+            self._write()
+
+    def _write(self) -> None:
+        side = self._rank.side
+        assert side is not None
+        path = Path(os.environ[FOLDER]) / f"{side.rank}.json"
+        counts = dict(zip(("blocks", "wrong", "told_apart"), self._counts.tolist(), strict=True))
+        path.with_suffix(".new").write_text(json.dumps(counts))
+        path.with_suffix(".new").replace(path)
+
+    def _fingerprints(self, blocks: Sequence[int]) -> torch.Tensor:
+        indices = self._indices(blocks)
+        parts = [
+            (tensor[indices].view(torch.int64) * weights).sum(dim=1)
+            for tensor, weights in zip(self._tensors, self._weights, strict=True)
+        ]
+        return torch.stack(parts).sum(dim=0)
+
+    def _indices(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._counts.device)
