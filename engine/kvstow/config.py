@@ -12,6 +12,9 @@ POLICIES = ("lru", "arc")
 CopyStrategy = Literal["auto", "staged", "direct"]
 COPY_STRATEGIES: tuple[CopyStrategy, ...] = ("auto", "staged", "direct")
 
+HugePages = Literal["advised", "reserved"]
+HUGE_PAGES: tuple[HugePages, ...] = ("advised", "reserved")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -68,6 +71,8 @@ class PoolConfig:
 
     `pool_bytes` is taken down to whole slots, never rounded up. `max_bytes` bounds later growth: only address
     space is reserved for it. `lock`: lock or register the memory; without it it is only populated.
+    `huge_pages`: `advised` asks the kernel for huge pages where it has some; `reserved` takes nothing but the 2 MiB
+    pages that the machine has set aside (Linux 5.18).
 
     The pace of pinning is adaptive: `latency_target` is what it may add to a step of whoever shares the driver
     (1 ms by default). With `chunk_bytes` (per call, at least one slot; 64 MiB by default) or `pause` (between two
@@ -81,6 +86,7 @@ class PoolConfig:
     pause: float | None = None
     latency_target: float | None = None
     lock: bool = True
+    huge_pages: HugePages = "advised"
 
     def __post_init__(self) -> None:
         for key in ("slot_bytes", "pool_bytes"):
@@ -89,6 +95,8 @@ class PoolConfig:
             raise ConfigError("pool_bytes", self.pool_bytes, f"at least one slot, {self.slot_bytes} bytes")
         if self.max_bytes and self.max_bytes < self.pool_bytes:
             raise ConfigError("max_bytes", self.max_bytes, f"0 (as pool_bytes), or at least {self.pool_bytes}")
+        if self.huge_pages not in HUGE_PAGES:
+            raise ConfigError("huge_pages", self.huge_pages, " or ".join(HUGE_PAGES))
         self._check_pace()
 
     def _check_pace(self) -> None:

@@ -37,7 +37,7 @@ class PinError(KvstowError):
     """Memory could not be populated or registered; `reason` is one of `PIN_FAILURES`."""
 
     code = "pin_failed"
-    PIN_FAILURES: ClassVar[tuple[str, ...]] = ("memlock", "cgroup_limit", "driver", "out_of_memory")
+    PIN_FAILURES: ClassVar[tuple[str, ...]] = ("memlock", "cgroup_limit", "driver", "out_of_memory", "hugepages")
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import pytest
 
 from kvstow.config import PoolConfig
-from kvstow.memory.limits import MemoryLimits
+from kvstow.memory.limits import HugePageLimits, MemoryLimits
 from kvstow.memory.pool import HostPool
 from kvstow.testing.registrar import FakeRegistrar
 
@@ -67,6 +67,25 @@ def make_pool(no_limits: MemoryLimits) -> Iterator[MakePool]:
     yield make
     for pool in pools:
         pool.close()
+
+
+@pytest.fixture
+def reserve() -> Iterator[Callable[[int], None]]:
+    """Let the machine have so many more 2 MiB pages reserved until the test ends; skips where it may not."""
+    total = HugePageLimits().pages / "nr_hugepages"
+    try:
+        before = total.read_text()
+        total.write_text(before)
+    except OSError as error:
+        pytest.skip(f"huge pages cannot be reserved here: {error}")
+
+    def set_free(pages: int) -> None:
+        total.write_text(str(int(before) + pages))
+        if int(total.read_text()) != int(before) + pages:
+            pytest.skip(f"the machine cannot reserve {pages} huge pages")
+
+    yield set_free
+    total.write_text(before)
 
 
 @pytest.fixture

@@ -97,7 +97,15 @@ def test_ranks_may_have_slots_of_different_size() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"pool_bytes": 63}, {"max_bytes": 64}, {"pause": -1.0}, {"pause": float("inf")}, {"chunk_bytes": 0}]
+    "wrong",
+    [
+        {"pool_bytes": 63},
+        {"max_bytes": 64},
+        {"pause": -1.0},
+        {"pause": float("inf")},
+        {"chunk_bytes": 0},
+        {"huge_pages": "never"},
+    ],
 )
 def test_a_pool_config_is_checked(wrong: dict[str, object]) -> None:
     (key,) = wrong

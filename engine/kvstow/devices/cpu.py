@@ -15,10 +15,12 @@ from typing import NamedTuple
 import torch
 
 from kvstow.bytesize import format_size
+from kvstow.config import PoolConfig
 from kvstow.devices.base import Capabilities, Fence, Staged, TicketState
 from kvstow.devices.tensors import check_tensors
 from kvstow.errors import CopyError, PinError
 from kvstow.layout import KVLayout
+from kvstow.memory.pinning import PopulateOnly, Registrar
 from kvstow.memory.pool import HostPool
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -192,6 +194,26 @@ class MlockRegistrar:
             raise PinError("memlock", f"munlock of {format_size(num_bytes)} failed: {os.strerror(ctypes.get_errno())}")
         self._locked.remove(address)
         self.locked_bytes -= num_bytes
+
+
+class HugetlbRegistrar(PopulateOnly):
+    """For reserved huge pages: the machine swaps none of them, so nothing is left to lock, and no limit to ask."""
+
+    mode = "hugetlb"
+
+    def __init__(self) -> None:
+        self.locked_bytes = 0
+
+    def register(self, address: int, num_bytes: int) -> None:
+        self.locked_bytes += num_bytes
+
+    def unregister(self, address: int, num_bytes: int) -> None:
+        self.locked_bytes -= num_bytes
+
+
+def cpu_registrar(config: PoolConfig) -> Registrar:
+    """What pins the memory of a pool that no device but the CPU copies from."""
+    return HugetlbRegistrar() if config.huge_pages == "reserved" else MlockRegistrar()
 
 
 def _forbidden(code: int, num_bytes: int) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import ClassVar, NamedTuple
 
 from kvstow.bytesize import format_size
+from kvstow.config import HugePages
+from kvstow.memory.region import HUGE_PAGE_BYTES, PAGE_BYTES
 
 RESERVE_BYTES = 64 << 20  # always left to the rest of the cgroup and the machine
 
@@ -29,26 +32,41 @@ class Headroom:
     limit: str
 
 
+class _Files(NamedTuple):
+    """How the files of a cgroup are called: limit, usage, and what of the usage is given up on demand."""
+
+    limit: str
+    usage: str
+    reclaimable: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
     """Reads the limits anew at each call. The paths are parameters for tests only."""
+
+    reserve_bytes: ClassVar[int] = RESERVE_BYTES
+    page_bytes: ClassVar[int] = PAGE_BYTES
+    _what: ClassVar[str] = f"are needed beside a reserve of {format_size(RESERVE_BYTES)}"
+    _controller: ClassVar[str] = "memory"
+    _v1: ClassVar[_Files] = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    _v2: ClassVar[_Files] = _Files("memory.max", "memory.current", "inactive_file")
+    _cgroup_reason: ClassVar[str] = "cgroup_limit"
 
     meminfo: Path = Path("/proc/meminfo")
     own_cgroups: Path = Path("/proc/self/cgroup")
     cgroup_root: Path = Path("/sys/fs/cgroup")
 
     def headroom(self) -> Headroom | None:
-        """The tightest limit, `RESERVE_BYTES` not yet taken off; None where no limit can be read."""
+        """The tightest limit, `reserve_bytes` not yet taken off; None where no limit can be read."""
         found = [headroom for headroom in (self._machine(), *self._cgroups()) if headroom is not None]
         return min(found, key=lambda headroom: headroom.num_bytes, default=None)
 
     def shortage(self, num_bytes: int) -> Shortage | None:
         """What forbids to take `num_bytes` more; None where they fit."""
         tightest = self.headroom()
-        if tightest is None or num_bytes + RESERVE_BYTES <= tightest.num_bytes:
+        if tightest is None or num_bytes + self.reserve_bytes <= tightest.num_bytes:
             return None
-        needs = f"{format_size(num_bytes)} are needed beside a reserve of {format_size(RESERVE_BYTES)}"
-        return Shortage(tightest.reason, f"{needs}, but {tightest.limit}")
+        return Shortage(tightest.reason, f"{format_size(num_bytes)} {self._what}, but {tightest.limit}")
 
     def _machine(self) -> Headroom | None:
         available = _read_fields(self.meminfo).get("MemAvailable:")
@@ -64,38 +82,59 @@ class MemoryLimits:
             _, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
             if not controllers:
-                headrooms += [_headroom_v2(folder) for folder in _with_ancestors(self.cgroup_root, path)]
-            elif "memory" in controllers.split(","):
-                headrooms += [_headroom_v1(folder) for folder in _with_ancestors(self.cgroup_root / "memory", path)]
+                headrooms += [self._cgroup(folder, self._v2) for folder in _with_ancestors(self.cgroup_root, path)]
+            elif self._controller in controllers.split(","):
+                root = self.cgroup_root / self._controller
+                headrooms += [self._cgroup(folder, self._v1) for folder in _with_ancestors(root, path)]
         return headrooms
+
+    def _cgroup(self, folder: Path, files: _Files) -> Headroom | None:
+        limit, usage = _read(folder / files.limit).strip(), _read(folder / files.usage).strip()
+        if not limit.isdecimal() or not usage.isdecimal() or int(limit) >= _UNLIMITED:
+            return None
+        # Page cache that was not used lately is given up before the limit stops anybody.
+        reclaimable = _read_fields(folder / "memory.stat").get(files.reclaimable, 0)
+        num_bytes = max(0, int(limit) - int(usage) + reclaimable)
+        words = (
+            f"the cgroup limit {folder / files.limit} is {format_size(int(limit))}, "
+            f"of which {format_size(num_bytes)} is left"
+        )
+        return Headroom(num_bytes, self._cgroup_reason, words)
+
+
+@dataclass(frozen=True, slots=True)
+class HugePageLimits(MemoryLimits):
+    """The same of the 2 MiB pages that the machine has reserved: no limit on other memory counts them."""
+
+    reserve_bytes: ClassVar[int] = 0
+    page_bytes: ClassVar[int] = HUGE_PAGE_BYTES
+    _what: ClassVar[str] = "are needed in reserved 2 MiB pages (huge_pages is reserved)"
+    _controller: ClassVar[str] = "hugetlb"
+    _v1: ClassVar[_Files] = _Files("hugetlb.2MB.limit_in_bytes", "hugetlb.2MB.usage_in_bytes")
+    _v2: ClassVar[_Files] = _Files("hugetlb.2MB.max", "hugetlb.2MB.current")
+    _cgroup_reason: ClassVar[str] = "hugepages"
+
+    # Not /proc/meminfo: that counts pages of the machine's default size, which may be 1 GiB.
+    pages: Path = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+
+    def _machine(self) -> Headroom | None:
+        free, promised = (_read(self.pages / name).strip() for name in ("free_hugepages", "resv_hugepages"))
+        if not free.isdecimal() or not promised.isdecimal():
+            return None
+        num_bytes = max(0, int(free) - int(promised)) * HUGE_PAGE_BYTES
+        words = f"the machine has {format_size(num_bytes)} of them free (sysctl vm.nr_hugepages reserves more)"
+        return Headroom(num_bytes, "hugepages", words)
+
+
+def limits_of(huge_pages: HugePages) -> MemoryLimits:
+    """The limits on a pool's memory."""
+    return HugePageLimits() if huge_pages == "reserved" else MemoryLimits()
 
 
 def _with_ancestors(root: Path, path: str) -> list[Path]:
     """`root`/`path` up to `root`. In a container `path` can be the host's, and then only `root` exists."""
     relative = PurePosixPath(path.lstrip("/"))
     return [root / relative, *(root / parent for parent in relative.parents)]
-
-
-def _headroom_v2(folder: Path) -> Headroom | None:
-    return _headroom(folder, "memory.max", "memory.current", "inactive_file")
-
-
-def _headroom_v1(folder: Path) -> Headroom | None:
-    return _headroom(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> Headroom | None:
-    limit, usage = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
-    if not limit.isdecimal() or not usage.isdecimal() or int(limit) >= _UNLIMITED:
-        return None
-    # Page cache that was not used lately is given up before the limit stops anybody.
-    reclaimable = _read_fields(folder / "memory.stat").get(reclaimable_name, 0)
-    num_bytes = max(0, int(limit) - int(usage) + reclaimable)
-    words = (
-        f"the cgroup limit {folder / limit_name} is {format_size(int(limit))}, "
-        f"of which {format_size(num_bytes)} is left"
-    )
-    return Headroom(num_bytes, "cgroup_limit", words)
 
 
 def _read(path: Path) -> str:

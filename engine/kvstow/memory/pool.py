@@ -15,11 +15,11 @@ from kvstow.config import PoolConfig
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
 from kvstow.listeners import Listeners
 from kvstow.memory.chunks import Chunk, ChunkGrid
-from kvstow.memory.limits import MemoryLimits
+from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.numa import bytes_by_node, prefer_node
 from kvstow.memory.pace import pace_of
 from kvstow.memory.pinning import PinProgress, PopulateOnly, Registrar
-from kvstow.memory.region import HUGE_PAGE_BYTES, HostRegion
+from kvstow.memory.region import HUGE_PAGE_BYTES, HostRegion, round_up
 from kvstow.memory.status import PoolState, PoolStatus
 
 _ASKED_BYTES = 256 << 20
@@ -66,7 +66,7 @@ class HostPool:
         Raises `InsufficientMemoryError` when `pool_bytes` cannot fit, `PinError` when not even address space is left.
         """
         self._config = config
-        self._limits = limits or MemoryLimits()
+        self._limits = limits or limits_of(config.huge_pages)
         self._registrar = registrar if config.lock else PopulateOnly()
         self._pace = pace_of(config)
         self._grid = ChunkGrid.of(config.slot_bytes, config.max_slots, self._pace.chunk_bytes)
@@ -88,7 +88,7 @@ class HostPool:
         self._paused = self._closing = self._prepared = False
         self._listeners = Listeners()
         self._thread: threading.Thread | None = None
-        self._region = HostRegion(self._grid.region_bytes)
+        self._region = HostRegion(self._grid.region_bytes, config.huge_pages)
         self._numa_notice: str | None = None
         if numa_node is not None:
             self._numa_notice = prefer_node(self._region.address, self._region.num_bytes, numa_node)
@@ -259,7 +259,8 @@ class HostPool:
             raise
         if not registered:
             return
-        nodes = bytes_by_node(self.address + chunk.offset, chunk.num_bytes, HUGE_PAGE_BYTES)
+        start, end = self._pages(chunk)
+        nodes = bytes_by_node(self.address + start, end - start, HUGE_PAGE_BYTES)
         with self._state:
             self._chunks.append(chunk)
             self._nodes.append(nodes)
@@ -270,12 +271,13 @@ class HostPool:
 
     def _require_memory(self, chunk: Chunk) -> None:
         """Ask for more than one chunk at a time: the limits stand in a dozen files. Raises `PinError`."""
-        if chunk.end_offset <= self._allowed_end:
+        start, end = self._pages(chunk)
+        if end <= self._allowed_end:
             return
-        asked = max(chunk.num_bytes, _ASKED_BYTES)
+        asked = max(end - start, _ASKED_BYTES)
         if self._limits.shortage(asked) is None:
-            self._allowed_end = chunk.offset + asked
-        elif shortage := self._limits.shortage(chunk.num_bytes):
+            self._allowed_end = start + asked
+        elif shortage := self._limits.shortage(end - start):
             raise PinError(shortage.reason, f"the next chunk does not fit: {shortage.message}")
 
     def _register(self, chunk: Chunk) -> bool:
@@ -315,14 +317,24 @@ class HostPool:
             return not self._closing
 
     def _commit(self, chunk: Chunk) -> None:
-        self._region.commit(chunk.offset, chunk.num_bytes)
+        start, end = self._pages(chunk)
+        if start < end:
+            self._region.commit(start, end - start)
         with self._state:
-            self._resident_bytes = chunk.end_offset
+            self._resident_bytes = end
 
     def _decommit(self, chunk: Chunk) -> None:
-        self._region.decommit(chunk.offset, chunk.num_bytes)
+        start, end = self._pages(chunk)
+        if start < end:
+            self._region.decommit(start, end - start)
         with self._state:
-            self._resident_bytes = chunk.offset
+            self._resident_bytes = start
+
+    def _pages(self, chunk: Chunk) -> tuple[int, int]:
+        """Start and end of the chunk's own memory: the region's pages that begin in it. A reserved huge page on its
+        lower boundary is of the chunk before, and goes with that."""
+        page_bytes = self._region.page_bytes
+        return round_up(chunk.offset, page_bytes), round_up(chunk.end_offset, page_bytes)
 
     def _fail(self, reason: str, message: str) -> None:
         self._allowed_end = 0

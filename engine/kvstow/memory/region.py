@@ -12,6 +12,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from kvstow.bytesize import format_size
+from kvstow.config import HugePages
 from kvstow.errors import PinError
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -21,6 +22,7 @@ _POPULATE_BYTES = 8 << 20  # per call, 1 ms: meanwhile an mmap of any thread wai
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
 _MAP_PRIVATE, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x02, 0x20, 0x4000
+_MAP_HUGETLB, _MAP_HUGE_2MB = 0x40000, 21 << 26
 _MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 4, 10, 14, 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -35,18 +37,24 @@ _libc.madvise.argtypes = (_address, _size, _int)
 class HostRegion:
     """`num_bytes` of reserved address space, aligned to a huge page; a child process does not inherit it.
 
-    Offsets and sizes given to `commit` and `decommit` are multiples of `PAGE_BYTES`. Not locked: one thread at
+    Offsets and sizes given to `commit` and `decommit` are multiples of `page_bytes`. Not locked: one thread at
     a time. The owner calls `close`, and sees to it that nobody touches the memory afterwards.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = round_up(num_bytes, PAGE_BYTES)
-        self.address = _reserve_aligned(self.num_bytes)
+    def __init__(self, num_bytes: int, huge_pages: HugePages = "advised") -> None:
+        """Raises `PinError` when there is no such address space, or reserved huge pages cannot be used here."""
+        self._is_reserved = huge_pages == "reserved"
+        self.page_bytes = HUGE_PAGE_BYTES if self._is_reserved else PAGE_BYTES
+        self.num_bytes = round_up(num_bytes, self.page_bytes)
+        self.address = _reserve_aligned(self.num_bytes, _MAP_HUGETLB | _MAP_HUGE_2MB if self._is_reserved else 0)
+        if self._is_reserved:
+            _require_giving_back(self.address, self.num_bytes)
         self._threads = ThreadPoolExecutor(_POPULATE_THREADS, "kvstow-populate")
         self._closed = False
         # A pool's memory must not double in a fork, nor its huge pages be split by copy-on-write.
         _libc.madvise(self.address, self.num_bytes, _MADV_DONTFORK)
-        # Registering huge pages is 10 times cheaper. A kernel without them refuses: the pool works all the same.
+        # Registering huge pages is 10 times cheaper. A kernel without them refuses: the pool works all the same. Of
+        # reserved ones it changes nothing.
         _libc.madvise(self.address, self.num_bytes, _MADV_HUGEPAGE)
 
     def commit(self, offset: int, num_bytes: int) -> None:
@@ -77,7 +85,8 @@ class HostRegion:
         part = round_up(-(-num_bytes // _POPULATE_THREADS), HUGE_PAGE_BYTES)
         starts = range(address, address + num_bytes, part)
         sizes = (min(part, address + num_bytes - start) for start in starts)
-        parts = [self._threads.submit(_populate, start, size) for start, size in zip(starts, sizes, strict=True)]
+        populate = _populate_reserved if self._is_reserved else _populate
+        parts = [self._threads.submit(populate, start, size) for start, size in zip(starts, sizes, strict=True)]
         wait(parts)
         for done in parts:
             done.result()
@@ -87,10 +96,10 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _reserve_aligned(num_bytes: int) -> int:
+def _reserve_aligned(num_bytes: int, more_flags: int) -> int:
     """Reserve more than is asked, then give back what lies before and after the aligned part."""
     asked = num_bytes + HUGE_PAGE_BYTES
-    flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
+    flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | more_flags
     start = _libc.mmap(None, asked, _PROT_NONE, flags, -1, 0)
     if start == _MAP_FAILED:
         raise PinError("out_of_memory", f"cannot reserve {format_size(asked)} of address space: {_error_text()}")
@@ -100,6 +109,27 @@ def _reserve_aligned(num_bytes: int) -> int:
     if (rest := start + asked - address - num_bytes) > 0:
         _libc.munmap(address + num_bytes, rest)
     return int(address)
+
+
+def _require_giving_back(address: int, num_bytes: int) -> None:
+    """Raises `PinError`, and unmaps the range, where the kernel cannot take reserved huge pages back. A range that
+    holds none is enough to ask."""
+    if _libc.madvise(address, num_bytes, _MADV_DONTNEED) != 0:
+        what = _error_text()
+        _libc.munmap(address, num_bytes)
+        raise PinError("hugepages", f"a pool in reserved huge pages needs Linux 5.18: MADV_DONTNEED failed with {what}")
+
+
+def _populate_reserved(address: int, num_bytes: int) -> None:
+    """As `_populate`, which touches pages where the kernel cannot populate: of reserved ones, a missing one would be
+    a SIGBUS."""
+    for start in range(address, address + num_bytes, _POPULATE_BYTES):
+        size = min(_POPULATE_BYTES, address + num_bytes - start)
+        if _libc.madvise(start, size, _MADV_POPULATE_WRITE) == 0:
+            continue
+        is_short = ctypes.get_errno() == errno.EFAULT
+        why = "the machine or the cgroup has no reserved 2 MiB page left" if is_short else _error_text()
+        raise PinError("hugepages", f"populating {format_size(size)} failed: {why}")
 
 
 def _populate(address: int, num_bytes: int) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvstow.config import PoolConfig
 from kvstow.devices.base import Device, Ticket, TicketState
-from kvstow.devices.cpu import CpuDevice, MlockRegistrar, Run, merge_runs
+from kvstow.devices.cpu import CpuDevice, MlockRegistrar, Run, cpu_registrar, merge_runs
 from kvstow.errors import ConfigError, CopyError, PinError
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.pinning import PopulateOnly
@@ -275,6 +275,18 @@ def test_memory_that_is_not_there_cannot_be_locked_and_that_is_an_error() -> Non
         registrar.register(region.address, 4096)
     assert caught.value.reason == "memlock"
     assert registrar.locked_bytes == 0
+
+
+def test_reserved_huge_pages_count_as_locked_and_ask_no_limit(make_pool: MakePool, eventually: Eventually) -> None:
+    registrar = cpu_registrar(PoolConfig(4096, 4096, huge_pages="reserved"))
+    pool = make_pool(registrar)
+    pool.start()
+    eventually(lambda: pool.pinned_slots == 16)
+    status = pool.status()
+    assert (status.pin_mode, status.locked_bytes, status.notice) == ("hugetlb", 16 * 4096, None)
+    pool.close()
+    assert registrar.locked_bytes == 0
+    assert isinstance(cpu_registrar(PoolConfig(4096, 4096)), MlockRegistrar)
 
 
 _FORBIDDEN = """

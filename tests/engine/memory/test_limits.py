@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstow.memory.limits import RESERVE_BYTES, Headroom, MemoryLimits
+from kvstow.memory.limits import RESERVE_BYTES, Headroom, HugePageLimits, MemoryLimits, Shortage, limits_of
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @pytest.fixture
@@ -87,6 +87,56 @@ def test_a_machine_that_tells_no_limit_refuses_nothing(tmp_path: Path) -> None:
     limits = MemoryLimits(tmp_path / "a", tmp_path / "b", tmp_path / "c")
     assert limits.headroom() is None
     assert limits.shortage(1 << 50) is None
+
+
+@pytest.fixture
+def huge(limits: MemoryLimits, tmp_path: Path) -> HugePageLimits:
+    """The same machine, which has 10 of its 2 MiB pages free, 4 of them promised, and next to no other memory."""
+    limits.meminfo.write_text("MemAvailable: 1 kB\nHugePages_Total: 3\nHugepagesize: 1048576 kB\n")
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages/free_hugepages").write_text("10\n")
+    (tmp_path / "pages/resv_hugepages").write_text("4\n")
+    return HugePageLimits(limits.meminfo, limits.own_cgroups, limits.cgroup_root, tmp_path / "pages")
+
+
+def test_reserved_huge_pages_are_counted_alone_and_without_a_reserve(huge: HugePageLimits) -> None:
+    huge.own_cgroups.write_text("0::/pod\n")
+    write_v2(huge.cgroup_root / "pod", str(MIB), MIB)
+    assert huge.shortage(12 * MIB) is None, "neither other memory nor its cgroup counts"
+    shortage = huge.shortage(12 * MIB + 1)
+    assert shortage is not None
+    assert shortage.reason == "hugepages"
+    expected = (
+        "14 MiB are needed in reserved 2 MiB pages (huge_pages is reserved), "
+        "but the machine has 12 MiB of them free (sysctl vm.nr_hugepages reserves more)"
+    )
+    assert huge.shortage(14 * MIB) == Shortage("hugepages", expected)
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "limit", "usage"),
+    [
+        ("0::/pod\n", "pod", "hugetlb.2MB.max", "hugetlb.2MB.current"),
+        ("7:hugetlb:/pod\n", "hugetlb/pod", "hugetlb.2MB.limit_in_bytes", "hugetlb.2MB.usage_in_bytes"),
+    ],
+)
+def test_a_cgroup_limits_reserved_huge_pages(
+    huge: HugePageLimits, line: str, folder: str, limit: str, usage: str
+) -> None:
+    huge.own_cgroups.write_text(line)
+    files = huge.cgroup_root / folder
+    files.mkdir(parents=True)
+    (files / limit).write_text(f"{8 * MIB}\n")
+    (files / usage).write_text(f"{4 * MIB}\n")
+    assert huge.shortage(4 * MIB) is None
+    shortage = huge.shortage(6 * MIB)
+    assert shortage is not None
+    assert (shortage.reason, f"{limit} is 8 MiB, of which 4 MiB is left" in shortage.message) == ("hugepages", True)
+
+
+def test_the_limits_are_those_of_the_memory_that_a_pool_takes() -> None:
+    assert limits_of("advised") == MemoryLimits()
+    assert limits_of("reserved") == HugePageLimits()
 
 
 def test_this_machine_tells_a_limit() -> None:

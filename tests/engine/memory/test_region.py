@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import threading
 
 import pytest
+from tests.engine.memory.oldkernel import OldKernel
 
 from kvstow.errors import PinError
 from kvstow.memory import region as region_module
@@ -110,18 +110,7 @@ def test_a_system_call_that_fails_is_an_error_that_names_it() -> None:
 
 
 def test_an_old_kernel_that_cannot_populate_gets_its_pages_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OldKernel:
-        def __getattr__(self, name: str) -> object:
-            return getattr(libc, name)
-
-        def madvise(self, address: int, num_bytes: int, advice: int) -> int:
-            if advice == 23:
-                ctypes.set_errno(errno.EINVAL)
-                return -1
-            return int(libc.madvise(address, num_bytes, advice))
-
-    libc = region_module._libc
-    monkeypatch.setattr(region_module, "_libc", OldKernel())
+    monkeypatch.setattr(region_module, "_libc", OldKernel(unknown_advice=23))
     region = HostRegion(4 * PAGE_BYTES)
     region.commit(0, 4 * PAGE_BYTES)
     with open("/proc/self/pagemap", "rb") as pagemap:
