@@ -11,7 +11,8 @@ class HostFacts(NamedTuple):
     """Of the process that serves the API. Sizes in bytes; None or empty where a fact cannot be had.
 
     `headroom_bytes` may still be taken before `limit`, named in words, is reached; `reserve_bytes` of it are left to
-    the rest of the process. `huge_pages`: the kernel's word on transparent huge pages (always, madvise, never).
+    the rest of the process. `huge_pages`: the kernel's word on transparent huge pages (always, madvise, never), or
+    `reserved`: the pools lie in reserved huge pages, whose limits these are.
     """
 
     headroom_bytes: int | None

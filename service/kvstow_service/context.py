@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 
 import kvstow
 from kvstow.control.engine import OffloadEngine
+from kvstow.memory.limits import limits_of
 from kvstow_api.context import ApiContext
 from kvstow_service.facts import measure_host
 from kvstow_service.keeper import Keeper
@@ -44,7 +46,7 @@ def make_context(
         token_file=token_file,
         viewer_token_file=viewer_token_file,
         client_certificates=client_certificates,
-        host_facts=measure_host,
+        host_facts=partial(measure_host, limits_of(settings.get("huge_pages", "advised"))),
         agent_token=agent_token,
         readiness_require=readiness_require,
         ready_checks={"keeper": keeper.check},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvstow.memory.limits import RESERVE_BYTES, MemoryLimits
+from kvstow.memory.limits import HugePageLimits, MemoryLimits
 from kvstow_api.hostfacts import HostFacts
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -13,13 +13,15 @@ _CHOSEN = re.compile(r"\[(\w+)\]")
 
 
 def measure_host(limits: MemoryLimits | None = None, huge_pages: Path = _HUGE_PAGES) -> HostFacts:
-    """Reads the files of the kernel anew; takes less than a millisecond. The parameters are for tests."""
-    headroom = (limits or MemoryLimits()).headroom()
+    """Reads the files of the kernel anew; takes less than a millisecond. `limits`: those on the pools, by default on
+    memory in general. `huge_pages` is a parameter for tests."""
+    limits = limits or MemoryLimits()
+    headroom = limits.headroom()
     return HostFacts(
         headroom_bytes=None if headroom is None else headroom.num_bytes,
         limit="" if headroom is None else headroom.limit,
-        reserve_bytes=RESERVE_BYTES,
-        huge_pages=_chosen(huge_pages),
+        reserve_bytes=limits.reserve_bytes,
+        huge_pages="reserved" if isinstance(limits, HugePageLimits) else _chosen(huge_pages),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
-from kvstow.devices.cpu import CpuDevice, MlockRegistrar
+from kvstow.devices.cpu import CpuDevice, cpu_registrar
 from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar, DriverUnavailableError
 from kvstow.devices.cuda.driver import load_driver
 from kvstow.errors import InsufficientMemoryError
@@ -72,7 +72,7 @@ def build_rank(rank: int, config: PoolConfig, kv_blocks: int, place: Place = ON_
 
 
 def _build_cpu(rank: int, config: PoolConfig, layout: KVLayout, undo: ExitStack) -> LocalRank:
-    pool = HostPool(config, MlockRegistrar())
+    pool = HostPool(config, cpu_registrar(config))
     undo.callback(pool.close)
     tensors = _kv_cache(layout, torch.device("cpu"))  # not resident before it is written
     return LocalRank(OffloadWorker(rank, pool, CpuDevice(pool, layout, tensors)), layout, tensors)

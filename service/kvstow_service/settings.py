@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvstow.bytesize import format_size, parse_size
-from kvstow.config import POLICIES, CopyStrategy, EngineConfig, PoolConfig
+from kvstow.config import POLICIES, CopyStrategy, EngineConfig, HugePages, PoolConfig
 from kvstow.errors import ConfigError
 from kvstow.memory.pace import CHUNK_BYTES
 from kvstow_service.duration import parse_duration
@@ -162,6 +162,11 @@ class Settings(BaseModel):
     lock: Annotated[bool, _reads(_flag)] = Field(
         True, description="Lock the pool in memory; without, it is only populated."
     )
+    huge_pages: HugePages = Field(
+        "advised",
+        description="Ask the kernel for huge pages where it has some (advised), or take the pool from the 2 MiB pages "
+        "that the machine has reserved (reserved).",
+    )
     kv_blocks: Count | None = Field(
         None, description="Blocks of the device's KV cache, per rank; by default as many as the replay needs."
     )
@@ -270,6 +275,7 @@ class Settings(BaseModel):
             pause=self.pin_pause,
             latency_target=self.pin_latency_target,
             lock=self.lock,
+            huge_pages=self.huge_pages,
         )
 
 

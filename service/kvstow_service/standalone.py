@@ -16,7 +16,8 @@ from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import InsufficientMemoryError
-from kvstow.memory.limits import RESERVE_BYTES, MemoryLimits
+from kvstow.memory.limits import MemoryLimits, limits_of
+from kvstow.memory.region import round_up
 from kvstow_api.app import create_app
 from kvstow_api.tokens import TokenFile, require_token
 from kvstow_service.agent import AdminAddress
@@ -142,17 +143,18 @@ def _meet_agents(settings: Settings, listeners: Listeners, running: ExitStack) -
 def require_memory(settings: Settings, *, kv_blocks: int) -> int:
     """Bytes that the pools of all ranks may have together. Raises `InsufficientMemoryError` if that is too little:
     each pool checks for itself, but only together they may be too large."""
-    limits = MemoryLimits()
-    pools = settings.ranks * settings.pool_size
+    limits = limits_of(settings.huge_pages)
+    pools = settings.ranks * round_up(settings.pool_size, limits.page_bytes)
     caches = settings.ranks * kv_blocks * settings.slot_size if settings.device == "cpu" else 0
-    shortage = limits.shortage(pools + caches)
+    beside = caches if settings.huge_pages == "advised" else 0  # no KV cache lies in reserved huge pages
+    shortage = limits.shortage(pools + beside) or (MemoryLimits().shortage(caches) if caches else None)
     if shortage is not None:
         cache_words = f" and {format_size(caches)} of KV cache" if caches else ""
         raise InsufficientMemoryError(
             f"{settings.ranks} x {format_size(settings.pool_size)} of pool{cache_words} cannot fit: {shortage.message}"
         )
     headroom = limits.headroom()
-    return pools if headroom is None else headroom.num_bytes - RESERVE_BYTES - caches
+    return pools if headroom is None else headroom.num_bytes - limits.reserve_bytes - beside
 
 
 _PATHS = {"token_file", "viewer_token_file", "tls_cert", "tls_key", "tls_client_ca", "uds", "replay"}
@@ -170,6 +172,8 @@ def _announce(settings: Settings, listeners: Listeners) -> None:
     each = f"{format_size(settings.pool_size)} in {settings.capacity_slots} slots"
     how = "registered with CUDA" if settings.device == "cuda" else "locked in memory (mlock)"
     pinning = how if settings.lock else "populated, not locked"
+    if settings.huge_pages == "reserved":
+        pinning = "in reserved huge pages" + (f", {how}" if settings.device == "cuda" else "")
     logger.info("pool: %d rank%s x %s, %s", settings.ranks, "s" if settings.ranks > 1 else "", each, pinning)
 
 

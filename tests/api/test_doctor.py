@@ -95,6 +95,7 @@ FIRING = [
     ("readiness", "error", evidence(verdict=verdict("of the host", "it burns"))),
     ("pinning", "error", evidence(replace(RANK, error_reason="cgroup_limit", error="no memory", pinned_bytes=GIB))),
     ("pinning", "error", evidence(replace(RANK, error_reason="driver", chunks_failed=1))),
+    ("pinning", "error", evidence(replace(RANK, error_reason="hugepages", chunks_failed=1))),
     ("memory", "error", evidence(replace(RANK, pinned_bytes=0), host=HOST._replace(headroom_bytes=8 * GIB))),
     ("memory", "warning", evidence(host=HOST._replace(headroom_bytes=(64 << 20) - 1))),
     ("huge_pages", "warning", evidence(host=HOST._replace(huge_pages="never"))),
@@ -134,6 +135,7 @@ SILENT = [
     ("memory", evidence(replace(RANK, pinned_bytes=0), host=HOST._replace(headroom_bytes=8 * GIB + (64 << 20)))),
     ("memory", evidence(host=HOST._replace(headroom_bytes=64 << 20))),
     ("huge_pages", evidence(host=HOST._replace(huge_pages="always"))),
+    ("huge_pages", evidence(host=HOST._replace(huge_pages="reserved"))),
     ("numa", evidence(replace(RANK, notice="something else"))),
     ("memlock", evidence(replace(RANK, pin_mode="populate"))),  # nobody asked for a lock
     ("memlock", evidence(replace(RANK, pin_mode="cuda", locked_bytes=0))),  # the driver needs none
@@ -148,6 +150,13 @@ SILENT = [
 def test_what_is_well_is_not_found(check: str, given: Evidence) -> None:
     assert check in CHECKS
     assert examine(given).findings == []
+
+
+@pytest.mark.parametrize(("huge_pages", "cure"), [("reserved", "vm.nr_hugepages"), ("madvise", "memory limit of the")])
+def test_too_little_memory_is_mended_where_the_pools_take_it(huge_pages: str, cure: str) -> None:
+    short = HOST._replace(headroom_bytes=GIB, huge_pages=huge_pages)
+    (finding,) = examine(evidence(replace(RANK, pinned_bytes=0), host=short)).findings
+    assert cure in finding.fix
 
 
 def test_a_drain_is_one_finding() -> None:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvstow.memory.limits import RESERVE_BYTES, MemoryLimits
+from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
+from kvstow_service.context import make_context
 from kvstow_service.facts import measure_host
 
 
@@ -29,3 +32,20 @@ def test_the_tightest_limit_is_told(tmp_path: Path) -> None:
 def test_where_no_limit_can_be_read_none_is_told(tmp_path: Path) -> None:
     facts = measure_host(MemoryLimits(meminfo=tmp_path / "none", own_cgroups=tmp_path / "none"))
     assert (facts.headroom_bytes, facts.limit) == (None, "")
+
+
+def test_pools_in_reserved_huge_pages_have_their_limits(tmp_path: Path) -> None:
+    for name, pages in {"free_hugepages": 3, "resv_hugepages": 0}.items():
+        (tmp_path / name).write_text(str(pages))
+    facts = measure_host(HugePageLimits(own_cgroups=tmp_path / "none", pages=tmp_path))
+    assert (facts.headroom_bytes, facts.reserve_bytes, facts.huge_pages) == (6 << 20, 0, "reserved")
+
+
+@pytest.mark.parametrize("settings", [{"huge_pages": "reserved"}, {"huge_pages": "advised"}, {}])
+def test_the_server_measures_what_its_settings_call_for(settings: dict[str, str]) -> None:
+    parts: Any = SimpleNamespace(addresses=(), check=None)
+    context = make_context(
+        parts, parts, parts, mode="standalone", max_capacity_slots=1, settings=settings, agent_token="t"
+    )
+    assert context.host_facts is not None
+    assert (context.host_facts().huge_pages == "reserved") == (settings.get("huge_pages") == "reserved")

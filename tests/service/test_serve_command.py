@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from kvstow.memory.limits import HugePageLimits
 from kvstow_service.cli import app
 from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.settings import Settings, flag_name
@@ -88,6 +89,16 @@ def test_pools_larger_than_the_machine_are_refused_together() -> None:
     result = serve("--port", "0", "--ranks", "4096", "--pool-size", "1GiB")
     assert result.exit_code == 1
     assert result.stderr.startswith("kvstow serve: 4096 x 1 GiB of pool cannot fit: ")
+
+
+@pytest.mark.skipif(not HugePageLimits().pages.exists(), reason="this kernel has no 2 MiB pages")
+def test_a_pool_without_reserved_pages_is_refused_with_what_there_is_and_what_reserves_more() -> None:
+    result = serve("--port", "0", "--ranks", "2", "--pool-size", "1024TiB", "--huge-pages", "reserved")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(
+        "kvstow serve: 2 x 1024 TiB of pool cannot fit: 2048 TiB are needed in reserved 2 MiB pages (huge_pages is "
+        "reserved), but the "
+    )
 
 
 @pytest.mark.parametrize(

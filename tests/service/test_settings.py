@@ -180,6 +180,7 @@ def test_every_wrong_value_gets_one_line_by_the_name_its_user_gave_it(config: Pa
             "--pin-pace is 'adaptive'; allowed: fixed beside a chunk or a pause",
         ),
         ({"pool_size": 1.5}, "--pool-size is 1.5; allowed: a size such as 8GiB"),
+        ({"huge_pages": "never"}, "--huge-pages is 'never'; allowed: 'advised' or 'reserved'"),
     ],
 )
 def test_contradictions_and_wrong_values_are_refused(flags: dict[str, object], error: str) -> None:
@@ -214,6 +215,11 @@ def test_the_pace_of_pinning_reaches_the_pool(
     config = load_settings(flags, {}).pool_config(0)
     assert (config.chunk_bytes, config.pause, config.latency_target) == (chunk_bytes, pause, latency_target)
     assert config.has_fixed_pace == (chunk_bytes is not None)
+
+
+def test_the_kind_of_huge_pages_reaches_the_pool() -> None:
+    assert load_settings({}, {}).pool_config(0).huge_pages == "advised"
+    assert load_settings({}, {"KVSTOW_HUGE_PAGES": "reserved"}).pool_config(0).huge_pages == "reserved"
 
 
 def test_a_shape_is_the_size_of_a_slot() -> None:

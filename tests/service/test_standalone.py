@@ -19,8 +19,8 @@ import trustme
 
 from kvstow.devices.cuda import DriverUnavailableError
 from kvstow.errors import InsufficientMemoryError
-from kvstow.memory.limits import MemoryLimits
-from kvstow_service import ranks
+from kvstow.memory.limits import HugePageLimits, MemoryLimits
+from kvstow_service import ranks, standalone
 from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.replay.driver import ReplayDriver
 from kvstow_service.server import _QuietServer
@@ -264,6 +264,19 @@ def test_memory_is_counted_over_all_ranks_and_with_the_caches() -> None:
         require_memory(settings.model_copy(update={"ranks": 2}), kv_blocks=0)
     with pytest.raises(InsufficientMemoryError, match=r"1 x .* of pool and .* of KV cache cannot fit: .* are needed"):
         require_memory(settings, kv_blocks=left // 2 // settings.slot_size)
+
+
+def test_pools_in_reserved_pages_take_none_of_the_other_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, pages in {"free_hugepages": 8, "resv_hugepages": 0}.items():
+        (tmp_path / name).write_text(str(pages))
+    limits = HugePageLimits(own_cgroups=tmp_path / "none", pages=tmp_path)
+    monkeypatch.setattr(standalone, "limits_of", {"reserved": limits}.__getitem__)
+    settings = Settings(**{**BASE, "ranks": 2, "pool_size": "7MiB", "huge_pages": "reserved"})
+    assert require_memory(settings, kv_blocks=1) == 16 << 20, "all that is free, whatever the KV cache takes"
+    with pytest.raises(InsufficientMemoryError, match=r"2 x 9 MiB of pool cannot fit: 20 MiB are needed in reserved"):
+        require_memory(settings.model_copy(update={"pool_size": 9 << 20}), kv_blocks=0)
+    with pytest.raises(InsufficientMemoryError, match=r"of KV cache cannot fit: .* the machine has"):
+        require_memory(settings, kv_blocks=1 << 40)
 
 
 def test_a_machine_that_tells_no_limit_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ _PIN_FIXES = {
     "memlock": "raise RLIMIT_MEMLOCK of the process, or switch locking off (--no-lock)",
     "cgroup_limit": "raise the memory limit of the container, or make the pool smaller; then retry pinning",
     "out_of_memory": "free memory on the machine, or make the pool smaller; then retry pinning",
+    "hugepages": "reserve more 2 MiB pages on the node (sysctl vm.nr_hugepages) and for the pod (hugepages-2Mi), or "
+    "make the pool smaller; then retry pinning",
     "driver": "see the rank's log for the driver's error; then retry pinning, or restart the rank",
 }
 
@@ -46,7 +48,9 @@ def check_memory(evidence: Evidence) -> Iterator[FindingView]:
             "error",
             f"{format_size(needed)} are still to be pinned by all ranks, but {host.limit}",
             "pinning will stop short of the pool's size, if all ranks are on this host",
-            "raise the memory limit of the container (pool and overhead), or make the pool smaller",
+            _PIN_FIXES["hugepages"]
+            if host.huge_pages == "reserved"
+            else "raise the memory limit of the container (pool and overhead), or make the pool smaller",
             **numbers,
         )
     elif host.headroom_bytes < host.reserve_bytes:
@@ -61,7 +65,7 @@ def check_memory(evidence: Evidence) -> Iterator[FindingView]:
 
 
 def check_huge_pages(evidence: Evidence) -> Iterator[FindingView]:
-    """Whether the kernel gives huge pages to who asks for them."""
+    """Whether the kernel gives huge pages to who asks for them; pools in reserved ones ask for none."""
     if evidence.host is None or not evidence.host.huge_pages:
         raise NothingToMeasure("the kernel's setting cannot be read")
     if evidence.host.huge_pages == "never":

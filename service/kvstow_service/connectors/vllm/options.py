@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstow.bytesize import parse_size
-from kvstow.config import COPY_STRATEGIES, POLICIES, CopyStrategy, EngineConfig, PoolConfig
+from kvstow.config import COPY_STRATEGIES, HUGE_PAGES, POLICIES, CopyStrategy, EngineConfig, HugePages, PoolConfig
 from kvstow.errors import ConfigError
 from kvstow_api.checks import INFORMATIONAL_CHECKS
 from kvstow_service.duration import parse_duration
@@ -33,7 +33,7 @@ class ConnectorOptions:
     `cpu_bytes_to_use` is shared by all ranks of an engine (a data-parallel engine is one of its own), down to whole
     slots; `cpu_bytes_to_use_per_rank` takes its place. `max_bytes` bounds, over all ranks, what a resize may ask for;
     by default the memory of the machine does. `lazy_offload` stores blocks when the GPU is about to evict them.
-    Without `async_register_cache` vLLM's start waits until the pool is pinned.
+    Without `async_register_cache` vLLM's start waits until the pool is pinned. `huge_pages`: as in `PoolConfig`.
     """
 
     cpu_bytes_to_use: int = DEFAULT_BYTES
@@ -45,6 +45,7 @@ class ConnectorOptions:
     transfer_timeout: float = 30.0
     copy_strategy: CopyStrategy = "auto"
     lock: bool = True
+    huge_pages: HugePages = "advised"
     pin_chunk: int | None = None
     pin_pause: float | None = None
     pin_latency_target: float | None = None
@@ -109,6 +110,7 @@ class ConnectorOptions:
             pause=self.pin_pause,
             latency_target=self.pin_latency_target,
             lock=self.lock,
+            huge_pages=self.huge_pages,
         )
 
     def engine_config(self, rank_slot_bytes: Sequence[int], block_tokens: int) -> EngineConfig:
@@ -187,6 +189,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "transfer_timeout": _positive_seconds,
     "copy_strategy": _choice(*COPY_STRATEGIES),
     "lock": _flag,
+    "huge_pages": _choice(*HUGE_PAGES),
     "pin_chunk": _size,
     "pin_pause": lambda key, value: parse_duration(value, key),
     "pin_latency_target": _positive_seconds,

@@ -15,10 +15,11 @@ import torch
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
 from kvstow.devices.base import Device, Fence
-from kvstow.devices.cpu import CpuDevice, MlockRegistrar
+from kvstow.devices.cpu import CpuDevice, cpu_registrar
 from kvstow.errors import ConfigError, InsufficientMemoryError
-from kvstow.memory.limits import RESERVE_BYTES, MemoryLimits
+from kvstow.memory.limits import limits_of
 from kvstow.memory.pool import HostPool
+from kvstow.memory.region import round_up
 from kvstow.worker import OffloadWorker
 from kvstow_service.connectors.vllm.facts import HostFacts
 from kvstow_service.connectors.vllm.geometry import KVGeometry
@@ -28,15 +29,17 @@ from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
 def require_memory(options: ConnectorOptions, facts: HostFacts) -> int:
     """Bytes that a rank's pool may grow to. Raises `InsufficientMemoryError` if the pools of this node's ranks do not
     fit together. Call it before any of them has begun to pin."""
-    limits, pools = MemoryLimits(), options.bytes_of_rank(facts.num_ranks) * facts.ranks_per_node
-    shortage = limits.shortage(pools)
+    limits = limits_of(options.huge_pages)
+    shortage = limits.shortage(
+        round_up(options.bytes_of_rank(facts.num_ranks), limits.page_bytes) * facts.ranks_per_node
+    )
     if shortage is not None:
         raise InsufficientMemoryError(
             f"{facts.ranks_per_node} x {format_size(options.bytes_of_rank(facts.num_ranks))} of pool cannot fit: "
             f"{shortage.message}"
         )
     headroom = limits.headroom()
-    left = 0 if headroom is None else max(0, headroom.num_bytes - RESERVE_BYTES) // facts.ranks_per_node
+    left = 0 if headroom is None else max(0, headroom.num_bytes - limits.reserve_bytes) // facts.ranks_per_node
     return options.max_bytes_of_rank(facts.num_ranks, left)
 
 
@@ -60,7 +63,7 @@ def build_plane(rank: int, pool_bytes: int, max_bytes: int, options: ConnectorOp
 
 
 def _on_cpu(config: PoolConfig, kv: KVGeometry, undo: ExitStack) -> tuple[HostPool, Device]:
-    pool = HostPool(config, MlockRegistrar())
+    pool = HostPool(config, cpu_registrar(config))
     undo.callback(pool.close)
     return pool, CpuDevice(pool, kv.layout, kv.tensors)
 

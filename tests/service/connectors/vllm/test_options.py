@@ -27,6 +27,7 @@ def test_everything_given_is_kept() -> None:
         "transfer_timeout": "1m",
         "copy_strategy": "direct",
         "lock": False,
+        "huge_pages": "reserved",
         "pin_chunk": "2MiB",
         "pin_pause": "5ms",
         "admin_host": "localhost",
@@ -50,6 +51,7 @@ def test_everything_given_is_kept() -> None:
         transfer_timeout=60.0,
         copy_strategy="direct",
         lock=False,
+        huge_pages="reserved",
         pin_chunk=2 << 20,
         pin_pause=0.005,
         admin_host="localhost",
@@ -80,6 +82,7 @@ def test_everything_given_is_kept() -> None:
         ("lock", 0, "true or false"),
         ("policy", "fifo", "lru or arc"),
         ("copy_strategy", "fast", "auto or staged or direct"),
+        ("huge_pages", True, "advised or reserved"),
         ("transfer_timeout", 0, "more than 0 seconds"),
         ("transfer_timeout", "soon", "0 or more seconds"),
         ("pin_pause", -1, "0 or more seconds"),
@@ -154,10 +157,11 @@ def test_a_pool_may_grow_to_its_share_of_max_bytes_or_what_the_machine_has() -> 
     assert ConnectorOptions.parse({"cpu_bytes_to_use": 1000, "max_bytes": 1500}).max_bytes_of_rank(2, 900) == 750
 
 
-def test_the_pace_and_the_lock_reach_the_pool() -> None:
-    options = ConnectorOptions.parse({"pin_chunk": 64, "pin_pause": 0, "lock": False})
+def test_the_pace_the_lock_and_the_kind_of_huge_pages_reach_the_pool() -> None:
+    options = ConnectorOptions.parse({"pin_chunk": 64, "pin_pause": 0, "lock": False, "huge_pages": "reserved"})
     pool = options.pool_config(slot_bytes=8, pool_bytes=80, max_bytes=160)
     assert (pool.chunk_bytes, pool.pause, pool.latency_target, pool.lock) == (64, 0.0, None, False)
+    assert pool.huge_pages == "reserved"
     assert (pool.capacity_slots, pool.max_slots) == (10, 20)
 
 

@@ -12,7 +12,7 @@ from tests.service.connectors.vllm.hostfacts import make_facts
 
 from kvstow.devices.cpu import MlockRegistrar
 from kvstow.errors import ConfigError, InsufficientMemoryError
-from kvstow.memory.limits import RESERVE_BYTES, MemoryLimits
+from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
 from kvstow.memory.pool import HostPool
 from kvstow.messages import Completion, Op, StepPlan
 from kvstow.testing.registrar import FakeRegistrar
@@ -27,10 +27,16 @@ BLOCKS, PAGE = 4, 4096
 
 @pytest.fixture
 def available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with 1 GiB of memory beside the reserve, which a test may change."""
+    """A machine with 1 GiB of memory beside the reserve, which a test may change, and 16 MiB in reserved pages."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemAvailable: {((1 << 30) + RESERVE_BYTES) // 1024} kB\n")
-    monkeypatch.setattr(plane, "MemoryLimits", lambda: MemoryLimits(meminfo, tmp_path / "none", tmp_path))
+    for name, pages in {"free_hugepages": 8, "resv_hugepages": 0}.items():
+        (tmp_path / name).write_text(str(pages))
+    limits = {
+        "advised": MemoryLimits(meminfo, tmp_path / "none", tmp_path),
+        "reserved": HugePageLimits(meminfo, tmp_path / "none", tmp_path, tmp_path),
+    }
+    monkeypatch.setattr(plane, "limits_of", limits.__getitem__)
     return meminfo
 
 
@@ -170,6 +176,16 @@ def test_pools_of_a_node_that_do_not_fit_together_are_refused() -> None:
     assert require_memory(options, make_facts(num_ranks=2, ranks_per_node=1)) == 1 << 30
 
 
+@pytest.mark.usefixtures("available")
+def test_pools_of_a_node_share_its_reserved_huge_pages() -> None:
+    facts = make_facts(num_ranks=2, ranks_per_node=2)
+    options = ConnectorOptions(cpu_bytes_to_use_per_rank=7 << 20, huge_pages="reserved")
+    assert require_memory(options, facts) == 8 << 20
+    options = ConnectorOptions(cpu_bytes_to_use_per_rank=9 << 20, huge_pages="reserved")
+    with pytest.raises(InsufficientMemoryError, match="2 x 9 MiB of pool cannot fit: 20 MiB are needed in reserved"):
+        require_memory(options, facts)
+
+
 def test_where_no_limit_can_be_read_a_pool_keeps_its_size(available: Path) -> None:
     available.unlink()
     assert require_memory(ConnectorOptions(cpu_bytes_to_use=1000), make_facts()) == 1000
@@ -178,4 +194,13 @@ def test_where_no_limit_can_be_read_a_pool_keeps_its_size(available: Path) -> No
 def test_memory_on_the_cpu_is_locked(kv: tuple[dict[str, torch.Tensor], KVGeometry]) -> None:
     worker = build_plane(0, 10 * PAGE, 0, ConnectorOptions(), kv[1])
     assert worker.report().pin_mode == MlockRegistrar().mode != "populate"
+    worker.close()
+
+
+def test_memory_in_reserved_huge_pages_needs_no_lock(
+    kv: tuple[dict[str, torch.Tensor], KVGeometry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HugePageLimits, "headroom", lambda self: None)
+    worker = build_plane(0, 10 * PAGE, 0, ConnectorOptions(huge_pages="reserved"), kv[1])
+    assert worker.report().pin_mode == "hugetlb"
     worker.close()
