@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import os
 from pathlib import Path
-from typing import NamedTuple
 
 from kvstow.errors import ConfigError
+from kvstow_api.filestamp import FileStamp
 
 
 def require_token(host: str | None, token_file: Path | None, *, certificates: bool = False) -> None:
@@ -25,14 +24,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class _Stamp(NamedTuple):
-    """Tells one content of a file from the next."""
-
-    inode: int
-    mtime_ns: int
-    size: int
-
-
 class TokenFile:
     """The tokens in a file, one a line (two while one replaces the other), read again when the file changes.
 
@@ -41,7 +32,7 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamp: _Stamp | None = None
+        self._stamp: FileStamp | None = None
         self._tokens: tuple[bytes, ...] = ()
         self._read()
 
@@ -51,8 +42,7 @@ class TokenFile:
 
     def _read(self) -> tuple[bytes, ...]:
         try:
-            status = os.stat(self._path)
-            stamp = _Stamp(status.st_ino, status.st_mtime_ns, status.st_size)
+            stamp = FileStamp.of(self._path)
             if stamp != self._stamp:
                 self._tokens = tuple(filter(None, map(bytes.strip, self._path.read_bytes().splitlines())))
                 self._stamp = stamp

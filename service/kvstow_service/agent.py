@@ -38,7 +38,8 @@ class ReportingRank(Protocol):
 @dataclass(frozen=True, slots=True)
 class AdminAddress:
     """Where agents find the admin server: over the Unix socket when there is one, else over TCP. Picklable; shows no
-    token. `certificate` (PEM), if there is one, is what a TLS server must show, whatever name is in it."""
+    token. `certificate` (PEM), if there is one, is what a TLS server must show, whatever name is in it; a server that
+    has renewed it has another address."""
 
     url: str
     token: str = field(repr=False)
@@ -92,6 +93,7 @@ class RankAgent:
         self._source = source
         self._find: FindAdmin = (lambda: server) if isinstance(server, AdminAddress) else server
         self._offered: AdminAddress | None = None
+        self._taken: AdminAddress | None = None  # the one that was offered, if the connection is to that
         self._client: Client | None = None
         self._interval = interval
         self._sent = 0
@@ -159,10 +161,14 @@ class RankAgent:
 
     def _connect(self) -> Client | None:
         """The open connection, or a new one; None while the server has not come yet."""
+        if self._taken is not None and self._taken != self._offered:
+            self._hang_up()
         if self._client is None:
-            address = self._find() or self._offered
+            found, offered = self._find(), self._offered
+            address = found or offered
             if address is not None:
                 self._client = address.connect()
+                self._taken = offered if found is None else None
             elif self._sent:
                 raise NotFoundError("the admin server is gone")
         return self._client
@@ -170,7 +176,7 @@ class RankAgent:
     def _hang_up(self) -> None:
         if self._client is not None:
             self._client.close()
-            self._client = None
+            self._client = self._taken = None
 
     def _log_change(self, report: RankReport) -> None:
         if report.state == self._state:

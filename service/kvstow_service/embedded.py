@@ -25,7 +25,7 @@ from kvstow_service.agent import AdminAddress
 from kvstow_service.keeper import Keeper
 from kvstow_service.listeners import Listeners, PortTakenError, TcpAddress, tcp_url
 from kvstow_service.rendezvous import Rendezvous
-from kvstow_service.tls import TlsFiles
+from kvstow_service.tls import ServerTls, TlsFiles
 
 if TYPE_CHECKING:
     from kvstow_api.context import ApiContext
@@ -70,7 +70,7 @@ class EmbeddedOptions:
         if self.viewer_token_file is not None and self.token_file is None and not self.has_certificates:
             raise ConfigError("viewer_token_file", str(self.viewer_token_file), "a file only beside a token_file")
         if self.tls is not None:
-            self.tls.context()
+            self.tls.read()
 
     @property
     def has_certificates(self) -> bool:
@@ -109,11 +109,11 @@ class EmbeddedAdmin:
         """Why nobody is served; None while the server starts, serves or was stopped."""
         self._engine, self._options, self._node_host = engine, options, node_host
         self._token = secrets.token_hex(16)
-        self._keeper = Keeper(engine, checks_books=False)
+        self._tls: ServerTls | None = None
+        self._keeper = Keeper(engine, checks_books=False, chore=self._renew_tls)
         self._listeners = Listeners(secure=options.tls is not None)
         self._rendezvous = Rendezvous(identity, environ)
         self._server: AdminServer | None = None
-        self._certificates = ""  # read once: hosts ask for the address in every step
 
         def make() -> ApiContext:
             # Only now: whoever imports prometheus_client decides for its whole process how its metrics are kept.
@@ -166,7 +166,8 @@ class EmbeddedAdmin:
     @property
     def address_for_remote_ranks(self) -> AdminAddress | None:
         """How agents on other nodes reach it; None where, or as long as, they cannot. Ask only if there are some: an
-        `admin_host` on which they never can is warned of, once."""
+        `admin_host` on which they never can is warned of, once. Reads no file: hosts ask in every step, which is how
+        agents learn of a renewed certificate."""
         host = self._listeners.host
         if is_loopback(host or self._options.admin_host):
             self._warn_of_loopback()
@@ -174,10 +175,10 @@ class EmbeddedAdmin:
         if not self.addresses or host is None:
             return None
         routable = (self._node_host or socket.gethostname()) if host in _ANY_ADDRESS else host
-        if self._options.tls is None:
+        if self._tls is None:
             return AdminAddress(tcp_url(routable, self._listeners.port), self._token)
         url = tcp_url(routable, self._listeners.port, "https")
-        return AdminAddress(url, self._token, certificate=self._certificates)
+        return AdminAddress(url, self._token, certificate=self._tls.certificates)
 
     def _warn_of_loopback(self) -> None:
         if not self._warned:
@@ -194,10 +195,9 @@ class EmbeddedAdmin:
             from kvstow_api.app import create_app
             from kvstow_service.server import AdminServer
 
-            tls = None
-            if self._options.tls is not None:
-                tls, self._certificates = self._options.tls.context(), self._options.tls.certificates()
+            self._tls = None if self._options.tls is None else ServerTls(self._options.tls)
             self._listen()  # only now: who connects is answered at once
+            tls = None if self._tls is None else self._tls.context
             server = AdminServer(create_app(self._make_context()), self._listeners.sockets, self._fail, tls=tls)
             server.start()
             self._server = server
@@ -207,6 +207,10 @@ class EmbeddedAdmin:
             self._fail(f"the admin server cannot be started: {error!r}")
         else:
             logger.info("KVStow admin server on %s", " and ".join(self._listeners.addresses))
+
+    def _renew_tls(self) -> None:
+        if self._tls is not None:
+            self._tls.renew()
 
     def _listen(self) -> None:
         """On every socket that can be had. Raises `ConflictError` for none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import IntegrityError
@@ -21,12 +22,22 @@ class Keeper:
     Once a minute, in a quiet moment, it checks the books of a pool that is not too large for that. `problem` says
     what is wrong with them, or None; it stays, for only a restart cures that. Without `checks_books` it does not:
     beside a scheduler no moment is quiet, as each of its steps takes the engine's lock.
+
+    `chore` is done after each tick, on the same thread: it must not wait for anything.
     """
 
-    def __init__(self, engine: OffloadEngine, *, interval: float = 1.0, checks_books: bool = True) -> None:
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        *,
+        interval: float = 1.0,
+        checks_books: bool = True,
+        chore: Callable[[], None] | None = None,
+    ) -> None:
         self.problem: str | None = None
         self._engine = engine
         self._checks_books = checks_books
+        self._chore = chore
         self._interval = interval
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstow-keeper", daemon=True)
@@ -56,6 +67,14 @@ class Keeper:
                 logger.error("%s", self.problem)
             except Exception:
                 logger.exception("the engine's tick failed")
+            self._do_chore()
+
+    def _do_chore(self) -> None:
+        try:
+            if self._chore is not None:
+                self._chore()
+        except Exception:
+            logger.exception("what is done beside the engine's tick failed")
 
     def _may_check(self) -> bool:
         if not self._checks_books:

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvstow.errors import ConflictError
 from kvstow_api.auth import CERTIFICATE
-from kvstow_service.tls import subject_of
+from kvstow_service.certificate import subject_of
 
 logger = logging.getLogger("kvstow.server")
 
@@ -100,7 +100,8 @@ class _QuietProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         certificate = transport.get_extra_info("peercert")
-        if certificate:
+        # TLS 1.2 may take a session up again, and then does not ask whether the authority still is one.
+        if certificate and not transport.get_extra_info("ssl_object").session_reused:
             self.app_state = {**self.app_state, CERTIFICATE: subject_of(certificate)}
         self._head_due = self.loop.call_later(_HEAD_SECONDS, self._give_up)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import ssl
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ from kvstow_service.replay.trace import BLOCK_TOKENS, TraceRequest
 from kvstow_service.server import AdminServer
 from kvstow_service.settings import Settings
 from kvstow_service.stop import StopRequests
+from kvstow_service.tls import ServerTls
 from kvstow_service.traffic import ReplayTraffic, kv_blocks, read_requests
 
 logger = logging.getLogger("kvstow.service")
@@ -55,7 +55,7 @@ def run_service(settings: Settings) -> int:
 
         engine = OffloadEngine(settings.engine_config(plan.block_tokens))
         running.callback(engine.close)
-        keeper = Keeper(engine)
+        keeper = Keeper(engine, chore=None if plan.tls is None else plan.tls.renew)
         keeper.start()
         running.callback(keeper.stop)
 
@@ -75,7 +75,8 @@ def run_service(settings: Settings) -> int:
                 readiness_require=settings.readiness_require,
             )
         )
-        server = AdminServer(app, listeners.sockets, lambda reason: stops.request(reason, 1), tls=plan.tls)
+        tls = None if plan.tls is None else plan.tls.context
+        server = AdminServer(app, listeners.sockets, lambda reason: stops.request(reason, 1), tls=tls)
         server.start()
         running.callback(server.stop)
         _announce(settings, listeners)
@@ -103,7 +104,7 @@ class _Plan:
     requests: Sequence[TraceRequest]
     kv_blocks: int
     pool: PoolConfig
-    tls: ssl.SSLContext | None
+    tls: ServerTls | None
 
     @property
     def block_tokens(self) -> int:
@@ -117,7 +118,7 @@ def _check(settings: Settings) -> _Plan:
     for path in (settings.token_file, settings.viewer_token_file):
         if path is not None:
             TokenFile(path)
-    tls = None if settings.tls is None else settings.tls.context()
+    tls = None if settings.tls is None else ServerTls(settings.tls)
     requests = read_requests(settings)
     blocks = kv_blocks(settings, requests)
     memory_left = require_memory(settings, kv_blocks=blocks if requests else 0)

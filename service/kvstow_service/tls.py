@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-import re
+import logging
 import ssl
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstow.errors import ConfigError
+from kvstow_api.filestamp import FileStamp
+from kvstow_service.certificate import certificates_in, end_of
 
-_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+logger = logging.getLogger("kvstow.tls")
+
+
+class TlsContent(NamedTuple):
+    """What the files held at one time. `certificates`: PEM, without the key. `ends`: when the server's own does, the
+    first of them, in seconds since the epoch."""
+
+    context: ssl.SSLContext
+    certificates: str
+    ends: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +34,25 @@ class TlsFiles:
     key: Path | None = None
     client_ca: Path | None = None
 
-    def context(self) -> ssl.SSLContext:
+    def read(self) -> TlsContent:
         """Raises `ConfigError` naming the file that cannot be used."""
+        context = self._context()
+        try:
+            certificates = certificates_in(self.cert.read_text("ascii", "replace"))
+        except OSError as error:
+            raise ConfigError("tls_cert", str(self.cert), f"a readable file ({error.strerror})") from None
+        if not certificates:
+            raise ConfigError("tls_cert", str(self.cert), "a file with BEGIN CERTIFICATE")
+        return TlsContent(context, "\n".join(certificates), end_of(certificates[0]))
+
+    def stamps(self) -> list[FileStamp | None]:
+        """Differ when a file has; None is for one that cannot be read."""
+        return [_stamp(path) for path in (self.cert, self.key, self.client_ca) if path is not None]
+
+    def _context(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            context.load_cert_chain(self.cert, self.key)
+            context.load_cert_chain(self.cert, self.key, password="")  # or it would ask for one on the terminal
         except (OSError, ssl.SSLError) as error:
             files = str(self.cert) if self.key is None else f"{self.cert}, {self.key}"
             raise ConfigError("tls_cert", files, f"a certificate and its key, as PEM ({error})") from None
@@ -37,16 +64,61 @@ class TlsFiles:
                     "tls_client_ca", str(self.client_ca), f"certificates of authorities, as PEM ({error})"
                 ) from None
             context.verify_mode = ssl.CERT_OPTIONAL  # probes have none; what changes anything needs one, or a token
+            context.num_tickets = 0  # a session that is taken up again shows nothing to the authorities of that day
         return context
 
+
+class ServerTls:
+    """The TLS of a running server: what the files held when they could last be used.
+
+    Call `renew` now and then, on one thread; all else is safe on any.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises `ConfigError`."""
+        self._files = files
+        self._stamps = files.stamps()  # first: what changes while it is read is read again
+        self._content = files.read()
+        self.context = self._content.context
+        """For listeners. Each handshake takes what is used at its time."""
+        self.context.sni_callback = self._choose
+
+    @property
     def certificates(self) -> str:
-        """The certificates in `cert`, without a key that may be there, too."""
-        return "\n".join(_CERTIFICATE.findall(self.cert.read_text()))
+        """What the server shows, as PEM."""
+        return self._content.certificates
+
+    @property
+    def ends(self) -> float:
+        """When the server's certificate does, in seconds since the epoch."""
+        return self._content.ends
+
+    def renew(self) -> None:
+        """Read files that have changed. What cannot be used, or is half written, is logged once; the old stays."""
+        stamps = self._files.stamps()
+        if stamps == self._stamps:
+            return
+        try:
+            content = self._files.read()
+        except ConfigError as error:
+            self._stamps = stamps
+            logger.warning("new TLS files are not used, the old stay until %s: %s", _date(self.ends), error)
+            return
+        if self._files.stamps() == stamps:  # else it may be of two times
+            self._stamps, self._content = stamps, content
+            logger.info("new TLS files are used; the certificate ends %s", _date(self.ends))
+
+    def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        # Not one context that loads anew: no authority can be taken away from it, and half of a pair would stay in it.
+        connection.context = self._content.context
 
 
-def subject_of(certificate: dict[str, object]) -> str:
-    """Who a verified certificate was made out to: its common name, or all of the subject; in ASCII, in one line."""
-    names = [pair for part in certificate.get("subject", ()) for pair in part]  # type: ignore[attr-defined]
-    common = [value for name, value in names if name == "commonName"]
-    text = str(common[0]) if common else ",".join(f"{name}={value}" for name, value in names)
-    return ascii(text)[1:-1].replace(" ", "_")[:100]
+def _stamp(path: Path) -> FileStamp | None:
+    try:
+        return FileStamp.of(path)
+    except OSError:
+        return None
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(sep=" ", timespec="minutes")

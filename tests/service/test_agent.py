@@ -271,6 +271,18 @@ def test_an_offered_address_serves_where_none_is_found(
     eventually(lambda: rank.applied, "a report long before the next beat")
 
 
+def test_another_address_that_is_offered_takes_the_place_of_the_first(
+    serving: Any, start: Any, admin: FakeAdmin, eventually: Any
+) -> None:
+    another = FakeAdmin()
+    (_, first), (_, second) = serving(admin.app()), serving(another.app())
+    agent = start(Whereabouts())
+    for listeners, server in ((first, admin), (second, another)):
+        agent.offer(AdminAddress(listeners.url, "secret"))
+        eventually(lambda server=server: server.reports, "a report long before the next beat")
+    assert agent.stats.failed == 0
+
+
 def test_an_address_that_is_found_goes_before_an_offered_one(
     serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
 ) -> None:

@@ -510,6 +510,10 @@ def test_what_is_not_allowed_is_refused_before_anything_starts(given: dict[str, 
         EmbeddedOptions(**given)
 
 
+def on_another_node() -> None:
+    """Finds no server, as there is none."""
+
+
 def test_ranks_on_other_nodes_are_told_an_address_that_they_reach(
     launch: Any, tmp_path: Path, stack: ExitStack, engine: OffloadEngine, eventually: Any
 ) -> None:
@@ -520,7 +524,7 @@ def test_ranks_on_other_nodes_are_told_an_address_that_they_reach(
     port = admin.addresses[0].rpartition(":")[2]
     address = admin.address_for_remote_ranks
     assert (address.url, address.uds) == (f"http://127.0.0.1:{port}", None)
-    agent = RankAgent(0, PinnedRank(), Rendezvous("engine", {"XDG_RUNTIME_DIR": str(tmp_path / "other-node")}))
+    agent = RankAgent(0, PinnedRank(), on_another_node)
     stack.callback(agent.stop)
     agent.offer(address)
     agent.start()
@@ -549,6 +553,36 @@ def test_ranks_on_other_nodes_trust_the_servers_certificate(
     stack.callback(agent.stop)
     agent.start()
     eventually(lambda: engine.stats().usable_slots == CAPACITY, "the report over TLS")
+
+
+def test_ranks_on_other_nodes_learn_of_a_renewed_certificate(
+    launch: Any, tmp_path: Path, stack: ExitStack, eventually: Any
+) -> None:
+    path, token = tmp_path / "server.pem", tmp_path / "token"
+    token.write_text("of-people")
+
+    def issue() -> None:
+        trustme.CA().issue_cert("another.name").private_key_and_cert_chain_pem.write_to_path(str(path))
+
+    issue()
+    options = EmbeddedOptions(admin_host="0.0.0.0", admin_port=0, token_file=token, tls=TlsFiles(path))
+    admin = launch(options, node_host="127.0.0.1")
+    first = admin.address_for_remote_ranks
+    running, late = (RankAgent(0, PinnedRank(), on_another_node, interval=0.02) for _ in range(2))
+    for agent in (running, late):
+        stack.callback(agent.stop)
+        agent.offer(first)
+    running.start()
+    eventually(lambda: running.stats.sent, "the first report")
+    issue()
+    eventually(lambda: admin.address_for_remote_ranks != first, "the new certificate")
+    late.start()  # it has lost its connection, while no step has told it the new one
+    eventually(lambda: late.stats.failed, "a report that does not arrive")
+    for agent in (running, late):
+        agent.offer(admin.address_for_remote_ranks)
+        sent = agent.stats.sent
+        eventually(lambda agent=agent, sent=sent: agent.stats.sent > sent + 2, "reports over the new certificate")
+    assert running.stats.failed == 0
 
 
 def test_viewers_need_a_token_where_there_is_one(launch: Any, tmp_path: Path) -> None:

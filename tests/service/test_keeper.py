@@ -50,6 +50,27 @@ def test_a_tick_that_raises_does_not_end_it(
     assert "RuntimeError: out of step" in caplog.text
 
 
+def test_its_chore_is_done_at_each_tick_whatever_fails(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    done: list[int] = []
+
+    def tick() -> None:
+        raise RuntimeError("out of step")
+
+    def chore() -> None:
+        done.append(1)
+        raise OSError("no such file")
+
+    monkeypatch.setattr(engine, "tick", tick)
+    keeper = Keeper(engine, interval=FAST, chore=chore)
+    keeper.start()
+    eventually(lambda: len(done) > 3)
+    assert keeper.check() is None
+    keeper.stop()
+    assert "OSError: no such file" in caplog.text
+
+
 def test_books_that_do_not_balance_are_a_lasting_problem(
     engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:

@@ -149,6 +149,32 @@ def test_with_tls_and_guarded_reading_the_ranks_still_report(
     assert "changes through it need a token" in capfd.readouterr().err
 
 
+def test_a_renewed_certificate_needs_no_restart(tmp_path: Path, eventually: Any) -> None:
+    cert = tmp_path / "server.pem"
+
+    def issue() -> ssl.SSLContext:
+        authority, trusting = trustme.CA(), ssl.create_default_context()
+        authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(cert))
+        authority.configure_trust(trusting)
+        return trusting
+
+    def visit(client: httpx.Client) -> None:
+        address = client.get("/v1/info").json()["addresses"][0]
+        assert httpx.get(f"{address}/livez", verify=first).is_success
+        second = issue()
+
+        def is_known() -> bool:
+            try:
+                return httpx.get(f"{address}/livez", verify=second).is_success
+            except httpx.ConnectError:
+                return False
+
+        eventually(is_known, "the new certificate")
+
+    first = issue()
+    assert run_and_visit(Settings(**BASE, tls_cert=cert, uds=tmp_path / "admin.sock"), visit, eventually) == 0
+
+
 def test_where_tcp_speaks_tls_the_ranks_have_a_socket_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import socket
 import ssl
+import subprocess
+import sys
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import trustme
+from cryptography.hazmat.primitives import serialization
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -19,7 +24,8 @@ from kvstow.errors import ConfigError
 from kvstow_api.auth import CERTIFICATE
 from kvstow_api.client import ApiError, Client, Endpoint, calls
 from kvstow_service import server
-from kvstow_service.tls import TlsFiles, subject_of
+from kvstow_service.listeners import Listeners
+from kvstow_service.tls import ServerTls, TlsContent, TlsFiles
 
 
 async def who(request: Request) -> JSONResponse:
@@ -56,7 +62,7 @@ def test_tcp_speaks_tls_and_the_unix_socket_does_not(
     serving: Any, authority: trustme.CA, files: TlsFiles, tmp_path: Path
 ) -> None:
     uds = tmp_path / "admin.sock"
-    _, listeners = serving(APP, uds=uds, tls=files.context())
+    _, listeners = serving(APP, uds=uds, tls=files.read().context)
     assert listeners.url.startswith("https://")
     assert httpx.get(listeners.url, verify=client_context(authority)).json() == [None, "https"]
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(uds))) as client:
@@ -68,13 +74,13 @@ def test_tcp_speaks_tls_and_the_unix_socket_does_not(
 
 
 def test_a_clients_certificate_says_who_it_is(serving: Any, authority: trustme.CA, files: TlsFiles) -> None:
-    _, listeners = serving(APP, tls=files.context())
+    _, listeners = serving(APP, tls=files.read().context)
     known = client_context(authority, authority)
     assert httpx.get(listeners.url, verify=known).json() == ["ops_team", "https"]
 
 
 def test_a_certificate_of_another_authority_is_refused(serving: Any, authority: trustme.CA, files: TlsFiles) -> None:
-    _, listeners = serving(APP, tls=files.context())
+    _, listeners = serving(APP, tls=files.read().context)
     stranger = client_context(authority, trustme.CA())
     with pytest.raises(httpx.HTTPError):
         httpx.get(listeners.url, verify=stranger)
@@ -83,12 +89,155 @@ def test_a_certificate_of_another_authority_is_refused(serving: Any, authority: 
 def test_the_client_verifies_the_server_and_shows_its_certificate(
     serving: Any, authority: trustme.CA, files: TlsFiles
 ) -> None:
-    _, listeners = serving(APP, tls=files.context())
+    _, listeners = serving(APP, tls=files.read().context)
     with Client(listeners.url) as nobody, pytest.raises(ApiError, match="cannot be reached"):
         nobody.send(calls.metrics())
     endpoint = Endpoint.parse(listeners.url, tls=client_context(authority, authority))
     with Client(endpoint) as known, pytest.raises(ApiError, match="status 404"):
         known.send(calls.metrics())
+
+
+def shown(listeners: Listeners, trusted: trustme.CA) -> httpx.Response:
+    """An answer to a client that trusts servers of this authority only."""
+    return httpx.get(listeners.url, verify=client_context(trusted))
+
+
+def test_a_renewed_certificate_is_shown_to_who_comes_after(
+    serving: Any, authority: trustme.CA, files: TlsFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    tls = ServerTls(files)
+    _, listeners = serving(APP, tls=tls.context)
+    with httpx.Client(verify=client_context(authority)) as earlier:
+        assert earlier.get(listeners.url).is_success
+        successor = trustme.CA()
+        later = datetime(2099, 1, 2, 3, 4, tzinfo=UTC)
+        issued = successor.issue_cert("127.0.0.1", not_after=later)
+        issued.private_key_and_cert_chain_pem.write_to_path(str(files.cert))
+        tls.renew()
+        assert earlier.get(listeners.url).is_success, "its connection is open still"
+    assert shown(listeners, successor).is_success
+    with pytest.raises(httpx.ConnectError):
+        shown(listeners, authority)
+    assert (tls.ends, tls.certificates) == (later.timestamp(), issued.cert_chain_pems[0].bytes().decode().strip())
+    tls.renew()
+    assert caplog.messages.count("new TLS files are used; the certificate ends 2099-01-02 03:04+00:00") == 1
+
+
+def test_half_of_a_pair_is_not_used_until_the_other_half_is_there(
+    serving: Any, authority: trustme.CA, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+
+    first, successor = authority.issue_cert("127.0.0.1"), trustme.CA()
+    first.cert_chain_pems[0].write_to_path(str(cert))
+    first.private_key_pem.write_to_path(str(key))
+    tls = ServerTls(TlsFiles(cert, key))
+    _, listeners = serving(APP, tls=tls.context)
+    issued = successor.issue_cert("127.0.0.1")
+    issued.cert_chain_pems[0].write_to_path(str(cert))
+    for _ in range(2):
+        tls.renew()
+        assert shown(listeners, authority).is_success
+    (line,) = caplog.messages
+    assert "the old stay until" in line
+    assert f"tls_cert is '{cert}, {key}'" in line
+    issued.private_key_pem.write_to_path(str(key))
+    tls.renew()
+    assert shown(listeners, successor).is_success
+
+
+def test_files_that_change_while_they_are_read_are_read_again(
+    serving: Any, authority: trustme.CA, files: TlsFiles
+) -> None:
+    successors = [trustme.CA(), trustme.CA()]
+
+    def write(signer: trustme.CA) -> None:
+        signer.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(files.cert))
+
+    class Changing(TlsFiles):
+        def read(self) -> TlsContent:
+            content = super().read()
+            if changes:
+                write(changes.pop())
+            return content
+
+    changes: list[trustme.CA] = []
+    tls = ServerTls(Changing(files.cert, client_ca=files.client_ca))
+    _, listeners = serving(APP, tls=tls.context)
+    write(successors[0])
+    changes.append(successors[1])
+    tls.renew()
+    assert shown(listeners, authority).is_success
+    tls.renew()
+    assert shown(listeners, successors[1]).is_success
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_an_authority_that_was_taken_away_is_believed_no_more(
+    serving: Any, authority: trustme.CA, files: TlsFiles, version: ssl.TLSVersion
+) -> None:
+    tls = ServerTls(files)
+    _, listeners = serving(APP, tls=tls.context)
+    former, present = client_context(authority, authority), trustme.CA()
+    former.maximum_version = version
+    said, session = ask(listeners, former)
+    assert said.endswith('["ops_team","https"]')
+    assert files.client_ca is not None
+    present.cert_pem.write_to_path(str(files.client_ca))
+    tls.renew()
+    assert httpx.get(listeners.url, verify=client_context(authority, present)).json() == ["ops_team", "https"]
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(listeners.url, verify=client_context(authority, authority))
+    with suppress(OSError):  # refused (TLS 1.3), or nobody (1.2)
+        assert "ops_team" not in ask(listeners, former, session)[0]
+
+
+def test_a_session_that_is_taken_up_again_is_its_clients_still(
+    serving: Any, authority: trustme.CA, files: TlsFiles
+) -> None:
+    _, listeners = serving(APP, tls=files.read().context)
+    known = client_context(authority, authority)
+    _, session = ask(listeners, known)
+    assert ask(listeners, known, session)[0].endswith('["ops_team","https"]')
+
+
+def ask(
+    listeners: Listeners, context: ssl.SSLContext, session: ssl.SSLSession | None = None
+) -> tuple[str, ssl.SSLSession | None]:
+    """What the server says, and the session, which the next one may take up."""
+    with (
+        socket.create_connection((listeners.host, listeners.port), 20) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as connection,
+    ):
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: kvstow\r\nConnection: close\r\n\r\n")
+        said = b"".join(iter(lambda: connection.recv(4096), b""))
+        return said.decode(), connection.session
+
+
+def test_a_key_that_needs_a_password_is_refused_and_none_is_asked_for(
+    authority: trustme.CA, tmp_path: Path, child_environ: dict[str, str]
+) -> None:
+    issued = authority.issue_cert("127.0.0.1")
+    issued.cert_chain_pems[0].write_to_path(str(tmp_path / "tls.crt"))
+    key = serialization.load_pem_private_key(issued.private_key_pem.bytes(), None)
+    form, secret = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+    (tmp_path / "tls.key").write_bytes(key.private_bytes(serialization.Encoding.PEM, form, secret))
+    code = (
+        "import pathlib, kvstow_service.tls as tls;"
+        f"tls.TlsFiles(pathlib.Path({str(tmp_path / 'tls.crt')!r}), pathlib.Path({str(tmp_path / 'tls.key')!r})).read()"
+    )
+    # Without a terminal OpenSSL would ask on standard input.
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        input="secret\n",
+        env=child_environ,
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        check=False,
+    )
+    assert "ConfigError: tls_cert is" in result.stderr
 
 
 @pytest.mark.parametrize("broken", ["cert", "key", "client_ca"])
@@ -99,19 +248,7 @@ def test_a_file_that_cannot_be_used_is_named(files: TlsFiles, tmp_path: Path, br
         path.write_text(content)
     given: dict[str, Any] = {"cert": files.cert, "key": files.key, "client_ca": files.client_ca, broken: path}
     with pytest.raises(ConfigError, match=r"broken\.pem"):
-        TlsFiles(**given).context()
-
-
-@pytest.mark.parametrize(
-    ("subject", "text"),
-    [
-        (((("commonName", "a\nb c"),),), "a\\nb_c"),
-        (((("organizationName", "o"),), (("countryName", "x"),)), "organizationName=o,countryName=x"),
-        ((), ""),
-    ],
-)
-def test_a_subject_is_one_word(subject: Any, text: str) -> None:
-    assert subject_of({"subject": subject}) == text
+        TlsFiles(**given).read()
 
 
 def test_a_connection_that_never_sends_a_request_is_closed(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_certificates_are_checked_and_shown(run: Any, make_host: Any, tmp_path: 
     for certificate, kind in ((authority.issue_cert("127.0.0.1"), ""), (authority.issue_cert("me"), "client-")):
         certificate.cert_chain_pems[0].write_to_path(files[f"{kind}cert"])
         certificate.private_key_pem.write_to_path(files[f"{kind}key"])
-    tls = TlsFiles(files["cert"], files["key"], files["ca"]).context()
+    tls = TlsFiles(files["cert"], files["key"], files["ca"]).read().context
     url = make_host(tls=tls, client_certificates=True).url
     assert url.startswith("https:")
     client = ["--cert-file", str(files["client-cert"]), "--key-file", str(files["client-key"])]

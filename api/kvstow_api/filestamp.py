@@ -1,0 +1,21 @@
+"""Whether a file has changed since it was read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple, Self
+
+
+class FileStamp(NamedTuple):
+    """Tells one content of a file from the next."""
+
+    inode: int
+    mtime_ns: int
+    size: int
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Raises `OSError` if it is not there or out of reach."""
+        status = os.stat(path)
+        return cls(status.st_ino, status.st_mtime_ns, status.st_size)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+import trustme
+
+from kvstow_service.certificate import certificates_in, end_of, subject_of
+
+
+@pytest.mark.parametrize("year", [2049, 2050, 9999])  # the last that has two digits, and the first that has not
+def test_the_end_of_a_certificate_is_read_off_it(year: int) -> None:
+    end = datetime(year, 12, 31, 23, 59, 58, tzinfo=UTC)
+    issued = trustme.CA().issue_cert("another.name", not_after=end)
+    assert end_of(issued.cert_chain_pems[0].bytes().decode()) == end.timestamp()
+
+
+def test_keys_and_words_between_certificates_are_left_out() -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("another.name")
+    pems = [issued.cert_chain_pems[0].bytes().decode(), authority.cert_pem.bytes().decode()]
+    text = issued.private_key_pem.bytes().decode() + "words\n".join(pems)
+    assert certificates_in(text) == [pem.strip() for pem in pems]
+
+
+@pytest.mark.parametrize(
+    ("subject", "text"),
+    [
+        (((("commonName", "a\nb c"),),), "a\\nb_c"),
+        (((("organizationName", "o"),), (("countryName", "x"),)), "organizationName=o,countryName=x"),
+        ((), ""),
+    ],
+)
+def test_a_subject_is_one_word(subject: Any, text: str) -> None:
+    assert subject_of({"subject": subject}) == text
