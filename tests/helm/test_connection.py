@@ -41,6 +41,8 @@ def connection(find: Find, *sets: str, **given: Any) -> dict[str, Any]:
         ("addon-bare", "0.0.0.0"),
         ("engine", "0.0.0.0"),
         ("engine-full", "::"),
+        ("addon-hugepages", "0.0.0.0"),
+        ("engine-hugepages", "0.0.0.0"),
     ],
 )
 def test_the_connector_takes_every_connection(find: Find, case: str, host: str) -> None:
@@ -55,6 +57,7 @@ def test_the_connector_takes_every_connection(find: Find, case: str, host: str) 
     options = ConnectorOptions.parse(extra)
     assert options.admin_host == host
     assert options.token_file is not None
+    assert (options.huge_pages == "reserved") == ("hugepages" in case)
 
 
 def test_values_reach_the_connector(find: Find) -> None:
@@ -129,7 +132,7 @@ def test_files_that_the_connection_names_lie_where_secrets_are_mounted(find: Fin
     assert secret["data"].keys() == {"admin.txt", "viewer-token"}
 
 
-@pytest.mark.parametrize("case", ["service", "service-cuda", "service-tls"])
+@pytest.mark.parametrize("case", ["service", "service-cuda", "service-tls", "service-hugepages"])
 def test_kvstow_serve_takes_every_flag(find: Find, case: str) -> None:
     deployment = find("Deployment", values=CHART / "ci" / f"{case}-values.yaml")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
@@ -140,6 +143,7 @@ def test_kvstow_serve_takes_every_flag(find: Find, case: str) -> None:
     assert settings.host == "0.0.0.0"
     assert settings.token_file == Path("/etc/kvstow/token/token")
     assert settings.pool_size == (8 << 30 if case == "service-cuda" else 512 << 20)
+    assert settings.huge_pages == ("reserved" if case == "service-hugepages" else "advised")
     assert settings.drain_deadline == 60
     assert settings.transfer_timeout == 30
     assert settings.readiness_require == (("pool", "pinned") if case == "service-cuda" else ())
@@ -212,6 +216,14 @@ def test_the_notes_name_commands_that_exist(helm: Path) -> None:
         name, command, rest = app.resolve_command(click.Context(app), shlex.split(words))
         assert command is not None, words
         command.make_context(name, rest)
+
+
+def test_the_notes_name_the_resource_that_a_pool_in_reserved_huge_pages_needs(helm: Path) -> None:
+    notes = notes_of(helm, CHART / "ci" / "addon-hugepages-values.yaml")
+    assert "\n     1 x (1 % of 8Gi)\n" in notes
+    assert "that makes 6226Mi." in notes
+    assert "\n     hugepages-2Mi: 8192Mi\n" in notes
+    assert "hugepages" not in notes_of(helm, CHART / "ci" / "addon-values.yaml")
 
 
 @pytest.mark.parametrize("case", ["addon", "addon-existing-pods"])

@@ -41,6 +41,24 @@ def test_request_and_limit_are_the_formula(find: Find, sets: list[str], mebibyte
     assert resources["limits"]["memory"] == f"{mebibytes}Mi"
 
 
+@pytest.mark.parametrize(
+    ("sets", "mebibytes", "huge"),
+    [
+        ([*ENGINE, "pool.size=64Gi", "parallel.tensor=4"], 29246, 4 * 64 * GIB),  # the README's example
+        ([*ENGINE, "pool.size=100Gi", "pool.maxSize=200Gi"], 2 * GIB + 6 * GIB + 2 * GIB, 200 * GIB),
+        ([*ENGINE, "pool.size=100Gi", "parallel.data=2", "memory.poolPercent=0"], 14 * GIB, 200 * GIB),
+        ([*SERVICE, "pool.size=513Mi", "service.ranks=2", "memory.overheadPerRank=512Mi"], 1035, 2 * 514),
+    ],
+)
+def test_a_pool_in_reserved_huge_pages_is_requested_as_such_and_as_nothing_else(
+    find: Find, sets: list[str], mebibytes: int, huge: int
+) -> None:
+    resources = container(find("Deployment", *sets, "memory.hugePages=reserved"))["resources"]
+    assert resources["requests"] == resources["limits"]
+    assert resources["limits"]["memory"] == f"{mebibytes}Mi"
+    assert resources["limits"]["hugepages-2Mi"] == f"{huge}Mi"
+
+
 def test_a_pod_is_guaranteed_and_has_a_gpu_for_each_rank(find: Find) -> None:
     resources = container(find("Deployment", *ENGINE, "parallel.tensor=4", "parallel.pipeline=2"))["resources"]
     assert resources["limits"] == resources["requests"]

@@ -26,6 +26,7 @@ SERVICE = ("mode=service", "image.registry=r.example.com")
         (["pool.size=64Gi", "pool.maxSize=32Gi"], "pool.maxSize: 32Gi is less than pool.size, 64Gi"),
         (["pool.pinning.latencyTarget=soon"], "at '/pool/pinning/latencyTarget': 'soon' does not match pattern"),
         (["pool.pinning.latencyTarget=1ms", "pool.pinning.pause=1ms"], "pool.pinning.latencyTarget: none beside"),
+        (["memory.hugePages=2Mi"], "at '/memory/hugePages': value must be one of 'advised', 'reserved'"),
         (["admin.port=80"], "at '/admin/port': minimum: got 80, want 1,024"),
         (["admin.port=65535", "parallel.data=2"], "admin.port: with parallel.data, the last admin server's port"),
         (["admin.token=short"], "at '/admin/token': 'short' does not match pattern"),

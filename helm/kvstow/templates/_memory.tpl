@@ -22,11 +22,25 @@
 {{- ternary 1 (.Values.parallel.data | int) (eq .Values.mode "service") -}}
 {{- end -}}
 
+{{/* Bytes of one rank's pool, as far as it may grow. */}}
+{{- define "kvstow.poolBytes" -}}
+{{- max (include "kvstow.bytes" .Values.pool.size) (include "kvstow.bytes" .Values.pool.maxSize) -}}
+{{- end -}}
+
+{{/* Reserved huge pages of one pod, in Mi: each rank takes whole ones. Empty where the pools take other memory. */}}
+{{- define "kvstow.hugePages" -}}
+{{- if eq .Values.memory.hugePages "reserved" -}}
+{{- $pages := div (add (include "kvstow.poolBytes" .) 2097151) 2097152 -}}
+{{- mul (include "kvstow.ranks" .) $pages 2 }}Mi
+{{- end -}}
+{{- end -}}
+
 {{/* Memory of one pod, in Mi: the formula of the comment on `memory` in values.yaml. */}}
 {{- define "kvstow.memory" -}}
-{{- $pool := max (include "kvstow.bytes" .Values.pool.size) (include "kvstow.bytes" .Values.pool.maxSize) -}}
+{{- $pool := include "kvstow.poolBytes" . -}}
 {{- $percent := mul $pool .Values.memory.poolPercent -}}
-{{- $perRank := add $pool (div (add $percent 99) 100) (include "kvstow.bytes" .Values.memory.overheadPerRank) -}}
+{{- $perRank := add (div (add $percent 99) 100) (include "kvstow.bytes" .Values.memory.overheadPerRank) -}}
+{{- if eq .Values.memory.hugePages "advised" }}{{ $perRank = add $perRank $pool }}{{ end -}}
 {{- $total := add (mul (include "kvstow.ranks" .) $perRank) (include "kvstow.sharedMemory" . | include "kvstow.bytes") -}}
 {{- div (add $total 1048575) 1048576 }}Mi
 {{- end -}}
@@ -37,6 +51,16 @@
 
 {{/* The same sum, in words. */}}
 {{- define "kvstow.memoryInWords" -}}
-{{ include "kvstow.ranks" . }} x ({{ .Values.pool.maxSize | default .Values.pool.size }} + {{ .Values.memory.poolPercent }} % + {{ .Values.memory.overheadPerRank }})
+{{ include "kvstow.ranks" . }} x ({{ include "kvstow.poolShareInWords" . }} + {{ .Values.memory.overheadPerRank }})
 {{- with include "kvstow.sharedMemory" . }} + {{ . }}{{ end -}}
+{{- end -}}
+
+{{/* What a rank's pool counts for in it. */}}
+{{- define "kvstow.poolShareInWords" -}}
+{{- $size := .Values.pool.maxSize | default .Values.pool.size -}}
+{{- if eq .Values.memory.hugePages "reserved" -}}
+{{ .Values.memory.poolPercent }} % of {{ $size }}
+{{- else -}}
+{{ $size }} + {{ .Values.memory.poolPercent }} %
+{{- end -}}
 {{- end -}}

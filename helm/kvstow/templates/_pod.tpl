@@ -92,6 +92,7 @@ rollingUpdate:
 {{/* request = limit; .gpus may be 0. */}}
 {{- define "kvstow.resources" -}}
 {{- $amounts := dict "cpu" (toString .cpu) "memory" (include "kvstow.memory" .root) -}}
+{{- with include "kvstow.hugePages" .root }}{{ $_ := set $amounts "hugepages-2Mi" . }}{{ end -}}
 {{- if .gpus }}{{ $_ := set $amounts .root.Values.engine.gpuResource (toString .gpus) }}{{ end -}}
 {{- toYaml (dict "requests" $amounts "limits" $amounts) -}}
 {{- end -}}

@@ -3,6 +3,9 @@
 {{ include "kvstow.adminFiles" . }}
 policy: {{ .Values.pool.policy }}
 transfer_timeout: {{ .Values.pool.transferTimeoutSeconds }}s
+{{- if ne .Values.memory.hugePages "advised" }}
+huge_pages: {{ .Values.memory.hugePages }}
+{{- end }}
 {{- with .Values.pool.pinning }}
 {{- with .latencyTarget }}
 pin_latency_target: {{ . }}
