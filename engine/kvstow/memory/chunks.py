@@ -24,7 +24,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkGrid:
-    """Chunks of whole slots that share no page, so that each can be registered and given back alone.
+    """Chunks of whole slots that share no page of `PAGE_BYTES`, so that each can be registered and given back alone.
 
     `slot_stride`: distance of two slots. It is `slot_bytes`, but for sizes that meet a page boundary too seldom;
     those are padded, by at most 8 KiB per `chunk_bytes` or a page per slot. `unit_slots`: chunks end at a multiple
