@@ -27,7 +27,8 @@ class ApiContext:
     `addresses`: where the server listens. `settings`: shown, like them, to every reader of `/v1/info`, so it must hold
     no secrets. `build`: labels of `kvstow_build_info` (revision, torch, vllm...). `token_file`: when set, requests that
     change anything need its token. `viewer_token_file`: when set, reading needs one of its tokens or an admin's.
-    `client_certificates`: the server verifies them, and one counts as an admin's token. `agent_token`: lets a rank's
+    `client_certificates`: the server verifies them, and one counts as an admin's token. `certificate_ends`: when the
+    server's own certificate does, in seconds since the epoch; None where it speaks no TLS. `agent_token`: lets a rank's
     agent report, nothing else. `readiness_require`: checks of `INFORMATIONAL_CHECKS` that shall fail `/readyz`.
     `startup_grace`: seconds for which a rank may be silent before its first report. `live_checks` fail `/livez`: only
     for what a restart cures, such as a dead thread; `ready_checks` and `startup_checks` fail the probes of their name.
@@ -44,6 +45,7 @@ class ApiContext:
     token_file: Path | None = None
     viewer_token_file: Path | None = None
     client_certificates: bool = False
+    certificate_ends: Callable[[], float] | None = None
     agent_token: str | None = field(default=None, repr=False)
     readiness_require: tuple[str, ...] = ()
     startup_grace: float = 10.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,6 +31,7 @@ def make_context(
     token_file: Path | None = None,
     viewer_token_file: Path | None = None,
     client_certificates: bool = False,
+    certificate_ends: Callable[[], float] | None = None,
     readiness_require: tuple[str, ...] = (),
     build: Mapping[str, str] | None = None,
 ) -> ApiContext:
@@ -46,6 +47,7 @@ def make_context(
         token_file=token_file,
         viewer_token_file=viewer_token_file,
         client_certificates=client_certificates,
+        certificate_ends=certificate_ends,
         host_facts=partial(measure_host, limits_of(settings.get("huge_pages", "advised"))),
         agent_token=agent_token,
         readiness_require=readiness_require,

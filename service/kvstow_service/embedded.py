@@ -130,6 +130,7 @@ class EmbeddedAdmin:
                 token_file=options.token_file,
                 viewer_token_file=options.viewer_token_file,
                 client_certificates=options.has_certificates,
+                certificate_ends=None if self._tls is None else self._tls.ends,
                 readiness_require=options.readiness_require,
                 build=build,
             )

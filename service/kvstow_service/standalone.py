@@ -72,6 +72,7 @@ def run_service(settings: Settings) -> int:
                 token_file=settings.token_file,
                 viewer_token_file=settings.viewer_token_file,
                 client_certificates=settings.tls_client_ca is not None,
+                certificate_ends=None if plan.tls is None else plan.tls.ends,
                 readiness_require=settings.readiness_require,
             )
         )

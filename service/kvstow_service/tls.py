@@ -88,7 +88,6 @@ class ServerTls:
         """What the server shows, as PEM."""
         return self._content.certificates
 
-    @property
     def ends(self) -> float:
         """When the server's certificate does, in seconds since the epoch."""
         return self._content.ends
@@ -102,11 +101,11 @@ class ServerTls:
             content = self._files.read()
         except ConfigError as error:
             self._stamps = stamps
-            logger.warning("new TLS files are not used, the old stay until %s: %s", _date(self.ends), error)
+            logger.warning("new TLS files are not used, the old stay until %s: %s", _date(self.ends()), error)
             return
         if self._files.stamps() == stamps:  # else it may be of two times
             self._stamps, self._content = stamps, content
-            logger.info("new TLS files are used; the certificate ends %s", _date(self.ends))
+            logger.info("new TLS files are used; the certificate ends %s", _date(self.ends()))
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         # Not one context that loads anew: no authority can be taken away from it, and half of a pair would stay in it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -51,6 +52,7 @@ RANK = RankStatus(
     numa_bytes={},
     last_report_age_seconds=0.1,
 )
+DAY = 86_400
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -79,6 +81,7 @@ def evidence(*ranks: RankStatus, **changes: Any) -> Evidence:
         samples=[sample(0), sample(5, evicted=7)],
         clock_offsets={0: 0.5, 1: -1.0},
         host=HOST,
+        certificate_seconds_left=7 * DAY,
     )
     return healthy._replace(**changes)
 
@@ -93,6 +96,8 @@ def test_a_healthy_engine_has_no_findings() -> None:
 FIRING = [
     ("readiness", "error", evidence(verdict=verdict("ranks", "rank 1 has never reported"))),
     ("readiness", "error", evidence(verdict=verdict("of the host", "it burns"))),
+    ("certificate", "warning", evidence(certificate_seconds_left=7 * DAY - 1)),
+    ("certificate", "error", evidence(certificate_seconds_left=0)),
     ("pinning", "error", evidence(replace(RANK, error_reason="cgroup_limit", error="no memory", pinned_bytes=GIB))),
     ("pinning", "error", evidence(replace(RANK, error_reason="driver", chunks_failed=1))),
     ("pinning", "error", evidence(replace(RANK, error_reason="hugepages", chunks_failed=1))),
@@ -168,8 +173,9 @@ def test_a_drain_is_one_finding() -> None:
 
 def test_checks_without_facts_say_which_they_lack() -> None:
     unknown = replace(RANK, boot_id=None, state="starting", pinned_bytes=0, target_bytes=0)
-    told = examine(evidence(unknown, samples=[], clock_offsets={}, host=None))
-    assert set(told.skipped) == {"memory", "huge_pages", "numa", "memlock", "clocks", "links", "thrashing"}
+    told = examine(evidence(unknown, samples=[], clock_offsets={}, host=None, certificate_seconds_left=None))
+    named = {"certificate", "memory", "huge_pages", "numa", "memlock", "clocks", "links", "thrashing"}
+    assert set(told.skipped) == named
     assert all(told.skipped.values())
     assert set(told.checks) | set(told.skipped) == set(CHECKS)
     assert told.findings == []
@@ -193,12 +199,13 @@ def test_clocks_are_compared_when_they_are_told() -> None:
 
 @pytest.mark.anyio
 async def test_the_route_gathers_the_facts(launch: Any, ranks: Any) -> None:
-    client: httpx.AsyncClient = await launch(host_facts=lambda: HOST._replace(huge_pages="never"))
+    hosts = {"host_facts": lambda: HOST._replace(huge_pages="never"), "certificate_ends": lambda: time.time() + DAY}
+    client: httpx.AsyncClient = await launch(**hosts)
     headers = {"X-KVStow-Clock": "0"}
     await client.post("/v1/ranks/0/report", json=ranks.make_report(0).to_json(), headers=headers)
     ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
     body = (await client.get("/v1/doctor")).json()
-    assert {finding["check"] for finding in body["findings"]} == {"huge_pages", "clocks", "switches"}
+    assert {finding["check"] for finding in body["findings"]} == {"certificate", "huge_pages", "clocks", "switches"}
     assert set(body["skipped"]) == {"links", "thrashing"}
 
 

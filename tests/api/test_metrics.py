@@ -43,7 +43,7 @@ FAMILIES = {
         kvstow_ready kvstow_rank_ready kvstow_rank_heartbeat_timestamp_seconds kvstow_rank_pending_ops kvstow_state
         kvstow_pool_numa_bytes kvstow_transfer_queue_depth
         kvstow_health_check kvstow_operations_inflight kvstow_http_requests_inflight kvstow_build_info
-        kvstow_config_info
+        kvstow_config_info kvstow_tls_certificate_expiry_timestamp_seconds
     """,
     "histogram": """
         kvstow_transfer_duration_seconds kvstow_transfer_size_bytes kvstow_transfer_queue_wait_seconds
@@ -95,7 +95,10 @@ async def test_every_family_is_there_before_any_traffic(client: httpx.AsyncClien
     }
     assert all(family.documentation for family in families.values())
     empty = [name for name, family in families.items() if not family.samples]
-    assert empty == ["kvstow_pool_numa_bytes"], "only ranks know which nodes there are"
+    assert empty == [
+        "kvstow_pool_numa_bytes",  # only ranks know which nodes there are
+        "kvstow_tls_certificate_expiry_timestamp_seconds",  # this server speaks no TLS
+    ]
 
 
 async def test_traffic_adds_no_label(
@@ -266,6 +269,13 @@ async def test_the_model_of_a_host_is_a_label_of_the_settings(launch: Any) -> No
     families = await scrape(await launch(settings={"model": "llama"}))
     (sample,) = families["kvstow_config_info"].samples
     assert (sample.labels["model_name"], sample.value) == ("llama", 1)
+
+
+async def test_the_end_of_the_certificate_is_told_as_it_is_now(launch: Any) -> None:
+    ends = [2e9, 3e9]
+    client = await launch(certificate_ends=lambda: ends.pop(0))
+    for moment in (2e9, 3e9):
+        assert value(await scrape(client), "kvstow_tls_certificate_expiry_timestamp_seconds") == moment
 
 
 async def test_metrics_go_to_the_registry_of_the_host(launch: Any) -> None:

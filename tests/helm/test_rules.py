@@ -63,6 +63,7 @@ def series(name: str, labels: dict[str, str]) -> str:
 
 def cases() -> Iterator[Case]:
     yield from admin_down()
+    yield from expiring()
     yield from not_pinned()
     yield from not_ready()
     yield from failing()
@@ -86,6 +87,14 @@ def admin_down() -> Iterator[Case]:
     yield Case(name, 12, (alive, gone, down))
     yield Case(name, 20, (alive, gone, ("up", job, "1x10 stale")))  # a pod that was deleted
     yield Case(name, 20, (alive, ("up", {**job, "job": "another"}, "0x60")))
+
+
+def expiring() -> Iterator[Case]:
+    name, key, week = "KvstowCertificateExpires", "kvstow_tls_certificate_expiry_timestamp_seconds", 7 * 86400
+    # In promtool's world it is 0:20 of the first of January 1970.
+    yield Case(name, 20, ((key, POD, f"{week}x30"),), (POD, f"The certificate of {WHERE} ends in 6d 23h 40m 0s."))
+    yield Case(name, 20, ((key, POD, f"{week + 1200}x30"),))
+    yield Case(name, 20, ((key, POD, f"{week}x10 {9 * week}x20"),))  # it was renewed in time
 
 
 def not_pinned() -> Iterator[Case]:

@@ -38,6 +38,7 @@ FOREIGN = {
     "container_cpu_cfs_throttled_periods_total",
     "https",
     "instance",
+    "kubectl -n NAMESPACE get certificate",
     "kubectl -n NAMESPACE logs POD",
     "kubectl exec -it",
     "kv_load_failure_policy: recompute",

@@ -45,8 +45,8 @@ VARIABLES = [
     if variable["type"] == "query"
 ]
 
-# Nothing to see where no kernel names a node, and no rank is unwell.
-MAY_BE_EMPTY = {"Memory by NUMA node"}
+# Nothing to see where no kernel names a node, and where there is no TLS.
+MAY_BE_EMPTY = {"Memory by NUMA node", "Certificate ends in"}
 PROMETHEUS_OWN = {"up", "ALERTS"}
 
 

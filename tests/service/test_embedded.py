@@ -549,6 +549,7 @@ def test_ranks_on_other_nodes_trust_the_servers_certificate(
         stranger.send(calls.info())
     with address.connect() as agents:
         assert agents.send(calls.info()).name == "kvstow"
+        assert "kvstow_tls_certificate_expiry_timestamp_seconds " in agents.send(calls.metrics())
     agent = RankAgent(0, PinnedRank(), address)
     stack.callback(agent.stop)
     agent.start()

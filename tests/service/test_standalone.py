@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import ssl
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -152,16 +154,22 @@ def test_with_tls_and_guarded_reading_the_ranks_still_report(
 def test_a_renewed_certificate_needs_no_restart(tmp_path: Path, eventually: Any) -> None:
     cert = tmp_path / "server.pem"
 
-    def issue() -> ssl.SSLContext:
+    def issue(year: int) -> ssl.SSLContext:
         authority, trusting = trustme.CA(), ssl.create_default_context()
-        authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(cert))
+        issued = authority.issue_cert("127.0.0.1", not_after=datetime(year, 1, 1, tzinfo=UTC))
+        issued.private_key_and_cert_chain_pem.write_to_path(str(cert))
         authority.configure_trust(trusting)
         return trusting
+
+    def told(client: httpx.Client) -> float:
+        (line,) = re.findall(r"^kvstow_tls_certificate_expiry_\S+ (.*)$", client.get("/metrics").text, re.MULTILINE)
+        return float(line)
 
     def visit(client: httpx.Client) -> None:
         address = client.get("/v1/info").json()["addresses"][0]
         assert httpx.get(f"{address}/livez", verify=first).is_success
-        second = issue()
+        assert told(client) == datetime(2098, 1, 1, tzinfo=UTC).timestamp()
+        second = issue(2099)
 
         def is_known() -> bool:
             try:
@@ -170,8 +178,9 @@ def test_a_renewed_certificate_needs_no_restart(tmp_path: Path, eventually: Any)
                 return False
 
         eventually(is_known, "the new certificate")
+        assert told(client) == datetime(2099, 1, 1, tzinfo=UTC).timestamp()
 
-    first = issue()
+    first = issue(2098)
     assert run_and_visit(Settings(**BASE, tls_cert=cert, uds=tmp_path / "admin.sock"), visit, eventually) == 0
 
 

@@ -119,7 +119,7 @@ def test_a_renewed_certificate_is_shown_to_who_comes_after(
     assert shown(listeners, successor).is_success
     with pytest.raises(httpx.ConnectError):
         shown(listeners, authority)
-    assert (tls.ends, tls.certificates) == (later.timestamp(), issued.cert_chain_pems[0].bytes().decode().strip())
+    assert (tls.ends(), tls.certificates) == (later.timestamp(), issued.cert_chain_pems[0].bytes().decode().strip())
     tls.renew()
     assert caplog.messages.count("new TLS files are used; the certificate ends 2099-01-02 03:04+00:00") == 1
 

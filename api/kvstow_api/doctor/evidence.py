@@ -15,7 +15,8 @@ from kvstow_api.views.history import SampleView
 
 
 class Evidence(NamedTuple):
-    """All that the checks look at. `verdict` is that of /readyz; `host` is None where the host measures nothing."""
+    """All that the checks look at. `verdict` is that of /readyz; `host` is None where the host measures nothing,
+    `certificate_seconds_left` where the server speaks no TLS."""
 
     verdict: Verdict
     readiness: Readiness
@@ -25,6 +26,7 @@ class Evidence(NamedTuple):
     samples: Sequence[SampleView]
     clock_offsets: Mapping[int, float]
     host: HostFacts | None
+    certificate_seconds_left: float | None
 
     @property
     def reporting(self) -> list[RankStatus]:

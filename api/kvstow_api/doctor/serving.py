@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvstow_api.doctor.evidence import Evidence, make_finding
+from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding
 from kvstow_api.views.doctor import FindingView
 
 _READINESS_FIXES = {
@@ -19,6 +19,8 @@ _READINESS_FIXES = {
 }
 """By the name of a check of /readyz."""
 _SEE_LOG = "see the log of the process"
+CERTIFICATE_DAYS = 7
+_DAY_SECONDS = 86_400
 
 
 def check_readiness(evidence: Evidence) -> Iterator[FindingView]:
@@ -35,6 +37,25 @@ def check_readiness(evidence: Evidence) -> Iterator[FindingView]:
                 usable_slots=readiness.usable_slots,
                 capacity_slots=readiness.capacity_slots,
             )
+
+
+def check_certificate(evidence: Evidence) -> Iterator[FindingView]:
+    """A TLS certificate that has ended, or is about to."""
+    left = evidence.certificate_seconds_left
+    if left is None:
+        raise NothingToMeasure("the admin server speaks no TLS")
+    days = left / _DAY_SECONDS
+    if days < CERTIFICATE_DAYS:
+        yield make_finding(
+            "certificate",
+            "warning" if left > 0 else "error",
+            f"the certificate of the admin server ends in {days:.1f} days"
+            if left > 0
+            else f"the certificate of the admin server ended {-days:.1f} days ago",
+            "without a valid one nobody who checks it reaches the server: Prometheus, operators, ranks on other nodes",
+            "renew the files: they are read again when they change, and the log (kvstow.tls) says if they are refused",
+            seconds_left=round(left),
+        )
 
 
 def check_switches(evidence: Evidence) -> Iterator[FindingView]:

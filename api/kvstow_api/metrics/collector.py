@@ -10,7 +10,13 @@ from prometheus_client.registry import Collector as BaseCollector
 
 from kvstow_api.metrics.engine import engine_families
 from kvstow_api.metrics.families import counter, histogram
-from kvstow_api.metrics.server import fact_families, http_families, operation_families, readiness_families
+from kvstow_api.metrics.server import (
+    certificate_families,
+    fact_families,
+    http_families,
+    operation_families,
+    readiness_families,
+)
 from kvstow_api.services import Services
 
 
@@ -44,4 +50,5 @@ class Collector(BaseCollector):
             ["sink"],
             [(("sse",), services.streams.lost)],
         )
+        yield from certificate_families(services.context)
         yield from fact_families(services.context)

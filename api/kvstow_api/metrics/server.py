@@ -69,6 +69,15 @@ def http_families(http: HttpCounters) -> Iterator[Metric]:
     yield gauge("kvstow_http_requests_inflight", "Requests being answered", [], scalar(http.inflight))
 
 
+def certificate_families(context: ApiContext) -> Iterator[Metric]:
+    yield gauge(
+        "kvstow_tls_certificate_expiry_timestamp_seconds",
+        "When the certificate of the admin server ends, where it speaks TLS",
+        [],
+        scalar(context.certificate_ends()) if context.certificate_ends else [],
+    )
+
+
 def fact_families(context: ApiContext) -> Iterator[Metric]:
     build = {"version": context.version, "python": platform.python_version(), "mode": context.mode, **context.build}
     yield gauge("kvstow_build_info", "1; the labels say what runs", list(build), [(list(build.values()), 1)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 
@@ -25,6 +27,7 @@ async def get_doctor(use: Use) -> DoctorView:
         bypass=use.engine.admin.bypass,
         samples=use.watch.history.items,
         clock_offsets=use.clocks.offsets(),
+        certificate_seconds_left=use.context.certificate_ends() - time.time() if use.context.certificate_ends else None,
         host=await run_in_threadpool(use.context.host_facts) if use.context.host_facts else None,
     )
     return examine(evidence)
