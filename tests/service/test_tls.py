@@ -97,6 +97,12 @@ def test_the_client_verifies_the_server_and_shows_its_certificate(
         known.send(calls.metrics())
 
 
+def replace(path: Path, content: trustme.Blob) -> None:
+    """In one step, as the kubelet does; times of files are too coarse for tests that write them in place."""
+    content.write_to_path(f"{path}.new")
+    Path(f"{path}.new").replace(path)
+
+
 def shown(listeners: Listeners, trusted: trustme.CA) -> httpx.Response:
     """An answer to a client that trusts servers of this authority only."""
     return httpx.get(listeners.url, verify=client_context(trusted))
@@ -113,7 +119,7 @@ def test_a_renewed_certificate_is_shown_to_who_comes_after(
         successor = trustme.CA()
         later = datetime(2099, 1, 2, 3, 4, tzinfo=UTC)
         issued = successor.issue_cert("127.0.0.1", not_after=later)
-        issued.private_key_and_cert_chain_pem.write_to_path(str(files.cert))
+        replace(files.cert, issued.private_key_and_cert_chain_pem)
         tls.renew()
         assert earlier.get(listeners.url).is_success, "its connection is open still"
     assert shown(listeners, successor).is_success
@@ -135,14 +141,14 @@ def test_half_of_a_pair_is_not_used_until_the_other_half_is_there(
     tls = ServerTls(TlsFiles(cert, key))
     _, listeners = serving(APP, tls=tls.context)
     issued = successor.issue_cert("127.0.0.1")
-    issued.cert_chain_pems[0].write_to_path(str(cert))
+    replace(cert, issued.cert_chain_pems[0])
     for _ in range(2):
         tls.renew()
         assert shown(listeners, authority).is_success
     (line,) = caplog.messages
     assert "the old stay until" in line
     assert f"tls_cert is '{cert}, {key}'" in line
-    issued.private_key_pem.write_to_path(str(key))
+    replace(key, issued.private_key_pem)
     tls.renew()
     assert shown(listeners, successor).is_success
 
@@ -153,7 +159,7 @@ def test_files_that_change_while_they_are_read_are_read_again(
     successors = [trustme.CA(), trustme.CA()]
 
     def write(signer: trustme.CA) -> None:
-        signer.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(files.cert))
+        replace(files.cert, signer.issue_cert("127.0.0.1").private_key_and_cert_chain_pem)
 
     class Changing(TlsFiles):
         def read(self) -> TlsContent:
@@ -184,7 +190,7 @@ def test_an_authority_that_was_taken_away_is_believed_no_more(
     said, session = ask(listeners, former)
     assert said.endswith('["ops_team","https"]')
     assert files.client_ca is not None
-    present.cert_pem.write_to_path(str(files.client_ca))
+    replace(files.client_ca, present.cert_pem)
     tls.renew()
     assert httpx.get(listeners.url, verify=client_context(authority, present)).json() == ["ops_team", "https"]
     with pytest.raises(httpx.HTTPError):

@@ -154,7 +154,7 @@ def _decode(call: Call[T], answer: httpx.Response, endpoint: Endpoint) -> T:
     try:
         return call.decode(Reply(answer.status_code, answer.content))
     except (ValueError, TypeError, KeyError) as error:
-        words = f"{_stranger(endpoint)}, or of another version: its answer to {call.method} {call.path}"
+        words = f"{_stranger(endpoint)}, or is of another version: its answer to {call.method} {call.path}"
         raise ApiError(f"{words} is not what it should be: {error}") from error
 
 
