@@ -23,6 +23,7 @@ from kvstow.memory.region import HUGE_PAGE_BYTES, HostRegion, round_up
 from kvstow.memory.status import PoolState, PoolStatus
 
 _ASKED_BYTES = 256 << 20
+_PLENTY_BYTES = 2 << 30  # beyond those: more than anybody takes while they are populated, in 20 ms
 _DEFECT = "internal"  # the reason of failures that are not a `PinError`
 
 logger = logging.getLogger("kvstow.pool")
@@ -80,6 +81,7 @@ class HostPool:
         self._numa_bytes: Counter[int] = Counter()
         self._resident_bytes = 0  # from the start of the region
         self._allowed_end = 0  # as far as the memory limits were asked
+        self._is_plenty = False
         self._failure: _Failure | None = None
         self._pin_failures: Counter[str] = Counter()
         self._progress = PinProgress(clock)
@@ -275,7 +277,8 @@ class HostPool:
         if end <= self._allowed_end:
             return
         asked = max(end - start, _ASKED_BYTES)
-        if self._limits.shortage(asked) is None:
+        self._is_plenty = self._limits.shortage(asked + _PLENTY_BYTES) is None
+        if self._is_plenty or self._limits.shortage(asked) is None:
             self._allowed_end = start + asked
         elif shortage := self._limits.shortage(end - start):
             raise PinError(shortage.reason, f"the next chunk does not fit: {shortage.message}")
@@ -319,7 +322,7 @@ class HostPool:
     def _commit(self, chunk: Chunk) -> None:
         start, end = self._pages(chunk)
         if start < end:
-            self._region.commit(start, end - start)
+            self._region.commit(start, end - start, plenty=self._is_plenty)
         with self._state:
             self._resident_bytes = end
 

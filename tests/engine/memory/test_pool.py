@@ -281,7 +281,7 @@ def test_memory_that_others_took_since_the_start_stops_growth_with_a_reason(
     eventually(pinned(pool, 16))
 
 
-@pytest.mark.parametrize(("left", "questions"), [(1 << 30, 1), (100 << 20, 8)])
+@pytest.mark.parametrize(("left", "questions"), [(4 << 30, 1), (1 << 30, 2), (100 << 20, 12)])
 def test_the_limits_are_asked_for_many_chunks_at_once_unless_memory_is_short(
     make_pool: MakePool, eventually: Eventually, tmp_path: Path, left: int, questions: int
 ) -> None:
@@ -298,6 +298,28 @@ def test_the_limits_are_asked_for_many_chunks_at_once_unless_memory_is_short(
     pool.start()
     eventually(pinned(pool, 16))
     assert len(asked) == questions
+
+
+@pytest.mark.parametrize("left", [3 << 30, 1 << 30])
+def test_near_a_limit_no_page_is_touched_that_may_not_be_had(
+    make_pool: MakePool,
+    eventually: Eventually,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    left: int,
+) -> None:
+    touched: list[bool] = []
+    commit = HostRegion.commit
+
+    def noted(region: HostRegion, offset: int, num_bytes: int, *, plenty: bool = False) -> None:
+        touched.append(plenty)
+        commit(region, offset, num_bytes, plenty=plenty)
+
+    monkeypatch.setattr(HostRegion, "commit", noted)
+    pool = make_pool(limits=write_cgroup(tmp_path, left))
+    pool.start()
+    eventually(pinned(pool, 16))
+    assert set(touched) == {left == 3 << 30}
 
 
 def test_address_space_that_cannot_be_reserved_is_a_pin_error(make_pool: MakePool) -> None:
@@ -325,7 +347,7 @@ def test_a_chunk_is_populated_during_the_pause_and_registered_after_it(
 def test_memory_that_cannot_be_populated_stops_growth_with_a_reason(
     make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(region: HostRegion, offset: int, num_bytes: int) -> None:
+    def refuse(region: HostRegion, offset: int, num_bytes: int, *, plenty: bool) -> None:
         raise PinError("out_of_memory", "no pages")
 
     heard = threading.Event()

@@ -109,14 +109,32 @@ def test_a_system_call_that_fails_is_an_error_that_names_it() -> None:
         region.commit(0, PAGE_BYTES)
 
 
+def present(region: HostRegion, pages: int) -> bool:
+    """Whether memory backs each of the first pages."""
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(region.address // PAGE_BYTES * 8)
+        entries = memoryview(pagemap.read(pages * 8)).cast("Q")
+    return all(entry >> 63 for entry in entries)
+
+
 def test_an_old_kernel_that_cannot_populate_gets_its_pages_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_module, "_libc", OldKernel(unknown_advice=23))
     region = HostRegion(4 * PAGE_BYTES)
     region.commit(0, 4 * PAGE_BYTES)
-    with open("/proc/self/pagemap", "rb") as pagemap:
-        pagemap.seek(region.address // PAGE_BYTES * 8)
-        entries = memoryview(pagemap.read(4 * 8)).cast("Q")
-    assert all(entry >> 63 for entry in entries), "every page is present"
+    assert present(region, 4)
+    region.close()
+
+
+def test_where_memory_is_plenty_pages_are_touched_and_nobody_waits_for_the_address_space(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(address: int, num_bytes: int) -> None:
+        raise AssertionError("the kernel was asked to populate")
+
+    monkeypatch.setattr(region_module, "_populate", refuse)
+    region = HostRegion(5 * HUGE_PAGE_BYTES + PAGE_BYTES)
+    region.commit(0, region.num_bytes, plenty=True)
+    assert present(region, region.num_bytes // PAGE_BYTES)
     region.close()
 
 
