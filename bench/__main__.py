@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import admin, control, startup, steps
+from bench import admin, control, populate, startup, steps
 from bench.machine import describe
 from bench.report import Table, write_section
 
 _ROOT = Path(__file__).parents[1]
-BENCHMARKS = ("control", "trace", "steps", "admin", "startup")
+BENCHMARKS = ("control", "trace", "steps", "admin", "startup", "populate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,9 @@ def _run(name: str, options: argparse.Namespace) -> list[Table]:
         return steps.run(options.sizes, options.repeats, _say)
     if name == "admin":
         return admin.run(options.admin_slots, options.seconds, _say)
-    return startup.run(options.pools, options.repeats + 2, _say)
+    if name == "startup":
+        return startup.run(options.pools, options.repeats + 2, _say)
+    return populate.run(options.repeats, _say)
 
 
 def _parser() -> argparse.ArgumentParser:
