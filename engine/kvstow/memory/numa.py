@@ -14,7 +14,8 @@ _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 _NODES = 1024  # the kernel's most; a mask may be larger than the machine
 _WORD_BITS = 64
 
-_libc = ctypes.CDLL(None, use_errno=True)
+# Calls of 2 us keep the interpreter: beside a host that computes in Python, each that let go of it would wait 5 ms.
+_libc = ctypes.PyDLL(None, use_errno=True)
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> str | None:
