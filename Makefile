@@ -21,7 +21,7 @@ PIP_INSTALL = $(BIN)/python -m pip install $(PIP_FLAGS)
 VLLM_INSTALL = $(VLLM_BIN)/python -m pip install $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test test-vllm test-deploy test-image test-browser pins lint fmt bench clean
+.PHONY: help venv venv-vllm demo test test-vllm test-deploy test-image chromium test-browser pictures pins lint fmt bench clean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,10 +80,15 @@ test-deploy: $(VENV)/.deploy ## Run the tests of the Helm chart; fetches helm, p
 test-image: $(VENV)/.deploy ## Build the images with buildah and run them; needs root
 	$(BIN)/python -m pytest -m image -o faulthandler_timeout=900 tests/helm
 
-test-browser: $(VENV)/.dev ## Look at the status page in headless Chromium; takes it from apt where it is not there
+chromium:
 	command -v chromium-headless-shell chromium >/dev/null || \
 		(apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium-headless-shell)
+
+test-browser: $(VENV)/.dev chromium ## Look at the status page in headless Chromium; takes it from apt where it is not there
 	$(BIN)/python -m pytest -m browser tests/api
+
+pictures: $(VENV)/.dev chromium ## Draw the pictures of a running service in docs anew; takes five minutes
+	$(BIN)/python -m docs.pictures
 
 # Of the oldest Python: what comes later has these versions, too. setuptools is a dependency of torch.
 pins: ## Renew constraints.txt, the versions that the images install

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from docs.pictures import draw
+from PIL import Image
+
+pytestmark = [pytest.mark.browser, pytest.mark.process]
+
+
+def test_the_pictures_of_the_readme_can_be_drawn(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    draw(tmp_path, seconds=2.0, port=port)
+    for name in ("status.png", "status-dark.png"):
+        with Image.open(tmp_path / name) as picture:
+            assert picture.width == 1040
+            assert picture.height > 800
+    assert "kvstow top" in (tmp_path / "top.svg").read_text().replace("&#160;", " ")
