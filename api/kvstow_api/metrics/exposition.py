@@ -1,8 +1,4 @@
-"""The text of a scrape.
-
-prometheus_client's own writer checks and escapes every label name and value of every sample anew, 2.7 ms for 8 ranks;
-labels hardly ever change, so this one remembers their text and takes a fifth of that.
-"""
+"""The text of a scrape."""
 
 from __future__ import annotations
 
@@ -11,6 +7,8 @@ from functools import lru_cache
 from math import isfinite
 
 from prometheus_client import CollectorRegistry, Metric
+
+from kvstow_api.metrics.families import Family, escaped
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -24,26 +22,25 @@ def render(registry: CollectorRegistry) -> bytes:
 
 
 def _lines(family: Metric) -> Iterator[str]:
-    name = family.name + _SUFFIX.get(family.type, "")
-    text = family.documentation.replace("\\", r"\\").replace("\n", r"\n")
-    yield f"# HELP {name} {text}\n# TYPE {name} {_TYPE.get(family.type, family.type)}\n"
+    yield _head(family.name, family.type, family.documentation)
+    if isinstance(family, Family):
+        for series, value in family.rows:
+            yield f"{series.text} {_number(value)}\n"
+        return
     for sample in family.samples:
         if not sample.name.endswith("_created"):
-            yield f"{sample.name}{_labels(tuple(sample.labels.items()))} {_number(sample.value)}\n"
+            labels = ",".join(f'{name}="{escaped(value)}"' for name, value in sample.labels.items())
+            yield f"{sample.name}{{{labels}}} {_number(sample.value)}\n"
+
+
+@lru_cache(maxsize=1024)
+def _head(name: str, kind: str, documentation: str) -> str:
+    full = name + _SUFFIX.get(kind, "")
+    text = documentation.replace("\\", r"\\").replace("\n", r"\n")
+    return f"# HELP {full} {text}\n# TYPE {full} {_TYPE.get(kind, kind)}\n"
 
 
 def _number(value: float) -> str:
     if isfinite(value):
         return repr(value)
     return "NaN" if value != value else "+Inf" if value > 0 else "-Inf"
-
-
-@lru_cache(maxsize=8192)
-def _labels(labels: tuple[tuple[str, str], ...]) -> str:
-    """`{name="value"}`, or nothing for no labels."""
-    pairs = ",".join(f'{name}="{_escape(value)}"' for name, value in labels)
-    return f"{{{pairs}}}" if pairs else ""
-
-
-def _escape(value: str) -> str:
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
