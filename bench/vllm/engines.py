@@ -30,7 +30,7 @@ _KVSTOW = {
 @dataclass(frozen=True, slots=True)
 class Setup:
     """One engine. `connector`: one of `CONNECTORS`, or checked (`bench.vllm.checked`). `pool_bytes`: host memory over
-    all ranks. `gpu_blocks` bounds the GPU's own cache; None: what fits.
+    all ranks. `ranks`: tensor parallel, in each of `stages` (pipeline). `gpu_blocks` bounds the GPU's own cache; None: what fits.
 
     `graphs`: none (eager), decode (full graphs of decode steps, nothing compiled) or full (vLLM's default).
     `invariant`: beside `VLLM_BATCH_INVARIANT`, no kernel of vLLM's own for norms: in 0.26 the one that adds and
@@ -48,6 +48,7 @@ class Setup:
     graph_sizes: tuple[int, ...] | None = None
     weights: bool = False
     ranks: int = 1
+    stages: int = 1
     gpu_share: float = 0.6
     invariant: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -96,6 +97,7 @@ def _arguments(setup: Setup) -> tuple[dict[str, Any], int | None]:
         "num_gpu_blocks_override": setup.gpu_blocks,
         "gpu_memory_utilization": setup.gpu_share,
         "tensor_parallel_size": setup.ranks,
+        "pipeline_parallel_size": setup.stages,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "enforce_eager": setup.graphs == "none" or not cuda,

@@ -1,6 +1,6 @@
 """Concurrent conversations with KVStow, every answer compared with that of an engine without a connector.
 
-    python3 -m bench.vllm verify [--seconds 600] [--ranks 2] [--beside] [--connector simple] [--out DIR]
+    python3 -m bench.vllm verify [--seconds 600] [--ranks 2] [--stages 2] [--beside] [--connector simple] [--out DIR]
 
 On a GPU vLLM runs in its batch-invariant mode: what a request gets does not depend on what is computed beside it, nor
 on how much of it was cached, so tokens and log-probabilities have to be the same, bit by bit. The GPU's own cache is
@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
     for name, one in (("none", reference), (options.connector, talked)):
         results.add("talked", connector=name, **_figures(one))
     comparison = compare(reference.answers, talked.answers)
-    results.add("verify", ranks=options.ranks, connector=options.connector, **asdict(comparison))
+    results.add("verify", ranks=options.ranks, stages=options.stages, connector=options.connector, **asdict(comparison))
     same = comparison.compared > 0 and not comparison.differing
     print("every answer is the same" if same else "ANSWERS DIFFER", flush=True)
     checks = talked.checks
@@ -153,6 +153,7 @@ def _setup(model: Path, load: Load, shape: Shape, options: argparse.Namespace) -
         batch_requests=load.clients,
         weights=True,
         ranks=options.ranks,
+        stages=options.stages,
         gpu_share=0.2,
         invariant=True,
     )
@@ -197,6 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--connector", choices=CONNECTORS, default="kvstow", help="compared; with none, the comparison itself is tried"
     )
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs of each engine (tensor parallel)")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of each engine, or of each stage (tensor parallel)")
+    parser.add_argument("--stages", type=int, default=1, help="of the pipeline")
     parser.add_argument("--beside", action="store_true", help="both engines at once, on two GPUs if there are two")
     return parser
