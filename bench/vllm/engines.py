@@ -30,7 +30,8 @@ _KVSTOW = {
 @dataclass(frozen=True, slots=True)
 class Setup:
     """One engine. `connector`: one of `CONNECTORS`, or checked (`bench.vllm.checked`). `pool_bytes`: host memory over
-    all ranks. `ranks`: tensor parallel, in each of `stages` (pipeline). `gpu_blocks` bounds the GPU's own cache; None: what fits.
+    all ranks. `ranks`: tensor parallel, in each of `stages` (pipeline). `gpu_blocks` bounds the GPU's own cache; None:
+    what fits.
 
     `graphs`: none (eager), decode (full graphs of decode steps, nothing compiled) or full (vLLM's default).
     `invariant`: beside `VLLM_BATCH_INVARIANT`, no kernel of vLLM's own for norms: in 0.26 the one that adds and
