@@ -5,6 +5,7 @@ Importing this module imports neither FastAPI nor uvicorn: that takes half a sec
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import secrets
@@ -102,12 +103,20 @@ class EmbeddedAdmin:
         settings: Mapping[str, Any] | None = None,
         build: Mapping[str, str] | None = None,
         node_host: str = "",
+        head_start: float = _HEAD_START_SECONDS,
+        freezes_heap: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """Opens nothing, starts nothing."""
+        """Opens nothing, starts nothing.
+
+        `head_start`: seconds from `start` on in which the host has the interpreter for itself; then FastAPI is
+        imported, which takes turns with it for half a second. `freezes_heap`: `gc.freeze()` once that has been done,
+        for hosts that have frozen theirs: else full collections walk all of it, again and again.
+        """
         self.failure: str | None = None
         """Why nobody is served; None while the server starts, serves or was stopped."""
         self._engine, self._options, self._node_host = engine, options, node_host
+        self._head_start, self._freezes_heap = head_start, freezes_heap
         self._token = secrets.token_hex(16)
         self._tls: ServerTls | None = None
         self._keeper = Keeper(engine, checks_books=False, chore=self._renew_tls)
@@ -190,7 +199,7 @@ class EmbeddedAdmin:
             )
 
     def _open(self) -> None:
-        if self._stopping.wait(_HEAD_START_SECONDS):
+        if self._stopping.wait(self._head_start):
             return
         try:
             from kvstow_api.app import create_app
@@ -200,6 +209,8 @@ class EmbeddedAdmin:
             self._listen()  # only now: who connects is answered at once
             tls = None if self._tls is None else self._tls.context
             server = AdminServer(create_app(self._make_context()), self._listeners.sockets, self._fail, tls=tls)
+            if self._freezes_heap:
+                gc.freeze()
             server.start()
             self._server = server
         except Exception as error:  # the host goes on without

@@ -149,6 +149,26 @@ def free_ports(count: int) -> int:
     raise AssertionError("no free ports")
 
 
+def test_the_host_has_the_interpreter_for_itself_at_first(make: Any) -> None:
+    admin = make(head_start=3600.0)
+    admin.start()
+    assert admin.addresses == ()
+    admin.stop()
+    assert admin.addresses == ()
+    assert admin.failure is None
+
+
+@pytest.mark.parametrize("freezes", [True, False])
+def test_only_hosts_that_say_so_get_their_heap_frozen(
+    launch: Any, monkeypatch: pytest.MonkeyPatch, freezes: bool
+) -> None:
+    frozen: list[bool] = []
+    monkeypatch.setattr("gc.freeze", lambda: frozen.append("fastapi" in sys.modules))
+    admin = launch(freezes_heap=freezes)
+    assert httpx.get(f"{admin.addresses[0]}/livez").status_code == 200
+    assert frozen == [True] * freezes
+
+
 def test_start_returns_while_the_server_is_still_imported(
     make: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:

@@ -28,6 +28,7 @@ from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
 from kvstow_service.rendezvous import Rendezvous
 from kvstow_service.tls import TlsFiles
 
+_HEAD_START_SECONDS = 1.0  # of vLLM's start, which ends soon after; until then ranks report with the steps
 _REPORT_SECONDS = 1.5  # the agent reports every second
 
 logger = logging.getLogger("kvstow.vllm")
@@ -119,6 +120,8 @@ class SchedulerHost:
             settings={**self._options.public(), "model": self._facts.model, "engine_id": self._facts.engine_id},
             build=self._build,
             node_host=get_ip() if self._spans_nodes else "",
+            head_start=_HEAD_START_SECONDS,
+            freezes_heap=True,
         )
         self.admin.start()
         slots = self.engine.config.capacity_slots
