@@ -14,6 +14,7 @@ from functools import partial
 from kvstow.config import PoolConfig
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
 from kvstow.listeners import Listeners
+from kvstow.memory.allowance import Allowance
 from kvstow.memory.chunks import Chunk, ChunkGrid
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.numa import bytes_by_node, prefer_node
@@ -22,8 +23,6 @@ from kvstow.memory.pinning import PinProgress, PopulateOnly, Registrar
 from kvstow.memory.region import HUGE_PAGE_BYTES, HostRegion, round_up
 from kvstow.memory.status import PoolState, PoolStatus
 
-_ASKED_BYTES = 256 << 20
-_PLENTY_BYTES = 2 << 30  # beyond those: more than anybody takes while they are populated, in 20 ms
 _DEFECT = "internal"  # the reason of failures that are not a `PinError`
 
 logger = logging.getLogger("kvstow.pool")
@@ -67,11 +66,11 @@ class HostPool:
         Raises `InsufficientMemoryError` when `pool_bytes` cannot fit, `PinError` when not even address space is left.
         """
         self._config = config
-        self._limits = limits or limits_of(config.huge_pages)
+        limits = limits or limits_of(config.huge_pages)
         self._registrar = registrar if config.lock else PopulateOnly()
         self._pace = pace_of(config)
         self._grid = ChunkGrid.of(config.slot_bytes, config.max_slots, self._pace.chunk_bytes)
-        if shortage := self._limits.shortage(config.capacity_slots * self._grid.slot_stride):
+        if shortage := limits.shortage(config.capacity_slots * self._grid.slot_stride):
             raise InsufficientMemoryError(f"the pool does not fit: {shortage.message}")
         self._state = threading.Condition()
         self._memory = threading.Lock()
@@ -80,8 +79,7 @@ class HostPool:
         self._nodes: list[Counter[int]] = []  # where each of them lies
         self._numa_bytes: Counter[int] = Counter()
         self._resident_bytes = 0  # from the start of the region
-        self._allowed_end = 0  # as far as the memory limits were asked
-        self._is_plenty = False
+        self._allowance = Allowance(limits.shortage, clock)
         self._failure: _Failure | None = None
         self._pin_failures: Counter[str] = Counter()
         self._progress = PinProgress(clock)
@@ -252,7 +250,7 @@ class HostPool:
         if not self._prepared:
             self._registrar.prepare_thread()
             self._prepared = True
-        self._require_memory(chunk)
+        self._allowance.require(*self._pages(chunk))
         self._commit(chunk)
         try:
             registered = self._register(chunk)
@@ -270,18 +268,6 @@ class HostPool:
             self._progress.record(self._covered() * self.slot_bytes)
             if self._covered() >= self._target:
                 self._progress.end()
-
-    def _require_memory(self, chunk: Chunk) -> None:
-        """Ask for more than one chunk at a time: the limits stand in a dozen files. Raises `PinError`."""
-        start, end = self._pages(chunk)
-        if end <= self._allowed_end:
-            return
-        asked = max(end - start, _ASKED_BYTES)
-        self._is_plenty = self._limits.shortage(asked + _PLENTY_BYTES) is None
-        if self._is_plenty or self._limits.shortage(asked) is None:
-            self._allowed_end = start + asked
-        elif shortage := self._limits.shortage(end - start):
-            raise PinError(shortage.reason, f"the next chunk does not fit: {shortage.message}")
 
     def _register(self, chunk: Chunk) -> bool:
         """False when the pool closes before its turn comes."""
@@ -322,7 +308,7 @@ class HostPool:
     def _commit(self, chunk: Chunk) -> None:
         start, end = self._pages(chunk)
         if start < end:
-            self._region.commit(start, end - start, plenty=self._is_plenty)
+            self._region.commit(start, end - start, plenty=self._allowance.is_plenty)
         with self._state:
             self._resident_bytes = end
 
@@ -340,7 +326,7 @@ class HostPool:
         return round_up(chunk.offset, page_bytes), round_up(chunk.end_offset, page_bytes)
 
     def _fail(self, reason: str, message: str) -> None:
-        self._allowed_end = 0
+        self._allowance.forget()
         with self._state:
             self._failure = _Failure(reason, message)
             self._pin_failures[reason] += 1

@@ -15,7 +15,7 @@ import pytest
 
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
 from kvstow.memory import pool as pool_module
-from kvstow.memory.limits import MemoryLimits, Shortage
+from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.pool import HostPool
 from kvstow.memory.region import HostRegion
 from kvstow.memory.status import PoolState
@@ -279,25 +279,6 @@ def test_memory_that_others_took_since_the_start_stops_growth_with_a_reason(
     (tmp_path / "meminfo").unlink(missing_ok=True)
     pool.retry()
     eventually(pinned(pool, 16))
-
-
-@pytest.mark.parametrize(("left", "questions"), [(4 << 30, 1), (1 << 30, 2), (100 << 20, 12)])
-def test_the_limits_are_asked_for_many_chunks_at_once_unless_memory_is_short(
-    make_pool: MakePool, eventually: Eventually, tmp_path: Path, left: int, questions: int
-) -> None:
-    asked: list[int] = []
-
-    class Counting(MemoryLimits):
-        def shortage(self, num_bytes: int) -> Shortage | None:
-            asked.append(num_bytes)
-            return super().shortage(num_bytes)
-
-    known = write_cgroup(tmp_path, left)
-    pool = make_pool(limits=Counting(known.meminfo, known.own_cgroups, known.cgroup_root))
-    asked.clear()
-    pool.start()
-    eventually(pinned(pool, 16))
-    assert len(asked) == questions
 
 
 @pytest.mark.parametrize("left", [3 << 30, 1 << 30])
