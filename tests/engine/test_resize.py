@@ -11,6 +11,7 @@ import torch
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
+from kvstow.control.ranks import RankTable
 from kvstow.devices.cpu import CpuDevice
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.pool import HostPool
@@ -78,6 +79,15 @@ def test_slots_given_back_are_not_given_out_before_they_are_pinned_again(host: H
     host.beat()
     host.engine.admin.purge(everything=True).run()
     assert host.store() == (SLOTS, "done")
+
+
+def test_a_shrink_that_is_forgotten_is_noticed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankTable, "shrink", lambda self, capacity_slots: None)
+    host.beat()
+    host.shrink_and_grow()
+    slots, word = host.store()
+    assert slots == SLOTS
+    assert "not pinned" in word
 
 
 def test_a_report_from_before_a_shrink_may_come_after_it(host: Host) -> None:

@@ -37,6 +37,7 @@ ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule
 FOREIGN = {
     "container_cpu_cfs_throttled_periods_total",
     "https",
+    "hugepages-2Mi",
     "instance",
     "kubectl -n NAMESPACE get certificate",
     "kubectl -n NAMESPACE logs POD",

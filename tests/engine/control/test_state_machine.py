@@ -18,7 +18,6 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.control.index import Index
 from kvstow.control.lease import Lease
 from kvstow.control.ledger import Ledger, OpenOp, Verdict
-from kvstow.control.ranks import RankTable
 from kvstow.control.state import ControlState, Settled
 from kvstow.control.sweep import Sweep
 from kvstow.errors import ConflictError, LeaseError
@@ -324,10 +323,6 @@ def resize_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OffloadEngine, "_desired", at_once)
 
 
-def shrinks_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RankTable, "shrink", lambda self, capacity_slots: None)
-
-
 MUTANTS = [
     without_leases,
     visible_at_submission,
@@ -337,7 +332,6 @@ MUTANTS = [
     dead_boots_are_believed,
     restarts_keep_the_index,
     resize_does_not_wait,
-    shrinks_are_forgotten,
 ]
 
 
