@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,3 +28,10 @@ def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference() -> Reference:
     """What vLLM answers without a connector."""
     return Reference()
+
+
+@pytest.fixture
+def own_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`caplog` hears KVStow once, also where another engine of this process has joined vLLM's log."""
+    monkeypatch.setattr(logging.getLogger("kvstow"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("kvstow"), "handlers", [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,11 +64,13 @@ def test_a_child_of_multiconnector_goes_by_what_vllm_does_for_its_parent(
     ("layers", "tells", "lines"), [("full", False, 0), ("hybrid", True, 0), ("hybrid", False, 1), ("window", False, 1)]
 )
 def test_a_version_that_cannot_be_told_of_failed_loads_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, layers: Layers, tells: bool, lines: int
+    own_log: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    layers: Layers,
+    tells: bool,
+    lines: int,
 ) -> None:
-    # Another engine of this process may have joined vLLM's log.
-    monkeypatch.setattr(logging.getLogger("kvstow"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("kvstow"), "handlers", [])
     monkeypatch.setattr(connector, "_TELLS_FAILED_REQUESTS", tells)
     setup = Setup("warned", layers=layers)
     config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -237,18 +236,15 @@ def test_a_machine_without_the_memory_refuses_before_anything_is_taken() -> None
 
 @pytest.mark.parametrize(("rank", "recomputes", "lines"), [(0, False, 1), (1, False, 0), (0, True, 0)])
 def test_a_policy_that_fails_requests_is_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int, recomputes: bool, lines: int
+    own_log: None, caplog: pytest.LogCaptureFixture, rank: int, recomputes: bool, lines: int
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("kvstow"), "propagate", True)  # another engine may have joined vLLM's log
     WorkerHost(ConnectorOptions(cpu_bytes_to_use=PAGE), make_facts(rank=rank, recomputes=recomputes), BLOCKS)
     assert sum("kv_load_failure_policy" in line for line in caplog.messages) == lines
 
 
 def test_a_rank_whose_data_plane_cannot_be_made_reports_it_and_fails_its_loads(
-    worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    own_log: None, worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("kvstow"), "propagate", True)  # another engine may have joined vLLM's log
-
     def fail(*_: object) -> None:
         raise RuntimeError("no pool today")
 

@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import chain_keys
-from kvstow.messages import Completion, RankReport
+from kvstow.messages import Completion, Op, RankReport
+from kvstow.testing.clock import FakeClock
 from kvstow_service.connectors.vllm.family import FAMILY, INFO, PREFIX
 
 pytestmark = pytest.mark.vllm
@@ -44,18 +45,24 @@ class Host:
 
         self.engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=4))
         self.engine.report(RankReport(0, "boot", "ready", SLOT, 4, 4, 4 * SLOT, 4 * SLOT))
-        self.feed = StatsFeed(slot_bytes=2 * SLOT, slot_tokens=16)
+        self.clock = FakeClock()
+        self.feed = StatsFeed(self.engine, slot_bytes=2 * SLOT, slot_tokens=16, clock=self.clock)
         self._blocks = 0
 
     def store(self, count: int, seconds: float = 0.5) -> None:
+        op = self.begin_store(count)
+        self.engine.complete(0, "boot", [Completion(op.op_id, "done", None, count * SLOT, seconds)])
+
+    def begin_store(self, count: int) -> Op:
         keys = list(chain_keys([self._blocks.to_bytes(4)] * count))
         self._blocks += count
         op = self.engine.begin_store(keys, range(count)).op
         assert op is not None
-        self.engine.complete(0, "boot", [Completion(op.op_id, "done", None, count * SLOT, seconds)])
+        return op
 
     def take(self) -> Any:
-        return self.feed.take(self.engine.stats())
+        self.clock.advance(1)
+        return self.feed.take()
 
 
 @pytest.fixture
@@ -69,6 +76,20 @@ def test_stats_are_told_once(host: Host) -> None:
     host.store(1)
     assert host.take().data["store_bytes"] == 2 * SLOT
     assert host.take() is None
+
+
+def test_a_look_is_taken_ten_times_a_second_and_when_the_last_transfer_has_ended(host: Host) -> None:
+    assert host.take() is not None
+    host.store(1)
+    take: Any = host.feed.take
+    assert take() is None, "it is too early"
+    host.clock.advance(0.1)
+    assert take().data["store_bytes"] == 2 * SLOT
+    op = host.begin_store(1)
+    assert take() is None
+    host.engine.complete(0, "boot", [Completion(op.op_id, "done", None, SLOT, 0.5)])
+    assert take().data["store_bytes"] == 2 * SLOT, "vLLM may make no more steps"
+    assert take() is None
 
 
 def test_stats_survive_the_ways_between_processes(host: Host) -> None:

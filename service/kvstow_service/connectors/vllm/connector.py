@@ -263,7 +263,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVStowStats | None:
         host = self._scheduler
-        return host.stats.take(host.engine.stats()) if host is not None and host.stats and host.engine else None
+        return host.stats.take() if host is not None and host.stats is not None else None
 
     def reset_cache(self) -> bool | None:
         side = self._host.side

@@ -107,7 +107,8 @@ class SchedulerHost:
         self._spans_nodes = {hello.node for hello in hellos} != {this_node()}
         self.engine = OffloadEngine(self._options.engine_config(sizes, self._groups.alignment))
         self.events = self._make_events(self.engine)
-        self.stats = StatsFeed(sum(sizes), self._groups.alignment if len(self._groups.groups) == 1 else None)
+        slot_tokens = self._groups.alignment if len(self._groups.groups) == 1 else None
+        self.stats = StatsFeed(self.engine, sum(sizes), slot_tokens)
         self.side = SchedulerSide(
             self.engine, self._groups, self._pool, lazy_blocks=self._lazy_blocks(), observer=self.events
         )
