@@ -158,19 +158,22 @@ def _from_json(cls: type[_Message], value: Any) -> _Message:
 def _check(message: str, name: str, hint: Any, value: Any) -> None:
     """Reject a value whose JSON type is not the field's; negative numbers never make sense in a message."""
     if hint is int:
-        ok = _is_count(value)
+        ok, allowed = _is_count(value), "a whole number, 0 or more"
     elif hint is float:
-        ok = type(value) in (int, float) and value >= 0  # false for NaN
+        ok, allowed = type(value) in (int, float) and value >= 0, "a number, 0 or more"  # false for NaN
     elif hint is bool:
-        ok = type(value) is bool
+        ok, allowed = type(value) is bool, "true or false"
     elif hint == str | None:
-        ok = value is None or type(value) is str
+        ok, allowed = value is None or type(value) is str, "a text or null"
     elif hint == Mapping[str, int]:
         ok = type(value) is dict and all(map(_is_count, value.values())) and len(value) <= _MAX_ENTRIES
+        allowed = f"up to {_MAX_ENTRIES} names with whole numbers, 0 or more"
+    elif hint is str:
+        ok, allowed = type(value) is str, "a text"
     else:
-        ok = type(value) is str and (hint is str or value in RANK_STATES)
+        ok, allowed = type(value) is str and value in RANK_STATES, ", ".join(RANK_STATES)
     if not ok:
-        raise InvalidRequestError(f"{message}.{name} is {value!r}; allowed: {hint}")
+        raise InvalidRequestError(f"{message}.{name} is {value!r}; allowed: {allowed}")
 
 
 def _is_count(value: Any) -> bool:

@@ -131,13 +131,13 @@ def test_messages_survive_json() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"rank": True}, "RankReport.rank is True"),
+        ({"rank": True}, "RankReport.rank is True; allowed: a whole number, 0 or more"),
         ({"rank": -1}, "RankReport.rank is -1"),
-        ({"boot_id": None}, "RankReport.boot_id is None"),
-        ({"state": "fine"}, "RankReport.state is 'fine'"),
-        ({"pin_elapsed_seconds": float("nan")}, "pin_elapsed_seconds is nan"),
-        ({"error": 5}, "RankReport.error is 5"),
-        ({"numa_bytes": [1]}, r"RankReport.numa_bytes is \[1\]"),
+        ({"boot_id": None}, "RankReport.boot_id is None; allowed: a text"),
+        ({"state": "fine"}, "RankReport.state is 'fine'; allowed: starting, pinning, ready, degraded, failed, stopped"),
+        ({"pin_elapsed_seconds": float("nan")}, "pin_elapsed_seconds is nan; allowed: a number, 0 or more"),
+        ({"error": 5}, "RankReport.error is 5; allowed: a text or null"),
+        ({"numa_bytes": [1]}, r"RankReport.numa_bytes is \[1\]; allowed: up to 64 names with whole numbers, 0 or more"),
         ({"pin_failures": {"driver": -1}}, "RankReport.pin_failures is {'driver': -1}"),
         ({"pin_failures": {str(n): 1 for n in range(65)}}, "RankReport.pin_failures is "),
         ({"more": 1}, r"unknown fields \['more'\]"),
@@ -153,7 +153,7 @@ def test_an_incomplete_message_is_refused() -> None:
         DesiredState.from_json({"capacity_slots": 1})
     with pytest.raises(InvalidRequestError, match="DesiredState is list; allowed: an object"):
         DesiredState.from_json([])
-    with pytest.raises(InvalidRequestError, match="paused is 1"):
+    with pytest.raises(InvalidRequestError, match="paused is 1; allowed: true or false"):
         DesiredState.from_json({"engine_id": "e", "capacity_slots": 1, "paused": 1})
 
 
