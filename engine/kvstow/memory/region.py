@@ -21,7 +21,7 @@ from kvstow.errors import PinError
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 HUGE_PAGE_BYTES = 2 << 20
 _POPULATE_THREADS = 2  # 15 GiB/s, one reaches 8; with eight, 37, a GPU's steps beside them take 5 ms longer
-_POPULATE_BYTES = 8 << 20  # per call, 1 ms: meanwhile an mmap of any thread waits, 20 ms at worst
+_POPULATE_BYTES = 8 << 20  # per call, 1 ms or more: meanwhile an mmap of any thread waits
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
 _MAP_PRIVATE, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x02, 0x20, 0x4000
@@ -63,9 +63,9 @@ class HostRegion:
     def commit(self, offset: int, num_bytes: int, *, plenty: bool = False) -> None:
         """Back the range by memory. Raises `PinError`, and then the range holds none.
 
-        `plenty`: no limit is near, so the pages may be touched. That keeps no other thread's mmap waiting (0.05 ms at
-        the 99th percentile beside it; beside the kernel's populating 17) and is faster, but where memory runs out,
-        who touches it is killed.
+        `plenty`: no limit is near, so the pages may be touched. That keeps no other thread waiting (an mmap for 1 ms at
+        the 99th percentile, for 28 beside the kernel's populating: bench/README.md) and is faster, but where memory
+        runs out, who touches it is killed.
         """
         address = self.address + offset
         populate = _populate_reserved if self._is_reserved else _touch if plenty else _populate
