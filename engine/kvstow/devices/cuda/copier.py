@@ -39,7 +39,6 @@ class Batch:
     number: int
     buffer: StagingBuffer
     marks: BatchMarks
-    ended: bool = False  # its second half was given to the device
 
 
 class Copier(ABC):
@@ -64,7 +63,8 @@ class Copier(ABC):
         self._marks = deque(BatchMarks(driver, undo) for _ in range(batches_ahead))
         self._last_copied: Handle | None = None  # the event after the copies that were queued last
         self._waiting: deque[Transfer] = deque()
-        self._flying: deque[Batch] = deque()
+        self._flying: deque[Batch] = deque()  # begun and not finished
+        self._unended: deque[Batch] = deque()  # the last of them, whose second halves the device has not yet
 
     def submit(self, transfer: Transfer) -> None:
         """Queue a transfer; `advance` starts it."""
@@ -81,13 +81,12 @@ class Copier(ABC):
 
     def drain(self) -> None:
         """Wait for what is under way; what is not complete then has failed."""
-        unended = [batch for batch in self._flying if not batch.ended]
         unbegun = [transfer for transfer in self._waiting if transfer.begun < transfer.num_batches]
-        for transfer in [*unbegun, *(batch.transfer for batch in unended)]:
+        for transfer in [*unbegun, *(batch.transfer for batch in self._unended)]:
             transfer.fail(CopyError("the device was closed before the copy was complete"))
         self._waiting.clear()
-        for batch in unended:
-            self._end(batch)
+        while self._unended:
+            self._end(self._unended.popleft())
         for stream in (self._kv, *(buffer.link for buffer in self._buffers)):
             self._driver.synchronize(stream)
         self._take_back()
@@ -124,44 +123,34 @@ class Copier(ABC):
             self._waiting.popleft()
         return None
 
-    def _before(self) -> Batch | None:
-        """The batch under way that has the next one's buffer."""
-        turns = len(self._buffers)
-        return self._flying[-turns] if len(self._flying) >= turns else None
-
     def _is_buffer_given_back(self) -> bool:
-        """Whether the device knows, if not now then in order, when the next buffer is free."""
-        before = self._before()
-        return before is None or before.ended
+        """Whether the device knows, if not now then in order, when the next buffer is free: batches take turns."""
+        return len(self._unended) < len(self._buffers)
 
     def _begin(self, batch: Batch) -> None:
-        before = self._before()
+        turns, first = len(self._buffers), self._streams(batch)[0]
+        if len(self._flying) >= turns:
+            freed = self._flying[-turns].marks.finished
+            _attempt(batch, lambda _: self._driver.wait_event(first, freed), always=True)
         batch.transfer.begun += 1
         self._flying.append(batch)
-        first, _ = self._streams(batch)
-        if before is not None:
-            finished = before.marks.finished
-            _attempt(batch, lambda _: self._driver.wait_event(first, finished), always=True)
+        self._unended.append(batch)
         _attempt(batch, self._first_half)
         _attempt(batch, lambda batch: self._driver.record_event(batch.marks.halfway, first), always=True)
 
     def _end_begun(self) -> None:
-        for batch in self._flying:
-            if not batch.ended:
-                if not self._may_end(batch.transfer):
-                    break
-                self._end(batch)
+        while self._unended and self._may_end(self._unended[0].transfer):
+            self._end(self._unended.popleft())
 
     def _end(self, batch: Batch) -> None:
         """A failed batch ends too: `finished` then says that nothing of it is under way any more."""
-        batch.ended = True
         _, second = self._streams(batch)
         _attempt(batch, lambda batch: self._driver.wait_event(second, batch.marks.halfway), always=True)
         _attempt(batch, self._second_half)
         _attempt(batch, lambda batch: self._driver.record_event(batch.marks.finished, second), always=True)
 
     def _take_back(self) -> None:
-        while self._flying and self._flying[0].ended and self._has_finished(self._flying[0]):
+        while len(self._flying) > len(self._unended) and self._has_finished(self._flying[0]):
             batch = self._flying.popleft()
             _attempt(batch, _count_seconds, always=True)
             batch.transfer.finished += 1
