@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
@@ -128,18 +128,6 @@ def _require_giving_back(address: int, num_bytes: int) -> None:
         raise PinError("hugepages", f"a pool in reserved huge pages needs Linux 5.18: MADV_DONTNEED failed with {what}")
 
 
-def _populate_reserved(address: int, num_bytes: int) -> None:
-    """As `_populate`, which touches pages where the kernel cannot populate: of reserved ones, a missing one would be
-    a SIGBUS."""
-    for start in range(address, address + num_bytes, _POPULATE_BYTES):
-        size = min(_POPULATE_BYTES, address + num_bytes - start)
-        if _libc.madvise(start, size, _MADV_POPULATE_WRITE) == 0:
-            continue
-        is_short = ctypes.get_errno() == errno.EFAULT
-        why = "the machine or the cgroup has no reserved 2 MiB page left" if is_short else _error_text()
-        raise PinError("hugepages", f"populating {format_size(size)} failed: {why}")
-
-
 def _touch(address: int, num_bytes: int) -> None:
     """Write to every page. A fault locks its own mapping (from Linux 6.4 on), populating the whole address space."""
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
@@ -147,14 +135,29 @@ def _touch(address: int, num_bytes: int) -> None:
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Fault every page in, so that no later touch can fail or wait."""
+    """Let the kernel fault every page in, so that no later touch can fail or wait."""
+    for start, size in _refused(address, num_bytes):
+        if ctypes.get_errno() == errno.EINVAL:  # a kernel before 5.14
+            _touch(start, size)
+        else:
+            raise PinError("out_of_memory", f"populating of {format_size(num_bytes)} failed: {_error_text()}")
+
+
+def _populate_reserved(address: int, num_bytes: int) -> None:
+    """As `_populate`. Nothing is touched instead: of reserved pages, a missing one would be a SIGBUS."""
+    for _, size in _refused(address, num_bytes):
+        is_short = ctypes.get_errno() == errno.EFAULT
+        why = "the machine or the cgroup has no reserved 2 MiB page left" if is_short else _error_text()
+        raise PinError("hugepages", f"populating {format_size(size)} failed: {why}")
+
+
+def _refused(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ask the kernel to populate the range, piece by piece; start and size of each piece that it refuses, as errno
+    says why."""
     for start in range(address, address + num_bytes, _POPULATE_BYTES):
         size = min(_POPULATE_BYTES, address + num_bytes - start)
-        result = _libc.madvise(start, size, _MADV_POPULATE_WRITE)
-        if result != 0 and ctypes.get_errno() == errno.EINVAL:  # a kernel before 5.14
-            ctypes.memset(start, 0, size)
-        else:
-            _check(result, "populating", num_bytes)
+        if _libc.madvise(start, size, _MADV_POPULATE_WRITE) != 0:
+            yield start, size
 
 
 def _check(result: int, what: str, num_bytes: int) -> None:
