@@ -187,18 +187,13 @@ def test_a_terminal_is_asked(host: Any, child_environ: dict[str, str]) -> None:
     host.store(*KEYS)
     question = "Remove 2 blocks, 8 KiB of each rank? [y/N]"
     evict = ("evict", "--slots", "2", "--server", host.url)
-    with Terminal(*evict, environ=child_environ) as terminal:
-        terminal.until(question)
-        terminal.type("n\n")
-        terminal.until("nothing was changed")
-        assert terminal.end() == 1
-    assert cached(host) == 6
-    with Terminal(*evict, environ=child_environ) as terminal:
-        terminal.until(question)
-        terminal.type("y\n")
-        terminal.until("removed 2 blocks")
-        assert terminal.end() == 0
-    assert cached(host) == 4
+    for answer, words, code, left in (("n", "nothing was changed", 1, 6), ("y", "removed 2 blocks", 0, 4)):
+        with Terminal(*evict, environ=child_environ) as terminal:
+            terminal.until(question)
+            terminal.type(f"{answer}\n")
+            terminal.until(words)
+            assert terminal.end() == code
+        assert cached(host) == left
 
 
 @pytest.fixture

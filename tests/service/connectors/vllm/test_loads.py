@@ -199,21 +199,22 @@ def test_slots_are_held_from_the_look_up_to_the_end_of_the_load() -> None:
     host.engine.check_integrity()
 
 
-def test_a_failed_load_is_not_found_again() -> None:
+def preempted_after_a_failed_load() -> tuple[VllmHost, FakeRequest]:
     host, request = make_host(), FakeRequest("r", PROMPT)
     host.admit(request, load=host.ask(request))
     (op,) = host.step(copy=False).loads.ops
     host.ranks[0].run(op.op_id, fail=True)
     host.preempt(request)
+    return host, request
+
+
+def test_a_failed_load_is_not_found_again() -> None:
+    host, request = preempted_after_a_failed_load()
     assert host.ask(request) == 0
 
 
 def test_a_request_that_comes_back_after_its_load_failed_counts_as_a_miss() -> None:
-    host, request = make_host(), FakeRequest("r", PROMPT)
-    host.admit(request, load=host.ask(request))
-    (op,) = host.step(copy=False).loads.ops
-    host.ranks[0].run(op.op_id, fail=True)
-    host.preempt(request)
+    host, request = preempted_after_a_failed_load()
     assert host.ask(request) == 0
     host.admit(request, 13)
     assert host.engine.stats().lookups["miss"] == 1

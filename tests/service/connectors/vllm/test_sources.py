@@ -38,22 +38,24 @@ def test_a_release_is_idempotent() -> None:
     assert pool.blocks[1].ref_cnt == 0
 
 
-def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
-    pool = FakeBlockPool(4)
+def three_held(num_blocks: int) -> tuple[FakeBlockPool, SourceBlocks]:
+    """A pool of blocks that vLLM knows by a hash; op 7 stores 1, 2 and 3."""
+    pool = FakeBlockPool(num_blocks)
     for block in pool.blocks:
         block.block_hash = b"%d" % block.block_id
     sources = SourceBlocks(pool)
     sources.hold(7, [1, 2, 3])
+    return pool, sources
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
+    pool, sources = three_held(4)
     sources.release(7)
     assert pool.free == [3, 2, 1]
 
 
 def test_what_was_next_to_be_evicted_is_so_again() -> None:
-    pool = FakeBlockPool(5)
-    for block in pool.blocks:
-        block.block_hash = b"%d" % block.block_id
-    sources = SourceBlocks(pool)
-    sources.hold(7, [1, 2, 3])
+    pool, sources = three_held(5)
     pool.touch([pool.blocks[2]])  # a request has found it meanwhile
     for _ in range(2):
         sources.release_first(7)
