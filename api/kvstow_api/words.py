@@ -36,13 +36,18 @@ def switched(
     """All that is not as it is at the start."""
     if drain.active:
         yield Switch(_drained(drain), "kvstow undrain")
-    off = [name for name, is_off in (("loads", bypass.load), ("stores", bypass.store)) if is_off]
+    off = bypassed(load=bypass.load, store=bypass.store)
     if off:
         left = bypass.ttl_seconds_left
         until = "" if left is None else f" for {duration(left)} more"
         yield Switch(f"{' and '.join(off)} are bypassed{until}", "kvstow bypass --off")
     if pinning_paused:
         yield Switch("pinning is paused", "kvstow pinning resume")
+
+
+def bypassed(*, load: bool, store: bool) -> list[str]:
+    """What is off."""
+    return [name for name, is_off in (("loads", load), ("stores", store)) if is_off]
 
 
 def pin_progress(rank: RankStatus | RankView) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding
 from kvstow_api.views.doctor import FindingView
+from kvstow_api.words import bypassed
 
 _READINESS_FIXES = {
     "engine": "the log says when it began and why; restart the process",
@@ -61,7 +62,7 @@ def check_certificate(evidence: Evidence) -> Iterator[FindingView]:
 def check_switches(evidence: Evidence) -> Iterator[FindingView]:
     """What an operator has switched off."""
     bypass = evidence.bypass
-    off = [name for name, is_off in (("loads", bypass.load), ("stores", bypass.store)) if is_off]
+    off = bypassed(load=bypass.load, store=bypass.store)
     if off:
         left = bypass.ttl_seconds_left
         yield make_finding(

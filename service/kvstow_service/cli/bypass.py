@@ -42,7 +42,9 @@ def bypass(
 
 
 def _words(load: bool, store: bool, ttl: float | None) -> str:
-    off = [name for name, is_off in (("loads", load), ("stores", store)) if is_off]
+    from kvstow_api.words import bypassed
+
+    off = bypassed(load=load, store=store)
     if not off:
         return "loads and stores on"
     return f"{' and '.join(off)} off" + ("" if ttl is None else f" for {duration(ttl)}")
