@@ -21,7 +21,7 @@ logger = logging.getLogger("kvstow.worker")
 
 
 class OffloadWorker:
-    """Owns `pool` and `device` and closes both. The host calls `pool.start()` when pinning may begin.
+    """Owns `pool` and `device` and closes both. The host calls `start` when pinning may begin.
 
     Thread-safe; `apply` is called by one thread at a time.
     """
@@ -47,6 +47,11 @@ class OffloadWorker:
         self._may_drive = device.capabilities.copies_alone
         self._copies = CopyThread(name, device, pool.slot_bytes, max_queued, clock, self._listeners.tell)
         pool.add_listener(self._listeners.tell)
+
+    def start(self, *, at_ease: bool = False) -> None:
+        """Pin the pool, in the background; idempotent. `at_ease`: take longer about it, until called without, as a host
+        does that is starting up itself."""
+        self.pool.start(at_ease=at_ease)
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         """Start the ops of `plan` once `after` is reached. Never blocks, never raises: an op that cannot be taken

@@ -37,7 +37,7 @@ class LocalRank:
 
     def start_pinning(self) -> None:
         """Returns at once; the pool becomes usable slot by slot."""
-        self.worker.pool.start()
+        self.worker.start()
 
     def close(self) -> None:
         """End the copy thread, then unregister and unmap the pool. Idempotent."""

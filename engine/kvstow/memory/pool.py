@@ -24,6 +24,7 @@ from kvstow.memory.region import HUGE_PAGE_BYTES, HostRegion, round_up
 from kvstow.memory.status import PoolState, PoolStatus
 
 _DEFECT = "internal"  # the reason of failures that are not a `PinError`
+_EASE = 5  # times the pace's pause: register calls then have a tenth of the driver's time, not a third
 
 logger = logging.getLogger("kvstow.pool")
 
@@ -85,7 +86,7 @@ class HostPool:
         self._progress = PinProgress(clock)
         self._clock, self._next_call_at = clock, clock()
         self._cpu_clock = cpu_clock
-        self._paused = self._closing = self._prepared = False
+        self._paused = self._closing = self._prepared = self._at_ease = False
         self._listeners = Listeners()
         self._thread: threading.Thread | None = None
         self._region = HostRegion(self._grid.region_bytes, config.huge_pages)
@@ -117,9 +118,10 @@ class HostPool:
         with self._state:
             return self._pinned()
 
-    def start(self) -> None:
-        """Start to pin, in the background; idempotent."""
+    def start(self, *, at_ease: bool = False) -> None:
+        """Start to pin, in the background; idempotent. `at_ease`: with longer pauses, until it is called without."""
         with self._state:
+            self._at_ease = at_ease
             if self._thread is None and not self._closing:
                 thread = threading.Thread(target=self._run, name="kvstow-pin", daemon=True)
                 thread.start()
@@ -276,7 +278,7 @@ class HostPool:
         started = self._cpu_clock()
         self._registrar.register(self.address + chunk.offset, chunk.num_bytes)
         self._pace.record(chunk.num_bytes, self._cpu_clock() - started)
-        self._next_call_at = self._clock() + self._pace.pause
+        self._rest()
         return True
 
     def _shrink(self) -> None:
@@ -297,7 +299,10 @@ class HostPool:
             with self._state:
                 self._numa_bytes -= self._nodes.pop()
             self._decommit(chunk)
-        self._next_call_at = self._clock() + self._pace.pause
+        self._rest()
+
+    def _rest(self) -> None:
+        self._next_call_at = self._clock() + self._pace.pause * (_EASE if self._at_ease else 1)
 
     def _wait_for_turn(self) -> bool:
         """Let others at the driver's lock for as long as the pace says; False when the pool closes."""

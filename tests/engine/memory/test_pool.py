@@ -325,6 +325,26 @@ def test_a_chunk_is_populated_during_the_pause_and_registered_after_it(
     assert Timed.populated == [(1, 4)], "never ahead of the first chunk, which has nothing to wait for"
 
 
+def test_at_ease_it_rests_longer_until_it_is_started_in_earnest(make_pool: MakePool, eventually: Eventually) -> None:
+    def start(registrar: FakeRegistrar) -> HostPool:
+        clock = FakeClock()
+        pool = make_pool(registrar, clock=clock, pause=3600.0)
+        pool.add_listener(lambda: clock.advance(2 * 3600.0))  # after each chunk: a pause is over, and not five
+        pool.start(at_ease=True)
+        return pool
+
+    class InEarnest(FakeRegistrar):
+        def register(self, address: int, num_bytes: int) -> None:
+            super().register(address, num_bytes)
+            hurried.start()
+
+    rested = start(FakeRegistrar())
+    eventually(lambda: rested.status().resident_bytes == 8 * 4096)
+    hurried = start(InEarnest())
+    eventually(pinned(hurried, 16))
+    assert rested.pinned_slots == 4
+
+
 def test_memory_that_cannot_be_populated_stops_growth_with_a_reason(
     make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 
 import pytest
 from tests.engine.memory.oldkernel import OldKernel
@@ -66,39 +65,6 @@ def test_a_commit_that_fails_in_the_middle_takes_access_away_again(monkeypatch: 
     with pytest.raises(PinError, match="no pages"):
         region.commit(0, PAGE_BYTES)
     assert mapped(region.address) == "---p"
-    region.close()
-
-
-@pytest.mark.parametrize("pages", [1, 513, 5000])
-def test_the_threads_together_populate_every_page_once(monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
-    ranges: list[tuple[int, int]] = []
-    monkeypatch.setattr(region_module, "_populate", lambda address, num_bytes: ranges.append((address, num_bytes)))
-    region = HostRegion(pages * PAGE_BYTES)
-    region.commit(0, region.num_bytes)
-    covered = region.address
-    for address, num_bytes in sorted(ranges):
-        assert (address, address % HUGE_PAGE_BYTES) == (covered, 0), "no thread splits another's huge page"
-        covered += num_bytes
-    assert covered == region.address + region.num_bytes
-    assert len(ranges) <= 2
-    region.close()
-
-
-def test_the_error_of_one_thread_is_raised_when_the_other_has_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = threading.Event()
-
-    def refuse_the_first(address: int, num_bytes: int) -> None:
-        if address == region.address:
-            raise PinError("out_of_memory", "no pages")
-        ended.wait(0.05)
-        ended.set()
-
-    region = HostRegion(8 * HUGE_PAGE_BYTES)
-    monkeypatch.setattr(region_module, "_populate", refuse_the_first)
-    with pytest.raises(PinError, match="no pages"):
-        region.commit(0, region.num_bytes)
-    assert ended.is_set()
-    assert mapped(region.address) == mapped(region.address + 6 * HUGE_PAGE_BYTES) == "---p"
     region.close()
 
 

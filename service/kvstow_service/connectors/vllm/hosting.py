@@ -258,7 +258,7 @@ class WorkerHost:
         from kvstow.worker import OffloadWorker
         from kvstow_service.connectors.vllm.plane import wait_until_pinned
 
-        if isinstance(plane, OffloadWorker):
-            plane.pool.start()
-            if not self._options.async_register_cache:
-                wait_until_pinned(plane.pool)
+        waits = not self._options.async_register_cache
+        plane.start(at_ease=not waits)  # the rest of vLLM's start took 0.3 to 1.5 s longer beside the full pace
+        if waits and isinstance(plane, OffloadWorker):
+            wait_until_pinned(plane.pool)

@@ -18,6 +18,8 @@ class DataPlane(Protocol):
     @property
     def boot_id(self) -> str: ...
 
+    def start(self, *, at_ease: bool = False) -> None: ...
+
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
 
     def drive(self) -> None: ...
@@ -73,10 +75,11 @@ class WorkerSide:
         self._news: list[News] = []
 
     def begin_step(self, step: PlannedStep) -> None:
-        """Submit the ops of a step; a step that was seen before is left alone."""
+        """Submit the ops of a step; a step that was seen before is left alone. vLLM has started: pinning may hurry."""
         if step.number == self._step:
             return
         self._step = step.number
+        self.plane.start()
         self._failed += [_Load(request_id, blocks) for request_id, blocks in step.lost_loads.items()]
         for op, request_id in zip(step.loads.ops, step.load_requests, strict=True):
             self._loading[op.op_id] = _Load(request_id, op.blocks)
@@ -164,6 +167,9 @@ class NoDataPlane:
         self._lock = threading.Lock()
         self._completions: list[Completion] = []
 
+    def start(self, *, at_ease: bool = False) -> None:
+        """There is nothing to pin."""
+
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         failed = [Completion(op.op_id, "failed", "this rank has no data plane") for op in plan.ops]
         with self._lock:
@@ -201,7 +207,9 @@ class PlaneSource:
         return self._side.plane.report()
 
     def apply(self, desired: DesiredState) -> None:
-        self._side.plane.apply(desired)
+        plane = self._side.plane
+        plane.apply(desired)
+        plane.start()  # whoever is answered has started
 
     def add_listener(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)

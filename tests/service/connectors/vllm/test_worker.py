@@ -26,6 +26,10 @@ class FakePlane:
         self.desired: list[DesiredState] = []
         self.fails_at_close: tuple[int, ...] = ()
         self.driven = 0
+        self.at_ease: list[bool] = []
+
+    def start(self, *, at_ease: bool = False) -> None:
+        self.at_ease.append(at_ease)
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         self.submitted.append((tuple(op.op_id for op in plan.ops), after))
@@ -239,3 +243,11 @@ def test_the_agent_speaks_for_the_plane_that_there_is() -> None:
     desired = DesiredState("engine", 1)
     source.apply(desired)
     assert (again.desired, rank.plane.desired) == ([desired], [])
+    assert again.at_ease == [False], "a server that answers has started"
+
+
+def test_the_first_step_ends_the_ease_of_pinning() -> None:
+    rank = Rank()
+    assert rank.plane.at_ease == []
+    rank.side.begin_step(step(1))
+    assert rank.plane.at_ease == [False]

@@ -1,0 +1,100 @@
+"""How much later an engine can take requests with a connector than without.
+
+    python3 -m bench.vllm start [--connectors none kvstow ...] [--graphs full] [--pool 40] [--out DIR]
+
+Each engine starts in a process of its own, that of its worker as well; the connectors take turns, and the best of each
+counts: the first engine of a machine compiles kernels. Writes `start.jsonl` and `start.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from bench.report import Table, verdict
+from bench.vllm.engines import GIB, GRAPHS, Setup, start_llm
+from bench.vllm.model import SHAPES, write_model
+from bench.vllm.process import run
+from bench.vllm.registration import observe_registration
+from bench.vllm.results import add_common, add_connectors, open_results
+
+BAR = 0.5  # seconds above no connector
+
+_TIMEOUT = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """`registration_seconds`: of them, in which vLLM waited for the connector."""
+
+    seconds: float
+    registration_seconds: float
+
+
+def measure(setup: Setup) -> Start:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    with ExitStack() as stack:
+        waited = stack.enter_context(observe_registration())
+        return Start(start_llm(setup).seconds, waited())
+
+
+def table(runs: Sequence[tuple[str, Start]]) -> Table:
+    least = {name: min(start.seconds for other, start in runs if other == name) for name, _ in runs}
+    rows = []
+    for name, best in least.items():
+        mine = [start for other, start in runs if other == name]
+        later = best - least["none"] if "none" in least else None
+        rows.append(
+            [
+                name,
+                " / ".join(f"{start.seconds:.2f}" for start in mine),
+                "" if later is None else f"{later:+.2f} s",
+                "" if later is None or name != "kvstow" else f"+{BAR} s, {verdict(later <= BAR)}",
+                f"{statistics.median(start.registration_seconds for start in mine):.2f} s",
+            ]
+        )
+    head = ["connector", "starts, s", "the best, above none", "bar", "waiting for the connector"]
+    return Table("Until an engine can take requests", head, rows)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    results, runs = open_results("start", options), []
+    shape = "tiny" if options.tiny else options.shape
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), SHAPES[shape], weights=False)
+        plain = Setup(
+            Path(folder),
+            "none",
+            pool_bytes=int((0.05 if options.tiny else options.pool) * GIB),
+            max_tokens=1024 if options.tiny else 32768,
+            gpu_blocks=64 if options.tiny else 8192,
+            graphs=options.graphs,
+            extra=options.extra,
+        )
+        for turn, connector in enumerate(options.connectors):
+            once = partial(run, _TIMEOUT, measure, replace(plain, connector=connector))
+            start = results.attempt("start", once, connector=connector, turn=turn, graphs=options.graphs)
+            if start is not None:
+                runs.append((connector, start))
+    results.show(table(runs))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python3 -m bench.vllm start", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_common(parser)
+    parser.add_argument("--shape", default="8b", choices=[name for name in SHAPES if name != "tiny"])
+    add_connectors(parser, ["none", "kvstow"] * 3)
+    parser.add_argument("--pool", type=float, default=40.0, metavar="GIB", help="host memory")
+    parser.add_argument("--graphs", choices=GRAPHS, default="none", help="CUDA graphs; full is vLLM's default")
+    return parser
