@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvstow.bytesize import format_size
 from kvstow.errors import KvstowError, NotFoundError
 from kvstow.messages import DesiredState, RankReport, RankState
+from kvstow_service.turns import short_turns
 
 if TYPE_CHECKING:  # 0.3 s: left to the agent's thread, for every process of an inference engine imports this module
     import ssl
@@ -47,7 +48,8 @@ class AdminAddress:
     certificate: str = ""
 
     def connect(self) -> Client:
-        from kvstow_api.client import Client, Endpoint
+        with short_turns():
+            from kvstow_api.client import Client, Endpoint
 
         return Client(Endpoint(self.url, self.uds, self.token, tls=self._trusted()), timeout=_TIMEOUT_SECONDS)
 
@@ -138,14 +140,14 @@ class RankAgent:
         self._hang_up()
 
     def _beat(self) -> None:
-        from kvstow_api.client import calls
-
         try:
             report = self._source.report()
             self._log_change(report)
             client = self._connect()
             if client is None:
                 return
+            from kvstow_api.client import calls  # not before there is a server: the host is starting, too
+
             self._source.apply(client.send(calls.report(report, clock=time.time())))
         except Exception as error:  # whatever it is, the thread goes on
             self._failed += 1

@@ -27,6 +27,7 @@ from kvstow_service.keeper import Keeper
 from kvstow_service.listeners import Listeners, PortTakenError, TcpAddress, tcp_url
 from kvstow_service.rendezvous import Rendezvous
 from kvstow_service.tls import ServerTls, TlsFiles
+from kvstow_service.turns import short_turns
 
 if TYPE_CHECKING:
     from kvstow_api.context import ApiContext
@@ -202,13 +203,8 @@ class EmbeddedAdmin:
         if self._stopping.wait(self._head_start):
             return
         try:
-            from kvstow_api.app import create_app
-            from kvstow_service.server import AdminServer
-
-            self._tls = None if self._options.tls is None else ServerTls(self._options.tls)
-            self._listen()  # only now: who connects is answered at once
-            tls = None if self._tls is None else self._tls.context
-            server = AdminServer(create_app(self._make_context()), self._listeners.sockets, self._fail, tls=tls)
+            with short_turns():
+                server = self._make_server()
             if self._freezes_heap:
                 gc.freeze()
             server.start()
@@ -219,6 +215,15 @@ class EmbeddedAdmin:
             self._fail(f"the admin server cannot be started: {error!r}")
         else:
             logger.info("KVStow admin server on %s", " and ".join(self._listeners.addresses))
+
+    def _make_server(self) -> AdminServer:
+        from kvstow_api.app import create_app
+        from kvstow_service.server import AdminServer
+
+        self._tls = None if self._options.tls is None else ServerTls(self._options.tls)
+        self._listen()  # only now: who connects is answered at once
+        tls = None if self._tls is None else self._tls.context
+        return AdminServer(create_app(self._make_context()), self._listeners.sockets, self._fail, tls=tls)
 
     def _renew_tls(self) -> None:
         if self._tls is not None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import logging
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -245,6 +247,21 @@ def test_a_server_that_comes_late_is_waited_for_without_a_word(
     eventually(lambda: rank.applied, "a report")
     assert agent.stats.failed == 0
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_until_there_is_a_server_no_client_is_imported() -> None:
+    """Its 0.3 s would fall into the host's own start."""
+    code = (
+        "import sys, threading; from types import SimpleNamespace; from kvstow_service.agent import RankAgent\n"
+        "looked = threading.Event()\n"
+        "report = SimpleNamespace(\n"
+        "    state='pinning', error=None, notice=None, pinned_bytes=0, target_bytes=1, pin_mode='')\n"
+        "rank = SimpleNamespace(report=lambda: report, add_listener=lambda callback: None)\n"
+        "agent = RankAgent(0, rank, lambda: looked.set())\n"
+        "agent.start(); assert looked.wait(10); agent.stop(); assert agent.stats.failed == 0\n"
+        "print([name for name in ('httpx', 'kvstow_api.client') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_it_looks_at_once_when_told(
