@@ -1,6 +1,6 @@
 """What pinning costs the requests that are served meanwhile: time between tokens, and time to the first one.
 
-    python3 -m bench.vllm decode [--connectors none kvstow simple none] [--pool 64] [--out DIR]
+    python3 -m bench.vllm decode [--connectors none kvstow simple none] [--pool 64] [--windows 4] [--out DIR]
 
 16 requests are decoded from the moment the engine is up; each gap between two outputs of one of them is a step. KVStow
 pins and stores meanwhile, others pin before their engine is up. Writes `decode.jsonl` and `decode.md`.
@@ -167,7 +167,7 @@ def table(batch: Batch, runs: Sequence[tuple[str, Decoded]]) -> Table:
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    results, batch = open_results("decode", options), TINY if options.tiny else FULL
+    results, batch = open_results("decode", options), TINY if options.tiny else replace(FULL, windows=options.windows)
     shape = SHAPES["tiny" if options.tiny else options.shape]
     runs = []
     with tempfile.TemporaryDirectory() as folder:
@@ -200,5 +200,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", default="8b", choices=[name for name in SHAPES if name != "tiny"])
     add_connectors(parser, ["none", "kvstow", "simple", "none"])
     parser.add_argument("--pool", type=float, default=64.0, metavar="GIB", help="host memory")
+    parser.add_argument("--windows", type=int, default=FULL.windows, help=f"of {FULL.steps} steps each")
     parser.add_argument("--graphs", choices=GRAPHS, default="decode", help="CUDA graphs; full is vLLM's default")
     return parser
