@@ -33,7 +33,9 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH", "")]))
     if name == "verify" and has_gpu():
         os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # read when vLLM is imported
-    status: int = import_module(f"bench.vllm.{name}").main(sys.argv[2:])
+    program = import_module(f"bench.vllm.{name}")
+    import_module("bench.vllm.process").die_with_the_program()
+    status: int = program.main(sys.argv[2:])
     return status
 
 

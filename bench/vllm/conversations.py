@@ -29,6 +29,7 @@ class Load:
     question_tokens: tuple[int, int] = (32, 320)
     answer_tokens: tuple[int, int] = (16, 48)
     one_in_abandoned: int = 50
+    seed: int = 0
 
     @property
     def max_tokens(self) -> int:
@@ -95,9 +96,10 @@ class Talk:
 
     async def _conversation(self, client: int, conversation: int) -> AsyncIterator[None]:
         """A step for each turn. Draws its numbers in advance: what happens elsewhere must not change them."""
-        load, chance = self._load, random.Random(f"{client} {conversation}")
+        load = self._load
+        chance = random.Random(f"{load.seed} {client} {conversation}")
         system = chance.randrange(load.systems)
-        history = self._tokens(random.Random(f"system {system}"), load.system_tokens)
+        history = self._tokens(random.Random(f"system {load.seed} {system}"), load.system_tokens)
         for turn in range(load.turns):
             history = history + self._tokens(chance, load.question_tokens)
             length = chance.randint(*load.answer_tokens)

@@ -48,13 +48,26 @@ class Measurement(Generic[R]):
             self._process.join()
             raise MeasurementError(f"{self._name}: its process died, exit code {self._process.exitcode}") from None
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid or 0, signal.SIGKILL)
-            self._process.join()
+            self.kill()
         if error is not None:
             raise MeasurementError(error)
         result: R = value
         return result
+
+    def kill(self) -> None:
+        """With all that it has started; idempotent."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._process.join()
+
+
+def die_with_the_program() -> None:
+    """On SIGTERM, which `timeout` sends, the measurement under way ends as well, lest it disturb the next one."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def run(timeout: float, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -63,6 +76,7 @@ def run(timeout: float, function: Callable[P, R], *args: P.args, **kwargs: P.kwa
 
 def _work(sender: Connection, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     os.setpgrp()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     outcome: tuple[Any, str | None]
     try:
         outcome = (function(*args, **kwargs), None)

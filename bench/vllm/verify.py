@@ -1,6 +1,7 @@
 """Concurrent conversations with KVStow, every answer compared with that of an engine without a connector.
 
-    python3 -m bench.vllm verify [--seconds 600] [--ranks 2] [--stages 2] [--beside] [--connector simple] [--out DIR]
+    python3 -m bench.vllm verify [--seconds 600] [--ranks 2] [--stages 2] [--beside] [--connector simple] [--seed 0]
+        [--out DIR]
 
 On a GPU vLLM runs in its batch-invariant mode: what a request gets does not depend on what is computed beside it, nor
 on how much of it was cached, so tokens and log-probabilities have to be the same, bit by bit. The GPU's own cache is
@@ -117,7 +118,7 @@ async def _count_sensitive(clients: Talk, vocabulary: int) -> int:
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    load = _TINY_LOAD if options.tiny else Load()
+    load = replace(_TINY_LOAD if options.tiny else Load(), seed=options.seed)
     shape, results = SHAPES["tiny" if options.tiny else "small"], open_results("verify", options)
     with tempfile.TemporaryDirectory() as folder:
         run(_STARTING, write_model, Path(folder), shape, weights=True)
@@ -171,9 +172,10 @@ def _talk_to_both(setup: Setup, load: Load, vocabulary: int, options: argparse.N
     other = Measurement(talk, first, load, vocabulary, options.seconds, gpus[1])
     try:
         talked = run(patience, talk, second, load, vocabulary, options.seconds, gpus[0])
-    finally:
-        reference = other.result(patience)
-    return reference, talked
+    except BaseException:
+        other.kill()
+        raise
+    return other.result(patience), talked
 
 
 def _figures(talked: Talked) -> dict[str, object]:
@@ -200,5 +202,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of each engine, or of each stage (tensor parallel)")
     parser.add_argument("--stages", type=int, default=1, help="of the pipeline")
+    parser.add_argument("--seed", type=int, default=0, help="of what is talked about")
     parser.add_argument("--beside", action="store_true", help="both engines at once, on two GPUs if there are two")
     return parser
