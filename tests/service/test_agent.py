@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,20 @@ class FakeRank:
     """A rank whose report and failures a test sets."""
 
     pinned: int = 0
+    target: int = 8
     fails: bool = False
     error: str | None = None
     applied: list[DesiredState] = field(default_factory=list)
     callback: Callable[[], None] | None = None
+    looks: int = 0
 
     def report(self) -> RankReport:
+        self.looks += 1
         if self.fails:
             raise RuntimeError("the rank is confused")
         state: RankState = "degraded" if self.error else "pinning"
-        return RankReport(1, "boot", state, 4096, self.pinned, 8, self.pinned * 4096, 8 * 4096, error=self.error)
+        pinned, target = self.pinned, self.target
+        return RankReport(1, "boot", state, 4096, pinned, target, pinned * 4096, target * 4096, error=self.error)
 
     def apply(self, desired: DesiredState) -> None:
         self.applied.append(desired)
@@ -141,6 +146,23 @@ def test_many_changes_make_few_reports(
         rank.change(pinned)
     eventually(lambda: admin.reports and admin.reports[-1].pinned_slots == 1000, "the last change")
     assert len(admin.reports) < 100
+
+
+def test_a_little_more_memory_waits_for_the_next_beat_and_all_else_does_not(
+    serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
+) -> None:
+    _, listeners = serving(admin.app())
+    rank.target = 1000
+    start(listeners.url)
+    eventually(lambda: admin.reports)
+    news = [(1, None), (101, None), (103, "no more"), (104, None), (204, None)]
+    for pinned, error in sorted([*news, (102, None), (105, None)], key=itemgetter(0)):
+        looks = rank.looks
+        rank.error = error
+        rank.change(pinned)
+        eventually(lambda looks=looks: rank.looks > looks)
+    eventually(lambda: admin.reports[-1].pinned_slots == 204)
+    assert [report.pinned_slots for report in admin.reports] == [0, *(pinned for pinned, _ in news)]
 
 
 def test_a_server_that_is_away_is_tried_again_and_logged_once(
