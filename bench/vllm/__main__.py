@@ -33,6 +33,7 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH", "")]))
     if name == "verify" and has_gpu():
         os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # read when vLLM is imported
+    import_module("fastapi")  # `vllm serve` has it in its engine's process, too
     program = import_module(f"bench.vllm.{name}")
     import_module("bench.vllm.process").die_with_the_program()
     status: int = program.main(sys.argv[2:])
