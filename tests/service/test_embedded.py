@@ -169,6 +169,22 @@ def test_only_hosts_that_say_so_get_their_heap_frozen(
     assert frozen == [True] * freezes
 
 
+def test_while_it_is_made_the_hosts_threads_wait_less_for_the_interpreter(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, seen = sys.getswitchinterval(), list[float]()
+    create_app = app_module.create_app
+
+    def create(context: Any) -> Any:
+        seen.append(sys.getswitchinterval())
+        return create_app(context)
+
+    monkeypatch.setattr(app_module, "create_app", create)
+    launch()
+    assert seen == [pytest.approx(0.0005)]
+    assert sys.getswitchinterval() == usual
+
+
 def test_start_returns_while_the_server_is_still_imported(
     make: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
