@@ -16,6 +16,7 @@ from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.messages import Completion, Op, StepPlan
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.rank import FakeRank
+from kvstow.worker import OffloadWorker
 from kvstow_service.connectors.vllm import geometry, hosting, plane
 from kvstow_service.connectors.vllm.facts import this_node
 from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
@@ -227,6 +228,25 @@ def test_a_registered_rank_says_what_it_is_and_is_pinned(worker: WorkerHost) -> 
     assert worker.hello.max_slots >= 5
     report = worker.side.plane.report()
     assert (report.state, report.pinned_slots) == ("ready", 5)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_pinning_is_at_ease_while_vllm_starts_and_does_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    started: list[bool] = []
+    start = OffloadWorker.start
+
+    def note(self: OffloadWorker, *, at_ease: bool = False) -> None:
+        started.append(at_ease)
+        start(self)
+
+    monkeypatch.setattr(OffloadWorker, "start", note)
+    options = ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False, pin_pause=0.0, async_register_cache=not waits)
+    host = WorkerHost(options, make_facts(), BLOCKS)
+    host.register(kv_caches())
+    host.close()
+    assert started == [not waits]
 
 
 def test_a_machine_without_the_memory_refuses_before_anything_is_taken() -> None:
