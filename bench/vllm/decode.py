@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from bench.report import Table
 from bench.vllm.admin import PinWatch
-from bench.vllm.engines import GIB, GRAPHS, Setup, start_async
+from bench.vllm.engines import GIB, Setup, start_async
 from bench.vllm.model import SHAPES, write_model
-from bench.vllm.process import run
-from bench.vllm.results import add_common, add_connectors, open_results
+from bench.vllm.results import add_common, add_engines, open_results
 
 _TIMEOUT = 240.0
 
@@ -169,7 +167,6 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     results, batch = open_results("decode", options), TINY if options.tiny else replace(FULL, windows=options.windows)
     shape = SHAPES["tiny" if options.tiny else options.shape]
-    runs = []
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), shape, weights=False)
         plain = Setup(
@@ -182,12 +179,7 @@ def main(argv: Sequence[str]) -> int:
             extra=options.extra,
             graph_sizes=(batch.requests,),
         )
-        for turn, connector in enumerate(options.connectors):
-            setup = replace(plain, connector=connector)
-            once = partial(run, _TIMEOUT, measure, setup, batch, shape.vocabulary)
-            decoded = results.attempt("decode", once, connector=connector, turn=turn, graphs=options.graphs)
-            if decoded is not None:
-                runs.append((connector, decoded))
+        runs = results.attempt_each("decode", options, _TIMEOUT, measure, plain, batch, shape.vocabulary)
     results.show(table(batch, runs))
     return 0
 
@@ -198,8 +190,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_common(parser)
     parser.add_argument("--shape", default="8b", choices=[name for name in SHAPES if name != "tiny"])
-    add_connectors(parser, ["none", "kvstow", "simple", "none"])
-    parser.add_argument("--pool", type=float, default=64.0, metavar="GIB", help="host memory")
+    add_engines(parser, ["none", "kvstow", "simple", "none"], pool=64.0, graphs="decode")
     parser.add_argument("--windows", type=int, default=FULL.windows, help=f"of {FULL.steps} steps each")
-    parser.add_argument("--graphs", choices=GRAPHS, default="decode", help="CUDA graphs; full is vLLM's default")
     return parser

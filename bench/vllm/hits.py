@@ -17,8 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ from vllm import LLM, SamplingParams
 from bench.report import Table, verdict
 from bench.vllm import admin
 from bench.vllm.captures import Captures, observe_captures
-from bench.vllm.engines import GIB, GRAPHS, Setup, block_tokens, start_llm
+from bench.vllm.engines import GIB, Setup, block_tokens, start_llm
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.process import run
 from bench.vllm.registration import observe_registration
-from bench.vllm.results import Results, add_common, add_connectors, open_results
+from bench.vllm.results import Results, add_common, add_engines, open_results
 
 BAR = 1.10  # of the floor
 START_BAR = 0.5  # seconds above no connector
@@ -248,14 +247,8 @@ def _measure_shape(shape: str, model: Path, options: argparse.Namespace, results
         graphs=options.graphs,
         extra=options.extra,
     )
-    runs = []
-    for turn, connector in enumerate(options.connectors):
-        labels = {"shape": shape, "connector": connector, "turn": turn, "graphs": options.graphs}
-        setup = replace(plain, connector=connector)
-        once = partial(run, _TIMEOUT, measure, setup, sessions, SHAPES[shape].vocabulary)
-        hits = results.attempt("hits", once, **labels)
-        if hits is not None:
-            runs.append((connector, hits))
+    arguments = sessions, SHAPES[shape].vocabulary
+    runs = results.attempt_each("hits", options, _TIMEOUT, measure, plain, *arguments, shape=shape)
     results.show(table(shape, sessions.tokens * SHAPES[shape].token_bytes(), link, runs))
 
 
@@ -266,7 +259,5 @@ def _parser() -> argparse.ArgumentParser:
     add_common(parser)
     shapes = [name for name in SHAPES if name != "tiny"]
     parser.add_argument("--shapes", nargs="+", default=["8b", "tp8"], choices=shapes)
-    add_connectors(parser, ["none", "kvstow", "simple", "offloading", "none"])
-    parser.add_argument("--pool", type=float, default=40.0, metavar="GIB", help="host memory")
-    parser.add_argument("--graphs", choices=GRAPHS, default="none", help="CUDA graphs; full is vLLM's default")
+    add_engines(parser, ["none", "kvstow", "simple", "offloading", "none"], pool=40.0, graphs="none")
     return parser

@@ -6,13 +6,14 @@ import argparse
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.report import Table
-from bench.vllm.engines import CONNECTORS
-from bench.vllm.process import MeasurementError
+from bench.vllm.engines import CONNECTORS, GRAPHS, Graphs, Setup
+from bench.vllm.process import MeasurementError, run
 
 _ERROR = 3000  # characters, the last ones
 
@@ -37,6 +38,26 @@ class Results:
         self.add(kind, **labels, **asdict(measured))
         return measured
 
+    def attempt_each(
+        self,
+        kind: str,
+        options: argparse.Namespace,
+        timeout: float,
+        measure: Callable[..., Any],
+        plain: Setup,
+        *args: Any,
+        **labels: Any,
+    ) -> list[tuple[str, Any]]:
+        """What `measure(setup, *args)` returns for each of the connectors of `options`, in turn and each in a process
+        of its own; those that fail are left out."""
+        runs = []
+        for turn, connector in enumerate(options.connectors):
+            once = partial(run, timeout, measure, replace(plain, connector=connector), *args)
+            measured = self.attempt(kind, once, **labels, connector=connector, turn=turn, graphs=options.graphs)
+            if measured is not None:
+                runs.append((connector, measured))
+        return runs
+
     def show(self, table: Table) -> None:
         text = table.to_markdown()
         print(f"{text}\n", flush=True)
@@ -60,7 +81,8 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_connectors(parser: argparse.ArgumentParser, default: list[str]) -> None:
+def add_engines(parser: argparse.ArgumentParser, default: list[str], *, pool: float, graphs: Graphs) -> None:
+    """Which connectors are compared, and what is the same for all."""
     parser.add_argument(
         "--connectors",
         nargs="+",
@@ -71,3 +93,5 @@ def add_connectors(parser: argparse.ArgumentParser, default: list[str]) -> None:
     parser.add_argument(
         "--extra", type=json.loads, default={}, metavar="JSON", help="more options of KVStow's connector"
     )
+    parser.add_argument("--pool", type=float, default=pool, metavar="GIB", help="host memory")
+    parser.add_argument("--graphs", choices=GRAPHS, default=graphs, help="CUDA graphs; full is vLLM's default")

@@ -14,16 +14,14 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.report import Table, verdict
-from bench.vllm.engines import GIB, GRAPHS, Setup, start_llm
+from bench.vllm.engines import GIB, Setup, start_llm
 from bench.vllm.model import SHAPES, write_model
-from bench.vllm.process import run
 from bench.vllm.registration import observe_registration
-from bench.vllm.results import add_common, add_connectors, open_results
+from bench.vllm.results import add_common, add_engines, open_results
 
 BAR = 0.5  # seconds above no connector
 
@@ -66,7 +64,7 @@ def table(runs: Sequence[tuple[str, Start]]) -> Table:
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    results, runs = open_results("start", options), []
+    results = open_results("start", options)
     shape = "tiny" if options.tiny else options.shape
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), SHAPES[shape], weights=False)
@@ -79,11 +77,7 @@ def main(argv: Sequence[str]) -> int:
             graphs=options.graphs,
             extra=options.extra,
         )
-        for turn, connector in enumerate(options.connectors):
-            once = partial(run, _TIMEOUT, measure, replace(plain, connector=connector))
-            start = results.attempt("start", once, connector=connector, turn=turn, graphs=options.graphs)
-            if start is not None:
-                runs.append((connector, start))
+        runs = results.attempt_each("start", options, _TIMEOUT, measure, plain)
     results.show(table(runs))
     return 0
 
@@ -94,7 +88,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_common(parser)
     parser.add_argument("--shape", default="8b", choices=[name for name in SHAPES if name != "tiny"])
-    add_connectors(parser, ["none", "kvstow"] * 3)
-    parser.add_argument("--pool", type=float, default=40.0, metavar="GIB", help="host memory")
-    parser.add_argument("--graphs", choices=GRAPHS, default="none", help="CUDA graphs; full is vLLM's default")
+    add_engines(parser, ["none", "kvstow"] * 3, pool=40.0, graphs="none")
     return parser

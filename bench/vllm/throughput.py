@@ -14,18 +14,16 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 from vllm import SamplingParams
 
 from bench.report import Table, verdict
 from bench.vllm import admin
-from bench.vllm.engines import GIB, GRAPHS, Setup, start_llm
+from bench.vllm.engines import GIB, Setup, start_llm
 from bench.vllm.model import SHAPES, write_model
-from bench.vllm.process import run
-from bench.vllm.results import add_common, add_connectors, open_results
+from bench.vllm.results import add_common, add_engines, open_results
 
 BAR = 0.99
 
@@ -103,7 +101,6 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     results, size = open_results("throughput", options), TINY if options.tiny else FULL
     shape = SHAPES["tiny" if options.tiny else options.shape]
-    runs = []
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), shape, weights=False)
         plain = Setup(
@@ -117,12 +114,8 @@ def main(argv: Sequence[str]) -> int:
             extra=options.extra,
             graph_sizes=tuple(range(8, size.at_once + 1, 8)) if not options.tiny else None,
         )
-        for turn, connector in enumerate(options.connectors):
-            setup = replace(plain, connector=connector)
-            once = partial(run, _TIMEOUT, measure, setup, size, options.rounds, shape.vocabulary)
-            one = results.attempt("throughput", once, connector=connector, turn=turn, graphs=options.graphs)
-            if one is not None:
-                runs.append((connector, one))
+        arguments = size, options.rounds, shape.vocabulary
+        runs = results.attempt_each("throughput", options, _TIMEOUT, measure, plain, *arguments)
     results.show(table(runs))
     return 0
 
@@ -135,8 +128,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_common(parser)
     parser.add_argument("--shape", default="8b", choices=[name for name in SHAPES if name != "tiny"])
-    add_connectors(parser, ["none", "kvstow", "none", "kvstow"])
+    add_engines(parser, ["none", "kvstow", "none", "kvstow"], pool=16.0, graphs="decode")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--pool", type=float, default=16.0, metavar="GIB", help="host memory")
-    parser.add_argument("--graphs", choices=GRAPHS, default="decode", help="CUDA graphs; full is vLLM's default")
     return parser
