@@ -37,9 +37,6 @@ class Run:
         self._traffic = Traffic(setup, random, self._core)
         self._operator = Operator(setup, random, self._core, self._host)
 
-    def start(self, *, at_ease: bool = False) -> None:
-        """Its slots are pinned."""
-
     def drive(self) -> None:
         before, since = -1, 0
         while not self._traffic.is_over or self._core.is_busy or self._operator.is_changing_weights:
