@@ -56,11 +56,12 @@ A = prompt(602, seed=1)
 B = prompt(602, seed=2, prefix=A[:512])
 C, D = prompt(602, seed=3), prompt(602, seed=4)
 SHORT = tuple(prompt(300 + 7 * number, seed=10 + number, prefix=(A, C)[number % 2][:160]) for number in range(8))
-PROMPTS = (A, B, C, D, *SHORT)
 LONGEST = 160
 """Tokens of an answer; more than one block, so that blocks of answers are stored and loaded too."""
 A_BLOCKS = 18
 A_HIT = A_BLOCKS * BLOCK
+WHOLE = A[:A_HIT]
+PROMPTS = (A, B, C, D, WHOLE, *SHORT)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tests.vllm.engines import (
     NEAR,
     PROMPTS,
     SHORT,
+    WHOLE,
     A,
     B,
     C,
@@ -115,6 +116,18 @@ def test_cold_and_from_the_host(setup: Setup, step_tokens: int, reference: Refer
         shared = engine.ask(B, tokens=LONGEST)
         assert [answer.cached for answer in shared] == [512]
         assert_same(shared, expected[1:])
+
+
+def test_all_of_a_prompt_from_the_host(setup: Setup, reference: Reference) -> None:
+    """Only its last token is computed, anew; where a window counts, its last block."""
+    expected = reference(setup.model, WHOLE)
+    with running(setup) as engine:
+        engine.ask(WHOLE)
+        for _ in range(2):
+            engine.forget_gpu()
+            answers = engine.ask(WHOLE)
+            assert_same(answers, expected)
+            assert answers[0].cached == (A_HIT - BLOCK if setup.settings else A_HIT)
 
 
 def test_hybrid_model_as_vllm_keeps_it(hybrid_model: Path, reference: Reference) -> None:

@@ -14,10 +14,12 @@ from tests.vllm.engines import (
     A_HIT,
     LONGEST,
     PROMPTS,
+    SHORT,
     A,
     Answer,
     B,
     C,
+    D,
     Engine,
     Reference,
     Setup,
@@ -48,7 +50,7 @@ def engine(shared: Engine) -> Engine:
 
 def fill_gpu(engine: Engine) -> None:
     """Have everything older evicted on the GPU, which is when lazy stores happen."""
-    engine.ask(*PROMPTS[3:])
+    engine.ask(D, *SHORT)
     engine.settle()
 
 

@@ -10,7 +10,8 @@ _MOST_LINES = 20
 
 @dataclass
 class Report:
-    """Counters of a run, and its findings by kind. A clean run has no `problems`."""
+    """Counters of a run, and its findings by kind. A clean run has no `problems`. `whole_hits`: requests that were
+    computed from their last token on, all of them being loaded."""
 
     steps: int = 0
     finished: int = 0
@@ -23,6 +24,7 @@ class Report:
     resets: int = 0
     operations: Counter[str] = field(default_factory=Counter)
     loaded_blocks: int = 0
+    whole_hits: int = 0
     stored_blocks: int = 0
     problems: list[str] = field(default_factory=list)
 

@@ -10,6 +10,7 @@ from tests.vllm.harness.cache import KVCache
 from tests.vllm.harness.report import Report
 from tests.vllm.harness.sequence import Sequence as TokenSequence
 from tests.vllm.harness.sequence import mix, rejected
+from tests.vllm.harness.setup import BLOCK_TOKENS
 
 
 @dataclass
@@ -85,4 +86,5 @@ class Runner:
     def _put(self, request_id: str, blocks: Sequence[Sequence[int]], computed: int, outputs: int) -> None:
         sequence = self._sequences[request_id]
         tables = [list(table) for table in blocks]
+        self._report.whole_hits += computed > 0 and computed % BLOCK_TOKENS == BLOCK_TOKENS - 1
         self._rows[request_id] = Row(sequence, tables, computed, sequence.num_prompt_tokens + outputs)

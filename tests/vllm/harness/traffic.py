@@ -6,7 +6,7 @@ from random import Random
 
 from tests.vllm.harness.core import EngineCore
 from tests.vllm.harness.sequence import VOCABULARY
-from tests.vllm.harness.setup import Setup
+from tests.vllm.harness.setup import BLOCK_TOKENS, Setup
 
 _LONGEST_PROMPT = 320  # of 512 tokens that the model takes, and fewer blocks than there are on the device
 _MOST_TOKENS = 40
@@ -41,7 +41,12 @@ class Traffic:
         self._core.add(request_id, self._prompt(), max_tokens, cache_salt)
 
     def _prompt(self) -> list[int]:
-        """A prefix that others have too and a question, or an earlier request with its answer and another question."""
+        """A prefix that others have too and a question, or an earlier request with its answer and another question, or
+        the whole blocks of an earlier prompt and no question."""
+        if self._setup.repeat_rate and self._random.random() < self._setup.repeat_rate and self._core.outputs:
+            sequence = self._core.sequences[self._random.choice(list(self._core.outputs))]
+            if whole := sequence.num_prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS:
+                return sequence.tokens[:whole]
         question = self._tokens(self._random.randint(1, 60))
         if self._random.random() < 0.3 and self._core.outputs:
             earlier = self._random.choice(list(self._core.outputs))

@@ -71,8 +71,10 @@ def needed(groups: KVGroups, local: int, end: int) -> set[tuple[KVGroup, int]]:
 
 
 def oracle(groups: KVGroups, num_tokens: int, local: int, present: set[tuple[KVGroup, int]]) -> int:
-    """The longest hit that leaves a token to compute, by trying all."""
-    ends = [end for end in range(local + 1, num_tokens) if end % groups.alignment == 0]
+    """The longest hit that leaves a token to compute, by trying all; or all of the prompt, where that saves a block."""
+    ends = [end for end in range(local + 1, num_tokens + groups.is_plain) if end % groups.alignment == 0]
+    if ends == [num_tokens]:
+        return 0
     longest = max((end for end in ends if needed(groups, local, end) <= present), default=local)
     return longest - local if needed(groups, local, longest) else 0
 
@@ -100,8 +102,32 @@ def test_a_hit_is_the_longest_that_serves_every_group(kind: str, data: st.DataOb
 
 @pytest.mark.parametrize(("num_tokens", "found"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 2), (5, 4), (26, 24)])
 def test_the_last_token_is_always_computed(num_tokens: int, found: int) -> None:
+    pool = Pool(KINDS["window"], [*keys_of(PROMPT), *keys_of(PROMPT, WINDOW)])
+    assert pool.finder.find(pool.track(PROMPT[:num_tokens]), 0) == found
+
+
+@pytest.mark.parametrize(("num_tokens", "found"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 4), (5, 4), (26, 26)])
+def test_all_of_a_prompt_is_a_hit_where_nothing_but_the_last_token_is_computed_anew(
+    num_tokens: int, found: int
+) -> None:
     pool = Pool(present=keys_of(PROMPT))
     assert pool.finder.find(pool.track(PROMPT[:num_tokens]), 0) == found
+
+
+def test_the_last_block_alone_is_not_worth_a_load_whatever_is_held() -> None:
+    pool = Pool(present=keys_of(PROMPT))
+    tracked = pool.track()
+    assert pool.finder.find(tracked, 22) == 4
+    assert pool.finder.find(tracked, 24) == 0
+    assert (tracked.hit, pool.leases) == (None, 0)
+
+
+def test_what_is_looked_for_is_counted_as_far_as_it_would_be_loaded() -> None:
+    pool = Pool(present=keys_of(PROMPT))
+    tracked = pool.track()
+    pool.finder.count(tracked, pool.finder.find(tracked, 4))
+    stats = pool.engine.stats()
+    assert (stats.lookups["full"], stats.hit_blocks) == (1, 11)
 
 
 def test_a_window_that_is_no_whole_number_of_blocks_needs_the_block_that_it_cuts() -> None:
@@ -128,7 +154,7 @@ def test_what_a_purge_takes_away_ends_the_hit_there() -> None:
     pool.engine.admin.remove(keys_of(PROMPT)[5])
     assert pool.finder.find(pool.track(), 0) == 10
     assert pool.finder.find(pool.track(), 10) == 0
-    assert pool.finder.find(pool.track(), 12) == 12
+    assert pool.finder.find(pool.track(), 12) == 14
 
 
 def test_asking_again_holds_nothing_twice() -> None:
@@ -149,7 +175,7 @@ def test_a_local_prefix_that_grew_is_served_from_what_is_held() -> None:
     tracked = pool.track()
     pool.finder.find(tracked, 4)
     hit = tracked.hit
-    assert pool.finder.find(tracked, 10) == 14
+    assert pool.finder.find(tracked, 10) == 16
     assert tracked.hit is hit
     assert (tracked.start, pool.leases) == (10, 1)
 
@@ -157,9 +183,9 @@ def test_a_local_prefix_that_grew_is_served_from_what_is_held() -> None:
 def test_a_local_prefix_that_shrank_is_looked_up_anew() -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
-    assert pool.finder.find(tracked, 10) == 14
-    assert pool.finder.find(tracked, 4) == 20
-    assert pool.held == set(keys_of(PROMPT)[2:12])
+    assert pool.finder.find(tracked, 10) == 16
+    assert pool.finder.find(tracked, 4) == 22
+    assert pool.held == set(keys_of(PROMPT)[2:])
     assert (tracked.start, pool.leases) == (4, 1)
 
 
