@@ -157,6 +157,12 @@ EDITS = {
         "self.kv_connector.preempt(",
         "ActiveKVConnector.pre_forward does not call handle_preemptions",
     ),
+    "another end of a hit": Edit(
+        "vllm.v1.core.sched.scheduler",
+        "request.num_computed_tokens = request.num_tokens - 1",
+        "request.num_computed_tokens = request.num_tokens - request.block_size",
+        "_update_waiting_for_remote_kv does not say `request.num_computed_tokens = request.num_tokens - 1`",
+    ),
 }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from tests.vllm.contract.ours import Import, Ours, Subclass, Use
-from tests.vllm.contract.reliance import BASE, FIELDS, LEFT_ALONE, MODULE, NEWER, ORDERS, PROTOCOLS
+from tests.vllm.contract.reliance import BASE, FIELDS, LEFT_ALONE, MODULE, NEWER, ORDERS, PROTOCOLS, STATEMENTS
 from tests.vllm.contract.source import Call, Function, Source, sequence
 
 
@@ -19,7 +20,9 @@ class Drift:
 
     def sentences(self) -> list[str]:
         """All differences that matter."""
-        return sorted({*self.imports(), *self.calls(), *self.hooks(), *self.fields(), *self.orders()})
+        return sorted(
+            {*self.imports(), *self.calls(), *self.hooks(), *self.fields(), *self.orders(), *self.statements()}
+        )
 
     # -- what is imported and called ------------------------------------------------------------------------
 
@@ -116,7 +119,7 @@ class Drift:
             if not name.startswith("_") and name not in ours.functions and name not in LEFT_ALONE:
                 yield f"{self._vllm} has a hook that is neither ours nor left alone: {name}{function.signature}"
 
-    # -- fields and orders ----------------------------------------------------------------------------------
+    # -- fields, orders and statements ----------------------------------------------------------------------
 
     def fields(self) -> Iterator[str]:
         for (module, name), fields in FIELDS.items():
@@ -148,6 +151,12 @@ class Drift:
                     before = f" after {expected[index - 1]}" if index else ""
                     yield f"{self._vllm}: {module}.{name} does not call {step}{before}"
                     break
+
+    def statements(self) -> Iterator[str]:
+        for (module, name), expected in STATEMENTS.items():
+            function = self._theirs.function(module, name)
+            if function is None or all(ast.unparse(node) != expected for node in ast.walk(function.node)):
+                yield f"{self._vllm}: {module}.{name} does not say `{expected}`"
 
 
 def _number(version: str) -> tuple[int, ...]:

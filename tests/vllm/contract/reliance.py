@@ -1,4 +1,5 @@
-"""What KVStow takes from vLLM that its sources cannot be asked for: versions, hooks left alone, fields, orders."""
+"""What KVStow takes from vLLM that its sources cannot be asked for: versions, hooks left alone, fields, orders,
+statements."""
 
 from __future__ import annotations
 
@@ -132,3 +133,8 @@ ORDERS: dict[tuple[str, str], tuple[str, ...]] = {
     ),
 }
 """Calls that a function of vLLM makes in this order; `a|b`: either."""
+
+STATEMENTS: dict[tuple[str, str], str] = {
+    (_SCHEDULER, "Scheduler._update_waiting_for_remote_kv"): "request.num_computed_tokens = request.num_tokens - 1",
+}
+"""What a function of vLLM does somewhere: here, after a hit that is all of a prompt, computes its last token."""
