@@ -19,6 +19,7 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from kvstow.errors import ConflictError
+from kvstow_service import server as server_module
 from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.server import AdminServer
 
@@ -92,6 +93,21 @@ def test_stop_ends_the_thread_and_frees_the_port(serving: Any) -> None:
     server.stop()
     assert "kvstow-admin" not in {thread.name for thread in threading.enumerate()}
     serving(APP, port=listeners.port)
+
+
+def test_a_stop_does_not_wait_for_the_next_tick(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_TICK_SECONDS", 3600.0)
+    server, listeners = serving(APP)
+    assert httpx.get(listeners.url).text == "hello"
+    server.stop()
+    assert "kvstow-admin" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_date_of_answers_is_renewed(serving: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_TICK_SECONDS", 0.01)
+    _, listeners = serving(APP)
+    first = httpx.get(listeners.url).headers["date"]
+    eventually(lambda: httpx.get(listeners.url).headers["date"] != first)
 
 
 def test_an_idle_connection_does_not_hold_up_the_stop(serving: Any) -> None:
