@@ -79,8 +79,11 @@ class OffloadWorker:
 
     def apply(self, desired: DesiredState) -> None:
         """Make the pool follow `desired`; idempotent. A capacity above the pool's `max_slots` is met as far as
-        it can be, and the report says so."""
+        it can be, and the report says so. What is older than the last one, of the same engine, is left alone: it
+        would take back a shrink."""
         before = self._applied
+        if desired.engine_id == before.engine_id and desired.generation < before.generation:
+            return
         wanted, most = desired.capacity_slots, self.pool.max_slots
         excess = f"the capacity is {wanted} slots; max_bytes of this rank's pool allows {most}"
         self._excess = excess if wanted > most else None

@@ -257,6 +257,15 @@ def test_a_report_counts_the_slots_after_what_it_names_was_applied(
     ]
 
 
+def test_what_is_older_than_a_shrink_does_not_take_it_back(make_worker: MakeWorker) -> None:
+    worker = make_worker()
+    worker.apply(DesiredState("engine", 4, generation=2))
+    worker.apply(DesiredState("engine", 16, generation=1))
+    assert (worker.report().target_slots, worker.report().generation) == (4, 2)
+    worker.apply(DesiredState("another engine", 16))
+    assert (worker.report().target_slots, worker.report().generation) == (16, 0)
+
+
 def test_a_capacity_beyond_the_reserved_space_is_met_in_part_and_said(
     make_worker: MakeWorker, eventually: Eventually
 ) -> None:

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstow.errors import ConfigError
+from kvstow.messages import DesiredState
 from kvstow_service.agent import AdminAddress
 from kvstow_service.connectors.vllm import connector, hosting
 from kvstow_service.connectors.vllm.facts import this_node
@@ -150,15 +151,21 @@ def test_groups_are_read_with_the_context_parallel_size_and_the_hash_block(monke
     assert calls == [(16, 4, {"hands_states_over": True})]
 
 
-def test_the_address_for_other_nodes_comes_with_every_step_and_reaches_the_agent() -> None:
+def test_what_ranks_without_a_server_have_to_know_comes_with_the_steps() -> None:
+    """The address for other nodes with each, what is wanted of a rank once."""
     setup = Setup("address")
     config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20, "lock": False})
     scheduler, worker = (make(config, setup, role) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER))
     address, offered = AdminAddress("http://node-0:9595", "token"), list[AdminAddress]()
+    wanted, followed = {0: DesiredState("engine", 1)}, list[dict[int, DesiredState]]()
+    answers = iter([wanted, {}])
     scheduler._scheduler = SimpleNamespace(
-        side=SimpleNamespace(plan_step=lambda step: None), address_for_remote_ranks=address
+        side=SimpleNamespace(plan_step=lambda step: None),
+        address_for_remote_ranks=address,
+        take_desired=lambda: next(answers),
     )
-    worker._worker = SimpleNamespace(agent=SimpleNamespace(offer=offered.append), side=None)
+    worker._worker = SimpleNamespace(agent=SimpleNamespace(offer=offered.append), side=None, follow=followed.append)
     for hook in (worker.handle_preemptions, worker.bind_connector_metadata):
         hook(scheduler.build_connector_meta(None))
     assert offered == [address, address]
+    assert followed == [wanted]

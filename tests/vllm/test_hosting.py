@@ -13,7 +13,7 @@ from tests.service.connectors.vllm.blockpool import FakeBlockPool
 from tests.service.connectors.vllm.hostfacts import make_facts
 
 from kvstow.errors import ConfigError, InsufficientMemoryError
-from kvstow.messages import Completion, Op, StepPlan
+from kvstow.messages import Completion, DesiredState, Op, StepPlan
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.rank import FakeRank
 from kvstow.worker import OffloadWorker
@@ -347,3 +347,48 @@ def test_a_rank_reports_with_its_steps_while_its_agent_finds_no_server(
     assert worker.report_without_agent() is None
     clock.advance(1.6)
     assert worker.report_without_agent() is not None
+
+
+def test_a_rank_whose_agent_finds_no_server_is_resized_with_the_steps(
+    admins: list[FakeAdmin], worker: WorkerHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock(100.0)
+    monkeypatch.setattr(hosting, "time", SimpleNamespace(monotonic=clock))
+    worker.register(kv_caches())
+    assert worker.agent is not None
+    assert worker.side is not None
+    worker.agent.stop()
+    host = scheduler_host(ConnectorOptions(cpu_bytes_to_use=5 * PAGE))
+    host.bind(FakeBlockPool(8))
+    host.greet(make_hello(0, PAGE, 5))
+    assert host.engine is not None
+
+    def step() -> None:
+        clock.advance(1.6)
+        host.hear(0, RankNews(report=worker.report_without_agent()))
+        worker.follow(host.take_desired())
+
+    step()
+    assert host.engine.stats().usable_slots == 5
+    assert host.take_desired() == {}
+    host.engine.admin.resize(3).run()
+    step()
+    said = worker.side.plane.report()
+    assert (said.target_slots, said.pinned_slots, said.generation) == (3, 3, 1)
+
+
+def test_a_rank_follows_what_is_wanted_of_itself_and_lets_no_failure_into_a_step(
+    own_log: None, worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.follow({0: DesiredState("engine", 1)})
+    worker.register(kv_caches())
+    assert worker.side is not None
+    worker.follow({1: DesiredState("engine", 1)})
+    assert worker.side.plane.report().target_slots == 5
+
+    def fail(self: OffloadWorker, desired: DesiredState) -> None:
+        raise RuntimeError("no such pool")
+
+    monkeypatch.setattr(OffloadWorker, "apply", fail)
+    worker.follow({0: DesiredState("engine", 1)})
+    assert "rank 0: what is wanted of it cannot be done" in caplog.text

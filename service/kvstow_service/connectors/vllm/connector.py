@@ -174,6 +174,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         rank = self._rank
         if metadata.admin is not None and rank.agent is not None:
             rank.agent.offer(metadata.admin)
+        if metadata.desired:
+            rank.follow(metadata.desired)
         if metadata.plan is not None and rank.side is not None:
             rank.side.begin_step(metadata.plan)
 
@@ -233,7 +235,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._host.side
         if side is None:
             return KVStowMetadata()
-        return KVStowMetadata(side.plan_step(scheduler_output), self._host.address_for_remote_ranks)
+        host = self._host
+        return KVStowMetadata(side.plan_step(scheduler_output), host.address_for_remote_ranks, host.take_desired())
 
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta

@@ -13,7 +13,7 @@ import kvstow
 from kvstow.bytesize import format_size
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError, InsufficientMemoryError, KvstowError
-from kvstow.messages import RankReport
+from kvstow.messages import DesiredState, RankReport
 from kvstow_service.agent import AdminAddress, RankAgent
 from kvstow_service.connectors.vllm.events import EventFeed
 from kvstow_service.connectors.vllm.facts import HostFacts, this_node
@@ -60,6 +60,7 @@ class SchedulerHost:
         self._admin_options = _admin_options(options, facts)
         self._pool: BlockPool | None = None
         self._hellos: dict[int, RankHello] = {}
+        self._desired: dict[int, DesiredState] = {}  # answers to what ranks have reported with their steps
         self._spans_nodes = False
 
     def bind(self, pool: BlockPool) -> None:
@@ -78,12 +79,19 @@ class SchedulerHost:
             return
         if news.report is not None:
             try:
-                self.engine.report(news.report)
+                self._desired[rank] = self.engine.report(news.report)
             except KvstowError as error:
                 self.engine.count_error("rank_report")
                 logger.warning("rank %d: its report is not taken: %s", rank, error)
         for boot_id, completions in news.completions:
             self.side.complete(rank, boot_id, completions)
+
+    def take_desired(self) -> Mapping[int, DesiredState]:
+        """What is wanted of the ranks that have reported with a step since the last call."""
+        desired = self._desired
+        if desired:
+            self._desired = {}
+        return desired
 
     @property
     def address_for_remote_ranks(self) -> AdminAddress | None:
@@ -211,6 +219,16 @@ class WorkerHost:
         self._report_at = now + _REPORT_SECONDS
         sent, self._heard_of = self._heard_of, self.agent.stats.sent
         return self.side.plane.report() if self._heard_of == sent else None
+
+    def follow(self, desired: Mapping[int, DesiredState]) -> None:
+        """What the agent would do with the answer to its report."""
+        own = desired.get(self._facts.rank)
+        if own is None or self._source is None:
+            return
+        try:
+            self._source.apply(own)
+        except Exception:  # vLLM's step goes on; the next report is answered again
+            logger.exception("rank %d: what is wanted of it cannot be done", self._facts.rank)
 
     def suspend(self) -> None:
         """vLLM is about to take its KV cache away."""

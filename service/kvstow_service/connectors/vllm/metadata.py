@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvstow.messages import Completion, RankReport
+from kvstow.messages import Completion, DesiredState, RankReport
 from kvstow_service.agent import AdminAddress
 from kvstow_service.connectors.vllm.scheduler import PlannedStep
 
@@ -28,10 +29,12 @@ class RankHello(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True)
 class KVStowMetadata(KVConnectorMetadata):
-    """From the scheduler side, with every step. `plan` is None until the scheduler side knows all ranks."""
+    """From the scheduler side, with every step. `plan` is None until the scheduler side knows all ranks. `desired`
+    answers ranks that have reported with a step."""
 
     plan: PlannedStep | None = None
     admin: AdminAddress | None = None
+    desired: Mapping[int, DesiredState] = field(default_factory=dict)
 
 
 class RankNews(NamedTuple):

@@ -197,10 +197,12 @@ class NoDataPlane:
 
 
 class PlaneSource:
-    """What the agent reports: the data plane that the worker side has now. Thread-safe."""
+    """What the agent reports: the data plane that the worker side has now. Thread-safe: answers come to the agent, or
+    with the steps where it reaches no server."""
 
     def __init__(self, side: WorkerSide) -> None:
         self._side = side
+        self._applying = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
     def report(self) -> RankReport:
@@ -208,7 +210,8 @@ class PlaneSource:
 
     def apply(self, desired: DesiredState) -> None:
         plane = self._side.plane
-        plane.apply(desired)
+        with self._applying:
+            plane.apply(desired)
         plane.start()  # whoever is answered has started
 
     def add_listener(self, callback: Callable[[], None]) -> None:
