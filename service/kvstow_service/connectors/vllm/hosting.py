@@ -88,9 +88,7 @@ class SchedulerHost:
 
     def take_desired(self) -> Mapping[int, DesiredState]:
         """What is wanted of the ranks that have reported with a step since the last call."""
-        desired = self._desired
-        if desired:
-            self._desired = {}
+        desired, self._desired = self._desired, {}
         return desired
 
     @property
