@@ -81,3 +81,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
     setup = Setup("twice", asynchronous=True, ranks=2, operator_rate=0.04, failure_rate=0.1, requests=60)
     assert run(setup) == run(setup)
     assert run(setup) != run(replace(setup, seed=2))
+    breaking = replace(setup, operator_rate=0.2, operations=("restart_rank", "kill_copy_thread"))
+    first = run(breaking)
+    assert first.operations.total() > 10
+    assert all(run(breaking) == first for _ in range(3))

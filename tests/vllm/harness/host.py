@@ -60,6 +60,7 @@ class Host:
         self._clock.advance(_STEP_SECONDS)
         self.engine.tick()
         for worker in self.workers.values():
+            worker.wait_pinned()  # or what a new rank reports would be a matter of threads
             worker.apply(self.engine.report(worker.report()))
             worker.wait_pinned()
 
