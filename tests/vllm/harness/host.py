@@ -60,9 +60,8 @@ class Host:
         self._clock.advance(_STEP_SECONDS)
         self.engine.tick()
         for worker in self.workers.values():
-            worker.wait_pinned()  # or what a new rank reports would be a matter of threads
+            worker.wait_pinned()  # or what it reports, new or grown, would be a matter of threads
             worker.apply(self.engine.report(worker.report()))
-            worker.wait_pinned()
 
     def advance(self) -> None:
         """Let a tick of all devices pass."""

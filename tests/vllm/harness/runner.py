@@ -86,5 +86,5 @@ class Runner:
     def _put(self, request_id: str, blocks: Sequence[Sequence[int]], computed: int, outputs: int) -> None:
         sequence = self._sequences[request_id]
         tables = [list(table) for table in blocks]
-        self._report.whole_hits += computed > 0 and computed % BLOCK_TOKENS == BLOCK_TOKENS - 1
+        self._report.whole_hits += computed % BLOCK_TOKENS == BLOCK_TOKENS - 1
         self._rows[request_id] = Row(sequence, tables, computed, sequence.num_prompt_tokens + outputs)
