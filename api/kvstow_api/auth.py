@@ -2,9 +2,10 @@
 
 Probes and metrics are open. Reading is, too, unless there is a file of viewer tokens: then it needs one of those,
 an admin token or a client certificate. Changing needs an admin token or a certificate where either is configured.
-The method decides, so a new route is covered without doing anything. The agent token opens the route by which a
-rank reports, nothing else. Browsers, which send no bearer token, may give a token as the password of Basic
-authentication, for reading only: they would send it along with what a page of another site makes them do.
+The method decides, so a new route is covered without doing anything. A rank's report always needs a credential, on
+every address: the agent's token, or what opens every change. The agent's token opens nothing else. Browsers, which
+send no bearer token, may give a token as the password of Basic authentication, for reading only: they would send it
+along with what a page of another site makes them do.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class AuthMiddleware:
                 return "admin"
             if known.viewers is not None and known.viewers.accepts(token):
                 return "viewer"
-        if known.guard_changes:
+        if known.guard_changes or _REPORT_PATH.fullmatch(scope["path"]):
             return None
         return "anonymous"
 

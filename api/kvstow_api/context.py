@@ -29,10 +29,11 @@ class ApiContext:
     change anything need its token. `viewer_token_file`: when set, reading needs one of its tokens or an admin's.
     `client_certificates`: the server verifies them, and one counts as an admin's token. `certificate_ends`: when the
     server's own certificate does, in seconds since the epoch; None where it speaks no TLS. `agent_token`: lets a rank's
-    agent report, nothing else. `readiness_require`: checks of `INFORMATIONAL_CHECKS` that shall fail `/readyz`.
-    `startup_grace`: seconds for which a rank may be silent before its first report. `live_checks` fail `/livez`: only
-    for what a restart cures, such as a dead thread; `ready_checks` and `startup_checks` fail the probes of their name.
-    `host_facts`: what the host can measure of its machine, called on a thread.
+    agent report, nothing else; without it only an admin's credential can. `readiness_require`: checks of
+    `INFORMATIONAL_CHECKS` that shall fail `/readyz`. `startup_grace`: seconds for which a rank may be silent before its
+    first report. `live_checks` fail `/livez`: only for what a restart cures, such as a dead thread; `ready_checks` and
+    `startup_checks` fail the probes of their name. `host_facts`: what the host can measure of its machine, called on a
+    thread.
     """
 
     engine: OffloadEngine

@@ -78,7 +78,7 @@ _IDEMPOTENCY_KEY: dict[str, Any] = {
 
 def _describe_operation(method: str, operation: dict[str, Any], shared: dict[str, Any]) -> None:
     if method != "get" or "401" in operation["responses"]:
-        operation["security"] = [{"token": []}, {}]
+        operation.setdefault("security", [{"token": []}, {}])
     if method == "post":
         operation.setdefault("parameters", []).append(_IDEMPOTENCY_KEY)
         operation["responses"].setdefault("409", {})  # the key is of a request under way

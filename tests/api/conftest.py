@@ -28,6 +28,9 @@ from kvstow_service.server import AdminServer
 SLOT_BYTES = 4096
 CAPACITY = 16
 RANKS = 2
+AGENT_TOKEN = "agent-token"
+AGENT = {"Authorization": f"Bearer {AGENT_TOKEN}"}
+"""Headers of a rank's agent."""
 
 
 class Ranks:
@@ -123,7 +126,7 @@ async def launch(engine: OffloadEngine, clock: FakeClock) -> AsyncIterator[Launc
 
         async def start(prepare: Callable[[FastAPI], object] | None = None, **changes: Any) -> httpx.AsyncClient:
             given = {"engine": engine, "max_capacity_slots": 2 * CAPACITY, "version": "1.2.3", "mode": "test"}
-            app = create_app(ApiContext(**{**given, "clock": clock, **changes}))
+            app = create_app(ApiContext(**{**given, "agent_token": AGENT_TOKEN, "clock": clock, **changes}))
             if prepare:
                 prepare(app)
             await stack.enter_async_context(app.router.lifespan_context(app))
@@ -140,7 +143,7 @@ def running(engine: OffloadEngine, *, uds: Path | None = None, **changes: Any) -
     with ExitStack() as stack:
         listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), uds)
         stack.callback(listeners.close)
-        app = create_app(ApiContext(**{**given, **changes}))
+        app = create_app(ApiContext(**{**given, "agent_token": AGENT_TOKEN, **changes}))
         server = AdminServer(app, listeners.sockets, lambda reason: pytest.fail(reason))
         server.start()
         stack.callback(server.stop)

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.api.conftest import AGENT, AGENT_TOKEN
 
 from kvstow.errors import ConfigError
 from kvstow_api.routes import ROUTERS
@@ -16,10 +17,10 @@ from kvstow_api.tokens import TokenFile, require_token
 pytestmark = pytest.mark.anyio
 
 ADMIN = {"Authorization": "Bearer admin-token"}
-AGENT = {"Authorization": "Bearer agent-token"}
 VIEWER = {"Authorization": "Bearer viewer-token"}
 
-CHANGES = [
+REPORT: tuple[str, str, Any] = ("POST", "/v1/ranks/{rank}/report", {})
+CHANGES: list[tuple[str, str, Any]] = [
     ("PATCH", "/v1/pools/host", {"policy": "arc"}),
     ("POST", "/v1/pools/host/evict", {"slots": 1}),
     ("POST", "/v1/pools/host/purge", {"all": True}),
@@ -34,7 +35,7 @@ CHANGES = [
     ("POST", "/v1/operations/{operation_id}/cancel", None),
     ("PATCH", "/v1/config", {"runtime": {"policy": "arc"}}),
     ("PUT", "/v1/loglevel", {"level": "info", "logger": "kvstow.api", "ttl_seconds": 60}),
-    ("POST", "/v1/ranks/{rank}/report", {}),
+    REPORT,
     *(
         (method, f"/v1/namespaces{rest}", None)
         for method in ("POST", "PUT", "PATCH", "DELETE")
@@ -80,7 +81,7 @@ def viewer_file(tmp_path: Path) -> Path:
 @pytest.fixture
 async def guarded(launch: Any, token_file: Path, ranks: Any) -> httpx.AsyncClient:
     """A client of an application that has an admin's and an agent's token."""
-    client: httpx.AsyncClient = await launch(token_file=token_file, agent_token="agent-token")
+    client: httpx.AsyncClient = await launch(token_file=token_file, agent_token=AGENT_TOKEN)
     return client
 
 
@@ -88,7 +89,7 @@ async def guarded(launch: Any, token_file: Path, ranks: Any) -> httpx.AsyncClien
 async def private(launch: Any, token_file: Path, viewer_file: Path, ranks: Any) -> httpx.AsyncClient:
     """As `guarded`, with a viewer's token."""
     files = {"token_file": token_file, "viewer_token_file": viewer_file}
-    client: httpx.AsyncClient = await launch(**files, agent_token="agent-token")
+    client: httpx.AsyncClient = await launch(**files, agent_token=AGENT_TOKEN)
     return client
 
 
@@ -250,11 +251,25 @@ async def test_reading_is_open(guarded: httpx.AsyncClient, path: str) -> None:
     assert (await guarded.get(path)).status_code == 200
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [change for change in CHANGES if change is not REPORT])
 async def test_without_a_token_file_changes_are_open(
     client: httpx.AsyncClient, ranks: Any, change: tuple[str, str, Any]
 ) -> None:
     assert (await ask(client, change, {})).status_code in (200, 202, 404, 422)
+
+
+@pytest.mark.parametrize("headers", REFUSED)
+@pytest.mark.parametrize("agent_token", [AGENT_TOKEN, None])
+async def test_a_report_needs_a_credential_where_changes_need_none(
+    launch: Any, ranks: Any, keys: list[bytes], agent_token: str | None, headers: dict[str, str]
+) -> None:
+    ranks.store(keys[:4])
+    client: httpx.AsyncClient = await launch(agent_token=agent_token)
+    forged = ranks.make_report(0, boot_id="forged").to_json()
+    answer = await client.post("/v1/ranks/0/report", json=forged, headers=headers)
+    assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized")
+    assert ranks.engine.readiness().ranks[0].boot_id == "boot-0"
+    assert all(ranks.engine.contains(keys[:4]))
 
 
 async def test_a_new_token_works_at_once_and_the_old_one_no_longer(

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from starlette.types import Message, Scope
+from tests.api.conftest import AGENT
 
 pytestmark = pytest.mark.anyio
 
@@ -59,7 +60,7 @@ async def test_an_absent_body_is_a_missing_field(client: httpx.AsyncClient) -> N
     (error,) = answer.json()["errors"]
     assert error["field"] == "body"
     assert error["allowed"] == "slots, bytes, idle_seconds, dry_run"
-    assert (await client.post("/v1/ranks/0/report")).status_code == 422
+    assert (await client.post("/v1/ranks/0/report", headers=AGENT)).status_code == 422
 
 
 async def test_a_body_that_says_it_is_too_large_is_not_read(client: httpx.AsyncClient) -> None:

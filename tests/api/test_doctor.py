@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.api.conftest import AGENT
 
 from kvstow.control.gate import BypassStatus, DrainStatus
 from kvstow.messages import DesiredState
@@ -201,7 +202,7 @@ def test_clocks_are_compared_when_they_are_told() -> None:
 async def test_the_route_gathers_the_facts(launch: Any, ranks: Any) -> None:
     hosts = {"host_facts": lambda: HOST._replace(huge_pages="never"), "certificate_ends": lambda: time.time() + DAY}
     client: httpx.AsyncClient = await launch(**hosts)
-    headers = {"X-KVStow-Clock": "0"}
+    headers = {**AGENT, "X-KVStow-Clock": "0"}
     await client.post("/v1/ranks/0/report", json=ranks.make_report(0).to_json(), headers=headers)
     ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
     body = (await client.get("/v1/doctor")).json()

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.api.conftest import AGENT
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -248,7 +249,7 @@ async def test_operations_and_changes_enter_the_journal(client: httpx.AsyncClien
     over = (await other.get("/v1/operations")).json()["items"][0]["id"]
     await other.post(f"/v1/operations/{over}/cancel")
     await other.patch("/v1/config?dry_run=true", json={"runtime": {"policy": "arc"}})
-    await other.post("/v1/ranks/0/report", json=ranks.make_report(0).to_json())
+    await other.post("/v1/ranks/0/report", json=ranks.make_report(0).to_json(), headers=AGENT)
     entries, lost = apps[0].state.services.journal.after(0)
     told = [
         (entry.type, entry.data.get("path") or entry.data["state"], entry.data.get("dry_run"))

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.exceptions import RequestValidationError
+from tests.api.conftest import AGENT
 
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.routes import ROUTERS
@@ -93,7 +94,8 @@ async def test_the_body_of_a_get_is_not_read(client: httpx.AsyncClient) -> None:
 async def test_a_number_that_is_too_large_is_named(
     client: httpx.AsyncClient, path: str, content: bytes, field: str, allowed: str
 ) -> None:
-    answer = await client.post(path, content=content, headers={"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"} | (AGENT if path.endswith("/report") else {})
+    answer = await client.post(path, content=content, headers=headers)
     (error,) = answer.json()["errors"]
     assert (answer.status_code, error["field"]) == (422, field)
     assert allowed in error["message"]

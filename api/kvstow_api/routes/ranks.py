@@ -40,7 +40,7 @@ async def get_rank(use: Use, rank: RankNumber) -> RankView:
     return RankView.of(ranks[rank])
 
 
-@router.post("/{rank}/report", responses=changing(404))
+@router.post("/{rank}/report", responses=changing(404), openapi_extra={"security": [{"token": []}]})
 async def report(use: Use, rank: RankNumber, body: Report, clock: Clock = None) -> DesiredView:
     """Take a rank's report; answers what is wanted of it."""
     message = RankReport.from_json(body)

@@ -8,9 +8,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import httpx
 import pytest
+from tests.api.conftest import AGENT_TOKEN
 
 from kvstow.messages import DesiredState
-from kvstow_api.client import ApiError, AsyncClient, Call, calls
+from kvstow_api.client import ApiError, AsyncClient, Call, Endpoint, calls
 from kvstow_api.client.eventstream import Subscription
 from kvstow_api.routes import ROUTERS
 from kvstow_api.views.base import View
@@ -140,8 +141,10 @@ async def test_an_operation_is_followed_to_its_end(kvstow: AsyncClient, ranks: A
     assert gone.value.status == 404
 
 
-async def test_a_report_is_answered_with_what_is_wanted(kvstow: AsyncClient, ranks: Any) -> None:
-    answer = await kvstow.send(calls.report(ranks.make_report(0), clock=1.5))
+async def test_a_report_is_answered_with_what_is_wanted(client: httpx.AsyncClient, ranks: Any) -> None:
+    transport: Any = client._transport
+    async with AsyncClient(Endpoint("http://kvstow", token=AGENT_TOKEN), transport=transport) as agent:
+        answer = await agent.send(calls.report(ranks.make_report(0), clock=1.5))
     assert answer == DesiredState(ranks.engine.engine_id, 16)
 
 

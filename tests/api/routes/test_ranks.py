@@ -4,6 +4,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.api.conftest import AGENT
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.clock import FakeClock
@@ -53,13 +54,13 @@ async def test_ranks_are_listed_and_shown(client: httpx.AsyncClient, ranks: Any)
 async def test_another_rank_is_a_problem(client: httpx.AsyncClient, ranks: Any, rank: str, status: int) -> None:
     assert (await client.get(f"/v1/ranks/{rank}")).status_code == status
     body = ranks.make_report(0).to_json()
-    assert (await client.post(f"/v1/ranks/{rank}/report", json=body)).status_code in (status, 422)
+    assert (await client.post(f"/v1/ranks/{rank}/report", json=body, headers=AGENT)).status_code in (status, 422)
 
 
 async def test_a_report_is_taken_and_answered(client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any) -> None:
     engine.admin.pause_pinning(True)
     body = ranks.make_report(1, boot_id="anew", state="pinning", pinned_slots=3).to_json()
-    answer = await client.post("/v1/ranks/1/report", json=body)
+    answer = await client.post("/v1/ranks/1/report", json=body, headers=AGENT)
     assert answer.status_code == 200
     assert answer.json() == engine.desired().to_json()
     assert answer.json()["paused"] is True
@@ -85,7 +86,7 @@ async def test_a_bad_report_is_refused_and_changes_nothing(
     client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, change: dict[str, Any], words: str
 ) -> None:
     before = engine.readiness()
-    answer = await client.post("/v1/ranks/1/report", json={**ranks.make_report(1).to_json(), **change})
+    answer = await client.post("/v1/ranks/1/report", json={**ranks.make_report(1).to_json(), **change}, headers=AGENT)
     assert answer.status_code == 422
     assert words in answer.json()["detail"]
     assert engine.readiness() == before
@@ -93,7 +94,7 @@ async def test_a_bad_report_is_refused_and_changes_nothing(
 
 @pytest.mark.parametrize("content", [b"[]", b"1", b"null", b'"x"', b"{}"])
 async def test_a_report_that_is_none_is_refused(client: httpx.AsyncClient, content: bytes) -> None:
-    headers = {"Content-Type": "application/json"}
+    headers = {**AGENT, "Content-Type": "application/json"}
     assert (await client.post("/v1/ranks/0/report", content=content, headers=headers)).status_code == 422
 
 
@@ -102,6 +103,6 @@ async def test_a_rank_that_starts_anew_loses_its_blocks(
 ) -> None:
     ranks.store(keys)
     body = ranks.make_report(0, boot_id="anew").to_json()
-    assert (await client.post("/v1/ranks/0/report", json=body)).status_code == 200
+    assert (await client.post("/v1/ranks/0/report", json=body, headers=AGENT)).status_code == 200
     assert engine.stats().slots.cached == 0
     assert (await client.get("/v1/stats")).json()["faults"]["rank_restarts"] == 1
