@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvstow_api.auth import ACTOR, is_reading
 from kvstow_api.problems import problem
 from kvstow_api.requests import CHANGED_NOTHING
 
-MAX_KEYS = 1000
-MAX_BYTES = 4 << 20  # of all kept answers together
+MAX_KEYS = 1000  # of one actor
+MAX_BYTES = 4 << 20  # of one actor's kept answers together
 KEPT_SECONDS = 3600.0
 MAX_KEY_LENGTH = 255
 
@@ -33,23 +34,62 @@ class _Kept:
     complete: bool = False
 
 
-class IdempotencyMiddleware:
-    """Keeps the answers to POSTs that carry a key: 1,000 keys, 4 MiB and an hour at most, the oldest go first.
+class _Answers:
+    """The kept answers of one actor, by key. Not locked: used on the event loop."""
 
-    The same key with another request answers 422; while the first is under way, 409. An error is not kept: the request
-    may be mended, and tried again with its key. Comes after those who read the body and know the actor; on the event
-    loop.
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: bytes) -> _Kept | None:
+        return self._kept.get(key)
+
+    def begin(self, key: bytes, entry: _Kept) -> None:
+        self._kept[key] = entry
+
+    def complete(self, entry: _Kept) -> None:
+        entry.complete = True
+        self._bytes += entry.size
+
+    def drop(self, key: bytes) -> None:
+        """Forget a request that is under way."""
+        self._kept.pop(key, None)
+
+    def forget(self, born_before: float) -> None:
+        """Drop complete entries that are too old, too many or too large, the oldest first. Entries under way are
+        bounded by the number of connections."""
+        for key, entry in list(self._kept.items()):
+            if entry.born >= born_before and len(self._kept) <= MAX_KEYS and self._bytes <= MAX_BYTES:
+                break
+            if entry.complete:
+                del self._kept[key]
+                self._bytes -= entry.size
+
+
+class IdempotencyMiddleware:
+    """Keeps the answers to POSTs that carry a key: of each actor 1,000 keys, 4 MiB and an hour at most, the oldest go
+    first.
+
+    A key belongs to the actor who sent it: no other actor meets its answer, conflicts with it, or pushes it out.
+    Requests that only read ignore the header. The number of actors is bounded by the credentials that the operator has
+    given out.
+
+    The same key with another request answers 422; while the first is under way, 409. An error is not kept: the client
+    may correct the request and send it again with its key. Comes after the middleware that reads the body and the one
+    that knows the actor; on the event loop.
     """
 
     def __init__(self, app: ASGIApp, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._app = app
         self._clock = clock
-        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
-        self._bytes = 0
+        self._answers: dict[str, _Answers] = {}  # by actor
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         keys = [value for name, value in scope.get("headers", ()) if name == b"idempotency-key"]
-        if scope["type"] != "http" or scope["method"] != "POST" or not keys:
+        if not keys or scope["type"] != "http" or not _takes_keys(scope):
             await self._app(scope, receive, send)
             return
         if len(keys) > 1 or not _KEY.fullmatch(keys[0]):
@@ -59,9 +99,12 @@ class IdempotencyMiddleware:
         message = await receive()
         fingerprint = _fingerprint(scope, message.get("body", b""))
         self._forget_old()
-        known = self._kept.get(keys[0])
+        answers = self._answers.setdefault(scope.get(ACTOR, "anonymous"), _Answers())
+        known = answers.get(keys[0])
         if known is None:
-            await self._run(keys[0], fingerprint, scope, _again(message, receive), send)
+            entry = _Kept(fingerprint, self._clock())
+            answers.begin(keys[0], entry)
+            await self._run(answers, keys[0], entry, scope, _again(message, receive), send)
         elif known.fingerprint != fingerprint:
             detail = "this Idempotency-Key was used for another request; a new request needs a new key"
             await problem(scope, 422, detail, code="idempotency_key_reused")(scope, receive, send)
@@ -74,35 +117,37 @@ class IdempotencyMiddleware:
             for kept in known.messages:
                 await send(kept)
 
-    async def _run(self, key: bytes, fingerprint: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        entry = self._kept[key] = _Kept(fingerprint, self._clock())
-
+    async def _run(
+        self, answers: _Answers, key: bytes, entry: _Kept, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         async def record(message: Message) -> None:
             entry.messages.append(message)
             entry.size += len(message.get("body", b""))
             await send(message)
 
+        succeeded = False
         try:
             await self._app(scope, receive, record)
-            entry.complete = bool(entry.messages) and entry.messages[0]["status"] < 400
+            succeeded = bool(entry.messages) and entry.messages[0]["status"] < 400
         finally:
-            if entry.complete:
+            if succeeded:
                 _mark_replayed(entry.messages)
-                self._bytes += entry.size
+                answers.complete(entry)
                 self._forget_old()
             else:
-                self._kept.pop(key, None)
+                answers.drop(key)
 
     def _forget_old(self) -> None:
-        """Drop complete entries that are too old, too many or too large; those under way are bounded by the number
-        of connections."""
+        """O(actors), and what is dropped."""
         oldest = self._clock() - KEPT_SECONDS
-        for key, entry in list(self._kept.items()):
-            if entry.born >= oldest and len(self._kept) <= MAX_KEYS and self._bytes <= MAX_BYTES:
-                break
-            if entry.complete:
-                del self._kept[key]
-                self._bytes -= entry.size
+        for actor, answers in list(self._answers.items()):
+            answers.forget(oldest)
+            if not len(answers):
+                del self._answers[actor]
+
+
+def _takes_keys(scope: Scope) -> bool:
+    return scope["method"] == "POST" and not is_reading(scope["method"], scope["path"])
 
 
 def _fingerprint(scope: Scope, body: bytes) -> bytes:

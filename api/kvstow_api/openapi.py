@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
+from kvstow_api.auth import is_reading
 from kvstow_api.idempotency import MAX_KEY_LENGTH
 from kvstow_api.problems import MEDIA_TYPE
 from kvstow_api.views.problem import ProblemView
@@ -60,9 +61,9 @@ def _share_problems(schema: dict[str, Any]) -> dict[str, Any]:
     schemas["ProblemView"] = description
     components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     responses = components.setdefault("responses", {})
-    for item in schema["paths"].values():
+    for path, item in schema["paths"].items():
         for method, operation in item.items():
-            _describe_operation(method, operation, responses)
+            _describe_operation(method, path, operation, responses)
     return schema
 
 
@@ -76,10 +77,10 @@ _IDEMPOTENCY_KEY: dict[str, Any] = {
 }
 
 
-def _describe_operation(method: str, operation: dict[str, Any], shared: dict[str, Any]) -> None:
+def _describe_operation(method: str, path: str, operation: dict[str, Any], shared: dict[str, Any]) -> None:
     if method != "get" or "401" in operation["responses"]:
         operation.setdefault("security", [{"token": []}, {}])
-    if method == "post":
+    if method == "post" and not is_reading("POST", path):
         operation.setdefault("parameters", []).append(_IDEMPOTENCY_KEY)
         operation["responses"].setdefault("409", {})  # the key is of a request under way
     for status, response in operation["responses"].items():

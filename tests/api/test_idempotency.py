@@ -10,7 +10,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvstow.testing.clock import FakeClock
-from kvstow_api.idempotency import KEPT_SECONDS, MAX_KEYS, IdempotencyMiddleware
+from kvstow_api.auth import ACTOR
+from kvstow_api.idempotency import KEPT_SECONDS, MAX_BYTES, MAX_KEYS, IdempotencyMiddleware
 
 pytestmark = pytest.mark.anyio
 
@@ -86,6 +87,28 @@ async def test_a_key_does_not_open_what_a_token_guards(launch: Any, tmp_path: An
     assert (await client.post(RETRY, headers=key("a"))).status_code == 401
 
 
+async def test_requests_that_only_read_ignore_keys(client: httpx.AsyncClient, ranks: Any, keys: list[bytes]) -> None:
+    ranks.store(keys[:1])
+    for wanted, found in ((keys[0], True), (keys[1], False)):
+        answer = await client.post("/v1/lookup", json={"keys": [wanted.hex()]}, headers=key("a"))
+        assert (answer.status_code, answer.json()["present"]) == (200, [found])
+        assert "idempotency-replayed" not in answer.headers
+    assert (await client.post(RETRY, headers=key("a"))).status_code == 202
+
+
+async def test_anonymous_readers_do_not_push_out_an_admins_key(launch: Any, tmp_path: Any, ranks: Any) -> None:
+    path = tmp_path / "token"
+    path.write_text("admin")
+    client: httpx.AsyncClient = await launch(token_file=path)
+    admin = {**key("a"), "Authorization": "Bearer admin"}
+    assert (await client.post(RETRY, headers=admin)).status_code == 202
+    for number in range(MAX_KEYS + 5):
+        await client.post("/v1/lookup", json={"keys": ["00aa"]}, headers=key(str(number)))
+    again = await client.post(RETRY, headers=admin)
+    assert again.headers.get("idempotency-replayed") == "true"
+    assert ranks.engine.desired().pin_attempt == 1
+
+
 async def test_other_methods_do_not_use_it(client: httpx.AsyncClient, ranks: Any) -> None:
     for mode in ("all", "stop_stores"):
         answer = await client.put("/v1/drain", json={"mode": mode}, headers=key("a"))
@@ -104,7 +127,7 @@ class Backend:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.calls += 1
-        assert (await receive())["body"] == b"body"
+        assert (await receive())["body"].lower() == b"body"
         self.entered.set()
         await self.go.wait()
         await self.answer()(scope, receive, send)
@@ -117,12 +140,20 @@ def backend() -> Backend:
 
 @pytest.fixture
 def caller(backend: Backend, clock: FakeClock) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(IdempotencyMiddleware(backend, clock=clock), raise_app_exceptions=False)
+    keeping = IdempotencyMiddleware(backend, clock=clock)
+
+    async def with_actor(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[ACTOR] = dict(scope["headers"])[b"x-actor"].decode()
+        await keeping(scope, receive, send)
+
+    transport = httpx.ASGITransport(with_actor, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://kvstow")
 
 
-async def post(caller: httpx.AsyncClient, name: str) -> httpx.Response:
-    return await caller.post("/", content=b"body", headers=key(name))
+async def post(
+    caller: httpx.AsyncClient, name: str, *, actor: str = "admin", content: bytes = b"body"
+) -> httpx.Response:
+    return await caller.post("/", content=content, headers={**key(name), "X-Actor": actor})
 
 
 async def test_while_the_first_is_under_way_the_second_is_a_conflict(
@@ -165,6 +196,31 @@ async def test_keys_are_forgotten_after_an_hour(caller: httpx.AsyncClient, backe
     clock.advance(1.0)
     await post(caller, "a")
     assert backend.calls == 2
+
+
+async def test_a_key_belongs_to_the_actor_who_sent_it(caller: httpx.AsyncClient, backend: Backend) -> None:
+    backend.go.clear()
+    first = asyncio.create_task(post(caller, "a"))
+    await backend.entered.wait()
+    backend.entered.clear()
+    other = asyncio.create_task(post(caller, "a", actor="certificate:ops", content=b"BODY"))
+    await asyncio.wait_for(backend.entered.wait(), 20)  # no conflict while the admin's is under way
+    backend.go.set()
+    assert [(await task).status_code for task in (first, other)] == [200, 200]
+    assert (await post(caller, "a", content=b"body")).headers["idempotency-replayed"] == "true"
+    assert (await post(caller, "a", actor="certificate:ops", content=b"body")).status_code == 422
+    assert backend.calls == 2
+
+
+async def test_an_actor_pushes_out_only_its_own_keys(caller: httpx.AsyncClient, backend: Backend) -> None:
+    await post(caller, "a")
+    for number in range(MAX_KEYS + 5):
+        await post(caller, str(number), actor="agent")
+    backend.answer = lambda: Response(bytes(MAX_BYTES + 1))
+    await post(caller, "large", actor="agent")
+    calls = backend.calls
+    assert (await post(caller, "a")).headers["idempotency-replayed"] == "true"
+    assert backend.calls == calls
 
 
 async def test_only_so_many_keys_are_kept(caller: httpx.AsyncClient, backend: Backend) -> None:

@@ -95,6 +95,17 @@ async def test_the_report_is_described(schema: dict[str, Any]) -> None:
     assert {"rank", "boot_id", "pinned_slots"} <= set(body["content"]["application/json"]["schema"]["properties"])
 
 
+async def test_a_report_always_needs_the_token(schema: dict[str, Any]) -> None:
+    always = [path for _, path, operation in operations(schema) if operation.get("security") == [{"token": []}]]
+    assert always == ["/v1/ranks/{rank}/report"]
+
+
+async def test_only_posts_that_change_something_take_an_idempotency_key(schema: dict[str, Any]) -> None:
+    for method, path, operation in operations(schema):
+        taken = "Idempotency-Key" in {parameter["name"] for parameter in operation.get("parameters", ())}
+        assert taken == (method == "post" and path != "/v1/lookup"), (method, path)
+
+
 EXAMPLES = [
     (view, example)
     for module in pkgutil.iter_modules(views.__path__, f"{views.__name__}.")
