@@ -45,8 +45,9 @@ class OffloadWorker:
         self._closed = False
         name = f"kvstow-copy-{rank}"
         self._may_drive = device.capabilities.copies_alone
-        self._copies = CopyThread(name, device, pool.slot_bytes, max_queued, clock, self._listeners.tell)
         pool.add_listener(self._listeners.tell)
+        # Last: once the thread runs, nothing may raise and leave the device to two owners.
+        self._copies = CopyThread(name, device, pool.slot_bytes, max_queued, clock, self._listeners.tell)
 
     def start(self, *, at_ease: bool = False) -> None:
         """Pin the pool, in the background; idempotent. `at_ease`: take longer about it, until called without, as a host

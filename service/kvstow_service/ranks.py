@@ -12,6 +12,7 @@ import torch
 
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
+from kvstow.devices.base import Device
 from kvstow.devices.cpu import CpuDevice, cpu_registrar
 from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar, DriverUnavailableError
 from kvstow.devices.cuda.driver import load_driver
@@ -21,6 +22,8 @@ from kvstow.memory.pool import HostPool
 from kvstow.worker import OffloadWorker
 from kvstow_service.place import ON_CPU, Place
 from kvstow_service.shapes import even_shape
+
+_Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +67,31 @@ def build_rank(rank: int, config: PoolConfig, kv_blocks: int, place: Place = ON_
     layout = (place.shape or even_shape(config.slot_bytes)).layout(kv_blocks)
     with ExitStack() as undo:
         if place.device == "cuda":
-            local = _build_cuda(rank, config, layout, CudaOptions(strategy=place.copy_strategy), undo)
+            pool, device, tensors = _on_cuda(rank, config, layout, CudaOptions(strategy=place.copy_strategy), undo)
         else:
-            local = _build_cpu(rank, config, layout, undo)
+            pool, device, tensors = _on_cpu(config, layout, undo)
+        undo.callback(device.close)
+        local = LocalRank(OffloadWorker(rank, pool, device), layout, tensors)
         undo.pop_all()
     return local
 
 
-def _build_cpu(rank: int, config: PoolConfig, layout: KVLayout, undo: ExitStack) -> LocalRank:
+def _on_cpu(config: PoolConfig, layout: KVLayout, undo: ExitStack) -> tuple[HostPool, Device, _Tensors]:
     pool = HostPool(config, cpu_registrar(config))
     undo.callback(pool.close)
     tensors = _kv_cache(layout, torch.device("cpu"))  # not resident before it is written
-    return LocalRank(OffloadWorker(rank, pool, CpuDevice(pool, layout, tensors)), layout, tensors)
+    return pool, CpuDevice(pool, layout, tensors), tensors
 
 
-def _build_cuda(rank: int, config: PoolConfig, layout: KVLayout, options: CudaOptions, undo: ExitStack) -> LocalRank:
+def _on_cuda(
+    rank: int, config: PoolConfig, layout: KVLayout, options: CudaOptions, undo: ExitStack
+) -> tuple[HostPool, Device, _Tensors]:
     ordinal = _gpu_of(rank)
     registrar = CudaRegistrar(ordinal)
     pool = HostPool(config, registrar, numa_node=registrar.numa_node)
     undo.callback(pool.close)
     tensors = _kv_cache(layout, torch.device("cuda", ordinal))
-    device = CudaDevice(pool, layout, tensors, registrar=registrar, options=options)
-    undo.callback(device.close)
-    return LocalRank(OffloadWorker(rank, pool, device), layout, tensors)
+    return pool, CudaDevice(pool, layout, tensors, registrar=registrar, options=options), tensors
 
 
 def _gpu_of(rank: int) -> int:

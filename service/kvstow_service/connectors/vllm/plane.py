@@ -57,6 +57,7 @@ def build_plane(rank: int, pool_bytes: int, max_bytes: int, options: ConnectorOp
             pool, mover = _on_cpu(config, kv, undo)
         else:
             raise ConfigError("device of the KV cache", str(device), "cuda or cpu")
+        undo.callback(mover.close)
         worker = OffloadWorker(rank, pool, mover)
         undo.pop_all()
     return worker

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
 from kvstow.memory.pool import HostPool
 from kvstow.messages import Completion, Op, StepPlan
+from kvstow.testing.device import FakeDevice
 from kvstow.testing.registrar import FakeRegistrar
 from kvstow.worker import OffloadWorker
 from kvstow_service.connectors.vllm import plane
@@ -106,6 +110,31 @@ def test_a_plane_that_cannot_be_built_leaves_nothing_behind(
     with pytest.raises(RuntimeError, match="no device"):
         build_plane(0, 10 * PAGE, 0, ConnectorOptions(lock=False), kv[1])
     assert pools[0].status().state == "closed"
+
+
+@pytest.mark.parametrize("path", ["_on_cpu", "_on_cuda"])
+def test_a_worker_that_cannot_be_made_leaves_neither_device_nor_pool(
+    path: str, kv: tuple[dict[str, torch.Tensor], KVGeometry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, device, closed = make_pool(kv[1], FakeRegistrar()), FakeDevice(), list[str]()
+    monkeypatch.setattr(device, "close", lambda: closed.append("device"))
+
+    def build(*arguments: Any) -> tuple[HostPool, FakeDevice]:
+        undo: ExitStack = arguments[-1]
+        undo.callback(lambda: closed.append("pool"))
+        undo.callback(pool.close)
+        return pool, device
+
+    def refuse(*_: object) -> OffloadWorker:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(plane, path, build)
+    monkeypatch.setattr(plane, "OffloadWorker", refuse)
+    place = SimpleNamespace(device=torch.device(path.removeprefix("_on_")))
+    geometry = KVGeometry(kv[1].layout, (place,))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        build_plane(0, 10 * PAGE, 0, ConnectorOptions(lock=False), geometry)
+    assert closed == ["device", "pool"], "a device copies from the pool until it is closed"
 
 
 def test_on_the_cpu_all_work_is_done_when_its_call_returns() -> None:
