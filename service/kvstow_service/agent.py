@@ -88,7 +88,8 @@ class RankAgent:
 
     Guarantees: no failure ends the thread, neither of the server nor of the rank: the next beat tries again,
     and only the first failure and the recovery are logged, and each change of the rank's state. `stop` is
-    idempotent and waits for a beat under way.
+    idempotent and waits for nothing: a server may take seconds to answer, and neither the rank's memory nor the end
+    of the process waits for it. A beat under way ends on the agent's own thread, and its answer is not applied.
     """
 
     def __init__(
@@ -115,11 +116,9 @@ class RankAgent:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout: float = 2 * _TIMEOUT_SECONDS) -> None:
+    def stop(self) -> None:
         self._stopping.set()
         self._wake.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
 
     def offer(self, address: AdminAddress) -> None:
         """Use this address where the server is not found otherwise. Safe on any thread, and cheap to repeat."""
@@ -157,12 +156,15 @@ class RankAgent:
                 return
             from kvstow_api.client import calls  # not before there is a server: the host is starting, too
 
-            self._source.apply(client.send(calls.report(report, clock=time.time())))
+            desired = client.send(calls.report(report, clock=time.time()))
+            if self._stopping.is_set():
+                return
+            self._source.apply(desired)
             self._told = report
         except Exception as error:  # whatever it is, the thread goes on
             self._due_at = time.monotonic() + self._interval
             self._failed += 1
-            if not self._failing:
+            if not self._failing and not self._stopping.is_set():
                 logger.warning("rank %d: report failed, trying on: %s", self._rank, error, exc_info=_if_defect(error))
             self._failing = True
             self._hang_up()

@@ -28,8 +28,8 @@ class Fleet:
     """The ranks `0..num_ranks - 1` of this process.
 
     Guarantees: `start` returns at once; torch is imported on the fleet's thread. A rank that cannot be built
-    reports why, like any other failure, and the others go on. `close` is idempotent, ends each agent before its
-    worker, and leaves no memory registered.
+    reports why, like any other failure, and the others go on. `close` is idempotent, stops each agent before it
+    closes the agent's worker, and leaves no memory registered.
     """
 
     def __init__(

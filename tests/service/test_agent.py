@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import logging
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -238,7 +240,43 @@ def test_stop_is_idempotent_and_ends_the_thread(serving: Any, start: Any, admin:
     agent = start(listeners.url)
     agent.stop()
     agent.stop()
-    assert "kvstow-agent-1" not in {thread.name for thread in threading.enumerate()}
+    eventually(lambda: not is_running())
+
+
+def is_running() -> bool:
+    return "kvstow-agent-1" in {thread.name for thread in threading.enumerate()}
+
+
+def test_stop_does_not_wait_for_a_server_that_hangs_and_its_late_answer_changes_nothing(
+    start: Any, rank: FakeRank, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        agent = start(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.recv(1 << 16)
+            agent.stop()
+            assert is_running(), "the beat is under way: nobody has waited for it"
+            answer = json.dumps(DesiredState("engine", 8).to_json()).encode()
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(answer), answer))
+            eventually(lambda: not is_running())
+    assert rank.applied == []
+    assert caplog.records == []
+
+
+def test_a_beat_that_never_ends_does_not_hold_up_the_end_of_the_process(child_environ: dict[str, str]) -> None:
+    code = (
+        "import threading; from types import SimpleNamespace; from kvstow_service.agent import RankAgent\n"
+        "looking = threading.Event()\n"
+        "def find(): looking.set(); threading.Event().wait()\n"
+        "report = SimpleNamespace(\n"
+        "    state='pinning', error=None, notice=None, pinned_bytes=0, target_bytes=1, pin_mode='')\n"
+        "rank = SimpleNamespace(report=lambda: report, add_listener=lambda callback: None)\n"
+        "agent = RankAgent(0, rank, find); agent.start(); assert looking.wait(10); agent.stop(); print('ended')"
+    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, env=child_environ, capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stdout == "ended\n"
 
 
 def test_an_agent_that_was_never_started_can_be_stopped(rank: FakeRank) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,6 +249,29 @@ def test_pinning_is_at_ease_while_vllm_starts_and_does_not_wait_for_it(
     host.register(kv_caches())
     host.close()
     assert started == [not waits]
+
+
+def test_the_data_plane_closes_while_the_agent_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may take seconds to answer it, or to refuse."""
+    looking, looked = threading.Event(), threading.Event()
+    closed: list[bool] = []
+
+    def look() -> None:
+        looking.set()
+        assert host.side is not None
+        deadline = time.monotonic() + 5
+        while host.side.plane.report().state != "stopped" and time.monotonic() < deadline:
+            time.sleep(0.001)
+        closed.append(host.side.plane.report().state == "stopped")
+        looked.set()
+
+    monkeypatch.setattr(hosting, "Rendezvous", lambda _: look)
+    host = WorkerHost(ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False), make_facts(), BLOCKS)
+    host.register(kv_caches())
+    assert looking.wait(10)
+    host.close()
+    assert looked.wait(10)
+    assert closed == [True]
 
 
 def test_a_machine_without_the_memory_refuses_before_anything_is_taken() -> None:
