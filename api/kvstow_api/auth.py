@@ -15,6 +15,7 @@ import binascii
 import hmac
 import logging
 import re
+from contextlib import suppress
 from typing import NamedTuple
 
 from starlette.responses import Response
@@ -27,7 +28,7 @@ from kvstow_api.tokens import TokenFile, is_loopback
 logger = logging.getLogger("kvstow.api")
 
 ACTOR = "kvstow.actor"
-"""Key in an ASGI scope of who asks: admin, agent, or anonymous."""
+"""Key in an ASGI scope of who asks: admin, certificate:SUBJECT, viewer, agent, or anonymous."""
 
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -36,6 +37,7 @@ CERTIFICATE = "client_certificate"
 
 _READING_POST = "/v1/lookup"  # a body, because a query has no room for a thousand keys
 _OPEN_PATHS = re.compile(r"/(livez|readyz|health|healthz|startupz)(/[^/]*)?|/metrics")
+_CERTIFICATE_ACTOR = "certificate:"
 _PORT = re.compile(r":\d+$")
 _REPORT_PATH = re.compile(r"/v1/ranks/[^/]+/report")
 
@@ -43,6 +45,11 @@ _REPORT_PATH = re.compile(r"/v1/ranks/[^/]+/report")
 def is_reading(method: str, path: str) -> bool:
     """Whether such a request changes nothing."""
     return method in READING_METHODS or (method == "POST" and path == _READING_POST)
+
+
+def is_admin(actor: str) -> bool:
+    """Whether that actor, as a scope has it, has shown a credential that opens every change."""
+    return actor == "admin" or actor.startswith(_CERTIFICATE_ACTOR)
 
 
 class Credentials(NamedTuple):
@@ -79,6 +86,8 @@ class AuthMiddleware:
         scope[ACTOR] = "anonymous"
         reading = is_reading(scope["method"], scope["path"])
         if reading and (self._credentials.viewers is None or _OPEN_PATHS.fullmatch(scope["path"])):
+            with suppress(ConfigError):  # nobody needs a token here; an admin is known by one all the same
+                scope[ACTOR] = self._actor(scope, _token(scope, reading)) or "anonymous"
             return None
         if not reading and _is_cross_site(scope, self._credentials.guard_changes):
             return problem(scope, 403, "web pages of other sites may change nothing")
@@ -102,7 +111,7 @@ class AuthMiddleware:
         known = self._credentials
         certificate = scope.get("state", {}).get(CERTIFICATE) if known.certificates else None
         if certificate is not None:
-            return f"certificate:{certificate}"
+            return f"{_CERTIFICATE_ACTOR}{certificate}"
         if token is not None:
             if self._agent_token and hmac.compare_digest(token, self._agent_token):
                 return "agent"

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Collection, Iterator
 from typing import Any, NamedTuple, Self
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.errors import QueueFullError
 from kvstow.keys import format_key
 from kvstow_api.journal import Journal
+from kvstow_api.streamlimit import StreamLimit
 from kvstow_api.views.events import EventView
 
-MAX_STREAMS = 32
+MAX_STREAMS, RESERVED_STREAMS, STREAMS_PER_CLIENT = 32, 8, 16
 POLL_SECONDS = 0.25  # a look at two counters; a call from under the engine's lock would cost every store more
 _SILENT_POLLS = 60  # then a comment is sent, so that a client knows that the server is there
 _MAX_BATCH = 100  # block events read at once
@@ -44,21 +44,21 @@ class Cursor(NamedTuple):
 
 
 class EventStreams:
-    """The streams of one server: at most 32, each with its own cursor. Used on the event loop."""
+    """The streams of one server, each with its own cursor. Used on the event loop."""
 
     def __init__(self, engine: OffloadEngine, journal: Journal) -> None:
         self._engine, self._journal = engine, journal
-        self._open = 0
+        self.limit = StreamLimit(
+            "event streams", most=MAX_STREAMS, reserved=RESERVED_STREAMS, per_client=STREAMS_PER_CLIENT
+        )
+        """Whoever sends a stream holds a place of this."""
         self.lost = 0
         """Events that were no longer kept when a stream came to them."""
 
     def open(
         self, wanted: Collection[str], *, after: str | None = None, recent: int = 0, poll: float = POLL_SECONDS
     ) -> AsyncIterator[bytes]:
-        """The stream from the event with id `after` on, or from `recent` journal entries ago. Raises `QueueFullError`
-        where there are too many streams."""
-        if self._open >= MAX_STREAMS:
-            raise QueueFullError(f"{MAX_STREAMS} event streams are open; no more may")
+        """The stream from the event with id `after` on, or from `recent` journal entries ago."""
         now = Cursor(self._engine.engine_id, self._journal.last, self._engine.events.last_sequence)
         begin, known = now._replace(journal=max(0, now.journal - recent)), True
         if after is not None:
@@ -68,24 +68,20 @@ class EventStreams:
         return self._run(_Reader(self._engine, self._journal, frozenset(wanted), begin), known, poll)
 
     async def _run(self, reader: _Reader, known: bool, poll: float) -> AsyncIterator[bytes]:
-        self._open += 1
-        try:
-            yield f"retry: {_RETRY_MS}\n\n".encode()
-            if not known:
-                yield _format(EventView(id=str(reader.cursor), type="lost", data={"count": None}))
-            silent = 0
-            while True:
-                chunk = b"".join(map(_format, reader.read()))
-                self.lost += reader.take_lost()
-                silent = 0 if chunk else silent + 1
-                if chunk:
-                    yield chunk
-                elif silent % _SILENT_POLLS == 0:
-                    yield b": nothing happened\n\n"
-                if not reader.behind:
-                    await asyncio.sleep(poll)
-        finally:
-            self._open -= 1
+        yield f"retry: {_RETRY_MS}\n\n".encode()
+        if not known:
+            yield _format(EventView(id=str(reader.cursor), type="lost", data={"count": None}))
+        silent = 0
+        while True:
+            chunk = b"".join(map(_format, reader.read()))
+            self.lost += reader.take_lost()
+            silent = 0 if chunk else silent + 1
+            if chunk:
+                yield chunk
+            elif silent % _SILENT_POLLS == 0:
+                yield b": nothing happened\n\n"
+            if not reader.behind:
+                await asyncio.sleep(poll)
 
 
 class _Reader:

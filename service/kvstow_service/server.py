@@ -53,6 +53,7 @@ class AdminServer:
                 loop="asyncio",  # uvicorn before 0.36 makes uvloop, if there is one, the policy of the whole process
                 log_config=None,
                 server_header=False,
+                proxy_headers=False,  # by default a client on loopback could say that it is another one
                 lifespan="on",
                 ws="none",
                 timeout_graceful_shutdown=_GRACE_SECONDS,

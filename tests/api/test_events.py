@@ -11,9 +11,8 @@ from tests.api.conftest import AGENT
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.errors import QueueFullError
 from kvstow_api.client.eventstream import EventParser
-from kvstow_api.eventstream import MAX_STREAMS, EventStreams
+from kvstow_api.eventstream import EventStreams
 from kvstow_api.journal import Journal
 from kvstow_api.views.events import EventView
 from kvstow_api.watch import Watch
@@ -159,18 +158,6 @@ async def test_an_id_of_another_life_is_told_and_the_journal_starts_anew(
     lost = await reader.next()
     assert (lost.type, lost.data) == ("lost", {"count": None})
     assert (await reader.next()).data["state"] == "a"
-
-
-async def test_only_so_many_streams_are_open(streams: EventStreams) -> None:
-    opened = [streams.open(("state",)) for _ in range(MAX_STREAMS)]
-    for stream in opened:
-        await anext(stream)
-    with pytest.raises(QueueFullError, match="32 event streams"):
-        streams.open(("state",))
-    await opened[0].aclose()  # type: ignore[attr-defined]
-    streams.open(("state",))
-    for stream in opened[1:]:
-        await stream.aclose()  # type: ignore[attr-defined]
 
 
 async def test_a_silent_stream_says_that_it_is_alive(streams: EventStreams) -> None:

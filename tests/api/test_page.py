@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from kvstow.errors import QueueFullError
 from kvstow.testing.clock import FakeClock
 from kvstow_api.page.chart import polylines
-from kvstow_api.page.facts import _hits
-from kvstow_api.page.live import MAX_STREAMS, StatusPage
+from kvstow_api.page.facts import Facts, _hits, look
+from kvstow_api.page.live import INTERVAL, StatusPage
 from kvstow_api.page.render import SECTIONS
 from kvstow_api.series import Line
+from kvstow_api.services import Services
 from kvstow_api.views.history import SampleView
 
 pytestmark = pytest.mark.anyio
@@ -117,8 +117,11 @@ async def test_it_tells_what_an_operator_asks_first(client: httpx.AsyncClient, r
     assert [words for words in told if words not in text] == []
 
 
-async def test_what_an_operator_has_switched_is_told_with_what_undoes_it(client: httpx.AsyncClient, ranks: Any) -> None:
+async def test_what_an_operator_has_switched_is_told_with_what_undoes_it(
+    client: httpx.AsyncClient, ranks: Any, clock: FakeClock
+) -> None:
     assert "ends it" not in (await client.get("/")).text
+    clock.advance(INTERVAL)
     ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=600.0)
     ranks.engine.admin.pause_pinning(True)
     text = (await client.get("/")).text
@@ -135,8 +138,9 @@ async def test_a_check_says_nothing_twice(client: httpx.AsyncClient, ranks: Any)
     assert '<li class="open">pinned</li>' in text
 
 
-async def test_the_bar_is_of_the_whole_pool(client: httpx.AsyncClient, ranks: Any) -> None:
+async def test_the_bar_is_of_the_whole_pool(client: httpx.AsyncClient, ranks: Any, clock: FakeClock) -> None:
     assert "not pinned" not in (await client.get("/")).text
+    clock.advance(INTERVAL)
     ranks.report(pinned_slots=4, state="pinning")
     text = (await client.get("/")).text
     assert '<rect class="free" x="0" width="250" height="10"/>' in text
@@ -215,21 +219,26 @@ async def test_many_ranks_do_not_make_it_long(launch: Any) -> None:
     assert len(answer.content) < LIMIT
 
 
-async def test_the_stream_sends_each_part_once_and_then_what_changes(page: StatusPage, ranks: Any) -> None:
-    stream = page.open(interval=0.0)
+async def test_the_stream_sends_each_part_once_and_then_what_changes(
+    page: StatusPage, ranks: Any, clock: FakeClock
+) -> None:
+    stream = page.open(poll=0.0)
     assert (await anext(stream)).startswith(b"retry: ")
     assert sections_in(await anext(stream)) == list(SECTIONS)
     ranks.engine.admin.drain("all", None)
+    clock.advance(INTERVAL)
     chunk = await anext(stream)
-    while "state" not in sections_in(chunk):
-        chunk = await anext(stream)
+    assert "state" in sections_in(chunk)
     assert b'data: <h1>kvstow <span class="pill draining">draining</span></h1>\n' in chunk
     assert "memory" not in sections_in(chunk)
     await stream.aclose()  # type: ignore[attr-defined]
 
 
-async def test_a_silent_stream_says_that_it_is_alive(page: StatusPage, clock: FakeClock) -> None:
-    stream = page.open(interval=0.0)
+async def test_a_silent_stream_says_that_it_is_alive(
+    page: StatusPage, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow_api.page.live.SILENT_SECONDS", 2.0)  # before a silent rank is news
+    stream = page.open(poll=0.0)
     for _ in range(2):
         await anext(stream)
     clock.advance(2.0)  # time alone is no news
@@ -237,16 +246,52 @@ async def test_a_silent_stream_says_that_it_is_alive(page: StatusPage, clock: Fa
     await stream.aclose()  # type: ignore[attr-defined]
 
 
-async def test_only_so_many_browsers_are_served(page: StatusPage) -> None:
-    streams = [page.open() for _ in range(MAX_STREAMS)]
+async def test_all_viewers_share_one_look_a_second(
+    page: StatusPage, ranks: Any, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Facts] = []
+
+    def counted(use: Services) -> Facts:
+        looks.append(look(use))
+        return looks[-1]
+
+    monkeypatch.setattr("kvstow_api.page.live.look", counted)
+    streams = [page.open(poll=0.0) for _ in range(20)]
     for stream in streams:
         await anext(stream)
-    with pytest.raises(QueueFullError, match="16 browsers"):
-        page.open()
-    await streams[0].aclose()  # type: ignore[attr-defined]
-    page.open()
-    for stream in streams[1:]:
+    first = [await anext(stream) for stream in streams]
+    assert {chunk == first[0] for chunk in first} == {True}
+    await page.document()
+    assert len(looks) == 1
+    ranks.engine.admin.drain("all", None)
+    clock.advance(INTERVAL)
+    changed = [await anext(stream) for stream in streams]
+    assert all(b"draining" in chunk for chunk in changed)
+    assert b"draining" in await page.document()
+    assert len(looks) == 2
+    for stream in streams:
         await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_part_that_has_not_changed_is_not_made_anew(page: StatusPage, ranks: Any, clock: FakeClock) -> None:
+    document = await page.document()
+    clock.advance(INTERVAL)
+    assert await page.document() is document
+
+
+async def test_a_viewer_that_comes_late_gets_all_parts_as_they_are_now(
+    page: StatusPage, ranks: Any, clock: FakeClock
+) -> None:
+    await page.document()
+    ranks.engine.admin.drain("all", None)
+    clock.advance(INTERVAL)
+    await page.document()
+    late = page.open(poll=0.0)
+    await anext(late)
+    chunk = await anext(late)
+    assert sections_in(chunk) == list(SECTIONS)
+    assert b"draining" in chunk
+    await late.aclose()  # type: ignore[attr-defined]
 
 
 def test_a_line_has_a_polyline_for_each_run_without_a_gap() -> None:

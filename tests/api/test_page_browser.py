@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.api.browser import Browser
 from tests.api.conftest import running
+
+from kvstow_api.page.live import STREAMS_PER_CLIENT
 
 pytestmark = pytest.mark.browser
 
@@ -43,6 +47,23 @@ def test_a_server_that_has_gone_is_told_where_everybody_looks(browser: Browser, 
     assert browser.evaluate("document.title") == "kvstow: no answer"
     assert browser.evaluate("document.getElementById('live').getBoundingClientRect().top") < 100
     assert browser.evaluate("getComputedStyle(document.querySelector('main')).opacity") == "0.5"
+
+
+def test_a_page_that_gets_no_stream_says_so_and_is_renewed_all_the_same(
+    browser: Browser, serve: Any, ranks: Any
+) -> None:
+    listeners = serve()
+    with ExitStack() as viewers:
+        for _ in range(STREAMS_PER_CLIENT):
+            viewer = viewers.enter_context(socket.create_connection(("127.0.0.1", listeners.port), timeout=20))
+            viewer.sendall(b"GET /page/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert viewer.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        browser.open(listeners.url)
+        browser.until(f"{LIVE}.startsWith('renewed every 5 s')")
+        assert browser.evaluate("document.title") == "kvstow: ready"
+        ranks.engine.admin.drain("all", None)
+        browser.until("document.getElementById('state').innerText.includes('draining')")
+    browser.until(f"{LIVE} === 'live'")
 
 
 def test_the_policy_stops_what_is_not_the_pages_own(browser: Browser, serve: Any, ranks: Any) -> None:

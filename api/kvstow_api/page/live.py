@@ -1,66 +1,99 @@
-"""The status page's stream: each part of the page, whenever it has changed."""
+"""The status page as it is now, made once a second for all who look at it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.concurrency import run_in_threadpool
 
-from kvstow.errors import QueueFullError
 from kvstow_api.page.facts import Facts, look
 from kvstow_api.services import Services
+from kvstow_api.streamlimit import StreamLimit
 
 if TYPE_CHECKING:
     from kvstow_api.page.render import Renderer
 
-MAX_STREAMS = 16
-_INTERVAL = 1.0
-_SILENT_TICKS = 15  # then a comment is sent, so that a browser knows that the server is there
+MAX_STREAMS, RESERVED_STREAMS, STREAMS_PER_CLIENT = 64, 8, 16
+INTERVAL = 1.0
+"""Seconds for which a look at the services is that of now."""
+SILENT_SECONDS = 15.0
+"""After so long without news a comment is sent, so that a browser knows that the server is there."""
 _RETRY_MS = 2000
 
 
+class _Section(NamedTuple):
+    """A part of the page: its HTML, the same as a server-sent event, and the version of the page that brought it."""
+
+    html: str
+    event: bytes
+    version: int
+
+
 class StatusPage:
-    """The page of one application, and the streams of those who look at it. Used on the event loop."""
+    """The page of one application, and the streams of those who look at it. Used on the event loop.
+
+    Looking and rendering cost some 2 ms, so all share what one has looked at: the page is made anew at most once a
+    second, whatever the number of viewers and requests. Each part is encoded once, when it changes.
+    """
 
     def __init__(self, use: Services) -> None:
         self._use = use
+        self._clock = use.context.clock
         self._renderer: Renderer | None = None
-        self._open = 0
+        self._looked_at = float("-inf")
+        self._version = 0
+        self._sections: dict[str, _Section] = {}
+        self._document: bytes | None = None  # of the present version
+        self._state = ""
+        self.limit = StreamLimit(
+            "live status pages", most=MAX_STREAMS, reserved=RESERVED_STREAMS, per_client=STREAMS_PER_CLIENT
+        )
+        """Whoever sends a stream holds a place of this."""
 
-    async def document(self) -> str:
-        return (await self._ready()).document(self._look())
+    async def document(self) -> bytes:
+        """The whole page."""
+        renderer = await self._ready()
+        self._refresh(renderer)
+        if self._document is None:
+            html = {name: section.html for name, section in self._sections.items()}
+            self._document = renderer.document(self._state, html).encode()
+        return self._document
 
     async def headers(self) -> Mapping[str, str]:
         return (await self._ready()).headers
 
-    def open(self, interval: float = _INTERVAL) -> AsyncIterator[bytes]:
-        """Server-sent events named after the parts, with their HTML. Raises `QueueFullError` where there are too
-        many streams."""
-        if self._open >= MAX_STREAMS:
-            raise QueueFullError(f"{MAX_STREAMS} browsers look at this page; no more may")
-        return self._run(interval)
+    async def open(self, poll: float | None = None) -> AsyncIterator[bytes]:
+        """Server-sent events named after the parts, with their HTML: all of them, then what has changed. `poll`:
+        seconds between two looks at the shared page; by default until that is made anew."""
+        yield f"retry: {_RETRY_MS}\n\n".encode()
+        renderer = await self._ready()
+        seen, sent_at = 0, self._clock()
+        while True:
+            self._refresh(renderer)
+            news = b"".join(section.event for section in self._sections.values() if section.version > seen)
+            seen = self._version
+            if not news and self._clock() - sent_at >= SILENT_SECONDS:
+                news = b": nothing changed\n\n"
+            if news:
+                sent_at = self._clock()
+                yield news
+            left = self._looked_at + INTERVAL - self._clock()
+            await asyncio.sleep(max(0.0, left) if poll is None else poll)
 
-    async def _run(self, interval: float) -> AsyncIterator[bytes]:
-        self._open += 1
-        try:
-            yield f"retry: {_RETRY_MS}\n\n".encode()
-            renderer = await self._ready()
-            shown: dict[str, str] = {}
-            silent = 0
-            while True:
-                now = renderer.sections(self._look())
-                changed = "".join(_event(name, html) for name, html in now.items() if shown.get(name) != html)
-                shown.update(now)
-                silent = 0 if changed else silent + 1
-                if changed:
-                    yield changed.encode()
-                elif silent % _SILENT_TICKS == 0:
-                    yield b": nothing changed\n\n"
-                await asyncio.sleep(interval)
-        finally:
-            self._open -= 1
+    def _refresh(self, renderer: Renderer) -> None:
+        """Look anew, unless somebody has within the interval."""
+        now = self._clock()
+        if now - self._looked_at < INTERVAL:
+            return
+        facts = self._look()
+        self._looked_at, self._state = now, facts.state
+        version = self._version + 1
+        for name, html in renderer.sections(facts).items():
+            if name not in self._sections or self._sections[name].html != html:
+                self._sections[name] = _Section(html, _event(name, html), version)
+                self._version, self._document = version, None
 
     def _look(self) -> Facts:
         return look(self._use)
@@ -78,6 +111,6 @@ def _make_renderer() -> Renderer:
     return Renderer()
 
 
-def _event(name: str, html: str) -> str:
+def _event(name: str, html: str) -> bytes:
     data = "".join(f"data: {line}\n" for line in html.splitlines())
-    return f"event: {name}\n{data}\n"
+    return f"event: {name}\n{data}\n".encode()

@@ -2,19 +2,36 @@
   const told = document.getElementById("live");
   const parts = document.querySelectorAll("header[id], section[id]");
   const name = () => { document.title = `kvstow: ${document.querySelector(".pill").textContent}`; };
+  const current = (words) => {
+    told.textContent = words;
+    document.body.classList.remove("lost");
+    name();
+  };
+  const lost = (what) => {
+    if (!document.body.classList.contains("lost"))
+      told.textContent = `${what} since ${new Date().toLocaleTimeString()}: what you see is older. Trying again`;
+    document.body.classList.add("lost");
+    document.title = `kvstow: ${what}`;
+  };
+  const read = async () => {
+    let answer;
+    try {
+      answer = await fetch("./", { cache: "no-store" });
+      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+      if (!answer.ok) return lost(`refused (${answer.status})`);
+      for (const part of parts) part.innerHTML = page.getElementById(part.id).innerHTML;
+      current("renewed every 5 s: the server has no room for one more live page");
+    } catch {
+      lost("no answer");
+    }
+  };
   const connect = () => {
     const source = new EventSource("page/live");
-    source.onopen = () => {
-      told.textContent = "live";
-      document.body.classList.remove("lost");
-      name();
-    };
+    source.onopen = () => current("live");
     source.onerror = () => {
-      if (!document.body.classList.contains("lost"))
-        told.textContent = `no answer since ${new Date().toLocaleTimeString()}: what you see is older. Trying again`;
-      document.body.classList.add("lost");
-      document.title = "kvstow: no answer";
-      if (source.readyState === EventSource.CLOSED) setTimeout(connect, 5000);
+      if (source.readyState !== EventSource.CLOSED) return lost("no answer");
+      read();
+      setTimeout(connect, 5000);
     };
     for (const part of parts) source.addEventListener(part.id, (event) => {
       part.innerHTML = event.data;

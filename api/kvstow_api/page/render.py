@@ -31,13 +31,9 @@ class Renderer:
     def sections(self, facts: Facts) -> dict[str, str]:
         return {name: getattr(self._macros, name)(facts).strip() for name in SECTIONS}
 
-    def document(self, facts: Facts) -> str:
-        return self._page.render(
-            state=facts.state,
-            sections=self.sections(facts),
-            style=self._style,
-            script=self._script,
-        )
+    def document(self, state: str, sections: Mapping[str, str]) -> str:
+        """The whole page, of the engine's state and what `sections` has made."""
+        return self._page.render(state=state, sections=sections, style=self._style, script=self._script)
 
     @cached_property
     def headers(self) -> Mapping[str, str]:

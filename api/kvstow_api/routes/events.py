@@ -11,6 +11,7 @@ from starlette.responses import StreamingResponse
 from kvstow_api.openapi import reading
 from kvstow_api.schemas.events import EventsQuery
 from kvstow_api.services import Use
+from kvstow_api.streamlimit import LimitedStream
 from kvstow_api.strictroute import StrictRoute
 from kvstow_api.views.events import EventView
 from kvstow_api.views.history import HistoryView
@@ -45,7 +46,7 @@ async def get_events(
 ) -> StreamingResponse:
     """What happens from now on, or after the event that was read last."""
     stream = use.streams.open(query.wanted, after=last_event_id, recent=query.recent)
-    return StreamingResponse(stream, media_type=_MEDIA_TYPE)
+    return LimitedStream(stream, use.streams.limit)
 
 
 @router.get("/history", responses=reading())

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import HTMLResponse, StreamingResponse
 
 from kvstow_api.page.live import StatusPage
+from kvstow_api.streamlimit import LimitedStream
 
 router = APIRouter(include_in_schema=False)
 
@@ -29,4 +30,4 @@ async def get_page(page: Page) -> HTMLResponse:
 @router.get("/page/live")
 async def get_live(page: Page) -> StreamingResponse:
     """Each part of the page whenever it has changed, as server-sent events."""
-    return StreamingResponse(page.open(), media_type="text/event-stream")
+    return LimitedStream(page.open(), page.limit)

@@ -1,0 +1,182 @@
+"""How many streams may be open: simultaneous requests, clients of their own, and admins."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
+
+from kvstow.errors import QueueFullError
+from kvstow_api.auth import ACTOR
+from kvstow_api.eventstream import MAX_STREAMS, RESERVED_STREAMS, STREAMS_PER_CLIENT
+from kvstow_api.page import live
+from kvstow_api.streamlimit import LimitedStream, StreamLimit
+
+pytestmark = pytest.mark.anyio
+
+PATHS = {
+    "/v1/events": (MAX_STREAMS, RESERVED_STREAMS, STREAMS_PER_CLIENT),
+    "/page/live": (live.MAX_STREAMS, live.RESERVED_STREAMS, live.STREAMS_PER_CLIENT),
+}
+
+
+class Streams:
+    """Requests for streams of one application, which stay open until `close`."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self, path: str, count: int = 1, *, client: str = "10.0.0.1", token: str = "") -> list[Any]:
+        """The status of each of `count` simultaneous requests; those of refusals with their bodies."""
+        answers = [asyncio.get_running_loop().create_future() for _ in range(count)]
+        for answer in answers:
+            headers = [(b"authorization", f"Bearer {token}".encode())] if token else []
+            scope = {
+                "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b"",
+                "headers": headers, "client": (client, 1), "server": ("kvstow", 80), "scheme": "http",
+                "http_version": "1.1", "root_path": "", "asgi": {"version": "3.0", "spec_version": "2.4"},
+            }  # fmt: skip
+            self._tasks.append(asyncio.create_task(self._app(scope, self._never, _noting(answer))))
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*answers)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    @staticmethod
+    async def _never() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def _noting(answer: asyncio.Future[Any]) -> Any:
+    status = 0
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        if message["type"] == "http.response.body" and not answer.done():
+            answer.set_result(status if status == 200 else (status, json.loads(message["body"])["detail"]))
+
+    return send
+
+
+@pytest.fixture
+async def streams(launch: Any, ranks: Any, tmp_path: Path) -> AsyncIterator[Streams]:
+    """Of an application whose admin's token is `admin-token`."""
+    (tmp_path / "token").write_text("admin-token")
+    apps: list[FastAPI] = []
+    await launch(apps.append, token_file=tmp_path / "token")
+    streams = Streams(apps[0])
+    yield streams
+    await streams.close()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_bound_holds_for_simultaneous_requests(streams: Streams, path: str) -> None:
+    most, reserved, _ = PATHS[path]
+    answers = [
+        answer
+        for opened in await asyncio.gather(*(streams.open(path, 5, client=f"10.0.{n}.1") for n in range(200)))
+        for answer in opened
+    ]
+    assert answers.count(200) == most - reserved
+    (refusal,) = set(answers) - {200}
+    assert refusal[0] == 503
+    assert refusal[1].endswith("are open; more are only for admins")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_one_client_leaves_room_for_others(streams: Streams, path: str) -> None:
+    _, _, per_client = PATHS[path]
+    answers = await streams.open(path, 1000)
+    assert answers.count(200) == per_client
+    assert "of 10.0.0.1 are open; one client may have no more" in next(a for a in answers if a != 200)[1]
+    assert await streams.open(path, client="10.0.0.2") == [200]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_there_is_room_for_admins_when_readers_have_taken_all_of_theirs(streams: Streams, path: str) -> None:
+    most, reserved, _ = PATHS[path]
+    for number in range(most):
+        await streams.open(path, client=f"10.0.0.{number}")
+    assert Counter(await streams.open(path, reserved, token="admin-token")) == {200: reserved}
+    ((status, detail),) = await streams.open(path, token="admin-token")
+    assert (status, detail.endswith("no more may")) == (503, True)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_wrong_token_makes_nobody_an_admin(streams: Streams, path: str) -> None:
+    answers = await streams.open(path, 1000, token="wrong")
+    assert answers.count(200) == PATHS[path][2]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_who_leaves_makes_room(streams: Streams, path: str) -> None:
+    for _ in range(3):
+        assert (await streams.open(path, 1000)).count(200) == PATHS[path][2]
+        await streams.close()
+
+
+async def test_an_answer_that_is_not_sent_holds_no_place() -> None:
+    limit = StreamLimit("streams", most=1, reserved=0, per_client=1)
+
+    async def content() -> AsyncIterator[bytes]:
+        yield b""
+
+    answers = [LimitedStream(content(), limit) for _ in range(3)]
+    assert limit.open == 0
+
+    async def gone(_: Message) -> None:
+        raise OSError
+
+    for answer in answers:
+        with pytest.raises(ClientDisconnect):
+            await answer({"type": "http", "asgi": {"spec_version": "2.4"}}, Streams._never, gone)
+    assert limit.open == 0
+
+
+def test_clients_on_unix_sockets_are_one_client() -> None:
+    limit = StreamLimit("streams", most=9, reserved=1, per_client=2)
+    with ExitStack() as opened:
+        opened.enter_context(limit.place({"client": None}))
+        opened.enter_context(limit.place({"client": ("", 0)}))
+        with pytest.raises(QueueFullError, match="2 streams of the Unix socket"):
+            opened.enter_context(limit.place({"client": None}))
+        opened.enter_context(limit.place({"client": None, ACTOR: "certificate:ops"}))
+    assert limit.open == 0
+
+
+def test_a_client_cannot_say_that_it_is_another(serve: Any, ranks: Any) -> None:
+    listeners = serve()
+    answers = []
+    with ExitStack() as opened:
+        for number in range(STREAMS_PER_CLIENT + 1):
+            client = opened.enter_context(socket.create_connection(("127.0.0.1", listeners.port), timeout=20))
+            head = f"GET /v1/events HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Forwarded-For: 10.0.0.{number}\r\n\r\n"
+            client.sendall(head.encode())
+            answers.append(client.recv(1 << 16).split()[1])
+    assert answers == [b"200"] * STREAMS_PER_CLIENT + [b"503"]
+
+
+async def test_a_refusal_can_be_tried_again(streams: Streams, launch: Any) -> None:
+    apps: list[FastAPI] = []
+    client: httpx.AsyncClient = await launch(apps.append)
+    apps[0].state.services.streams.limit._public_most = 0
+    answer = await client.get("/v1/events")
+    assert (answer.status_code, answer.headers["retry-after"], answer.json()["code"]) == (503, "1", "queue_full")
