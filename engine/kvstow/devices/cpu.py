@@ -173,14 +173,15 @@ class MlockRegistrar:
     def register(self, address: int, num_bytes: int) -> None:
         if self.notice is not None:
             return
+        self._locked.add(address)  # before: it may raise
         if _libc.mlock(address, num_bytes) == 0:
-            self._locked.add(address)
             self.locked_bytes += num_bytes
             return
         code = ctypes.get_errno()
+        self._locked.remove(address)
+        _libc.munlock(address, num_bytes)  # it may have locked a part
         what = f"mlock of {format_size(num_bytes)} failed: {errno.errorcode.get(code, code)} ({os.strerror(code)})"
         if not _forbidden(code, num_bytes):
-            _libc.munlock(address, num_bytes)  # it may have locked a part
             raise PinError("memlock", what)
         self.notice = (
             f"{what}; RLIMIT_MEMLOCK is {format_size(_memlock_limit())} and CAP_IPC_LOCK is missing. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import gcd
 
@@ -20,6 +21,26 @@ class Chunk:
     @property
     def end_offset(self) -> int:
         return self.offset + self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedChunks:
+    """The chunks that are pinned: `last` on top of those `below`. Immutable: the pool makes the next value before it
+    registers a chunk and takes it over by one assignment after, so no error comes between registration and entry.
+
+    `numa_bytes`: the memory of all of them by NUMA node.
+    """
+
+    last: Chunk
+    below: PinnedChunks | None
+    count: int
+    numa_bytes: Counter[int]
+
+    @classmethod
+    def on(cls, below: PinnedChunks | None, chunk: Chunk, numa_bytes: Counter[int]) -> PinnedChunks:
+        if below is None:
+            return cls(chunk, None, 1, numa_bytes)
+        return cls(chunk, below, below.count + 1, below.numa_bytes + numa_bytes)
 
 
 @dataclass(frozen=True, slots=True)

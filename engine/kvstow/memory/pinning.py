@@ -27,10 +27,10 @@ class Registrar(Protocol):
         """Called once by the pinning thread before anything else. Raises `PinError`; it is then tried again."""
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin a populated range of whole pages. Raises `PinError`, and then has pinned none of it."""
+        """Pin a populated range of whole pages. Raises `PinError`; after any error it has pinned none of it."""
 
     def unregister(self, address: int, num_bytes: int) -> None:
-        """Undo `register` of the same range. Raises `PinError`, and then the range counts as pinned still."""
+        """Undo `register` of the same range. Raises `PinError`; after any error the range counts as pinned still."""
 
 
 class PopulateOnly:

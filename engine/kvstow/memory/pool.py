@@ -15,7 +15,7 @@ from kvstow.config import PoolConfig
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
 from kvstow.listeners import Listeners
 from kvstow.memory.allowance import Allowance
-from kvstow.memory.chunks import Chunk, ChunkGrid
+from kvstow.memory.chunks import Chunk, ChunkGrid, PinnedChunks
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.numa import bytes_by_node, prefer_node
 from kvstow.memory.pace import pace_of
@@ -76,9 +76,7 @@ class HostPool:
         self._state = threading.Condition()
         self._memory = threading.Lock()
         self._target = config.capacity_slots
-        self._chunks: list[Chunk] = []
-        self._nodes: list[Counter[int]] = []  # where each of them lies
-        self._numa_bytes: Counter[int] = Counter()
+        self._chunks: PinnedChunks | None = None
         self._resident_bytes = 0  # from the start of the region
         self._allowance = Allowance(limits.shortage, clock)
         self._failure: _Failure | None = None
@@ -167,7 +165,7 @@ class HostPool:
     def status(self) -> PoolStatus:
         with self._state:
             pinned, covered = self._pinned(), self._covered()
-            done = len(self._chunks)
+            done = self._chunks.count if self._chunks is not None else 0
             return PoolStatus(
                 state=self._current_state(),
                 pinned_slots=pinned,
@@ -186,7 +184,7 @@ class HostPool:
                 error_reason=self._failure.reason if self._failure else None,
                 error=self._failure.message if self._failure else None,
                 pin_failures=dict(self._pin_failures),
-                numa_bytes=dict(self._numa_bytes),
+                numa_bytes=dict(self._chunks.numa_bytes) if self._chunks is not None else {},
             )
 
     def close(self) -> None:
@@ -202,19 +200,18 @@ class HostPool:
 
     def _give_back_all(self) -> None:
         with self._state:
-            chunks, self._chunks, self._resident_bytes = self._chunks, [], 0
-            self._nodes.clear()
-            self._numa_bytes.clear()
+            chunks, self._chunks, self._resident_bytes = self._chunks, None, 0
         try:
-            for chunk in reversed(chunks):
-                self._unregister_at_close(chunk)
+            while chunks is not None:
+                self._unregister_at_close(chunks.last)
+                chunks = chunks.below
         finally:
             self._region.close()
 
     def _unregister_at_close(self, chunk: Chunk) -> None:
         try:
             self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
-        except PinError as error:
+        except Exception as error:  # noqa: BLE001 - the other chunks are unregistered all the same
             logger.warning("could not unregister slots %d-%d: %s", chunk.first_slot, chunk.end_slot - 1, error)
 
     # The pinning thread.
@@ -240,7 +237,7 @@ class HostPool:
     def _next_step(self) -> Callable[[], None] | None:
         if self._failure is not None:
             return None
-        if self._chunks and self._chunks[-1].first_slot >= self._target:
+        if self._chunks is not None and self._chunks.last.first_slot >= self._target:
             return self._shrink
         if self._covered() < self._target and not self._paused:
             return partial(self._grow, self._grid.next_chunk(self._covered(), self._target, self._pace.chunk_bytes))
@@ -255,31 +252,23 @@ class HostPool:
         self._allowance.require(*self._pages(chunk))
         self._commit(chunk)
         try:
-            registered = self._register(chunk)
+            start, end = self._pages(chunk)
+            nodes = bytes_by_node(self.address + start, end - start, HUGE_PAGE_BYTES)
+            chunks = PinnedChunks.on(self._chunks, chunk, nodes)
+            if not self._wait_for_turn():
+                return
+            started = self._cpu_clock()
+            self._registrar.register(self.address + chunk.offset, chunk.num_bytes)
         except BaseException:
             self._decommit(chunk)
             raise
-        if not registered:
-            return
-        start, end = self._pages(chunk)
-        nodes = bytes_by_node(self.address + start, end - start, HUGE_PAGE_BYTES)
         with self._state:
-            self._chunks.append(chunk)
-            self._nodes.append(nodes)
-            self._numa_bytes += nodes
+            self._chunks = chunks
             self._progress.record(self._covered() * self.slot_bytes)
             if self._covered() >= self._target:
                 self._progress.end()
-
-    def _register(self, chunk: Chunk) -> bool:
-        """False when the pool closes before its turn comes."""
-        if not self._wait_for_turn():
-            return False
-        started = self._cpu_clock()
-        self._registrar.register(self.address + chunk.offset, chunk.num_bytes)
         self._pace.record(chunk.num_bytes, self._cpu_clock() - started)
         self._rest()
-        return True
 
     def _shrink(self) -> None:
         """Give the last chunk back, unless the target has grown again in the meantime."""
@@ -287,17 +276,17 @@ class HostPool:
             return
         with self._memory:
             with self._state:
-                if self._chunks[-1].first_slot < self._target:
+                chunks = self._chunks
+                if chunks is None or chunks.last.first_slot < self._target:
                     return
-                chunk = self._chunks.pop()
+                self._chunks = chunks.below
+            chunk = chunks.last
             try:
                 self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
             except BaseException:
                 with self._state:
-                    self._chunks.append(chunk)  # it is pinned still: `close` or the next attempt sees to it
+                    self._chunks = chunks  # it is pinned still: `close` or the next attempt sees to it
                 raise
-            with self._state:
-                self._numa_bytes -= self._nodes.pop()
             self._decommit(chunk)
         self._rest()
 
@@ -340,7 +329,7 @@ class HostPool:
     # Under `_state`.
 
     def _covered(self) -> int:
-        return self._chunks[-1].end_slot if self._chunks else 0
+        return self._chunks.last.end_slot if self._chunks is not None else 0
 
     def _pinned(self) -> int:
         return min(self._target, self._covered())

@@ -20,7 +20,7 @@ class FakeRegistrar:
         self.registered: dict[int, int] = {}
         self.calls = 0
         self.prepared_by: list[str] = []
-        self.unregister_error: PinError | None = None
+        self.unregister_error: Exception | None = None
         self._wait_at = wait_at
 
     @property
@@ -37,6 +37,8 @@ class FakeRegistrar:
             self.go_on.wait(timeout=30)
         if call in self.failures:
             raise self.failures[call]
+        if address in self.registered:
+            raise PinError("driver", f"memory at {address:#x} is registered already")
         self.registered[address] = num_bytes
 
     def unregister(self, address: int, num_bytes: int) -> None:

@@ -117,3 +117,20 @@ def test_a_context_is_current_and_captures_are_allowed_only_inside(cuda: Any) ->
     with pytest.raises(ZeroDivisionError), context.current():
         _ = 1 / 0
     assert (cuda.contexts, cuda.capture_mode) == ([], 0)
+
+
+@pytest.mark.parametrize("call", ["cuThreadExchangeStreamCaptureMode", "cuCtxPopCurrent"])
+def test_leaving_a_context_never_hides_what_was_done_in_it(call: str, cuda: Any) -> None:
+    """Whoever registered memory in it would take the error for a refusal, and give the memory back."""
+    context = primary_context(0)
+    with context.current():
+        cuda.failures[call] = (cuda.calls.get(call, 0), 700)
+
+
+def test_a_context_that_cannot_be_entered_is_left(cuda: Any) -> None:
+    context = primary_context(0)
+    call = "cuThreadExchangeStreamCaptureMode"
+    cuda.failures[call] = (cuda.calls.get(call, 0), 700)
+    with pytest.raises(DriverError, match=call), context.current():
+        raise AssertionError("its body must not run")
+    assert cuda.contexts == []

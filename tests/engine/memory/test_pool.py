@@ -191,6 +191,36 @@ def test_an_error_that_nobody_expects_is_seen_and_does_not_end_the_pinning(
     eventually(pinned(pool, 16))
 
 
+@pytest.mark.parametrize("where", ["numa", "clock", "pace", "progress"])
+def test_no_error_around_a_registration_loses_the_chunk(
+    where: str, make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost chunk would stay registered for good, and its memory could not be registered again."""
+    registrar = FakeRegistrar()
+    pool = make_pool(registrar, cpu_clock=lambda: told("clock", 0.0))
+
+    def told(what: str, value: Any = None) -> Any:
+        if what == where and len(registrar.registered) == 2:
+            raise MemoryError
+        return value
+
+    monkeypatch.setattr(pool_module, "bytes_by_node", lambda *_: told("numa", Counter()))
+    monkeypatch.setattr(pool._pace, "record", lambda *_: told("pace"))
+    monkeypatch.setattr(pool._progress, "record", lambda *_: told("progress"))
+    pool.start()
+    eventually(in_state(pool, "failed"))
+    slots = pool.pinned_slots
+    assert sum(registrar.registered.values()) == slots * 4096 == pool.status().resident_bytes
+    assert resident_bytes(pool) == slots * 4096
+    monkeypatch.undo()
+    where = ""
+    pool.retry()
+    eventually(pinned(pool, 16))
+    assert pool.status().chunks_done == 4
+    pool.close()
+    assert registrar.registered == {}
+
+
 def test_a_new_target_is_a_new_attempt(make_pool: MakePool, eventually: Eventually) -> None:
     pool = make_pool(FakeRegistrar({2: PinError("driver", "no")}))
     pool.start()
@@ -462,17 +492,19 @@ def test_close_may_come_twice_at_once_before_start_and_is_final(make_pool: MakeP
     assert unstarted.status().state == "closed"
 
 
+@pytest.mark.parametrize("error", [PinError("driver", "gone"), MemoryError("gone")])
 def test_closing_goes_on_where_the_driver_refuses_to_unregister(
-    make_pool: MakePool, eventually: Eventually, caplog: pytest.LogCaptureFixture
+    error: Exception, make_pool: MakePool, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     registrar = FakeRegistrar()
     pool = make_pool(registrar)
     pool.start()
     eventually(pinned(pool, 16))
-    registrar.unregister_error = PinError("driver", "gone")
+    registrar.unregister_error = error
     with caplog.at_level(logging.WARNING):
         pool.close()
     assert "could not unregister slots 0-3: gone" in caplog.text
+    assert "could not unregister slots 12-15: gone" in caplog.text
     assert resident_bytes(pool) == 0
 
 

@@ -37,29 +37,34 @@ class CudaRegistrar:
     def prepare_thread(self) -> None:
         """The calling thread works in the context for good: each call of the driver lets go of the interpreter, and a
         busy host has it back after up to 5 ms."""
-        self._context.settle()
+        try:
+            self._context.settle()
+        except DriverError as error:
+            raise PinError("driver", str(error)) from error
         self._at_home = threading.get_ident()
 
     def _current(self) -> AbstractContextManager[None]:
         return nullcontext() if self._at_home == threading.get_ident() else self._context.current()
 
     def register(self, address: int, num_bytes: int) -> None:
+        starts = np.insert(self._starts, np.searchsorted(self._starts, address), address)  # before: it may raise
         try:
             with self._current():
                 self._context.driver.register_host(address, num_bytes)
         except DriverError as error:
             raise PinError("out_of_memory" if error.is_out_of_memory else "driver", str(error)) from error
+        self._starts = starts
         self.locked_bytes += num_bytes
-        self._starts = np.insert(self._starts, np.searchsorted(self._starts, address), address)
 
     def unregister(self, address: int, num_bytes: int) -> None:
+        starts = self._starts[self._starts != address]
         try:
             with self._current():
                 self._context.driver.unregister_host(address)
         except DriverError as error:
             raise PinError("driver", str(error)) from error
+        self._starts = starts
         self.locked_bytes -= num_bytes
-        self._starts = self._starts[self._starts != address]
 
     def starts(self) -> Int64Array:
         """Where registered ranges begin, ascending: one copy must not run over from a range into the next.

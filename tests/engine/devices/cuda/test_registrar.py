@@ -92,6 +92,45 @@ def test_a_range_that_stays_registered_counts_on(registrar: CudaRegistrar, conte
     assert (registrar.locked_bytes, registrar.starts().tolist()) == (4096, [4096])
 
 
+@pytest.mark.parametrize("call", ["register", "unregister"])
+def test_an_error_beside_the_drivers_call_leaves_books_and_driver_alike(
+    call: str, registrar: CudaRegistrar, context: FakeContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`register` that raises has registered nothing; `unregister` that raises has unregistered nothing."""
+    registrar.register(4096, 4096)
+
+    class NoMemory:
+        def __getattr__(self, name: str) -> Any:
+            raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstow.devices.cuda.registrar.np", NoMemory())
+        patch.setattr(registrar, "_starts", Unfilterable())
+        with pytest.raises(MemoryError):
+            getattr(registrar, call)(4096 if call == "unregister" else 8192, 4096)
+    assert registrar.starts().tolist() == list(context.driver.registered) == [4096]
+    assert registrar.locked_bytes == 4096
+
+
+class Unfilterable:
+    def __ne__(self, other: object) -> bool:
+        raise MemoryError
+
+
+def test_a_thread_that_cannot_be_prepared_is_tried_again(context: Any) -> None:
+    errors = [DriverError("cuCtxPushCurrent", 1, "CUDA_ERROR_INVALID_VALUE", "as the driver says it")]
+
+    def settle() -> None:
+        if errors:
+            raise errors.pop()
+
+    context.settle = settle
+    registrar = CudaRegistrar(context=context)
+    with pytest.raises(PinError, match="cuCtxPushCurrent"):
+        registrar.prepare_thread()
+    registrar.prepare_thread()
+
+
 def test_starts_that_somebody_reads_do_not_change_under_him(registrar: CudaRegistrar) -> None:
     registrar.register(8192, 4096)
     before = registrar.starts()
