@@ -125,7 +125,7 @@ def resets_keep_the_keys(patch: pytest.MonkeyPatch) -> None:
 
 
 def dead_boots_are_served(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ControlState, "vacate_all", lambda self, low, high, reason: None)
+    patch.setattr(ControlState, "_set_lost", lambda self, slots: None)
 
 
 def ended_leases_are_not_released(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from kvstow.config import POLICIES
 from kvstow.control import eviction
 from kvstow.control.gate import BypassStatus, DrainMode, DrainStatus, Refusal
 from kvstow.control.state import ControlState
-from kvstow.control.sweep import SLICE_SLOTS, Sweep
+from kvstow.control.sweep import Sweep
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from kvstow.keys import format_key
 
@@ -119,9 +119,10 @@ class Administrator:
         """Which of the keys are in the pool. Holds nothing and counts nowhere, unlike a host's look-ups."""
         state = self._state
         present: list[bool] = []
-        for start in range(0, len(keys), SLICE_SLOTS):
+        for start in range(0, len(keys), state.slice_slots):
             with state.lock:
-                present += [slot is not None for slot in state.index.slots_of(keys[start : start + SLICE_SLOTS])]
+                some = state.index.slots_of(keys[start : start + state.slice_slots])
+            present += [slot is not None for slot in some]
         with state.lock:
             refusal = state.gate.refuses_load(state.clock())
         return Found([*present, False].index(False), present, refusal)
@@ -158,7 +159,7 @@ class Administrator:
             pinned = sum(slot >= capacity_slots for slot in state.index.pinned_slots())
             if pinned:
                 raise ConflictError(f"{pinned} pinned blocks lie above slot {capacity_slots}; unpin them first")
-            top = state.slots.limit
+            top = max(state.slots.limit, state.slots.top)
             state.resizing = True
             state.ceiling = capacity_slots
             if capacity_slots >= state.capacity:
@@ -232,18 +233,18 @@ class Administrator:
         with state.lock:
             pinned = state.index.pinned_slots()
         changed = 0
-        for start in range(0, len(pinned), SLICE_SLOTS):
+        for start in range(0, len(pinned), state.slice_slots):
             with state.lock:
-                changed += sum(map(state.index.unpin, pinned[start : start + SLICE_SLOTS]))
+                changed += sum(map(state.index.unpin, pinned[start : start + state.slice_slots]))
         return PinResult(changed, 0)
 
     def _each_key(self, keys: Sequence[bytes], change: Callable[[int], bool]) -> PinResult:
         state = self._state
         unique = list(dict.fromkeys(keys))
         changed = 0
-        for start in range(0, len(unique), SLICE_SLOTS):
+        for start in range(0, len(unique), state.slice_slots):
             with state.lock:
-                slots = state.index.slots_of(unique[start : start + SLICE_SLOTS])
+                slots = state.index.slots_of(unique[start : start + state.slice_slots])
                 changed += sum(slot is not None and change(slot) for slot in slots)
         return PinResult(changed, len(unique) - changed)
 

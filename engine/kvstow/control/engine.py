@@ -14,6 +14,7 @@ from kvstow.control.events import EventLog
 from kvstow.control.lease import Lease
 from kvstow.control.placement import StoreGrant, place_store
 from kvstow.control.state import ControlState, Settled
+from kvstow.control.sweep import SLICE_SLOTS
 from kvstow.errors import IntegrityError, InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.stats import BlockPage, BlockView, EngineStats, Readiness, TransferView
@@ -34,10 +35,17 @@ class OffloadEngine:
     Keys and blocks are in prefix order, root first. Times are seconds of `clock`.
     """
 
-    def __init__(self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        slice_slots: int = SLICE_SLOTS,
+    ) -> None:
+        """`slice_slots`: how many slots bulk work looks at before it frees the lock."""
         self.config = config
         self.engine_id = secrets.token_hex(8)
-        self._state = ControlState(config, clock)
+        self._state = ControlState(config, clock, slice_slots=slice_slots)
         self.admin = Administrator(self._state)
 
     @property
@@ -195,9 +203,9 @@ class OffloadEngine:
         """Take a rank's report; answers what is wanted of it.
 
         A new boot id means that the rank has lost its memory: its ops fail, leases break, and every block is
-        removed, slice by slice, before anything is served again. The same goes for slots that a rank takes
-        back unasked. That takes about 1 ms per 1,000 blocks, without holding the lock: do not call it from an
-        event loop. Raises `NotFoundError` or `InvalidRequestError` for a report that is not of this pool.
+        removed, slice by slice, before anything is served again. The same goes for the contents of slots that a
+        rank takes back unasked. That takes about 1 ms per 1,000 blocks, without holding the lock: do not call it
+        from an event loop. Raises `NotFoundError` or `InvalidRequestError` for a report that is not of this pool.
         """
         state = self._state
         if report.engine_id != self.engine_id:
@@ -207,22 +215,17 @@ class OffloadEngine:
             if state.ranks.is_late(report):
                 state.counters.stale_reports += 1
                 return self._desired()
+            before = state.ranks.usable_slots()
             restarted = state.ranks.update(report, state.clock(), state.capacity)
-            top = state.slots.limit
+            usable = state.ranks.usable_slots()
             if restarted:
                 settlement.fail_rank(state, report.rank)
-            shrunk = state.apply_limit() > 0
-            low = 0 if restarted else state.slots.limit
+            elif usable < before and usable < state.slots.top:
+                state.lose(usable)
+            state.apply_limit()
             state.refresh_gate()
-            removing = restarted or shrunk
-            state.gate.rebuilding += removing
         state.write_log()
-        if removing:
-            try:
-                state.vacate_all(low, top, "rank_restart")
-            finally:
-                with state.lock:
-                    state.gate.rebuilding -= 1
+        state.remove_lost()
         with state.lock:
             return self._desired()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from kvstow.control.state import ControlState
-from kvstow.control.sweep import SLICE_SLOTS, Sweep
+from kvstow.control.sweep import Sweep
 
 
 def evict_next(state: ControlState, kind: str, reason: str, count: int, dry_run: bool) -> Sweep:
@@ -17,7 +17,7 @@ def evict_next(state: ControlState, kind: str, reason: str, count: int, dry_run:
                 if dry_run:
                     found = slice_size = min(count, state.index.num_cached)
                 else:
-                    slice_size = min(SLICE_SLOTS, count - sweep.done)
+                    slice_size = min(state.slice_slots, count - sweep.done)
                     removal = state.index.evict(slice_size)
                     state.removed(removal, reason)
                     found = len(removal.keys)
@@ -48,7 +48,7 @@ def scan(
             with state.lock:
                 prepare()
         while sweep.done < total:
-            end = min(sweep.done + SLICE_SLOTS, total)
+            end = min(sweep.done + state.slice_slots, total)
             with state.lock:
                 found = [s for s in range(sweep.done, end) if index.key_at(s) is not None and wanted(s)]
                 sweep.evicted_slots += len(found) if dry_run else state.remove(found, reason)
@@ -78,7 +78,7 @@ def purge_keys(state: ControlState, keys: Sequence[bytes], dry_run: bool) -> Swe
 
     def work(sweep: Sweep) -> Iterator[None]:
         while sweep.done < len(wanted):
-            some = wanted[sweep.done : sweep.done + SLICE_SLOTS]
+            some = wanted[sweep.done : sweep.done + state.slice_slots]
             with state.lock:
                 found = [slot for slot in state.index.slots_of(some) if slot is not None]
                 if not dry_run:

@@ -51,6 +51,10 @@ class Filling:
                 del self._slot_of[key]
         return disowned
 
+    def keys_from(self, slot: int) -> list[bytes]:
+        """The keys that are not disowned, of the slots from `slot` on. O(slots being written)."""
+        return [key for key, its_slot in self._slot_of.items() if its_slot >= slot]
+
     def disown(self, keys: Iterable[bytes]) -> None:
         """Those of the keys that are being stored shall not become visible."""
         for key in keys:

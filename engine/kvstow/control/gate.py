@@ -39,8 +39,8 @@ class Gate:
         self.drain_deadline = inf
         self.serving = False
         """Every rank can copy and no transfer is stuck."""
-        self.rebuilding = 0
-        """Rank restarts whose stale blocks are still being removed: nothing may be served meanwhile."""
+        self.rebuilding = False
+        """Blocks that a rank has lost are still being removed: nothing may be served meanwhile."""
         self.closed = False
         self._bypass_load = self._bypass_store = False
         self._bypass_until = inf

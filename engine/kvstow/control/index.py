@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import compress, count, repeat
-from math import inf
+from math import inf, nextafter
 from operator import ne
 
 from kvstow.control.arc import ArcPolicy
@@ -54,6 +54,7 @@ class Index:
         self._quarantined: set[int] = set()
         self._stored_at = array("d")
         self._used_at = array("d")
+        self._lost_at = -inf
         self._num_slots = 0
         self.policy: EvictionPolicy = self._make_policy(policy, RecencyList(self._links))
 
@@ -182,8 +183,10 @@ class Index:
     def publish(self, keys: Sequence[bytes], slots: Sequence[int], now: float) -> Removal:
         """Filling slots hold valid bytes: their keys become visible. Those disowned meanwhile are freed.
 
-        Returns the keys that were published, and the freed slots.
+        Returns the keys that were published, and the freed slots. They count as stored after any loss, even where
+        the clock has not moved since.
         """
+        now = max(now, nextafter(self._lost_at, inf))
         disowned = self.filling.remove(keys, slots)
         if disowned:
             keys = [key for key, slot in zip(keys, slots, strict=True) if slot not in disowned]
@@ -196,6 +199,13 @@ class Index:
             stored_at[slot] = used_at[slot] = now
         self.policy.admit(list(slots))
         return Removal(tuple(keys), list(disowned))
+
+    def lose_contents(self, low: int, now: float) -> None:
+        """The contents of the slots from `low` on are lost. Those being stored do not become visible; visible blocks
+        are removed by the caller."""
+        self.filling.disown(self.filling.keys_from(low))
+        if low == 0:
+            self._lost_at = max(now, nextafter(self._lost_at, inf))
 
     def quarantine(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """A store was given up, but some rank may still write its slots."""
@@ -320,6 +330,14 @@ class Index:
             "pinned": pinned,
             "quarantined": set(self._quarantined),
         }
+
+    def visible_slots(self) -> set[int]:
+        """O(pool): for integrity checks."""
+        return set(self._slot_of.values())
+
+    def outlived_a_loss(self, slot: int) -> bool:
+        """Whether the block in `slot` was stored before all contents were lost."""
+        return self._stored_at[slot] <= self._lost_at
 
     def defects(self) -> list[str]:
         """What does not balance within the index. O(pool): for integrity checks."""

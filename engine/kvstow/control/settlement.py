@@ -26,11 +26,10 @@ def record(state: ControlState, rank: int, completion: Completion) -> None:
 
 
 def fail_rank(state: ControlState, rank: int) -> None:
-    """A rank has started anew: its ops fail, leases break, and no store in flight becomes visible."""
+    """A rank has started anew: all contents are lost, and its ops fail."""
     state.counters.rank_restarts += 1
     state.counters.errors["rank_restarted"] += 1
-    state.leases.epoch += 1
-    state.index.filling.disown(list(state.index.filling))
+    state.lose(0)
     owed = state.ledger.owed_by(rank)
     state.log(WARNING, "rank %d has started anew: its memory is lost, %d transfers fail", rank, len(owed))
     for op_id in owed:

@@ -77,6 +77,11 @@ class SlotMap:
         self.leaving += -used if growing else used
         self.limit = limit
 
+    @property
+    def top(self) -> int:
+        """No slot at or above it is in use. A search from the end, at the speed of memchr."""
+        return self._states.rfind(_USED) + 1
+
     def used_slots(self) -> set[int]:
         """All used slots, also those on their way out. O(pool): for integrity checks."""
         return {slot for slot, state in enumerate(self._states) if state == _USED}

@@ -43,9 +43,11 @@ class Settled:
 class ControlState:
     """All that the engine and its administration work on."""
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, config: EngineConfig, clock: Callable[[], float], *, slice_slots: int = SLICE_SLOTS) -> None:
         self.config = config
         self.clock = clock
+        self.slice_slots = slice_slots
+        """Slots that bulk work looks at before it frees the lock."""
         self.lock = Lock()
         self.slots = SlotMap()
         self.index = Index(config.policy)
@@ -61,6 +63,9 @@ class ControlState:
         self.ceiling = config.capacity_slots
         """Slots at or above it are not used any more; below `capacity` while a resize vacates them."""
         self.resizing = False
+        self.lost = range(0)
+        """Slots whose contents some rank has lost, and which `remove_lost` has yet to clear. The gate is closed
+        while there are any."""
         self.pinning_paused = False
         self.pin_attempt = 0
         self.integrity_error: str | None = None
@@ -106,24 +111,40 @@ class ControlState:
     def unhold(self, slots: Iterable[int]) -> None:
         self.slots.release(self.index.unhold(list(slots)))
 
-    def apply_limit(self) -> int:
-        """Make the usable slots follow ceiling and ranks. Returns the former limit if blocks above the new one
-        must be removed (`vacate`), else 0."""
+    def apply_limit(self) -> None:
+        """Make the usable slots follow ceiling and ranks. Blocks above a lower limit are for the caller to remove."""
         limit = min(self.ceiling, self.ranks.usable_slots())
-        before = self.slots.limit
-        if limit != before:
+        if limit != self.slots.limit:
             self.slots.set_limit(limit)
             self.index.set_num_slots(limit)
-        return before if limit < before else 0
 
     def vacate(self, low: int, high: int, reason: str) -> int:
         """Remove the visible blocks of one slice of slots, `low` to at most `high`; returns where to go on."""
-        end = min(low + SLICE_SLOTS, high)
+        end = min(low + self.slice_slots, high)
         self.remove(range(low, end), reason)
         return end
 
-    def vacate_all(self, low: int, high: int, reason: str) -> None:
-        """`vacate` all of a range, slice by slice. Takes the lock itself, and lets go of it in between."""
-        while low < high:
+    def lose(self, low: int) -> None:
+        """Some rank has lost the contents of its slots from `low` on.
+
+        Every slot in use counts, whatever the limit is: a resize may have lowered that already. Leases break, and
+        no store in flight to these slots becomes visible. The caller calls `remove_lost` without the lock.
+        """
+        self.leases.epoch += 1
+        self.index.lose_contents(low, self.clock())
+        if self.lost:
+            low = min(low, self.lost.start)
+        self._set_lost(range(low, max(self.slots.top, self.lost.stop)))
+
+    def remove_lost(self) -> None:
+        """Remove the blocks of all lost slots. Takes the lock itself, for a slice at a time. Several threads may do
+        so at once: whichever returns, nothing lost is left."""
+        while self.lost:
             with self.lock:
-                low = self.vacate(low, high, reason)
+                if self.lost:
+                    end = self.vacate(self.lost.start, self.lost.stop, "rank_restart")
+                    self._set_lost(range(end, self.lost.stop))
+
+    def _set_lost(self, slots: range) -> None:
+        self.lost = slots or range(0)
+        self.gate.rebuilding = bool(slots)

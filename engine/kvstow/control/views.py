@@ -115,6 +115,11 @@ def defects(state: ControlState) -> list[str]:
         found.append("the counts of free slots and slots in service are wrong")
     if state.slots.leaving != sum(slot >= state.slots.limit for slot in used):
         found.append("the count of slots on their way out is wrong")
+    kept = {slot for slot in state.index.visible_slots() if slot not in state.lost}
+    if any(map(state.index.outlived_a_loss, kept)):
+        found.append("blocks that a rank has lost are visible")
+    if not state.resizing and any(slot >= state.slots.limit for slot in kept):
+        found.append("blocks above the usable slots are visible")
     counts = _slot_counts(state)
     if counts.usable != state.slots.in_service:
         found.append(f"the states {counts} do not add up to {state.slots.in_service}")

@@ -6,6 +6,7 @@ import pytest
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
+from kvstow.control.sweep import SLICE_SLOTS
 from kvstow.testing.clock import FakeClock
 
 
@@ -18,8 +19,8 @@ def clock() -> FakeClock:
 def make_engine(clock: FakeClock) -> Callable[..., OffloadEngine]:
     """Engines over `clock`, with few slots unless the test says otherwise."""
 
-    def make(slots: int = 4, ranks: int = 1, **settings: object) -> OffloadEngine:
+    def make(slots: int = 4, ranks: int = 1, slice_slots: int = SLICE_SLOTS, **settings: object) -> OffloadEngine:
         config = EngineConfig(slot_bytes=64, capacity_slots=slots, num_ranks=ranks, **settings)  # type: ignore[arg-type]
-        return OffloadEngine(config, clock=clock)
+        return OffloadEngine(config, clock=clock, slice_slots=slice_slots)
 
     return make

@@ -71,6 +71,14 @@ def settle_in_secret(state: ControlState) -> None:
     state.ledger._open.clear()
 
 
+def keep_the_blocks_of_a_dead_boot(state: ControlState) -> None:
+    state.index.lose_contents(0, state.clock())
+
+
+def keep_blocks_above_the_usable_slots(state: ControlState) -> None:
+    state.slots.set_limit(0)
+
+
 @pytest.mark.parametrize(
     ("disorder", "complaint"),
     [
@@ -88,6 +96,8 @@ def settle_in_secret(state: ControlState) -> None:
         (miscount_free_slots, "the counts of free slots and slots in service are wrong"),
         (miscount_leaving_slots, "the count of slots on their way out is wrong"),
         (settle_in_secret, "the filling slots are not those of the open stores"),
+        (keep_the_blocks_of_a_dead_boot, "blocks that a rank has lost are visible"),
+        (keep_blocks_above_the_usable_slots, "blocks above the usable slots are visible"),
     ],
 )
 def test_disorder_is_seen(make_engine: Callable[..., OffloadEngine], disorder: Disorder, complaint: str) -> None:

@@ -5,7 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from kvstow.control.administration import Administrator
 from kvstow.control.engine import OffloadEngine
+from kvstow.control.state import ControlState
+from kvstow.control.sweep import Sweep
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
 from kvstow.messages import RankReport
 from kvstow.testing.clock import FakeClock
@@ -161,6 +164,112 @@ def test_memory_that_a_rank_takes_back_unasked_is_not_served(make_engine: MakeEn
     rank.pin(1)
     assert engine.contains([A, B]) == [True, False]
     assert engine.stats().usable_slots == 1
+    engine.check_integrity()
+
+
+KEYS = [bytes([number]) for number in range(12)]
+
+SWEEPS: dict[str, Callable[[Administrator], Sweep]] = {
+    "resize": lambda admin: admin.resize(2),
+    "evict": lambda admin: admin.evict(slots=8),
+    "idle": lambda admin: admin.evict(idle_seconds=0.0),
+    "purge": lambda admin: admin.purge(everything=True),
+    "purge keys": lambda admin: admin.purge(keys=KEYS),
+}
+
+
+@pytest.mark.parametrize("end", ["cancel", "run"])
+@pytest.mark.parametrize("kind", SWEEPS)
+def test_a_restart_loses_everything_whatever_sweep_is_under_way(make_engine: MakeEngine, kind: str, end: str) -> None:
+    engine = make_engine(slots=12, slice_slots=2)
+    (rank,) = make_ranks(engine)
+    store_keys(engine, [rank], KEYS)
+    sweep = SWEEPS[kind](engine.admin)
+    if kind != "resize":  # which has done its first slice
+        sweep.step()
+    assert not sweep.finished
+    rank.restart(pinned=12)
+    assert engine.contains(KEYS) == [False] * 12
+    engine.check_integrity()
+    getattr(sweep, end)()
+    rank.report()
+    assert engine.contains(KEYS) == [False] * 12
+    engine.check_integrity()
+    assert engine.stats().evicted_blocks["rank_restart"] == 10
+    store_keys(engine, [rank], KEYS[:2])
+    assert engine.lookup(KEYS[:2]) == 2, "what is stored from now on is kept, although the clock has not moved"
+    engine.check_integrity()
+
+
+def test_a_restart_loses_everything_whatever_the_policy_turns_to(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=12, slice_slots=2)
+    (rank,) = make_ranks(engine)
+    store_keys(engine, [rank], KEYS)
+    sweep = engine.admin.resize(2)
+    engine.admin.set_policy("arc")
+    rank.restart(pinned=12)
+    engine.admin.set_policy("lru")
+    sweep.cancel()
+    assert engine.contains(KEYS) == [False] * 12
+    engine.check_integrity()
+
+
+def test_a_removal_that_breaks_off_is_finished_before_anything_is_served(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(slots=12, slice_slots=2)
+    (rank,) = make_ranks(engine)
+    store_keys(engine, [rank], KEYS)
+    vacate = ControlState.vacate
+
+    def fail_later(self: ControlState, low: int, high: int, reason: str) -> int:
+        if low >= 4:
+            raise MemoryError
+        return vacate(self, low, high, reason)
+
+    monkeypatch.setattr(ControlState, "vacate", fail_later)
+    with pytest.raises(MemoryError):
+        rank.restart(pinned=12)
+    assert engine.contains(KEYS) == [False] * 12
+    assert engine.begin_store([b"new"], [0]).outcomes == {"dropped_not_ready": 1}
+    monkeypatch.undo()
+    rank.report()
+    assert engine.contains(KEYS) == [False] * 12
+    assert engine.begin_store([b"new"], [0]).op is not None
+    engine.check_integrity()
+
+
+def test_memory_taken_back_unasked_is_lost_also_under_a_shrink(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=12, slice_slots=2)
+    (rank,) = make_ranks(engine)
+    store_keys(engine, [rank], KEYS)
+    sweep = engine.admin.resize(2)
+    rank.pin(6)
+    sweep.cancel()
+    rank.pin(12)
+    assert [engine.block(key) is not None for key in KEYS] == [True, True, False, False, True, True] + [False] * 6
+    engine.check_integrity()
+
+
+def test_stores_and_leases_of_memory_taken_back_unasked_are_lost(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=4, ranks=2)
+    ranks = make_ranks(engine)
+    store_keys(engine, ranks, [A, B])
+    lease = engine.acquire([A, B])
+    write_blocks(ranks, [0, 1], [b"C", b"D"])
+    op = engine.begin_store([b"C", b"D"], [0, 1]).op
+    assert op is not None
+    for rank in ranks:
+        rank.submit(op)
+    ranks[0].run_all()
+    ranks[0].pin(1)
+    ranks[0].pin(4)
+    ranks[1].run_all()
+    assert engine.contains([A, B, b"C", b"D"]) == [True, False, False, False]
+    with pytest.raises(LeaseError, match="a rank has lost its memory"):
+        engine.begin_load(lease, [7, 8])
+    engine.release(lease)
+    assert engine.stats().slots.free == 3
     engine.check_integrity()
 
 
