@@ -76,9 +76,15 @@ def most_telling(ranks: Iterable[R], most: int) -> list[R]:
 
 def transfer_wait(one: TransferStatus | TransferView) -> str:
     """How much a transfer moves, how long that has taken, and whom it waits for."""
-    waiting = one.pending_ranks
-    ranks = f"{len(waiting)} ranks" if len(waiting) > _NAMED_RANKS else f"rank {', '.join(map(str, waiting))}"
-    return f"{counted(one.blocks, 'block')}, {duration(one.age_seconds)}, waits for {ranks}"
+    return f"{counted(one.blocks, 'block')}, {duration(one.age_seconds)}, waits for {waits_for(one)}"
+
+
+def waits_for(one: TransferStatus | TransferView) -> str:
+    """Ranks that work on the transfer; the host where none does."""
+    busy = [rank for rank in one.pending_ranks if rank not in one.idle_ranks]
+    if one.idle_ranks and not busy:
+        return "the host"
+    return f"{len(busy)} ranks" if len(busy) > _NAMED_RANKS else f"rank {', '.join(map(str, busy))}"
 
 
 def _drained(drain: DrainStatus | DrainView) -> str:

@@ -37,10 +37,11 @@ logger = logging.getLogger("kvstow.worker")
 
 @dataclass(frozen=True, slots=True)
 class CopyStatistics:
-    """`pending_ops` and, of these, what waits for its turn are of now, the others only grow. Bytes and seconds count
-    ops that were done."""
+    """`pending_ops` and, of these, what waits for its turn are of now, and so are the completions that nobody has
+    taken; the others only grow. Bytes and seconds count ops that were done."""
 
     pending_ops: int = 0
+    uncollected: int = 0
     queued_stores: int = 0
     queued_loads: int = 0
     store_bytes: int = 0
@@ -150,6 +151,7 @@ class CopyThread:
             return replace(
                 self._statistics,
                 pending_ops=self._num_queued() + self._num_running(),
+                uncollected=len(self._completions),
                 queued_stores=len(self._queues["store"]),
                 queued_loads=len(self._queues["load"]),
             )

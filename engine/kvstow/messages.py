@@ -64,6 +64,7 @@ class RankReport:
     `pinned_slots` counts from slot 0: the slots below it are usable.
     `pin_mode` says what pinning is on this device ("mlock", "populate", "cuda", ...), `locked_bytes` how much
     of the pinned bytes is locked in memory; `notice` is a sentence for people where that falls short.
+    `pending_ops` has the rank not finished; `uncollected_completions` wait for the host to take them.
     `pin_failures` counts them by reason since the pool was made; `numa_bytes` has the pool's memory by the number of
     its NUMA node, and nothing where the kernel does not tell.
     `engine_id` and `generation` are those of the desired state that the rank has applied last, before it counted its
@@ -92,6 +93,7 @@ class RankReport:
     pending_ops: int = 0
     queued_stores: int = 0
     queued_loads: int = 0
+    uncollected_completions: int = 0
     store_bytes_total: int = 0
     load_bytes_total: int = 0
     store_busy_seconds: float = 0.0

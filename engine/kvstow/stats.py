@@ -153,6 +153,7 @@ class RankStatus:
     pending_ops: int
     queued_stores: int
     queued_loads: int
+    uncollected_completions: int
     store_bytes_total: int
     load_bytes_total: int
     store_busy_seconds: float
@@ -176,7 +177,8 @@ class Readiness:
 @dataclass(frozen=True, slots=True)
 class TransferView:
     """One op in flight. `state`: queued (nothing heard yet), running (some rank has reported), stuck, or
-    quarantined (a store given up, waiting for the last ranks)."""
+    quarantined (a store given up, waiting for the last ranks). `idle_ranks`: those of `pending_ranks` that have nothing
+    under way, by their last report; the host has not given them the op, or not collected their completion."""
 
     op_id: int
     direction: Direction
@@ -185,6 +187,7 @@ class TransferView:
     bytes: int
     age_seconds: float
     pending_ranks: tuple[int, ...]
+    idle_ranks: tuple[int, ...]
     failed: bool
     request_id: str
 

@@ -123,6 +123,7 @@ class OffloadWorker:
             pending_ops=copies.pending_ops,
             queued_stores=copies.queued_stores,
             queued_loads=copies.queued_loads,
+            uncollected_completions=copies.uncollected,
             store_bytes_total=copies.store_bytes,
             load_bytes_total=copies.load_bytes,
             store_busy_seconds=copies.store_seconds,

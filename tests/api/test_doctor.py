@@ -45,6 +45,7 @@ RANK = RankStatus(
     pending_ops=0,
     queued_stores=0,
     queued_loads=0,
+    uncollected_completions=0,
     store_bytes_total=2 * GIB,
     load_bytes_total=2 * GIB,
     store_busy_seconds=0.1,

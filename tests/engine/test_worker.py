@@ -89,6 +89,17 @@ def test_blocks_go_to_slots_and_come_back(make_rank: Callable[[], CpuRank]) -> N
     assert report.store_busy_seconds == stored.seconds
 
 
+def test_a_report_counts_what_the_host_has_not_collected(
+    make_rank: Callable[[], CpuRank], eventually: Eventually
+) -> None:
+    worker = make_rank().worker
+    worker.submit(plan(1, "store", (5,), (0,)))
+    eventually(lambda: worker.report().pending_ops == 0)
+    assert worker.report().uncollected_completions == 1
+    worker.take_completions()
+    assert worker.report().uncollected_completions == 0
+
+
 def test_a_store_reads_its_blocks_only_after_the_fence(make_rank: Callable[[], CpuRank]) -> None:
     rank, latch = make_rank(), Latch()
     rank.worker.submit(plan(1, "store", (3,), (0,)), latch)

@@ -32,6 +32,7 @@ _EXAMPLE = {
     "pending_ops": 3,
     "queued_stores": 1,
     "queued_loads": 0,
+    "uncollected_completions": 0,
     "store_bytes_total": 50331648,
     "load_bytes_total": 0,
     "store_busy_seconds": 0.02,
@@ -70,6 +71,7 @@ class RankView(View):
     pending_ops: int
     queued_stores: int
     queued_loads: int
+    uncollected_completions: int
     store_bytes_total: int
     load_bytes_total: int
     store_busy_seconds: float

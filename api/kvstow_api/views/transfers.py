@@ -45,7 +45,8 @@ class PendingView(View):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferView(View):
     """One op: `queued` (no rank has spoken), `running` (some have), `stuck` (too old), or `quarantined` (a store
-    given up, whose slots wait for the last ranks)."""
+    given up, whose slots wait for the last ranks). `idle_ranks`: those of `pending_ranks` that have nothing under way;
+    their host has not given them the op, or not collected or passed on its completion."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "json_schema_extra": {
@@ -58,6 +59,7 @@ class TransferView(View):
                     "bytes": 268435456,
                     "age_seconds": 0.004,
                     "pending_ranks": [1],
+                    "idle_ranks": [],
                     "failed": False,
                     "request_id": "cmpl-8d1f",
                 }
@@ -72,6 +74,7 @@ class TransferView(View):
     bytes: int
     age_seconds: float
     pending_ranks: list[int]
+    idle_ranks: list[int]
     failed: bool
     request_id: str
 

@@ -256,7 +256,7 @@ class OffloadEngine:
             now = state.clock()
             state.index.end_pins(now)
             for entry in state.ledger.mark_stuck(now - self.config.transfer_timeout):
-                settlement.give_up(state, entry)
+                settlement.give_up(state, entry, now)
             state.refresh_gate()
         state.write_log()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvstow.config import EngineConfig
@@ -36,6 +37,7 @@ class RankTable:
     def __init__(self, config: EngineConfig) -> None:
         self._ranks = [RankRecord(rank) for rank in range(config.num_ranks)]
         self._slot_bytes_of = config.slot_bytes_of
+        self._report_timeout = config.report_timeout
         self._dead_boots: deque[tuple[int, str]] = deque(maxlen=16 * config.num_ranks)
         self.generation = 0
 
@@ -97,6 +99,20 @@ class RankTable:
     def can_copy(self) -> bool:
         """Whether every rank has reported and none has lost its copy thread."""
         return all(record.report and record.report.state not in ("failed", "stopped") for record in self._ranks)
+
+    def idle_since(self, rank: int, moment: float, now: float) -> bool:
+        """Whether `rank` has reported after `moment`, and not long ago, that it works and has nothing under way: an op
+        planned at `moment` is then no longer this rank's to finish."""
+        record = self._ranks[rank]
+        report = record.report
+        if report is None or report.state in ("failed", "stopped") or report.pending_ops:
+            return False
+        return record.reported_at > moment and now - record.reported_at <= self._report_timeout
+
+    def uncollected(self, ranks: Iterable[int]) -> int:
+        """Completions of these ranks that the host had not collected when they last reported."""
+        reports = (self._ranks[rank].report for rank in ranks)
+        return sum(report.uncollected_completions for report in reports if report is not None)
 
     def records(self) -> list[RankRecord]:
         return self._ranks

@@ -36,22 +36,40 @@ def fail_rank(state: ControlState, rank: int) -> None:
         record(state, rank, Completion(op_id, "failed", f"rank {rank} has started anew"))
 
 
-def give_up(state: ControlState, entry: OpenOp) -> None:
+def give_up(state: ControlState, entry: OpenOp, now: float) -> None:
     """A transfer is stuck. A store fails now: what the silent rank may still read of its blocks goes into slots
     in quarantine. A load goes on waiting, because that rank may still write its blocks."""
-    op, silent = entry.op, sorted(entry.pending)
+    op, reason = entry.op, _stuck_reason(state, entry, now)
     state.counters.errors["transfer_stuck"] += 1
     state.log(
         ERROR,
-        "%s %d is stuck: ranks %s are silent after %g s; loads and stores stop until they speak",
-        *(op.direction, op.op_id, silent, state.config.transfer_timeout),
+        "%s %d is stuck after %g s: %s; loads and stores stop until it ends",
+        *(op.direction, op.op_id, state.config.transfer_timeout, reason),
     )
     if op.direction == "store":
         entry.given_up = True
-        entry.error = entry.error or f"no word of ranks {silent} in time"
+        entry.error = entry.error or reason
         state.index.quarantine(entry.keys, op.slots)
         state.counters.store_blocks["failed"] += len(op.slots)
         _tell(state, entry, "failed")
+
+
+def idle_ranks(state: ControlState, entry: OpenOp, now: float) -> list[int]:
+    """Ranks that owe a word on the op and have nothing under way: the host has not given them the op, or has not
+    collected or passed on what they said of it."""
+    return [rank for rank in sorted(entry.pending) if state.ranks.idle_since(rank, entry.started, now)]
+
+
+def _stuck_reason(state: ControlState, entry: OpenOp, now: float) -> str:
+    """Who keeps the op from ending: ranks that work on it, or the host."""
+    idle = idle_ranks(state, entry, now)
+    busy = sorted(entry.pending.difference(idle))
+    reasons = [f"ranks {busy} have not finished it"] if busy else []
+    if idle:
+        uncollected = state.ranks.uncollected(idle)
+        fault = f"not collected {uncollected} completions" if uncollected else "not submitted it, or lost its answer"
+        reasons.append(f"the host has {fault}: ranks {idle} have nothing under way")
+    return "; ".join(reasons)
 
 
 def _settle(state: ControlState, entry: OpenOp) -> None:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from kvstow.control.ledger import OpenOp
+from kvstow.control.settlement import idle_ranks
 from kvstow.control.state import ControlState
 from kvstow.control.sweep import SLICE_SLOTS
 from kvstow.stats import (
@@ -212,6 +213,7 @@ def _transfer(entry: OpenOp, state: ControlState, now: float) -> TransferView:
         bytes=len(op.blocks) * state.config.slot_bytes,
         age_seconds=now - entry.started,
         pending_ranks=tuple(sorted(entry.pending)),
+        idle_ranks=tuple(idle_ranks(state, entry, now)),
         failed=entry.error is not None,
         request_id=entry.request_id,
     )

@@ -51,6 +51,7 @@ class FakeRank:
             pinned_bytes=self.pinned * slot_bytes,
             target_bytes=target * slot_bytes,
             error=self.error,
+            pending_ops=len(self.queue),
             engine_id=self.applied.engine_id,
             generation=self.applied.generation,
         )

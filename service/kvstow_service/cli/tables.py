@@ -10,7 +10,7 @@ from kvstow_api.views.gate import BypassView, DrainView
 from kvstow_api.views.operations import OperationView
 from kvstow_api.views.pools import PoolView
 from kvstow_api.views.ranks import RankView, ReadinessView
-from kvstow_api.views.transfers import TransferView
+from kvstow_api.words import waits_for
 from kvstow_service.cli.figures import figure, moment
 from kvstow_service.cli.output import Column
 
@@ -110,10 +110,6 @@ RANKS = (
 )
 
 
-def _waiting_for(item: TransferView) -> str:
-    return ", ".join(map(str, item.pending_ranks)) or ABSENT
-
-
 TRANSFERS = (
     _field("OP", "op_id"),
     _field("DIRECTION", "direction"),
@@ -122,7 +118,7 @@ TRANSFERS = (
     _field("SIZE", "bytes"),
     Column("AGE", lambda item: duration(item.age_seconds)),
     _field("REQUEST", "request_id"),
-    Column("WAITS FOR RANKS", _waiting_for),
+    Column("WAITS FOR", waits_for),
     _field("FAILED", "failed", wide=True),
 )
 

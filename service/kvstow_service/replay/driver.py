@@ -120,7 +120,7 @@ class ReplayDriver:
                     if time.monotonic() >= deadline:
                         break
                 else:
-                    self._admit()
+                    self._admit(stop)
                 self._submit_step()
                 if not self._collect() and not self._finished(stop):
                     self._wait(stop)
@@ -146,8 +146,12 @@ class ReplayDriver:
 
     # One step: requests start, their ops go to every rank, what became final moves requests on.
 
-    def _admit(self) -> None:
-        while self._next < len(self._requests) and len(self._jobs) < self._options.concurrency:
+    def _admit(self, stop: threading.Event) -> None:
+        """Start requests until as many are in flight as may be. A request of which nothing is loaded or stored ends as
+        it starts, so the number of starts is bounded, too: the ops of the others must get to their ranks."""
+        for _ in range(self._options.concurrency):
+            if stop.is_set() or self._next == len(self._requests) or len(self._jobs) >= self._options.concurrency:
+                return
             request = self._requests[self._next]
             if len(request.hash_ids) > len(self._free) or self._seconds_to_due() > 0:
                 return

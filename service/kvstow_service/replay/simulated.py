@@ -42,6 +42,7 @@ class SimulatedWorker:
             pinned_bytes=num_bytes,
             target_bytes=num_bytes,
             pin_mode="simulated",
+            uncollected_completions=len(self._completions),
             engine_id=self._applied.engine_id,
             generation=self._applied.generation,
         )

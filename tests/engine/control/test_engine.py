@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -310,7 +311,7 @@ def test_a_stuck_store_is_given_up_and_its_slots_wait_in_quarantine(make_engine:
     clock.advance(10.5)
     engine.tick()
     (settled,) = engine.take_settled()
-    assert (settled.mark, settled.error) == ("failed", "no word of ranks [1] in time")
+    assert (settled.mark, settled.error) == ("failed", "ranks [1] have not finished it")
     stats = engine.stats()
     assert (stats.slots.quarantined, stats.slots.free, stats.pending.stuck) == (1, 1, 1)
     assert engine.begin_store([B], [1]).outcomes == {"dropped_not_ready": 1}, "a stuck rank stops the traffic"
@@ -322,6 +323,63 @@ def test_a_stuck_store_is_given_up_and_its_slots_wait_in_quarantine(make_engine:
     assert engine.begin_store([B], [1]).op is not None, "traffic flows again"
     assert engine.lookup([A]) == 0
     engine.check_integrity()
+
+
+def test_what_the_host_has_not_collected_is_not_laid_to_the_ranks(
+    make_engine: MakeEngine, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(slots=4, ranks=2, transfer_timeout=10.0)
+    ranks = make_ranks(engine)
+    op = engine.begin_store([A], [0]).op
+    ranks[0].submit(op)  # it works on it; the other rank has done it, or was never given it
+    clock.advance(9.0)
+    ranks[0].report()
+    ranks[1].report()
+    clock.advance(1.5)
+    engine.tick()
+    (settled,) = engine.take_settled()
+    host = "the host has not submitted it, or lost its answer: ranks [1] have nothing under way"
+    assert settled.error == f"ranks [0] have not finished it; {host}"
+    assert host in caplog.text
+    (view,) = engine.transfers()
+    assert (view.pending_ranks, view.idle_ranks) == ((0, 1), (1,))
+
+
+@pytest.mark.parametrize(("uncollected", "fault"), [(3, "not collected 6 completions"), (0, "not submitted it")])
+def test_a_host_that_collects_nothing_is_named(
+    make_engine: MakeEngine, clock: FakeClock, uncollected: int, fault: str
+) -> None:
+    engine = make_engine(slots=4, ranks=2, transfer_timeout=10.0)
+    ranks = make_ranks(engine)
+    engine.begin_store([A], [0])
+    clock.advance(9.0)
+    for rank in ranks:
+        rank.report()
+        engine.report(replace(rank.sent[-1], uncollected_completions=uncollected))
+    clock.advance(1.5)
+    engine.tick()
+    (settled,) = engine.take_settled()
+    assert settled.error is not None
+    assert settled.error.startswith(f"the host has {fault}")
+    assert "not finished" not in settled.error
+
+
+def test_an_idle_report_from_before_the_op_or_from_long_ago_clears_no_rank(
+    make_engine: MakeEngine, clock: FakeClock
+) -> None:
+    engine = make_engine(slots=4, transfer_timeout=10.0)
+    (rank,) = make_ranks(engine)
+    engine.begin_store([A], [0])
+    (view,) = engine.transfers()
+    assert view.idle_ranks == ()
+    clock.advance(1.0)
+    rank.report()
+    (view,) = engine.transfers()
+    assert view.idle_ranks == (0,)
+    clock.advance(9.5)
+    engine.tick()
+    (settled,) = engine.take_settled()
+    assert settled.error == "ranks [0] have not finished it"
 
 
 def test_a_stuck_load_goes_on_waiting(make_engine: MakeEngine, clock: FakeClock) -> None:

@@ -12,6 +12,8 @@ import torch
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.lease import Lease
+from kvstow.control.placement import StoreGrant
+from kvstow.control.state import Settled
 from kvstow.devices.base import Fence
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, Op, RankReport, StepPlan
@@ -272,6 +274,46 @@ def test_a_stop_lets_what_is_in_flight_finish(conversations: list[TraceRequest])
         assert parts.engine.stats().pending.loads == parts.engine.stats().pending.stores == 0
     assert 10 <= result.requests < 10 + 4
     assert result.abandoned == 0
+
+
+def test_a_stop_ends_a_replay_of_which_nothing_is_stored(conversations: list[TraceRequest]) -> None:
+    stop = Event()
+
+    def stop_after_ten(finished: int) -> None:
+        if finished == 10:
+            stop.set()
+
+    with bench(conversations, ReplayOptions(concurrency=4), on_request=stop_after_ten) as parts:
+        parts.engine.admin.drain("all", None)  # every store is dropped: a request ends as it starts
+        result = parts.driver.run(stop)
+        parts.assert_all_given_back()
+    assert result.requests == 10 < len(conversations)
+
+
+def test_ops_get_to_their_ranks_while_other_requests_end_as_they_start(conversations: list[TraceRequest]) -> None:
+    finished: list[int] = [0]
+
+    class Dropping(OffloadEngine):
+        """Grants every eighth store; notes how many requests end between two looks at what is settled."""
+
+        def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str = "") -> StoreGrant:
+            if int(request_id) % 8:
+                return StoreGrant(None, (), {"dropped_not_ready": len(keys)})
+            return super().begin_store(keys, blocks, request_id=request_id)
+
+        def take_settled(self) -> list[Settled]:
+            finished.append(0)
+            return super().take_settled()
+
+    def count(_: int) -> None:
+        finished[-1] += 1
+
+    options = ReplayOptions(concurrency=4)
+    with bench(conversations, options, engine_type=Dropping, on_request=count) as parts:
+        result = parts.driver.run(Event())
+        parts.assert_all_given_back()
+    assert result.stored_blocks > 0
+    assert max(finished) <= 2 * options.concurrency
 
 
 def test_a_stop_gives_up_what_does_not_finish_in_time(conversations: list[TraceRequest]) -> None:
