@@ -30,6 +30,8 @@ logger = logging.getLogger("kvstow.api")
 ACTOR = "kvstow.actor"
 """Key in an ASGI scope of who asks: admin, certificate:SUBJECT, viewer, agent, or anonymous."""
 
+_NOBODY = frozenset({None, "anonymous", "-"})
+
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 CERTIFICATE = "client_certificate"
@@ -50,6 +52,11 @@ def is_reading(method: str, path: str) -> bool:
 def is_admin(actor: str) -> bool:
     """Whether that actor, as a scope has it, has shown a credential that opens every change."""
     return actor == "admin" or actor.startswith(_CERTIFICATE_ACTOR)
+
+
+def is_known(actor: object) -> bool:
+    """Whether `actor`, of a request's scope, has shown a credential."""
+    return actor not in _NOBODY
 
 
 class Credentials(NamedTuple):

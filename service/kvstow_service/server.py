@@ -7,24 +7,25 @@ import contextlib
 import logging
 import ssl
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
-from socket import AF_UNIX, socket
+from socket import socket
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvstow.errors import ConflictError
-from kvstow_api.auth import CERTIFICATE
-from kvstow_service.certificate import subject_of
+from kvstow_service.acceptor import Acceptor
+from kvstow_service.connections import Connection, Connections, connection_limit
+from kvstow_service.limitedlog import LimitedLog
+from kvstow_service.protocol import MAX_HEAD_BYTES, AdminProtocol
 
 logger = logging.getLogger("kvstow.server")
 
 _START_SECONDS = 10.0
-_HEAD_SECONDS = 30.0
 _GRACE_SECONDS = 2  # for requests under way when the server stops
-_TICK_SECONDS = 1.0  # the Date of answers is renewed so often
+_TICK_SECONDS = 1.0  # between looks at the clock: the Date of answers, connections that keep the server waiting
 
 
 class AdminServer:
@@ -33,7 +34,8 @@ class AdminServer:
     Guarantees: `start` returns when requests are answered; `stop` is idempotent, ends the thread and closes
     the sockets; the process's signal handlers, loggers and event loop policy stay untouched; `on_failure` is
     called, on the server's thread, when the server ends without `stop`. With `tls`, TCP sockets speak it; Unix
-    sockets never do. A connection that has not sent a whole request head in 30 s is closed.
+    sockets never do. Clients cost bounded memory, time and descriptors (`AdminProtocol`, `Connections`), and bounded
+    lines in the log.
     """
 
     def __init__(
@@ -43,14 +45,18 @@ class AdminServer:
         on_failure: Callable[[str], None],
         *,
         tls: ssl.SSLContext | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.connections = Connections(connection_limit(), clock)
         self._sockets = list(sockets)
         self._on_failure = on_failure
         self._server = _QuietServer(
             uvicorn.Config(
                 app,
-                http=_QuietProtocol,
-                loop="asyncio",  # uvicorn before 0.36 makes uvloop, if there is one, the policy of the whole process
+                http=AdminProtocol,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+                # uvicorn before 0.36 makes uvloop, if there is one, the policy of the whole process.
+                loop="asyncio",
                 log_config=None,
                 server_header=False,
                 proxy_headers=False,  # by default a client on loopback could say that it is another one
@@ -59,6 +65,7 @@ class AdminServer:
                 timeout_graceful_shutdown=_GRACE_SECONDS,
             ),
             tls,
+            self.connections,
         )
         self._thread = threading.Thread(target=self._run, name="kvstow-admin", daemon=True)
 
@@ -88,52 +95,19 @@ class AdminServer:
             self._on_failure(f"the admin server ended: {reason}")
 
 
-class _QuietProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Tells the application who has shown a certificate, gives up on clients that send no request, and logs no
-    requests. The option of uvicorn's for that takes the handlers from a logger that the host's own server
-    may use."""
-
-    app_state: dict[str, Any]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.access_log = False
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        certificate = transport.get_extra_info("peercert")
-        # TLS 1.2 may take a session up again, and then does not ask whether the authority still is one.
-        if certificate and not transport.get_extra_info("ssl_object").session_reused:
-            self.app_state = {**self.app_state, CERTIFICATE: subject_of(certificate)}
-        self._head_due = self.loop.call_later(_HEAD_SECONDS, self._give_up)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head_due.cancel()
-        super().connection_lost(exc)
-
-    def shutdown(self) -> None:
-        """Hang up on streams, which would not end by themselves. What was written of other answers still goes out."""
-        super().shutdown()
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.transport.close()
-
-    def _give_up(self) -> None:
-        """Close a connection on which no request has ever been complete: idle ones after that, uvicorn closes."""
-        if self.cycle is None:
-            self.transport.close()
-
-
 class _QuietServer(uvicorn.Server):
     """uvicorn without signal handlers; `answering` is set once it listens on all sockets.
 
     It is told when to end: uvicorn's own loop looks ten times a second, which took the interpreter for 2 ms of each.
     """
 
-    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, connections: Connections) -> None:
         super().__init__(config)
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending = asyncio.Event()
+        self._connections = connections
+        self._acceptor: Acceptor | None = None
         self.answering = threading.Event()
 
     def end(self) -> None:
@@ -145,23 +119,30 @@ class _QuietServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        given = sockets or []
-        guarded = [listener for listener in given if self._tls is not None and listener.family != AF_UNIX]
-        await super().startup([listener for listener in given if listener not in guarded])
+        self._loop.set_exception_handler(_report_once_a_minute())
+        await super().startup([])
+        self._acceptor = Acceptor(sockets or [], self._connections, self._protocol, self._tls)
         if not self.should_exit:
-            for listener in guarded:
-                self.servers.append(await self._loop.create_server(self._protocol, sock=listener, ssl=self._tls))
+            self._acceptor.start()
         self.answering.set()
 
-    def _protocol(self) -> asyncio.Protocol:
-        protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        if self._acceptor is not None:
+            self._acceptor.stop()
+        await super().shutdown(sockets)
+
+    def _protocol(self, connection: Connection) -> AdminProtocol:
+        return AdminProtocol(
+            connection,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
         )
-        return protocol
 
     async def main_loop(self) -> None:
         try:
             while not await self.on_tick(0):
+                self._connections.expire()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_TICK_SECONDS):
                         await self._ending.wait()
@@ -172,3 +153,13 @@ class _QuietServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+
+def _report_once_a_minute() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """A handler for exceptions that reach the event loop. What a client can cause once, it can cause for ever."""
+    log = LimitedLog(logger)
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        log.log(logging.ERROR, "%s", context["message"], exc_info=context.get("exception"))
+
+    return handle

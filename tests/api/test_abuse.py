@@ -6,6 +6,7 @@ import resource
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib import import_module
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from kvstow_service.listeners import Listeners
 
 IDLE = 1000
 BODY_BYTES = 10 << 20
+HEADER_BYTES = 50 << 20
 ALLOWED_GROWTH = 64 << 20
 _SOCKET_SECONDS = 20.0
 
@@ -110,19 +112,15 @@ def test_a_body_that_is_announced_too_large_is_answered_at_once(service: Listene
 
 
 def test_floods_of_headers_are_cut_off(service: Listeners) -> None:
+    """Long before they end, also where uvicorn would rather use httptools, which has no limit."""
+    import_module("httptools")
     check_alive(service)
     before = resident_bytes()
-    for _ in range(20):
+    for _ in range(5):
         with connect(service) as client:
             client.sendall(b"GET /livez HTTP/1.1\r\nHost: kvstow\r\n")
-            received = b""
-            try:
-                for number in range(10_000):
-                    client.sendall(b"X-Flood-%d: %s\r\n" % (number, b"x" * 100))
-                received = client.recv(1 << 16)
-            except ConnectionError:
-                continue
-            assert not received or status_of(received) == 400
+            with pytest.raises(ConnectionError):
+                client.sendall(b"X-Flood: 0123456789\r\n" * (HEADER_BYTES // 20))
     check_alive(service)
     assert resident_bytes() - before < ALLOWED_GROWTH
 

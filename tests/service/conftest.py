@@ -58,7 +58,13 @@ def eventually() -> Eventually:
 
 class Serving(Protocol):
     def __call__(
-        self, app: ASGIApp, *, port: int = ..., uds: Path | None = ..., tls: ssl.SSLContext | None = ...
+        self,
+        app: ASGIApp,
+        *,
+        port: int = ...,
+        uds: Path | None = ...,
+        tls: ssl.SSLContext | None = ...,
+        clock: Callable[[], float] = ...,
     ) -> tuple[AdminServer, Listeners]: ...
 
 
@@ -68,11 +74,16 @@ def serving() -> Iterator[Serving]:
     with ExitStack() as running:
 
         def serve(
-            app: ASGIApp, *, port: int = 0, uds: Path | None = None, tls: ssl.SSLContext | None = None
+            app: ASGIApp,
+            *,
+            port: int = 0,
+            uds: Path | None = None,
+            tls: ssl.SSLContext | None = None,
+            clock: Callable[[], float] = time.monotonic,
         ) -> tuple[AdminServer, Listeners]:
             listeners = Listeners(TcpAddress.resolve("127.0.0.1", port), uds, secure=tls is not None)
             running.callback(listeners.close)
-            server = AdminServer(app, listeners.sockets, lambda reason: pytest.fail(reason), tls=tls)
+            server = AdminServer(app, listeners.sockets, lambda reason: pytest.fail(reason), tls=tls, clock=clock)
             server.start()
             running.callback(server.stop)
             return server, listeners

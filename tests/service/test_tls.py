@@ -23,7 +23,6 @@ from starlette.routing import Route
 from kvstow.errors import ConfigError
 from kvstow_api.auth import CERTIFICATE
 from kvstow_api.client import ApiError, Client, Endpoint, calls
-from kvstow_service import server
 from kvstow_service.listeners import Listeners
 from kvstow_service.tls import ServerTls, TlsContent, TlsFiles
 
@@ -255,11 +254,3 @@ def test_a_file_that_cannot_be_used_is_named(files: TlsFiles, tmp_path: Path, br
     given: dict[str, Any] = {"cert": files.cert, "key": files.key, "client_ca": files.client_ca, broken: path}
     with pytest.raises(ConfigError, match=r"broken\.pem"):
         TlsFiles(**given).read()
-
-
-def test_a_connection_that_never_sends_a_request_is_closed(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_HEAD_SECONDS", 0.05)
-    _, listeners = serving(APP)
-    with socket.create_connection((listeners.host, listeners.port), 20) as silent:
-        silent.sendall(b"GET / HTTP/1.1\r\nHo")
-        assert silent.recv(1) == b""

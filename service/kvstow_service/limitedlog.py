@@ -1,0 +1,35 @@
+"""Log lines about something that a client may cause a thousand times a second."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+_INTERVAL_SECONDS = 60.0
+
+
+class LimitedLog:
+    """Writes at most one line a minute to `logger`. A line that follows suppressed ones says how many there were.
+
+    One object for each kind of event. Not thread-safe: used on one event loop.
+    """
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._next = float("-inf")
+        self._suppressed = 0
+
+    def warning(self, message: str, *args: object) -> None:
+        self.log(logging.WARNING, message, *args)
+
+    def log(self, level: int, message: str, *args: object, exc_info: BaseException | None = None) -> None:
+        now = self._clock()
+        if now < self._next:
+            self._suppressed += 1
+            return
+        suppressed, self._suppressed, self._next = self._suppressed, 0, now + _INTERVAL_SECONDS
+        if suppressed:
+            message, args = message + " (and %d times more since the last such line)", (*args, suppressed)
+        self._logger.log(level, message, *args, exc_info=exc_info)

@@ -1,0 +1,132 @@
+"""HTTP/1.1 as the admin server speaks it: uvicorn's protocol over h11, with bounds.
+
+h11, and not httptools where that is installed: h11 reads one request at a time and refuses a head beyond a limit.
+httptools has no limit for heads, and makes a request object of each of the thousands of pipelined requests that one
+read may bring. A request costs 50 us more with h11; rendering the metrics costs twenty times as much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvstow_api.auth import ACTOR, CERTIFICATE, is_known
+from kvstow_api.problems import problem
+from kvstow_service.certificate import subject_of
+from kvstow_service.connections import Connection, Wait
+
+MAX_HEAD_BYTES = 16 << 10
+
+_READ_BYTES = 16 << 10  # per turn of the event loop: what one read brings is parsed in one go
+_MAX_UNREAD_BYTES = 64 << 10  # of a body that comes after its answer, which did not need it
+
+_CODE_OF = {431: "head_too_large"}
+
+_logger = logging.getLogger("kvstow.server.requests")
+_logger.setLevel(logging.ERROR)  # uvicorn warns of each malformed request, and anybody may send a million of them
+
+
+class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
+    """One connection. It reports what it waits for to its `Connection`, which has the deadlines.
+
+    It tells the application who has shown a certificate. Requests are not logged here: the option of uvicorn's for that
+    takes the handlers from a logger that the host's own server may use.
+    """
+
+    app_state: dict[str, Any]
+
+    def __init__(self, connection: Connection, **options: Any) -> None:
+        super().__init__(**options)
+        self._connection = connection
+        self._received = memoryview(b"")
+        self._unread_bytes = 0
+        self.access_log = False
+        self.logger = _logger
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._connection.drop = transport.abort
+        certificate = transport.get_extra_info("peercert")
+        # TLS 1.2 may take a session up again, and then does not ask whether the authority still is one.
+        if certificate and not transport.get_extra_info("ssl_object").session_reused:
+            self.app_state = {**self.app_state, CERTIFICATE: subject_of(certificate)}
+        self._update_wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._connection.closed()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        self._received = memoryview(bytearray(_READ_BYTES))  # a view: asyncio's TLS fills slices of what it is given
+        return self._received
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._received[:nbytes]))
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete:
+            self._unread_bytes += len(data)
+            if self._unread_bytes > _MAX_UNREAD_BYTES:
+                self.transport.close()
+                return
+        super().data_received(data)
+        self._update_wait()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._update_wait()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._update_wait()
+
+    def on_response_complete(self) -> None:
+        if is_known(self.scope.get(ACTOR)):
+            self._connection.trusted = True
+        self._unread_bytes = 0
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # uvicorn's own deadline, which the first byte of a request lifts
+        self._update_wait()
+
+    def shutdown(self) -> None:
+        """Hang up on streams, which would not end by themselves. What was written of other answers still goes out."""
+        super().shutdown()
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no request, with the status that fits. Called while h11's error is handled."""
+        if self.cycle is None or self.cycle.response_complete:  # else half an answer is out
+            error = sys.exception()
+            self.transport.write(_refusal(getattr(error, "error_status_hint", 400), str(error)))
+        self.transport.close()
+
+    def _update_wait(self) -> None:
+        if self.transport.is_closing():
+            self._connection.wait_for(Wait.CLOSE)
+        elif self.flow.write_paused:
+            self._connection.wait_for(Wait.READER)
+        elif self.cycle is None or self.cycle.response_complete:
+            self._connection.wait_for(Wait.HEAD)
+        else:
+            self._connection.wait_for(None)
+
+
+def _refusal(status: int, reason: str) -> bytes:
+    """A whole answer to what is no request."""
+    detail = f"the request head is larger than {MAX_HEAD_BYTES} bytes" if status == 431 else f"no HTTP/1.1: {reason}"
+    answer = problem({}, status, detail, code=_CODE_OF.get(status, "malformed_request"))
+    answer.headers["Connection"] = "close"
+    lines = [
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+        *(f"{name}: {value}" for name, value in answer.headers.items()),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + bytes(answer.body)

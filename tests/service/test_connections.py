@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+
+import pytest
+
+from kvstow.testing.clock import FakeClock
+from kvstow_service.connections import Connection, Connections, Wait, connection_limit
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(100.0)
+
+
+@pytest.fixture
+def dropped() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def admit(clock: FakeClock, dropped: list[str]) -> Callable[..., Connection | None]:
+    """Admits named connections to one registry of three; each is a second younger than the one before."""
+    registry = Connections(3, clock)
+
+    def add(name: str, *, trusted: bool = False, wait: Wait | None = Wait.HEAD) -> Connection | None:
+        clock.advance(1.0)
+        connection = registry.admit(trusted=trusted, wait=Wait.HEAD)
+        if connection is not None:
+            connection.drop = lambda: dropped.append(name)
+            connection.wait_for(wait)
+        return connection
+
+    return add
+
+
+def test_the_stranger_who_waited_longest_makes_room(admit: Callable[..., Connection], dropped: list[str]) -> None:
+    """Before a busy stranger, and before trusted clients."""
+    admit("trusted", trusted=True)
+    admit("busy", wait=None)
+    admit("idle")
+    assert admit("new") is not None
+    assert admit("newer", wait=None) is not None
+    assert dropped == ["idle", "new"]
+    assert admit("newest") is not None
+    assert dropped == ["idle", "new", "busy"]
+
+
+def test_an_idle_trusted_client_makes_room_when_no_stranger_is_left(
+    admit: Callable[..., Connection], dropped: list[str]
+) -> None:
+    admit("agent", trusted=True, wait=None)
+    admit("operator", trusted=True)
+    admit("second operator", trusted=True)
+    assert admit("probe") is not None
+    assert dropped == ["operator"]
+
+
+def test_trusted_clients_at_work_are_never_dropped(admit: Callable[..., Connection], dropped: list[str]) -> None:
+    for name in ("a", "b", "c"):
+        admit(name, trusted=True, wait=None)
+    assert admit("probe") is None
+    assert dropped == []
+
+
+def test_a_closed_connection_counts_no_more(admit: Callable[..., Connection], dropped: list[str]) -> None:
+    first = admit("a")
+    admit("b")
+    admit("c")
+    first.closed()
+    first.closed()
+    admit("d")
+    assert dropped == []
+
+
+@pytest.mark.parametrize("wait", list(Wait))
+def test_each_wait_has_an_end(wait: Wait, clock: FakeClock) -> None:
+    registry = Connections(3, clock)
+    ended: list[str] = []
+    connection = registry.admit(trusted=True, wait=wait)
+    assert connection is not None
+    connection.drop = lambda: ended.append("dropped")
+    clock.advance(wait.seconds)
+    connection.wait_for(wait)  # still the same wait: this extends nothing
+    registry.expire()
+    assert (ended, len(registry)) == ([], 1)
+    clock.advance(0.1)
+    registry.expire()
+    assert (ended, len(registry)) == (["dropped"], 0)
+
+
+def test_work_has_no_end_and_what_comes_after_it_has_its_own(clock: FakeClock) -> None:
+    registry = Connections(3, clock)
+    connection = registry.admit(trusted=False, wait=Wait.HEAD)
+    assert connection is not None
+    connection.wait_for(None)
+    clock.advance(3600.0)
+    registry.expire()
+    assert len(registry) == 1
+    connection.wait_for(Wait.HEAD)
+    clock.advance(Wait.HEAD.seconds)
+    registry.expire()
+    assert len(registry) == 1
+
+
+def test_a_flood_is_one_line_a_minute(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
+    registry = Connections(1, clock)
+    for _ in range(1001):
+        registry.admit(trusted=False, wait=Wait.HEAD)
+    assert len(caplog.records) == 1
+    clock.advance(61.0)
+    registry.admit(trusted=False, wait=Wait.HEAD)
+    assert "(and 999 times more since the last such line)" in caplog.records[1].message
+
+
+@pytest.mark.parametrize(("soft", "limit"), [(64, 16), (128, 16), (1024, 128), (1 << 20, 256), (-1, 256)])
+def test_the_limit_leaves_the_engine_its_descriptors(soft: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, soft))
+    assert resource.RLIM_INFINITY == -1
+    assert connection_limit() == limit
