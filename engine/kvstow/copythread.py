@@ -3,6 +3,7 @@
 Guarantees
 - `submit` never blocks, and each op that it was given ends in exactly one `done` or `failed` completion.
 - `failed` means that the device no longer reads or writes the op's blocks and slots.
+- The memory of an op's slots is held from before the device begins with them until the op is complete.
 - The end of the thread is never silent: its ops fail, `failure` says why, and ops submitted later fail at once.
 
 Assumes
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from kvstow.devices.base import Device, Fence, Ticket, TicketState
 from kvstow.errors import CopyError, QueueFullError, WorkerFailedError
+from kvstow.memory.pool import Hold
 from kvstow.messages import Completion, Direction, Op
 
 _IN_FLIGHT = 2  # ops per direction: more would make a sampled token's copy wait behind them on the link
@@ -62,6 +64,7 @@ class _Running:
     """`ticket` is None until the device was told to begin."""
 
     queued: _Queued
+    hold: Hold | None = None
     ticket: Ticket | None = None
     queue_seconds: float = 0.0
     source_free: bool = False
@@ -70,9 +73,14 @@ class _Running:
     def op(self) -> Op:
         return self.queued.op
 
+    def release(self) -> None:
+        if self.hold is not None:
+            self.hold.release()
+
 
 class CopyThread:
-    """Owns `device` and closes it. `on_failure` is called on the thread when it has failed.
+    """Owns `device` and closes it. `hold` keeps the memory of the slots below a number in place (`HostPool.hold`).
+    `on_failure` is called on the thread when it has failed.
 
     Thread-safe. `_lock` guards all fields; the device is called outside of it, by whoever has the `_turn`: this thread,
     or one that calls `drive`. `_turn` comes before `_lock`.
@@ -82,12 +90,14 @@ class CopyThread:
         self,
         name: str,
         device: Device,
+        hold: Callable[[int], Hold],
         slot_bytes: int,
         max_queued: int,
         clock: Callable[[], float],
         on_failure: Callable[[], None],
     ) -> None:
-        self._device, self._slot_bytes, self._max_queued = device, slot_bytes, max_queued
+        self._device, self._hold = device, hold
+        self._slot_bytes, self._max_queued = slot_bytes, max_queued
         self._clock, self._on_failure = clock, on_failure
         self._turn = threading.Lock()
         self._lock = threading.Lock()
@@ -221,6 +231,7 @@ class CopyThread:
         if copy.ticket is None:
             copy.queue_seconds = self._clock() - copy.queued.submitted
             try:
+                copy.hold = self._hold(max(copy.op.slots, default=-1) + 1)
                 copy.ticket = self._begin(copy.op, copy.queued.after)
             except Exception as error:  # noqa: BLE001 - the failure of one op, which its completion tells
                 return _failed(copy.op, error)
@@ -245,6 +256,7 @@ class CopyThread:
         with self._lock:
             if completion.mark != "source_free":
                 self._running[direction].remove(copy)
+                copy.release()
             if completion.mark == "done":
                 self._statistics = _counted(self._statistics, direction, completion)
             self._publish([completion])
@@ -263,6 +275,8 @@ class CopyThread:
         with self._lock:
             self._publish([_failed(copy.op, WorkerFailedError(reason)) for copy in self._all_running()])
             for running in self._running.values():
+                for copy in running:
+                    copy.release()
                 running.clear()
         if self._failure is not None:
             self._on_failure()

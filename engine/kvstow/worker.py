@@ -47,7 +47,7 @@ class OffloadWorker:
         self._may_drive = device.capabilities.copies_alone
         pool.add_listener(self._listeners.tell)
         # Last: once the thread runs, nothing may raise and leave the device to two owners.
-        self._copies = CopyThread(name, device, pool.slot_bytes, max_queued, clock, self._listeners.tell)
+        self._copies = CopyThread(name, device, pool.hold, pool.slot_bytes, max_queued, clock, self._listeners.tell)
 
     def start(self, *, at_ease: bool = False) -> None:
         """Pin the pool, in the background; idempotent. `at_ease`: take longer about it, until called without, as a host

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import TicketState
+from kvstow.errors import CopyError
+from kvstow.memory.pool import Hold
 from kvstow.messages import Completion, Direction, Op
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.device import FakeDevice, FakeTicket
@@ -21,8 +24,15 @@ class Harness:
 
     def __init__(self, max_queued: int = 100) -> None:
         self.device, self.clock, self.failed = FakeDevice(), FakeClock(), threading.Event()
-        self.copies = CopyThread("kvstow-copy-test", self.device, 100, max_queued, self.clock, self.failed.set)
+        self.held: list[int] = []
+        self.copies = CopyThread(
+            "kvstow-copy-test", self.device, self.hold, 100, max_queued, self.clock, self.failed.set
+        )
         self.seen: list[Completion] = []
+
+    def hold(self, end_slot: int) -> Hold:
+        self.held.append(end_slot)
+        return Hold(partial(self.held.remove, end_slot))
 
     def submit(self, *op_ids: int, direction: Direction = "store") -> None:
         self.copies.submit([Op(op_id, direction, (op_id,), (op_id,)) for op_id in op_ids], None)
@@ -50,6 +60,27 @@ def test_a_store_says_when_its_blocks_are_free_and_when_its_bytes_are_there(harn
     assert harness.completions(1) == [Completion(1, "source_free")]
     ticket.finish(seconds=0.25)
     assert harness.completions(1) == [Completion(1, "done", None, 100, 0.25, 0.0)]
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("end", ["done", "failed", "closed"])
+def test_the_memory_of_an_op_is_held_until_it_is_complete(harness: Harness, direction: Direction, end: str) -> None:
+    harness.submit(7, direction=direction)
+    ticket = harness.device.ticket(7)
+    assert harness.held == [8]
+    if end == "closed":
+        harness.copies.close(0)
+    else:
+        ticket.finish() if end == "done" else ticket.fail(CopyError("injected"))
+    assert harness.completions(1)[0].mark == ("done" if end == "done" else "failed")
+    assert harness.held == []
+
+
+def test_an_op_that_does_not_begin_holds_nothing(harness: Harness) -> None:
+    harness.device.begin_error = CopyError("no")
+    harness.submit(7)
+    assert harness.completions(1)[0].mark == "failed"
+    assert harness.held == []
 
 
 def test_a_store_that_is_done_at_once_says_only_that(harness: Harness) -> None:

@@ -42,12 +42,15 @@ def wait_for(worker: OffloadWorker, *op_ids: int) -> dict[int, Completion]:
 
 
 @pytest.fixture
-def make_worker(make_pool: MakePool) -> Iterator[MakeWorker]:
-    """Workers over 16 slots of 4 KiB; not pinned before `pool.start()`."""
+def make_worker(make_pool: MakePool, eventually: Eventually) -> Iterator[MakeWorker]:
+    """Workers over 16 slots of 4 KiB; not pinned before `pool.start()`, but for a fake device to copy."""
     workers: list[OffloadWorker] = []
 
     def make(pool: HostPool | None = None, device: Any = None, **options: Any) -> OffloadWorker:
         workers.append(OffloadWorker(len(workers), pool or make_pool(), device or FakeDevice(), **options))
+        if isinstance(device, FakeDevice):
+            workers[-1].pool.start()
+            eventually(lambda: workers[-1].pool.pinned_slots == 16)
         return workers[-1]
 
     yield make
@@ -275,6 +278,32 @@ def test_what_is_older_than_a_shrink_does_not_take_it_back(make_worker: MakeWork
     assert (worker.report().target_slots, worker.report().generation) == (4, 2)
     worker.apply(DesiredState("another engine", 16))
     assert (worker.report().target_slots, worker.report().generation) == (16, 0)
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_memory_under_a_copy_is_given_back_only_when_the_copy_has_ended(
+    make_worker: MakeWorker, eventually: Eventually, direction: Direction
+) -> None:
+    """Whatever makes the pool smaller meanwhile: a device that copies by itself would write to memory that is gone."""
+    device = FakeDevice()
+    worker = make_worker(device=device)
+    pool = worker.pool
+    worker.submit(plan(1, direction, (0,), (5,)))
+    ticket = device.ticket(1)
+    pool.set_target(0)
+    eventually(lambda: pool.status().chunks_done == 2)
+    assert pool._next_step() is None, "the chunk of slot 5 stays, and so do those below"
+    ticket.finish()
+    wait_for(worker, 1)
+    eventually(lambda: pool.status().chunks_done == 0)
+
+
+def test_a_copy_to_memory_that_is_not_there_fails_before_the_device_hears_of_it(make_worker: MakeWorker) -> None:
+    device = FakeDevice()
+    worker = make_worker(device=device)
+    worker.submit(plan(1, "store", (0,), (16,)))
+    assert wait_for(worker, 1)[1].error == "CopyError: slot 16 is not pinned; the pool has 16 slots pinned"
+    assert not device.begun
 
 
 def test_a_capacity_beyond_the_reserved_space_is_met_in_part_and_said(

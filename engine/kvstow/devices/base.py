@@ -8,7 +8,7 @@ start at once and never touches the KV cache; `commit_load` writes the blocks on
 work ever waits for a store.
 
 Slots. Between `begin_store` and its final mark, and between `stage_load` and its final mark, the slots belong
-to the op: the control plane neither reuses nor unpins them.
+to the op: the control plane does not reuse them, and the caller holds their memory (`HostPool.hold`).
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class CpuDevice:
     ) -> None:
         self._check(blocks, slots)
         # KV tensors may have been made in inference mode; then they can be written in it alone.
-        with torch.inference_mode(), self._pool.hold(max(slots, default=-1) + 1):
+        with torch.inference_mode():
             for run in merge_runs(blocks, slots):
                 for kv, host in self._pages:
                     copy(kv, host, run)
@@ -137,6 +137,8 @@ class CpuDevice:
             raise CopyError(f"blocks {min(blocks)} to {max(blocks)}; allowed: 0 to {self._num_blocks - 1}")
         if slots and min(slots) < 0:
             raise CopyError(f"slot {min(slots)}; allowed: 0 or more")
+        if slots and max(slots) >= (pinned := self._pool.pinned_slots):
+            raise CopyError(f"slot {max(slots)} is not pinned; the pool has {pinned} slots pinned")
 
 
 def _store_run(kv: torch.Tensor, host: torch.Tensor, run: Run) -> None:

@@ -6,10 +6,10 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeGuard
 
 from kvstow.config import PoolConfig
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
@@ -35,22 +35,42 @@ class _Failure:
     message: str
 
 
+class Hold:
+    """Memory of a pool that stays where it is until `release`, which is idempotent. A context manager, too."""
+
+    __slots__ = ("_release",)
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release: Callable[[], None] | None = release
+
+    def release(self) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 class HostPool:
     """Slots of `slot_bytes` at `address + slot * slot_stride`; those below `pinned_slots` may be used.
 
     Guarantees: every slot below `pinned_slots` is populated and registered. Memory is given back from the
-    top, by whole chunks, never while somebody is inside `hold`. A failed chunk leaves nothing of itself behind
+    top, by whole chunks, and never while somebody holds it. A failed chunk leaves nothing of itself behind
     and stops growth, not the pool; no error ends the pinning thread. After `close` nothing is left.
 
     The pinning thread populates a chunk while the pause after the one before lasts, and then registers it, in calls
     whose size and distance a `Pace` gives. Never both at once, on two threads: register calls beside populating were
     measured to take up to 2.3 ms in place of 0.6 (p99), and others wait for them, for no higher rate.
 
-    Assumes: the control plane has vacated the slots above a smaller target before it sets it; whoever uses slots
-    outside `hold` (a device that copies on its own) has ended that before `close`.
+    Assumes: whoever copies to or from slots holds their memory (`hold`), from before the copy begins until the device
+    no longer touches it. `close` waits for the last of them.
 
-    Thread-safe. `_state` guards the fields and is never held during a system call; `_memory` is held while
-    memory is given back. Where both are taken, `_memory` comes first.
+    Thread-safe. `_state` guards the fields and is never held during a system call; `_ending` is held while `close`
+    gives the memory back. Where both are taken, `_ending` comes first.
     """
 
     def __init__(
@@ -74,7 +94,8 @@ class HostPool:
         if shortage := limits.shortage(config.capacity_slots * self._grid.slot_stride):
             raise InsufficientMemoryError(f"the pool does not fit: {shortage.message}")
         self._state = threading.Condition()
-        self._memory = threading.Lock()
+        self._ending = threading.Lock()
+        self._held: Counter[int] = Counter()  # by the slot at which it ends
         self._target = config.capacity_slots
         self._chunks: PinnedChunks | None = None
         self._resident_bytes = 0  # from the start of the region
@@ -154,13 +175,22 @@ class HostPool:
             self._failure = None
             self._state.notify_all()
 
-    @contextmanager
-    def hold(self, end_slot: int) -> Iterator[None]:
-        """Keep the memory of all slots below `end_slot` in place. Raises `CopyError` if they are not all pinned."""
-        with self._memory:
-            if (pinned := self.pinned_slots) < end_slot:
+    def hold(self, end_slot: int) -> Hold:
+        """Keep the memory of all slots below `end_slot` where it is, until the hold is released. Never waits. Raises
+        `CopyError` if they are not all pinned."""
+        with self._state:
+            if (pinned := self._pinned()) < end_slot:
                 raise CopyError(f"slot {end_slot - 1} is not pinned; the pool has {pinned} slots pinned")
-            yield
+            self._held[end_slot] += 1
+        return Hold(partial(self._release, end_slot))
+
+    def _release(self, end_slot: int) -> None:
+        with self._state:
+            self._held[end_slot] -= 1
+            if not self._held[end_slot]:
+                del self._held[end_slot]
+            if self._closing or self._covered() > self._target:  # else nobody waits for it
+                self._state.notify_all()
 
     def status(self) -> PoolStatus:
         with self._state:
@@ -195,7 +225,9 @@ class HostPool:
             thread = self._thread
         if thread is not None:
             thread.join()
-        with self._memory:
+        with self._ending:
+            with self._state:
+                self._state.wait_for(lambda: not self._held)
             self._give_back_all()
 
     def _give_back_all(self) -> None:
@@ -237,7 +269,7 @@ class HostPool:
     def _next_step(self) -> Callable[[], None] | None:
         if self._failure is not None:
             return None
-        if self._chunks is not None and self._chunks.last.first_slot >= self._target:
+        if self._may_give_back(self._chunks):
             return self._shrink
         if self._covered() < self._target and not self._paused:
             return partial(self._grow, self._grid.next_chunk(self._covered(), self._target, self._pace.chunk_bytes))
@@ -271,23 +303,22 @@ class HostPool:
         self._rest()
 
     def _shrink(self) -> None:
-        """Give the last chunk back, unless the target has grown again in the meantime."""
+        """Give the last chunk back, unless the target has grown or somebody holds it in the meantime."""
         if not self._wait_for_turn():
             return
-        with self._memory:
+        with self._state:
+            chunks = self._chunks
+            if not self._may_give_back(chunks):
+                return
+            self._chunks = chunks.below  # nobody can hold the chunk from now on
+        chunk = chunks.last
+        try:
+            self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
+        except BaseException:
             with self._state:
-                chunks = self._chunks
-                if chunks is None or chunks.last.first_slot < self._target:
-                    return
-                self._chunks = chunks.below
-            chunk = chunks.last
-            try:
-                self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
-            except BaseException:
-                with self._state:
-                    self._chunks = chunks  # it is pinned still: `close` or the next attempt sees to it
-                raise
-            self._decommit(chunk)
+                self._chunks = chunks  # it is pinned still: `close` or the next attempt sees to it
+            raise
+        self._decommit(chunk)
         self._rest()
 
     def _rest(self) -> None:
@@ -327,6 +358,10 @@ class HostPool:
             self._progress.end()
 
     # Under `_state`.
+
+    def _may_give_back(self, chunks: PinnedChunks | None) -> TypeGuard[PinnedChunks]:
+        """Whether the last chunk is neither wanted nor held."""
+        return chunks is not None and chunks.last.first_slot >= max(self._target, *self._held, 0)
 
     def _covered(self) -> int:
         return self._chunks.last.end_slot if self._chunks is not None else 0
