@@ -10,12 +10,13 @@ from datetime import UTC, datetime
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import RankStatus
 from kvstow_api.journal import Journal
-from kvstow_api.views.history import HistoryView, SampleView
+from kvstow_api.series import now_of
+from kvstow_api.views.history import NOW_SECONDS, HistoryView, SampleView
 
 logger = logging.getLogger("kvstow.api")
 
 _INTERVAL = 1.0
-_TICKS_PER_SAMPLE = 5
+_TICKS_PER_SAMPLE = 5  # of the history
 _SAMPLES = 720  # an hour
 
 
@@ -25,6 +26,7 @@ class Watch:
     def __init__(self, engine: OffloadEngine, journal: Journal) -> None:
         self._engine, self._journal = engine, journal
         self._samples: deque[SampleView] = deque(maxlen=_SAMPLES)
+        self._recent: deque[SampleView] = deque(maxlen=round(NOW_SECONDS / _INTERVAL) + 1)
         self._state: str | None = None
         self._ranks: dict[int, tuple[str, str | None, str | None]] = {}
         self._ticks = 0
@@ -42,18 +44,21 @@ class Watch:
 
     @property
     def history(self) -> HistoryView:
-        return HistoryView(interval_seconds=_INTERVAL * _TICKS_PER_SAMPLE, items=list(self._samples))
+        return HistoryView(
+            interval_seconds=_INTERVAL * _TICKS_PER_SAMPLE, now=now_of(self._recent), items=list(self._samples)
+        )
 
     def tick(self) -> None:
-        """One look. Every fifth one takes a sample, the first included."""
+        """One look, which takes a sample. The history keeps every fifth one, the first included."""
         readiness = self._engine.readiness()
         if readiness.state != self._state:
             self._journal.add("state", state=readiness.state, reason=readiness.reason)
             self._state = readiness.state
         for rank in readiness.ranks:
             self._look_at(rank)
+        self._recent.append(_sample(self._engine, readiness.ranks))
         if self._ticks % _TICKS_PER_SAMPLE == 0:
-            self._samples.append(_sample(self._engine, readiness.ranks))
+            self._samples.append(self._recent[-1])
         self._ticks += 1
 
     def _look_at(self, rank: RankStatus) -> None:
@@ -76,14 +81,13 @@ class Watch:
 
 def _sample(engine: OffloadEngine, ranks: tuple[RankStatus, ...]) -> SampleView:
     stats = engine.stats()
-    dropped = sum(count for outcome, count in stats.store_blocks.items() if outcome.startswith("dropped_"))
     return SampleView(
         time=datetime.now(UTC),
         query_blocks=stats.query_blocks,
         hit_blocks=stats.hit_blocks,
         stored_blocks=stats.store_blocks["stored"],
-        dropped_blocks=dropped,
-        evicted_blocks=stats.evicted_blocks["capacity"],
+        dropped_blocks=stats.dropped_blocks,
+        evicted_blocks=stats.evicted_for_room,
         load_bytes=stats.transfer_bytes["load"],
         store_bytes=stats.transfer_bytes["store"],
         used_slots=stats.usable_slots - stats.slots.free,

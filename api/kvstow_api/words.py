@@ -9,8 +9,9 @@ from kvstow.bytesize import format_size
 from kvstow.control.gate import BypassStatus, DrainStatus
 from kvstow.stats import RankStatus
 from kvstow.stats import TransferView as TransferStatus
-from kvstow_api.figures import counted, duration, rate
+from kvstow_api.figures import counted, duration, percent, rate
 from kvstow_api.views.gate import BypassView, DrainView
+from kvstow_api.views.history import NowView
 from kvstow_api.views.ranks import RankView
 from kvstow_api.views.transfers import TransferView
 
@@ -72,6 +73,21 @@ def most_telling(ranks: Iterable[R], most: int) -> list[R]:
     """At most so many ranks: those in trouble, then those that have pinned least. In the order of their numbers."""
     first = sorted(ranks, key=lambda rank: (not rank_trouble(rank), rank.pinned_bytes))
     return sorted(first[:most], key=lambda rank: rank.rank)
+
+
+def hit_ratio_now(now: NowView) -> str:
+    """Of the blocks that were looked up in the last seconds."""
+    return "no look-ups" if now.hit_ratio is None else percent(now.hit_ratio)
+
+
+def block_movement(now: NowView) -> str:
+    """What leaves the pool for others now, and what does not get in."""
+    evicted, dropped = _per_second(now.evicted_blocks_per_second), _per_second(now.dropped_blocks_per_second)
+    return f"now {evicted} for room, {dropped} dropped"
+
+
+def _per_second(blocks: float | None) -> str:
+    return f"{blocks or 0.0:.1f} blocks/s"
 
 
 def transfer_wait(one: TransferStatus | TransferView) -> str:

@@ -22,6 +22,7 @@ class EngineConfig:
 
     `rank_slot_bytes`: bytes of a slot on each rank, where they differ (pipeline stages of unlike depth); `slot_bytes`
     is then the largest of them. Empty: `slot_bytes` on all. `capacity_slots`: slots wanted on every rank.
+    `block_tokens`: tokens of a block, for the counters of tokens; None where the host does not know.
     `transfer_timeout`: an op older than this is stuck; a stuck
     store is given up (its slots are quarantined until every rank has spoken), a stuck load keeps waiting,
     because a rank may still write its blocks. `report_timeout`: a rank silent for longer is not ready.
@@ -32,15 +33,17 @@ class EngineConfig:
     capacity_slots: int
     num_ranks: int = 1
     policy: str = "lru"
-    block_tokens: int = 16
+    block_tokens: int | None = None
     transfer_timeout: float = 30.0
     report_timeout: float = 5.0
     event_buffer: int = 4096
     rank_slot_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for key in ("slot_bytes", "capacity_slots", "num_ranks", "block_tokens", "event_buffer"):
+        for key in ("slot_bytes", "capacity_slots", "num_ranks", "event_buffer"):
             _require_positive(key, getattr(self, key))
+        if self.block_tokens is not None:
+            _require_positive("block_tokens", self.block_tokens)
         for key in ("transfer_timeout", "report_timeout"):
             if not getattr(self, key) > 0:
                 raise ConfigError(key, getattr(self, key), "more than 0 seconds")

@@ -62,6 +62,8 @@ class RankReport:
 
     `boot_id` changes when the rank's process or pool starts anew: its memory is empty then.
     `pinned_slots` counts from slot 0: the slots below it are usable.
+    `pin_rate_bytes_per_second`: what the present growth of the pool, or the last one, has pinned over the time that it
+    took; None where it has pinned nothing.
     `pin_mode` says what pinning is on this device ("mlock", "populate", "cuda", ...), `locked_bytes` how much
     of the pinned bytes is locked in memory; `notice` is a sentence for people where that falls short.
     `pending_ops` has the rank not finished; `uncollected_completions` wait for the host to take them.
@@ -79,7 +81,7 @@ class RankReport:
     target_slots: int
     pinned_bytes: int
     target_bytes: int
-    pin_rate_bytes_per_second: float = 0.0
+    pin_rate_bytes_per_second: float | None = None
     pin_elapsed_seconds: float = 0.0
     pin_mode: str = "none"
     locked_bytes: int = 0
@@ -163,6 +165,9 @@ def _check(message: str, name: str, hint: Any, value: Any) -> None:
         ok, allowed = _is_count(value), "a whole number, 0 or more"
     elif hint is float:
         ok, allowed = type(value) in (int, float) and value >= 0, "a number, 0 or more"  # false for NaN
+    elif hint == float | None:
+        ok = value is None or (type(value) in (int, float) and value >= 0)
+        allowed = "a number, 0 or more, or null"
     elif hint is bool:
         ok, allowed = type(value) is bool, "true or false"
     elif hint == str | None:

@@ -94,7 +94,7 @@ class EngineStats:
 
     state: EngineState
     slot_bytes: int
-    block_tokens: int
+    block_tokens: int | None
     capacity_slots: int
     usable_slots: int
     policy: str
@@ -126,6 +126,16 @@ class EngineStats:
     last_event: int
     errors: Mapping[str, int]
 
+    @property
+    def evicted_for_room(self) -> int:
+        """Blocks that gave their slots to others: what "evicted" means wherever no reason is named."""
+        return self.evicted_blocks["capacity"]
+
+    @property
+    def dropped_blocks(self) -> int:
+        """Blocks that were to be stored and were not, for any reason but a failure: what "dropped" means."""
+        return sum(count for outcome, count in self.store_blocks.items() if outcome.startswith("dropped_"))
+
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
@@ -139,7 +149,7 @@ class RankStatus:
     target_slots: int
     pinned_bytes: int
     target_bytes: int
-    pin_rate_bytes_per_second: float
+    pin_rate_bytes_per_second: float | None
     pin_elapsed_seconds: float
     pin_mode: str
     locked_bytes: int

@@ -255,7 +255,7 @@ class Settings(BaseModel):
     def capacity_slots(self) -> int:
         return self.pool_size // self.slot_size
 
-    def engine_config(self, block_tokens: int) -> EngineConfig:
+    def engine_config(self, block_tokens: int | None) -> EngineConfig:
         return EngineConfig(
             slot_bytes=self.slot_size,
             capacity_slots=self.capacity_slots,

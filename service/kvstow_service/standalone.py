@@ -36,7 +36,6 @@ from kvstow_service.traffic import ReplayTraffic, kv_blocks, read_requests
 logger = logging.getLogger("kvstow.service")
 
 _DRAIN_POLL_SECONDS = 0.02
-_DEFAULT_BLOCK_TOKENS = 16  # until somebody who knows attaches; it scales token counters only
 
 
 def run_service(settings: Settings) -> int:
@@ -108,8 +107,9 @@ class _Plan:
     tls: ServerTls | None
 
     @property
-    def block_tokens(self) -> int:
-        return BLOCK_TOKENS if self.requests else _DEFAULT_BLOCK_TOKENS
+    def block_tokens(self) -> int | None:
+        """Of the trace; without one nobody knows."""
+        return BLOCK_TOKENS if self.requests else None
 
 
 def _check(settings: Settings) -> _Plan:

@@ -102,7 +102,8 @@ def clock() -> FakeClock:
 @pytest.fixture
 def engine(clock: FakeClock) -> OffloadEngine:
     """2 ranks, 16 slots of 4 KiB; no rank has reported."""
-    return OffloadEngine(EngineConfig(slot_bytes=SLOT_BYTES, capacity_slots=CAPACITY, num_ranks=RANKS), clock=clock)
+    config = EngineConfig(slot_bytes=SLOT_BYTES, capacity_slots=CAPACITY, num_ranks=RANKS, block_tokens=16)
+    return OffloadEngine(config, clock=clock)
 
 
 @pytest.fixture

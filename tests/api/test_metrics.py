@@ -97,8 +97,23 @@ async def test_every_family_is_there_before_any_traffic(client: httpx.AsyncClien
     empty = [name for name, family in families.items() if not family.samples]
     assert empty == [
         "kvstow_pool_numa_bytes",  # only ranks know which nodes there are
+        "kvstow_pin_rate_bytes_per_second",  # no rank has pinned anything
         "kvstow_tls_certificate_expiry_timestamp_seconds",  # this server speaks no TLS
     ]
+
+
+async def test_what_nobody_knows_has_no_series(launch: Any, ranks: Any) -> None:
+    engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
+    families = await scrape(await launch(engine=engine))
+    for name in ("query_tokens", "hit_tokens", "miss_tokens", "pin_rate_bytes_per_second"):
+        assert families[f"kvstow_{name}"].samples == [], name
+    pool = (await (await launch(engine=engine)).get("/v1/pools/host")).json()
+    assert pool["block_tokens"] is None
+    rank = (await (await launch(engine=engine)).get("/v1/ranks/0")).json()
+    assert rank["pin_rate_bytes_per_second"] is None
+    ranks.report(pin_rate_bytes_per_second=5.0)
+    families = await scrape(await launch())
+    assert value(families, "kvstow_pin_rate_bytes_per_second", rank="0", pool="host") == 5.0
 
 
 async def test_traffic_adds_no_label(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from dataclasses import fields
-from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,11 @@ import pytest
 
 from kvstow.testing.clock import FakeClock
 from kvstow_api.page.chart import polylines
-from kvstow_api.page.facts import Facts, _hits, look
+from kvstow_api.page.facts import Facts, look
 from kvstow_api.page.live import INTERVAL, StatusPage
 from kvstow_api.page.render import SECTIONS
 from kvstow_api.series import Line
 from kvstow_api.services import Services
-from kvstow_api.views.history import SampleView
 
 pytestmark = pytest.mark.anyio
 
@@ -152,21 +149,24 @@ async def test_the_model_is_named(launch: Any, ranks: Any) -> None:
     assert "some/model, test, version" in (await (await launch(settings={"model": "some/model"})).get("/")).text
 
 
-def test_a_hit_ratio_of_long_ago_is_not_shown_as_that_of_now() -> None:
-    def now(*hits_of_samples: int) -> str:
-        zeros = {field.name: 0 for field in fields(SampleView) if field.name != "time"}
-        start = datetime(2026, 1, 1, tzinfo=UTC)
-        samples = [
-            SampleView(time=start + timedelta(seconds=5 * n), **{**zeros, "query_blocks": 2 * hits, "hit_blocks": hits})
-            for n, hits in enumerate(hits_of_samples)
-        ]
-        ((_, words, _),) = _hits(samples, None).lines
-        return words
-
-    assert now() == "no look-ups"
-    assert now(0, 1) == "50.0 %"
-    assert now(0, 1, *[1] * 11) == "50.0 %"
-    assert now(0, 1, *[1] * 12) == "no look-ups"
+async def test_figures_of_now_are_those_of_the_api(
+    launch: Any, ranks: Any, keys: list[bytes], clock: FakeClock
+) -> None:
+    apps: list[Any] = []
+    client: httpx.AsyncClient = await launch(apps.append)
+    page, use = apps[0].state.page, apps[0].state.services
+    ranks.store(keys[:2])
+    use.watch.tick()
+    ranks.engine.release(ranks.engine.acquire(keys[:4]))
+    ranks.engine.admin.drain("stop_stores", None)
+    ranks.engine.begin_store(keys[4:8], range(4))
+    use.watch.tick()
+    now = (await client.get("/v1/history")).json()["now"]
+    assert now["hit_ratio"] == 0.5
+    assert now["dropped_blocks_per_second"] > 0 == now["evicted_blocks_per_second"]
+    text = (await page.document()).decode()
+    assert '<p class="figure">50.0 %</p>' in text
+    assert re.search(r"now 0\.0 blocks/s for room, [\d.]+ blocks/s dropped", text)
 
 
 async def test_the_last_events_are_told_in_words(launch: Any, ranks: Any) -> None:
@@ -296,7 +296,7 @@ async def test_a_viewer_that_comes_late_gets_all_parts_as_they_are_now(
 
 def test_a_line_has_a_polyline_for_each_run_without_a_gap() -> None:
     def drawn(*points: float | None) -> tuple[str, ...]:
-        return polylines(Line("x", (), points), 4, 1.0)
+        return polylines(Line("x", "hit_ratio", (), points), 4, 1.0)
 
     assert drawn(0.0, 1.0, None, 0.5) == ("0,46.0 100,2.0", "300,24.0 301,24.0")
     assert drawn(1.0) == ("300,2.0 301,2.0",)

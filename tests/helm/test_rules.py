@@ -99,14 +99,15 @@ def expiring() -> Iterator[Case]:
 
 def not_pinned() -> Iterator[Case]:
     name, rank = "KvstowPoolNotPinned", {**POD, "rank": "1"}
-    stopped = ("kvstow_pin_rate_bytes_per_second", {**rank, "pool": "host"}, "0x60")
-    moving = ("kvstow_pin_rate_bytes_per_second", {**rank, "pool": "host"}, "5e9x60")
-    half = ("kvstow_pin_progress_ratio", {**rank, "pool": "host"}, "0.5x60")
-    whole = ("kvstow_pin_progress_ratio", {**rank, "pool": "host"}, "1x60")
-    yield Case(name, 15, (half, stopped), (rank, f"Pinning stands still at 50% on rank 1 of {WHERE}."))
-    yield Case(name, 5, (half, stopped))
-    yield Case(name, 15, (half, moving))
-    yield Case(name, 15, (whole, stopped))
+
+    def progress(values: str) -> tuple[tuple[str, dict[str, str], str]]:
+        return (("kvstow_pin_progress_ratio", {**rank, "pool": "host"}, values),)
+
+    yield Case(name, 15, progress("0.5x60"), (rank, f"Pinning stands still at 50% on rank 1 of {WHERE}."))
+    yield Case(name, 5, progress("0.5x60"))
+    yield Case(name, 15, progress("0+0.01x60"))
+    yield Case(name, 15, progress("1x60"))
+    yield Case(name, 40, progress("0+0.01x20 0.2x40"), (rank, f"Pinning stands still at 20% on rank 1 of {WHERE}."))
 
 
 def not_ready() -> Iterator[Case]:

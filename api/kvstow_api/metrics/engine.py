@@ -138,9 +138,9 @@ def _pinning(ranks: tuple[RankStatus, ...]) -> Iterator[Metric]:
     )
     yield gauge(
         "kvstow_pin_rate_bytes_per_second",
-        "Bytes pinned per second",
+        "Bytes pinned by the present growth of the pool, or the last one, over the time that it took",
         ["pool", "rank"],
-        _per_rank(ranks, "pin_rate_bytes_per_second"),
+        [row for row in _per_rank(ranks, "pin_rate_bytes_per_second") if row[1] is not None],
     )
     yield gauge(
         "kvstow_pin_chunks",
@@ -243,15 +243,11 @@ def _by_direction(snapshots: Mapping[Direction, HistogramSnapshot]) -> list[tupl
 
 
 def _lookups(stats: EngineStats) -> Iterator[Metric]:
-    tokens = stats.block_tokens
-    misses = {reason: count * tokens for reason, count in stats.miss_blocks.items()}
     yield counter("kvstow_lookups", "Look-ups, by result", ["result"], by_label(stats.lookups))
     yield histogram(
         "kvstow_lookup_duration_seconds", "Time of a look-up in the index", [], [((), stats.lookup_seconds)]
     )
-    yield counter("kvstow_query_tokens", "Tokens of the blocks looked up", [], scalar(stats.query_blocks * tokens))
-    yield counter("kvstow_hit_tokens", "Tokens found", ["source"], [((SOURCE,), stats.hit_blocks * tokens)])
-    yield counter("kvstow_miss_tokens", "Tokens not found, or not loaded", ["reason"], by_label(misses))
+    yield from _tokens(stats)
     yield counter(
         "kvstow_fallbacks",
         "Look-ups and loads that ended without blocks for another reason than their absence",
@@ -259,6 +255,20 @@ def _lookups(stats: EngineStats) -> Iterator[Metric]:
         by_label(stats.fallbacks),
     )
     yield counter("kvstow_store_blocks", "Blocks to store, by outcome", ["outcome"], by_label(stats.store_blocks))
+
+
+def _tokens(stats: EngineStats) -> Iterator[Metric]:
+    """Without a row where nobody knows how many tokens a block holds."""
+    queries: list[Row] = []
+    hits: list[Row] = []
+    misses: list[Row] = []
+    tokens = stats.block_tokens
+    if tokens is not None:
+        queries, hits = scalar(stats.query_blocks * tokens), [((SOURCE,), stats.hit_blocks * tokens)]
+        misses = by_label({reason: count * tokens for reason, count in stats.miss_blocks.items()})
+    yield counter("kvstow_query_tokens", "Tokens of the blocks looked up", [], queries)
+    yield counter("kvstow_hit_tokens", "Tokens found", ["source"], hits)
+    yield counter("kvstow_miss_tokens", "Tokens not found, or not loaded", ["reason"], misses)
 
 
 def _faults(stats: EngineStats) -> Iterator[Metric]:

@@ -85,7 +85,7 @@ def fact_families(context: ApiContext) -> Iterator[Metric]:
     facts = {
         "model_name": str(context.settings.get("model", "")),
         "slot_bytes": str(config.slot_bytes),
-        "block_tokens": str(config.block_tokens),
+        "block_tokens": "" if config.block_tokens is None else str(config.block_tokens),
         "num_ranks": str(config.num_ranks),
         "policy": context.engine.stats().policy,
     }

@@ -11,13 +11,22 @@ from kvstow.stats import SLOT_STATES, EngineStats, RankStatus, SlotState
 from kvstow_api.figures import duration, percent, rate
 from kvstow_api.health import Finding
 from kvstow_api.page.chart import Chart, polylines
-from kvstow_api.series import METRICS, Line, lines_of
+from kvstow_api.series import METRICS, lines_of
 from kvstow_api.services import Services
-from kvstow_api.views.history import SampleView
-from kvstow_api.words import NOT_PINNED, Switch, most_telling, pin_progress, rank_trouble, switched, transfer_wait
+from kvstow_api.views.history import NowView, SampleView
+from kvstow_api.words import (
+    NOT_PINNED,
+    Switch,
+    block_movement,
+    hit_ratio_now,
+    most_telling,
+    pin_progress,
+    rank_trouble,
+    switched,
+    transfer_wait,
+)
 
 _SAMPLES = 60  # 5 min
-_RECENT = 12  # samples; what is older than a minute is not now
 _RANKS = 16
 _OLDEST = 5
 _EVENTS = 8
@@ -83,7 +92,7 @@ class Facts:
     bandwidth: Chart
     pending: tuple[Row, ...]
     oldest: tuple[Row, ...]
-    eviction_rate: str
+    movement: str
     evictions: tuple[Row, ...]
     drops: tuple[Row, ...]
     happenings: tuple[Happening, ...]
@@ -92,7 +101,8 @@ class Facts:
 def look(use: Services) -> Facts:
     """The facts of now."""
     stats, readiness = use.engine.stats(), use.engine.readiness()
-    samples = use.watch.history.items[-_SAMPLES - 1 :]
+    history = use.watch.history
+    samples, now = history.items[-_SAMPLES - 1 :], history.now
     ever = stats.hit_blocks / stats.query_blocks if stats.query_blocks else None
     return Facts(
         state=readiness.state,
@@ -106,11 +116,11 @@ def look(use: Services) -> Facts:
         more_ranks=max(0, len(readiness.ranks) - _RANKS),
         slots=_slots(stats),
         parts=_parts(stats),
-        hits=_hits(samples, ever),
-        bandwidth=_bandwidth(samples),
+        hits=_hits(samples, now, ever),
+        bandwidth=_bandwidth(samples, now),
         pending=_pending(stats),
         oldest=tuple(Row(one.direction, one.state, transfer_wait(one)) for one in use.engine.transfers(_OLDEST)),
-        eviction_rate=_eviction_rate(samples),
+        movement=block_movement(now),
         evictions=_counts(stats.evicted_blocks),
         drops=_counts({name: n for name, n in stats.store_blocks.items() if name.startswith(("dropped_", "failed"))}),
         happenings=_happenings(use),
@@ -164,30 +174,20 @@ def _parts(stats: EngineStats) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _hits(samples: list[SampleView], ever: float | None) -> Chart:
+def _hits(samples: list[SampleView], now: NowView, ever: float | None) -> Chart:
     (line,) = lines_of(METRICS["hit-ratio"], samples)
-    recent = next((point for point in reversed(line.points[-_RECENT:]) if point is not None), None)
     note = "0 to 100 %, the last 5 minutes" + ("" if ever is None else f"; {percent(ever)} since the start")
-    now = "no look-ups" if recent is None else percent(recent)
-    return Chart(f"hit ratio, now {now}", ((line.name, now, polylines(line, _SAMPLES, 1.0)),), note)
+    words = hit_ratio_now(now)
+    return Chart(f"hit ratio, now {words}", ((line.name, words, polylines(line, _SAMPLES, 1.0)),), note)
 
 
-def _bandwidth(samples: list[SampleView]) -> Chart:
+def _bandwidth(samples: list[SampleView], now: NowView) -> Chart:
     lines = lines_of(METRICS["bandwidth"], samples)
     top = max((point for line in lines for point in line.points if point is not None), default=0.0)
-    drawn = tuple((line.name, rate(_now(line)), polylines(line, _SAMPLES, top)) for line in lines)
-    words = ", ".join(f"{name} {now}" for name, now, _ in drawn)
+    drawn = tuple((line.name, rate(getattr(now, line.figure)), polylines(line, _SAMPLES, top)) for line in lines)
+    words = ", ".join(f"{name} {moved}" for name, moved, _ in drawn)
     span = f"0 to {rate(top)}" if top else "nothing was moved"
     return Chart(f"bandwidth of each rank, now {words}", drawn, f"{span}, the last 5 minutes")
-
-
-def _eviction_rate(samples: list[SampleView]) -> str:
-    evicted = next(line for line in lines_of(METRICS["blocks"], samples) if line.name == "evicted")
-    return f"{_now(evicted):.1f} blocks/s for room now"
-
-
-def _now(line: Line) -> float:
-    return (line.points[-1] if line.points else None) or 0.0
 
 
 def _pending(stats: EngineStats) -> tuple[Row, ...]:

@@ -8,11 +8,15 @@ from typing import Any, ClassVar
 
 from kvstow_api.views.base import View
 
+NOW_SECONDS = 10.0
+"""The time that a figure of now is of."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleView(View):
-    """Counters at one moment: they only grow, so a rate is the difference of two samples. `load_bytes`, `store_bytes`
-    and slots are of one rank, `pinned_bytes` of all."""
+    """Counters at one moment: they only grow, so a rate is the difference of two samples. `evicted_blocks` have made
+    room for others; `dropped_blocks` were to be stored and were not. `load_bytes`, `store_bytes` and slots are of one
+    rank, `pinned_bytes` of all."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "json_schema_extra": {
@@ -48,8 +52,29 @@ class SampleView(View):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NowView(View):
+    """What the counters do now: in the last `seconds`, at most 10.
+
+    `hit_ratio`: blocks found of the blocks looked up, null where none were. Bytes per second are of one rank. Blocks
+    per second: `stored`; `evicted` to make room for others, so not those that an operator, a purge, a resize or a
+    failure has removed; `dropped`, which were to be stored and were not (outcomes `dropped_...`). `used_ratio`: usable
+    slots that are not free. `pinned_bytes` is of all ranks. Rates are null until there are two samples."""
+
+    seconds: float
+    hit_ratio: float | None
+    load_bytes_per_second: float | None
+    store_bytes_per_second: float | None
+    stored_blocks_per_second: float | None
+    evicted_blocks_per_second: float | None
+    dropped_blocks_per_second: float | None
+    used_ratio: float | None
+    pinned_bytes: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryView(View):
     """Oldest first, `interval_seconds` apart."""
 
     interval_seconds: float
+    now: NowView
     items: list[SampleView]

@@ -31,7 +31,8 @@ class SlotsView(View):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView(View):
-    """A pool. Slots and bytes are of one rank; every rank has the same. `etag` names its settings."""
+    """A pool. Slots and bytes are of one rank; every rank has the same. `etag` names its settings; `block_tokens` is
+    null where nobody has said how many tokens a block holds."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "json_schema_extra": {
@@ -60,7 +61,7 @@ class PoolView(View):
     name: str
     etag: str
     slot_bytes: int
-    block_tokens: int
+    block_tokens: int | None
     capacity_slots: int
     capacity_bytes: int
     max_capacity_slots: int

@@ -45,7 +45,9 @@ _EXAMPLE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView(View):
-    """One rank as it last reported; `boot_id` and `last_report_age_seconds` are null before it has."""
+    """One rank as it last reported; `boot_id` and `last_report_age_seconds` are null before it has.
+    `pin_rate_bytes_per_second`: what the present growth of its pool, or the last one, has pinned over the time that it
+    took; null where it has pinned nothing."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"json_schema_extra": {"examples": [_EXAMPLE]}}
 
@@ -57,7 +59,7 @@ class RankView(View):
     target_slots: int
     pinned_bytes: int
     target_bytes: int
-    pin_rate_bytes_per_second: float
+    pin_rate_bytes_per_second: float | None
     pin_elapsed_seconds: float
     pin_mode: str
     locked_bytes: int

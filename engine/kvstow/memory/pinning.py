@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -51,24 +50,24 @@ class PopulateOnly:
 
 
 class PinProgress:
-    """How fast the present growth is, and how long it has taken. Not locked: the pool calls it under its own lock."""
-
-    _WINDOW = 5.0  # seconds that the rate looks back, at least
+    """How fast the present growth is, or the last one was, and how long it has taken. Not locked: the pool calls it
+    under its own lock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began: float | None = None
         self._elapsed = 0.0
-        self._samples: deque[tuple[float, int]] = deque()
+        self._started: tuple[float, int] | None = None  # time and bytes at the begin of the growth
+        self._pinned: tuple[float, int] | None = None  # and when its last chunk was pinned
 
     def begin(self, pinned_bytes: int) -> None:
         """Growth starts from `pinned_bytes`; nothing changes where it is under way."""
         if self._began is None:
             self._began = self._clock()
-            self._samples = deque([(self._began, pinned_bytes)])
+            self._started, self._pinned = (self._began, pinned_bytes), None
 
     def record(self, pinned_bytes: int) -> None:
-        self._samples.append((self._clock(), pinned_bytes))
+        self._pinned = self._clock(), pinned_bytes
 
     def end(self) -> None:
         self._elapsed = self.elapsed
@@ -80,15 +79,10 @@ class PinProgress:
         return self._elapsed if self._began is None else self._clock() - self._began
 
     @property
-    def rate(self) -> float:
-        """Bytes per second over the last seconds, 0 when nothing was pinned in them. Where chunks come more slowly than
-        that, a fixed pause being long, over twice the time between the last two."""
-        now = self._clock()
-        window = self._WINDOW
-        if len(self._samples) > 1:
-            window = max(window, 2 * (self._samples[-1][0] - self._samples[-2][0]))
-        while len(self._samples) > 1 and self._samples[1][0] <= now - window:
-            self._samples.popleft()
-        if not self._samples or now <= self._samples[0][0]:
-            return 0.0
-        return (self._samples[-1][1] - self._samples[0][1]) / (now - self._samples[0][0])
+    def rate(self) -> float | None:
+        """Bytes that the growth has pinned over the time from its begin to its last chunk, pauses included; None where
+        it has pinned none. It stays as it is when the growth is over or stands still."""
+        if self._started is None or self._pinned is None:
+            return None
+        (began, before), (pinned, after) = self._started, self._pinned
+        return (after - before) / (pinned - began) if pinned > began else None

@@ -15,7 +15,15 @@ from kvstow.stats import SLOT_STATES
 from kvstow_api.figures import counted, duration, percent, rate
 from kvstow_api.series import METRICS, lines_of
 from kvstow_api.views.ranks import ReadinessView
-from kvstow_api.words import NOT_PINNED, most_telling, pin_progress, rank_trouble, transfer_wait
+from kvstow_api.words import (
+    NOT_PINNED,
+    block_movement,
+    hit_ratio_now,
+    most_telling,
+    pin_progress,
+    rank_trouble,
+    transfer_wait,
+)
 from kvstow_service.cli.figures import STATE_STYLES
 from kvstow_service.cli.snapshot import Snapshot
 from kvstow_service.cli.sparkline import sparkline
@@ -129,17 +137,17 @@ def _stack(counts: Mapping[str, int], width: int) -> Text:
 
 
 def _traffic(snapshot: Snapshot, width: int) -> RenderableType:
-    movement = snapshot.movement
+    now = snapshot.now
     samples = snapshot.history[-_MINUTES_OF_SAMPLES:]
     grid = _grid()
     (hits,) = lines_of(METRICS["hit-ratio"], samples)
     loads, stores = lines_of(METRICS["bandwidth"], samples)
     lookups = snapshot.stats.lookups
-    ratios = f"{percent(movement.hit_ratio)}  ({percent(lookups.hit_ratio if lookups else None)} since the start)"
+    ratios = f"{hit_ratio_now(now)}  ({percent(lookups.hit_ratio if lookups else None)} since the start)"
     grid.add_row("hit ratio", _line(hits.points, width, 1.0, "green"), ratios)
     top = max((point for line in (loads, stores) for point in line.points if point is not None), default=0.0)
-    grid.add_row("loads", _line(loads.points, width, top, "blue"), rate(movement.load_bytes))
-    grid.add_row("stores", _line(stores.points, width, top, "yellow"), rate(movement.store_bytes))
+    grid.add_row("loads", _line(loads.points, width, top, "blue"), rate(now.load_bytes_per_second))
+    grid.add_row("stores", _line(stores.points, width, top, "yellow"), rate(now.store_bytes_per_second))
     return grid
 
 
@@ -169,11 +177,7 @@ def _pending(snapshot: Snapshot) -> RenderableType:
 def _evictions(snapshot: Snapshot) -> RenderableType:
     counts = {reason: count for reason, count in (snapshot.stats.evictions or {}).items() if count}
     words = "   ".join(f"{reason.replace('_', ' ')} {count:,}" for reason, count in counts.items())
-    movement = snapshot.movement
-    now = f"{movement.evicted_blocks:.1f} blocks/s now"
-    if movement.dropped_blocks:
-        now += f", {movement.dropped_blocks:.1f} stores/s dropped"
-    return Text(f"{words or 'none'}   ({now})")
+    return Text(f"{words or 'none'}   ({block_movement(snapshot.now)})")
 
 
 def _bar_width(width: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstow.bytesize import format_size
-from kvstow_api.figures import percent, rate
+from kvstow_api.figures import ABSENT, percent, rate
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.exits import CommandError
 from kvstow_service.cli.output import Format, console, emit, format_flag
@@ -18,6 +19,7 @@ from kvstow_service.cli.values import TIME
 
 if TYPE_CHECKING:
     from kvstow_api.series import Line, Unit
+    from kvstow_api.views.history import NowView
 
 METRICS = ("hit-ratio", "bandwidth", "usage", "blocks", "pinned")
 _PIPE_WIDTH = 60
@@ -39,8 +41,8 @@ _UNITS: dict[Unit, tuple[float, str]] = {
 def plot(connection: Connection, metric: str, since: float, png: Path | None, style: Format) -> None:
     """Draw figures of the last hour.
 
-    usage is the share of slots in use; blocks are those stored, evicted and dropped. A picture needs matplotlib:
-    pip install 'kvstow[plot]'.
+    usage is the share of slots in use; blocks are those stored, evicted for room and dropped. "now" is the last 10 s,
+    as on the status page. A picture needs matplotlib: pip install 'kvstow[plot]'.
     """
     from kvstow_api.client import calls
     from kvstow_api.series import METRICS, lines_of
@@ -50,18 +52,16 @@ def plot(connection: Connection, metric: str, since: float, png: Path | None, st
     newest = max((sample.time for sample in history.items), default=None)
     if newest is not None:
         begin = newest - timedelta(seconds=since)
-        history = type(history)(
-            interval_seconds=history.interval_seconds, items=[one for one in history.items if one.time >= begin]
-        )
+        history = replace(history, items=[one for one in history.items if one.time >= begin])
     chosen = METRICS[metric]
     lines = lines_of(chosen, history.items)
     if png is not None:
         _draw(lines, chosen.unit, metric, png)
     else:
-        emit(history, style, lambda _: _show(lines, chosen.unit))
+        emit(history, style, lambda _: _show(lines, history.now, chosen.unit))
 
 
-def _show(lines: Sequence[Line], unit: Unit) -> None:
+def _show(lines: Sequence[Line], now: NowView, unit: Unit) -> None:
     from kvstow_service.cli.sparkline import sparkline, squeeze
 
     out = console()
@@ -72,15 +72,17 @@ def _show(lines: Sequence[Line], unit: Unit) -> None:
     for line in lines:
         points = squeeze(line.points, width)
         there = [point for point in line.points if point is not None]
-        words = _words(there, unit) if there else "nothing yet"
+        words = _words(getattr(now, line.figure), there, unit) if there else "nothing yet"
         click.echo(f"{line.name:{label}}  {sparkline(points, width, top):{width}}  {words}")
 
 
-def _words(points: Sequence[float], unit: Unit) -> str:
-    return f"last {_figure(points[-1], unit)}  highest {_figure(max(points), unit)}"
+def _words(now: float | None, points: Sequence[float], unit: Unit) -> str:
+    return f"now {_figure(now, unit)}  highest {_figure(max(points), unit)}"
 
 
-def _figure(value: float, unit: Unit) -> str:
+def _figure(value: float | None, unit: Unit) -> str:
+    if value is None:
+        return ABSENT
     if unit == "ratio":
         return percent(value)
     if unit == "bytes":

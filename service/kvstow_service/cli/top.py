@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,8 @@ from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.values import TIME
 
 if TYPE_CHECKING:
-    from kvstow_service.cli.snapshot import Snapshot, Watcher
+    from kvstow_api.client import Client
+    from kvstow_service.cli.snapshot import Snapshot
 
 _PATIENCE = 2.0  # for an answer: a key is not heeded meanwhile
 _SVG_WIDTH, _SVG_HEIGHT = 110, 40
@@ -30,24 +30,17 @@ def top(connection: Connection, interval: float, svg: Path | None) -> None:
     Pinned memory of each rank, slots by state, hit ratio, bandwidth, what is in flight, evictions. Goes on when the
     server is away for a while. q or Ctrl-C ends it. Without a terminal it prints one look.
     """
-    from kvstow_service.cli.snapshot import Watcher
+    from kvstow_service.cli.snapshot import look
 
     interval = max(interval, 0.1)
     with replace(connection, timeout=min(connection.timeout, _PATIENCE)).client() as client:
-        watcher, server = Watcher(client), connection.context.server
+        server = connection.context.server
         if svg is not None:
-            _draw(_look_twice(watcher, interval), server, svg)
+            _draw(look(client), server, svg)
         elif sys.stdin.isatty() and sys.stdout.isatty():
-            _watch(watcher, interval, server)
+            _watch(client, interval, server)
         else:
-            _print(_look_twice(watcher, interval), server)
-
-
-def _look_twice(watcher: Watcher, interval: float) -> Snapshot:
-    """The second look has seen the counters move."""
-    watcher.look()
-    time.sleep(interval)
-    return watcher.look()
+            _print(look(client), server)
 
 
 def _print(snapshot: Snapshot, server: str) -> None:
@@ -71,13 +64,14 @@ def _draw(snapshot: Snapshot, server: str, path: Path) -> None:
     console.save_svg(str(path), title="kvstow top")
 
 
-def _watch(watcher: Watcher, interval: float, server: str) -> None:
+def _watch(client: Client, interval: float, server: str) -> None:
     from rich.console import Console
     from rich.live import Live
 
     from kvstow_api.client import ApiError
     from kvstow_service.cli.board import board
     from kvstow_service.cli.keyboard import Keyboard
+    from kvstow_service.cli.snapshot import look
 
     console = Console(highlight=False)
     snapshot: Snapshot | None = None
@@ -88,7 +82,7 @@ def _watch(watcher: Watcher, interval: float, server: str) -> None:
             while key not in ("q", "Q"):
                 if key is None:
                     try:
-                        snapshot, lost = watcher.look(), None
+                        snapshot, lost = look(client), None
                     except ApiError as error:
                         lost = str(error)
                 width, height = console.size

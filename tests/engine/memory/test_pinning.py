@@ -4,33 +4,36 @@ from kvstow.memory.pinning import PinProgress
 from kvstow.testing.clock import FakeClock
 
 
-def test_the_rate_looks_back_a_few_seconds_and_ends_at_zero() -> None:
+def test_the_rate_is_what_was_pinned_over_the_time_that_it_took_and_stays() -> None:
     clock = FakeClock(100.0)
     progress = PinProgress(clock)
-    progress.begin(0)
-    assert progress.rate == 0
-    for second in range(1, 21):
+    assert progress.rate is None
+    progress.begin(1000)
+    assert progress.rate is None, "nothing is pinned yet"
+    clock.advance(0.5)
+    progress.record(3000)
+    assert progress.rate == 4000
+    clock.advance(60)  # it stands still: the next chunk does not fit, say
+    assert progress.rate == 4000
+    progress.begin(3000)  # the next chunk of the same growth
+    clock.advance(3.5)
+    progress.record(65_000)
+    assert progress.rate == 1000
+    progress.end()
+    clock.advance(3600)
+    assert progress.rate == 1000, "the growth is over"
+
+
+def test_each_growth_has_a_rate_of_its_own() -> None:
+    clock = FakeClock(100.0)
+    progress = PinProgress(clock)
+    for pinned, rate in ((6000, 6000), (6500, 500)):
+        progress.begin(pinned - rate)
+        assert progress.rate is None
         clock.advance(1)
-        progress.record(1000 * second if second <= 10 else 10_000 + 3000 * (second - 10))
-    assert progress.rate == 3000, "the slow first ten seconds are forgotten"
-    clock.advance(2.5)
-    assert 0 < progress.rate < 3000
-    clock.advance(5)
-    assert progress.rate == 0
-
-
-def test_the_rate_outlasts_a_pause_between_chunks_that_is_longer_than_its_window() -> None:
-    clock = FakeClock(100.0)
-    progress = PinProgress(clock)
-    progress.begin(0)
-    for chunk in (1, 2, 3):
-        clock.advance(60)
-        progress.record(6000 * chunk)
-        assert progress.rate == 100
-    clock.advance(59)
-    assert 50 < progress.rate < 100
-    clock.advance(62)
-    assert progress.rate == 0, "two pauses are over: it stands still"
+        progress.record(pinned)
+        progress.end()
+        assert progress.rate == rate
 
 
 def test_elapsed_runs_during_growth_and_stands_still_after_it() -> None:

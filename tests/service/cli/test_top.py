@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.service.cli.terminal import Terminal
 
-from kvstow_service.cli.snapshot import Watcher
+from kvstow_api.views.history import NowView
+from kvstow_service.cli.snapshot import look
 
 KEYS = [bytes([0, 0, number]) for number in range(6)]
 LEAVE_SCREEN = "\x1b[?1049l"
@@ -98,20 +100,31 @@ def test_a_picture_is_drawn(run: Any, host: Any, tmp_path: Path) -> None:
     assert path.read_text().startswith("<svg")
 
 
-def test_movement_is_of_the_last_seconds_and_of_one_life(make_host: Any) -> None:
-    from kvstow_api.client import Client
+def test_movement_is_what_the_server_says_of_now(host: Any) -> None:
+    from rich.console import Console
 
-    first = make_host()
-    with Client(first.url) as client:
-        watcher = Watcher(client)
-        watcher.look()
-        first.store(*KEYS)
-        assert watcher.look().movement.store_bytes > 0
-        first.engine.lookup(KEYS)
-        second = make_host()
-        watcher._client = Client(second.url)
-        assert watcher.look().movement.store_bytes == 0.0
-        watcher._client.close()
+    from kvstow_api.client import Client
+    from kvstow_service.cli.board import board
+
+    with Client(host.url) as client:
+        snapshot = look(client)
+    now = NowView(
+        seconds=10.0,
+        hit_ratio=0.25,
+        load_bytes_per_second=3 << 20,
+        store_bytes_per_second=1 << 20,
+        stored_blocks_per_second=2.0,
+        evicted_blocks_per_second=12.0,
+        dropped_blocks_per_second=0.5,
+        used_ratio=0.5,
+        pinned_bytes=65536.0,
+    )
+    console = Console(width=110, record=True)
+    console.print(board(replace(snapshot, now=now), None, width=110, height=40, server=host.url))
+    text = console.export_text()
+    assert "25.0 %  (" in text
+    assert "3 MiB/s" in text
+    assert "now 12.0 blocks/s for room, 0.5 blocks/s dropped" in text
 
 
 def test_trouble_is_told_in_full_and_switches_too(make_host: Any) -> None:
@@ -126,7 +139,7 @@ def test_trouble_is_told_in_full_and_switches_too(make_host: Any) -> None:
     host.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
     host.engine.admin.pause_pinning(True)
     with Client(host.url) as client:
-        snapshot = Watcher(client).look()
+        snapshot = look(client)
     console = Console(width=80, record=True)
     console.print(board(snapshot, None, width=80, height=30, server=host.url))
     text = console.export_text()
@@ -148,7 +161,7 @@ def test_all_of_it_fits_on_a_small_screen(make_host: Any, height: int, titles: s
     for number in range(6):
         host.engine.begin_store([bytes([9, number])], [number], request_id=f"r-{number}")
     with Client(host.url) as client:
-        snapshot = Watcher(client).look()
+        snapshot = look(client)
     console = Console(width=80, record=True)
     console.print(board(snapshot, None, width=80, height=height, server=host.url))
     text = console.export_text()
@@ -166,7 +179,7 @@ def test_many_ranks_are_cut_to_those_that_matter(make_host: Any) -> None:
     host = make_host(num_ranks=12)
     host.ranks[7].pin(3)
     with Client(host.url) as client:
-        snapshot = Watcher(client).look()
+        snapshot = look(client)
     console = Console(width=120, record=True)
     console.print(board(snapshot, None, width=120, height=20, server=host.url))
     text = console.export_text()

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from tests.service.cli.terminal import Terminal
 
-from kvstow_api.series import METRICS, lines_of
+from kvstow_api.series import FIGURES, METRICS, lines_of, now_of
 from kvstow_api.views.doctor import DoctorView, FindingView
-from kvstow_api.views.history import HistoryView, SampleView
+from kvstow_api.views.history import HistoryView, NowView, SampleView
 from kvstow_service.cli.plot import METRICS as OFFERED
 from kvstow_service.cli.sparkline import sparkline, squeeze
 
@@ -124,15 +124,13 @@ def sample(number: int, **counters: int) -> SampleView:
     return SampleView(time=START + timedelta(seconds=5 * number), **{**zeros, **counters})
 
 
-HISTORY = HistoryView(
-    interval_seconds=5.0,
-    items=[
-        sample(0, usable_slots=10),
-        sample(1, usable_slots=10, query_blocks=10, hit_blocks=5, load_bytes=5 << 20, used_slots=5),
-        sample(2, usable_slots=10, query_blocks=10, hit_blocks=5, load_bytes=15 << 20, used_slots=10),
-        sample(3, usable_slots=10, query_blocks=2, hit_blocks=2, load_bytes=1 << 20, used_slots=1),  # another life
-    ],
-)
+SAMPLES = [
+    sample(0, usable_slots=10),
+    sample(1, usable_slots=10, query_blocks=10, hit_blocks=5, load_bytes=5 << 20, used_slots=5),
+    sample(2, usable_slots=10, query_blocks=10, hit_blocks=5, load_bytes=15 << 20, used_slots=10),
+    sample(3, usable_slots=10, query_blocks=2, hit_blocks=2, load_bytes=1 << 20, used_slots=1),  # another life
+]
+HISTORY = HistoryView(interval_seconds=5.0, now=now_of(SAMPLES[:3]), items=SAMPLES)
 
 
 def points(metric: str, line: int = 0) -> tuple[float | None, ...]:
@@ -145,6 +143,28 @@ def test_figures_are_of_the_time_between_samples() -> None:
     assert points("bandwidth", 1) == (0.0, 0.0, 0.0)
     assert points("usage") == (0.5, 1.0, 0.1)
     assert lines_of(METRICS["usage"], HISTORY.items[:1])[0].points == ()
+
+
+def test_now_is_the_last_ten_seconds_and_every_figure_is_defined_once() -> None:
+    now = now_of([sample(n, query_blocks=10 * n, hit_blocks=n * n, evicted_blocks=n**3) for n in range(5)])
+    assert now.seconds == 10.0
+    assert now.hit_ratio == (16 - 4) / 20
+    assert now.evicted_blocks_per_second == (64 - 8) / 10
+    assert (now_of([]).seconds, now_of([]).hit_ratio, now_of(SAMPLES[:1]).load_bytes_per_second) == (0.0, None, None)
+    assert {field.name for field in fields(NowView)} == {"seconds", *FIGURES}
+    assert {figure for metric in METRICS.values() for figure in metric.lines.values()} == set(FIGURES)
+
+
+def test_a_hit_ratio_of_long_ago_is_not_that_of_now() -> None:
+    def hits(*hits_of_samples: int) -> float | None:
+        return now_of(
+            [sample(n, query_blocks=2 * hits, hit_blocks=hits) for n, hits in enumerate(hits_of_samples)]
+        ).hit_ratio
+
+    assert hits() is None
+    assert hits(0, 1) == 0.5
+    assert hits(0, 1, 1) == 0.5
+    assert hits(0, 1, 1, 1) is None
 
 
 def test_a_sparkline_has_gaps_and_fits() -> None:
@@ -166,10 +186,10 @@ def test_every_metric_can_be_plotted(plot: Any) -> None:
         assert plot(metric).exit_code == 0
 
 
-def test_a_plot_says_the_last_and_the_highest(plot: Any) -> None:
+def test_a_plot_says_what_is_now_and_the_highest(plot: Any) -> None:
     loads, stores = plot("bandwidth").stdout.splitlines()
     assert loads.startswith("loads   ▅█")
-    assert "last 2 MiB/s  highest 2 MiB/s" in loads
+    assert "now 1.5 MiB/s  highest 2 MiB/s" in loads
     assert "highest 0 B/s" in stores
 
 
