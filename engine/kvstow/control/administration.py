@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvstow.config import POLICIES
 from kvstow.control import eviction
@@ -58,7 +58,7 @@ class Administrator:
         all that were last used `idle_seconds` ago or earlier. Blocks in use or pinned stay."""
         _exactly_one(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds)
         if idle_seconds is not None:
-            wanted = self._evictable_before(idle_seconds, "idle_seconds")
+            wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
             return eviction.scan(self._state, "evict", "operator", dry_run, wanted)
         return eviction.evict_next(self._state, "evict", "operator", self._count_of(slots, num_bytes), dry_run)
 
@@ -97,10 +97,12 @@ class Administrator:
             return eviction.purge_matching(self._state, lambda key: key.startswith(prefixes), dry_run)
         if keys is not None:
             return eviction.purge_keys(self._state, keys, dry_run)
-        for name, seconds in (("idle_seconds", idle_seconds), ("age_seconds", age_seconds)):
-            if seconds is not None:
-                wanted = self._evictable_before(seconds, name)
-                return eviction.scan(self._state, "purge", "purge", dry_run, wanted)
+        if idle_seconds is not None:
+            wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
+            return eviction.scan(self._state, "purge", "purge", dry_run, wanted)
+        if age_seconds is not None:
+            wanted = self._evictable_since("stored", age_seconds, "age_seconds")
+            return eviction.scan(self._state, "purge", "purge", dry_run, wanted)
         return eviction.evict_next(self._state, "purge", "purge", self._count_of(slots, num_bytes), dry_run)
 
     def remove(self, key: bytes) -> None:
@@ -134,13 +136,12 @@ class Administrator:
                 raise InvalidRequestError(f"{name} is {value}; allowed: 1 or more")
         return slots if slots is not None else -(-(num_bytes or 0) // self._state.config.slot_bytes)
 
-    def _evictable_before(self, seconds: float, name: str) -> Callable[[int], bool]:
+    def _evictable_since(self, what: Literal["stored", "used"], seconds: float, name: str) -> eviction.Wanted:
         if not 0 <= seconds < inf:
             raise InvalidRequestError(f"{name} is {seconds}; allowed: 0 or more seconds")
         state, index = self._state, self._state.index
-        limit = state.clock() - seconds
-        moment = index.used_at if name == "idle_seconds" else index.stored_at
-        return lambda slot: moment(slot) <= limit and not index.is_pinned(slot) and not index.holds(slot)
+        moment = state.clock() - seconds
+        return lambda low, high: index.evictable_since(what, moment, low, high)
 
     # -- size and policy ------------------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class Administrator:
         with state.lock:
             if state.resizing:
                 raise ConflictError("another resize is under way; wait for its operation, or cancel it")
-            pinned = sum(slot >= capacity_slots for slot in state.index.pinned_slots())
+            pinned = state.index.num_pinned_from(capacity_slots)
             if pinned:
                 raise ConflictError(f"{pinned} pinned blocks lie above slot {capacity_slots}; unpin them first")
             top = max(state.slots.limit, state.slots.top)
@@ -205,7 +206,9 @@ class Administrator:
         if name not in POLICIES:
             raise ConfigError("policy", name, " or ".join(POLICIES))
         with self._state.lock:
-            self._state.index.set_policy(name)
+            replaced = self._state.index.set_policy(name)
+        while replaced and replaced.forget(self._state.slice_slots):
+            pass
 
     # -- operator's pins ------------------------------------------------------------------------------------
 
@@ -230,12 +233,10 @@ class Administrator:
         state = self._state
         if keys is not None:
             return self._each_key(keys, state.index.unpin)
-        with state.lock:
-            pinned = state.index.pinned_slots()
         changed = 0
-        for start in range(0, len(pinned), state.slice_slots):
+        for start in range(0, state.index.num_known_slots, state.slice_slots):
             with state.lock:
-                changed += sum(map(state.index.unpin, pinned[start : start + state.slice_slots]))
+                changed += state.index.unpin_between(start, start + state.slice_slots)
         return PinResult(changed, 0)
 
     def _each_key(self, keys: Sequence[bytes], change: Callable[[int], bool]) -> PinResult:

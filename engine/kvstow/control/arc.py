@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, compress
+from operator import not_
 
 from kvstow.control.recency import Links, RecencyList
 
@@ -17,7 +18,8 @@ class ArcPolicy:
     """Resists scans: blocks that were used twice are not flushed by blocks that are used once.
 
     `key_of[slot]` is the key of a slot's content: read when slots are admitted and evicted. The ghosts hold
-    up to one key per slot of the pool.
+    up to one key per slot of the pool. When the pool shrinks, later calls forget the ghosts beyond that, each of them
+    twice as many as the slots that it was given.
     """
 
     name = "arc"
@@ -53,26 +55,33 @@ class ArcPolicy:
             self._is_frequent[slot] = 1
         self._recent.append(once)
         self._frequent.append(again)
+        self._trim_ghosts(len(slots))
 
     def detach(self, slots: Sequence[int]) -> None:
-        marks = self._is_frequent
-        again = [slot for slot in slots if marks[slot]]
+        once, again = self._by_list(slots)
+        self._recent.remove(once)
         self._frequent.remove(again)
-        self._recent.remove([slot for slot in slots if not marks[slot]] if again else slots)
         for slot in again:
-            marks[slot] = 0
+            self._is_frequent[slot] = 0
+        self._trim_ghosts(len(slots))
 
     def attach(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._is_frequent[slot] = 1
         self._frequent.append(slots)
 
+    def use(self, slots: Sequence[int]) -> None:
+        once, again = self._by_list(slots)
+        if once:
+            self.detach(slots)
+            self.attach(slots)
+        else:
+            self._frequent.refresh(again)
+
     def refresh(self, slots: Sequence[int]) -> None:
-        marks = self._is_frequent
-        for order, mark in ((self._recent, 0), (self._frequent, 1)):
-            theirs = [slot for slot in slots if marks[slot] == mark]
-            order.remove(theirs)
-            order.append(theirs)
+        once, again = self._by_list(slots)
+        self._recent.refresh(once)
+        self._frequent.refresh(again)
 
     def evict(self, count: int) -> list[int]:
         surplus = max(0, len(self._recent) - int(self._target))
@@ -84,7 +93,7 @@ class ArcPolicy:
         for slot in from_frequent:
             self._frequent_ghosts[self._key_of[slot]] = None
             self._is_frequent[slot] = 0
-        self._trim_ghosts()
+        self._trim_ghosts(len(from_recent) + len(from_frequent))
         return from_recent + from_frequent
 
     def set_capacity(self, num_slots: int) -> None:
@@ -93,11 +102,15 @@ class ArcPolicy:
             self._is_frequent.extend(bytes(missing))
         self._capacity = num_slots
         self._target = min(self._target, float(num_slots))
-        self._trim_ghosts()
 
     def hand_over(self) -> RecencyList:
         self._recent.absorb(self._frequent)
         return self._recent
+
+    def forget(self, limit: int) -> bool:
+        for _ in range(min(limit, self.num_ghosts)):
+            (self._recent_ghosts or self._frequent_ghosts).popitem()
+        return self.num_ghosts > 0
 
     def _recall(self, key: bytes | None) -> bool:
         """Whether `key` was evicted of late; if so, learn from it and forget it."""
@@ -112,8 +125,23 @@ class ArcPolicy:
             return True
         return False
 
-    def _trim_ghosts(self) -> None:
-        while len(self._recent_ghosts) > max(0, self._capacity - len(self._recent)):
-            self._recent_ghosts.popitem(last=False)
-        while self.num_ghosts > self._capacity:
-            (self._frequent_ghosts or self._recent_ghosts).popitem(last=False)
+    def _by_list(self, slots: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Those of the slots that are in the recent list, and those in the frequent one."""
+        marks = list(map(self._is_frequent.__getitem__, slots))
+        again = marks.count(1)
+        if not again:
+            return slots, []
+        if again == len(slots):
+            return [], slots
+        return list(compress(slots, map(not_, marks))), list(compress(slots, marks))
+
+    def _trim_ghosts(self, num_slots: int) -> None:
+        """Forget the oldest ghosts beyond the capacity, at most two for each of the `num_slots` of a call. A call adds
+        at most one for each, so what a shrink left over goes with the calls that follow."""
+        recent, frequent = self._recent_ghosts, self._frequent_ghosts
+        excess = min(2 * num_slots, len(recent) - max(0, self._capacity - len(self._recent)))
+        for _ in range(excess):
+            recent.popitem(last=False)
+        excess = min(2 * num_slots - max(0, excess), len(recent) + len(frequent) - self._capacity)
+        for _ in range(excess):
+            (frequent or recent).popitem(last=False)

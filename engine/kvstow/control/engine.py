@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from kvstow.config import EngineConfig
 from kvstow.control import settlement, views
@@ -60,7 +61,7 @@ class OffloadEngine:
         with state.lock:
             if state.gate.refuses_load(state.clock()):
                 return 0
-            return len(state.index.leading_run(keys))
+            return sum(map(len, state.index.leading_runs(keys)))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of the keys are present (for windows that need no leading run). Holds nothing: see `lease`."""
@@ -79,10 +80,12 @@ class OffloadEngine:
         with state.lock:
             now = state.clock()
             refusal = state.gate.refuses_load(now)
-            slots = [] if refusal else state.index.leading_run(keys)
+            runs = [] if refusal else state.index.leading_runs(keys)
+            slots = list(chain.from_iterable(runs))
             if slots:
                 counters.ages.count_found(state.index, slots, now)
-                state.index.hold(slots, now)
+                state.index.mark_used(runs, now)
+                state.index.hold(slots)
             hits = len(slots)
             if count:
                 counters.count_lookup(len(keys), hits, refusal)
@@ -106,7 +109,8 @@ class OffloadEngine:
             slots = [slot for slot in state.index.slots_of(keys) if slot is not None]
             if len(slots) < len(keys):
                 return None
-            state.index.hold(slots, now)
+            state.index.mark_used((slots,), now)
+            state.index.hold(slots)
             return state.leases.add(tuple(keys), tuple(slots))
 
     def release(self, lease: Lease) -> None:
@@ -167,8 +171,7 @@ class OffloadEngine:
         """
         state = self._state
         with state.lock:
-            slots = [slot for slot in state.index.slots_of(keys) if slot is not None]
-            state.index.refresh(slots, state.clock())
+            state.index.refresh(state.index.present_runs(keys), state.clock())
 
     # -- completion -----------------------------------------------------------------------------------------
 
@@ -250,15 +253,27 @@ class OffloadEngine:
     # -- time, end, views -----------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Let time pass: pins end, transfers become stuck. Call it about once a second. O(what changes)."""
+        """Let time pass: pins end, transfers become stuck. Call it about once a second. O(what changes), with the lock
+        held for no more than 1,024 pins, or one transfer, at a time."""
+        now = self._state.clock()
+        while self._end_pins(now) or self._give_up_one(now):
+            pass
+        self._state.write_log()
+
+    def _end_pins(self, now: float) -> bool:
+        """One slice; True if more pins may be over."""
+        with self._state.lock:
+            return self._state.index.end_pins(now, self._state.slice_slots) == self._state.slice_slots
+
+    def _give_up_one(self, now: float) -> bool:
+        """Give up the oldest transfer that has become stuck; False if there is none."""
         state = self._state
         with state.lock:
-            now = state.clock()
-            state.index.end_pins(now)
-            for entry in state.ledger.mark_stuck(now - self.config.transfer_timeout):
+            entry = state.ledger.mark_stuck(now - self.config.transfer_timeout)
+            if entry is not None:
                 settlement.give_up(state, entry, now)
             state.refresh_gate()
-        state.write_log()
+        return entry is not None
 
     def count_error(self, code: str) -> None:
         """Count a failure of the host beside the engine's own; `code` is one of `counters.ERRORS`."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from threading import Lock
 from typing import Literal, NamedTuple
+
+MAX_EVENT_KEYS = 1024
+"""Keys of one event; a larger batch becomes several events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +31,20 @@ class EventPage(NamedTuple):
 
 
 class EventLog:
-    """The last events, numbered from 1 without gaps. Any thread may write and read.
+    """The last events, numbered from 1 without gaps. Any thread may write and read; each call is O(keys or events
+    given).
 
-    Each reader keeps its own cursor. One that lags behind the buffer is told how many events it lost.
+    Keeps up to `buffer` events with up to `buffer` keys, or two for each slot of the pool if that is more: as many as
+    it takes to fill the pool and to empty it. A reader that missed more does better to look blocks up. `num_slots`
+    returns the size of the pool; it is called by `add`.
+
+    Each reader keeps its own cursor. One that lags behind the log is told how many events it lost.
     """
 
-    def __init__(self, buffer: int) -> None:
-        self._events: deque[Event] = deque(maxlen=buffer)
+    def __init__(self, buffer: int, num_slots: Callable[[], int]) -> None:
+        self._buffer, self._num_slots = buffer, num_slots
+        self._events: deque[Event] = deque()
+        self._num_keys = 0
         self._sequence = 0
         self._lock = Lock()
 
@@ -42,18 +52,36 @@ class EventLog:
     def last_sequence(self) -> int:
         return self._sequence
 
+    @property
+    def num_keys(self) -> int:
+        """Keys in the events that are kept."""
+        return self._num_keys
+
     def add(self, kind: Literal["stored", "removed"], keys: tuple[bytes, ...], reason: str = "") -> None:
-        if keys:
-            with self._lock:
+        if not keys:
+            return
+        with self._lock:
+            for start in range(0, len(keys), MAX_EVENT_KEYS):
                 self._sequence += 1
-                self._events.append(Event(self._sequence, kind, keys, reason))
+                self._events.append(Event(self._sequence, kind, keys[start : start + MAX_EVENT_KEYS], reason))
+            self._num_keys += len(keys)
+            self._drop(2 * len(keys))
+
+    def _drop(self, budget: int) -> None:
+        """Drop the oldest events beyond the bounds, up to about `budget` keys. That is twice the keys that came, so
+        the log catches up with a pool that has shrunk, and no call pays for all of it."""
+        events, max_keys = self._events, max(self._buffer, 2 * self._num_slots())
+        while budget > 0 and (len(events) > self._buffer or self._num_keys > max_keys):
+            num_keys = len(events.popleft().keys)
+            self._num_keys -= num_keys
+            budget -= num_keys
 
     def read(self, after: int, limit: int = 1000) -> EventPage:
         """Events numbered above `after`, oldest first, at most `limit`. Use `cursor` as the next `after`."""
         with self._lock:
-            kept = tuple(self._events)
-        first = kept[0].sequence if kept else after + 1
-        lost = max(0, first - after - 1)
-        start = max(0, after + 1 - first)
-        events = list(islice(kept, start, start + limit))
+            first = self._sequence - len(self._events) + 1
+            lost = max(0, first - after - 1)
+            start = max(0, after + 1 - first)
+            end = min(start + limit, len(self._events))
+            events = [self._events[at] for at in range(start, end)]  # a deque finds its items from the nearer end
         return EventPage(events, events[-1].sequence if events else max(after, first - 1), lost)

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from kvstow.control.state import ControlState
 from kvstow.control.sweep import Sweep
 
+Wanted = Callable[[int, int], list[int]]
+"""Which of the visible slots from one number to below another shall go. Called with the lock held."""
+
 
 def evict_next(state: ControlState, kind: str, reason: str, count: int, dry_run: bool) -> Sweep:
     """Remove the next `count` evictable blocks in the policy's order."""
@@ -31,45 +34,41 @@ def evict_next(state: ControlState, kind: str, reason: str, count: int, dry_run:
     return Sweep(kind, count, state.config.slot_bytes, work)
 
 
-def scan(
-    state: ControlState,
-    kind: str,
-    reason: str,
-    dry_run: bool,
-    wanted: Callable[[int], bool],
-    prepare: Callable[[], object] | None = None,
-) -> Sweep:
-    """After `prepare`, go over all slots in order of their numbers, and remove the visible ones wanted."""
-    index = state.index
-    total = index.num_known_slots
+def scan(state: ControlState, kind: str, reason: str, dry_run: bool, wanted: Wanted) -> Sweep:
+    """Go over all slots in order of their numbers, and remove the visible ones wanted."""
+    total = state.index.num_known_slots
+    return Sweep(kind, total, state.config.slot_bytes, lambda sweep: _scan(sweep, state, reason, dry_run, wanted))
 
-    def work(sweep: Sweep) -> Iterator[None]:
-        if prepare and not dry_run:
-            with state.lock:
-                prepare()
-        while sweep.done < total:
-            end = min(sweep.done + state.slice_slots, total)
-            with state.lock:
-                found = [s for s in range(sweep.done, end) if index.key_at(s) is not None and wanted(s)]
-                sweep.evicted_slots += len(found) if dry_run else state.remove(found, reason)
-            sweep.done = end
-            yield
 
-    return Sweep(kind, total, state.config.slot_bytes, work)
+def _scan(sweep: Sweep, state: ControlState, reason: str, dry_run: bool, wanted: Wanted) -> Iterator[None]:
+    while sweep.done < sweep.total:
+        end = min(sweep.done + state.slice_slots, sweep.total)
+        with state.lock:
+            found = wanted(sweep.done, end)
+            sweep.evicted_slots += len(found) if dry_run else state.remove(found, reason)
+        sweep.done = end
+        yield
 
 
 def purge_matching(state: ControlState, matches: Callable[[bytes], bool], dry_run: bool) -> Sweep:
     """Remove the visible blocks whose keys match, whatever holds them, and disown those being stored."""
     index = state.index
 
-    def wanted(slot: int) -> bool:
-        key = index.key_at(slot)
-        return key is not None and matches(key)
+    def wanted(low: int, high: int) -> list[int]:
+        return [slot for slot, key in index.visible_between(low, high) if matches(key)]
 
-    def disown() -> None:  # O(blocks that the host is storing now)
-        index.filling.disown([key for key in index.filling if matches(key)])
+    def work(sweep: Sweep) -> Iterator[None]:
+        if not dry_run:
+            with state.lock:
+                filling = list(index.filling)
+            for start in range(0, len(filling), state.slice_slots):  # what becomes visible meanwhile, the scan finds
+                matching = [key for key in filling[start : start + state.slice_slots] if matches(key)]
+                with state.lock:
+                    index.filling.disown(matching)
+                yield
+        yield from _scan(sweep, state, "purge", dry_run, wanted)
 
-    return scan(state, "purge", "purge", dry_run, wanted, prepare=disown)
+    return Sweep("purge", index.num_known_slots, state.config.slot_bytes, work)
 
 
 def purge_keys(state: ControlState, keys: Sequence[bytes], dry_run: bool) -> Sweep:

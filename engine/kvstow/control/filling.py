@@ -51,16 +51,21 @@ class Filling:
                 del self._slot_of[key]
         return disowned
 
-    def keys_from(self, slot: int) -> list[bytes]:
-        """The keys that are not disowned, of the slots from `slot` on. O(slots being written)."""
-        return [key for key, its_slot in self._slot_of.items() if its_slot >= slot]
-
     def disown(self, keys: Iterable[bytes]) -> None:
         """Those of the keys that are being stored shall not become visible."""
         for key in keys:
             slot = self._slot_of.pop(key, None)
             if slot is not None:
                 self._disowned.add(slot)
+
+    def disown_from(self, slot: int) -> None:
+        """None of the keys that are being stored in the slots from `slot` on shall become visible. O(slots being
+        written)."""
+        if slot == 0:
+            self._disowned.update(self._slot_of.values())
+            self._slot_of.clear()
+        else:
+            self.disown([key for key, its_slot in self._slot_of.items() if its_slot >= slot])
 
     def balances(self) -> bool:
         """Whether every slot is counted once. For integrity checks."""

@@ -54,6 +54,12 @@ class Holds:
         self._held -= leaving
         return [slot for slot in slots if slot in leaving] if again else slots
 
+    def free_of(self, slots: list[int]) -> list[int]:
+        """Those of the slots that have no holder, in the order given."""
+        if not self._held or self._held.isdisjoint(slots):
+            return slots
+        return [slot for slot in slots if slot not in self._held]
+
     def slots(self) -> set[int]:
         """A copy of the slots that have a holder. O(held)."""
         return set(self._held)

@@ -11,19 +11,19 @@ Every used slot is in exactly one of these sets:
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import compress, count, repeat
-from math import inf, nextafter
+from itertools import chain, compress, count, repeat
 from operator import ne
+from typing import Literal
 
 from kvstow.control.arc import ArcPolicy
 from kvstow.control.filling import Filling
 from kvstow.control.holds import Holds
+from kvstow.control.pins import Pins
 from kvstow.control.policy import EvictionPolicy, LruPolicy
 from kvstow.control.recency import Links, RecencyList
+from kvstow.control.times import SlotTimes
 from kvstow.errors import ConfigError
 
 
@@ -48,13 +48,10 @@ class Index:
         self.filling = Filling()
         self._held = Holds()
         self._orphans: set[int] = set()
-        self._pinned: dict[int, float] = {}
-        self._expiries: list[tuple[float, int]] = []
+        self._pins = Pins()
         self._held_and_pinned = 0
         self._quarantined: set[int] = set()
-        self._stored_at = array("d")
-        self._used_at = array("d")
-        self._lost_at = -inf
+        self._times = SlotTimes()
         self._num_slots = 0
         self.policy: EvictionPolicy = self._make_policy(policy, RecencyList(self._links))
 
@@ -80,7 +77,7 @@ class Index:
 
     @property
     def num_pinned(self) -> int:
-        return len(self._pinned)
+        return len(self._pins)
 
     @property
     def num_quarantined(self) -> int:
@@ -88,15 +85,15 @@ class Index:
 
     # -- look-up --------------------------------------------------------------------------------------------
 
-    def leading_run(self, keys: Sequence[bytes]) -> list[int]:
-        """Slots of the keys up to the first that is not visible.
+    def leading_runs(self, keys: Sequence[bytes]) -> list[range]:
+        """Slots of the keys up to the first that is not visible, as runs of neighbours.
 
         Blocks of a prefix mostly lie in neighbouring slots (`place_store` sees to it). Where they do, comparing
         keys slot by slot reads memory in order and computes no hash: a look-up among a million slots is three times
         as fast as by the dictionary alone.
         """
         key_of, slot_of = self._key_of, self._slot_of
-        slots: list[int] = []
+        runs: list[range] = []
         at, last, last_slot = 0, len(keys) - 1, len(key_of) - 1
         while at <= last:
             slot = slot_of.get(keys[at])
@@ -105,19 +102,27 @@ class Index:
             run = 1
             if at < last and slot < last_slot and key_of[slot + 1] == keys[at + 1]:
                 run = self._run_length(keys, at, slot)
-            slots += range(slot, slot + run)
+            runs.append(range(slot, slot + run))
             at += run
-        return slots
+        return runs
 
     def _run_length(self, keys: Sequence[bytes], at: int, slot: int) -> int:
         """How many keys from `at` on lie in the slots from `slot` on; the first two do."""
         run = window = 2
         while run == window and at + run < len(keys):  # all of the window matched: look at one four times as long
             window = min(4 * window, len(keys) - at)
-            found = self._key_of[slot + run : slot + window]
-            differing = map(ne, keys[at + run : at + window], found)
-            run = next(compress(count(run), differing), run + len(found))
+            wanted, found = keys[at + run : at + window], self._key_of[slot + run : slot + window]
+            same = wanted == found  # three times as fast as the search for a difference
+            run = window if same else next(compress(count(run), map(ne, wanted, found)), run + len(found))
         return run
+
+    def present_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
+        """Slots of all keys that are visible, in their order, as runs of neighbours where they are such."""
+        runs: list[Sequence[int]] = [*self.leading_runs(keys)]
+        rest = sum(map(len, runs)) + 1  # the key before it is not visible
+        if rest < len(keys):
+            runs.append([slot for slot in self.slots_of(keys[rest:]) if slot is not None])
+        return runs
 
     def slots_of(self, keys: Iterable[bytes]) -> list[int | None]:
         return list(map(self._slot_of.get, keys))
@@ -127,41 +132,34 @@ class Index:
         return self._key_of[slot]
 
     def is_pinned(self, slot: int) -> bool:
-        return slot in self._pinned
+        return slot in self._pins
 
     def pin_expiry(self, slot: int) -> float | None:
         """When the operator's pin ends (`inf`: never); None where there is no pin."""
-        return self._pinned.get(slot)
+        return self._pins.end_of(slot)
 
     def holds(self, slot: int) -> int:
         """How many holds are on the slot."""
         return self._held.count(slot)
 
     def stored_at(self, slot: int) -> float:
-        return self._stored_at[slot]
+        return self._times.stored_at(slot)
 
     def used_at(self, slot: int) -> float:
-        return self._used_at[slot]
+        return self._times.used_at(slot)
 
     # -- holds ----------------------------------------------------------------------------------------------
 
-    def hold(self, slots: list[int], now: float) -> None:
-        """Keep visible slots from eviction until `unhold` with the same slots."""
-        used_at = self._used_at
-        for slot in slots:
-            used_at[slot] = now
-        slots = self._held.add(slots)
-        if self._pinned:
-            unpinned = [slot for slot in slots if slot not in self._pinned]
-            self._held_and_pinned += len(slots) - len(unpinned)
-            slots = unpinned
-        self.policy.detach(slots)
+    def mark_used(self, runs: Iterable[Sequence[int]], now: float) -> None:
+        """The visible blocks in these runs of slots were used: see `SlotTimes`. Says nothing to the policy."""
+        self._times.mark_used(runs, now)
 
-    def refresh(self, slots: list[int], now: float) -> None:
-        """Let visible slots go as late as if they had come only now; those held or pinned do so once let go."""
-        for slot in slots:
-            self._used_at[slot] = now
-        self.policy.refresh([slot for slot in slots if not self._held.count(slot) and slot not in self._pinned])
+    def hold(self, slots: list[int]) -> None:
+        """Keep visible slots from eviction until `unhold` with the same slots."""
+        slots = self._held.add(slots)
+        unpinned = self._pins.unpinned(slots)
+        self._held_and_pinned += len(slots) - len(unpinned)
+        self.policy.detach(unpinned)
 
     def unhold(self, slots: list[int]) -> list[int]:
         """End a hold. Returns the slots that are free now, because their keys were removed meanwhile."""
@@ -171,41 +169,55 @@ class Index:
             freed = [slot for slot in slots if slot in self._orphans]
             self._orphans.difference_update(freed)
             slots = [slot for slot in slots if self._key_of[slot] is not None]
-        if self._pinned:
-            unpinned = [slot for slot in slots if slot not in self._pinned]
-            self._held_and_pinned -= len(slots) - len(unpinned)
-            slots = unpinned
-        self.policy.attach(slots)
+        unpinned = self._pins.unpinned(slots)
+        self._held_and_pinned -= len(slots) - len(unpinned)
+        self.policy.attach(unpinned)
         return freed
+
+    def use(self, runs: Sequence[Sequence[int]], now: float) -> None:
+        """The visible blocks in these runs of slots were used, without a hold in between."""
+        if runs:
+            self._times.mark_used(runs, now)
+            self.policy.use(self._evictable(runs))
+
+    def refresh(self, runs: Sequence[Sequence[int]], now: float) -> None:
+        """Let visible slots go as late as if they had come only now; those held or pinned do so once let go."""
+        self._times.mark_used(runs, now)
+        self.policy.refresh(self._evictable(runs))
+
+    def _evictable(self, runs: Sequence[Sequence[int]]) -> list[int]:
+        """Those of the slots that the policy has, without repeats."""
+        slots = list(chain.from_iterable(runs))
+        if len(set(slots)) < len(slots):
+            slots = list(dict.fromkeys(slots))
+        return self._pins.unpinned(self._held.free_of(slots))
 
     # -- stores ---------------------------------------------------------------------------------------------
 
     def publish(self, keys: Sequence[bytes], slots: Sequence[int], now: float) -> Removal:
-        """Filling slots hold valid bytes: their keys become visible. Those disowned meanwhile are freed.
+        """Filling slots, in ascending order, hold valid bytes: their keys become visible. Those disowned meanwhile are
+        freed.
 
-        Returns the keys that were published, and the freed slots. They count as stored after any loss, even where
-        the clock has not moved since.
+        Returns the keys that were published, and the freed slots.
         """
-        now = max(now, nextafter(self._lost_at, inf))
         disowned = self.filling.remove(keys, slots)
         if disowned:
             keys = [key for key, slot in zip(keys, slots, strict=True) if slot not in disowned]
             slots = [slot for slot in slots if slot not in disowned]
         key_of, slot_of = self._key_of, self._slot_of
-        stored_at, used_at = self._stored_at, self._used_at
         for key, slot in zip(keys, slots, strict=True):
             slot_of[key] = slot
             key_of[slot] = key
-            stored_at[slot] = used_at[slot] = now
+        self._times.mark_stored(slots, now)
         self.policy.admit(list(slots))
         return Removal(tuple(keys), list(disowned))
 
     def lose_contents(self, low: int, now: float) -> None:
         """The contents of the slots from `low` on are lost. Those being stored do not become visible; visible blocks
         are removed by the caller."""
-        self.filling.disown(self.filling.keys_from(low))
+        self.filling.disown_from(low)
         if low == 0:
-            self._lost_at = max(now, nextafter(self._lost_at, inf))
+            self._times.mark_lost(now)
 
     def quarantine(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """A store was given up, but some rank may still write its slots."""
@@ -248,7 +260,7 @@ class Index:
             keys.append(key)
             self._key_of[slot] = None
             del self._slot_of[key]
-            pinned = self._pinned.pop(slot, None) is not None
+            pinned = self._pins.discard(slot)
             if slot in self._held:
                 self._orphans.add(slot)
                 self._held_and_pinned -= pinned
@@ -261,44 +273,63 @@ class Index:
 
     # -- operator's pins ------------------------------------------------------------------------------------
 
-    def pin(self, slot: int, expires: float) -> None:
-        """Keep a visible slot from eviction until `expires` (`inf`: until `unpin`); a new pin replaces an old one."""
-        if slot not in self._pinned:
+    def pin(self, slot: int, end: float) -> None:
+        """Keep a visible slot from eviction until `end` (`inf`: until `unpin`); a new pin replaces an old one."""
+        if slot not in self._pins:
             if slot in self._held:
                 self._held_and_pinned += 1
             else:
                 self.policy.detach([slot])
-        self._pinned[slot] = expires
-        if expires < inf:
-            heappush(self._expiries, (expires, slot))
+        self._pins.add(slot, end)
 
-    def end_pins(self, now: float) -> None:
-        """End the pins that expire at or before `now`. O(log pins) for each that ends."""
-        while self._expiries and self._expiries[0][0] <= now:
-            expires, slot = heappop(self._expiries)
-            if self._pinned.get(slot) == expires:  # else it was ended, or replaced, before
-                self.unpin(slot)
+    def end_pins(self, now: float, limit: int) -> int:
+        """End up to `limit` of the pins that are over at `now`; returns how many it ended. O(limit)."""
+        due = self._pins.due(now, limit)
+        return self._unpin(due) if due else 0
 
     def unpin(self, slot: int) -> bool:
         """End a pin; False where there was none."""
-        if self._pinned.pop(slot, None) is None:
-            return False
-        if slot in self._held:
-            self._held_and_pinned -= 1
-        else:
-            self.policy.attach([slot])
-        return True
+        return slot in self._pins and self._unpin([slot]) == 1
 
-    def pinned_slots(self) -> list[int]:
-        return list(self._pinned)
+    def unpin_between(self, low: int, high: int) -> int:
+        """End all pins of the slots from `low` to below `high`; returns how many there were."""
+        return self._unpin(self._pins.between(low, high))
+
+    def _unpin(self, slots: list[int]) -> int:
+        for slot in slots:
+            self._pins.discard(slot)
+        unheld = self._held.free_of(slots)
+        self._held_and_pinned -= len(slots) - len(unheld)
+        self.policy.attach(unheld)
+        return len(slots)
+
+    def num_pinned_from(self, slot: int) -> int:
+        """How many slots from `slot` on are pinned. O(pool / 1,024)."""
+        return self._pins.count_from(slot)
+
+    # -- slices of the pool ---------------------------------------------------------------------------------
+
+    def visible_between(self, low: int, high: int) -> list[tuple[int, bytes]]:
+        """(slot, key) of the visible blocks in the slots from `low` to below `high`."""
+        return [(slot, key) for slot, key in enumerate(self._key_of[low:high], low) if key is not None]
+
+    def evictable_since(self, what: Literal["stored", "used"], moment: float, low: int, high: int) -> list[int]:
+        """Evictable slots from `low` to below `high` whose blocks were last stored, or used, at `moment` or before."""
+        until = self._times.stored_until if what == "stored" else self._times.used_until
+        visible = [slot for slot in until(moment, low, high) if self._key_of[slot] is not None]
+        return self._pins.unpinned(self._held.free_of(visible))
 
     # -- policy and size ------------------------------------------------------------------------------------
 
-    def set_policy(self, name: str) -> None:
-        """Change the order of eviction without touching a slot: the new policy starts from the present order."""
-        if name != self.policy.name:
-            self.policy = self._make_policy(name, self.policy.hand_over())
-            self.policy.set_capacity(self._num_slots)
+    def set_policy(self, name: str) -> EvictionPolicy | None:
+        """Change the order of eviction without touching a slot: the new policy starts from the present order. Returns
+        the policy that was replaced, if any."""
+        if name == self.policy.name:
+            return None
+        replaced = self.policy
+        self.policy = self._make_policy(name, replaced.hand_over())
+        self.policy.set_capacity(self._num_slots)
+        return replaced
 
     def set_num_slots(self, num_slots: int) -> None:
         """The pool has the slots below `num_slots`; blocks above it are removed by the caller."""
@@ -307,8 +338,7 @@ class Index:
         if missing > 0:
             self._links.grow(num_slots)
             self._key_of.extend(repeat(None, missing))
-            self._stored_at.frombytes(bytes(8 * missing))
-            self._used_at.frombytes(bytes(8 * missing))
+            self._times.grow(num_slots)
         self.policy.set_capacity(num_slots)
 
     def _make_policy(self, name: str, order: RecencyList) -> EvictionPolicy:
@@ -322,7 +352,7 @@ class Index:
 
     def slots_in_use(self) -> dict[str, set[int]]:
         """The used slots by state; held and pinned ones count as pinned. O(pool): for integrity checks."""
-        pinned = set(self._pinned)
+        pinned = self._pins.slots()
         return {
             "filling": self.filling.slots(),
             "cached": set(self.policy),
@@ -337,7 +367,7 @@ class Index:
 
     def outlived_a_loss(self, slot: int) -> bool:
         """Whether the block in `slot` was stored before all contents were lost."""
-        return self._stored_at[slot] <= self._lost_at
+        return self._times.outlived_a_loss(slot)
 
     def defects(self) -> list[str]:
         """What does not balance within the index. O(pool): for integrity checks."""
@@ -347,20 +377,22 @@ class Index:
             found.append("keys by slot and slots by key differ")
         elif any(self._key_of[slot] != key for key, slot in self._slot_of.items()):
             found.append("a key's slot names another key")
-        held = self._held.slots()
+        held, pinned = self._held.slots(), self._pins.slots()
         cached = list(self.policy)
         if len(cached) != len(self.policy) or len(set(cached)) != len(cached):
             found.append("the eviction order repeats or loses slots")
-        if set(cached) != visible - held - set(self._pinned):
+        if set(cached) != visible - held - pinned:
             found.append("the evictable slots are not those that are visible and unused")
         if self._orphans != held - visible:
             found.append("orphans are not the held slots without a key")
-        if not set(self._pinned) <= visible:
+        if not pinned <= visible:
             found.append("a pinned slot is not visible")
-        if self._held_and_pinned != len(held & set(self._pinned)):
+        if self._held_and_pinned != len(held & pinned):
             found.append("the count of held and pinned slots is wrong")
         if not self.filling.balances():
             found.append("the count of filling slots is wrong")
         if not self._held.balances():
             found.append("a slot has further holders, but no first one")
+        if not self._pins.balances():
+            found.append("the pins by slot and by end differ")
         return found

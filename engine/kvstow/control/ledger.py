@@ -8,6 +8,7 @@ Op ids are never reused, so a late word can never meet a later op.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -52,6 +53,8 @@ class Ledger:
     def __init__(self, num_ranks: int) -> None:
         self._ranks = frozenset(range(num_ranks))
         self._open: dict[int, OpenOp] = {}
+        self._moving: dict[int, OpenOp] = {}
+        """Those that are not stuck. Like `_open`, in order of their start."""
         self._last_op_id = 0
         self.ops = {"store": 0, "load": 0}
         self.blocks = {"store": 0, "load": 0}
@@ -77,7 +80,8 @@ class Ledger:
         self._last_op_id += 1
         op = Op(self._last_op_id, direction, blocks, slots)
         reading = set(self._ranks) if direction == "store" else set()
-        self._open[op.op_id] = OpenOp(op, keys, held, request_id, now, set(self._ranks), reading)
+        entry = OpenOp(op, keys, held, request_id, now, set(self._ranks), reading)
+        self._open[op.op_id] = self._moving[op.op_id] = entry
         self.ops[direction] += 1
         self.blocks[direction] += len(blocks)
         return op
@@ -114,6 +118,7 @@ class Ledger:
     def close(self, op_id: int) -> OpenOp:
         """Take a settled op out."""
         entry = self._open.pop(op_id)
+        self._moving.pop(op_id, None)
         self.ops[entry.op.direction] -= 1
         self.blocks[entry.op.direction] -= len(entry.op.blocks)
         self.num_stuck -= entry.stuck
@@ -126,18 +131,20 @@ class Ledger:
     def oldest(self) -> OpenOp | None:
         return next(iter(self._open.values()), None)
 
-    def entries(self) -> list[OpenOp]:
-        """Open ops, oldest first. O(open ops)."""
-        return list(self._open.values())
+    def __iter__(self) -> Iterator[OpenOp]:
+        """Open ops, oldest first. The ledger must not change meanwhile."""
+        return iter(self._open.values())
 
-    def mark_stuck(self, started_before: float) -> list[OpenOp]:
-        """Ops that have become stuck: started before then, and not marked yet. O(those that old)."""
-        found = []
-        for entry in self._open.values():  # in order of start
-            if entry.started >= started_before:
-                break
-            if not entry.stuck:
-                entry.stuck = True
-                self.num_stuck += 1
-                found.append(entry)
-        return found
+    def balances(self) -> bool:
+        """Whether exactly the ops that are not stuck may become so. For integrity checks."""
+        return self._moving.keys() == {op_id for op_id, entry in self._open.items() if not entry.stuck}
+
+    def mark_stuck(self, started_before: float) -> OpenOp | None:
+        """The oldest op that has become stuck: started before then, and not marked yet; None if there is none."""
+        entry = next(iter(self._moving.values()), None)
+        if entry is None or entry.started >= started_before:
+            return None
+        del self._moving[entry.op.op_id]
+        entry.stuck = True
+        self.num_stuck += 1
+        return entry

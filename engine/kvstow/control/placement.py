@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from kvstow.control.counters import STORE_REFUSALS
 from kvstow.control.state import ControlState
 from kvstow.messages import Op
+
+_EVICTIONS_PER_SLOT = 4
+"""Blocks that a store may evict for each slot that it lacks. While the pool shrinks, most evictable blocks may lie
+above its new limit: evicting them frees no slot that can be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +26,7 @@ class StoreGrant:
 
 
 def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> StoreGrant:
-    """Open a store of what needs storing and finds room. The caller holds the lock."""
+    """Open a store of what needs storing and finds room. The caller holds the lock. O(keys), in every state."""
     now = state.clock()
     outcomes: dict[str, int] = {}
     op: Op | None = None
@@ -30,7 +35,6 @@ def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int
     if refusal:
         outcomes[STORE_REFUSALS[refusal]] = len(keys)
     else:
-        state.index.end_pins(now)
         fresh, present = _select(state, keys, outcomes)
         slots = _make_room(state, len(fresh), present, now)
         if len(slots) < len(fresh):
@@ -47,18 +51,25 @@ def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int
     return StoreGrant(op, tuple(fresh), outcomes)
 
 
-def _select(state: ControlState, keys: Sequence[bytes], outcomes: dict[str, int]) -> tuple[list[int], list[int]]:
-    """(indices of the keys that need a slot, slots of those that are present)."""
+def _select(
+    state: ControlState, keys: Sequence[bytes], outcomes: dict[str, int]
+) -> tuple[list[int], list[Sequence[int]]]:
+    """(indices of the keys that need a slot, runs of the slots of those that are present)."""
     index = state.index
-    slots = index.slots_of(keys)
-    if index.needs_all(keys, slots):
-        return list(range(len(keys))), []
+    present: list[Sequence[int]] = [*index.leading_runs(keys)]
+    known, rest = 0, keys  # mostly none or all of the keys are present
+    if present:
+        known = outcomes["skipped_already_cached"] = sum(map(len, present))
+        rest = keys[known:]
+    slots = index.slots_of(rest)
+    if index.needs_all(rest, slots):
+        return list(range(known, len(keys))), present
     fresh: list[int] = []
-    present: list[int] = []
+    scattered: list[int] = []
     taken: set[bytes] = set()
-    for i, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+    for i, (key, slot) in enumerate(zip(rest, slots, strict=True), known):
         if slot is not None:
-            present.append(slot)
+            scattered.append(slot)
             reason = "skipped_already_cached"
         elif key in index.filling:
             reason = "skipped_in_flight"
@@ -69,21 +80,37 @@ def _select(state: ControlState, keys: Sequence[bytes], outcomes: dict[str, int]
             fresh.append(i)
             continue
         outcomes[reason] = outcomes.get(reason, 0) + 1
-    return fresh, present
+    return fresh, [*present, scattered]
 
 
-def _make_room(state: ControlState, count: int, present: list[int], now: float) -> list[int]:
-    """Up to `count` slots to fill: free ones, then evicted ones. Blocks of the same prefix are not evicted."""
-    if present:
-        state.index.hold(present, now)
+def _make_room(state: ControlState, count: int, present: Sequence[Sequence[int]], now: float) -> list[int]:
+    """Up to `count` slots to fill: free ones, then evicted ones. Blocks of the same prefix are used, and not evicted.
+
+    In ascending order: copies and look-ups of a prefix go faster where its slots are neighbours."""
     slots = state.slots.allocate(min(count, state.slots.free))
-    while len(slots) < count and state.index.num_cached:
-        removal = state.index.evict(count - len(slots))
+    if len(slots) == count:
+        state.index.use(present, now)
+        return sorted(slots)
+    held = list(chain.from_iterable(present))
+    if held:
+        state.index.mark_used(present, now)
+        state.index.hold(held)
+    slots += _evict(state, count - len(slots), now)
+    if held:
+        state.unhold(held)
+    return sorted(slots)
+
+
+def _evict(state: ControlState, count: int, now: float) -> list[int]:
+    """Up to `count` slots whose blocks were evicted."""
+    index, slots = state.index, list[int]()
+    index.end_pins(now, count)
+    budget = _EVICTIONS_PER_SLOT * count
+    while len(slots) < count and budget and index.num_cached:
+        removal = index.evict(min(count - len(slots), budget))
+        budget -= len(removal.keys)
         state.counters.evicted_blocks["capacity"] += len(removal.keys)
-        state.counters.ages.count_evicted(state.index, removal.freed, now)
+        state.counters.ages.count_evicted(index, removal.freed, now)
         state.events.add("removed", removal.keys, "capacity")
         slots += state.reuse(removal.freed)
-    if present:
-        state.unhold(present)
-    slots.sort()  # neighbours for neighbours: look-ups and copies of a prefix go faster where its slots are in a row
     return slots

@@ -8,6 +8,8 @@ against 180 ns for relinking one by one).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress, count
+from operator import ne
 
 NONE = -1
 """End of a list in the link arrays."""
@@ -67,30 +69,20 @@ class RecencyList:
             for near, far in zip(front, rest, strict=True):
                 hotter[far] = near
                 colder[near] = far
-        hotter[first] = NONE
-        colder[last] = self._hottest
-        if self._hottest == NONE:
-            self._coldest = last
-        else:
-            hotter[self._hottest] = last
-        self._hottest = first
+        self._push(first, last)
         self._size += len(slots)
 
     def remove(self, slots: Sequence[int]) -> None:
         """Take out slots that are in this list. O(n)."""
-        if not slots:
-            return
-        hotter = self._links.hotter
-        if list(map(hotter.__getitem__, slots[1:])) == slots[:-1]:
-            self._cut(slots[0], slots[-1])
-        else:
-            start = 0
-            for i in range(1, len(slots)):
-                if hotter[slots[i]] != slots[i - 1]:
-                    self._cut(slots[start], slots[i - 1])
-                    start = i
-            self._cut(slots[start], slots[-1])
+        for first, last in self._linked_runs(slots):
+            self._cut(slots[first], slots[last])
         self._size -= len(slots)
+
+    def refresh(self, slots: Sequence[int]) -> None:
+        """Make slots that are in this list the hottest: `remove` and `append` in one pass. O(n)."""
+        for first, last in reversed(self._linked_runs(slots)):  # the first run comes last: it becomes the hottest
+            self._cut(slots[first], slots[last])
+            self._push(slots[first], slots[last])
 
     def pop_coldest(self, count: int) -> list[int]:
         """Take out up to `count` slots, coldest first. O(count)."""
@@ -118,6 +110,27 @@ class RecencyList:
         self._size += hotter_list._size
         hotter_list._coldest = hotter_list._hottest = NONE
         hotter_list._size = 0
+
+    def _linked_runs(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """Which parts of `slots` are linked as given: (index of the first slot, index of the last one) of each."""
+        if not slots:
+            return []
+        found = list(map(self._links.hotter.__getitem__, slots[1:]))
+        if found == slots[:-1]:
+            return [(0, len(slots) - 1)]
+        starts = [0, *compress(count(1), map(ne, found, slots))]
+        return list(zip(starts, [*(start - 1 for start in starts[1:]), len(slots) - 1], strict=True))
+
+    def _push(self, hot: int, cold: int) -> None:
+        """Put the linked run from `hot` to `cold` above the hottest slot."""
+        hotter, colder = self._links.hotter, self._links.colder
+        hotter[hot] = NONE
+        colder[cold] = self._hottest
+        if self._hottest == NONE:
+            self._coldest = cold
+        else:
+            hotter[self._hottest] = cold
+        self._hottest = hot
 
     def _cut(self, hot: int, cold: int) -> None:
         """Close the list over the linked run from `hot` to `cold`; the links inside the run stay."""

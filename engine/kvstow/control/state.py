@@ -56,7 +56,7 @@ class ControlState:
         self.leases = LeaseBook()
         self.gate = Gate()
         self.counters = Counters()
-        self.events = EventLog(config.event_buffer)
+        self.events = EventLog(config.event_buffer, lambda: self.capacity)
         self.settled: deque[Settled] = deque()
         self.capacity = config.capacity_slots
         """Slots wanted on every rank; ranks give memory back only when this is lowered."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from math import inf
 from types import MappingProxyType
 from typing import Literal, TypeVar
@@ -78,8 +79,7 @@ def readiness(state: ControlState) -> Readiness:
 def transfers(state: ControlState, limit: int) -> list[TransferView]:
     with state.lock:
         now = state.clock()
-        entries = state.ledger.entries()[:limit]
-        return [_transfer(entry, state, now) for entry in entries]
+        return [_transfer(entry, state, now) for entry in islice(state.ledger, limit)]
 
 
 def block(state: ControlState, key: bytes) -> BlockView | None:
@@ -124,7 +124,9 @@ def defects(state: ControlState) -> list[str]:
     counts = _slot_counts(state)
     if counts.usable != state.slots.in_service:
         found.append(f"the states {counts} do not add up to {state.slots.in_service}")
-    stores = [entry for entry in state.ledger.entries() if entry.op.direction == "store"]
+    if not state.ledger.balances():
+        found.append("the transfers that may become stuck are not those that are not stuck")
+    stores = [entry for entry in state.ledger if entry.op.direction == "store"]
     for name, given_up in (("filling", False), ("quarantined", True)):
         owed = {slot for entry in stores if entry.given_up is given_up for slot in entry.op.slots}
         if owed != in_use[name]:

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
-from kvstow.control.events import EventLog
+from collections import deque
+from typing import Any
+
+from kvstow.control.events import MAX_EVENT_KEYS, EventLog
+
+
+def batch(count: int) -> tuple[bytes, ...]:
+    return tuple(number.to_bytes(4, "big") for number in range(count))
 
 
 def test_readers_keep_their_own_place() -> None:
-    log = EventLog(buffer=10)
+    log = EventLog(buffer=10, num_slots=lambda: 4)
     for n in range(4):
         log.add("stored", (bytes([n]),))
     page = log.read(after=0, limit=3)
@@ -15,7 +22,7 @@ def test_readers_keep_their_own_place() -> None:
 
 
 def test_a_reader_that_lags_is_told_how_much_it_lost() -> None:
-    log = EventLog(buffer=2)
+    log = EventLog(buffer=2, num_slots=lambda: 4)
     for n in range(5):
         log.add("removed", (bytes([n]),), "capacity")
     page = log.read(after=1)
@@ -23,7 +30,89 @@ def test_a_reader_that_lags_is_told_how_much_it_lost() -> None:
 
 
 def test_nothing_is_no_event() -> None:
-    log = EventLog(buffer=2)
+    log = EventLog(buffer=2, num_slots=lambda: 4)
     log.add("stored", ())
     assert log.last_sequence == 0
     assert log.read(0) == ([], 0, 0)
+
+
+def test_what_is_kept_follows_the_size_of_the_pool() -> None:
+    log = EventLog(buffer=100, num_slots=lambda: 1000)
+    for _ in range(50):
+        log.add("stored", batch(500))
+    assert log.num_keys == 2000
+    page = log.read(0)
+    assert ([event.sequence for event in page.events], page.lost) == ([47, 48, 49, 50], 46)
+
+
+def test_a_small_pool_keeps_a_key_for_each_event_of_the_buffer() -> None:
+    log = EventLog(buffer=100, num_slots=lambda: 4)
+    for _ in range(500):
+        log.add("stored", batch(1))
+    assert log.num_keys == 100
+
+
+def test_what_one_call_drops_is_bounded_when_the_pool_has_shrunk() -> None:
+    slots = 100_000
+    log = EventLog(buffer=10_000, num_slots=lambda: slots)
+    for _ in range(200):
+        log.add("stored", batch(1000))
+    slots = 1000
+    kept = log.num_keys
+    while log.num_keys > 10_000:
+        log.add("stored", batch(100))
+        assert kept - 2000 <= log.num_keys < kept
+        kept = log.num_keys
+
+
+def test_one_key_events_do_not_keep_the_log_from_its_bound() -> None:
+    log = EventLog(buffer=1000, num_slots=lambda: 1000)
+    for _ in range(1000):
+        log.add("stored", batch(1))
+    for _ in range(10):
+        log.add("stored", batch(1000))
+        assert log.num_keys <= 2000
+
+
+def test_a_large_batch_becomes_several_events() -> None:
+    log = EventLog(buffer=100, num_slots=lambda: 10_000)
+    keys = batch(2 * MAX_EVENT_KEYS + 5)
+    log.add("removed", keys, "purge")
+    events = log.read(0).events
+    assert [len(event.keys) for event in events] == [MAX_EVENT_KEYS, MAX_EVENT_KEYS, 5]
+    assert sum((event.keys for event in events), ()) == keys
+    assert {(event.kind, event.reason) for event in events} == {("removed", "purge")}
+
+
+def test_an_event_that_is_not_kept_is_lost() -> None:
+    log = EventLog(buffer=2, num_slots=lambda: 1)
+    for _ in range(3):
+        log.add("stored", batch(5))
+    assert log.read(0) == ([], 3, 3)
+    assert log.read(2) == ([], 3, 1)
+    assert log.read(3) == ([], 3, 0)
+
+
+class Walked(deque):  # type: ignore[type-arg]
+    """Counts how far a reader walks: an item is found from the nearer end."""
+
+    steps = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.steps += min(at, len(self) - 1 - at) + 1
+        return super().__getitem__(at)
+
+    def __iter__(self) -> Any:
+        self.steps += len(self)
+        return super().__iter__()
+
+
+def test_a_reader_that_is_nearly_current_walks_past_nothing() -> None:
+    log = EventLog(buffer=4096, num_slots=lambda: 4096)
+    for _ in range(4096):
+        log.add("stored", batch(1))
+    log._events = events = Walked(log._events)
+    assert [event.sequence for event in log.read(4094).events] == [4095, 4096]
+    assert events.steps <= 3
+    assert log.read(4096).events == []
+    assert events.steps <= 3

@@ -36,7 +36,11 @@ def forget_an_orphan(state: ControlState) -> None:
 
 
 def pin_an_invisible_slot(state: ControlState) -> None:
-    state.index._pinned[6] = 1.0
+    state.index._pins.add(6, 1.0)
+
+
+def lose_the_end_of_a_pin(state: ControlState) -> None:
+    state.index._pins._ends.append(1.0)
 
 
 def miscount_held_pins(state: ControlState) -> None:
@@ -71,6 +75,10 @@ def settle_in_secret(state: ControlState) -> None:
     state.ledger._open.clear()
 
 
+def forget_to_watch_a_transfer(state: ControlState) -> None:
+    state.ledger._moving.clear()
+
+
 def keep_the_blocks_of_a_dead_boot(state: ControlState) -> None:
     state.index.lose_contents(0, state.clock())
 
@@ -88,6 +96,7 @@ def keep_blocks_above_the_usable_slots(state: ControlState) -> None:
         (miscount_the_order, "the eviction order repeats or loses slots"),
         (forget_an_orphan, "orphans are not the held slots without a key"),
         (pin_an_invisible_slot, "a pinned slot is not visible"),
+        (lose_the_end_of_a_pin, "the pins by slot and by end differ"),
         (miscount_held_pins, "the count of held and pinned slots is wrong"),
         (miscount_filling_slots, "the count of filling slots is wrong"),
         (add_a_holder_to_a_free_slot, "a slot has further holders, but no first one"),
@@ -95,6 +104,7 @@ def keep_blocks_above_the_usable_slots(state: ControlState) -> None:
         (free_a_used_slot, "used slots are in no state"),
         (miscount_free_slots, "the counts of free slots and slots in service are wrong"),
         (miscount_leaving_slots, "the count of slots on their way out is wrong"),
+        (forget_to_watch_a_transfer, "the transfers that may become stuck are not those that are not stuck"),
         (settle_in_secret, "the filling slots are not those of the open stores"),
         (keep_the_blocks_of_a_dead_boot, "blocks that a rank has lost are visible"),
         (keep_blocks_above_the_usable_slots, "blocks above the usable slots are visible"),

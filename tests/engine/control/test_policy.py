@@ -81,6 +81,21 @@ def test_refreshed_slots_go_last_and_the_first_of_them_last_of_all(pool: Pool) -
     assert pool.policy.evict(6) == [5, 4, 3, 2, 1, 0]
 
 
+def test_to_use_is_to_take_out_and_put_back(pool: Pool) -> None:
+    other = Pool(pool.policy.name)
+    for each in (pool, other):
+        for slots in ([0, 1, 2], [3, 4], [5, 6, 7]):
+            each.policy.admit(slots)
+        each.policy.detach([3])
+        each.policy.attach([3])
+    for slots in ([1, 2], [3, 4, 5], [3, 4, 5]):
+        pool.policy.use(slots)
+        other.policy.detach(slots)
+        other.policy.attach(slots)
+        assert list(pool.policy) == list(other.policy)
+    assert pool.policy.evict(8) == other.policy.evict(8)
+
+
 def test_to_refresh_is_not_to_use_again() -> None:
     """A scan that is refreshed as it goes flushes ARC no more than one that is not."""
     pool = Pool("arc")
@@ -164,5 +179,34 @@ def test_arc_remembers_at_most_one_ghost_a_slot() -> None:
         pool.use(bytes([n]))
     assert isinstance(pool.policy, ArcPolicy)
     assert pool.policy.num_ghosts <= NUM_SLOTS
+
+
+def shrink_with_ghosts() -> tuple[Pool, ArcPolicy]:
+    """A pool of frequent blocks and ghosts that shall shrink to two slots."""
+    pool = Pool("arc")
+    for n in [*range(NUM_SLOTS), *range(NUM_SLOTS), *range(20, 20 + NUM_SLOTS)]:
+        pool.use(bytes([n]))
+    assert isinstance(pool.policy, ArcPolicy)
+    assert pool.policy.num_ghosts > 4
     pool.policy.set_capacity(2)
-    assert pool.policy.num_ghosts <= 2
+    return pool, pool.policy
+
+
+@pytest.mark.parametrize("call", ["evict", "detach"])
+def test_after_a_shrink_each_call_of_arc_forgets_as_much_as_it_was_given(call: str) -> None:
+    _, policy = shrink_with_ghosts()
+    while policy.num_ghosts > 2:
+        ghosts, (slot, *_) = policy.num_ghosts, policy
+        if call == "evict":
+            policy.evict(1)
+        else:
+            policy.detach([slot])
+        assert ghosts - 2 <= policy.num_ghosts < ghosts
+
+
+def test_after_a_shrink_new_blocks_make_arc_forget_too() -> None:
+    pool, policy = shrink_with_ghosts()
+    pool.keys[policy.evict(1)[0]] = b"new"
+    ghosts = policy.num_ghosts
+    policy.admit([pool.keys.index(b"new")])
+    assert ghosts - 2 <= policy.num_ghosts < ghosts

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +33,22 @@ def test_a_run_that_was_taken_out_goes_back_whole() -> None:
     assert list(order) == [3, 5, 4, 2, 1, 0]
 
 
+def test_refreshing_a_prefix_joins_the_pieces_that_it_was_stored_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = make_list([0, 1, 2], [9], [3, 4, 5], [8])
+    order.refresh([0, 1, 2, 3, 4, 5])
+    assert list(order) == [9, 8, 5, 4, 3, 2, 1, 0]
+    cuts: list[tuple[int, int]] = []
+    cut = RecencyList._cut
+
+    def counted(self: RecencyList, hot: int, cold: int) -> None:
+        cuts.append((hot, cold))
+        cut(self, hot, cold)
+
+    monkeypatch.setattr(RecencyList, "_cut", counted)
+    order.refresh([0, 1, 2, 3, 4, 5])
+    assert cuts == [(0, 5)]
+
+
 def test_absorbing_puts_the_other_list_at_the_hot_end() -> None:
     links = Links()
     links.grow(NUM_SLOTS)
@@ -48,7 +65,9 @@ def test_absorbing_puts_the_other_list_at_the_hot_end() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["append", "remove", "pop"]), st.lists(st.integers(0, NUM_SLOTS - 1), max_size=6))
+        st.tuples(
+            st.sampled_from(["append", "remove", "refresh", "pop"]), st.lists(st.integers(0, NUM_SLOTS - 1), max_size=6)
+        )
     )
 )
 def test_it_behaves_like_a_plain_list(steps: list[tuple[str, list[int]]]) -> None:
@@ -60,10 +79,11 @@ def test_it_behaves_like_a_plain_list(steps: list[tuple[str, list[int]]]) -> Non
             slots = [slot for slot in slots if slot not in model]
             order.append(slots)
             model += reversed(slots)
-        elif action == "remove":
+        elif action in ("remove", "refresh"):
             slots = [slot for slot in slots if slot in model]
-            order.remove(slots)
+            getattr(order, action)(slots)
             model = [slot for slot in model if slot not in slots]
+            model += reversed(slots) if action == "refresh" else []
         else:
             assert order.pop_coldest(len(slots)) == model[: len(slots)]
             model = model[len(slots) :]

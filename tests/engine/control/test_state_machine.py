@@ -300,7 +300,7 @@ TestTraffic.settings = settings(max_examples=300, stateful_step_count=80, deadli
 
 
 def without_leases(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Index, "hold", lambda self, slots, now: None)
+    patch.setattr(Index, "hold", lambda self, slots: None)
     patch.setattr(Index, "unhold", lambda self, slots: [])
 
 

@@ -1,0 +1,82 @@
+"""When the content of each slot was stored, and when it was last used."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import compress, repeat
+from math import inf, nextafter
+from operator import ge
+
+_SHORT = 8
+"""Runs of fewer slots are written one by one: making a slice takes as long."""
+
+
+class SlotTimes:
+    """Two moments of the engine's clock for each slot. Not locked; 16 bytes a slot.
+
+    A run is a `range` of neighbouring slots, or any other sequence of slots. Ranges are written as slices: the cost of
+    a run hardly depends on its length.
+    """
+
+    __slots__ = ("_lost_at", "_stored_at", "_used_at")
+
+    def __init__(self) -> None:
+        self._stored_at = array("d")
+        self._used_at = array("d")
+        self._lost_at = -inf
+
+    def grow(self, num_slots: int) -> None:
+        """Make room for slots below `num_slots`."""
+        missing = bytes(8 * max(0, num_slots - len(self._used_at)))
+        self._stored_at.frombytes(missing)
+        self._used_at.frombytes(missing)
+
+    def stored_at(self, slot: int) -> float:
+        return self._stored_at[slot]
+
+    def used_at(self, slot: int) -> float:
+        return self._used_at[slot]
+
+    def mark_stored(self, slots: Sequence[int], now: float) -> None:
+        """The slots, in ascending order, have new content, which counts as a use. It counts as stored after any loss,
+        even where the clock has not moved since."""
+        now = max(now, nextafter(self._lost_at, inf))
+        stored_at, used_at = self._stored_at, self._used_at
+        if slots and slots[-1] - slots[0] == len(slots) - 1:
+            moments = array("d", (now,)) * len(slots)
+            stored_at[slots[0] : slots[-1] + 1] = used_at[slots[0] : slots[-1] + 1] = moments
+        else:
+            for slot in slots:
+                stored_at[slot] = used_at[slot] = now
+
+    def mark_used(self, runs: Iterable[Sequence[int]], now: float) -> None:
+        """The content of the slots was used."""
+        used_at = self._used_at
+        moment = array("d", (now,))
+        for run in runs:
+            if isinstance(run, range) and len(run) >= _SHORT:
+                used_at[run.start : run.stop] = moment * len(run)
+            else:
+                for slot in run:
+                    used_at[slot] = now
+
+    def mark_lost(self, now: float) -> None:
+        """The content of all slots is lost."""
+        self._lost_at = max(now, nextafter(self._lost_at, inf))
+
+    def outlived_a_loss(self, slot: int) -> bool:
+        """Whether the content of the slot was stored before a loss."""
+        return self._stored_at[slot] <= self._lost_at
+
+    def stored_until(self, moment: float, low: int, high: int) -> list[int]:
+        """The slots from `low` to below `high` whose content was stored at `moment` or before."""
+        return _until(self._stored_at, moment, low, high)
+
+    def used_until(self, moment: float, low: int, high: int) -> list[int]:
+        """The slots from `low` to below `high` whose content was last used at `moment` or before."""
+        return _until(self._used_at, moment, low, high)
+
+
+def _until(moments: array[float], moment: float, low: int, high: int) -> list[int]:
+    return list(compress(range(low, high), map(ge, repeat(moment), moments[low:high])))

@@ -1,0 +1,278 @@
+"""What a call does while it holds the lock, counted: O(blocks given), whatever state the pool is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from kvstow.control.arc import ArcPolicy
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.filling import Filling
+from kvstow.control.index import Index
+from kvstow.control.pins import Pins
+from kvstow.control.sweep import SLICE_SLOTS
+from kvstow.testing.clock import FakeClock
+from kvstow.testing.rank import FakeRank, make_ranks, store_keys
+
+MakeEngine = Callable[..., OffloadEngine]
+
+
+def make_keys(count: int, name: str = "key") -> list[bytes]:
+    return [f"{name}{number}".encode() for number in range(count)]
+
+
+def fill(engine: OffloadEngine, keys: Sequence[bytes], piece: int = 128) -> list[FakeRank]:
+    """Store keys piece by piece, as prefill computes them."""
+    ranks = make_ranks(engine)
+    for start in range(0, len(keys), piece):
+        store_keys(engine, ranks, keys[start : start + piece])
+    return ranks
+
+
+def count_calls(patch: pytest.MonkeyPatch, owner: type, name: str, count: Callable[..., None]) -> None:
+    """Call `count` with the arguments of each call of a method, before it."""
+    method = getattr(owner, name)
+
+    def counted(self: object, *arguments: Any) -> object:
+        count(*arguments)
+        return method(self, *arguments)
+
+    patch.setattr(owner, name, counted)
+
+
+class Holding:
+    """What is counted for each time that the lock is held."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def add(self, count: int) -> None:
+        self.counts[-1] += count
+
+
+@pytest.fixture
+def count_by_holding(monkeypatch: pytest.MonkeyPatch) -> Callable[[OffloadEngine], Holding]:
+    """Begins a new count each time that the engine's lock is taken."""
+
+    def watch(engine: OffloadEngine) -> Holding:
+        holding, lock = Holding(), engine._state.lock
+
+        class Watched:
+            def __enter__(self) -> None:
+                lock.acquire()
+                holding.counts.append(0)
+
+            def __exit__(self, *error: object) -> None:
+                lock.release()
+
+        monkeypatch.setattr(engine._state, "lock", Watched())
+        return holding
+
+    return watch
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("slots_left", [8, 100])
+def test_a_store_evicts_few_blocks_while_the_pool_shrinks(
+    make_engine: MakeEngine, policy: str, slots_left: int
+) -> None:
+    engine = make_engine(slots=4096, policy=policy)
+    ranks = fill(engine, make_keys(4096))
+    engine.admin.evict(slots=slots_left).run()  # the blocks that would be evicted first all lie above the limit
+    store_keys(engine, ranks, make_keys(slots_left, "hot"))
+    sweep = engine.admin.resize(slots_left)
+    before = engine.stats().evicted_blocks["capacity"]
+    grant = engine.begin_store(make_keys(16, "new"), range(16))
+    assert engine.stats().evicted_blocks["capacity"] - before <= 4 * 16
+    assert len(grant.accepted) + grant.outcomes.get("dropped_cpu_full", 0) == 16
+    engine.check_integrity()
+    for rank in ranks:
+        rank.submit(grant.op)
+        rank.run_all()
+    sweep.run()
+    assert sweep.finished
+    assert len(engine.begin_store(make_keys(8, "last"), range(8)).accepted) == 8
+    engine.check_integrity()
+
+
+def test_a_store_finds_room_while_the_pool_shrinks_to_half(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=64)
+    ranks = make_ranks(engine)
+    for pair in range(32):
+        store_keys(engine, ranks, [b"low%d" % pair, b"high%d" % pair])
+    engine.admin.resize(32)
+    assert len(engine.begin_store(make_keys(8), range(8)).accepted) == 8
+
+
+def test_a_store_of_present_blocks_holds_nothing(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(slots=1024, policy="arc")
+    keys = make_keys(1024)
+    fill(engine, keys)
+
+    looked_up: list[int] = []
+    held: list[int] = []
+    count_calls(monkeypatch, Index, "slots_of", looked_up.extend)
+    count_calls(monkeypatch, Index, "hold", held.extend)
+    grant = engine.begin_store(keys, range(1024))
+    assert grant.outcomes == {"skipped_already_cached": 1024}
+    assert (looked_up, held) == ([], [])
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_store_of_present_blocks_uses_them(make_engine: MakeEngine, clock: FakeClock, policy: str) -> None:
+    engine = make_engine(slots=8, policy=policy)
+    ranks = make_ranks(engine)
+    keys = make_keys(8)
+    store_keys(engine, ranks, keys[:3])
+    store_keys(engine, ranks, keys[3:])
+    clock.advance(5.0)
+    engine.begin_store([*keys[:3], keys[0]], range(4))
+    store_keys(engine, ranks, make_keys(5, "new"))
+    assert engine.contains(keys) == [True] * 3 + [False] * 5
+    view = engine.block(keys[2])
+    assert view is not None
+    assert (view.age_seconds, view.idle_seconds) == (5.0, 0.0)
+    engine.check_integrity()
+
+
+def test_a_store_of_present_blocks_leaves_those_in_use_where_they_are(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=4)
+    keys = make_keys(4)
+    fill(engine, keys)
+    lease = engine.acquire(keys[:1])
+    engine.admin.pin(keys[1:2], None)
+    engine.begin_store(keys, range(4))
+    engine.refresh(keys)
+    engine.check_integrity()
+    counts = engine.stats().slots
+    assert (counts.leased, counts.pinned, counts.cached) == (1, 1, 2)
+    engine.release(lease)
+
+
+def test_a_key_that_is_refreshed_twice_is_refreshed_once(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=4)
+    keys = make_keys(3)
+    ranks = fill(engine, keys)
+    engine.refresh([keys[0], keys[0], keys[2], keys[0]])
+    engine.check_integrity()
+    store_keys(engine, ranks, make_keys(2, "new"))
+    assert engine.contains(keys) == [True, False, True]
+
+
+def test_pins_that_are_over_end_slice_by_slice(
+    make_engine: MakeEngine,
+    clock: FakeClock,
+    monkeypatch: pytest.MonkeyPatch,
+    count_by_holding: Callable[[OffloadEngine], Holding],
+) -> None:
+    engine = make_engine(slots=3000)
+    keys = make_keys(3000)
+    fill(engine, keys)
+    engine.admin.pin(keys[:1500], 10.0)
+    engine.admin.pin(keys[1500:], 20.0)
+    clock.advance(30.0)
+    holding = count_by_holding(engine)
+    count_calls(monkeypatch, Pins, "discard", lambda slot: holding.add(1))
+    engine.begin_store(make_keys(16, "new"), range(16))
+    assert holding.counts == [16], "a store ends no more pins than it needs slots"
+    engine.tick()
+    assert sum(holding.counts) == 3000
+    assert max(holding.counts) <= SLICE_SLOTS
+    assert engine.stats().slots.pinned == 0
+    engine.check_integrity()
+
+
+def test_unpinning_all_goes_slice_by_slice(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, count_by_holding: Callable[[OffloadEngine], Holding]
+) -> None:
+    engine = make_engine(slots=3000)
+    keys = make_keys(3000)
+    fill(engine, keys)
+    engine.admin.pin(keys, None)
+    holding = count_by_holding(engine)
+    count_calls(monkeypatch, Pins, "discard", lambda slot: holding.add(1))
+    assert engine.admin.unpin(None).changed == 3000
+    assert max(holding.counts) <= SLICE_SLOTS
+    engine.check_integrity()
+
+
+def test_a_resize_counts_pins_above_it_without_a_look_at_each(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(slots=8192)
+    fill(engine, make_keys(8192))
+    engine.admin.pin(make_keys(8192), None)
+    looked: list[int] = []
+    count_calls(monkeypatch, Pins, "between", lambda low, high: looked.append(high - low))
+    with pytest.raises(Exception, match="8182 pinned blocks lie above slot 10"):
+        engine.admin.resize(10)
+    assert sum(looked) <= SLICE_SLOTS
+
+
+def test_stuck_transfers_are_given_up_one_by_one(
+    make_engine: MakeEngine,
+    clock: FakeClock,
+    monkeypatch: pytest.MonkeyPatch,
+    count_by_holding: Callable[[OffloadEngine], Holding],
+) -> None:
+    engine = make_engine(slots=64)
+    make_ranks(engine)
+    for number in range(8):
+        engine.begin_store(make_keys(8, f"store{number}-"), range(8))
+    clock.advance(40.0)
+    holding = count_by_holding(engine)
+    count_calls(monkeypatch, Index, "quarantine", lambda keys, slots: holding.add(len(slots)))
+    engine.tick()
+    assert sum(holding.counts) == 64
+    assert max(holding.counts) == 8
+    engine.check_integrity()
+
+
+def test_a_purge_disowns_what_is_being_stored_slice_by_slice(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, count_by_holding: Callable[[OffloadEngine], Holding]
+) -> None:
+    engine = make_engine(slots=3000)
+    (rank,) = make_ranks(engine)
+    ops = [engine.begin_store(make_keys(1500, name), range(1500)).op for name in ("a", "b")]
+    sweep = engine.admin.purge(key_prefixes=[b"a", b"b"])
+    holding = count_by_holding(engine)
+    count_calls(monkeypatch, Filling, "disown", lambda keys: holding.add(len(keys)))
+    sweep.step()
+    rank.submit(ops[1])
+    rank.run_all()  # part of it becomes visible in the middle of the purge, which finds it later
+    sweep.run()
+    rank.submit(ops[0])
+    rank.run_all()
+    assert 0 < max(holding.counts) <= SLICE_SLOTS
+    assert engine.stats().slots.free == 3000
+    engine.check_integrity()
+
+
+def test_a_policy_that_is_replaced_forgets_slice_by_slice_without_the_lock(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(slots=2500, policy="arc")
+    ranks = fill(engine, make_keys(2500))
+    engine.release(engine.acquire(make_keys(2500)))  # all are frequent, so that ghosts are kept beside new blocks
+    for start in range(0, 2500, 100):
+        store_keys(engine, ranks, make_keys(100, f"new{start}-"))
+    arc = engine._state.index.policy
+    assert isinstance(arc, ArcPolicy)
+    assert arc.num_ghosts > 2 * SLICE_SLOTS
+    sizes = [arc.num_ghosts]
+    forget = ArcPolicy.forget
+
+    def counted(self: ArcPolicy, limit: int) -> bool:
+        assert not engine._state.lock.locked()
+        more = forget(self, limit)
+        sizes.append(self.num_ghosts)
+        return more
+
+    monkeypatch.setattr(ArcPolicy, "forget", counted)
+    engine.admin.set_policy("lru")
+    assert sizes[-1] == 0
+    assert max(before - after for before, after in pairwise(sizes)) <= SLICE_SLOTS
+    engine.check_integrity()

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import pytest
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.times import SlotTimes
+from kvstow.testing.rank import make_ranks, store_keys
+
+
+@pytest.fixture
+def times() -> SlotTimes:
+    times = SlotTimes()
+    times.grow(40)
+    return times
+
+
+class Counting(array):  # type: ignore[type-arg]
+    """Counts how often something is written to it."""
+
+    writes = 0
+
+    def __setitem__(self, index: object, value: object) -> None:
+        self.writes += 1
+        super().__setitem__(index, value)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("runs", [[range(3, 30)], [range(3, 5), [7, 6], range(20, 30)], [[9]], []])
+def test_runs_are_marked_and_nothing_else(times: SlotTimes, runs: list[range | list[int]]) -> None:
+    times.mark_used(runs, 5.0)
+    assert [slot for slot in range(40) if times.used_at(slot) == 5.0] == sorted(slot for run in runs for slot in run)
+    assert {times.stored_at(slot) for slot in range(40)} == {0.0}
+
+
+@pytest.mark.parametrize("slots", [[], [5], [5, 6, 7], [5, 7, 8, 12], [3, 4, 6]])
+def test_what_is_stored_is_used(times: SlotTimes, slots: list[int]) -> None:
+    times.mark_stored(slots, 5.0)
+    assert [slot for slot in range(40) if times.stored_at(slot) == 5.0] == slots
+    assert [slot for slot in range(40) if times.used_at(slot) == 5.0] == slots
+
+
+def test_slots_are_found_by_their_times(times: SlotTimes) -> None:
+    times.mark_stored([4, 5, 6, 30], 5.0)
+    times.mark_used([[5]], 7.0)
+    times.mark_stored([6], 9.0)
+    assert times.stored_until(5.0, 4, 40) == [4, 5, *range(7, 40)]
+    assert times.used_until(6.0, 3, 8) == [3, 4, 7]
+    assert times.used_until(7.0, 3, 8) == [3, 4, 5, 7]
+
+
+def test_neighbours_are_marked_in_one_piece(make_engine: Callable[..., OffloadEngine]) -> None:
+    engine = make_engine(slots=1024)
+    keys = [b"%d" % number for number in range(1024)]
+    store_keys(engine, make_ranks(engine), keys)
+    times = engine._state.index._times
+    times._used_at = Counting("d", times._used_at)
+    engine.release(engine.acquire(keys))
+    engine.begin_store(keys, range(1024))
+    engine.refresh(keys)
+    assert times._used_at.writes == 3
