@@ -26,7 +26,8 @@ class EngineConfig:
     `transfer_timeout`: an op older than this is stuck; a stuck
     store is given up (its slots are quarantined until every rank has spoken), a stuck load keeps waiting,
     because a rank may still write its blocks. `report_timeout`: a rank silent for longer is not ready.
-    `event_buffer`: batches of stored/removed events kept for readers that lag.
+    `event_buffer`: stored/removed events kept for readers that lag, with as many keys, or two for each slot of the
+    pool if that is more.
     """
 
     slot_bytes: int

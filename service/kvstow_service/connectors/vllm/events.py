@@ -83,7 +83,7 @@ class EventFeed:
     known (a lazy store has no request) is told of by its hash alone, with no tokens and a block size of 0, as vLLM's
     OffloadingConnector does: a router knows the hash from the GPU's event.
 
-    Nothing stale stays told. When the engine drops events before they are read (it keeps 4,096 batches, and nothing
+    Nothing stale stays told. When the engine drops events before they are read (it keeps 4,096 events, and nothing
     reads while vLLM idles), every block told of is looked up again, slice by slice, and told as removed if it is gone.
     `AllBlocksCleared` is no way out: it names no medium, so a router would forget the GPU's blocks as well.
 
