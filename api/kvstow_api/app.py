@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ from kvstow_api.routes import ROUTERS
 from kvstow_api.services import Services
 from kvstow_api.tokens import TokenFile
 
+logger = logging.getLogger("kvstow.api")
+
 
 def create_app(context: ApiContext) -> FastAPI:
     """The admin API of one engine. Several applications may live in one process, each with its own context.
@@ -32,13 +35,13 @@ def create_app(context: ApiContext) -> FastAPI:
     collector with the context's registry. Raises `ConfigError` if the token file cannot be used.
     """
     credentials = Credentials(
-        admins=_tokens(context.token_file),
-        viewers=_tokens(context.viewer_token_file),
+        admins=_tokens("token_file", context.token_file),
+        viewers=_tokens("viewer_token_file", context.viewer_token_file),
         agent=context.agent_token,
         certificates=context.client_certificates,
     )
     http = HttpCounters(_known_requests())
-    services = Services.of(context, http)
+    services = Services.of(context, http, credentials)
     app = FastAPI(
         title="KVStow admin API",
         description="Watch and steer the KV cache in host memory while traffic flows.",
@@ -64,8 +67,13 @@ def create_app(context: ApiContext) -> FastAPI:
     return app
 
 
-def _tokens(path: Path | None) -> TokenFile | None:
-    return None if path is None else TokenFile(path)
+def _tokens(setting: str, path: Path | None) -> TokenFile | None:
+    if path is None:
+        return None
+    tokens = TokenFile(path)
+    if tokens.exposure is not None:
+        logger.warning("%s %s: %s", setting, path, tokens.exposure)
+    return tokens
 
 
 @asynccontextmanager

@@ -10,14 +10,17 @@ along with what a page of another site makes them do.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hmac
 import logging
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -40,6 +43,7 @@ CERTIFICATE = "client_certificate"
 _READING_POST = "/v1/lookup"  # a body, because a query has no room for a thousand keys
 _OPEN_PATHS = re.compile(r"/(livez|readyz|health|healthz|startupz)(/[^/]*)?|/metrics")
 _CERTIFICATE_ACTOR = "certificate:"
+_MAX_LOOK_SECONDS = 2.0  # at the token files
 _PORT = re.compile(r":\d+$")
 _REPORT_PATH = re.compile(r"/v1/ranks/[^/]+/report")
 
@@ -72,6 +76,13 @@ class Credentials(NamedTuple):
     def guard_changes(self) -> bool:
         return self.admins is not None or self.certificates
 
+    @property
+    def exposures(self) -> Mapping[str, str] | None:
+        """By the name of its setting: which other users may use a token file. None where there is no such file."""
+        files = {"token_file": self.admins, "viewer_token_file": self.viewers}
+        given = {name: file.exposure for name, file in files.items() if file is not None}
+        return {name: what for name, what in given.items() if what is not None} if given else None
+
 
 class AuthMiddleware:
     """Lets a request through with its actor in the scope, or answers 401, 403 or 503 (token file unusable)."""
@@ -80,26 +91,29 @@ class AuthMiddleware:
         self._app = app
         self._credentials = credentials
         self._agent_token = credentials.agent.encode() if credentials.agent else None
+        self._files = _Renewal([file for file in (credentials.admins, credentials.viewers) if file is not None])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._judge(scope)
+        reading = is_reading(scope["method"], scope["path"])
+        token = _token(scope, reading)
+        if token is not None and not self._is_agent(token):
+            await self._files.renew()
+        refusal = self._judge(scope, reading, token)
         await (refusal or self._app)(scope, receive, send)
 
-    def _judge(self, scope: Scope) -> Response | None:
+    def _judge(self, scope: Scope, reading: bool, token: bytes | None) -> Response | None:
         """Put the actor into the scope, or say why the request is refused."""
         scope[ACTOR] = "anonymous"
-        reading = is_reading(scope["method"], scope["path"])
         if reading and (self._credentials.viewers is None or _OPEN_PATHS.fullmatch(scope["path"])):
             with suppress(ConfigError):  # nobody needs a token here; an admin is known by one all the same
-                scope[ACTOR] = self._actor(scope, _token(scope, reading)) or "anonymous"
+                scope[ACTOR] = self._actor(scope, token) or "anonymous"
             return None
         if not reading and _is_cross_site(scope, self._credentials.guard_changes):
             return problem(scope, 403, "web pages of other sites may change nothing")
         try:
-            token = _token(scope, reading)
             actor = self._actor(scope, token)
         except ConfigError as error:
             logger.error("a token file cannot be used: %s", error)
@@ -120,7 +134,7 @@ class AuthMiddleware:
         if certificate is not None:
             return f"{_CERTIFICATE_ACTOR}{certificate}"
         if token is not None:
-            if self._agent_token and hmac.compare_digest(token, self._agent_token):
+            if self._is_agent(token):
                 return "agent"
             if known.admins is not None and known.admins.accepts(token):
                 return "admin"
@@ -129,6 +143,30 @@ class AuthMiddleware:
         if known.guard_changes or _REPORT_PATH.fullmatch(scope["path"]):
             return None
         return "anonymous"
+
+    def _is_agent(self, token: bytes) -> bool:
+        return self._agent_token is not None and hmac.compare_digest(token, self._agent_token)
+
+
+class _Renewal:
+    """Looks at the token files, on a thread: a file system may make its readers wait. One look serves all requests that
+    wait for it, so that a slow one takes one thread. Used on one event loop."""
+
+    def __init__(self, files: Sequence[TokenFile]) -> None:
+        self._files = files
+        self._look: asyncio.Task[None] | None = None
+
+    async def renew(self) -> None:
+        """After at most two seconds the tokens stay what they were; a later request may see the new ones."""
+        if not self._files:
+            return
+        if self._look is None or self._look.done():
+            self._look = asyncio.create_task(run_in_threadpool(self._renew_all))
+        await asyncio.wait([self._look], timeout=_MAX_LOOK_SECONDS)
+
+    def _renew_all(self) -> None:
+        for file in self._files:
+            file.renew()
 
 
 def _is_cross_site(scope: Scope, guarded: bool) -> bool:

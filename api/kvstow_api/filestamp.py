@@ -8,14 +8,18 @@ from typing import NamedTuple, Self
 
 
 class FileStamp(NamedTuple):
-    """Tells one content of a file from the next."""
+    """Tells one content of a file, and one set of permissions, from the next."""
 
     inode: int
     mtime_ns: int
     size: int
+    mode: int
 
     @classmethod
     def of(cls, path: Path) -> Self:
         """Raises `OSError` if it is not there or out of reach."""
-        status = os.stat(path)
-        return cls(status.st_ino, status.st_mtime_ns, status.st_size)
+        return cls.from_status(os.stat(path))
+
+    @classmethod
+    def from_status(cls, status: os.stat_result) -> Self:
+        return cls(status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode)

@@ -10,6 +10,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from kvstow.control.engine import OffloadEngine
+from kvstow_api.auth import Credentials
 from kvstow_api.context import ApiContext
 from kvstow_api.eventstream import EventStreams
 from kvstow_api.health import Health
@@ -36,6 +37,7 @@ class Services:
     clocks: RankClocks
     log_levels: LogLevels
     http: HttpCounters
+    credentials: Credentials
     settings_lock: asyncio.Lock
     """Held while settings are compared and changed."""
     started: datetime
@@ -43,7 +45,7 @@ class Services:
     """`started` on the context's clock."""
 
     @classmethod
-    def of(cls, context: ApiContext, http: HttpCounters) -> Services:
+    def of(cls, context: ApiContext, http: HttpCounters, credentials: Credentials) -> Services:
         loop = LoopMonitor()
         journal = Journal()
         return cls(
@@ -57,6 +59,7 @@ class Services:
             clocks=RankClocks(),
             log_levels=LogLevels(),
             http=http,
+            credentials=credentials,
             settings_lock=asyncio.Lock(),
             started=datetime.now(UTC),
             started_at=context.clock(),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvstow.errors import ConfigError
 from kvstow_api.filestamp import FileStamp
+from kvstow_api.regularfile import RegularFile, exposure
 
 
 def require_token(host: str | None, token_file: Path | None, *, certificates: bool = False) -> None:
@@ -25,29 +26,46 @@ def is_loopback(host: str) -> bool:
 
 
 class TokenFile:
-    """The tokens in a file, one a line (two while one replaces the other), read again when the file changes.
+    """The tokens in a file, one a line (two while one replaces the other).
 
-    Raises `ConfigError` when made if the file cannot be read or holds no token.
+    Raises `ConfigError` when made if the file cannot be read or holds no token. `renew` looks at the file, which may
+    take as long as the file system likes: not on an event loop, and on one thread at a time. All else is quick.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._stamp: FileStamp | None = None
         self._tokens: tuple[bytes, ...] = ()
-        self._read()
+        self._problem: ConfigError | None = None
+        self.renew()
+        self._require()
+
+    def renew(self) -> None:
+        """Read the file if it has changed. Raises nothing: `accepts` does."""
+        try:
+            if FileStamp.of(self._path) == self._stamp:
+                return
+            read = RegularFile.read(self._path)
+        except OSError as error:
+            self._stamp = None
+            self._problem = ConfigError("token_file", str(self._path), f"a readable file ({error.strerror})")
+            return
+        tokens = tuple(filter(None, map(bytes.strip, read.content.splitlines())))
+        usable = tokens and all(len(token.split()) == 1 for token in tokens)
+        allowed = "a file with one token a line, and at least one"
+        self._problem = None if usable else ConfigError("token_file", str(self._path), allowed)
+        self._tokens, self._stamp = tokens, read.stamp
 
     def accepts(self, token: bytes) -> bool:
-        """Whether the file has this token now. Raises `ConfigError` if it has none any more."""
-        return sum(hmac.compare_digest(token, known) for known in self._read()) > 0  # compares with all of them
+        """Whether the file had this token when it was last looked at. Raises `ConfigError` if it could not be used."""
+        self._require()
+        return sum(hmac.compare_digest(token, known) for known in self._tokens) > 0  # compares with all of them
 
-    def _read(self) -> tuple[bytes, ...]:
-        try:
-            stamp = FileStamp.of(self._path)
-            if stamp != self._stamp:
-                self._tokens = tuple(filter(None, map(bytes.strip, self._path.read_bytes().splitlines())))
-                self._stamp = stamp
-        except OSError as error:
-            raise ConfigError("token_file", str(self._path), f"a readable file ({error.strerror})") from None
-        if not self._tokens or any(len(token.split()) > 1 for token in self._tokens):
-            raise ConfigError("token_file", str(self._path), "a file with one token a line, and at least one")
-        return self._tokens
+    @property
+    def exposure(self) -> str | None:
+        """Which other users may read or change the tokens, in words; None if none may."""
+        return None if self._stamp is None else exposure(self._stamp.mode)
+
+    def _require(self) -> None:
+        if self._problem is not None:
+            raise self._problem

@@ -120,7 +120,7 @@ class EmbeddedAdmin:
         self._head_start, self._freezes_heap = head_start, freezes_heap
         self._token = secrets.token_hex(16)
         self._tls: ServerTls | None = None
-        self._keeper = Keeper(engine, checks_books=False, chore=self._renew_tls)
+        self._keeper = Keeper(engine, checks_books=False, chore=None if options.tls is None else self._renew_tls)
         self._listeners = Listeners(secure=options.tls is not None)
         self._rendezvous = Rendezvous(identity, environ)
         self._server: AdminServer | None = None
@@ -223,7 +223,13 @@ class EmbeddedAdmin:
         self._tls = None if self._options.tls is None else ServerTls(self._options.tls)
         self._listen()  # only now: who connects is answered at once
         tls = None if self._tls is None else self._tls.context
-        return AdminServer(create_app(self._make_context()), self._listeners.sockets, self._fail, tls=tls)
+        return AdminServer(
+            create_app(self._make_context()),
+            self._listeners.sockets,
+            self._fail,
+            tls=tls,
+            on_lost_line=partial(self._engine.count_error, "log_line_dropped"),
+        )
 
     def _renew_tls(self) -> None:
         if self._tls is not None:

@@ -6,6 +6,7 @@ it names a Unix socket, and beside it a file with the agents' token, in a folder
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -13,10 +14,10 @@ import re
 import secrets
 import stat
 import tempfile
-import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstow.errors import ConfigError, ConflictError
 from kvstow_service.agent import AdminAddress
@@ -25,8 +26,14 @@ from kvstow_service.listeners import Listeners, is_listening
 logger = logging.getLogger("kvstow.rendezvous")
 
 _MOST_PATH_BYTES = 107  # of a Unix socket, on Linux
-_STARTING_SECONDS = 60.0  # for which a token may wait for its socket
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+class _Published(NamedTuple):
+    socket: Path
+    token: str
+    lock: int
+    """The descriptor of the token's file, locked."""
 
 
 class Rendezvous:
@@ -35,17 +42,20 @@ class Rendezvous:
     The folder is `kvstow-UID` in `XDG_RUNTIME_DIR` (`/run/user/UID` if that is not set), else in the folder for
     temporary files; mode 0700. One that somebody else owns, or others may enter, is not used.
 
-    A rank's agent calls the object to look for the server. The engine's host publishes it, once, and withdraws it; a
-    host that is killed leaves two files, which the next one replaces or removes.
+    A rank's agent calls the object to look for the server. The engine's host publishes it, once, and withdraws it. It
+    holds a lock on its token's file as long as it lives: what a killed host has left, any host that publishes removes.
     """
 
     def __init__(self, identity: str, environ: Mapping[str, str] = os.environ) -> None:
         uid = os.geteuid()
         # The usual place without the variable, too: ranks are not always started with their host's environment.
         runtime = environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}"
-        self._folders = [Path(parent) / f"kvstow-{uid}" for parent in (runtime, tempfile.gettempdir())]
+        parents = [Path(runtime)]
+        with suppress(FileNotFoundError):  # no folder for temporary files can be written to
+            parents.append(Path(tempfile.gettempdir()))
+        self._folders = [parent / f"kvstow-{uid}" for parent in parents]
         self._identity = identity
-        self._published: tuple[Path, str] | None = None
+        self._published: _Published | None = None
         self._refused: set[Path] = set()
 
     def __call__(self) -> AdminAddress | None:
@@ -60,22 +70,26 @@ class Rendezvous:
         """Write the token, then listen. Raises `ConflictError` if no folder can be used, or another server is
         published under this identity."""
         path = self._make_place()
-        if is_listening(path):
-            raise ConflictError(f"another engine with the identity {self._identity!r} listens on unix:{path}")
-        self._published = path, token
-        _write_private(_token_path(path), token)
-        listeners.add_uds(path)
-        _sweep(path.parent)
+        try:
+            with _locked(path.parent):  # or a sweep could take what is being made for what was left
+                if is_listening(path):
+                    raise ConflictError(f"another engine with the identity {self._identity!r} listens on unix:{path}")
+                self._published = _Published(path, token, _write_locked(_token_path(path), token))
+                listeners.add_uds(path)
+                _sweep(path.parent)
+        except OSError as error:
+            raise ConflictError(f"agents cannot be told where the admin server is: {error}") from error
 
     def withdraw(self) -> None:
         """Remove the token, unless a successor has replaced it; the socket goes with its listeners. Idempotent."""
-        if self._published is None:
+        published, self._published = self._published, None
+        if published is None:
             return
-        path, token = self._published
-        self._published = None
-        with suppress(OSError):
-            if _token_path(path).read_text() == token:
-                _token_path(path).unlink()
+        path = _token_path(published.socket)
+        with suppress(OSError), _locked(path.parent):
+            if path.read_text() == published.token:
+                path.unlink()
+        os.close(published.lock)
 
     def _make_place(self) -> Path:
         problems = []
@@ -83,10 +97,14 @@ class Rendezvous:
             try:
                 with suppress(FileExistsError):
                     folder.mkdir(mode=0o700)
-                return _socket_path(folder, self._identity)
+                path = _socket_path(folder, self._identity)
+                if not os.access(folder, os.W_OK):
+                    raise ConfigError("runtime folder", str(folder), "a folder that can be written to")
+                return path
             except (OSError, ConfigError) as error:
                 problems.append(str(error))
-        raise ConflictError(f"agents have no place to find the admin server: {'; '.join(problems)}")
+        hint = "set XDG_RUNTIME_DIR or TMPDIR to a folder that this user can write to"
+        raise ConflictError(f"agents have no place to find the admin server: {'; '.join(problems)}; {hint}")
 
     def _visit(self, folder: Path) -> Path | None:
         """The socket's path in a folder that is there and may be trusted."""
@@ -126,19 +144,51 @@ def _token_path(socket_path: Path) -> Path:
     return socket_path.with_suffix(".token")
 
 
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time makes and removes files there."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _sweep(folder: Path) -> None:
-    """Remove what killed hosts of other identities left; inference engines make a new one in each life."""
-    for token in folder.glob("*.token"):
-        path = token.with_suffix(".sock")
-        with suppress(OSError):  # somebody else sweeps, or a socket is busy
-            if time.time() - token.stat().st_mtime > _STARTING_SECONDS and not is_listening(path):
+    """Remove what killed hosts of other identities left; inference engines make a new one in each life. The folder is
+    locked."""
+    for token in folder.glob("*.token*"):  # and what had not got its name when its writer was killed
+        with suppress(OSError):  # the socket is busy, so it is somebody's
+            path = token.with_suffix(".sock")
+            if not _is_locked(token) and not is_listening(path):
                 path.unlink(missing_ok=True)
                 token.unlink()
 
 
-def _write_private(path: Path, text: str) -> None:
-    """Replace the file in one step, so that nobody reads half of it."""
+def _is_locked(token: Path) -> bool:
+    """Whether the process that wrote this file lives."""
+    descriptor = os.open(token, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _write_locked(path: Path, text: str) -> int:
+    """Replace the file in one step, so that nobody reads half of it. It is locked before it can be seen, until the
+    descriptor is closed, which a killed process does too."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    partial.replace(path)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, text.encode())
+        partial.replace(path)
+    except BaseException:
+        os.close(descriptor)
+        partial.unlink(missing_ok=True)
+        raise
+    return descriptor

@@ -19,6 +19,7 @@ from kvstow.errors import ConflictError
 from kvstow_service.acceptor import Acceptor
 from kvstow_service.connections import Connection, Connections, connection_limit
 from kvstow_service.limitedlog import LimitedLog
+from kvstow_service.logwriter import LogWriter
 from kvstow_service.protocol import MAX_HEAD_BYTES, AdminProtocol
 
 logger = logging.getLogger("kvstow.server")
@@ -45,11 +46,14 @@ class AdminServer:
         on_failure: Callable[[str], None],
         *,
         tls: ssl.SSLContext | None = None,
+        on_lost_line: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_lost_line` is called, on the server's thread, for a log line that found no room (`LogWriter`)."""
         self.connections = Connections(connection_limit(), clock)
         self._sockets = list(sockets)
         self._on_failure = on_failure
+        self._log = LogWriter(on_lost_line)
         self._server = _QuietServer(
             uvicorn.Config(
                 app,
@@ -85,11 +89,13 @@ class AdminServer:
 
     def _run(self) -> None:
         reason = "it returned"
+        self._log.start()
         try:
             self._server.run(self._sockets)
         except (Exception, SystemExit) as error:  # uvicorn ends a failed start with SystemExit
             reason = repr(error)
             logger.exception("the admin server failed")
+        self._log.stop()
         self._server.answering.set()
         if not self._server.should_exit:
             self._on_failure(f"the admin server ended: {reason}")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvstow.bytesize import format_size
@@ -76,7 +77,13 @@ def run_service(settings: Settings) -> int:
             )
         )
         tls = None if plan.tls is None else plan.tls.context
-        server = AdminServer(app, listeners.sockets, lambda reason: stops.request(reason, 1), tls=tls)
+        server = AdminServer(
+            app,
+            listeners.sockets,
+            lambda reason: stops.request(reason, 1),
+            tls=tls,
+            on_lost_line=partial(engine.count_error, "log_line_dropped"),
+        )
         server.start()
         running.callback(server.stop)
         _announce(settings, listeners)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import ssl
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import NamedTuple
 
 from kvstow.errors import ConfigError
 from kvstow_api.filestamp import FileStamp
+from kvstow_api.regularfile import RegularFile
 from kvstow_service.certificate import certificates_in, end_of
 
 logger = logging.getLogger("kvstow.tls")
@@ -36,11 +40,12 @@ class TlsFiles:
 
     def read(self) -> TlsContent:
         """Raises `ConfigError` naming the file that cannot be used."""
-        context = self._context()
-        try:
-            certificates = certificates_in(self.cert.read_text("ascii", "replace"))
-        except OSError as error:
-            raise ConfigError("tls_cert", str(self.cert), f"a readable file ({error.strerror})") from None
+        cert = _content("tls_cert", self.cert)
+        key = None if self.key is None else _content("tls_key", self.key)
+        context = self._context(cert, key)
+        if self.client_ca is not None:
+            _trust(context, self.client_ca)
+        certificates = certificates_in(cert.decode("ascii", "replace"))
         if not certificates:
             raise ConfigError("tls_cert", str(self.cert), "a file with BEGIN CERTIFICATE")
         return TlsContent(context, "\n".join(certificates), end_of(certificates[0]))
@@ -49,23 +54,44 @@ class TlsFiles:
         """Differ when a file has; None is for one that cannot be read."""
         return [_stamp(path) for path in (self.cert, self.key, self.client_ca) if path is not None]
 
-    def _context(self) -> ssl.SSLContext:
+    def _context(self, cert: bytes, key: bytes | None) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        try:
-            context.load_cert_chain(self.cert, self.key, password="")  # or it would ask for one on the terminal
-        except (OSError, ssl.SSLError) as error:
-            files = str(self.cert) if self.key is None else f"{self.cert}, {self.key}"
-            raise ConfigError("tls_cert", files, f"a certificate and its key, as PEM ({error})") from None
-        if self.client_ca is not None:
+        with ExitStack() as stack:
+            cert_path = stack.enter_context(_in_memory(cert))
+            key_path = None if key is None else stack.enter_context(_in_memory(key))
             try:
-                context.load_verify_locations(self.client_ca)
+                context.load_cert_chain(cert_path, key_path, password="")  # or it would ask for one on the terminal
             except (OSError, ssl.SSLError) as error:
-                raise ConfigError(
-                    "tls_client_ca", str(self.client_ca), f"certificates of authorities, as PEM ({error})"
-                ) from None
-            context.verify_mode = ssl.CERT_OPTIONAL  # probes have none; what changes anything needs one, or a token
-            context.num_tickets = 0  # a session that is taken up again shows nothing to the authorities of that day
+                files = str(self.cert) if self.key is None else f"{self.cert}, {self.key}"
+                raise ConfigError("tls_cert", files, f"a certificate and its key, as PEM ({error})") from None
         return context
+
+
+def _trust(context: ssl.SSLContext, client_ca: Path) -> None:
+    """Let clients show a certificate of these authorities."""
+    try:
+        context.load_verify_locations(cadata=_content("tls_client_ca", client_ca).decode("ascii", "replace"))
+    except (OSError, ssl.SSLError, ValueError) as error:
+        allowed = f"certificates of authorities, as PEM ({error})"
+        raise ConfigError("tls_client_ca", str(client_ca), allowed) from None
+    context.verify_mode = ssl.CERT_OPTIONAL  # probes have none; what changes anything needs one, or a token
+    context.num_tickets = 0  # a session that is taken up again shows nothing to the authorities of that day
+
+
+def _content(setting: str, path: Path) -> bytes:
+    try:
+        return RegularFile.read(path).content
+    except OSError as error:
+        raise ConfigError(setting, str(path), f"a readable file ({error.strerror})") from None
+
+
+@contextmanager
+def _in_memory(pem: bytes) -> Iterator[str]:
+    """A path to these bytes. `ssl` takes only paths, and would open again what may be another file by then."""
+    with open(os.memfd_create("kvstow-tls", os.MFD_CLOEXEC), "wb") as file:
+        file.write(pem)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 class ServerTls:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from tests.api.conftest import AGENT, AGENT_TOKEN
 
 from kvstow.errors import ConfigError
+from kvstow_api import auth
 from kvstow_api.routes import ROUTERS
 from kvstow_api.tokens import TokenFile, require_token
 
@@ -68,6 +71,7 @@ def basic(credentials: str) -> dict[str, str]:
 def token_file(tmp_path: Path) -> Path:
     path = tmp_path / "token"
     path.write_text("admin-token\n")
+    path.chmod(0o600)
     return path
 
 
@@ -75,6 +79,7 @@ def token_file(tmp_path: Path) -> Path:
 def viewer_file(tmp_path: Path) -> Path:
     path = tmp_path / "viewer-token"
     path.write_text("viewer-token\n")
+    path.chmod(0o600)
     return path
 
 
@@ -320,10 +325,111 @@ def test_a_token_file_is_read_again_only_when_it_changes(tmp_path: Path) -> None
     status = path.stat()
     path.write_bytes(b"two")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    tokens.renew()
     assert tokens.accepts(b"one")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    tokens.renew()
     assert not tokens.accepts(b"one")
     assert tokens.accepts(b"two")
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 500 << 20)
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def make_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+NO_TOKEN_FILES = [
+    (make_pipe, "not a regular file"),
+    (make_huge, "larger than 1048576 bytes"),
+    (make_folder, "not a regular file"),
+    (make_device, "not a regular file"),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), NO_TOKEN_FILES)
+async def test_what_is_no_token_file_is_refused_and_waited_for_by_nobody(
+    guarded: httpx.AsyncClient, token_file: Path, make: Any, reason: str
+) -> None:
+    token_file.unlink()
+    make(token_file)
+    with pytest.raises(ConfigError, match=reason):
+        TokenFile(token_file)
+    assert (await guarded.delete("/v1/drain", headers=ADMIN)).status_code == 503
+
+
+async def test_a_slow_file_system_keeps_nobody_else_waiting(
+    guarded: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it take more than one thread, however many tokens are shown."""
+    looks: list[TokenFile] = []
+    release = threading.Event()
+
+    def hang(self: TokenFile) -> None:
+        looks.append(self)
+        assert release.wait(30.0)
+
+    monkeypatch.setattr(TokenFile, "renew", hang)
+    waiting = [asyncio.create_task(guarded.delete("/v1/drain", headers=ADMIN)) for _ in range(50)]
+    try:
+        assert (await guarded.get("/livez")).status_code == 200
+        report = await guarded.post("/v1/ranks/0/report", headers={"Authorization": f"Bearer {AGENT_TOKEN}"}, json={})
+        assert report.status_code == 422, "the agent's token is in no file"
+        assert not any(task.done() for task in waiting)
+    finally:
+        release.set()
+    assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
+    assert len(looks) == 1
+
+
+async def test_a_file_system_that_hangs_leaves_the_tokens_as_they_were(
+    guarded: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "_MAX_LOOK_SECONDS", 0.01)
+    release = threading.Event()
+    monkeypatch.setattr(TokenFile, "renew", lambda self: release.wait(30.0))
+    try:
+        assert (await guarded.delete("/v1/drain", headers=ADMIN)).status_code == 200
+        assert (await guarded.delete("/v1/drain", headers=VIEWER)).status_code == 401
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        (0o600, None),
+        (0o440, None),  # as Kubernetes hands a Secret to a container that does not run as root
+        (0o644, "other users may read it (mode 0644)"),
+        (0o620, "other users may change it (mode 0620)"),
+        (0o606, "other users may read and change it (mode 0606)"),
+    ],
+)
+async def test_a_token_file_that_others_may_use_is_told(
+    launch: Any, token_file: Path, ranks: Any, caplog: pytest.LogCaptureFixture, mode: int, words: str | None
+) -> None:
+    """At the start, and by the doctor as it is now; the path stays in the log."""
+    token_file.chmod(mode)
+    client: httpx.AsyncClient = await launch(token_file=token_file)
+    told = [] if words is None else [f"token_file: {words}"]
+    assert [record.message for record in caplog.records] == [line.replace(":", f" {token_file}:") for line in told]
+    findings = (await client.get("/v1/doctor")).json()["findings"]
+    assert [finding["what"] for finding in findings if finding["check"] == "token_files"] == told
+    token_file.chmod(0o600)
+    await client.delete("/v1/drain", headers=ADMIN)
+    findings = (await client.get("/v1/doctor")).json()["findings"]
+    assert "token_files" not in [finding["check"] for finding in findings]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])

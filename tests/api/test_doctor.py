@@ -84,6 +84,7 @@ def evidence(*ranks: RankStatus, **changes: Any) -> Evidence:
         clock_offsets={0: 0.5, 1: -1.0},
         host=HOST,
         certificate_seconds_left=7 * DAY,
+        exposed_files={},
     )
     return healthy._replace(**changes)
 
@@ -100,6 +101,7 @@ FIRING = [
     ("readiness", "error", evidence(verdict=verdict("of the host", "it burns"))),
     ("certificate", "warning", evidence(certificate_seconds_left=7 * DAY - 1)),
     ("certificate", "error", evidence(certificate_seconds_left=0)),
+    ("token_files", "warning", evidence(exposed_files={"token_file": "other users may read it (mode 0644)"})),
     ("pinning", "error", evidence(replace(RANK, error_reason="cgroup_limit", error="no memory", pinned_bytes=GIB))),
     ("pinning", "error", evidence(replace(RANK, error_reason="driver", chunks_failed=1))),
     ("pinning", "error", evidence(replace(RANK, error_reason="hugepages", chunks_failed=1))),
@@ -175,8 +177,10 @@ def test_a_drain_is_one_finding() -> None:
 
 def test_checks_without_facts_say_which_they_lack() -> None:
     unknown = replace(RANK, boot_id=None, state="starting", pinned_bytes=0, target_bytes=0)
-    told = examine(evidence(unknown, samples=[], clock_offsets={}, host=None, certificate_seconds_left=None))
-    named = {"certificate", "memory", "huge_pages", "numa", "memlock", "clocks", "links", "thrashing"}
+    told = examine(
+        evidence(unknown, samples=[], clock_offsets={}, host=None, certificate_seconds_left=None, exposed_files=None)
+    )
+    named = {"certificate", "memory", "huge_pages", "numa", "memlock", "clocks", "links", "thrashing", "token_files"}
     assert set(told.skipped) == named
     assert all(told.skipped.values())
     assert set(told.checks) | set(told.skipped) == set(CHECKS)
@@ -208,7 +212,7 @@ async def test_the_route_gathers_the_facts(launch: Any, ranks: Any) -> None:
     ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
     body = (await client.get("/v1/doctor")).json()
     assert {finding["check"] for finding in body["findings"]} == {"certificate", "huge_pages", "clocks", "switches"}
-    assert set(body["skipped"]) == {"links", "thrashing"}
+    assert set(body["skipped"]) == {"links", "thrashing", "token_files"}
 
 
 @pytest.mark.anyio

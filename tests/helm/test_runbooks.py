@@ -17,6 +17,7 @@ import kvstow.errors
 from kvstow.config import POLICIES, EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import RankState
+from kvstow_api.auth import Credentials
 from kvstow_api.doctor import CHECKS
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.requests import HttpCounters
@@ -60,7 +61,7 @@ def services() -> Services:
     context = make_context(
         engine, Keeper(engine), Listeners(), mode="test", max_capacity_slots=4, settings={}, agent_token="token"
     )
-    return Services.of(context, HttpCounters(()))
+    return Services.of(context, HttpCounters(()), Credentials())
 
 
 def scraped() -> Iterator[str]:

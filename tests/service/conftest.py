@@ -65,6 +65,7 @@ class Serving(Protocol):
         uds: Path | None = ...,
         tls: ssl.SSLContext | None = ...,
         clock: Callable[[], float] = ...,
+        on_lost_line: Callable[[], None] = ...,
     ) -> tuple[AdminServer, Listeners]: ...
 
 
@@ -80,10 +81,18 @@ def serving() -> Iterator[Serving]:
             uds: Path | None = None,
             tls: ssl.SSLContext | None = None,
             clock: Callable[[], float] = time.monotonic,
+            on_lost_line: Callable[[], None] = lambda: None,
         ) -> tuple[AdminServer, Listeners]:
             listeners = Listeners(TcpAddress.resolve("127.0.0.1", port), uds, secure=tls is not None)
             running.callback(listeners.close)
-            server = AdminServer(app, listeners.sockets, lambda reason: pytest.fail(reason), tls=tls, clock=clock)
+            server = AdminServer(
+                app,
+                listeners.sockets,
+                lambda reason: pytest.fail(reason),
+                tls=tls,
+                on_lost_line=on_lost_line,
+                clock=clock,
+            )
             server.start()
             running.callback(server.stop)
             return server, listeners

@@ -8,6 +8,7 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import IntegrityError
+from kvstow.testing.clock import FakeClock
 from kvstow_service import keeper as keeper_module
 from kvstow_service.keeper import Keeper
 
@@ -123,6 +124,52 @@ def test_books_are_left_alone_beside_a_scheduler(
     eventually(lambda: len(ticks) > 6)
     keeper.stop()
     assert checks == []
+
+
+def test_a_tick_that_does_not_come_back_is_noticed(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    monkeypatch.setattr(keeper_module, "_JOIN_SECONDS", 0.01)
+    hangs, release = threading.Event(), threading.Event()
+
+    def tick() -> None:
+        hangs.set()
+        release.wait(30.0)
+
+    monkeypatch.setattr(engine, "tick", tick)
+    clock = FakeClock()
+    keeper = Keeper(engine, interval=FAST, clock=clock)
+    keeper.start()
+    assert hangs.wait(30.0)
+    assert keeper.check() is None
+    clock.advance(11.0)
+    assert keeper.check() == "the engine's clockwork has stood still for 11 s"
+    keeper.stop()
+    release.set()
+
+
+def test_a_chore_that_does_not_come_back_stops_no_tick(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    monkeypatch.setattr(keeper_module, "_JOIN_SECONDS", 0.01)
+    hangs, release = threading.Event(), threading.Event()
+    ticks: list[int] = []
+
+    def chore() -> None:
+        hangs.set()
+        release.wait(30.0)
+
+    monkeypatch.setattr(engine, "tick", lambda: ticks.append(1))
+    clock = FakeClock()
+    keeper = Keeper(engine, interval=FAST, chore=chore, clock=clock)
+    keeper.start()
+    assert hangs.wait(30.0)
+    clock.advance(11.0)
+    before = len(ticks)
+    eventually(lambda: len(ticks) > before + 3)
+    assert keeper.check() == "the look at the TLS files has stood still for 11 s"
+    keeper.stop()
+    release.set()
 
 
 def test_one_that_was_never_started_can_be_stopped(engine: OffloadEngine) -> None:

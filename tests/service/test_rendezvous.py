@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,23 +83,65 @@ def test_what_a_killed_host_left_is_nobody_and_is_replaced(
     assert found.token == "of the living"
 
 
-def test_what_killed_hosts_of_other_identities_left_is_removed(
-    environ: dict[str, str], listeners: Listeners, tmp_path: Path
+_HOST = """
+import os, sys, time
+from pathlib import Path
+from kvstow_service.listeners import Listeners
+from kvstow_service.rendezvous import Rendezvous
+Rendezvous(sys.argv[1], {"XDG_RUNTIME_DIR": sys.argv[2]}).publish(Listeners(), "of the dead")
+print("published", flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_killed_hosts_of_other_identities_left_is_removed_at_once(
+    environ: dict[str, str], listeners: Listeners, tmp_path: Path, child_environ: dict[str, str]
 ) -> None:
-    """But neither what lives nor what may be about to start."""
+    """But nothing of a living one, and not even where it does not listen yet."""
     folder = tmp_path / "run" / FOLDER
-    others = Listeners()
-    Rendezvous("alive", environ).publish(others, "secret")
-    for name in ("dead", "starting"):
-        with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(str(folder / f"{name}.sock"))
-        (folder / f"{name}.token").write_text("")
-    for name in ("dead", "alive"):
-        os.utime(folder / f"{name}.token", (0, 0))
+    command = [sys.executable, "-c", _HOST, "killed", environ["XDG_RUNTIME_DIR"]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environ) as host:
+        assert host.stdout is not None
+        assert host.stdout.readline() == "published\n"
+        starting, others = Rendezvous("starting", environ), Listeners()
+        starting.publish(others, "secret")
+        others.close()
+        assert {path.name for path in folder.iterdir()} == {"killed.sock", "killed.token", "starting.token"}
+        host.kill()
+    (folder / ".half.token.0123").write_text("half a tok")
     Rendezvous("engine", environ).publish(listeners, "secret")
-    assert {path.stem for path in folder.glob("*.token")} == {"alive", "starting", "engine"}
-    assert {path.stem for path in folder.glob("*.sock")} == {"alive", "starting", "engine"}
-    others.close()
+    assert {path.name for path in folder.iterdir()} == {"starting.token", "engine.sock", "engine.token"}
+    starting.withdraw()
+    assert {path.name for path in folder.iterdir()} == {"engine.sock", "engine.token"}
+
+
+def test_a_place_that_cannot_be_written_to_is_named(
+    listeners: Listeners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container with a read-only root."""
+
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    gone = Rendezvous("engine", {"XDG_RUNTIME_DIR": str(tmp_path / "gone")})
+    assert gone() is None
+    with pytest.raises(ConflictError, match=r"agents have no place.*gone.*set XDG_RUNTIME_DIR or TMPDIR"):
+        gone.publish(listeners, "secret")
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(
+    environ: dict[str, str], listeners: Listeners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(ConflictError, match=r"agents cannot be told where the admin server is: .*No space left"):
+            Rendezvous("engine", environ).publish(listeners, "secret")
+    assert listeners.sockets == []
+    Rendezvous("engine", environ).publish(listeners, "secret")
 
 
 def test_a_second_engine_of_the_same_identity_is_refused_and_harms_nothing(

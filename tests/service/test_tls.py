@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import subprocess
@@ -254,3 +255,30 @@ def test_a_file_that_cannot_be_used_is_named(files: TlsFiles, tmp_path: Path, br
     given: dict[str, Any] = {"cert": files.cert, "key": files.key, "client_ca": files.client_ca, broken: path}
     with pytest.raises(ConfigError, match=r"broken\.pem"):
         TlsFiles(**given).read()
+
+
+def make_huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 500 << 20)
+
+
+@pytest.mark.parametrize("broken", ["cert", "key", "client_ca"])
+@pytest.mark.parametrize("make", [os.mkfifo, make_huge])
+def test_a_file_that_cannot_be_read_to_its_end_is_waited_for_by_nobody(
+    files: TlsFiles, tmp_path: Path, broken: str, make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither at the start, nor when it takes the place of a good one."""
+    path = tmp_path / "broken.pem"
+    make(path)
+    given: dict[str, Any] = {"cert": files.cert, "key": files.cert, "client_ca": files.client_ca}
+    with pytest.raises(ConfigError, match=r"broken\.pem.*a readable file \((not a regular file|larger than)"):
+        TlsFiles(**{**given, broken: path}).read()
+    replaced = tmp_path / "replaced.pem"
+    replaced.write_bytes(given[broken].read_bytes())
+    tls = ServerTls(TlsFiles(**{**given, broken: replaced}))
+    path.replace(replaced)
+    before = tls.certificates
+    tls.renew()
+    tls.renew()
+    assert tls.certificates == before
+    assert ["new TLS files are not used" in record.message for record in caplog.records] == [True]

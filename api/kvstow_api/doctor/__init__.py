@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from kvstow_api.doctor.evidence import Evidence, NothingToMeasure
 from kvstow_api.doctor.memory import check_huge_pages, check_memlock, check_memory, check_numa, check_pinning
-from kvstow_api.doctor.serving import check_certificate, check_readiness, check_switches
+from kvstow_api.doctor.serving import check_certificate, check_readiness, check_switches, check_token_files
 from kvstow_api.doctor.speed import check_clocks, check_links, check_thrashing
 from kvstow_api.views.doctor import DoctorView, FindingView, Severity
 
@@ -18,6 +18,7 @@ _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 CHECKS: Mapping[str, Callable[[Evidence], Iterator[FindingView]]] = {
     "readiness": check_readiness,
     "certificate": check_certificate,
+    "token_files": check_token_files,
     "pinning": check_pinning,
     "memory": check_memory,
     "huge_pages": check_huge_pages,

@@ -16,7 +16,8 @@ from kvstow_api.views.history import SampleView
 
 class Evidence(NamedTuple):
     """All that the checks look at. `verdict` is that of /readyz; `host` is None where the host measures nothing,
-    `certificate_seconds_left` where the server speaks no TLS."""
+    `certificate_seconds_left` where the server speaks no TLS. `exposed_files`: which other users may use a token file,
+    by the name of its setting; None where none is set."""
 
     verdict: Verdict
     readiness: Readiness
@@ -27,6 +28,7 @@ class Evidence(NamedTuple):
     clock_offsets: Mapping[int, float]
     host: HostFacts | None
     certificate_seconds_left: float | None
+    exposed_files: Mapping[str, str] | None
 
     @property
     def reporting(self) -> list[RankStatus]:

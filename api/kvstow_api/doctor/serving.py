@@ -59,6 +59,21 @@ def check_certificate(evidence: Evidence) -> Iterator[FindingView]:
         )
 
 
+def check_token_files(evidence: Evidence) -> Iterator[FindingView]:
+    """Token files that other users of the machine may read or change."""
+    if evidence.exposed_files is None:
+        raise NothingToMeasure("no token file is set")
+    for setting, exposure in evidence.exposed_files.items():
+        yield make_finding(
+            "token_files",
+            "warning",
+            f"{setting}: {exposure}",
+            "whoever reads a token can do what its owner can, and whoever changes the file decides who can",
+            "chmod 600 (in Kubernetes: defaultMode 0440 of the volume, beside an fsGroup)",
+            exposed_files=len(evidence.exposed_files),
+        )
+
+
 def check_switches(evidence: Evidence) -> Iterator[FindingView]:
     """What an operator has switched off."""
     bypass = evidence.bypass

@@ -28,6 +28,7 @@ async def get_doctor(use: Use) -> DoctorView:
         samples=use.watch.history.items,
         clock_offsets=use.clocks.offsets(),
         certificate_seconds_left=use.context.certificate_ends() - time.time() if use.context.certificate_ends else None,
+        exposed_files=use.credentials.exposures,
         host=await run_in_threadpool(use.context.host_facts) if use.context.host_facts else None,
     )
     return examine(evidence)

@@ -32,7 +32,16 @@ STORE_REFUSALS = {
     "bypassed": "skipped_bypass",
 }
 EVICTION_REASONS = ("capacity", "operator", "purge", "resize", "load_failed", "rank_restart")
-ERRORS = ("store_failed", "load_failed", "transfer_stuck", "rank_restarted", "rank_report", "integrity", "admin_server")
+ERRORS = (
+    "store_failed",
+    "load_failed",
+    "transfer_stuck",
+    "rank_restarted",
+    "rank_report",
+    "integrity",
+    "admin_server",
+    "log_line_dropped",
+)
 
 
 class Counters:

@@ -42,14 +42,23 @@ tls_client_ca: /etc/kvstow/client-ca/{{ $admin.tls.clientCa.key }}
 {{- end }}
 {{- end -}}
 
+{{/* Other users may not read secrets; the fsGroup of the pod, which goes with its user, may. */}}
+{{- define "kvstow.secretMode" -}}
+{{- if and .Values.pod.user (ne .Values.mode "addon") }}
+    defaultMode: 0440
+{{- end }}
+{{- end -}}
+
 {{- define "kvstow.adminVolumes" -}}
 - name: kvstow-token
   secret:
     secretName: {{ include "kvstow.tokenSecret" . }}
+    {{- include "kvstow.secretMode" . }}
 {{- with .Values.admin.tls.secretName }}
 - name: kvstow-tls
   secret:
     secretName: {{ . }}
+    {{- include "kvstow.secretMode" $ }}
 {{- end }}
 {{- with .Values.admin.tls.clientCa.secretName }}
 - name: kvstow-client-ca

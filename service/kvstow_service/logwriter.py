@@ -1,0 +1,76 @@
+"""Writes the event loop's log lines, so that a log which nobody reads cannot stop the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+logger = logging.getLogger("kvstow.server")
+
+_MOST_LINES = 1000
+_STOP_SECONDS = 1.0
+_LOGGERS = ("kvstow", "uvicorn", "asyncio")
+
+
+class LogWriter:
+    """From `start` to `stop`, a line that is logged on the thread which called `start` is written by another one.
+
+    A handler may block for as long as a full pipe stays full. Up to 1000 lines wait for it; more are dropped, and
+    `on_drop` is called for each. Handlers and levels stay the host's: this is a filter on the loggers that the event
+    loop uses, and it lets lines of other threads pass.
+    """
+
+    def __init__(self, on_drop: Callable[[], None] = lambda: None) -> None:
+        self._on_drop = on_drop
+        self._waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(_MOST_LINES)
+        self._dropped = 0
+        self._guarded: int | None = None
+        self._loggers: list[logging.Logger] = []
+        self._thread = threading.Thread(target=self._write, name="kvstow-admin-log", daemon=True)
+
+    def start(self) -> None:
+        self._guarded = threading.get_ident()
+        self._thread.start()
+        self._loggers = list(_loggers())
+        for one in self._loggers:
+            one.addFilter(self._take)
+
+    def stop(self) -> None:
+        """Write what waits, for a second at most. Idempotent; does nothing if it was not started."""
+        for one in self._loggers:
+            one.removeFilter(self._take)
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._waiting.put(None, timeout=_STOP_SECONDS)
+            self._thread.join(_STOP_SECONDS)
+
+    def _take(self, record: logging.LogRecord) -> bool:
+        """Whether the line is to be written here and now."""
+        if threading.get_ident() != self._guarded:
+            return True
+        record.msg, record.args = record.getMessage(), None  # what it names may change before it is written
+        try:
+            self._waiting.put_nowait(record)
+        except queue.Full:
+            self._dropped += 1
+            self._on_drop()
+        return False
+
+    def _write(self) -> None:
+        while (record := self._waiting.get()) is not None:
+            logging.getLogger(record.name).handle(record)
+            if self._dropped:
+                dropped, self._dropped = self._dropped, 0
+                logger.warning(
+                    "%d log lines of the admin server were dropped: the log is not read fast enough", dropped
+                )
+
+
+def _loggers() -> Iterator[logging.Logger]:
+    """Those that exist: a filter acts only on the logger that a line is logged with."""
+    for name, found in list(logging.root.manager.loggerDict.items()):
+        if isinstance(found, logging.Logger) and name.partition(".")[0] in _LOGGERS:
+            yield found
