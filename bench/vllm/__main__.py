@@ -1,4 +1,4 @@
-"""`python3 -m bench.vllm NAME [--help]`: one of start, hits, verify, decode, throughput."""
+"""`python3 -m bench.vllm NAME [--help]`: one of start, hits, verify, decode, pinning, throughput."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-NAMES = ("start", "hits", "verify", "decode", "throughput")
+NAMES = ("start", "hits", "verify", "decode", "pinning", "throughput")
 
 _ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {

@@ -16,6 +16,16 @@ def ask(port: int, path: str) -> Any:
         return json.load(answer)
 
 
+def change(port: int, path: str, body: dict[str, Any]) -> Any:
+    """PATCH. Raises `OSError` if nothing answers or the server refuses."""
+    headers = {"content-type": "application/merge-patch+json"}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", method="PATCH", data=json.dumps(body).encode(), headers=headers
+    )
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        return json.load(answer)
+
+
 def wait_until_pinned(port: int, patience: float) -> float:
     """Seconds that it took from now; raises `TimeoutError`."""
     began = time.perf_counter()

@@ -54,6 +54,14 @@ class OffloadWorker:
         does that is starting up itself."""
         self.pool.start(at_ease=at_ease)
 
+    def begin_step(self) -> None:
+        """The host begins to give its device the work of a step: pinning steps back. O(1); see `HostSteps`."""
+        self.pool.steps.begin()
+
+    def launched(self) -> None:
+        """The device has the work of the step."""
+        self.pool.steps.launched()
+
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         """Start the ops of `plan` once `after` is reached. Never blocks, never raises: an op that cannot be taken
         (queue full, worker failed or closed) comes back as a failed completion."""

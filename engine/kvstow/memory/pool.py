@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -16,15 +17,17 @@ from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinEr
 from kvstow.listeners import Listeners
 from kvstow.memory.allowance import Allowance
 from kvstow.memory.chunks import Chunk, ChunkGrid, PinnedChunks
+from kvstow.memory.hoststeps import HostSteps, nothing
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.numa import bytes_by_node, prefer_node
 from kvstow.memory.pace import pace_of
 from kvstow.memory.pinning import PinProgress, PopulateOnly, Registrar
-from kvstow.memory.region import HUGE_PAGE_BYTES, HostRegion, round_up
+from kvstow.memory.region import HostRegion, round_up
 from kvstow.memory.status import PoolState, PoolStatus
 
 _DEFECT = "internal"  # the reason of failures that are not a `PinError`
-_EASE = 5  # times the pace's pause: register calls then have a tenth of the driver's time, not a third
+_POPULATORS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads, while the host is idle; else one
+_NODE_STEP = 16 << 20  # bytes between two looks at where memory lies: they keep the interpreter
 
 logger = logging.getLogger("kvstow.pool")
 
@@ -89,7 +92,8 @@ class HostPool:
         self._config = config
         limits = limits or limits_of(config.huge_pages)
         self._registrar = registrar if config.lock else PopulateOnly()
-        self._pace = pace_of(config)
+        self.steps = HostSteps(clock)
+        self._pace = pace_of(config, self.steps)
         self._grid = ChunkGrid.of(config.slot_bytes, config.max_slots, self._pace.chunk_bytes)
         if shortage := limits.shortage(config.capacity_slots * self._grid.slot_stride):
             raise InsufficientMemoryError(f"the pool does not fit: {shortage.message}")
@@ -103,9 +107,9 @@ class HostPool:
         self._failure: _Failure | None = None
         self._pin_failures: Counter[str] = Counter()
         self._progress = PinProgress(clock)
-        self._clock, self._next_call_at = clock, clock()
+        self._clock = clock
         self._cpu_clock = cpu_clock
-        self._paused = self._closing = self._prepared = self._at_ease = False
+        self._paused = self._closing = self._prepared = False
         self._listeners = Listeners()
         self._thread: threading.Thread | None = None
         self._region = HostRegion(self._grid.region_bytes, config.huge_pages)
@@ -138,9 +142,10 @@ class HostPool:
             return self._pinned()
 
     def start(self, *, at_ease: bool = False) -> None:
-        """Start to pin, in the background; idempotent. `at_ease`: with longer pauses, until it is called without."""
+        """Start to pin, in the background; idempotent. `at_ease`: with longer pauses, until it is called without or the
+        host begins a step."""
         with self._state:
-            self._at_ease = at_ease
+            self.steps.is_starting = at_ease
             if self._thread is None and not self._closing:
                 thread = threading.Thread(target=self._run, name="kvstow-pin", daemon=True)
                 thread.start()
@@ -281,16 +286,19 @@ class HostPool:
         if not self._prepared:
             self._registrar.prepare_thread()
             self._prepared = True
+        if not self._wait_until_zero(self._pace.rest):
+            return
         self._allowance.require(*self._pages(chunk))
         self._commit(chunk)
         try:
             start, end = self._pages(chunk)
-            nodes = bytes_by_node(self.address + start, end - start, HUGE_PAGE_BYTES)
+            nodes = bytes_by_node(self.address + start, end - start, _NODE_STEP)
             chunks = PinnedChunks.on(self._chunks, chunk, nodes)
-            if not self._wait_for_turn():
+            if not self._wait_until_zero(self._pace.delay):
                 return
             started = self._cpu_clock()
-            self._registrar.register(self.address + chunk.offset, chunk.num_bytes)
+            with self.steps.pinning:
+                self._registrar.register(self.address + chunk.offset, chunk.num_bytes)
         except BaseException:
             self._decommit(chunk)
             raise
@@ -299,12 +307,11 @@ class HostPool:
             self._progress.record(self._covered() * self.slot_bytes)
             if self._covered() >= self._target:
                 self._progress.end()
-        self._pace.record(chunk.num_bytes, self._cpu_clock() - started)
-        self._rest()
+        self._pace.record(chunk.num_bytes, self._cpu_clock() - started, self._clock())
 
     def _shrink(self) -> None:
         """Give the last chunk back, unless the target has grown or somebody holds it in the meantime."""
-        if not self._wait_for_turn():
+        if not self._wait_until_zero(self._pace.delay):
             return
         with self._state:
             chunks = self._chunks
@@ -312,28 +319,36 @@ class HostPool:
                 return
             self._chunks = chunks.below  # nobody can hold the chunk from now on
         chunk = chunks.last
+        started = self._cpu_clock()
         try:
-            self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
+            with self.steps.pinning:
+                self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
         except BaseException:
             with self._state:
                 self._chunks = chunks  # it is pinned still: `close` or the next attempt sees to it
             raise
         self._decommit(chunk)
-        self._rest()
+        self._pace.record(chunk.num_bytes, self._cpu_clock() - started, self._clock())
 
-    def _rest(self) -> None:
-        self._next_call_at = self._clock() + self._pace.pause * (_EASE if self._at_ease else 1)
-
-    def _wait_for_turn(self) -> bool:
-        """Let others at the driver's lock for as long as the pace says; False when the pool closes."""
+    def _wait_until_zero(self, delay: Callable[[float], float]) -> bool:
+        """Wait until `delay(now)` is 0, asking again whenever the host's step goes on; False when the pool closes."""
         with self._state:
-            self._state.wait_for(lambda: self._closing, timeout=max(0.0, self._next_call_at - self._clock()))
+            self.steps.on_change = self._wake
+            while not self._closing and (seconds := delay(self._clock())) > 0:
+                self._state.wait(seconds)
+            self.steps.on_change = nothing
             return not self._closing
+
+    def _wake(self) -> None:
+        with self._state:
+            self._state.notify_all()
 
     def _commit(self, chunk: Chunk) -> None:
         start, end = self._pages(chunk)
         if start < end:
-            self._region.commit(start, end - start, plenty=self._allowance.is_plenty)
+            threads = _POPULATORS if self.steps.state(self._clock()) == "idle" else 1
+            with self.steps.pinning:
+                self._region.commit(start, end - start, plenty=self._allowance.is_plenty, threads=threads)
         with self._state:
             self._resident_bytes = end
 

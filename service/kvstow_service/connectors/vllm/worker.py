@@ -20,6 +20,10 @@ class DataPlane(Protocol):
 
     def start(self, *, at_ease: bool = False) -> None: ...
 
+    def begin_step(self) -> None: ...
+
+    def launched(self) -> None: ...
+
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
 
     def drive(self) -> None: ...
@@ -75,11 +79,11 @@ class WorkerSide:
         self._news: list[News] = []
 
     def begin_step(self, step: PlannedStep) -> None:
-        """Submit the ops of a step; a step that was seen before is left alone. vLLM has started: pinning may hurry."""
+        """Submit the ops of a step; a step that was seen before is left alone."""
         if step.number == self._step:
             return
         self._step = step.number
-        self.plane.start()
+        self.plane.begin_step()
         self._failed += [_Load(request_id, blocks) for request_id, blocks in step.lost_loads.items()]
         for op, request_id in zip(step.loads.ops, step.load_requests, strict=True):
             self._loading[op.op_id] = _Load(request_id, op.blocks)
@@ -96,7 +100,9 @@ class WorkerSide:
             self.plane.submit(step.stores, fence)
 
     def take_finished_loads(self) -> FinishedLoads:
-        """What has ended since the last call: done and failed in one snapshot, which `take_news` tells as well."""
+        """What has ended since the last call: done and failed in one snapshot, which `take_news` tells as well. vLLM
+        asks when the step's forward pass is launched."""
+        self.plane.launched()
         self.plane.drive()
         self._hear(self.plane)
         done, failed = self._done, self._failed
@@ -169,6 +175,12 @@ class NoDataPlane:
 
     def start(self, *, at_ease: bool = False) -> None:
         """There is nothing to pin."""
+
+    def begin_step(self) -> None:
+        """Nothing runs beside the step."""
+
+    def launched(self) -> None:
+        """Nothing waits for it."""
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         failed = [Completion(op.op_id, "failed", "this rank has no data plane") for op in plan.ops]
