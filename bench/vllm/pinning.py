@@ -40,6 +40,8 @@ _TIMEOUT = 400.0
 _SKIPPED = 3  # steps of a request: its prompt, and what the first answers bring along
 _LEAST = 16  # steps of a phase that are worth a comparison
 _SMALL_GIB = 1.0
+_CHUNK_BYTES = 64 << 20  # a pool gives back whole chunks
+_RESIZE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,40 +90,30 @@ def measure(setup: Setup, load: Load, vocabulary: int, num_bytes: int, turns: in
     started = start_llm(setup)
     assert started.port is not None
     decode = _Decode(started.engine, load, vocabulary)
-    small, large = setup.pool_bytes, setup.pool_bytes + num_bytes
     cold = decode.turn() if is_cold else None
-    if is_cold:
-        small, large = large - num_bytes, large
+    small = setup.pool_bytes - num_bytes * is_cold
+    large = small + num_bytes
     decode.request(load.cold_prompt, 8)
     admin.wait_until_pinned(started.port, _TIMEOUT)
-    resize = partial(_resize, started.port)
     measured = []
     for _ in range(turns):
-        resize(large)
+        decode.resize(started.port, large)
         measured.append(decode.turn())
-        resize(small)
+        decode.resize(started.port, small)
     firsts: tuple[list[float], list[float]] = [], []
     for _ in range(turns):
-        resize(large, wait=False)
+        decode.resize(started.port, large)
         firsts[0].append(decode.first_token())
         decode.until_pinned()
         firsts[1].append(decode.first_token())
-        resize(small)
+        decode.resize(started.port, small)
+    decode.settle()
     began = time.perf_counter()
-    resize(large)
+    admin.change(started.port, "/v1/pools/host", {"capacity_bytes": large})
+    while _pool().status().target_bytes < large - _pool().slot_bytes:
+        time.sleep(0.001)
     admin.wait_until_pinned(started.port, _TIMEOUT)
     return Pinning(started.seconds, cold, measured, *firsts, num_bytes / GIB / (time.perf_counter() - began))
-
-
-def _resize(port: int, num_bytes: int, *, wait: bool = True) -> None:
-    """A shrink is waited for until the memory is given back."""
-    admin.change(port, "/v1/pools/host", {"capacity_bytes": num_bytes})
-    pool = _pool()
-    if wait:
-        while pool.status().target_bytes == 0 or pool.status().resident_bytes > num_bytes + (64 << 20):
-            time.sleep(0.01)
-    while abs(pool.status().target_bytes - num_bytes) > pool.slot_bytes:
-        time.sleep(0.005)
 
 
 def _pool() -> Any:
@@ -137,11 +129,30 @@ class _Decode:
 
     def turn(self) -> Turn:
         """Steps until the pool is pinned, and as many when it is."""
-        pinning = self._phase(lambda steps: _pool().status().state == "pinning")
+        pinning = self.until_pinned()
         return Turn(pinning, self._phase(lambda steps: steps < max(pinning.steps, _LEAST)))
 
-    def until_pinned(self) -> None:
-        self._phase(lambda steps: _pool().status().state == "pinning")
+    def resize(self, port: int, num_bytes: int) -> None:
+        """Until the rank has begun to grow, or has given everything back: stores under way end with steps, so there
+        must be some."""
+        admin.change(port, "/v1/pools/host", {"capacity_bytes": num_bytes})
+        deadline = time.perf_counter() + _RESIZE_SECONDS
+        while not self._follows(num_bytes):
+            if time.perf_counter() > deadline:
+                raise TimeoutError(f"the pool did not follow a resize to {num_bytes} bytes: {_pool().status()}")
+            self.settle()
+
+    def settle(self) -> None:
+        """Let steps go by, in which stores end."""
+        self.request(self._load.prompt, 4)
+
+    def _follows(self, num_bytes: int) -> bool:
+        pool, status = _pool(), _pool().status()
+        is_wanted = abs(status.target_bytes - num_bytes) <= pool.slot_bytes
+        return is_wanted and (status.state == "pinning" or status.resident_bytes <= num_bytes + _CHUNK_BYTES)
+
+    def until_pinned(self) -> Phase:
+        return self._phase(lambda steps: _pool().status().state == "pinning")
 
     def first_token(self) -> float:
         return self.request(self._load.cold_prompt, 1)[0]
