@@ -1,6 +1,6 @@
 """What pinning costs the steps of an engine that serves meanwhile, and how soon a pool can be used.
 
-    OUT=/tmp/out python -m bench.gpu.pinning [--gib 16] [--tune]
+    OUT=/tmp/out python -m bench.gpu.pinning [--gib 16]
 
 Writes `pinning.json` and `pinning.png`. Ways that register memory which is populated before are repeated, for enough
 steps; the others run once, as a whole pool does.
@@ -28,7 +28,7 @@ import torch
 from bench.gpu.decode import DecodeLoop, Latencies, summarize
 from kvstow.config import PoolConfig
 from kvstow.devices.cuda import CudaRegistrar
-from kvstow.memory import pace as pace_module
+from kvstow.memory.hoststeps import HostSteps
 from kvstow.memory.pace import AdaptivePace, FixedPace, Pace
 from kvstow.memory.pool import HostPool
 from kvstow.memory.region import HostRegion
@@ -81,11 +81,11 @@ class Registering:
             size = min(pace.chunk_bytes // SLOT_BYTES * SLOT_BYTES or SLOT_BYTES, self._num_bytes - offset)
             started = time.perf_counter()
             self._registrar.register(self._address + offset, size)
-            pace.record(size, time.perf_counter() - started)
+            pace.record(size, time.perf_counter() - started, time.monotonic())
             self._ranges.append((self._address + offset, size))
             offset += size
-            if pace.pause:
-                time.sleep(pace.pause)
+            while (seconds := pace.delay(time.monotonic())) > 0:
+                time.sleep(seconds)
         return time.perf_counter() - began
 
     def undo(self) -> None:
@@ -128,7 +128,7 @@ def register_cold(name: str, num_bytes: int) -> Measured:
     anchor = ctypes.c_char.from_buffer(memory)
     registering = Registering(ctypes.addressof(anchor), num_bytes)
     with DecodeLoop() as loop:
-        seconds = registering.run(FixedPace(num_bytes, 0.0))
+        seconds = registering.run(FixedPace(num_bytes, 0.0, HostSteps()))
         measured = Measured(name, num_bytes / GIB / seconds, summarize(loop.take()))
     registering.undo()
     del anchor
@@ -181,28 +181,19 @@ def measure(num_bytes: int, say: Callable[[object], None]) -> list[Measured]:
     add(pin_pool("KVStow, adaptive", num_bytes))
     add(pin_pool("KVStow, fixed 64 MiB + 2 ms", num_bytes, chunk_bytes=64 * MIB, pause=0.002))
     with populated(num_bytes) as region:
-        add(register_populated("one call, populated", region, lambda: FixedPace(num_bytes, 0.0)))
-        add(register_populated("64 MiB back to back, populated", region, lambda: FixedPace(64 * MIB, 0.0)))
-        add(register_populated("fixed 64 MiB + 2 ms, populated", region, lambda: FixedPace(64 * MIB, 0.002)))
-        add(register_populated("adaptive, populated", region, lambda: AdaptivePace(0.001)))
-        add(register_populated("adaptive 0.5 ms, populated", region, lambda: AdaptivePace(0.0005)))
-        add(register_populated("adaptive 2 ms, populated", region, lambda: AdaptivePace(0.002)))
+        add(register_populated("one call, populated", region, lambda: FixedPace(num_bytes, 0.0, HostSteps())))
+        add(register_populated("64 MiB back to back, populated", region, lambda: FixedPace(64 * MIB, 0.0, HostSteps())))
+        add(
+            register_populated(
+                "fixed 64 MiB + 2 ms, populated", region, lambda: FixedPace(64 * MIB, 0.002, HostSteps())
+            )
+        )
+        add(register_populated("adaptive, populated", region, lambda: AdaptivePace(0.001, HostSteps())))
+        add(register_populated("adaptive 0.5 ms, populated", region, lambda: AdaptivePace(0.0005, HostSteps())))
+        add(register_populated("adaptive 2 ms, populated", region, lambda: AdaptivePace(0.002, HostSteps())))
     add(register_cold("one call, small pages never touched", num_bytes))
     add(idle(5.0, "idle again"))
     return measured
-
-
-def tune(num_bytes: int, say: Callable[[object], None]) -> None:
-    """What other constants of the adaptive pace would give."""
-    with populated(num_bytes) as region:
-        for share in (0.35, 0.5, 0.75, 1.0):
-            for pause in (1.0, 1.5, 2.0):
-                pace_module._HOLD_SHARE, pace_module._PAUSE_PER_HOLD = share, pause
-                say(
-                    register_populated(
-                        f"hold {share:g} of 1 ms, pause x {pause:g}", region, lambda: AdaptivePace(0.001)
-                    )
-                )
 
 
 def draw(measured: list[Measured], path: Path) -> None:
@@ -229,7 +220,6 @@ def main() -> int:
     parser.add_argument(
         "--pools", type=int, nargs="*", default=[1, 16, 64], metavar="GIB", help="pools for the first slot"
     )
-    parser.add_argument("--tune", action="store_true", help="try other constants of the adaptive pace")
     options = parser.parse_args()
     out = Path(os.environ.get("OUT", "."))
     torch.zeros(1, device="cuda")
@@ -250,8 +240,6 @@ def main() -> int:
     }
     (out / "pinning.json").write_text(json.dumps(figures, indent=1))
     draw(measured, out / "pinning.png")
-    if options.tune:
-        tune(options.gib * GIB // 2, say)
     return 0
 
 

@@ -2,11 +2,11 @@
 
     python3 -m bench.vllm pinning [--shapes 8b tp8] [--graphs decode] [--gib 8] [--turns 5] [--processes 3] [--out DIR]
 
-One engine and its worker in one process. One request is decoded all the time, while the pool takes turns: it grows by
-`--gib`, stays for as many steps, and is given back. Steps of a turn are compared with each other, as a shared machine
-changes its speed within minutes. `first`: a prompt of 16,000 tokens that nothing knows, while the pool grows and while it
-stays. With `--cold` the pool has that size from the start: the steps while it is pinned come first. Writes
-`pinning.jsonl` and `pinning.md`.
+One engine and its worker in one process. One request is decoded all the time while the pool takes turns: it grows by
+`--gib`, stays for as many steps, and is given back. Steps of a turn are compared with each other, because a shared
+machine changes its speed within minutes. `first` is the time to the first token of 16,000 unknown ones, while the pool
+grows and while it stays. With `--cold` the first process has a pool of that size from the start, and its steps while
+that is pinned are measured too. Writes `pinning.jsonl` and `pinning.md`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _RESIZE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`most`: steps of one phase; `prompt`: tokens of the request that is decoded; `cold_prompt`: of one for `first`."""
+    """`most`: steps of one phase; `prompt`: tokens of the request that is decoded; `cold_prompt`: of those for `first`."""
 
     most: int = 2000
     prompt: int = 512
@@ -74,8 +74,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Pinning:
-    """`cold`: while the pool that the engine starts with is pinned, and as many steps afterwards. `idle_gib_per_second`:
-    growing while no request runs. `first_*`: milliseconds until the first token of a prompt, in pairs."""
+    """`cold`: while the pool that the engine starts with is pinned, and as many steps afterwards. `first_*`: milliseconds
+    until the first token of a prompt, in pairs. `idle_gib_per_second`: of growing while no request runs."""
 
     start_seconds: float
     cold: Turn | None
@@ -149,7 +149,7 @@ class _Decode:
     def _follows(self, num_bytes: int) -> bool:
         pool, status = _pool(), _pool().status()
         is_wanted = abs(status.target_bytes - num_bytes) <= pool.slot_bytes
-        return is_wanted and (status.state == "pinning" or status.resident_bytes <= num_bytes + _CHUNK_BYTES)
+        return is_wanted and bool(status.state == "pinning" or status.resident_bytes <= num_bytes + _CHUNK_BYTES)
 
     def until_pinned(self) -> Phase:
         return self._phase(lambda steps: _pool().status().state == "pinning")

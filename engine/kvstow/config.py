@@ -79,7 +79,7 @@ class PoolConfig:
     pages that the machine has set aside (Linux 5.18).
 
     The pace of pinning is adaptive: `latency_target` is what it may add to a step of whoever shares the driver
-    (1 ms by default). With `chunk_bytes` (per call, at least one slot; 64 MiB by default) or `pause` (between two
+    (1.5 ms by default). With `chunk_bytes` (per call, at least one slot; 64 MiB by default) or `pause` (between two
     calls; 2 ms by default) it is fixed instead.
     """
 

@@ -68,11 +68,12 @@ class FixedPace:
 class AdaptivePace:
     """Follows what the host feels.
 
-    One call takes about `latency_target`, and register calls together take a share of the time: two fifths while the host
-    is idle or its device is busy for long. While the host makes steps, the share follows how much longer its steps are
-    beside pinning than without: at most 4 %, but never less than a share of 5.5 %, by which a pool grows by 1.4 GiB/s. And
-    a call that is due waits, for a moment, until the host has launched the work of its step: what the host does then
-    needs the driver less.
+    One call takes about `latency_target`. Register calls together take a share of the time: two fifths while the host
+    is idle, or its device busy for long. Beside steps the share follows how much longer they take with pinning than
+    without, 4 % at most; but it stays at 5.5 % or more, so a pool grows by about 1.4 GiB/s whatever the host does.
+
+    A call that is due waits for a moment until the host has launched the work of its step: after that, the host needs
+    the driver less.
     """
 
     def __init__(self, latency_target: float, steps: HostSteps) -> None:

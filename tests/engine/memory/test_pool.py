@@ -322,9 +322,9 @@ def test_near_a_limit_no_page_is_touched_that_may_not_be_had(
     touched: list[bool] = []
     commit = HostRegion.commit
 
-    def noted(region: HostRegion, offset: int, num_bytes: int, *, plenty: bool = False) -> None:
+    def noted(region: HostRegion, offset: int, num_bytes: int, *, plenty: bool, threads: int) -> None:
         touched.append(plenty)
-        commit(region, offset, num_bytes, plenty=plenty)
+        commit(region, offset, num_bytes, plenty=plenty, threads=threads)
 
     monkeypatch.setattr(HostRegion, "commit", noted)
     pool = make_pool(limits=write_cgroup(tmp_path, left))
@@ -378,7 +378,7 @@ def test_at_ease_it_rests_longer_until_it_is_started_in_earnest(make_pool: MakeP
 def test_memory_that_cannot_be_populated_stops_growth_with_a_reason(
     make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(region: HostRegion, offset: int, num_bytes: int, *, plenty: bool) -> None:
+    def refuse(region: HostRegion, offset: int, num_bytes: int, *, plenty: bool, threads: int) -> None:
         raise PinError("out_of_memory", "no pages")
 
     heard = threading.Event()
@@ -406,12 +406,71 @@ def test_an_adaptive_pace_follows_the_time_of_the_register_calls(make_pool: Make
             clock.advance(num_bytes / (4 << 30))
 
     pool = make_pool(
-        Timed(), clock=clock, cpu_clock=clock, pool_bytes=64 * MIB, chunk_bytes=None, pause=None, latency_target=0.002
+        Timed(), clock=clock, cpu_clock=clock, pool_bytes=64 * MIB, chunk_bytes=None, pause=None, latency_target=0.0025
     )
+    pool.add_listener(lambda: clock.advance(1.0))
     pool.start()
     eventually(pinned(pool, 64 * 256))
-    assert Timed.sizes[0] == 8 * MIB
-    assert {size // MIB for size in Timed.sizes[1:-1]} == {4}, "1 ms each, half the target, at 4 GiB/s"
+    assert Timed.sizes[0] == 16 * MIB
+    assert {size // MIB for size in Timed.sizes[1:-1]} == {10}, "2.5 ms each at 4 GiB/s"
+
+
+def test_pinning_leaves_the_hosts_quiet_steps_alone(
+    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, asked = FakeClock(), threading.Event()
+    pool = make_pool(clock=clock, cpu_clock=clock, chunk_bytes=None, pause=None)
+    for _ in range(8):
+        pool.steps.begin()
+        pool.steps.launched()
+    assert pool.steps.is_quiet
+    rest = pool._pace.rest
+
+    def noted(now: float) -> float:
+        asked.set()
+        return rest(now)
+
+    monkeypatch.setattr(pool._pace, "rest", noted)
+    pool.start()
+    assert asked.wait(10)
+    assert (pool.pinned_slots, pool.status().resident_bytes) == (0, 0)
+    pool.steps.begin()
+    pool.steps.launched()
+    eventually(pinned(pool, 16))
+
+
+def test_a_call_that_waits_for_the_host_begins_when_the_step_is_launched(
+    make_pool: MakePool, eventually: Eventually
+) -> None:
+    """By the host's own word: the clock stands still."""
+    clock = FakeClock()
+    pool = make_pool(clock=clock, cpu_clock=clock, pool_bytes=32 * MIB, chunk_bytes=None, pause=None)
+
+    def launch() -> None:
+        pool.steps.begin()
+        clock.advance(0.001)  # the next call is due
+
+    pool.add_listener(launch)
+    pool.start()
+    eventually(lambda: pool.status().resident_bytes == 32 * MIB)
+    assert pool.status().pinned_bytes == 16 * MIB
+    pool.steps.launched()
+    eventually(pinned(pool, 32 * 256))
+
+
+def test_work_of_pinning_is_noted_while_it_lasts(make_pool: MakePool, eventually: Eventually) -> None:
+    seen: list[bool] = []
+
+    class Looking(FakeRegistrar):
+        def register(self, address: int, num_bytes: int) -> None:
+            super().register(address, num_bytes)
+            seen.append(pool.steps._is_pinning)
+
+    pool = make_pool(Looking())
+    pool.start()
+    eventually(pinned(pool, 16))
+    assert seen == [True] * 4
+    assert not pool.steps._is_pinning
 
 
 def test_the_memory_shall_come_from_the_node_of_the_device(

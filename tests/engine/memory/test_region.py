@@ -104,6 +104,13 @@ def test_where_memory_is_plenty_pages_are_touched_and_nobody_waits_for_the_addre
     region.close()
 
 
+def test_several_threads_touch_every_page_between_them() -> None:
+    region = HostRegion(21 * HUGE_PAGE_BYTES + PAGE_BYTES)
+    region.commit(0, region.num_bytes, plenty=True, threads=4)
+    assert present(region, region.num_bytes // PAGE_BYTES)
+    region.close()
+
+
 def test_a_forked_child_does_not_inherit_the_memory() -> None:
     region = HostRegion(PAGE_BYTES)
     region.commit(0, PAGE_BYTES)

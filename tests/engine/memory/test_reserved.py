@@ -170,7 +170,7 @@ class PagesOfHugeSize:
         assert offset % HUGE_PAGE_BYTES == num_bytes % HUGE_PAGE_BYTES == 0
         return set(range(offset, offset + num_bytes, HUGE_PAGE_BYTES))
 
-    def commit(self, offset: int, num_bytes: int, *, plenty: bool = False) -> None:
+    def commit(self, offset: int, num_bytes: int, *, plenty: bool = False, threads: int = 1) -> None:
         pages = self._range(offset, num_bytes)
         assert not pages & self.pages
         self.pages |= pages

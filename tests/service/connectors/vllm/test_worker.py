@@ -27,9 +27,16 @@ class FakePlane:
         self.fails_at_close: tuple[int, ...] = ()
         self.driven = 0
         self.at_ease: list[bool] = []
+        self.host_steps: list[str] = []
 
     def start(self, *, at_ease: bool = False) -> None:
         self.at_ease.append(at_ease)
+
+    def begin_step(self) -> None:
+        self.host_steps.append("begin")
+
+    def launched(self) -> None:
+        self.host_steps.append("launched")
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         self.submitted.append((tuple(op.op_id for op in plan.ops), after))
@@ -246,8 +253,10 @@ def test_the_agent_speaks_for_the_plane_that_there_is() -> None:
     assert again.at_ease == [False], "a server that answers has started"
 
 
-def test_the_first_step_ends_the_ease_of_pinning() -> None:
+def test_pinning_hears_of_each_step_once_and_when_it_is_launched() -> None:
     rank = Rank()
-    assert rank.plane.at_ease == []
     rank.side.begin_step(step(1))
-    assert rank.plane.at_ease == [False]
+    rank.side.begin_step(step(1))
+    assert rank.plane.host_steps == ["begin"]
+    rank.side.take_finished_loads()
+    assert rank.plane.host_steps == ["begin", "launched"]
