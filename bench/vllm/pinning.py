@@ -46,7 +46,7 @@ _RESIZE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`most`: steps of one phase; `prompt`: tokens of the request that is decoded; `cold_prompt`: of those for `first`."""
+    """`most`: steps of one phase. `prompt`: tokens of the request that is decoded, `cold_prompt` of those for `first`."""
 
     most: int = 2000
     prompt: int = 512
@@ -74,8 +74,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Pinning:
-    """`cold`: while the pool that the engine starts with is pinned, and as many steps afterwards. `first_*`: milliseconds
-    until the first token of a prompt, in pairs. `idle_gib_per_second`: of growing while no request runs."""
+    """`cold`: while the pool that the engine starts with is pinned, and as many steps afterwards.
+
+    `first_*`: milliseconds until the first token of a prompt, in pairs. `idle_gib_per_second`: while no request runs.
+    """
 
     start_seconds: float
     cold: Turn | None
