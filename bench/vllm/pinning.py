@@ -46,7 +46,7 @@ _RESIZE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`most`: steps of a phase. `prompt`: tokens of the request that is decoded; `cold_prompt`: of those for `first`."""
+    """`most`: steps of a phase. `prompt`: tokens of what is decoded; `cold_prompt`: of the prompts for `first`."""
 
     most: int = 2000
     prompt: int = 512
