@@ -3,7 +3,7 @@
 Who may import whom (held by `tests/test_layering.py`):
 
     kvstow_service -> kvstow_api -> kvstow
-    kvstow: errors, bytesize, keys, layout, config, messages, stats     (no other module of kvstow below these)
+    kvstow: errors, bytesize, keys, layout, config, messages, steering, stats   (no other module of kvstow below these)
             control                                                     imports the above; never torch
             memory                                                      imports the above; never torch
             devices, worker                                             import memory and the above; never control

@@ -60,7 +60,8 @@ class Completion:
 class RankReport:
     """The state of one rank, sent every second and on change. All rates are per second, times in seconds.
 
-    `boot_id` changes when the rank's process or pool starts anew: its memory is empty then.
+    `number` grows with each report of a boot, whichever way it is sent: what a report says is newer than all that
+    smaller numbers say. `boot_id` changes when the rank's process or pool starts anew: its memory is empty then.
     `pinned_slots` counts from slot 0: the slots below it are usable.
     `pin_rate_bytes_per_second`: what the present growth of the pool, or the last one, has pinned over the time that it
     took; None where it has pinned nothing.
@@ -69,8 +70,9 @@ class RankReport:
     `pending_ops` has the rank not finished; `uncollected_completions` wait for the host to take them.
     `pin_failures` counts them by reason since the pool was made; `numa_bytes` has the pool's memory by the number of
     its NUMA node, and nothing where the kernel does not tell.
-    `engine_id` and `generation` are those of the desired state that the rank has applied last, before it counted its
-    slots; "" and 0 where it has applied none.
+    `engine_id` and `applied` are engine and number of the desired state that the rank has applied last, before it
+    counted its slots; "" and 0 where it has applied none. `stale_desired_states` counts those that it ignored because a
+    newer one had come before.
     """
 
     rank: int
@@ -103,7 +105,9 @@ class RankReport:
     pin_failures: Mapping[str, int] = field(default_factory=dict)
     numa_bytes: Mapping[str, int] = field(default_factory=dict)
     engine_id: str = ""
-    generation: int = 0
+    applied: int = 0
+    stale_desired_states: int = 0
+    number: int = field(kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -118,16 +122,16 @@ class RankReport:
 class DesiredState:
     """What the control plane wants of a rank.
 
-    `engine_id` names the engine's life. `capacity_slots`: pin up to it; give back what lies above it.
-    `paused`: start no further chunk. `pin_attempt`: when it grows, try a failed chunk again. `generation` grows when
-    `capacity_slots` is lowered: a report with the new one speaks of what is left since.
+    `engine_id` names the engine's life, and `number` grows with each change in it: a rank ignores smaller numbers
+    (`Steering`). `capacity_slots`: pin up to it; give back what lies above it. `paused`: start no further chunk.
+    `pin_attempt`: when it grows, try a failed chunk again.
     """
 
     engine_id: str
     capacity_slots: int
     paused: bool = False
     pin_attempt: int = 0
-    generation: int = 0
+    number: int = field(kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

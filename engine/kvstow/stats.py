@@ -164,6 +164,7 @@ class RankStatus:
     queued_stores: int
     queued_loads: int
     uncollected_completions: int
+    stale_desired_states: int
     store_bytes_total: int
     load_bytes_total: int
     store_busy_seconds: float

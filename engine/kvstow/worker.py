@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from kvstow.listeners import Listeners
 from kvstow.memory.pool import HostPool
 from kvstow.memory.status import PoolStatus
 from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
+from kvstow.steering import Steering
 
 logger = logging.getLogger("kvstow.worker")
 
@@ -23,7 +25,7 @@ logger = logging.getLogger("kvstow.worker")
 class OffloadWorker:
     """Owns `pool` and `device` and closes both. The host calls `start` when pinning may begin.
 
-    Thread-safe; `apply` is called by one thread at a time.
+    Thread-safe.
     """
 
     def __init__(
@@ -40,7 +42,9 @@ class OffloadWorker:
         self.boot_id = secrets.token_hex(8)
         self.pool = pool
         self._listeners = Listeners()
-        self._applied = DesiredState("", 0)
+        self._steering = Steering()
+        self._reporting = threading.Lock()
+        self._reports = 0
         self._excess: str | None = None
         self._closed = False
         name = f"kvstow-copy-{rank}"
@@ -87,25 +91,34 @@ class OffloadWorker:
         self._listeners.add(callback)
 
     def apply(self, desired: DesiredState) -> None:
-        """Make the pool follow `desired`; idempotent. A capacity above the pool's `max_slots` is met as far as
-        it can be, and the report says so. What is older than the last one, of the same engine, is left alone: it
-        would take back a shrink."""
-        before = self._applied
-        if desired.engine_id == before.engine_id and desired.generation < before.generation:
-            return
+        """Make the pool follow `desired`, unless it already follows this or a newer one. A capacity above the pool's
+        `max_slots` is met as far as it can be, and the report says so."""
+        if self._steering.follow(desired, self._put_into_effect):
+            self._listeners.tell()
+
+    @property
+    def followed(self) -> DesiredState:
+        """The desired state that is in effect."""
+        return self._steering.followed
+
+    def _put_into_effect(self, desired: DesiredState) -> None:
+        before = self._steering.followed
         wanted, most = desired.capacity_slots, self.pool.max_slots
         excess = f"the capacity is {wanted} slots; max_bytes of this rank's pool allows {most}"
         self._excess = excess if wanted > most else None
         self.pool.set_target(min(wanted, most))
         self.pool.set_paused(desired.paused)
-        self._applied = desired  # only now: a report that names it counts no slot that it takes away
         if desired.engine_id != before.engine_id or desired.pin_attempt > before.pin_attempt:
             self.pool.retry()
-        if (desired.engine_id, desired.generation) != (before.engine_id, before.generation):
-            self._listeners.tell()
 
     def report(self) -> RankReport:
-        applied = self._applied  # before the slots are counted: another thread may apply the next one meanwhile
+        """The state now. Reports are numbered in the order in which they are taken, whoever sends them."""
+        with self._reporting:
+            self._reports += 1
+            return self._report(self._reports)
+
+    def _report(self, number: int) -> RankReport:
+        followed = self._steering.followed  # before the slots are counted: the next one may come meanwhile
         pool, copies, failure = self.pool.status(), self._copies.statistics(), self._copies.failure
         reason, error = self._trouble(pool, failure)
         return RankReport(
@@ -138,19 +151,24 @@ class OffloadWorker:
             load_busy_seconds=copies.load_seconds,
             pin_failures=pool.pin_failures,
             numa_bytes={str(node): num_bytes for node, num_bytes in pool.numa_bytes.items()},
-            engine_id=applied.engine_id,
-            generation=applied.generation,
+            engine_id=followed.engine_id,
+            applied=followed.number,
+            stale_desired_states=self._steering.stale,
+            number=number,
         )
 
-    def close(self, timeout: float = 5.0) -> None:
+    def close(self, timeout: float = 5.0) -> bool:
         """Take no more ops, let running ones finish for `timeout` seconds, fail the rest, close device and pool.
-        Idempotent. Where a copy hangs in the device, its memory is left as it is: taking it away would crash."""
+        Idempotent. False while a copy hangs in the device: its memory is left as it is, as taking it away would crash,
+        and its op is not complete."""
         self._closed = True
-        if self._copies.close(timeout):
+        ended = self._copies.close(timeout)
+        if ended:
             self.pool.close()
         else:
             logger.error("rank %d: a copy hangs in the device; its pool is not given back", self.rank)
         self._listeners.tell()
+        return ended
 
     def _state(self, pool: PoolStatus, failure: str | None) -> RankState:
         if self._closed:

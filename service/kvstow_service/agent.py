@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # 0.3 s: left to the agent's thread, for every process of an 
 logger = logging.getLogger("kvstow.agent")
 
 _TIMEOUT_SECONDS = 5.0
-_NEWS = ("boot_id", "state", "error", "notice", "target_slots", "engine_id", "generation")
+_NEWS = ("boot_id", "state", "error", "notice", "target_slots", "engine_id", "applied")
 _MIN_GAP_SECONDS = 0.2  # between two looks at the rank, however fast chunks are pinned
 _NEWS_PARTS = 10  # of the pool: one more of them is worth a report, which takes 2 to 4 ms of Python on both sides
 

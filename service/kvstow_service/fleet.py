@@ -8,6 +8,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvstow.config import PoolConfig
@@ -104,6 +105,7 @@ class UnbuiltRank:
 
     def __init__(self, rank: int, pool: PoolConfig, error: Exception) -> None:
         self._report = RankReport(
+            number=0,
             rank=rank,
             boot_id=secrets.token_hex(8),
             state="failed",
@@ -117,6 +119,8 @@ class UnbuiltRank:
         )
 
     def report(self) -> RankReport:
+        """Called by its agent alone."""
+        self._report = replace(self._report, number=self._report.number + 1)
         return self._report
 
     def apply(self, desired: DesiredState) -> None:

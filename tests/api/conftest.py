@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +34,9 @@ AGENT = {"Authorization": f"Bearer {AGENT_TOKEN}"}
 """Headers of a rank's agent."""
 
 
+_numbers = count(1)
+
+
 class Ranks:
     """All ranks of an engine, as far as its control plane can tell."""
 
@@ -44,6 +48,7 @@ class Ranks:
         wanted = self.engine.desired().capacity_slots
         given: dict[str, Any] = {
             "rank": rank,
+            "number": next(_numbers),
             "boot_id": f"boot-{rank}",
             "state": "ready",
             "slot_bytes": SLOT_BYTES,

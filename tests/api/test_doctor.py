@@ -46,6 +46,7 @@ RANK = RankStatus(
     queued_stores=0,
     queued_loads=0,
     uncollected_completions=0,
+    stale_desired_states=0,
     store_bytes_total=2 * GIB,
     load_bytes_total=2 * GIB,
     store_busy_seconds=0.1,
@@ -77,7 +78,7 @@ def evidence(*ranks: RankStatus, **changes: Any) -> Evidence:
     healthy = Evidence(
         verdict=verdict(),
         readiness=Readiness("ready", "", 8, 8, given),
-        desired=DesiredState("e", 8),
+        desired=DesiredState("e", 8, number=1),
         drain=DrainStatus(False, None, None, False, 0, 0),
         bypass=BypassStatus(load=False, store=False, ttl_seconds_left=None),
         samples=[sample(0), sample(5, evicted=7)],
@@ -118,11 +119,13 @@ FIRING = [
     ("switches", "warning", evidence(bypass=BypassStatus(load=True, store=False, ttl_seconds_left=None))),
     ("switches", "info", evidence(bypass=BypassStatus(load=False, store=True, ttl_seconds_left=5.0))),
     ("switches", "warning", evidence(drain=DrainStatus(True, "all", None, True, 0, 0))),
-    ("switches", "info", evidence(desired=DesiredState("e", 8, paused=True))),
+    ("switches", "info", evidence(desired=DesiredState("e", 8, number=1, paused=True))),
     (
         "switches",
         "warning",
-        evidence(desired=DesiredState("e", 8, paused=True), readiness=Readiness("pinning", "", 4, 8, (RANK,))),
+        evidence(
+            desired=DesiredState("e", 8, number=1, paused=True), readiness=Readiness("pinning", "", 4, 8, (RANK,))
+        ),
     ),
 ]
 
@@ -190,7 +193,7 @@ def test_checks_without_facts_say_which_they_lack() -> None:
 def test_the_worst_comes_first() -> None:
     given = evidence(
         replace(RANK, error_reason="driver"),
-        desired=DesiredState("e", 8, paused=True),
+        desired=DesiredState("e", 8, number=1, paused=True),
         clock_offsets={0: 9.0},
     )
     assert [finding.severity for finding in examine(given).findings] == ["error", "warning", "info"]

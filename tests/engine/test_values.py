@@ -14,7 +14,7 @@ from kvstow.keys import chain_keys, format_key, make_key, parse_key
 from kvstow.layout import KVLayout, Region
 from kvstow.messages import DesiredState, RankReport
 
-REPORT = RankReport(0, "boot", "ready", 4096, 8, 8, 1 << 15, 1 << 15)
+REPORT = RankReport(0, "boot", "ready", 4096, 8, 8, 1 << 15, 1 << 15, number=1)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,11 @@ def test_messages_survive_json() -> None:
     report = replace(REPORT, error="no memory", pin_rate_bytes_per_second=1.5)
     assert RankReport.from_json(report.to_json()) == report
     assert RankReport.from_json({**REPORT.to_json(), "pin_elapsed_seconds": 2}).pin_elapsed_seconds == 2
-    desired = DesiredState("engine", 7, paused=True, pin_attempt=2)
+    desired = DesiredState("engine", 7, paused=True, pin_attempt=2, number=3)
     assert DesiredState.from_json(desired.to_json()) == desired
-    assert DesiredState.from_json({"engine_id": "e", "capacity_slots": 1}) == DesiredState("e", 1)
+    assert DesiredState.from_json({"engine_id": "e", "capacity_slots": 1, "number": 2}) == DesiredState(
+        "e", 1, number=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,6 +153,8 @@ def test_a_message_of_the_wrong_shape_is_refused_by_field(change: dict[str, obje
 def test_an_incomplete_message_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"DesiredState\.engine_id is missing"):
         DesiredState.from_json({"capacity_slots": 1})
+    with pytest.raises(InvalidRequestError, match=r"RankReport\.number is missing"):
+        RankReport.from_json({name: value for name, value in REPORT.to_json().items() if name != "number"})
     with pytest.raises(InvalidRequestError, match="DesiredState is list; allowed: an object"):
         DesiredState.from_json([])
     with pytest.raises(InvalidRequestError, match="paused is 1; allowed: true or false"):

@@ -207,15 +207,15 @@ def test_a_pin_failure_degrades_the_rank_until_another_attempt_is_desired(
 ) -> None:
     pool = make_pool(FakeRegistrar({failing: PinError("driver", "no more pages")}))
     worker = make_worker(pool)
-    worker.apply(DesiredState("engine", 16))
+    worker.apply(DesiredState("engine", 16, number=1))
     pool.start()
     eventually(lambda: worker.report().state == "degraded")
     report = worker.report()
     assert (report.error_reason, report.error, report.pinned_slots) == ("driver", "no more pages", slots)
     assert report.pin_failures == {"driver": 1}
-    worker.apply(DesiredState("engine", 16))
-    assert worker.report().state == "degraded", "the same desire is no new attempt"
-    worker.apply(DesiredState("engine", 16, pin_attempt=1))
+    worker.apply(DesiredState("engine", 16, number=2))
+    assert worker.report().state == "degraded", "no new attempt was asked for"
+    worker.apply(DesiredState("engine", 16, pin_attempt=1, number=9))
     eventually(lambda: worker.report().state == "ready")
     assert worker.report().error is None
 
@@ -226,17 +226,17 @@ def test_the_pool_follows_the_desired_capacity_and_pause(
     pool = make_pool(max_bytes=32 * 4096)
     worker = make_worker(pool)
     pool.start()
-    worker.apply(DesiredState("engine", 24))
+    worker.apply(DesiredState("engine", 24, number=3))
     eventually(lambda: worker.report().pinned_slots == 24)
-    worker.apply(DesiredState("engine", 3))
+    worker.apply(DesiredState("engine", 3, number=4))
     assert worker.report().pinned_slots == 3
     eventually(lambda: worker.report().chunks_done == 1)
     pinned_more = threading.Event()
     worker.add_listener(lambda: pinned_more.set() if worker.report().pinned_slots > 4 else None)
-    worker.apply(DesiredState("engine", 24, paused=True))
+    worker.apply(DesiredState("engine", 24, paused=True, number=5))
     assert not pinned_more.wait(0.05)
     assert worker.report().pinned_slots == 4
-    worker.apply(DesiredState("engine", 24))
+    worker.apply(DesiredState("engine", 24, number=6))
     eventually(lambda: worker.report().state == "ready")
 
 
@@ -257,27 +257,76 @@ def test_a_report_counts_the_slots_after_what_it_names_was_applied(
     def apply_after() -> PoolStatus:
         status = count()
         monkeypatch.undo()
-        worker.apply(DesiredState("engine", 2, generation=2))
+        worker.apply(DesiredState("engine", 2, number=2))
         return status
 
     monkeypatch.setattr(pool, "set_target", report_first)
-    worker.apply(DesiredState("engine", 4, generation=1))
+    worker.apply(DesiredState("engine", 4, number=1))
     monkeypatch.setattr(pool, "status", apply_after)
     meanwhile += [worker.report(), worker.report()]
-    assert [(said.engine_id, said.generation, said.pinned_slots) for said in meanwhile] == [
+    assert [(said.engine_id, said.applied, said.pinned_slots) for said in meanwhile] == [
         ("", 0, 16),
         ("engine", 1, 4),
         ("engine", 2, 2),
     ]
 
 
-def test_what_is_older_than_a_shrink_does_not_take_it_back(make_worker: MakeWorker) -> None:
+@pytest.mark.parametrize(
+    ("newer", "late"),
+    [
+        (DesiredState("engine", 4, number=2), DesiredState("engine", 16, number=1)),
+        (DesiredState("engine", 16, number=2), DesiredState("engine", 4, number=1)),
+        (DesiredState("engine", 16, number=2), DesiredState("engine", 16, paused=True, number=1)),
+    ],
+    ids=["shrink", "growth", "pause"],
+)
+def test_a_late_desired_state_is_counted_and_takes_nothing_back(
+    make_worker: MakeWorker, newer: DesiredState, late: DesiredState
+) -> None:
     worker = make_worker()
-    worker.apply(DesiredState("engine", 4, generation=2))
-    worker.apply(DesiredState("engine", 16, generation=1))
-    assert (worker.report().target_slots, worker.report().generation) == (4, 2)
-    worker.apply(DesiredState("another engine", 16))
-    assert (worker.report().target_slots, worker.report().generation) == (16, 0)
+    worker.apply(newer)
+    worker.apply(late)
+    report = worker.report()
+    assert (report.target_slots, report.applied) == (newer.capacity_slots, 2)
+    assert not worker.pool._paused
+    assert report.stale_desired_states == 1
+    worker.apply(newer)
+    assert worker.report().stale_desired_states == 1, "the same one comes with every answer"
+    worker.apply(DesiredState("another engine", 16, number=1))
+    assert (worker.report().target_slots, worker.report().applied) == (16, 1)
+
+
+def test_reports_are_numbered_in_the_order_in_which_they_are_taken(
+    make_pool: MakePool, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads report: what the larger number says must be the newer state."""
+    pool = make_pool()
+    worker = make_worker(pool)
+    looking, go_on = threading.Event(), threading.Event()
+    status = pool.status
+
+    def slow() -> PoolStatus:
+        found = status()
+        looking.set()
+        go_on.wait(10)
+        return found
+
+    monkeypatch.setattr(pool, "status", slow)
+    reports: list[RankReport] = []
+    first = threading.Thread(target=lambda: reports.append(worker.report()))
+    first.start()
+    assert looking.wait(10)
+    monkeypatch.undo()
+    worker.apply(DesiredState("engine", 4, number=1))
+    second = threading.Thread(target=lambda: reports.append(worker.report()))
+    second.start()
+    go_on.set()
+    first.join(10)
+    second.join(10)
+    assert [(said.number, said.target_slots) for said in sorted(reports, key=lambda said: said.number)] == [
+        (1, 16),
+        (2, 4),
+    ]
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
@@ -311,12 +360,12 @@ def test_a_capacity_beyond_the_reserved_space_is_met_in_part_and_said(
 ) -> None:
     worker = make_worker()
     worker.pool.start()
-    worker.apply(DesiredState("engine", 17))
+    worker.apply(DesiredState("engine", 17, number=7))
     eventually(lambda: worker.report().pinned_slots == 16)
     report = worker.report()
     assert (report.state, report.target_slots, report.error_reason) == ("degraded", 16, "max_bytes")
     assert report.error == "the capacity is 17 slots; max_bytes of this rank's pool allows 16"
-    worker.apply(DesiredState("engine", 16))
+    worker.apply(DesiredState("engine", 16, number=8))
     assert worker.report().state == "ready"
 
 

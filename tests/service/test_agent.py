@@ -43,7 +43,9 @@ class FakeRank:
             raise RuntimeError("the rank is confused")
         state: RankState = "degraded" if self.error else "pinning"
         pinned, target = self.pinned, self.target
-        return RankReport(1, "boot", state, 4096, pinned, target, pinned * 4096, target * 4096, error=self.error)
+        return RankReport(
+            1, "boot", state, 4096, pinned, target, pinned * 4096, target * 4096, error=self.error, number=1
+        )
 
     def apply(self, desired: DesiredState) -> None:
         self.applied.append(desired)
@@ -61,7 +63,7 @@ class FakeRank:
 class FakeAdmin:
     """Takes reports, and answers with the desired state or the status that a test sets."""
 
-    desired: dict[str, Any] = field(default_factory=lambda: DesiredState("engine", 8).to_json())
+    desired: dict[str, Any] = field(default_factory=lambda: DesiredState("engine", 8, number=1).to_json())
     status: int = 200
     reports: list[RankReport] = field(default_factory=list)
     tokens: set[str | None] = field(default_factory=set)
@@ -107,7 +109,7 @@ def test_the_first_report_goes_out_at_once_with_the_token(
     _, listeners = serving(admin.app())
     agent = start(listeners.url)
     eventually(lambda: rank.applied, "the desired state at the rank")
-    assert rank.applied == [DesiredState("engine", 8)]
+    assert rank.applied == [DesiredState("engine", 8, number=1)]
     assert (admin.reports, admin.tokens) == ([rank.report()], {"Bearer secret"})
     eventually(lambda: agent.stats.sent == 1)
 
@@ -257,7 +259,7 @@ def test_stop_does_not_wait_for_a_server_that_hangs_and_its_late_answer_changes_
             assert connection.recv(1 << 16)
             agent.stop()
             assert is_running(), "the beat is under way: nobody has waited for it"
-            answer = json.dumps(DesiredState("engine", 8).to_json()).encode()
+            answer = json.dumps(DesiredState("engine", 8, number=1).to_json()).encode()
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(answer), answer))
             eventually(lambda: not is_running())
     assert rank.applied == []

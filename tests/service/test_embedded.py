@@ -47,10 +47,13 @@ class PinnedRank:
 
     def __init__(self, rank: int = 0) -> None:
         num_bytes = CAPACITY * SLOT
-        self._report = RankReport(rank, f"boot-{rank}", "ready", SLOT, CAPACITY, CAPACITY, num_bytes, num_bytes)
+        self._report = RankReport(
+            rank, f"boot-{rank}", "ready", SLOT, CAPACITY, CAPACITY, num_bytes, num_bytes, number=0
+        )
         self.applied: list[DesiredState] = []
 
     def report(self) -> RankReport:
+        self._report = replace(self._report, number=self._report.number + 1)
         return self._report
 
     def apply(self, desired: DesiredState) -> None:

@@ -157,7 +157,7 @@ def test_what_ranks_without_a_server_have_to_know_comes_with_the_steps() -> None
     config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20, "lock": False})
     scheduler, worker = (make(config, setup, role) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER))
     address, offered = AdminAddress("http://node-0:9595", "token"), list[AdminAddress]()
-    wanted, followed = {0: DesiredState("engine", 1)}, list[dict[int, DesiredState]]()
+    wanted, followed = {0: DesiredState("engine", 1, number=1)}, list[dict[int, DesiredState]]()
     answers = iter([wanted, {}])
     scheduler._scheduler = SimpleNamespace(
         side=SimpleNamespace(plan_step=lambda step: None),

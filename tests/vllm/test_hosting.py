@@ -327,6 +327,41 @@ def test_a_rank_that_sleeps_fails_loads_and_wakes_as_another(worker: WorkerHost)
     assert len({before, asleep.boot_id, awake.boot_id}) == 3
 
 
+def test_a_rank_sleeps_only_when_its_data_plane_has_ended(
+    own_log: None, worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another boot would tell the engine that no copy of this one writes any more."""
+    worker.register(kv_caches())
+    assert worker.side is not None
+    plane, close, seen = worker.side.plane, OffloadWorker.close, list[str]()
+
+    def hang(self: OffloadWorker, timeout: float = 5.0) -> bool:
+        assert worker.side is not None
+        seen.append(worker.side.plane.boot_id)
+        return False
+
+    monkeypatch.setattr(OffloadWorker, "close", hang)
+    worker.suspend()
+    worker.resume()
+    assert worker.side.plane is plane
+    assert "its data plane does not end" in caplog.text
+    monkeypatch.setattr(OffloadWorker, "close", close)
+    worker.resume()
+    assert worker.side.plane.boot_id != plane.boot_id
+    assert seen == [plane.boot_id] * 2
+
+
+def test_a_rank_that_wakes_pins_what_is_wanted_by_then(worker: WorkerHost) -> None:
+    worker.register(kv_caches())
+    assert worker.side is not None
+    worker.follow({0: DesiredState("engine", 5, number=1)})
+    worker.suspend()
+    worker.follow({0: DesiredState("engine", 3, number=2)})
+    worker.resume()
+    report = worker.side.plane.report()
+    assert (report.applied, report.target_slots, report.pinned_slots) == (2, 3, 3)
+
+
 @pytest.mark.parametrize(
     "error", [InsufficientMemoryError("somebody took it"), ConfigError("kv_caches", 1, "2"), RuntimeError("no")]
 )
@@ -399,22 +434,22 @@ def test_a_rank_whose_agent_finds_no_server_is_resized_with_the_steps(
     host.engine.admin.resize(3).run()
     step()
     said = worker.side.plane.report()
-    assert (said.target_slots, said.pinned_slots, said.generation) == (3, 3, 1)
+    assert (said.target_slots, said.pinned_slots, said.applied) == (3, 3, 2)
     assert nothing == {}, "what was handed over belongs to its step"
 
 
 def test_a_rank_follows_what_is_wanted_of_itself_and_lets_no_failure_into_a_step(
     own_log: None, worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker.follow({0: DesiredState("engine", 1)})
+    worker.follow({0: DesiredState("engine", 1, number=1)})
     worker.register(kv_caches())
     assert worker.side is not None
-    worker.follow({1: DesiredState("engine", 1)})
+    worker.follow({1: DesiredState("engine", 1, number=1)})
     assert worker.side.plane.report().target_slots == 5
 
     def fail(self: OffloadWorker, desired: DesiredState) -> None:
         raise RuntimeError("no such pool")
 
     monkeypatch.setattr(OffloadWorker, "apply", fail)
-    worker.follow({0: DesiredState("engine", 1)})
+    worker.follow({0: DesiredState("engine", 1, number=1)})
     assert "rank 0: what is wanted of it cannot be done" in caplog.text

@@ -14,6 +14,7 @@ REPORT_SCHEMA: dict[str, Any] = {
         {
             "rank": 0,
             "boot_id": "6f1d2a9c",
+            "number": 1,
             "state": "ready",
             "slot_bytes": 2097152,
             "pinned_slots": 4096,

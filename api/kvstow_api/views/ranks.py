@@ -33,6 +33,7 @@ _EXAMPLE = {
     "queued_stores": 1,
     "queued_loads": 0,
     "uncollected_completions": 0,
+    "stale_desired_states": 0,
     "store_bytes_total": 50331648,
     "load_bytes_total": 0,
     "store_busy_seconds": 0.02,
@@ -74,6 +75,7 @@ class RankView(View):
     queued_stores: int
     queued_loads: int
     uncollected_completions: int
+    stale_desired_states: int
     store_bytes_total: int
     load_bytes_total: int
     store_busy_seconds: float
@@ -106,7 +108,7 @@ class DesiredView(View):
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "json_schema_extra": {
             "examples": [
-                {"engine_id": "6f1d2a9c", "capacity_slots": 4096, "paused": False, "pin_attempt": 0, "generation": 0}
+                {"engine_id": "6f1d2a9c", "capacity_slots": 4096, "paused": False, "pin_attempt": 0, "number": 1}
             ]
         }
     }
@@ -115,4 +117,4 @@ class DesiredView(View):
     capacity_slots: int
     paused: bool
     pin_attempt: int
-    generation: int
+    number: int

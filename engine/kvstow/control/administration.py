@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -163,8 +164,8 @@ class Administrator:
             top = max(state.slots.limit, state.slots.top)
             state.resizing = True
             state.ceiling = capacity_slots
-            if capacity_slots >= state.capacity:
-                state.capacity = capacity_slots
+            if capacity_slots > state.capacity:
+                state.want(replace(state.desired, capacity_slots=capacity_slots))
             state.apply_limit()
         logger.info("resize to %d slots", capacity_slots)
         total = max(0, top - capacity_slots)
@@ -189,8 +190,7 @@ class Administrator:
                     sweep.waiting = state.slots.leaving > 0
                     if not sweep.waiting:
                         if state.ceiling < state.capacity:
-                            state.ranks.shrink(state.ceiling)
-                        state.capacity = state.ceiling
+                            state.want(replace(state.desired, capacity_slots=state.ceiling))
                         done = True
                         return
                 yield
@@ -253,13 +253,15 @@ class Administrator:
 
     def retry_pinning(self) -> None:
         """Ranks whose pinning failed try again."""
-        with self._state.lock:
-            self._state.pin_attempt += 1
+        state = self._state
+        with state.lock:
+            state.want(replace(state.desired, pin_attempt=state.desired.pin_attempt + 1))
 
     def pause_pinning(self, paused: bool) -> None:
         """Ranks start no further chunk while paused; what is pinned stays usable."""
-        with self._state.lock:
-            self._state.pinning_paused = paused
+        state = self._state
+        with state.lock:
+            state.want(replace(state.desired, paused=paused))
 
     # -- drain and bypass -----------------------------------------------------------------------------------
 

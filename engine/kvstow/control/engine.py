@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -45,8 +44,8 @@ class OffloadEngine:
     ) -> None:
         """`slice_slots`: how many slots bulk work looks at before it frees the lock."""
         self.config = config
-        self.engine_id = secrets.token_hex(8)
         self._state = ControlState(config, clock, slice_slots=slice_slots)
+        self.engine_id = self._state.desired.engine_id
         self.admin = Administrator(self._state)
 
     @property
@@ -203,7 +202,8 @@ class OffloadEngine:
     # -- ranks ----------------------------------------------------------------------------------------------
 
     def report(self, report: RankReport) -> DesiredState:
-        """Take a rank's report; answers what is wanted of it.
+        """Take a rank's report; answers what is wanted of it. One that a later report of the same boot, or a later
+        boot, has overtaken is counted and changes nothing.
 
         A new boot id means that the rank has lost its memory: its ops fail, leases break, and every block is
         removed, slice by slice, before anything is served again. The same goes for the contents of slots that a
@@ -212,14 +212,14 @@ class OffloadEngine:
         """
         state = self._state
         if report.engine_id != self.engine_id:
-            report = replace(report, generation=0)  # it has applied nothing of this engine yet
+            report = replace(report, applied=0)  # it has applied nothing of this engine yet
         with state.lock:
             state.ranks.check(report)
             if state.ranks.is_late(report):
                 state.counters.stale_reports += 1
-                return self._desired()
+                return state.desired
             before = state.ranks.usable_slots()
-            restarted = state.ranks.update(report, state.clock(), state.capacity)
+            restarted = state.ranks.update(report, state.clock())
             usable = state.ranks.usable_slots()
             if restarted:
                 settlement.fail_rank(state, report.rank)
@@ -229,8 +229,7 @@ class OffloadEngine:
             state.refresh_gate()
         state.write_log()
         state.remove_lost()
-        with state.lock:
-            return self._desired()
+        return self.desired()
 
     def boot_ids(self) -> tuple[str | None, ...]:
         """The boot that each rank is in. A plan says which one its ops are for: in another, the slots that it names
@@ -242,13 +241,7 @@ class OffloadEngine:
     def desired(self) -> DesiredState:
         """What is wanted of every rank now."""
         with self._state.lock:
-            return self._desired()
-
-    def _desired(self) -> DesiredState:
-        state = self._state
-        return DesiredState(
-            self.engine_id, state.capacity, state.pinning_paused, state.pin_attempt, state.ranks.generation
-        )
+            return self._state.desired
 
     # -- time, end, views -----------------------------------------------------------------------------------
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstow.config import EngineConfig
 from kvstow.errors import InvalidRequestError, NotFoundError
-from kvstow.messages import RankReport
+from kvstow.messages import DesiredState, RankReport
 from kvstow.stats import RankStatus
 
 
@@ -20,26 +19,26 @@ class RankRecord:
     rank: int
     report: RankReport | None = None
     reported_at: float = 0.0
-    most: int = sys.maxsize
-    """The least that it may have been told to keep since what `report` says it has applied: no more slots count."""
 
 
 class RankTable:
     """The ranks 0 to `config.num_ranks` - 1. Not locked.
 
-    A rank with a new boot id has lost its memory. What an earlier boot says afterwards is not believed.
+    A report counts unless a later one has come before it: of the same boot with a larger number, or of a later boot.
+    A rank with a new boot id has lost its memory.
 
-    Of the slots that a rank has reported only those count that it keeps. It gives slots back when the wanted capacity
-    is lowered, and an older report may be the last one, or come late, while the capacity already grows again. So each
-    lowering starts a new `generation`; until a rank reports under it, it counts for no more than was wanted since.
+    A rank gives slots back when the wanted capacity is lowered, and says so with a later report. So until every rank
+    has reported that it has applied the last lowering, no more slots count than were wanted at the least.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, desired: DesiredState) -> None:
         self._ranks = [RankRecord(rank) for rank in range(config.num_ranks)]
         self._slot_bytes_of = config.slot_bytes_of
         self._report_timeout = config.report_timeout
         self._dead_boots: deque[tuple[int, str]] = deque(maxlen=16 * config.num_ranks)
-        self.generation = 0
+        self._desired = desired
+        self._lowered = desired
+        """The last lowering; its capacity is the least that was wanted since all ranks had applied the one before."""
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -59,42 +58,45 @@ class RankTable:
             )
         if not report.boot_id:
             raise InvalidRequestError(f"rank {report.rank} reports boot_id ''; allowed: a non-empty string")
-        if report.generation > self.generation:
+        if report.applied > self._desired.number:
             raise InvalidRequestError(
-                f"rank {report.rank} reports generation {report.generation}; allowed: 0 to {self.generation}, "
-                f"as it was told"
+                f"rank {report.rank} reports that it has applied desired state {report.applied}; "
+                f"allowed: 0 to {self._desired.number}, as it was told"
             )
 
     def is_late(self, report: RankReport) -> bool:
-        """Whether the rank has left the boot or the generation that the report is of."""
+        """Whether a later report has come before this one."""
         last = self._ranks[report.rank].report
         if last is not None and last.boot_id == report.boot_id:
-            return report.generation < last.generation
+            return report.number <= last.number
         return (report.rank, report.boot_id) in self._dead_boots
 
-    def update(self, report: RankReport, now: float, capacity_slots: int) -> bool:
-        """Take a report that passed `check` and is not late; True if the rank has started anew. The rank is told of
-        `capacity_slots` in answer."""
+    def update(self, report: RankReport, now: float) -> bool:
+        """Take a report that passed `check` and is not late; True if the rank has started anew."""
         record, old_boot = self._ranks[report.rank], self.boot_id(report.rank)
         record.report, record.reported_at = report, now
-        if report.generation == self.generation:
-            record.most = sys.maxsize
-        elif report.boot_id != old_boot:
-            record.most = capacity_slots
         if old_boot is None or old_boot == report.boot_id:
             return False
         self._dead_boots.append((report.rank, old_boot))
         return True
 
-    def shrink(self, capacity_slots: int) -> None:
-        """The ranks will be told to give back what lies above the lowered capacity."""
-        self.generation += 1
-        for record in self._ranks:
-            record.most = min(record.most, capacity_slots)
+    def want(self, desired: DesiredState) -> None:
+        """The ranks are told of `desired` from now on."""
+        if desired.capacity_slots < self._desired.capacity_slots:
+            known = self._all_have_applied(self._lowered)
+            least = desired.capacity_slots if known else min(desired.capacity_slots, self._lowered.capacity_slots)
+            self._lowered = replace(desired, capacity_slots=least)
+        self._desired = desired
 
     def usable_slots(self) -> int:
         """Slots that every rank has pinned, and keeps; 0 until all have reported."""
-        return min(min(record.report.pinned_slots, record.most) if record.report else 0 for record in self._ranks)
+        pinned = min(record.report.pinned_slots if record.report else 0 for record in self._ranks)
+        return pinned if self._all_have_applied(self._lowered) else min(pinned, self._lowered.capacity_slots)
+
+    def _all_have_applied(self, desired: DesiredState) -> bool:
+        """Of the ranks that have reported; the others have been told of nothing."""
+        reports = [record.report for record in self._ranks if record.report is not None]
+        return all(report.applied >= desired.number for report in reports)
 
     def can_copy(self) -> bool:
         """Whether every rank has reported and none has lost its copy thread."""
@@ -127,7 +129,7 @@ class RankTable:
 
     def _status(self, record: RankRecord, now: float) -> RankStatus:
         known = record.report or RankReport(
-            record.rank, "", "starting", self._slot_bytes_of(record.rank), 0, 0, pinned_bytes=0, target_bytes=0
+            record.rank, "", "starting", self._slot_bytes_of(record.rank), 0, 0, 0, 0, number=0
         )
         return RankStatus(
             **{name: getattr(known, name) for name in _SHARED_FIELDS},

@@ -7,9 +7,10 @@ that say so.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 
 from kvstow.config import EngineConfig
@@ -22,7 +23,7 @@ from kvstow.control.ledger import Ledger
 from kvstow.control.ranks import RankTable
 from kvstow.control.slots import SlotMap
 from kvstow.control.sweep import SLICE_SLOTS
-from kvstow.messages import Direction, Mark
+from kvstow.messages import DesiredState, Direction, Mark
 
 logger = logging.getLogger("kvstow.engine")
 
@@ -52,22 +53,20 @@ class ControlState:
         self.slots = SlotMap()
         self.index = Index(config.policy)
         self.ledger = Ledger(config.num_ranks)
-        self.ranks = RankTable(config)
         self.leases = LeaseBook()
         self.gate = Gate()
         self.counters = Counters()
         self.events = EventLog(config.event_buffer, lambda: self.capacity)
         self.settled: deque[Settled] = deque()
-        self.capacity = config.capacity_slots
-        """Slots wanted on every rank; ranks give memory back only when this is lowered."""
+        self.desired = DesiredState(secrets.token_hex(8), config.capacity_slots, number=1)
+        """What is wanted of every rank; ranks give memory back only when its capacity is lowered. See `want`."""
+        self.ranks = RankTable(config, self.desired)
         self.ceiling = config.capacity_slots
         """Slots at or above it are not used any more; below `capacity` while a resize vacates them."""
         self.resizing = False
         self.lost = range(0)
         """Slots whose contents some rank has lost, and which `remove_lost` has yet to clear. The gate is closed
         while there are any."""
-        self.pinning_paused = False
-        self.pin_attempt = 0
         self.integrity_error: str | None = None
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
 
@@ -110,6 +109,16 @@ class ControlState:
 
     def unhold(self, slots: Iterable[int]) -> None:
         self.slots.release(self.index.unhold(list(slots)))
+
+    @property
+    def capacity(self) -> int:
+        """Slots wanted on every rank."""
+        return self.desired.capacity_slots
+
+    def want(self, desired: DesiredState) -> None:
+        """Want something else of the ranks, under the next number."""
+        self.desired = replace(desired, number=self.desired.number + 1)
+        self.ranks.want(self.desired)
 
     def apply_limit(self) -> None:
         """Make the usable slots follow ceiling and ranks. Blocks above a lower limit are for the caller to remove."""

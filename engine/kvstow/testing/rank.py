@@ -8,6 +8,7 @@ from itertools import count
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion, DesiredState, Mark, Op, RankReport, RankState
+from kvstow.steering import Steering
 
 Content = bytes | None
 
@@ -29,7 +30,9 @@ class FakeRank:
         self.state: RankState = "ready"
         self.error: str | None = None
         self.pinned = 0
-        self.applied = DesiredState("", 0)
+        self.steering = Steering()
+        self.reports = 0
+        self.heard: deque[DesiredState] = deque(maxlen=8)
         self.sent: deque[RankReport] = deque(maxlen=8)
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
@@ -39,6 +42,7 @@ class FakeRank:
     def report(self, boot_id: str | None = None) -> DesiredState:
         """Send a report (of another boot, to play a late one). Memory that is no longer wanted is given back then; only
         the next report says so."""
+        self.reports += 1
         slot_bytes = self.engine.config.slot_bytes_of(self.rank)
         target = self.engine.config.capacity_slots
         report = RankReport(
@@ -52,15 +56,20 @@ class FakeRank:
             target_bytes=target * slot_bytes,
             error=self.error,
             pending_ops=len(self.queue),
-            engine_id=self.applied.engine_id,
-            generation=self.applied.generation,
+            engine_id=self.steering.followed.engine_id,
+            applied=self.steering.followed.number,
+            number=self.reports,
         )
         self.sent.append(report)
         desired = self.engine.report(report)
         if boot_id is None:
-            self.applied = desired
-            self._keep(min(self.pinned, desired.capacity_slots))
+            self.heard.append(desired)
+            self.hear(desired)
         return desired
+
+    def hear(self, desired: DesiredState) -> None:
+        """Be told what is wanted, however late."""
+        self.steering.follow(desired, lambda new: self._keep(min(self.pinned, new.capacity_slots)))
 
     def pin(self, num_slots: int) -> DesiredState:
         """Have the slots below `num_slots` pinned, and report it. Contents above are lost."""
@@ -75,7 +84,8 @@ class FakeRank:
         """Die and come back: memory and queue are gone, the boot id is new."""
         self.boot_id = f"boot-{next(_boots)}"
         self.state, self.error = "ready", None
-        self.applied = DesiredState("", 0)
+        self.steering = Steering()
+        self.reports = 0
         self.slots.clear()
         self.blocks.clear()
         self.queue.clear()

@@ -6,6 +6,7 @@ import secrets
 
 from kvstow.devices.base import Fence
 from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
+from kvstow.steering import Steering
 
 
 class SimulatedWorker:
@@ -15,7 +16,9 @@ class SimulatedWorker:
         self.boot_id = secrets.token_hex(8)
         self._rank = rank
         self._slot_bytes = slot_bytes
-        self._applied = DesiredState("", num_slots)
+        self._num_slots = num_slots
+        self._steering = Steering()
+        self._reports = 0
         self._completions: list[Completion] = []
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
@@ -30,7 +33,8 @@ class SimulatedWorker:
         return bool(self._completions)
 
     def report(self) -> RankReport:
-        slots = self._applied.capacity_slots
+        self._reports += 1
+        slots = self._num_slots
         num_bytes = slots * self._slot_bytes
         return RankReport(
             rank=self._rank,
@@ -43,9 +47,13 @@ class SimulatedWorker:
             target_bytes=num_bytes,
             pin_mode="simulated",
             uncollected_completions=len(self._completions),
-            engine_id=self._applied.engine_id,
-            generation=self._applied.generation,
+            engine_id=self._steering.followed.engine_id,
+            applied=self._steering.followed.number,
+            number=self._reports,
         )
 
     def apply(self, desired: DesiredState) -> None:
-        self._applied = desired
+        self._steering.follow(desired, self._resize)
+
+    def _resize(self, desired: DesiredState) -> None:
+        self._num_slots = desired.capacity_slots

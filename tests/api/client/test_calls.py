@@ -145,7 +145,7 @@ async def test_a_report_is_answered_with_what_is_wanted(client: httpx.AsyncClien
     transport: Any = client._transport
     async with AsyncClient(Endpoint("http://kvstow", token=AGENT_TOKEN), transport=transport) as agent:
         answer = await agent.send(calls.report(ranks.make_report(0), clock=1.5))
-    assert answer == DesiredState(ranks.engine.engine_id, 16)
+    assert answer == DesiredState(ranks.engine.engine_id, 16, number=1)
 
 
 async def test_a_problem_comes_as_an_error_that_carries_it(kvstow: AsyncClient) -> None:

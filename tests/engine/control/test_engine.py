@@ -355,7 +355,8 @@ def test_a_host_that_collects_nothing_is_named(
     clock.advance(9.0)
     for rank in ranks:
         rank.report()
-        engine.report(replace(rank.sent[-1], uncollected_completions=uncollected))
+        sent = rank.sent[-1]
+        engine.report(replace(sent, number=sent.number + 1, uncollected_completions=uncollected))
     clock.advance(1.5)
     engine.tick()
     (settled,) = engine.take_settled()

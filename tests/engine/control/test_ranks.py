@@ -157,6 +157,43 @@ def test_a_late_report_of_a_dead_boot_is_not_believed(make_engine: MakeEngine) -
     assert (stats.stale_reports, stats.rank_restarts) == (1, 1)
 
 
+def test_a_late_report_of_the_same_boot_is_counted_and_changes_nothing(make_engine: MakeEngine) -> None:
+    """Two ways lead to the engine, so an old report may come after a newer one."""
+    engine = make_engine()
+    rank = FakeRank(engine)
+    rank.pin(1)
+    rank.state = "failed"
+    rank.report()
+    pinning, failed = rank.sent
+    rank.state = "ready"
+    rank.pin(4)
+    store_keys(engine, [rank], [A, B])
+    for late in (pinning, failed, rank.sent[-1]):
+        assert engine.report(late) == engine.desired()
+    assert engine.lookup([A, B]) == 2
+    stats = engine.stats()
+    assert (stats.stale_reports, stats.usable_slots, stats.evicted_blocks["rank_restart"]) == (3, 4, 0)
+    assert engine.readiness().state == "ready"
+
+
+def test_every_change_of_what_is_wanted_has_a_larger_number(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    make_ranks(engine)
+    numbers = [engine.desired().number]
+    for change in (
+        lambda: engine.admin.resize(8).run(),
+        lambda: engine.admin.resize(2).run(),
+        lambda: engine.admin.pause_pinning(True),
+        lambda: engine.admin.pause_pinning(False),
+        engine.admin.retry_pinning,
+    ):
+        change()
+        numbers.append(engine.desired().number)
+    assert numbers == sorted(set(numbers))
+    engine.admin.resize(2).run()
+    assert engine.desired().number == numbers[-1], "nothing changed"
+
+
 def test_memory_that_a_rank_takes_back_unasked_is_not_served(make_engine: MakeEngine) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)
@@ -316,18 +353,21 @@ def test_a_rank_that_starts_anew_in_a_small_pool_counts_no_more_when_it_grows(ma
     assert engine.stats().usable_slots == 1
 
 
-def test_a_first_report_counts_whole_whatever_the_pool_once_was(make_engine: MakeEngine) -> None:
+def test_a_first_report_counts_whole_when_what_is_wanted_was_applied(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.admin.resize(1).run()
     engine.admin.resize(4).run()
-    FakeRank(engine).pin(4)
+    rank = FakeRank(engine)
+    rank.pin(4)
+    assert engine.stats().usable_slots == 1
+    rank.report()
     assert engine.stats().usable_slots == 4
 
 
 def test_what_a_rank_applied_of_another_engine_says_nothing_here(make_engine: MakeEngine) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)
-    elsewhere = replace(rank.sent[-1], boot_id="elsewhere", engine_id="another", generation=1)
+    elsewhere = replace(rank.sent[-1], boot_id="elsewhere", engine_id="another", applied=2)
     engine.admin.resize(1).run()
     engine.report(elsewhere)
     engine.admin.resize(4).run()
@@ -336,15 +376,15 @@ def test_what_a_rank_applied_of_another_engine_says_nothing_here(make_engine: Ma
 
 def test_reports_of_another_pool_are_refused(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    good = RankReport(0, "boot", "ready", 64, 4, 4, 256, 256)
+    good = RankReport(0, "boot", "ready", 64, 4, 4, 256, 256, number=1)
     with pytest.raises(NotFoundError, match="rank is 1; allowed: 0 to 0"):
         engine.report(replace(good, rank=1))
     with pytest.raises(InvalidRequestError, match="slot_bytes 32; allowed: 64"):
         engine.report(replace(good, slot_bytes=32))
     with pytest.raises(InvalidRequestError, match="boot_id"):
         engine.report(replace(good, boot_id=""))
-    with pytest.raises(InvalidRequestError, match="generation 1; allowed: 0 to 0, as it was told"):
-        engine.report(replace(good, engine_id=engine.engine_id, generation=1))
+    with pytest.raises(InvalidRequestError, match="applied desired state 2; allowed: 0 to 1, as it was told"):
+        engine.report(replace(good, engine_id=engine.engine_id, applied=2))
     assert engine.readiness().state == "starting"
 
 
@@ -355,7 +395,7 @@ def test_each_rank_has_slots_of_its_own_size(make_engine: MakeEngine) -> None:
     assert [rank.pinned_bytes for rank in engine.readiness().ranks] == [4 * 64, 4 * 32]
     store_keys(engine, ranks, [A, B])
     assert engine.stats().transfer_bytes["store"] == 2 * 64, "of the rank with the largest slots"
-    wrong = RankReport(1, "boot", "ready", 64, 4, 4, 256, 256)
+    wrong = RankReport(1, "boot", "ready", 64, 4, 4, 256, 256, number=1)
     with pytest.raises(InvalidRequestError, match="rank 1 reports slot_bytes 64; allowed: 32, as this rank's pool"):
         engine.report(wrong)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, event, settings
@@ -19,11 +20,13 @@ from kvstow.control.gate import Gate
 from kvstow.control.index import Index
 from kvstow.control.lease import Lease, LeaseBook
 from kvstow.control.ledger import Ledger, OpenOp, Verdict
+from kvstow.control.ranks import RankTable
 from kvstow.control.slots import SlotMap
 from kvstow.control.state import ControlState, Settled
 from kvstow.control.sweep import Sweep
 from kvstow.errors import ConflictError, LeaseError
-from kvstow.messages import Completion, Mark, Op
+from kvstow.messages import Completion, DesiredState, Mark, Op
+from kvstow.steering import Steering
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, write_blocks
 
@@ -42,6 +45,7 @@ ACTIONS = {  # who: what, as often as it is named
         "report",
         "report",
         "report late",
+        "hear late",
     ],
     "operate": ["evict", "idle", "purge", "pin", "unpin", "resize", "policy", "gate"] + ["go on"] * 3,
 }
@@ -155,6 +159,9 @@ class Traffic(RuleBasedStateMachine):
             rank.pin(min(rank.pinned + 2, self.engine.desired().capacity_slots))
         elif what == "report late":
             self.engine.report(rank.sent[pick % len(rank.sent)])
+        elif what == "hear late":
+            if rank.heard:
+                rank.hear(rank.heard[pick % len(rank.heard)])
         else:
             for each in self.ranks:
                 each.report()
@@ -358,13 +365,28 @@ def lost_blocks_are_served(patch: pytest.MonkeyPatch) -> None:
 
 
 def resize_does_not_wait(patch: pytest.MonkeyPatch) -> None:
-    desired = OffloadEngine._desired
+    desired = OffloadEngine.desired
 
     def at_once(self: OffloadEngine) -> object:
-        self._state.capacity = self._state.ceiling
+        state = self._state
+        if state.ceiling < state.capacity:
+            state.want(replace(state.desired, capacity_slots=state.ceiling))
         return desired(self)
 
-    patch.setattr(OffloadEngine, "_desired", at_once)
+    patch.setattr(OffloadEngine, "desired", at_once)
+
+
+def late_desired_states_are_obeyed(patch: pytest.MonkeyPatch) -> None:
+    def obey(self: Steering, desired: DesiredState, put_into_effect: Callable[[DesiredState], None]) -> bool:
+        put_into_effect(desired)
+        self.followed = desired
+        return True
+
+    patch.setattr(Steering, "follow", obey)
+
+
+def shrinks_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RankTable, "_all_have_applied", lambda self, desired: True)
 
 
 MUTANTS = [
@@ -379,6 +401,8 @@ MUTANTS = [
     leases_outlive_a_restart,
     lost_blocks_are_served,
     resize_does_not_wait,
+    late_desired_states_are_obeyed,
+    shrinks_are_forgotten,
 ]
 
 

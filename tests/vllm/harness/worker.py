@@ -39,10 +39,11 @@ class SteppedWorker(OffloadWorker):
         ready, self._ready = self._ready, []
         return ready
 
-    def close(self, timeout: float = 0.0) -> None:
+    def close(self, timeout: float = 0.0) -> bool:
         """Fail what has not ended: nobody lets the device go on."""
-        super().close(0.0)
+        ended = super().close(0.0)
         self._take_the_rest()
+        return ended
 
     def kill_copy_thread(self) -> None:
         """Let a defect end it, if it has anything to do."""
@@ -57,7 +58,7 @@ class SteppedWorker(OffloadWorker):
 
     def advance(self) -> None:
         """Let a tick of the device pass, and see its completions through the copy thread."""
-        for what in self.device.tick():
+        for what in self.device.advance():
             while what not in self._arrived:
                 if not self.wait_completions(_TIMEOUT):
                     raise TimeoutError(f"no word of op {what[0]}: {what[1]}")

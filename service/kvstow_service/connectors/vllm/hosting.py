@@ -230,14 +230,13 @@ class WorkerHost:
 
     def suspend(self) -> None:
         """vLLM is about to take its KV cache away."""
-        if self.side is not None and self.hello is not None:
-            self._change(NoDataPlane(self._facts.rank, self.hello.slot_bytes, None, None))
+        if self.hello is not None:
+            slot_bytes = self.hello.slot_bytes
+            self._change(lambda: NoDataPlane(self._facts.rank, slot_bytes, None, None))
 
     def resume(self) -> None:
         """The KV cache is back, with nothing in it; the rank starts anew."""
-        if self.side is not None:
-            plane, _ = self._build(refusals=())
-            self._change(plane)
+        if (plane := self._change(lambda: self._build(refusals=())[0])) is not None:
             self._start(plane)
 
     def close(self) -> None:
@@ -247,11 +246,18 @@ class WorkerHost:
         if self.side is not None:
             self.side.plane.close()
 
-    def _change(self, plane: DataPlane) -> None:
-        assert self.side is not None
-        assert self._source is not None
-        self.side.replace(plane)
-        self._source.plane_changed()
+    def _change(self, make: Callable[[], DataPlane]) -> DataPlane | None:
+        """The data plane that has taken the place of the present one, once that has ended; None where there is none,
+        or where it does not end. The rank then stays as it is, stopped: its engine waits for the word of a copy that
+        may still write."""
+        if self.side is None or self._source is None:
+            return None
+        if not self.side.close_plane():
+            logger.error("rank %d: its data plane does not end; vLLM serves without offload", self._facts.rank)
+            return None
+        plane = make()
+        self._source.switch(plane)
+        return plane
 
     def _build(self, refusals: tuple[type[Exception], ...]) -> tuple[DataPlane, int]:
         """(the data plane, or what stands for it; the size of its slots). Raises the `refusals`."""

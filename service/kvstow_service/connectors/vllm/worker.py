@@ -5,10 +5,12 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from kvstow.devices.base import Fence
 from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
+from kvstow.steering import Steering
 from kvstow_service.connectors.vllm.scheduler import PlannedStep
 
 
@@ -34,9 +36,12 @@ class DataPlane(Protocol):
 
     def apply(self, desired: DesiredState) -> None: ...
 
+    @property
+    def followed(self) -> DesiredState: ...
+
     def add_listener(self, callback: Callable[[], None]) -> None: ...
 
-    def close(self, timeout: float = 5.0) -> None: ...
+    def close(self, timeout: float = 5.0) -> bool: ...
 
 
 class FinishedLoads(NamedTuple):
@@ -118,11 +123,12 @@ class WorkerSide:
         news, self._news = self._news, []
         return news
 
-    def replace(self, plane: DataPlane) -> None:
-        """Close the data plane, and go on with another, which is a rank that starts anew. What was under way fails."""
-        old, self.plane = self.plane, plane
-        old.close()
-        self._hear(old)
+    def close_plane(self) -> bool:
+        """Close the data plane: what was under way fails, and then it touches no memory any more. False while a copy
+        hangs in the device. Before it is closed no other may take its place: a new boot says that it has ended."""
+        ended = self.plane.close()
+        self._hear(self.plane)
+        return ended
 
     def _refuse(self, step: PlannedStep) -> None:
         """The step was planned for memory that this rank has lost since: the slots that it names hold other bytes."""
@@ -169,7 +175,9 @@ class NoDataPlane:
             target_bytes=0,
             error_reason=reason,
             error=error,
+            number=0,
         )
+        self._steering = Steering()
         self._lock = threading.Lock()
         self._completions: list[Completion] = []
 
@@ -196,16 +204,31 @@ class NoDataPlane:
         return completions
 
     def report(self) -> RankReport:
-        return self._report
+        with self._lock:
+            followed = self._steering.followed
+            self._report = replace(
+                self._report,
+                number=self._report.number + 1,
+                engine_id=followed.engine_id,
+                applied=followed.number,
+                stale_desired_states=self._steering.stale,
+            )
+            return self._report
 
     def apply(self, desired: DesiredState) -> None:
-        """There is nothing to steer."""
+        """There is nothing to steer, but the next data plane begins with it."""
+        self._steering.follow(desired, lambda _: None)
+
+    @property
+    def followed(self) -> DesiredState:
+        return self._steering.followed
 
     def add_listener(self, callback: Callable[[], None]) -> None:
-        """The report never changes."""
+        """Nobody waits for what changes in the report."""
 
-    def close(self, timeout: float = 5.0) -> None:
+    def close(self, timeout: float = 5.0) -> bool:
         """It holds nothing."""
+        return True
 
 
 class PlaneSource:
@@ -214,15 +237,15 @@ class PlaneSource:
 
     def __init__(self, side: WorkerSide) -> None:
         self._side = side
-        self._applying = threading.Lock()
+        self._switching = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
     def report(self) -> RankReport:
         return self._side.plane.report()
 
     def apply(self, desired: DesiredState) -> None:
-        plane = self._side.plane
-        with self._applying:
+        with self._switching:
+            plane = self._side.plane
             plane.apply(desired)
         plane.start()  # whoever is answered has started
 
@@ -230,8 +253,14 @@ class PlaneSource:
         self._callbacks.append(callback)
         self._side.plane.add_listener(callback)
 
-    def plane_changed(self) -> None:
-        """Tell all listeners, and let the new data plane tell them from now on."""
+    def switch(self, plane: DataPlane) -> None:
+        """Go on with another data plane, a rank that starts anew. The present one has ended (`WorkerSide.close_plane`).
+        The new one begins with what is wanted now, so that no late answer to the old one can mislead it."""
+        with self._switching:
+            followed = self._side.plane.followed
+            if followed.engine_id:
+                plane.apply(followed)
+            self._side.plane = plane
         for callback in self._callbacks:
-            self._side.plane.add_listener(callback)
+            plane.add_listener(callback)
             callback()

@@ -25,6 +25,8 @@ class FakePlane:
         self.listeners: list[Callable[[], None]] = []
         self.desired: list[DesiredState] = []
         self.fails_at_close: tuple[int, ...] = ()
+        self.ends = True
+        self.at_close: Callable[[], None] = lambda: None
         self.driven = 0
         self.at_ease: list[bool] = []
         self.host_steps: list[str] = []
@@ -49,7 +51,7 @@ class FakePlane:
         return taken
 
     def report(self) -> RankReport:
-        return RankReport(0, self.boot_id, "ready", 64, 1, 1, 64, 64)
+        return RankReport(0, self.boot_id, "ready", 64, 1, 1, 64, 64, number=1)
 
     def apply(self, desired: DesiredState) -> None:
         self.desired.append(desired)
@@ -57,8 +59,14 @@ class FakePlane:
     def add_listener(self, callback: Callable[[], None]) -> None:
         self.listeners.append(callback)
 
-    def close(self, timeout: float = 5.0) -> None:
+    @property
+    def followed(self) -> DesiredState:
+        return self.desired[-1] if self.desired else DesiredState("", 0, number=0)
+
+    def close(self, timeout: float = 5.0) -> bool:
+        self.at_close()
         self.completions += [Completion(op_id, "failed", "closed") for op_id in self.fails_at_close]
+        return self.ends
 
     def say(self, op_id: int, mark: Mark = "done") -> None:
         self.completions.append(Completion(op_id, mark))
@@ -213,11 +221,55 @@ def test_another_plane_takes_over_and_what_was_under_way_fails() -> None:
     rank, old_news = Rank(), "boot"
     rank.side.begin_step(step(1, loads={"r": LOAD}))
     rank.plane.fails_at_close = (2,)
-    rank.side.replace(FakePlane("again"))
+    assert rank.side.close_plane()
+    PlaneSource(rank.side).switch(FakePlane("again"))
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
     assert [news.boot_id for news in rank.side.take_news()] == [old_news]
     rank.side.begin_step(step(2, loads={"q": op(3, "load", 7)}, boot="again"))
     assert rank.side.plane.submitted == [((3,), rank.fence)]  # type: ignore[attr-defined]
+
+
+def test_the_old_boot_is_the_visible_one_until_its_data_plane_has_ended() -> None:
+    """A new boot tells the engine that the old one touches nothing any more: it then calls loads failed."""
+    rank = Rank()
+    source, seen = PlaneSource(rank.side), list[str]()
+    rank.plane.at_close = lambda: seen.append(source.report().boot_id)
+    assert rank.side.close_plane()
+    seen.append(source.report().boot_id)
+    source.switch(FakePlane("again"))
+    seen.append(source.report().boot_id)
+    assert seen == ["boot", "boot", "again"]
+
+
+def test_a_data_plane_that_does_not_end_is_said_so_and_heard_still() -> None:
+    rank = Rank()
+    rank.side.begin_step(step(1, loads={"r": LOAD}))
+    rank.plane.ends = False
+    assert not rank.side.close_plane()
+    assert rank.side.take_finished_loads() == NOTHING
+    rank.plane.say(2, "failed")
+    assert rank.side.take_finished_loads().failed == {"r"}
+
+
+def test_a_new_data_plane_begins_with_what_is_wanted_before_anybody_sees_it() -> None:
+    rank = Rank()
+    source, again = PlaneSource(rank.side), FakePlane("again")
+    source.switch(FakePlane("between"))
+    assert rank.side.plane.desired == [], "nothing was wanted yet"  # type: ignore[attr-defined]
+    desired = DesiredState("engine", 3, number=7)
+    source.apply(desired)
+    source.switch(again)
+    assert again.desired == [desired]
+
+
+def test_a_rank_without_data_plane_numbers_its_reports_and_keeps_what_is_wanted() -> None:
+    plane = NoDataPlane(3, 64, None, None)
+    for number in (2, 1):
+        plane.apply(DesiredState("engine", 1, number=number))
+    first, second = plane.report(), plane.report()
+    assert (first.number, second.number) == (1, 2)
+    assert (second.engine_id, second.applied, second.stale_desired_states) == ("engine", 2, 1)
+    assert plane.followed.number == 2
 
 
 def test_a_rank_without_data_plane_fails_every_op() -> None:
@@ -243,11 +295,10 @@ def test_the_agent_speaks_for_the_plane_that_there_is() -> None:
     source.add_listener(lambda: calls.append(source.report().boot_id))
     rank.plane.listeners[0]()
     again = FakePlane("again")
-    rank.side.replace(again)
-    source.plane_changed()
+    source.switch(again)
     again.listeners[0]()
     assert calls == ["boot", "again", "again"]
-    desired = DesiredState("engine", 1)
+    desired = DesiredState("engine", 1, number=1)
     source.apply(desired)
     assert (again.desired, rank.plane.desired) == ([desired], [])
     assert again.at_ease == [False], "a server that answers has started"
