@@ -25,7 +25,7 @@ from bench.gpu import figures
 from bench.gpu.plain import PlainCopies
 from bench.gpu.rank import BOTH, GIB, KIB, KVCache, Shape, Traffic
 from bench.report import Table, verdict
-from kvstow.devices.base import Fence, Staged, Ticket, TicketState
+from kvstow.devices.base import Fence
 from kvstow.devices.cuda import CudaDevice
 from kvstow.devices.cuda.transfer import Transfer
 from kvstow.messages import Direction
@@ -77,7 +77,7 @@ class SlowDown:
 
 
 class Meter:
-    """Adds up the time of calls, in seconds. A poll that begins a batch gives the device work; any other only looks."""
+    """Adds up the time of calls, in seconds. A look that begins a batch gives the device work; any other only looks."""
 
     def __init__(self) -> None:
         self.reset()
@@ -92,32 +92,16 @@ class Meter:
         self.giving += time.perf_counter() - started
         return value
 
-    def poll(self, transfer: Transfer) -> TicketState:
-        begun, started = transfer.begun, time.perf_counter()
-        state = transfer.poll()
+    def look(self, advance: Callable[[], None], transfers: Sequence[Transfer]) -> None:
+        """`transfers`: those under way."""
+        begun, started = sum(transfer.begun for transfer in transfers), time.perf_counter()
+        advance()
         seconds = time.perf_counter() - started
-        if transfer.begun > begun:
+        if sum(transfer.begun for transfer in transfers) > begun:
             self.giving += seconds
         else:
             self.looking += seconds
             self.looks += 1
-        return state
-
-
-class MeteredTicket:
-    def __init__(self, meter: Meter, transfer: Transfer) -> None:
-        self._meter, self._transfer = meter, transfer
-
-    def poll(self) -> TicketState:
-        return self._meter.poll(self._transfer)
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._transfer.error
-
-    @property
-    def seconds(self) -> float:
-        return self._transfer.seconds
 
 
 class MeteredDevice:
@@ -127,17 +111,21 @@ class MeteredDevice:
 
     def __init__(self, meter: Meter, *arguments: Any, **keywords: Any) -> None:
         self._meter, self._device = meter, CudaDevice(*arguments, **keywords)
+        self._transfers: list[Transfer] = []
 
-    def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:
-        transfer = self._meter.give(self._device.begin_store, op_id, blocks, slots, after)
-        return MeteredTicket(self._meter, transfer)
+    def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
+        return self._begun(self._meter.give(self._device.begin_store, op_id, blocks, slots, after))
 
-    def stage_load(self, op_id: int, slots: Sequence[int]) -> Staged:
-        return self._meter.give(self._device.stage_load, op_id, slots)
+    def begin_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
+        return self._begun(self._meter.give(self._device.begin_load, op_id, blocks, slots, after))
 
-    def commit_load(self, op_id: int, staged: Staged, blocks: Sequence[int], after: Fence | None) -> Ticket:
-        transfer = self._meter.give(self._device.commit_load, op_id, staged, blocks, after)
-        return MeteredTicket(self._meter, transfer)
+    def advance(self) -> None:
+        self._meter.look(self._device.advance, self._transfers)
+        self._transfers = [transfer for transfer in self._transfers if transfer.finished < transfer.num_batches]
+
+    def _begun(self, transfer: Transfer) -> Transfer:
+        self._transfers.append(transfer)
+        return transfer
 
     def close(self) -> None:
         self._device.close()

@@ -103,8 +103,9 @@ class CopyThread:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._completed = threading.Condition(self._lock)
-        self._queues: dict[Direction, deque[_Queued]] = {"store": deque(), "load": deque()}
-        self._running: dict[Direction, list[_Running]] = {"store": [], "load": []}
+        # Loads first, wherever both are looked at: a request waits for a load, and nobody for a store.
+        self._queues: dict[Direction, deque[_Queued]] = {"load": deque(), "store": deque()}
+        self._running: dict[Direction, list[_Running]] = {"load": [], "store": []}
         self._completions: list[Completion] = []
         self._statistics = CopyStatistics()
         self._failure: str | None = None
@@ -138,8 +139,7 @@ class CopyThread:
             with self._lock:
                 idle = self._stop_at is not None or not (self._num_queued() or self._num_running())
             if not idle:
-                self._admit()
-                self._advance_all()
+                self._look()
         except BaseException as error:  # noqa: BLE001 - it ends this thread, not the caller's
             with self._lock:
                 self._defect = error  # this thread fails of it, and says so
@@ -184,8 +184,7 @@ class CopyThread:
             pause = 0.0
             while self._wait_for_work(pause):
                 with self._turn:
-                    self._admit()
-                    moved = self._advance_all()
+                    moved = self._look()
                 pause = 0.0 if moved else min(max(2 * pause, _SHORTEST_PAUSE), self._longest_pause())
         except BaseException as error:
             logger.exception("the copy thread has failed")
@@ -208,33 +207,48 @@ class CopyThread:
     def _longest_pause(self) -> float:
         return _DRIVEN_PAUSE if self._clock() < self._driven_at + _DRIVEN_FOR else _LONGEST_PAUSE
 
+    def _look(self) -> bool:
+        """Begin what has room, let the device get on, hear of each running op; True when one of them has moved on."""
+        self._admit()
+        moved = self._tell(self._begin)
+        self._device.advance()
+        return self._tell(self._news_of) or moved
+
     def _admit(self) -> None:
         """Let queued ops run where there is room."""
         with self._lock:
             for direction, queue in self._queues.items():
                 while self._has_room(direction):
-                    self._running[direction].append(_Running(queue.popleft()))
+                    self._running[direction].append(_Running(queue[0]))
+                    queue.popleft()
 
-    def _advance_all(self) -> bool:
-        """Begin or poll each running op; True when one of them has moved on."""
-        moved = False
+    def _tell(self, look: Callable[[_Running], Completion | None]) -> bool:
+        """Publish what `look` has to say of each running op; True when there was something."""
+        told = False
         for direction, running in self._running.items():
             for copy in tuple(running):
-                completion = self._advance(copy)
+                completion = look(copy)
                 if completion is not None:
-                    moved = True
+                    told = True
                     self._record(direction, copy, completion)
-        return moved
+        return told
 
-    def _advance(self, copy: _Running) -> Completion | None:
-        """What there is to say of `copy` that was not said yet."""
+    def _begin(self, copy: _Running) -> Completion | None:
         if copy.ticket is None:
             copy.queue_seconds = self._clock() - copy.queued.submitted
+            op, begin = copy.op, self._device.begin_load
+            if op.direction == "store":
+                begin = self._device.begin_store
             try:
-                copy.hold = self._hold(max(copy.op.slots, default=-1) + 1)
-                copy.ticket = self._begin(copy.op, copy.queued.after)
+                copy.hold = self._hold(max(op.slots, default=-1) + 1)
+                copy.ticket = begin(op.op_id, op.blocks, op.slots, copy.queued.after)
             except Exception as error:  # noqa: BLE001 - the failure of one op, which its completion tells
-                return _failed(copy.op, error)
+                return _failed(op, error)
+        return None
+
+    def _news_of(self, copy: _Running) -> Completion | None:
+        """What there is to say of `copy` that was not said yet."""
+        assert copy.ticket is not None
         state = copy.ticket.poll()
         if state is TicketState.DONE:
             num_bytes = len(copy.op.slots) * self._slot_bytes
@@ -246,20 +260,15 @@ class CopyThread:
             return Completion(copy.op.op_id, "source_free")
         return None
 
-    def _begin(self, op: Op, after: Fence | None) -> Ticket:
-        if op.direction == "store":
-            return self._device.begin_store(op.op_id, op.blocks, op.slots, after)
-        staged = self._device.stage_load(op.op_id, op.slots)
-        return self._device.commit_load(op.op_id, staged, op.blocks, after)
-
     def _record(self, direction: Direction, copy: _Running, completion: Completion) -> None:
+        """In this order: whatever raises, the op is told of once, now or when the thread ends."""
         with self._lock:
-            if completion.mark != "source_free":
-                self._running[direction].remove(copy)
-                copy.release()
             if completion.mark == "done":
                 self._statistics = _counted(self._statistics, direction, completion)
             self._publish([completion])
+            if completion.mark != "source_free":
+                self._running[direction].remove(copy)
+                copy.release()
 
     def _end(self) -> None:
         """Only a closed device touches no memory any more: close it before ops are called failed."""

@@ -105,6 +105,14 @@ def test_at_most_two_ops_of_a_direction_run_and_the_other_direction_is_not_held_
     assert harness.copies.statistics().pending_ops == 5
 
 
+def test_in_one_look_loads_begin_before_stores(harness: Harness) -> None:
+    """A request waits for a load, and nobody for a store."""
+    ops = [Op(1, "store", (1,), (1,)), Op(2, "store", (2,), (2,)), Op(3, "load", (3,), (3,)), Op(4, "load", (4,), (4,))]
+    harness.copies.submit(ops, None)
+    harness.device.ticket(2)
+    assert harness.device.begun == (3, 4, 1, 2)
+
+
 def test_waiting_for_a_place_counts_as_queue_time(harness: Harness) -> None:
     harness.submit(1, 2, 3)
     first = harness.device.ticket(1)
@@ -167,6 +175,21 @@ def test_the_end_of_the_thread_fails_every_op_and_is_told(harness: Harness, capl
     harness.submit(4)
     assert harness.completions(1) == [Completion(4, "failed", reason)]
     assert harness.copies.statistics().pending_ops == 0
+
+
+@pytest.mark.parametrize("is_driven", [False, True])
+def test_a_device_that_cannot_say_what_is_under_way_is_closed_before_its_ops_fail(
+    is_driven: bool, harness: Harness, eventually: Eventually
+) -> None:
+    harness.submit(1)
+    harness.device.ticket(1)
+    harness.device.advance_error = MemoryError("no room for a list")
+    while is_driven and not harness.failed.is_set():
+        harness.copies.drive()
+    (failed,) = harness.completions(1)
+    assert (failed.mark, harness.device.closed) == ("failed", True)
+    assert "MemoryError('no room for a list')" in str(failed.error)
+    eventually(harness.failed.is_set)
 
 
 def test_running_ops_are_called_failed_only_after_the_device_was_closed(harness: Harness) -> None:

@@ -90,6 +90,25 @@ class GpuLatch:
             self._context.driver.unload_module(module)
 
 
+class Polled:
+    """A ticket whose `poll` lets the device get on first, as a look of the copy thread does."""
+
+    def __init__(self, device: CudaDevice, ticket: Ticket) -> None:
+        self._device, self._ticket = device, ticket
+
+    def poll(self) -> TicketState:
+        self._device.advance()
+        return self._ticket.poll()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._ticket.error
+
+    @property
+    def seconds(self) -> float:
+        return self._ticket.seconds
+
+
 class GpuRank:
     """A KV cache with gaps between its rows, filled with random bytes, and a device over a pinned pool."""
 
@@ -143,11 +162,14 @@ class GpuRank:
         return np.frombuffer(b"".join(texts), np.uint8).reshape(len(texts), size)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int], after: Any = None) -> Ticket:
-        return self.device.begin_store(next(self._ids), blocks, slots, after)
+        return self._looked_at(self.device.begin_store(next(self._ids), blocks, slots, after))
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], after: Any = None) -> Ticket:
-        op = next(self._ids)
-        return self.device.commit_load(op, self.device.stage_load(op, slots), blocks, after)
+        return self._looked_at(self.device.begin_load(next(self._ids), blocks, slots, after))
+
+    def _looked_at(self, ticket: Ticket) -> Ticket:
+        self.device.advance()
+        return Polled(self.device, ticket)
 
     def _wait_pinned(self) -> None:
         deadline = time.monotonic() + _PATIENCE

@@ -88,7 +88,7 @@ class _Both:
 
 @pytest.fixture
 def held_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(monkeypatch, "commit_load")
+    gate = Gate(monkeypatch, "begin_load")
     yield gate
     gate.latch.open()
 

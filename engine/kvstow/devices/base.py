@@ -1,14 +1,16 @@
 """The device protocol: what a data plane offers, whatever moves the bytes (CPU, CUDA, later JAX).
 
-Threads. `begin_store`, `stage_load`, `commit_load` and every `Ticket.poll` are called by one thread at a time: the
+Threads. `begin_store`, `begin_load`, `advance` and every `Ticket.poll` are called by one thread at a time: the
 worker's copy thread, or the host's where the device copies alone. A `Fence` is made by the host on any thread.
 
-Ordering. A store reads its blocks only after the compute work that `after` names. A load's `stage_load` may
-start at once and never touches the KV cache; `commit_load` writes the blocks only after `after`. No compute
-work ever waits for a store.
+Ordering. A store reads its blocks only after the compute work that `after` names. A load may fetch the bytes of its
+slots at once; it writes its blocks only after `after`. No compute work ever waits for a store.
 
-Slots. Between `begin_store` and its final mark, and between `stage_load` and its final mark, the slots belong
-to the op: the control plane does not reuse them, and the caller holds their memory (`HostPool.hold`).
+Slots. From `begin_store` or `begin_load` to the ticket's final state the slots belong to the op: the control plane does
+not reuse them, and the caller holds their memory (`HostPool.hold`).
+
+Errors. What goes wrong with one op is in its ticket. `advance` raises where the device can no longer say what is under
+way: whoever called it closes the device, and only then are the ops over.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ class Ticket(Protocol):
     """The progress of one copy."""
 
     def poll(self) -> TicketState:
-        """The state now; never waits for the device. Where the device has no engine of its own (CPU), a due
-        copy is done inside this call. Raises nothing: errors become `FAILED`."""
+        """The state as of the last `advance`; never waits for the device. Where the device has no engine of its own
+        (CPU), a due copy is done inside this call. Raises nothing: errors become `FAILED`."""
 
     @property
     def error(self) -> BaseException | None:
@@ -48,13 +50,6 @@ class Ticket(Protocol):
     @property
     def seconds(self) -> float:
         """Time of the copy itself, as the device saw it; final with the final state."""
-
-
-class Staged(Protocol):
-    """Bytes of a load on their way into private staging (or still in their leased slots)."""
-
-    @property
-    def slots(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +70,16 @@ class Device(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:
-        """Start to copy block `blocks[i]` to slot `slots[i]` once `after` has finished."""
+        """Take on the copy of block `blocks[i]` to slot `slots[i]`, once `after` has finished. Touches neither; after
+        an error nothing was taken on."""
 
-    def stage_load(self, op_id: int, slots: Sequence[int]) -> Staged:
-        """Start to fetch the slots' bytes. Touches no block."""
+    def begin_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:
+        """Take on the copy of slot `slots[i]` to block `blocks[i]`, which is written once `after` has finished. Touches
+        neither; after an error nothing was taken on."""
 
-    def commit_load(self, op_id: int, staged: Staged, blocks: Sequence[int], after: Fence | None) -> Ticket:
-        """Write what was staged from slot `i` into block `blocks[i]` once `after` has finished."""
+    def advance(self) -> None:
+        """Start what may start, loads before stores, and see what has finished. Never waits for the device, and starts
+        only so much at a time that its caller may be a host in the middle of a step."""
 
     def close(self) -> None:
         """Wait for copies under way and free what the device holds; idempotent. The pool is not closed."""

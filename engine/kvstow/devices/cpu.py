@@ -8,7 +8,6 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
-from kvstow.devices.base import Capabilities, Fence, Staged, TicketState
+from kvstow.devices.base import Capabilities, Fence, TicketState
 from kvstow.devices.tensors import check_tensors
 from kvstow.errors import CopyError, PinError
 from kvstow.layout import KVLayout
@@ -42,13 +41,6 @@ def merge_runs(blocks: Sequence[int], slots: Sequence[int]) -> Iterator[Run]:
         if end == len(blocks) or blocks[end] != blocks[end - 1] + 1 or slots[end] != slots[end - 1] + 1:
             yield Run(blocks[start], slots[start], end - start)
             start = end
-
-
-@dataclass(frozen=True, slots=True)
-class StagedLoad:
-    """Nothing is moved ahead on this device: the bytes stay in the leased slots."""
-
-    slots: tuple[int, ...]
 
 
 class CpuTicket:
@@ -107,11 +99,11 @@ class CpuDevice:
     def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuTicket:
         return CpuTicket(lambda: self._move(blocks, slots, _store_run), after)
 
-    def stage_load(self, op_id: int, slots: Sequence[int]) -> StagedLoad:
-        return StagedLoad(tuple(slots))
+    def begin_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuTicket:
+        return CpuTicket(lambda: self._move(blocks, slots, _load_run), after)
 
-    def commit_load(self, op_id: int, staged: Staged, blocks: Sequence[int], after: Fence | None) -> CpuTicket:
-        return CpuTicket(lambda: self._move(blocks, staged.slots, _load_run), after)
+    def advance(self) -> None:
+        """Copies are done where their tickets are polled."""
 
     def close(self) -> None:
         """Copies not yet begun fail from now on; none is under way, as the caller is the copy thread."""

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from kvstow.devices.base import Capabilities, Fence, Staged, TicketState
-
-
-@dataclass(frozen=True, slots=True)
-class FakeStaged:
-    slots: tuple[int, ...]
+from kvstow.devices.base import Capabilities, Fence, TicketState
 
 
 class FakeTicket:
@@ -41,12 +35,14 @@ class FakeTicket:
 
 
 class FakeDevice:
-    """Hands out `FakeTicket`s by op id. `begin_error` is raised by the next `begin_store` or `commit_load`."""
+    """Hands out `FakeTicket`s by op id. `begin_error` is raised by the next `begin_store` or `begin_load`,
+    `advance_error` by each `advance`."""
 
     capabilities = Capabilities(name="fake", kv_in_place=True, pin_mode="fake")
 
     def __init__(self) -> None:
         self.begin_error: Exception | None = None
+        self.advance_error: Exception | None = None
         self.close_error: Exception | None = None
         self.closed = False
         self._tickets: dict[int, FakeTicket] = {}
@@ -55,11 +51,12 @@ class FakeDevice:
     def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> FakeTicket:
         return self._begin(op_id)
 
-    def stage_load(self, op_id: int, slots: Sequence[int]) -> FakeStaged:
-        return FakeStaged(tuple(slots))
-
-    def commit_load(self, op_id: int, staged: Staged, blocks: Sequence[int], after: Fence | None) -> FakeTicket:
+    def begin_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> FakeTicket:
         return self._begin(op_id)
+
+    def advance(self) -> None:
+        if self.advance_error is not None:
+            raise self.advance_error
 
     def close(self) -> None:
         self.closed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from kvstow.config import PoolConfig
+from kvstow.devices.base import Ticket, TicketState
 from kvstow.devices.cuda import CudaDevice, CudaFence, CudaOptions, CudaRegistrar
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.driver import Driver
@@ -36,18 +38,18 @@ class FakeEvent:
 
 
 class FakeStream:
-    """A queue of work, each a function that says whether it was done."""
+    """A queue of work: its name, a function that says whether it was done, and the memory that it touches."""
 
     def __init__(self, priority: int) -> None:
         self.priority = priority
-        self.work: deque[tuple[str, Callable[[], bool]]] = deque()
+        self.work: deque[tuple[str, Callable[[], bool], list[tuple[int, int]]]] = deque()
 
     def __int__(self) -> int:
         return id(self)
 
     @property
     def names(self) -> list[str]:
-        return [name for name, _ in self.work if name not in ("wait", "record")]
+        return [name for name, _, _ in self.work if name not in ("wait", "record")]
 
     def step(self) -> bool:
         if self.work and self.work[0][1]():
@@ -59,21 +61,26 @@ class FakeStream:
 class FakeCuda:
     """Stands in for `cuda.bindings.driver`. Nothing that was queued happens before `run`.
 
-    `failures` maps a call to (which of them fails, counted from 0; its status). `live` holds what was created and not
-    destroyed.
+    `failures` maps a call to (which of them fails, counted from 0; its status, or what it raises), `refused` to
+    the status with which all fail. `live` holds what was created and not destroyed. `offences`: memory that was taken
+    away, or said to be free, while queued work was to touch it.
     """
 
     CUstreamCaptureMode = CUdevice_attribute = CUresult = int
 
     def __init__(self, version: int = 13000) -> None:
         self.version = version
-        self.failures: dict[str, tuple[int, int]] = {}
+        self.failures: dict[str, tuple[int, int | type[Exception]]] = {}
+        self.refused: dict[str, int] = {}
         self.calls: dict[str, int] = {}
         self.live: dict[Any, str] = {}
+        self.offences: list[str] = []
         self.streams: list[FakeStream] = []
         self.contexts: list[Any] = []
         self.capture_mode = 0
         self._memory: dict[int, Any] = {}
+        self._registered: dict[int, int] = {}
+        self._running = threading.Lock()
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         arguments = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
         self._batch_copy = ctypes.CFUNCTYPE(ctypes.c_uint, *arguments)(self._copy_batch)
@@ -92,12 +99,24 @@ class FakeCuda:
         number = self.calls.get(name, 0)
         self.calls[name] = number + 1
         failing, status = self.failures.get(name, (-1, 0))
-        return status if number == failing else 0
+        if number != failing:
+            return self.refused.get(name, 0)
+        if isinstance(status, int):
+            return status
+        raise status("injected")
 
     def run(self, *streams: FakeStream) -> None:
         """Do all queued work (of `streams` alone, if given) that waits for no event that is still to come."""
-        while sum(stream.step() for stream in streams or self.streams):
-            pass
+        with self._running:
+            while sum(stream.step() for stream in streams or self.streams):
+                pass
+
+    def must_be_free(self, what: str, start: int, size: int) -> None:
+        """Note it if queued work touches this memory."""
+        for stream in self.streams:
+            for name, _, touched in tuple(stream.work):
+                if any(first < start + size and start < first + length for first, length in touched):
+                    self.offences.append(f"{what} while a {name} is to touch it")
 
     # Start, contexts.
 
@@ -153,9 +172,12 @@ class FakeCuda:
         assert not stream.work, "this would wait for ever"
         return (0,)
 
+    def cuStreamQuery(self, stream: FakeStream) -> Any:
+        return (_NOT_READY if stream.work else 0,)
+
     def cuStreamWaitEvent(self, stream: FakeStream, event: FakeEvent, flags: int) -> Any:
         record = event.recorded
-        stream.work.append(("wait", lambda: event.is_reached(record)))
+        stream.work.append(("wait", lambda: event.is_reached(record), []))
         return (0,)
 
     def cuEventCreate(self, flags: int) -> Any:
@@ -171,7 +193,7 @@ class FakeCuda:
             event.run = record
             return True
 
-        stream.work.append(("record", reach))
+        stream.work.append(("record", reach, []))
         return (0,)
 
     def cuEventQuery(self, event: FakeEvent) -> Any:
@@ -193,16 +215,18 @@ class FakeCuda:
         return self.cuMemAlloc(num_bytes)
 
     def cuMemFree(self, address: int) -> Any:
-        del self._memory[address]
+        self.must_be_free("memory of the device is freed", address, len(self._memory.pop(address)) - 16)
         return self._destroyed(address)
 
     cuMemFreeHost = cuMemFree
 
     def cuMemHostRegister(self, address: int, num_bytes: int, flags: int) -> Any:
         self._created(("registered", address), "range")
+        self._registered[address] = num_bytes
         return (0,)
 
     def cuMemHostUnregister(self, address: int) -> Any:
+        self.must_be_free("memory of the host is unregistered", address, self._registered.pop(address, 0))
         return self._destroyed(("registered", address))
 
     def cuMemcpyHtoD(self, target: int, source: int, num_bytes: int) -> Any:
@@ -210,21 +234,28 @@ class FakeCuda:
         return (0,)
 
     def cuMemcpyAsync(self, target: int, source: int, num_bytes: int, stream: FakeStream) -> Any:
+        self._queue_copy(target, source, num_bytes, stream)
+        return (0,)
+
+    def _queue_copy(self, target: int, source: int, num_bytes: int, stream: FakeStream) -> None:
         def move() -> bool:
             ctypes.memmove(target, source, num_bytes)
             return True
 
-        stream.work.append(("copy", move))
-        return (0,)
+        stream.work.append(("copy", move, [(target, num_bytes), (source, num_bytes)]))
 
     def _copy_batch(self, targets: int, sources: int, sizes: int, count: int, *rest: Any) -> int:
-        if status := self._count("cuMemcpyBatchAsync"):
+        try:
+            status = self._count("cuMemcpyBatchAsync")
+        except MemoryError:  # it is called through ctypes, and cannot raise
+            status = 2
+        if status:
             return status
         stream = next(stream for stream in self.streams if id(stream) == rest[-1])
         arrays = [(ctypes.c_uint64 * count).from_address(address) for address in (targets, sources, sizes)]
         for copy in zip(*arrays, strict=True):
             target, source, size = copy
-            self.cuMemcpyAsync(target, source, size, stream)
+            self._queue_copy(target, source, size, stream)
         return 0
 
     # Kernels.
@@ -243,14 +274,20 @@ class FakeCuda:
         table, staging, block_bytes = (ctypes.c_uint64.from_address(pointer).value for pointer in pointers[:3])
         ids = list((ctypes.c_int32 * blocks).from_address(pointers[3]))
 
+        rows = np.frombuffer(ctypes.string_at(table, pieces * PIECE.itemsize), PIECE).tolist()
+        moves = [
+            (staging + place * block_bytes + packed, page + block * stride, size)
+            for page, stride, packed, size in rows
+            for place, block in enumerate(ids)
+        ]
+
         def move() -> bool:
-            for piece in np.frombuffer(ctypes.string_at(table, pieces * PIECE.itemsize), PIECE).tolist():
-                for place, block in enumerate(ids):
-                    ends = (staging + place * block_bytes + piece[2], piece[0] + block * piece[1])
-                    ctypes.memmove(*(ends if function == "gather" else ends[::-1]), piece[3])
+            for packed, page, size in moves:
+                ctypes.memmove(*((packed, page) if function == "gather" else (page, packed)), size)
             return True
 
-        stream.work.append((function, move))
+        touched = [(start, size) for packed, page, size in moves for start in (packed, page)]
+        stream.work.append((function, move, touched))
         return (0,)
 
     def _created(self, handle: Any, kind: str) -> Any:
@@ -304,6 +341,25 @@ class FakeTensor:
         self.stride, self.data_ptr = memory.stride, memory.data_ptr
 
 
+class Polled:
+    """A ticket whose `poll` lets the device get on first, as a look of the copy thread does."""
+
+    def __init__(self, device: CudaDevice, ticket: Ticket) -> None:
+        self._device, self._ticket = device, ticket
+
+    def poll(self) -> TicketState:
+        self._device.advance()
+        return self._ticket.poll()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._ticket.error
+
+    @property
+    def seconds(self) -> float:
+        return self._ticket.seconds
+
+
 class CudaRank:
     """A KV cache of random bytes with gaps between its rows, and a CUDA device over a pool."""
 
@@ -338,11 +394,15 @@ class CudaRank:
     def slot(self, slot: int) -> bytes:
         return ctypes.string_at(self.pool.address + slot * self.pool.slot_stride, self.pool.slot_bytes)
 
-    def store(self, blocks: Sequence[int], slots: Sequence[int], after: Any = None) -> Any:
-        return self.device.begin_store(1, blocks, slots, after)
+    def store(self, blocks: Sequence[int], slots: Sequence[int], after: Any = None) -> Polled:
+        return self._looked_at(self.device.begin_store(1, blocks, slots, after))
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Any = None) -> Any:
-        return self.device.commit_load(2, self.device.stage_load(2, slots), blocks, after)
+    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Any = None) -> Polled:
+        return self._looked_at(self.device.begin_load(2, blocks, slots, after))
+
+    def _looked_at(self, ticket: Ticket) -> Polled:
+        self.device.advance()
+        return Polled(self.device, ticket)
 
 
 @pytest.fixture
@@ -356,14 +416,24 @@ def new_nvrtc() -> Callable[..., FakeNvrtc]:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+def install_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FakeCuda]]:
+    """Makes a new `FakeCuda` the machine's GPU."""
+
+    def install() -> FakeCuda:
+        cuda = FakeCuda()
+        driver = Driver(cuda, FakeNvrtc())
+        monkeypatch.setattr("kvstow.devices.cuda.context.load_driver", lambda: driver)
+        primary_context.cache_clear()
+        return cuda
+
+    yield install
+    primary_context.cache_clear()
+
+
+@pytest.fixture
+def cuda(install_cuda: Callable[[], FakeCuda]) -> FakeCuda:
     """The machine's GPU is a `FakeCuda`."""
-    cuda = FakeCuda()
-    driver = Driver(cuda, FakeNvrtc())
-    monkeypatch.setattr("kvstow.devices.cuda.context.load_driver", lambda: driver)
-    primary_context.cache_clear()
-    yield cuda
-    primary_context.cache_clear()
+    return install_cuda()
 
 
 @pytest.fixture

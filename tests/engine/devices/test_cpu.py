@@ -57,7 +57,7 @@ class Rank:
         return self.device.begin_store(1, blocks, slots, None)
 
     def load(self, slots: Sequence[int], blocks: Sequence[int]) -> Ticket:
-        return self.device.commit_load(2, self.device.stage_load(2, slots), blocks, None)
+        return self.device.begin_load(2, blocks, slots, None)
 
     def close(self) -> None:
         self.device.close()
@@ -147,7 +147,7 @@ def test_a_kv_cache_made_in_inference_mode_is_written_too(eventually: Eventually
     with torch.inference_mode():
         kv = torch.ones((4, 4096), dtype=torch.uint8)
     device: Device = CpuDevice(pool, KVLayout((Region("kv", 4, 4096, 4096),)), [kv])
-    ticket = device.commit_load(1, device.stage_load(1, [0, 5]), [1, 3], None)
+    ticket = device.begin_load(1, [1, 3], [0, 5], None)
     assert ticket.poll() is TicketState.DONE
     assert kv.sum(dim=1).tolist() == [4096, 0, 4096, 0]
 
@@ -164,12 +164,10 @@ def test_a_fence_holds_the_copy_back_and_only_then_are_the_bytes_read(make_rank:
     assert rank.slot(0) == b"\x4d" * rank.pool.slot_bytes
 
 
-def test_staging_a_load_touches_no_block_and_committing_waits_for_the_fence(make_rank: Callable[[], Rank]) -> None:
+def test_a_load_touches_no_block_before_its_fence(make_rank: Callable[[], Rank]) -> None:
     rank, latch = make_rank(), Latch()
     before = rank.block(5)
-    staged = rank.device.stage_load(1, [3])
-    assert staged.slots == (3,)
-    ticket = rank.device.commit_load(1, staged, [5], latch)
+    ticket = rank.device.begin_load(1, [5], [3], latch)
     assert ticket.poll() is TicketState.PENDING
     assert rank.block(5) == before
     latch.open()

@@ -12,6 +12,7 @@ from kvstow.config import PoolConfig
 from kvstow.devices.base import TicketState
 from kvstow.devices.cuda import CudaDevice, CudaOptions, DriverError
 from kvstow.devices.cuda.calibration import CANDIDATES, NEVER, choose_threshold
+from kvstow.devices.cuda.context import primary_context
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.pool import HostPool
@@ -90,16 +91,6 @@ def test_a_load_fetches_at_once_but_lands_after_its_fence(
     assert rank.block(1) == expected
 
 
-def test_staging_a_load_touches_no_block(cuda: Any, make_cuda_rank: MakeRank) -> None:
-    rank = make_cuda_rank()
-    before = [rank.block(block) for block in range(8)]
-    staged = rank.device.stage_load(1, [2, 3])
-    cuda.run()
-    assert staged.poll() is PENDING
-    assert staged.slots == (2, 3)
-    assert [rank.block(block) for block in range(8)] == before
-
-
 @directions
 @strategies
 def test_a_fence_that_the_device_does_not_know_is_polled(
@@ -172,6 +163,57 @@ def test_no_more_batches_are_queued_than_asked_for(
         assert _queued(cuda).count("copy") == min(most, left)
         cuda.run()
     assert [ticket.poll() for ticket in tickets] == [DONE, DONE]
+
+
+def test_a_look_adds_no_more_loads_than_it_may_to_those_under_way(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    """What has finished is replaced on top, so that the queue never gets shorter for want of a look."""
+    rank = make_cuda_rank([4096], blocks=40, slots=40, staging_bytes=1, loads_per_look=3)
+    ticket = rank.device.begin_load(1, range(40), range(40), None)
+    begun = []
+    for _ in range(3):
+        rank.device.advance()
+        begun.append(ticket.begun)
+    assert begun == [3, 6, 9]
+    cuda.run()
+    rank.device.advance()
+    assert (ticket.finished, ticket.begun) == (9, 9 + 9 + 3)
+    assert _finish(cuda, rank.load([0], [0])) is DONE
+    assert ticket.poll() is DONE
+
+
+def test_a_device_gets_on_with_loads_before_stores(
+    cuda: Any, make_cuda_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, launched = make_cuda_rank(), list[str]()
+    driver = primary_context(0).driver
+    launch = driver.launch
+
+    def noted(name: str, *rest: Any) -> None:
+        launched.append(name)
+        launch(name, *rest)
+
+    monkeypatch.setattr(driver, "launch", noted)
+    rank.device.begin_store(1, [0], [0], None)
+    rank.device.begin_load(2, [1], [1], None)
+    rank.device.advance()
+    assert launched == ["scatter", "gather"]
+
+
+@directions
+@pytest.mark.parametrize("step", ["staged_copies", "direct_copies"])
+def test_an_op_that_cannot_be_planned_is_not_begun_and_holds_up_no_other(
+    step: str, direction: str, cuda: Any, make_cuda_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    rank = make_cuda_rank(**_MIXED)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.device._split, step, fail)
+        with pytest.raises(MemoryError):
+            getattr(rank, direction)([0], [0])
+    assert _queued(cuda) == []
+    assert _finish(cuda, getattr(rank, direction)([0], [0])) is DONE
 
 
 def test_a_staging_buffer_is_filled_again_when_its_batch_has_left_it(cuda: Any, make_cuda_rank: MakeRank) -> None:
@@ -268,13 +310,29 @@ def test_any_refused_call_fails_one_op(call: str, direction: str, cuda: Any, mak
     assert _finish(cuda, getattr(rank, direction)([0], [0])) is DONE
 
 
-@pytest.mark.parametrize("call", ["cuEventQuery", "cuCtxPushCurrent"])
-def test_a_lost_device_fails_what_was_under_way(call: str, cuda: Any, make_cuda_rank: MakeRank) -> None:
+def test_a_lost_device_fails_what_was_under_way(cuda: Any, make_cuda_rank: MakeRank) -> None:
     rank = make_cuda_rank()
     ticket = rank.store([0], [0])
-    cuda.failures[call] = (cuda.calls[call], 700)
+    cuda.refused = {"cuEventQuery": 700}
     assert _finish(cuda, ticket) is FAILED
     assert ticket.error.status == 700
+
+
+def test_an_error_of_other_work_that_a_query_tells_of_ends_no_copy(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank()
+    ticket = rank.store([0], [0])
+    cuda.failures["cuEventQuery"] = (cuda.calls.get("cuEventQuery", 0), 700)
+    assert ticket.poll() is PENDING, "the copy is under way"
+    assert _finish(cuda, ticket) is DONE
+
+
+def test_a_context_that_cannot_be_entered_tells_nothing_of_the_copies(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    rank = make_cuda_rank()
+    ticket = rank.store([0], [0])
+    cuda.failures["cuCtxPushCurrent"] = (cuda.calls["cuCtxPushCurrent"], 700)
+    with pytest.raises(DriverError, match="cuCtxPushCurrent"):
+        ticket.poll()
+    assert _finish(cuda, ticket) is DONE
 
 
 def test_bad_slots_and_blocks_are_refused_before_anything_is_queued(cuda: Any, make_cuda_rank: MakeRank) -> None:
@@ -284,18 +342,9 @@ def test_bad_slots_and_blocks_are_refused_before_anything_is_queued(cuda: Any, m
             rank.store(blocks, slots)
     with pytest.raises(CopyError, match="slots -1"):
         rank.load([-1], [0])
-    with pytest.raises(CopyError, match="not staged by this device"):
-        rank.device.commit_load(1, object(), [0], None)
+    with pytest.raises(CopyError, match="blocks 8 to 8"):
+        rank.load([0], [8])
     assert _queued(cuda) == []
-
-
-def test_a_load_into_bad_blocks_fails_when_its_slots_are_read_no_more(cuda: Any, make_cuda_rank: MakeRank) -> None:
-    rank = make_cuda_rank()
-    ticket = rank.load([0], [8])
-    assert ticket.poll() is PENDING
-    assert _finish(cuda, ticket) is FAILED
-    assert "blocks 8 to 8" in str(ticket.error)
-    assert _finish(cuda, rank.load([0], [0])) is DONE
 
 
 def test_an_op_of_no_blocks_is_done(make_cuda_rank: MakeRank) -> None:
@@ -307,11 +356,11 @@ def test_an_op_of_no_blocks_is_done(make_cuda_rank: MakeRank) -> None:
 def test_closing_waits_for_what_is_under_way_and_fails_the_rest(cuda: Any, make_cuda_rank: MakeRank) -> None:
     rank = make_cuda_rank([4096], staging_bytes=1)
     short, long = rank.store([0, 1], [0, 1]), rank.store(range(2, 8), range(2, 8))
-    staged = rank.device.stage_load(1, [0])
+    never_begun = rank.device.begin_load(1, [0], [0], None)
     expected = rank.block(1)
     rank.device.close()
     rank.device.close()
-    assert [ticket.poll() for ticket in (short, long, staged)] == [DONE, FAILED, FAILED]
+    assert [ticket.poll() for ticket in (short, long, never_begun)] == [DONE, FAILED, FAILED]
     assert rank.slot(1) == expected
     assert "closed" in str(long.error)
     with pytest.raises(CopyError, match="closed"):
@@ -374,7 +423,14 @@ def test_only_pages_that_could_be_direct_are_calibrated(
 
 @pytest.mark.parametrize(
     "options",
-    [{"strategy": "both"}, {"staging_bytes": 0}, {"num_buffers": True}, {"loads_ahead": 0}, {"threshold_bytes": -1}],
+    [
+        {"strategy": "both"},
+        {"staging_bytes": 0},
+        {"num_buffers": True},
+        {"loads_ahead": 0},
+        {"loads_per_look": 0},
+        {"threshold_bytes": -1},
+    ],
 )
 def test_bad_options_are_refused(options: Any) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
@@ -409,5 +465,57 @@ def test_a_fence_is_reached_when_the_work_before_it_is_done(cuda: Any, new_fence
     assert not fence.query()
     cuda.run(stream)
     assert fence.query()
+
+
+def test_fences_that_live_one_after_the_other_share_an_event(cuda: Any, new_fence: NewFence) -> None:
+    for _ in range(10):
+        fence, stream = new_fence()
+        cuda.run(stream)
+        assert fence.query()
+        del fence
+    assert cuda.calls["cuEventCreate"] == 1
+    assert "cuEventDestroy" not in cuda.calls
+
+
+def test_an_event_is_not_used_again_while_its_fence_may_be_asked(cuda: Any, new_fence: NewFence) -> None:
+    fence, _ = new_fence()
+    another, stream = new_fence()
+    cuda.run(stream)
+    assert another.query()
+    assert not fence.query(), "its own work has not run"
+
+
+@directions
+@strategies
+def test_an_event_is_not_used_again_while_an_op_is_still_to_wait_for_it(
+    options: Any, direction: str, cuda: Any, make_cuda_rank: MakeRank, new_fence: NewFence
+) -> None:
+    """The op is behind another in its copier, so the device knows nothing of its fence yet."""
+    rank, first = make_cuda_rank(**options), Latch()
+    blocker = getattr(rank, direction)([0], [0], first)
+    fence, compute = new_fence()
+    ticket = getattr(rank, direction)([1], [1], fence)
     del fence
-    assert "event" not in cuda.live.values()
+    later = [new_fence() for _ in range(3)]
+    first.open()
+    for _ in range(20):
+        assert ticket.poll() is PENDING, "the work before its fence has not run"
+        cuda.run(*(stream for stream in cuda.streams if stream is not compute))
+    assert blocker.poll() is DONE
+    assert _finish(cuda, ticket) is DONE
+    assert all(another.query() for another, _ in later)
+
+
+def test_a_fence_that_cannot_be_recorded_leaves_its_event_to_the_next(cuda: Any, new_fence: NewFence) -> None:
+    cuda.failures["cuEventRecord"] = (0, 1)
+    with pytest.raises(DriverError, match="cuEventRecord"):
+        new_fence()
+    fence, _ = new_fence()
+    assert not fence.query()
+    assert cuda.calls["cuEventCreate"] == 1
+
+
+def test_no_more_idle_events_are_kept_than_hosts_use(cuda: Any, new_fence: NewFence) -> None:
+    fences = [new_fence()[0] for _ in range(300)]
+    fences.clear()
+    assert list(cuda.live.values()).count("event") == 256

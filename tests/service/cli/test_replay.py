@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from kvstow.devices.base import Fence
 from kvstow.devices.cpu import CpuDevice
 from kvstow.devices.cuda import DriverUnavailableError
 from kvstow_service import ranks
@@ -58,10 +59,12 @@ def test_the_trace_may_come_from_standard_input_and_be_cut(trace: str) -> None:
 
 
 def test_wrong_bytes_end_with_status_1(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = CpuDevice.commit_load
+    begin = CpuDevice.begin_load
 
-    def flip_a_byte(self: CpuDevice, op_id: int, staged: object, blocks: Sequence[int], after: object) -> object:
-        ticket = commit(self, op_id, staged, blocks, after)  # type: ignore[arg-type]
+    def flip_a_byte(
+        self: CpuDevice, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None
+    ) -> object:
+        ticket = begin(self, op_id, blocks, slots, after)
         poll = ticket.poll
 
         class Flipping:
@@ -83,7 +86,7 @@ def test_wrong_bytes_end_with_status_1(trace: str, monkeypatch: pytest.MonkeyPat
         init(self, pool, layout, kv)  # type: ignore[arg-type]
 
     monkeypatch.setattr(CpuDevice, "__init__", remember)
-    monkeypatch.setattr(CpuDevice, "commit_load", flip_a_byte)
+    monkeypatch.setattr(CpuDevice, "begin_load", flip_a_byte)
     outcome = invoke(trace, "--slot-size", "1KiB", "--json")
     assert outcome.exit_code == 1
     result = json.loads(outcome.stdout)

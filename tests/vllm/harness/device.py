@@ -9,8 +9,8 @@ from random import Random
 
 import torch
 
-from kvstow.devices.base import Capabilities, Fence, Staged, TicketState
-from kvstow.devices.cpu import CpuDevice, StagedLoad
+from kvstow.devices.base import Capabilities, Fence, TicketState
+from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import CopyError
 from kvstow.layout import KVLayout
 from kvstow.memory.pool import HostPool
@@ -49,7 +49,7 @@ class SimulatedTicket:
 
 
 class SimulatedDevice:
-    """A device over the memory of the CPU device. The copies happen in `advance`, on the caller's thread: nothing
+    """A device over the memory of the CPU device. The copies happen in `tick`, on the caller's thread: nothing
     depends on when the copy thread gets its turn, which only hears of them."""
 
     capabilities = Capabilities(name="simulated", kv_in_place=True, pin_mode="none")
@@ -84,11 +84,13 @@ class SimulatedDevice:
     ) -> SimulatedTicket:
         return self._begin(op_id, "store", blocks, slots, after)
 
-    def stage_load(self, op_id: int, slots: Sequence[int]) -> StagedLoad:
-        return StagedLoad(tuple(slots))
+    def begin_load(
+        self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None
+    ) -> SimulatedTicket:
+        return self._begin(op_id, "load", blocks, slots, after)
 
-    def commit_load(self, op_id: int, staged: Staged, blocks: Sequence[int], after: Fence | None) -> SimulatedTicket:
-        return self._begin(op_id, "load", blocks, staged.slots, after)
+    def advance(self) -> None:
+        """Copies are done in `tick`."""
 
     def close(self) -> None:
         self._pages = []
@@ -110,7 +112,7 @@ class SimulatedDevice:
             ticket.fails = self._random.random() < self._failure_rate
             ticket.fails |= ticket.direction == "load" and min(ticket.slots) < self._bad_slots
 
-    def advance(self) -> list[tuple[int, Mark]]:
+    def tick(self) -> list[tuple[int, Mark]]:
         """Let a tick pass; which ops have moved on, and to what."""
         self._tick += 1
         if self.is_broken:

@@ -58,7 +58,7 @@ class SteppedWorker(OffloadWorker):
 
     def advance(self) -> None:
         """Let a tick of the device pass, and see its completions through the copy thread."""
-        for what in self.device.advance():
+        for what in self.device.tick():
             while what not in self._arrived:
                 if not self.wait_completions(_TIMEOUT):
                     raise TimeoutError(f"no word of op {what[0]}: {what[1]}")

@@ -1,4 +1,4 @@
-"""The CUDA context that torch works in, made current for one piece of work at a time."""
+"""The CUDA context that torch works in, made current for one piece of work at a time, and its events."""
 
 from __future__ import annotations
 
@@ -15,12 +15,44 @@ def primary_context(ordinal: int) -> Context:
     return Context(load_driver(), ordinal)
 
 
+_MOST_IDLE = 256  # events: more fences than that are seldom alive at once
+
+
+class EventPool:
+    """Events without timing, made once and used by one owner after the other: to make and destroy one for each fence
+    cost more than to record it.
+
+    Thread-safe. Each method is one operation of a list and no lock: fences give their event back wherever the last
+    reference to them goes, which may be in the middle of `take`.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._idle: list[Handle] = []
+
+    def take(self) -> Handle:
+        """An event that nobody else has; it may have been recorded before. The context is current."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._driver.create_event(timing=False)
+
+    def give_back(self, event: Handle) -> None:
+        """Nobody asks for `event` or waits for it any more. Needs no current context."""
+        if len(self._idle) < _MOST_IDLE:
+            self._idle.append(event)
+        else:
+            with suppress(DriverError):  # the device is lost; whoever copies is told of it
+                self._driver.destroy_event(event)
+
+
 class Context:
     """Thread-safe. Costs about 1 us per `current`."""
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
         self.driver, self.ordinal = driver, ordinal
         self._handle = driver.retain_primary_context(ordinal)
+        self.events = EventPool(driver)
 
     def settle(self) -> None:
         """The calling thread works in this context from now on, in the way of `current`."""
@@ -31,14 +63,14 @@ class Context:
         """The calling thread works in this context, and may do so while another thread captures a CUDA graph:
         otherwise a mere event query would break that capture. Both are put back afterwards; may be nested.
 
-        Raises `DriverError` only before the body has begun: an error afterwards would hide what the body has done."""
+        Raises only before the body has begun: an error afterwards would hide what the body has done."""
         mode = self._enter()
         try:
             yield
         finally:
-            with suppress(DriverError):  # a driver that refuses this refuses the next call too, and that one raises
+            with suppress(Exception):  # a driver that refuses this refuses the next call too, and that one raises
                 self.driver.exchange_capture_mode(mode)
-            with suppress(DriverError):
+            with suppress(Exception):
                 self.driver.pop_context()
 
     def _enter(self) -> Handle:

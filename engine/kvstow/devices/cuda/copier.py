@@ -5,10 +5,14 @@ Guarantees
   never waits for a batch.
 - A buffer is used again after its batch has finished: the device waits for that by itself, so more batches can be
   given to it than there are buffers, and the link is not idle while this thread waits for the interpreter.
-- `advance` never waits for the device.
+- `advance` never waits for the device. It begins no more batches than have finished since the last one and `per_look`
+  beyond them: so the device's queue never gets shorter for want of a turn, and what one call costs is bounded by the
+  time since the last (50 us of the host for each batch, which has the link for 0.9 ms) and `per_look` batches.
 - After an error no further batch of the op is begun, and those under way are waited for before it counts as failed.
+  Where even the events that would tell are refused, until the streams are idle.
 
-Assumes one thread, which has made the context current.
+Assumes one thread, which has made the context current. An error that is not the driver's comes out of `advance`: what
+is under way is unknown then, and only `drain` may follow.
 
 A batch has two halves on two streams: a store's are on `kv` the kernel that gathers pages, then on its buffer's
 `link` the copies; a load's are on `link` the copies, then on `kv` the kernel that scatters pages (and the direct
@@ -22,9 +26,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 
-from kvstow.devices.cuda.driver import AccessOrder, Driver, Handle
+from kvstow.devices.cuda.driver import AccessOrder, Driver, DriverError, Handle
 from kvstow.devices.cuda.fence import CudaFence
 from kvstow.devices.cuda.kernels import PageKernels
 from kvstow.devices.cuda.plan import Copies, Split
@@ -32,13 +37,18 @@ from kvstow.devices.cuda.staging import BatchMarks, StagingBuffer, Timer, new_st
 from kvstow.devices.cuda.transfer import Transfer
 from kvstow.errors import CopyError
 
+_Value = TypeVar("_Value")
+
 
 @dataclass(slots=True)
 class Batch:
+    """`is_marked`: whether the event `finished` comes after all that the batch gave to the device."""
+
     transfer: Transfer
     number: int
     buffer: StagingBuffer
     marks: BatchMarks
+    is_marked: bool = True
 
 
 class Copier(ABC):
@@ -55,8 +65,10 @@ class Copier(ABC):
         *,
         num_buffers: int,
         batches_ahead: int,
+        per_look: int,
         undo: ExitStack,
     ) -> None:
+        self._per_look = per_look
         self._driver, self._split, self._kernels = driver, split, kernels
         self._kv = new_stream(driver, undo, urgent=True)  # the kernels are short, and the link waits for them
         self._buffers = deque(StagingBuffer(driver, split.staging_bytes, undo) for _ in range(num_buffers))
@@ -72,24 +84,27 @@ class Copier(ABC):
 
     def advance(self) -> None:
         """Take back what has finished, then give the device what it may have."""
-        self._take_back()
+        left = self._take_back() + self._per_look
         self._end_begun()
-        while self._marks and self._is_buffer_given_back() and (transfer := self._next()) is not None:
+        while left and self._marks and self._is_buffer_given_back() and (transfer := self._next()) is not None:
             self._begin(Batch(transfer, transfer.begun, self._buffers[0], self._marks.popleft()))
             self._buffers.rotate(-1)
             self._end_begun()
+            left -= 1
 
     def drain(self) -> None:
-        """Wait for what is under way; what is not complete then has failed."""
+        """Wait for what is under way; what is not complete then has failed. Raises `DriverError` after all was tried:
+        the device is lost then, and touches no memory."""
         unbegun = [transfer for transfer in self._waiting if transfer.begun < transfer.num_batches]
         for transfer in [*unbegun, *(batch.transfer for batch in self._unended)]:
             transfer.fail(CopyError("the device was closed before the copy was complete"))
         self._waiting.clear()
         while self._unended:
             self._end(self._unended.popleft())
-        for stream in (self._kv, *(buffer.link for buffer in self._buffers)):
-            self._driver.synchronize(stream)
-        self._take_back()
+        with ExitStack() as attempts:
+            attempts.callback(self._take_back)
+            for stream in (self._kv, *(buffer.link for buffer in self._buffers)):
+                attempts.callback(_twice, partial(self._driver.synchronize, stream))
 
     # What the directions differ in.
 
@@ -131,12 +146,12 @@ class Copier(ABC):
         turns, first = len(self._buffers), self._streams(batch)[0]
         if len(self._flying) >= turns:
             freed = self._flying[-turns].marks.finished
-            _attempt(batch, lambda _: self._driver.wait_event(first, freed), always=True)
+            _attempt(batch, lambda _: self._driver.wait_event(first, freed))
         batch.transfer.begun += 1
         self._flying.append(batch)
         self._unended.append(batch)
         _attempt(batch, self._first_half)
-        _attempt(batch, lambda batch: self._driver.record_event(batch.marks.halfway, first), always=True)
+        _mark(batch, lambda batch: self._driver.record_event(batch.marks.halfway, first))
 
     def _end_begun(self) -> None:
         while self._unended and self._may_end(self._unended[0].transfer):
@@ -145,30 +160,39 @@ class Copier(ABC):
     def _end(self, batch: Batch) -> None:
         """A failed batch ends too: `finished` then says that nothing of it is under way any more."""
         _, second = self._streams(batch)
-        _attempt(batch, lambda batch: self._driver.wait_event(second, batch.marks.halfway), always=True)
+        _mark(batch, lambda batch: self._driver.wait_event(second, batch.marks.halfway))
         _attempt(batch, self._second_half)
-        _attempt(batch, lambda batch: self._driver.record_event(batch.marks.finished, second), always=True)
+        _mark(batch, lambda batch: self._driver.record_event(batch.marks.finished, second))
 
-    def _take_back(self) -> None:
+    def _take_back(self) -> int:
+        """How many batches have finished since the last call."""
+        count = 0
         while len(self._flying) > len(self._unended) and self._has_finished(self._flying[0]):
             batch = self._flying.popleft()
-            _attempt(batch, _count_seconds, always=True)
+            _attempt(batch, _count_seconds)
             batch.transfer.finished += 1
             self._marks.append(batch.marks)
+            count += 1
+        return count
 
     def _has_finished(self, batch: Batch) -> bool:
         try:
-            return self._driver.is_reached(batch.marks.finished)
-        except Exception as error:  # noqa: BLE001 - the device is lost, and what was under way with it
+            return _twice(partial(self._is_past, batch))
+        except DriverError as error:  # the device is lost, and what was under way with it
             batch.transfer.fail(error)
             return True
+
+    def _is_past(self, batch: Batch) -> bool:
+        if batch.is_marked:
+            return self._driver.is_reached(batch.marks.finished)
+        return all(self._driver.is_idle(stream) for stream in self._streams(batch))
 
     # The halves.
 
     def _wait_fence(self, transfer: Transfer) -> None:
         """Let the stream of work on the KV cache wait for the op's fence."""
         if isinstance(transfer.after, CudaFence) and not transfer.fence_queued:
-            self._driver.wait_event(self._kv, transfer.after.event)
+            transfer.after.hold_back(self._kv)
             transfer.fence_queued = True
 
     def _take_turn(self, batch: Batch, copied: Handle) -> None:
@@ -182,7 +206,7 @@ class Copier(ABC):
         self._last_copied = copied
 
     def _run_kernel(self, batch: Batch) -> None:
-        if self._kernels is None or batch.transfer.blocks is None:
+        if self._kernels is None:
             return
         start = batch.number * self._split.batch_blocks
         blocks = batch.transfer.blocks[start : start + self._split.batch_blocks]
@@ -194,7 +218,7 @@ class Copier(ABC):
             self._copy(Copies(device + batch.buffer.address, host, size), batch.marks.staged_timer, batch.buffer.link)
 
     def _copy_direct(self, batch: Batch, stream: Handle) -> None:
-        if self._split.has_direct and batch.transfer.direct is not None:
+        if self._split.has_direct:
             self._copy(batch.transfer.direct.batch(batch.number), batch.marks.direct_timer, stream)
 
     def _copy(self, copies: Copies, timer: Timer, stream: Handle) -> None:
@@ -262,13 +286,31 @@ class LoadCopier(Copier):
         self._copy_direct(batch, self._kv)
 
 
-def _attempt(batch: Batch, step: Callable[[Batch], None], *, always: bool = False) -> None:
-    """Do a step of a batch; its failure is the transfer's. After a failure only what `always` has to be done is."""
-    if always or batch.transfer.error is None:
+def _attempt(batch: Batch, step: Callable[[Batch], None]) -> None:
+    """Do a step of a batch, unless one has failed before; its failure is the transfer's."""
+    if batch.transfer.error is None:
         try:
             step(batch)
         except Exception as error:  # noqa: BLE001 - the failure of one op, which its ticket tells
             batch.transfer.fail(error)
+
+
+def _mark(batch: Batch, step: Callable[[Batch], None]) -> None:
+    """Do a step on which the meaning of the batch's events rests, also after a failure."""
+    try:
+        step(batch)
+    except Exception as error:  # noqa: BLE001 - as above
+        batch.transfer.fail(error)
+        batch.is_marked = False
+
+
+def _twice(call: Callable[[], _Value]) -> _Value:
+    """Calls that wait or query also tell of errors of earlier work, and then have not waited. One that fails again will
+    not do it any more: the device is lost."""
+    try:
+        return call()
+    except DriverError:
+        return call()
 
 
 def _count_seconds(batch: Batch) -> None:

@@ -6,16 +6,15 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 
 from kvstow.config import COPY_STRATEGIES, CopyStrategy
-from kvstow.devices.base import Capabilities, Fence, Staged
+from kvstow.devices.base import Capabilities, Fence
 from kvstow.devices.cuda.calibration import CANDIDATES, direct_threshold
 from kvstow.devices.cuda.context import primary_context
-from kvstow.devices.cuda.copier import Copier, LoadCopier, StoreCopier
+from kvstow.devices.cuda.copier import LoadCopier, StoreCopier
 from kvstow.devices.cuda.driver import Driver, Int64Array
 from kvstow.devices.cuda.kernels import PageKernels
 from kvstow.devices.cuda.plan import SlotArea, Split
@@ -40,6 +39,8 @@ class CudaOptions:
     size together is what another copy to the host, say of a sampled token, may have to wait for.
     `loads_ahead`: batches of loads that are given to the device at a time, though they take turns with the buffers: the
     link goes on while the host's interpreter is busy. Copies of others to the device do not wait for them.
+    `loads_per_look`: how many of them one `advance` may add to those under way, as the host's thread pays for it in its
+    step: 50 us each, 0.8 ms for the default. They have the link for 14 ms, in which the next look adds more.
     """
 
     strategy: CopyStrategy = "auto"
@@ -47,11 +48,12 @@ class CudaOptions:
     staging_bytes: int = 48 << 20
     num_buffers: int = 2
     loads_ahead: int = 64
+    loads_per_look: int = 16
 
     def __post_init__(self) -> None:
         if self.strategy not in COPY_STRATEGIES:
             raise ConfigError("strategy", self.strategy, " or ".join(COPY_STRATEGIES))
-        for key in ("staging_bytes", "num_buffers", "loads_ahead", "threshold_bytes"):
+        for key in ("staging_bytes", "num_buffers", "loads_ahead", "loads_per_look", "threshold_bytes"):
             value = getattr(self, key)
             if (type(value) is not int or value < 1) and not (key == "threshold_bytes" and value is None):
                 raise ConfigError(key, value, "a whole number, 1 or more")
@@ -64,9 +66,8 @@ class CudaDevice:
     stride between them. They are written and read in place; the caller keeps them alive. The pool is borrowed;
     `registrar` is the one that pins it.
 
-    Loads reach their blocks in the order in which they were staged, so each staged load has to be committed.
-    A fence that is a `CudaFence` is waited for on the device. Any other is asked by `poll`: until it is reached it
-    holds up the later ops of its direction.
+    Ops of a direction run in the order in which they were begun. A fence that is a `CudaFence` is waited for on the
+    device. Any other is asked by `advance`: until it is reached it holds up the later ops of its direction.
     """
 
     capabilities = Capabilities(name="cuda", kv_in_place=True, pin_mode="cuda")
@@ -100,9 +101,17 @@ class CudaDevice:
         split = self._split
         kernels = PageKernels(self._context, split.pieces, split.staged_bytes, undo) if split.staged_bytes else None
         buffers = options.num_buffers
-        self._stores = StoreCopier(driver, split, kernels, num_buffers=buffers, batches_ahead=buffers, undo=undo)
+        self._stores = StoreCopier(
+            driver, split, kernels, num_buffers=buffers, batches_ahead=buffers, per_look=buffers, undo=undo
+        )
         self._loads = LoadCopier(
-            driver, split, kernels, num_buffers=buffers, batches_ahead=options.loads_ahead, undo=undo
+            driver,
+            split,
+            kernels,
+            num_buffers=buffers,
+            batches_ahead=options.loads_ahead,
+            per_look=options.loads_per_look,
+            undo=undo,
         )
 
     @property
@@ -111,55 +120,41 @@ class CudaDevice:
         return self._context.driver.notice
 
     def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
-        transfer = self._new_transfer(self._stores, slots)
-        self._commit(transfer, self._checked_blocks(blocks, len(slots)), after)
-        return self._submitted(self._stores, transfer)
+        transfer = self._planned(blocks, slots, after)
+        self._stores.submit(transfer)
+        return transfer
 
-    def stage_load(self, op_id: int, slots: Sequence[int]) -> Transfer:
-        return self._submitted(self._loads, self._new_transfer(self._loads, slots))
+    def begin_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
+        transfer = self._planned(blocks, slots, after)
+        self._loads.submit(transfer)
+        return transfer
 
-    def commit_load(self, op_id: int, staged: Staged, blocks: Sequence[int], after: Fence | None) -> Transfer:
-        """Never raises for what is wrong with the blocks: as slots are being read, the ticket fails when that ends."""
-        if not isinstance(staged, Transfer):
-            raise CopyError(f"{type(staged).__name__} was not staged by this device")
-        try:
-            self._commit(staged, self._checked_blocks(blocks, len(staged.slots)), after)
-        except CopyError as error:
-            staged.fail(error)
-        staged.poll()
-        return staged
+    def advance(self) -> None:
+        if not self._closed:
+            with self._context.current():
+                self._loads.advance()  # first: a request waits for a load, and nobody for a store
+                self._stores.advance()
 
     def close(self) -> None:
         """Also waits for the fences that copies under way wait for. Raises `DriverError` after all was tried."""
         if self._closed:
             return
         self._closed = True
-        with self._context.current(), self._undo:
-            self._stores.drain()
-            self._loads.drain()
+        with ExitStack() as context, ExitStack() as rest:
+            rest.push(self._undo)
+            rest.callback(self._loads.drain)
+            rest.callback(self._stores.drain)
+            context.enter_context(self._context.current())
 
-    def _new_transfer(self, copier: Copier, slots: Sequence[int]) -> Transfer:
-        places = self._checked_slots(slots)
+    def _planned(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
+        """An op with all that its batches need: no copier has it yet, and an error here leaves nothing behind."""
+        places, targets = self._checked_slots(slots), self._checked_blocks(blocks, len(slots))
         order = np.argsort(places)  # neighbouring slots that follow one another are copied as one
-        staged = self._split.staged_copies(places[order], self._area, self._registrar.starts())
-        num_batches = self._split.num_batches(len(places))
-        return Transfer(tuple(slots), places[order], order, num_batches, staged, partial(self._advance, copier))
-
-    def _commit(self, transfer: Transfer, blocks: Int64Array, after: Fence | None) -> None:
-        ordered = blocks[transfer.order]
-        starts = self._registrar.starts()
-        transfer.commit(ordered, self._split.direct_copies(ordered, transfer.places, self._area, starts), after)
-
-    def _submitted(self, copier: Copier, transfer: Transfer) -> Transfer:
-        copier.submit(transfer)
-        transfer.poll()
-        return transfer
-
-    def _advance(self, copier: Copier) -> None:
-        if self._closed:
-            raise CopyError("the device is closed")
-        with self._context.current():
-            copier.advance()
+        places, targets = places[order], targets[order]
+        split, area, seams = self._split, self._area, self._registrar.starts()
+        staged = split.staged_copies(places, area, seams)
+        direct = split.direct_copies(targets, places, area, seams)
+        return Transfer(targets, split.num_batches(len(places)), staged, direct, after)
 
     def _checked_blocks(self, blocks: Sequence[int], num_slots: int) -> Int64Array:
         if len(blocks) != num_slots:

@@ -130,6 +130,10 @@ class Driver:
         """Wait until the stream is idle."""
         self._call("cuStreamSynchronize", stream)
 
+    def is_idle(self, stream: Handle) -> bool:
+        """Whether all work given to the stream is done."""
+        return self._is_done("cuStreamQuery", stream)
+
     def wait_event(self, stream: Handle, event: Handle) -> None:
         """Work given to `stream` from now on waits, on the device, for what `event` has recorded."""
         self._call("cuStreamWaitEvent", stream, event, 0)
@@ -146,11 +150,7 @@ class Driver:
 
     def is_reached(self, event: Handle) -> bool:
         """Also true of an event that was never recorded."""
-        (status,) = self._cu.cuEventQuery(event)
-        if int(status) == _NOT_READY:
-            return False
-        self._check("cuEventQuery", status)
-        return True
+        return self._is_done("cuEventQuery", event)
 
     def seconds_between(self, start: Handle, end: Handle) -> float:
         """Both events were made with timing and are reached. Resolution 0.5 us."""
@@ -239,6 +239,13 @@ class Driver:
         if status != _SUCCESS:
             self._check(name, status)
         return values[0] if len(values) == 1 else values
+
+    def _is_done(self, query: str, handle: Handle) -> bool:
+        (status,) = getattr(self._cu, query)(handle)
+        if int(status) == _NOT_READY:
+            return False
+        self._check(query, status)
+        return True
 
     def _check(self, call: str, status: Any) -> None:
         if int(status) == _SUCCESS:

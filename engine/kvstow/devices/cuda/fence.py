@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
 from kvstow.devices.cuda.context import Context, primary_context
@@ -13,24 +11,36 @@ from kvstow.devices.cuda.driver import Handle
 class CudaFence:
     """Names the work that a stream held when the fence was recorded. Copies wait for it on the device.
 
-    Thread-safe. The event lives as long as the fence.
+    Thread-safe. Its event belongs to it alone for as long as it lives, and nobody else ever sees the event: so whoever
+    may still ask or wait holds the fence, and with it the event. Then the next fence takes it from the context's pool.
     """
 
-    def __init__(self, context: Context, event: Handle) -> None:
-        """Takes over `event`, which is recorded; hosts call `record`."""
-        self.event = event
+    __slots__ = ("_context", "_event")
+
+    def __init__(self, context: Context) -> None:
+        """Not recorded; hosts call `record`."""
         self._context = context
-        weakref.finalize(self, context.driver.destroy_event, event).atexit = False
+        self._event = context.events.take()
 
     @classmethod
     def record(cls, stream: torch.cuda.Stream) -> CudaFence:
         """A fence after all work given to `stream` so far. Not while `stream` captures a graph."""
         context = primary_context(stream.device_index)
         with context.current():
-            fence = cls(context, context.driver.create_event(timing=False))
-            context.driver.record_event(fence.event, stream.cuda_stream)
+            fence = cls(context)
+            context.driver.record_event(fence._event, stream.cuda_stream)
         return fence
 
     def query(self) -> bool:
         with self._context.current():
-            return self._context.driver.is_reached(self.event)
+            return self._context.driver.is_reached(self._event)
+
+    def hold_back(self, stream: Handle) -> None:
+        """Work given to `stream` from now on waits, on the device, for the work that the fence names. The caller has
+        made the context current."""
+        self._context.driver.wait_event(stream, self._event)
+
+    def __del__(self) -> None:
+        event = getattr(self, "_event", None)  # there may have been none to be had
+        if event is not None:
+            self._context.events.give_back(event)

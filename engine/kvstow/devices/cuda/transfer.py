@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvstow.devices.base import Fence, TicketState
 from kvstow.devices.cuda.driver import Int64Array
 from kvstow.devices.cuda.fence import CudaFence
@@ -11,42 +9,33 @@ from kvstow.devices.cuda.plan import BatchedCopies
 
 
 class Transfer:
-    """The ticket of an op; for a load also what was staged. Its batches are begun in order and finish in order.
+    """The ticket of an op, complete before a copier has it. Its batches are begun in order and finish in order.
 
-    Used by one thread. `advance` is what `poll` does first: it moves on all transfers of the copier. It raises only
-    where the device is lost, and with it all that was under way.
+    Used by one thread.
     """
 
     def __init__(
         self,
-        slots: tuple[int, ...],
-        places: Int64Array,
-        order: Int64Array,
+        blocks: Int64Array,
         num_batches: int,
         staged: BatchedCopies,
-        advance: Callable[[], None],
+        direct: BatchedCopies,
+        after: Fence | None,
     ) -> None:
-        """`slots` as the host gave them; `places[i]` is `slots[order[i]]`, ascending."""
-        self.slots, self.places, self.order = slots, places, order
-        self.num_batches, self.staged, self._advance = num_batches, staged, advance
-        self.blocks: Int64Array | None = None
-        self.direct: BatchedCopies | None = None
-        self.after: Fence | None = None
+        """`blocks`, `staged` and `direct` in the order of the slots in memory."""
+        self.blocks, self.num_batches, self.staged, self.direct = blocks, num_batches, staged, direct
+        self.after = after
         self.begun = self.finished = 0
         self.source_free = False
         self.fence_queued = False  # the copier's stream waits for the fence
         self.error: BaseException | None = None
         self.seconds = 0.0
 
-    def commit(self, blocks: Int64Array, direct: BatchedCopies, after: Fence | None) -> None:
-        """Say which blocks are read or written, in the order of `places`. Until then no batch touches the KV cache."""
-        self.blocks, self.direct, self.after = blocks, direct, after
-
     def may_touch_blocks(self) -> bool:
         """Whether work on the KV cache may be given to the device. A CUDA fence is waited for there; any other has to
         be reached before. A fence that raises fails the transfer."""
-        if self.blocks is None or self.after is None or isinstance(self.after, CudaFence):
-            return self.blocks is not None
+        if self.after is None or isinstance(self.after, CudaFence):
+            return True
         try:
             reached = self.after.query()
         except Exception as error:  # noqa: BLE001 - the failure of one op, which its ticket tells
@@ -57,22 +46,13 @@ class Transfer:
         return reached
 
     def fail(self, error: BaseException) -> None:
-        """Begin no further batch. The first error stays."""
-        self.error = self.error or error
+        """Begin no further batch. The first error stays, without its traceback: that would keep the op alive, and its
+        fence, until a collection of garbage."""
+        self.error = self.error or error.with_traceback(None)
 
     def poll(self) -> TicketState:
-        if (state := self._state()) in (TicketState.DONE, TicketState.FAILED):
-            return state
-        try:
-            self._advance()
-        except Exception as error:  # noqa: BLE001 - poll raises nothing: the error travels in the ticket
-            self.fail(error)
-            self.finished = self.begun
-        return self._state()
-
-    def _state(self) -> TicketState:
         if self.error is not None:
             return TicketState.FAILED if self.finished >= self.begun else TicketState.PENDING
-        if self.finished == self.num_batches and self.blocks is not None:
+        if self.finished == self.num_batches:
             return TicketState.DONE
         return TicketState.SOURCE_FREE if self.source_free else TicketState.PENDING
