@@ -13,9 +13,11 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 
 from kvstow_api import problems
+from kvstow_api.admission import AdmissionMiddleware
 from kvstow_api.auth import AuthMiddleware, Credentials
 from kvstow_api.body import BodyMiddleware
 from kvstow_api.context import ApiContext
+from kvstow_api.head import HeadMiddleware
 from kvstow_api.idempotency import IdempotencyMiddleware
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.openapi import Description
@@ -52,9 +54,11 @@ def create_app(context: ApiContext) -> FastAPI:
         lifespan=_lifespan,
         middleware=[
             Middleware(RequestMiddleware, counters=http, journal=services.journal),
+            Middleware(AdmissionMiddleware, allowed_hosts=context.allowed_hosts),
             Middleware(AuthMiddleware, credentials=credentials),
             Middleware(BodyMiddleware),
             Middleware(IdempotencyMiddleware, clock=context.clock),
+            Middleware(HeadMiddleware),
         ],
     )
     app.state.services = services

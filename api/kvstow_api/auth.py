@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvstow.errors import ConfigError
 from kvstow_api.problems import problem
-from kvstow_api.tokens import TokenFile, is_loopback
+from kvstow_api.tokens import TokenFile
 
 logger = logging.getLogger("kvstow.api")
 
@@ -44,7 +44,6 @@ _READING_POST = "/v1/lookup"  # a body, because a query has no room for a thousa
 _OPEN_PATHS = re.compile(r"/(livez|readyz|health|healthz|startupz)(/[^/]*)?|/metrics")
 _CERTIFICATE_ACTOR = "certificate:"
 _MAX_LOOK_SECONDS = 2.0  # at the token files
-_PORT = re.compile(r":\d+$")
 _REPORT_PATH = re.compile(r"/v1/ranks/[^/]+/report")
 
 
@@ -111,7 +110,7 @@ class AuthMiddleware:
             with suppress(ConfigError):  # nobody needs a token here; an admin is known by one all the same
                 scope[ACTOR] = self._actor(scope, token) or "anonymous"
             return None
-        if not reading and _is_cross_site(scope, self._credentials.guard_changes):
+        if not reading and _is_cross_site(scope):
             return problem(scope, 403, "web pages of other sites may change nothing")
         try:
             actor = self._actor(scope, token)
@@ -169,17 +168,15 @@ class _Renewal:
             file.renew()
 
 
-def _is_cross_site(scope: Scope, guarded: bool) -> bool:
-    """Whether a browser sends this on behalf of another site: loopback does not keep such requests out, and the
-    browser adds a client's certificate by itself. Where nothing else guards changes, a site whose name leads to
-    loopback (DNS rebinding) is another one, too."""
+def _is_cross_site(scope: Scope) -> bool:
+    """Whether a browser sends this on behalf of another site: loopback does not keep such requests out, and the browser
+    adds a client's certificate by itself. What a site can lead to loopback under its own name is refused before
+    (`AdmissionMiddleware`)."""
     headers = dict(scope["headers"])
+    if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+        return True
     origin = headers.get(b"origin")
-    if origin is None:
-        return False
-    site = origin.decode("latin-1").partition("://")[2]
-    name = _PORT.sub("", site).strip("[]")
-    return site.encode("latin-1") != headers.get(b"host") or not (guarded or is_loopback(name))
+    return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
 
 
 def _unauthorized(scope: Scope, reading: bool, has_token: bool) -> Response:

@@ -27,6 +27,7 @@ class ApiContext:
     `addresses`: where the server listens. `settings`: shown, like them, to every reader of `/v1/info`, so it must hold
     no secrets. `build`: labels of `kvstow_build_info` (revision, torch, vllm...). `token_file`: when set, requests that
     change anything need its token. `viewer_token_file`: when set, reading needs one of its tokens or an admin's.
+    `allowed_hosts`: names, beside those of loopback, under which the server may be asked over TCP; None is any name.
     `client_certificates`: the server verifies them, and one counts as an admin's token. `certificate_ends`: when the
     server's own certificate does, in seconds since the epoch; None where it speaks no TLS. `agent_token`: lets a rank's
     agent report, nothing else; without it only an admin's credential can. `readiness_require`: checks of
@@ -45,6 +46,7 @@ class ApiContext:
     build: Mapping[str, str] = field(default_factory=dict)
     token_file: Path | None = None
     viewer_token_file: Path | None = None
+    allowed_hosts: tuple[str, ...] | None = None
     client_certificates: bool = False
     certificate_ends: Callable[[], float] | None = None
     agent_token: str | None = field(default=None, repr=False)

@@ -33,9 +33,9 @@ def current(use: Services) -> RuntimeConfig:
 
 
 def etag(use: Services) -> str:
-    """Names the settings: equal tags, equal settings."""
-    now = current(use)
-    return f'"{now.capacity_slots}-{now.policy}-{"paused" if now.pinning_paused else "on"}"'
+    """Names the settings: it was never given to others, nor to these before they were changed and changed back. Ask
+    before the settings that it is to name: then a change in between is noticed."""
+    return f'"{use.engine.engine_id}-{use.engine.admin.settings_revision}"'
 
 
 def _check_match(use: Services, if_match: str | None) -> None:

@@ -14,6 +14,7 @@ import kvstow
 from kvstow.control.engine import OffloadEngine
 from kvstow.memory.limits import limits_of
 from kvstow_api.context import ApiContext
+from kvstow_api.tokens import is_loopback
 from kvstow_service.facts import measure_host
 from kvstow_service.keeper import Keeper
 from kvstow_service.listeners import Listeners
@@ -30,13 +31,14 @@ def make_context(
     agent_token: str,
     token_file: Path | None = None,
     viewer_token_file: Path | None = None,
+    allowed_hosts: tuple[str, ...] = (),
     client_certificates: bool = False,
     certificate_ends: Callable[[], float] | None = None,
     readiness_require: tuple[str, ...] = (),
     build: Mapping[str, str] | None = None,
 ) -> ApiContext:
     """The context of a server on `listeners`, with the figures of this process. `settings` are for every reader: no
-    secrets, no paths."""
+    secrets, no paths. `allowed_hosts` counts on loopback only: elsewhere any name leads to the server."""
     return ApiContext(
         engine=engine,
         max_capacity_slots=max_capacity_slots,
@@ -46,6 +48,7 @@ def make_context(
         settings=settings,
         token_file=token_file,
         viewer_token_file=viewer_token_file,
+        allowed_hosts=allowed_hosts if listeners.host and is_loopback(listeners.host) else None,
         client_certificates=client_certificates,
         certificate_ends=certificate_ends,
         host_facts=partial(measure_host, limits_of(settings.get("huge_pages", "advised"))),

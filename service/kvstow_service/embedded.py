@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError, ConflictError, KvstowError
 from kvstow_api.checks import INFORMATIONAL_CHECKS
+from kvstow_api.hostnames import parse_host_names
 from kvstow_api.tokens import TokenFile, is_loopback, require_token
 from kvstow_service.agent import AdminAddress
 from kvstow_service.keeper import Keeper
@@ -49,7 +50,7 @@ class EmbeddedOptions:
     `token_file`: tokens that requests which change anything need; not optional where `admin_host` is not loopback.
     `viewer_token_file`: tokens that are enough for reading, which then needs one. `tls`: TCP speaks TLS; ranks of
     other nodes are told which certificate to trust. `readiness_require`: of pool and pinned, what must be well before
-    `/readyz` is.
+    `/readyz` is. `allowed_hosts`: names, beside those of loopback, under which a server on loopback may be asked.
     """
 
     admin_host: str = "127.0.0.1"
@@ -59,12 +60,14 @@ class EmbeddedOptions:
     readiness_require: tuple[str, ...] = ()
     viewer_token_file: Path | None = None
     tls: TlsFiles | None = None
+    allowed_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.admin_port) is not int or not 0 <= self.admin_port < 1 << 16:
             raise ConfigError("admin_port", self.admin_port, "0 (any free port) to 65535")
         if not set(self.readiness_require) <= set(INFORMATIONAL_CHECKS):
             raise ConfigError("readiness_require", self.readiness_require, " and ".join(INFORMATIONAL_CHECKS))
+        parse_host_names("allowed_hosts", self.allowed_hosts)
         require_token(self.admin_host, self.token_file, certificates=self.has_certificates)
         for path in (self.token_file, self.viewer_token_file):
             if path is not None:
@@ -142,6 +145,7 @@ class EmbeddedAdmin:
                 client_certificates=options.has_certificates,
                 certificate_ends=None if self._tls is None else self._tls.ends,
                 readiness_require=options.readiness_require,
+                allowed_hosts=options.allowed_hosts,
                 build=build,
             )
 

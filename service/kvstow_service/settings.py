@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -18,6 +19,7 @@ from kvstow.bytesize import format_size, parse_size
 from kvstow.config import POLICIES, CopyStrategy, EngineConfig, HugePages, PoolConfig
 from kvstow.errors import ConfigError
 from kvstow.memory.pace import CHUNK_BYTES
+from kvstow_api.hostnames import parse_host_names
 from kvstow_service.duration import parse_duration
 from kvstow_service.environment import CLIENT_VARIABLES, ENV_PREFIX, is_service_link
 from kvstow_service.logs import LogFormat, LogLevel
@@ -141,6 +143,9 @@ class Settings(BaseModel):
     token_file: Path | None = Field(None, description="File with the bearer token that changing requests need.")
     viewer_token_file: Path | None = Field(
         None, description="File with the bearer token that is enough for reading; without, reading is open."
+    )
+    allowed_hosts: Annotated[tuple[str, ...], _reads(partial(parse_host_names, ""))] = Field(
+        (), description="Names beside localhost under which clients may ask a server on loopback (Host header)."
     )
     tls_cert: Path | None = Field(None, description="Certificate (PEM) of the admin server: TCP then speaks TLS.")
     tls_key: Path | None = Field(None, description="Key (PEM) of the certificate, unless it is in the same file.")

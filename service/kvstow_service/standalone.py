@@ -74,6 +74,7 @@ def run_service(settings: Settings) -> int:
                 client_certificates=settings.tls_client_ca is not None,
                 certificate_ends=None if plan.tls is None else plan.tls.ends,
                 readiness_require=settings.readiness_require,
+                allowed_hosts=settings.allowed_hosts,
             )
         )
         tls = None if plan.tls is None else plan.tls.context

@@ -540,6 +540,7 @@ def test_the_signal_handlers_of_the_host_stay(launch: Any) -> None:
         ({"admin_host": "0.0.0.0"}, "token_file is None; allowed: a file with a token, because 0.0.0.0"),
         ({"admin_port": 65536}, r"admin_port is 65536; allowed: 0 \(any free port\) to 65535"),
         ({"admin_port": True}, "admin_port is True"),
+        ({"allowed_hosts": ("ops:9595",)}, r"allowed_hosts is \('ops:9595',\); allowed: a list of host names"),
         ({"readiness_require": ("warm",)}, r"readiness_require is \('warm',\); allowed: pool and pinned"),
         ({"token_file": Path("/no/such/file")}, "token_file is '/no/such/file'; allowed: a readable file"),
     ],

@@ -96,7 +96,8 @@ def write_trace(path: Path, requests: int) -> Path:
 def test_it_serves_until_a_signal_and_leaves_nothing_behind(
     tmp_path: Path, eventually: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    settings = Settings(**BASE, uds=tmp_path / "admin.sock", ranks=2, readiness_require=("pinned",))
+    names = {"allowed_hosts": ("ops.example",), "readiness_require": ("pinned",)}
+    settings = Settings(**BASE, **names, uds=tmp_path / "admin.sock", ranks=2)
 
     def visit(client: httpx.Client) -> None:
         eventually(lambda: client.get("/readyz").status_code == 200, "a pinned pool")
@@ -106,6 +107,8 @@ def test_it_serves_until_a_signal_and_leaves_nothing_behind(
         assert info["settings"]["pool_size"] == 512 << 10
         assert info["addresses"][1:] == [f"unix:{tmp_path / 'admin.sock'}"]
         assert str(tmp_path) not in json.dumps(info["settings"])
+        for name, status in (("evil.example", 421), ("ops.example", 200), ("localhost", 200)):
+            assert httpx.get(f"{info['addresses'][0]}/livez", headers={"Host": name}).status_code == status
 
     assert run_and_visit(settings, visit, eventually) == 0
     assert not (tmp_path / "admin.sock").exists()

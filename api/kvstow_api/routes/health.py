@@ -52,7 +52,6 @@ for _path in _PROBE_OF:
     for _route, _endpoint, _codes in ((_path, probe, (422,)), (f"{_path}/{{check}}", check, (404,))):
         _shared: dict[str, Any] = {"responses": {**_TOLD, **reading(*_codes, guarded=False)}}
         router.add_api_route(_route, _endpoint, methods=["GET"], **_shared)
-        router.add_api_route(_route, _endpoint, methods=["HEAD"], include_in_schema=False, **_shared)
 
 
 def _known(chosen: Probe, exclude: str) -> frozenset[str]:

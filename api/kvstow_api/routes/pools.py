@@ -122,9 +122,10 @@ async def retry(use: Use, pool: PoolName) -> PinningView:
 
 
 def _view(use: Services) -> PoolView:
+    etag = settings.etag(use)
     return PoolView.made(
         use.engine.stats(),
-        etag=settings.etag(use),
+        etag=etag,
         pinning_paused=use.engine.desired().paused,
         max_capacity_slots=use.context.max_capacity_slots,
         num_ranks=use.engine.config.num_ranks,

@@ -25,7 +25,7 @@ class ConfigView(View):
         "json_schema_extra": {
             "examples": [
                 {
-                    "etag": '"4096-lru-on"',
+                    "etag": '"6f1d2a9c-3"',
                     "runtime": {"capacity_slots": 4096, "policy": "lru", "pinning_paused": False},
                     "startup": {"ranks": 2, "transfer_timeout": 30.0},
                 }

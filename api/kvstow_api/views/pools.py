@@ -39,7 +39,7 @@ class PoolView(View):
             "examples": [
                 {
                     "name": "host",
-                    "etag": '"4096-lru-on"',
+                    "etag": '"6f1d2a9c-3"',
                     "slot_bytes": 2097152,
                     "block_tokens": 16,
                     "capacity_slots": 4096,

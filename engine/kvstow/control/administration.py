@@ -163,6 +163,7 @@ class Administrator:
                 raise ConflictError(f"{pinned} pinned blocks lie above slot {capacity_slots}; unpin them first")
             top = max(state.slots.limit, state.slots.top)
             state.resizing = True
+            state.settings_revision += capacity_slots != state.ceiling
             state.ceiling = capacity_slots
             if capacity_slots > state.capacity:
                 state.want(replace(state.desired, capacity_slots=capacity_slots))
@@ -190,6 +191,7 @@ class Administrator:
                     sweep.waiting = state.slots.leaving > 0
                     if not sweep.waiting:
                         if state.ceiling < state.capacity:
+                            state.settings_revision += 1
                             state.want(replace(state.desired, capacity_slots=state.ceiling))
                         done = True
                         return
@@ -198,8 +200,14 @@ class Administrator:
             with state.lock:
                 state.resizing = False
                 if not done:
+                    state.settings_revision += state.ceiling != state.capacity
                     state.ceiling = state.capacity
                     state.apply_limit()
+
+    @property
+    def settings_revision(self) -> int:
+        """Grows with each change of size, policy or pausing: also with one that takes an earlier one back."""
+        return self._state.settings_revision
 
     def set_policy(self, name: str) -> None:
         """Change the order of eviction, keeping the present order as its start. Raises `ConfigError`."""
@@ -207,6 +215,7 @@ class Administrator:
             raise ConfigError("policy", name, " or ".join(POLICIES))
         with self._state.lock:
             replaced = self._state.index.set_policy(name)
+            self._state.settings_revision += replaced is not None
         while replaced and replaced.forget(self._state.slice_slots):
             pass
 
@@ -261,6 +270,7 @@ class Administrator:
         """Ranks start no further chunk while paused; what is pinned stays usable."""
         state = self._state
         with state.lock:
+            state.settings_revision += paused != state.desired.paused
             state.want(replace(state.desired, paused=paused))
 
     # -- drain and bypass -----------------------------------------------------------------------------------

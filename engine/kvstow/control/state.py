@@ -67,6 +67,8 @@ class ControlState:
         self.lost = range(0)
         """Slots whose contents some rank has lost, and which `remove_lost` has yet to clear. The gate is closed
         while there are any."""
+        self.settings_revision = 0
+        """Grows with each change of capacity, ceiling, policy or pausing, and with its way back."""
         self.integrity_error: str | None = None
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
 

@@ -41,9 +41,9 @@ async def test_the_pool_is_shown_with_states_that_add_up(
     body = (await client.get(HOST)).json()
     assert states(body) == {"free": 8, "filling": 2, "cached": 3, "leased": 2, "pinned": 1, "quarantined": 0}
     del body["slots"]
+    assert body.pop("etag")
     assert body == {
         "name": "host",
-        "etag": '"16-lru-on"',
         "slot_bytes": 4096,
         "block_tokens": 16,
         "capacity_slots": 16,
@@ -375,6 +375,50 @@ async def test_an_etag_guards_against_a_lost_change(client: httpx.AsyncClient, r
     late = await client.patch(HOST, json={"capacity_slots": 9}, headers={"If-Match": etag})
     assert (late.status_code, late.json()["code"]) == (412, "precondition_failed")
     assert (await client.patch(HOST, json={"capacity_slots": 9}, headers={"If-Match": "*"})).status_code == 200
+
+
+@pytest.mark.parametrize("change", [{"policy": "arc"}, {"pinning_paused": True}, {"capacity_slots": 8}])
+async def test_an_etag_does_not_come_back_with_the_settings(
+    client: httpx.AsyncClient, ranks: Any, change: dict[str, Any]
+) -> None:
+    before = (await client.get(HOST)).json()
+    etag = before["etag"]
+    back = {name: before[name] for name in change}
+    for body in (change, back):
+        assert (await client.patch(HOST, json=body, params={"wait": 20})).status_code == 200
+        ranks.report()
+    after = (await client.get(HOST)).json()
+    assert {name: after[name] for name in change} == back
+    late = await client.patch(HOST, json=change, headers={"If-Match": etag})
+    assert late.status_code == 412
+    assert (await client.get(HOST)).json()["etag"] == after["etag"] != etag
+
+
+async def test_what_changes_nothing_leaves_the_etag(client: httpx.AsyncClient, ranks: Any) -> None:
+    before = (await client.get(HOST)).json()
+    same = {name: before[name] for name in ("policy", "pinning_paused", "capacity_slots")}
+    assert (await client.patch(HOST, json=same, params={"wait": 20})).status_code == 200
+    assert (await client.patch(HOST, json={"policy": "arc", "dry_run": True})).status_code == 200
+    assert (await client.get(HOST)).json()["etag"] == before["etag"]
+
+
+async def test_a_resize_that_is_taken_back_takes_the_etag_with_it(
+    client: httpx.AsyncClient, ranks: Any, keys: list[bytes], eventually: Any
+) -> None:
+    ranks.store(keys)
+    ranks.lease(keys)
+    etag = (await client.get(HOST)).json()["etag"]
+    answer = await client.patch(HOST, json={"capacity_slots": 4}, params={"wait": 0})
+    during = (await client.get(HOST)).json()["etag"]
+    await client.post(answer.headers["location"] + "/cancel")
+
+    async def cancelled() -> bool:
+        return bool((await client.get(answer.headers["location"])).json()["state"] == "cancelled")
+
+    await eventually(cancelled)
+    after = (await client.get(HOST)).json()
+    assert after["capacity_slots"] == 16
+    assert len({etag, during, after["etag"]}) == 3
 
 
 # -- operations -----------------------------------------------------------------------------------------------

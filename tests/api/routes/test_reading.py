@@ -44,9 +44,3 @@ async def test_reading_changes_nothing(
         assert (answer.status_code == 404) == (path.endswith("none") or path in NOT_FOUND), path
     after = (engine.stats(), engine.readiness(), engine.blocks(), engine.desired(), engine.admin.drain_status)
     assert after == before
-
-
-@pytest.mark.parametrize("path", [path for path in PATHS if path.startswith("/v1") and "namespaces" not in path])
-async def test_only_reading_is_possible_by_get_and_head_is_not_offered(client: httpx.AsyncClient, path: str) -> None:
-    answer = await client.head(path.replace("{rank}", "0").replace("{pool}", "host"))
-    assert answer.status_code == 405

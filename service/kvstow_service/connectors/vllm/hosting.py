@@ -160,6 +160,7 @@ def _admin_options(options: ConnectorOptions, facts: HostFacts) -> EmbeddedOptio
             token_file=options.token_file,
             viewer_token_file=options.viewer_token_file,
             readiness_require=options.readiness_require,
+            allowed_hosts=options.allowed_hosts,
             tls=tls,
         )
     except ConfigError as error:  # it names them as users do

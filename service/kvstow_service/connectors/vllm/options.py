@@ -11,6 +11,7 @@ from kvstow.bytesize import parse_size
 from kvstow.config import COPY_STRATEGIES, HUGE_PAGES, POLICIES, CopyStrategy, EngineConfig, HugePages, PoolConfig
 from kvstow.errors import ConfigError
 from kvstow_api.checks import INFORMATIONAL_CHECKS
+from kvstow_api.hostnames import parse_host_names
 from kvstow_service.duration import parse_duration
 
 DEFAULT_BYTES = 8 << 30
@@ -58,6 +59,7 @@ class ConnectorOptions:
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     readiness_require: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any] | None) -> ConnectorOptions:
@@ -202,4 +204,5 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "tls_key": _path,
     "tls_client_ca": _path,
     "readiness_require": _checks,
+    "allowed_hosts": parse_host_names,
 }

@@ -39,6 +39,7 @@ def test_everything_given_is_kept() -> None:
         "tls_key": "/etc/kvstow/tls.key",
         "tls_client_ca": "/etc/kvstow/ca.crt",
         "readiness_require": ["pool"],
+        "allowed_hosts": ["Ops.example"],
     }
     options = ConnectorOptions.parse(given)
     assert options == ConnectorOptions(
@@ -63,6 +64,7 @@ def test_everything_given_is_kept() -> None:
         tls_key=Path("/etc/kvstow/tls.key"),
         tls_client_ca=Path("/etc/kvstow/ca.crt"),
         readiness_require=("pool",),
+        allowed_hosts=("ops.example",),
     )
     paths = {name for name, value in given.items() if str(value).startswith("/")}
     assert set(options.public()) == set(given) - paths | {"pin_latency_target"}
@@ -94,6 +96,7 @@ def test_everything_given_is_kept() -> None:
         ("admin_uds", "", "a non-empty string"),
         ("token_file", 7, "a non-empty string"),
         ("readiness_require", ["loop"], "a list of pool and pinned"),
+        ("allowed_hosts", ["a:80"], "a list of host names, each without a port"),
         ("readiness_require", [{}], "a list of pool and pinned"),
     ],
 )

@@ -1,0 +1,59 @@
+"""Which requests are for this server at all: in one framing, and under one of its names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvstow_api.auth import READING_METHODS
+from kvstow_api.hostnames import normal_host
+from kvstow_api.problems import problem
+from kvstow_api.tokens import is_loopback
+
+_PORT = re.compile(r":\d+$")
+_CLOSE = {"Connection": "close"}
+
+
+class AdmissionMiddleware:
+    """Refuses what no honest client sends: 400 and the end of the connection, or 421.
+
+    `allowed_hosts`: the names, beside those of loopback, under which a server on loopback may be asked over TCP. A web
+    page can lead a browser there under a name of its own (DNS rebinding), and would read what is open to this machine.
+    None: under any name, as on other addresses, where probes ask by the address of a pod.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed_hosts: Sequence[str] | None) -> None:
+        self._app = app
+        self._allowed = None if allowed_hosts is None else frozenset(allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._judge(scope) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
+
+    def _judge(self, scope: Scope) -> Response | None:
+        headers = dict(scope["headers"])
+        chunked, length = b"transfer-encoding" in headers, headers.get(b"content-length")
+        if chunked and length is not None:
+            detail = "the request has both Content-Length and Transfer-Encoding"  # a proxy might believe the other one
+            return problem(scope, 400, detail, code="malformed_request", headers=_CLOSE)
+        if scope["method"] in READING_METHODS and (chunked or length not in (None, b"0")):
+            detail = f"a {scope['method']} has no body here"
+            return problem(scope, 400, detail, code="malformed_request", headers=_CLOSE)
+        if self._allowed is None or not _is_tcp(scope):
+            return None
+        host = headers.get(b"host")
+        name = None if host is None else normal_host(_PORT.sub("", host.decode("latin-1")))
+        if name is None or name in self._allowed or is_loopback(name.strip("[]")):
+            return None
+        names = ", ".join(["localhost", "the address", *sorted(self._allowed)])
+        detail = f"the Host header names {name[:100]!r}; allowed: {names}. The setting allowed_hosts adds a name"
+        return problem(scope, 421, detail, code="unknown_host")
+
+
+def _is_tcp(scope: Scope) -> bool:
+    """A Unix socket has no port: no browser comes through it."""
+    server = scope.get("server")
+    return server is not None and server[1] is not None

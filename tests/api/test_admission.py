@@ -1,0 +1,163 @@
+"""Requests that no honest client sends, and names that are not this server's."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstow.errors import ConfigError
+from kvstow_api.hostnames import parse_host_names
+from kvstow_api.routes import ROUTERS
+
+pytestmark = pytest.mark.anyio
+
+_RAW_PATHS = [
+    route.path  # type: ignore[attr-defined]
+    for router in ROUTERS
+    for route in router.routes
+    if "GET" in route.methods  # type: ignore[attr-defined]
+]
+_PARAMETERS = {"{pool}": "host", "{check}": "loop", "{rank}": "0"}
+PATHS = sorted(re.sub(r"{.*?}", lambda found: _PARAMETERS.get(found[0], "00"), path) for path in _RAW_PATHS)
+
+
+def ask(url: str, request: bytes) -> bytes:
+    """What comes until the server hangs up."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port)), 20.0) as client:
+        client.sendall(request)
+        answer = b""
+        while data := client.recv(1 << 16):
+            answer += data
+    return answer
+
+
+# -- names ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "LOCALHOST:9595",
+        "localhost.",
+        "127.0.0.1:9595",
+        "127.8.8.8",
+        "[::1]",
+        "[::1]:9595",
+        "Ops.Example:1",
+    ],
+)
+@pytest.mark.parametrize("path", ["/livez", "/v1/info"])
+def test_a_server_on_loopback_answers_to_its_own_names(serve: Any, host: str, path: str) -> None:
+    listeners = serve(allowed_hosts=("ops.example",))
+    assert httpx.get(f"{listeners.url}{path}", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:9595", "localhost.evil.example", "10.0.0.1", "[::1", "", "127.0.0.1.evil"]
+)
+@pytest.mark.parametrize("path", ["/livez", "/v1/events", "/metrics", "/"])
+def test_a_name_that_is_led_to_loopback_reads_nothing(serve: Any, host: str, path: str) -> None:
+    listeners = serve(allowed_hosts=("ops.example",))
+    answer = httpx.get(f"{listeners.url}{path}", headers={"Host": host})
+    assert (answer.status_code, answer.json()["code"]) == (421, "unknown_host")
+    assert answer.json()["detail"].endswith(
+        "allowed: localhost, the address, ops.example. The setting allowed_hosts adds a name"
+    )
+
+
+def test_other_addresses_and_unix_sockets_answer_to_any_name(serve: Any, tmp_path: Path) -> None:
+    """Probes ask by the address of a pod; no browser comes through a Unix socket."""
+    anywhere = serve(allowed_hosts=None)
+    assert httpx.get(f"{anywhere.url}/livez", headers={"Host": "10.1.2.3:9595"}).status_code == 200
+    uds = tmp_path / "admin.sock"
+    serve(allowed_hosts=(), uds=uds)
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(uds))) as client:
+        assert client.get("http://kvstow/livez").status_code == 200
+
+
+def test_a_client_without_a_name_is_answered(serve: Any) -> None:
+    listeners = serve(allowed_hosts=())
+    assert ask(listeners.url, b"GET /livez HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+
+
+def test_names_are_given_as_a_list_or_as_text() -> None:
+    assert parse_host_names("k", "a.example, B.example.") == ("a.example", "b.example")
+    assert parse_host_names("k", ["a"]) == ("a",)
+    for wrong in ("a:80", "http://a", ["a b"], [1], 1, "*"):
+        with pytest.raises(ConfigError, match=r"k is .*; allowed: a list of host names, each without a port"):
+            parse_host_names("k", wrong)
+
+
+# -- framing ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/pools/host/retry", "/v1/lookup", "/nowhere"])
+def test_a_body_in_two_framings_is_refused_and_ends_the_connection(serve: Any, path: str) -> None:
+    """What follows may be the end of a body for one reader, and a request for another."""
+    smuggled = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {5 + len(smuggled)}\r\n".encode()
+    answer = ask(serve().url, head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + smuggled)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert b'"code": "malformed_request"' in answer
+
+
+@pytest.mark.parametrize("framing", [b"Content-Length: 1000000", b"Transfer-Encoding: chunked"])
+def test_a_reading_request_brings_no_body(serve: Any, framing: bytes) -> None:
+    """Nobody would read it, least of all beside a stream."""
+    answer = ask(serve().url, b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n" + framing + b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"a GET has no body here" in answer
+
+
+async def test_an_empty_body_is_none(client: httpx.AsyncClient, ranks: Any) -> None:
+    assert (await client.get("/v1/info", headers={"Content-Length": "0"})).status_code == 200
+
+
+# -- HEAD -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_head_is_answered_as_get_is_without_a_body(client: httpx.AsyncClient, ranks: Any, path: str) -> None:
+    head = await client.head(path)
+    assert head.content == b""
+    if head.headers["content-type"].startswith("text/event-stream"):
+        assert head.status_code == 200
+        return
+    get = await client.get(path)
+    assert (head.status_code, head.headers["content-type"]) == (get.status_code, get.headers["content-type"])
+    assert get.status_code in (200, 404)
+
+
+async def test_head_of_a_stream_holds_no_place(client: httpx.AsyncClient, ranks: Any) -> None:
+    for _ in range(100):
+        assert (await client.head("/v1/events")).status_code == 200
+
+
+def test_head_over_a_socket_leaves_the_connection_in_order(serve: Any) -> None:
+    with httpx.Client(base_url=serve().url) as client:
+        for path in ("/metrics", "/v1/info", "/", "/v1/events", "/livez"):
+            assert client.head(path).status_code == 200, path
+        assert client.get("/v1/info").status_code == 200
+
+
+async def test_head_of_what_cannot_be_read_is_405(client: httpx.AsyncClient) -> None:
+    assert (await client.head("/v1/pools/host/retry")).status_code == 405
+
+
+async def test_head_is_counted_by_its_route(client: httpx.AsyncClient, ranks: Any) -> None:
+    await client.head("/v1/pools/host")
+    metrics = (await client.get("/metrics")).text
+    (line,) = (
+        line
+        for line in metrics.splitlines()
+        if line.startswith("kvstow_http_requests_total{") and 'method="HEAD"' in line
+    )
+    assert 'route="/v1/pools/{pool}"' in line
