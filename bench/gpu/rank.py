@@ -110,6 +110,9 @@ class Traffic:
         self._running += len(directions)
         self._worker.submit(StepPlan(tuple(map(Op, self._ids, directions, blocks, slots))))
 
+    def drive(self) -> None:
+        self._worker.drive()
+
     def is_running(self) -> bool:
         for completion in self._worker.take_completions():
             if completion.mark == "failed":

@@ -15,6 +15,8 @@ from kvstow.devices.cuda import CudaRegistrar, DriverError
 from kvstow.devices.cuda.context import primary_context
 from kvstow.errors import CopyError, PinError
 from kvstow.memory.region import HostRegion
+from kvstow.messages import Completion, Op, StepPlan
+from kvstow.worker import OffloadWorker
 
 MakeRank = Callable[..., Any]
 Finish = Callable[[Any], TicketState]
@@ -138,3 +140,65 @@ def test_memory_that_is_not_mapped_is_not_registered() -> None:
             registrar.unregister(region.address, 1 << 20)
     finally:
         region.close()
+
+
+def test_a_load_that_cannot_be_planned_holds_up_no_other(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker told that it failed, and all later loads of the rank waited for ever."""
+    rank = make_rank([8192] * 4)
+    worker = OffloadWorker(0, rank.pool, rank.device)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(rank.device._split, "direct_copies", _raise_memory_error)
+            assert _final(worker, Op(1, "load", (0,), (0,))).error == "MemoryError: "
+        for op in (Op(2, "store", (1,), (1,)), Op(3, "load", (2,), (1,)), Op(4, "load", (3,), (1,))):
+            assert _final(worker, op).mark == "done"
+        np.testing.assert_array_equal(rank.blocks([2, 3]), rank.blocks([1, 1]))
+    finally:
+        worker.close()
+
+
+def _raise_memory_error(*_: object) -> None:
+    raise MemoryError
+
+
+def _final(worker: OffloadWorker, op: Op) -> Completion:
+    worker.submit(StepPlan((op,)))
+    while True:
+        assert worker.wait_completions(30.0)
+        for completion in worker.take_completions():
+            if completion.mark != "source_free":
+                return completion
+
+
+@strategies
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuStreamWaitEvent"])
+@pytest.mark.parametrize("number", range(0, 24, 5))
+def test_an_op_whose_marks_are_refused_is_over_when_the_device_has_let_go(
+    call: str, number: int, direction: str, strategy: str, make_rank: MakeRank, finish: Finish, driver: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    rank = make_rank([256 << 10] * 4, staging_bytes=1 << 20, strategy=strategy, chunk_bytes=32 << 20)
+    assert finish(rank.store(range(16), range(16))) is TicketState.DONE
+    real, calls = driver._call, iter(range(10_000))
+
+    def failing(name: str, *arguments: Any) -> Any:
+        if name == call and next(calls) == number:
+            raise DriverError(name, 1, "CUDA_ERROR_INVALID_VALUE", "injected")
+        return real(name, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "_call", failing)
+        op = rank.store if direction == "store" else rank.load
+        ticket = op(range(16), range(16))
+        if finish(ticket) is TicketState.FAILED:
+            assert isinstance(ticket.error, DriverError)
+            copier = rank.device._stores if direction == "store" else rank.device._loads
+            streams = (copier._kv, *(buffer.link for buffer in copier._buffers))
+            with primary_context(0).current():
+                assert all(driver.is_idle(stream) for stream in streams)
+    expected = rank.blocks(range(16))
+    assert finish(rank.store(range(16), range(16))) is TicketState.DONE
+    rank.scramble()
+    assert finish(rank.load(range(16), range(16))) is TicketState.DONE
+    np.testing.assert_array_equal(rank.blocks(range(16)), expected)
