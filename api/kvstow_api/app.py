@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 
@@ -22,7 +21,7 @@ from kvstow_api.idempotency import IdempotencyMiddleware
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.openapi import Description
 from kvstow_api.page.live import StatusPage
-from kvstow_api.requests import UNMATCHED, HttpCounters, RequestMiddleware, RouteKey
+from kvstow_api.requests import HttpCounters, RequestMiddleware
 from kvstow_api.routes import ROUTERS
 from kvstow_api.services import Services
 from kvstow_api.tokens import TokenFile
@@ -42,12 +41,13 @@ def create_app(context: ApiContext) -> FastAPI:
         agent=context.agent_token,
         certificates=context.client_certificates,
     )
-    http = HttpCounters(_known_requests())
+    http = HttpCounters()
     services = Services.of(context, http, credentials)
     app = FastAPI(
         title="KVStow admin API",
         description="Watch and steer the KV cache in host memory while traffic flows.",
         version=context.version,
+        openapi_url=None,  # a route of ours answers it
         docs_url=None,  # it would load its scripts from a CDN
         redoc_url=None,
         redirect_slashes=False,
@@ -92,14 +92,3 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await services.loop.stop()
         services.log_levels.close()
         await run_in_threadpool(services.operations.close)
-
-
-def _known_requests() -> Iterator[tuple[RouteKey, int]]:
-    """What can be answered, as far as the routes describe it."""
-    yield RouteKey("GET", UNMATCHED), 404
-    for router in ROUTERS:
-        for route in router.routes:
-            assert isinstance(route, APIRoute)
-            codes = [route.status_code or 200, *(int(code) for code in route.responses)]
-            for method in (route.methods or ()) if route.include_in_schema else ():
-                yield from ((RouteKey(method, route.path), code) for code in codes)

@@ -6,9 +6,10 @@ Frozen dataclasses of plain values: picklable for an inference engine's own chan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Literal, TypeVar, get_type_hints
+from functools import cache
+from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 from kvstow.errors import InvalidRequestError
 
@@ -147,45 +148,71 @@ _MAX_ENTRIES = 64  # in a mapping of a message: the reasons of failures are few,
 _Message = TypeVar("_Message", RankReport, DesiredState)
 
 
+class _Kind(NamedTuple):
+    """What JSON values a field takes, and the words for them."""
+
+    accepts: Callable[[Any], bool]
+    allowed: str
+
+
+class _Field(NamedTuple):
+    kind: _Kind
+    is_required: bool
+
+
 def _from_json(cls: type[_Message], value: Any) -> _Message:
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{cls.__name__} is {type(value).__name__}; allowed: an object")
-    hints = get_type_hints(cls)
-    unknown = sorted(set(value) - set(hints))
+    message: type = cls
+    shape = _shape(message)
+    unknown = sorted(set(value) - set(shape))
     if unknown:
-        raise InvalidRequestError(f"{cls.__name__} has unknown fields {unknown}; allowed: {sorted(hints)}")
-    for known in fields(cls):
-        if known.name not in value:
-            if known.default is MISSING and known.default_factory is MISSING:
-                raise InvalidRequestError(f"{cls.__name__}.{known.name} is missing")
-            continue
-        _check(cls.__name__, known.name, hints[known.name], value[known.name])
+        raise InvalidRequestError(f"{cls.__name__} has unknown fields {unknown}; allowed: {sorted(shape)}")
+    for name, known in shape.items():
+        if name not in value:
+            if known.is_required:
+                raise InvalidRequestError(f"{cls.__name__}.{name} is missing")
+        elif not known.kind.accepts(value[name]):
+            raise InvalidRequestError(f"{cls.__name__}.{name} is {value[name]!r}; allowed: {known.kind.allowed}")
     return cls(**value)
 
 
-def _check(message: str, name: str, hint: Any, value: Any) -> None:
-    """Reject a value whose JSON type is not the field's; negative numbers never make sense in a message."""
+@cache
+def _shape(cls: type) -> Mapping[str, _Field]:
+    """The fields of a message. Cached: resolving the type hints takes 0.3 ms, and every rank reports every second."""
+    hints = get_type_hints(cls)
+    return {
+        known.name: _Field(_kind(hints[known.name]), known.default is MISSING and known.default_factory is MISSING)
+        for known in fields(cls)
+    }
+
+
+def _kind(hint: Any) -> _Kind:
+    """The JSON values of a field's type; negative numbers never make sense in a message."""
     if hint is int:
-        ok, allowed = _is_count(value), "a whole number, 0 or more"
-    elif hint is float:
-        ok, allowed = type(value) in (int, float) and value >= 0, "a number, 0 or more"  # false for NaN
-    elif hint == float | None:
-        ok = value is None or (type(value) in (int, float) and value >= 0)
-        allowed = "a number, 0 or more, or null"
-    elif hint is bool:
-        ok, allowed = type(value) is bool, "true or false"
-    elif hint == str | None:
-        ok, allowed = value is None or type(value) is str, "a text or null"
-    elif hint == Mapping[str, int]:
-        ok = type(value) is dict and all(map(_is_count, value.values())) and len(value) <= _MAX_ENTRIES
-        allowed = f"up to {_MAX_ENTRIES} names with whole numbers, 0 or more"
-    elif hint is str:
-        ok, allowed = type(value) is str, "a text"
-    else:
-        ok, allowed = type(value) is str and value in RANK_STATES, ", ".join(RANK_STATES)
-    if not ok:
-        raise InvalidRequestError(f"{message}.{name} is {value!r}; allowed: {allowed}")
+        return _Kind(_is_count, "a whole number, 0 or more")
+    if hint is float:
+        return _Kind(_is_amount, "a number, 0 or more")
+    if hint == float | None:
+        return _Kind(lambda value: value is None or _is_amount(value), "a number, 0 or more, or null")
+    if hint is bool:
+        return _Kind(lambda value: type(value) is bool, "true or false")
+    if hint is str:
+        return _Kind(lambda value: type(value) is str, "a text")
+    if hint == str | None:
+        return _Kind(lambda value: value is None or type(value) is str, "a text or null")
+    if hint == Mapping[str, int]:
+        return _Kind(_is_counts, f"up to {_MAX_ENTRIES} names with whole numbers, 0 or more")
+    return _Kind(lambda value: type(value) is str and value in RANK_STATES, ", ".join(RANK_STATES))
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
+
+
+def _is_amount(value: Any) -> bool:
+    return type(value) in (int, float) and value >= 0  # false for NaN
+
+
+def _is_counts(value: Any) -> bool:
+    return type(value) is dict and all(map(_is_count, value.values())) and len(value) <= _MAX_ENTRIES

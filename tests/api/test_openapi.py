@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,6 +94,24 @@ async def test_accepted_answers_are_operations(schema: dict[str, Any]) -> None:
 async def test_the_report_is_described(schema: dict[str, Any]) -> None:
     body = schema["paths"]["/v1/ranks/{rank}/report"]["post"]["requestBody"]
     assert {"rank", "boot_id", "pinned_slots"} <= set(body["content"]["application/json"]["schema"]["properties"])
+
+
+async def test_the_document_is_made_once_and_not_on_the_event_loop(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_on: list[threading.Thread] = []
+
+    def noted(schema: dict[str, Any]) -> dict[str, Any]:
+        made_on.append(threading.current_thread())
+        return schema
+
+    monkeypatch.setattr("kvstow_api.openapi._share_problems", noted)
+    client: httpx.AsyncClient = await launch()
+    first, second = [await client.get("/openapi.json") for _ in range(2)]
+    assert first.content == second.content
+    assert first.headers["content-type"] == "application/json"
+    assert len(made_on) == 1
+    assert made_on[0] is not threading.current_thread()
 
 
 async def test_a_report_always_needs_the_token(schema: dict[str, Any]) -> None:

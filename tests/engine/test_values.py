@@ -165,3 +165,9 @@ def test_an_incomplete_message_is_refused() -> None:
 def test_errors_cross_processes(error: KvstowError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+def test_reading_a_message_resolves_no_type_hints_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    RankReport.from_json(REPORT.to_json())
+    monkeypatch.setattr("kvstow.messages.get_type_hints", lambda _: pytest.fail("resolved again"))
+    assert RankReport.from_json(REPORT.to_json()) == REPORT

@@ -61,7 +61,7 @@ def services() -> Services:
     context = make_context(
         engine, Keeper(engine), Listeners(), mode="test", max_capacity_slots=4, settings={}, agent_token="token"
     )
-    return Services.of(context, HttpCounters(()), Credentials())
+    return Services.of(context, HttpCounters(), Credentials())
 
 
 def scraped() -> Iterator[str]:
