@@ -95,7 +95,7 @@ def test_ranks_of_all_stages_are_heard_and_what_others_say_is_not(monkeypatch: p
     config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20})
     made = make(config, setup, KVConnectorRole.SCHEDULER)
     made.bind_gpu_block_pool(FakeBlockPool(8))
-    hellos = [RankHello(rank, 1024 << rank, 9, this_node()) for rank in range(2)]
+    hellos = [RankHello(rank, 1024 << rank, 9, this_node(), 0) for rank in range(2)]
     made.set_xfer_handshake_metadata_pp_aware({(0, 0): hellos[0], (0, 1): object()})
     assert made.build_connector_meta(None) == KVStowMetadata()
     made.set_xfer_handshake_metadata_pp_aware({(1, 0): hellos[1]})
@@ -105,7 +105,7 @@ def test_ranks_of_all_stages_are_heard_and_what_others_say_is_not(monkeypatch: p
 
 
 def test_news_of_ranks_add_up() -> None:
-    news = [RankNews(hello=RankHello(rank, 1, 1, "")) for rank in range(3)]
+    news = [RankNews(hello=RankHello(rank, 1, 1, "", 0)) for rank in range(3)]
     merged = KVStowWorkerMetadata({0: [news[0]]})
     for other in ({1: [news[1]]}, {0: [news[2]]}):
         merged = merged.aggregate(KVStowWorkerMetadata(other))

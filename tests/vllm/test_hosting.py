@@ -35,8 +35,10 @@ BLOCKS, PAGE = 4, 4096
 GROUPS = KVGroups((KVGroup(0, 16, 1),), 16)
 
 
-def make_hello(rank: int, slot_bytes: int, max_slots: int, node: str | None = None) -> RankHello:
-    return RankHello(rank, slot_bytes, max_slots, node or this_node())
+def make_hello(
+    rank: int, slot_bytes: int, max_slots: int, node: str | None = None, node_bytes: int = 1 << 40
+) -> RankHello:
+    return RankHello(rank, slot_bytes, max_slots, node or this_node(), node_bytes)
 
 
 class FakeAdmin:
@@ -102,6 +104,15 @@ def test_an_engine_is_made_once(admins: list[FakeAdmin]) -> None:
     host.bind(FakeBlockPool(8))
     assert host.engine is engine
     assert len(admins) == 1
+
+
+def test_a_resize_may_go_as_far_as_each_node_has_room_for_the_slots_of_its_ranks(admins: list[FakeAdmin]) -> None:
+    host = scheduler_host(num_ranks=3)
+    host.bind(FakeBlockPool(8))
+    host.greet(make_hello(0, 30, 1000, "small", 2050))
+    host.greet(make_hello(1, 20, 1000, "small", 2000))
+    host.greet(make_hello(2, 50, 1000, "large", 10_000))
+    assert admins[0].facts["max_capacity_slots"] == 40
 
 
 @pytest.mark.parametrize(("port", "wanted"), [(9000, 9003), (0, 0)])
@@ -230,6 +241,34 @@ def test_a_registered_rank_says_what_it_is_and_is_pinned(worker: WorkerHost) -> 
     assert worker.hello.max_slots >= 5
     report = worker.side.plane.report()
     assert (report.state, report.pinned_slots) == ("ready", 5)
+
+
+def test_ranks_of_unlike_slots_all_reach_the_capacity(admins: list[FakeAdmin]) -> None:
+    """10 pages over slots of 3 and 2: two slots on each rank, although half of 10 pages is one slot of 3."""
+    options = ConnectorOptions(
+        cpu_bytes_to_use=10 * PAGE, max_bytes=10 * PAGE, lock=False, pin_pause=0.0, async_register_cache=False
+    )
+    host, workers = (
+        scheduler_host(options, num_ranks=2),
+        [WorkerHost(options, make_facts(rank=rank, num_ranks=2), BLOCKS) for rank in (0, 1)],
+    )
+    try:
+        for worker, pages in zip(workers, (3, 2), strict=True):
+            worker.register({"layer": torch.zeros(BLOCKS, pages * PAGE, dtype=torch.uint8)})
+            assert worker.hello is not None
+            host.greet(worker.hello)
+        host.bind(FakeBlockPool(8))
+        assert host.engine is not None
+        assert host.engine.config.capacity_slots == admins[0].facts["max_capacity_slots"] == 2
+        for rank, worker in enumerate(workers):
+            assert worker.side is not None
+            worker.follow({rank: host.engine.report(worker.side.plane.report())})
+            plane.wait_until_pinned(worker.side.plane.pool)  # type: ignore[attr-defined]
+            host.engine.report(worker.side.plane.report())
+        assert (host.engine.readiness().state, host.engine.stats().usable_slots) == ("ready", 2)
+    finally:
+        for worker in workers:
+            worker.close()
 
 
 @pytest.mark.parametrize("waits", [True, False])

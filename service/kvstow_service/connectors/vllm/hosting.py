@@ -123,7 +123,7 @@ class SchedulerHost:
             self._admin_options,
             identity=self._facts.engine_id,
             mode="vllm",
-            max_capacity_slots=min(hello.max_slots for hello in hellos),
+            max_capacity_slots=self._max_slots(hellos),
             settings={**self._options.public(), "model": self._facts.model, "engine_id": self._facts.engine_id},
             build=self._build,
             node_host=get_ip() if self._spans_nodes else "",
@@ -137,6 +137,16 @@ class SchedulerHost:
             *(kvstow.__version__, slots, self._groups.alignment, format_size(slots * sum(sizes)), len(sizes)),
             "lazy" if self._options.lazy_offload else "eager",
         )
+
+    def _max_slots(self, hellos: list[RankHello]) -> int:
+        """How far a resize may go: on each node the slots of its ranks share what it has room for."""
+        fitting = [
+            min(hello.node_bytes for hello in ranks) // sum(hello.slot_bytes for hello in ranks)
+            for node in {hello.node for hello in hellos}
+            if (ranks := [hello for hello in hellos if hello.node == node])
+        ]
+        wanted = self._options.max_slots([hello.slot_bytes for hello in hellos], min(fitting))
+        return min(wanted, *(hello.max_slots for hello in hellos))
 
     def _lazy_blocks(self) -> int | None:
         """Twice what one step can take from the GPU's free queue."""
@@ -184,7 +194,8 @@ class WorkerHost:
                 "it is computed instead"
             )
         self._options, self._facts, self._num_blocks = options, facts, num_blocks
-        self._max_bytes = require_memory(options, facts)
+        self._node_bytes = require_memory(options, facts)
+        self._max_bytes = options.reserved_bytes_of_rank(self._node_bytes)
         self._rendezvous = Rendezvous(facts.engine_id)
         self._kv_caches: Mapping[str, Any] = {}
         self._source: PlaneSource | None = None
@@ -200,7 +211,7 @@ class WorkerHost:
         self._kv_caches = kv_caches
         plane, slot_bytes = self._build(refusals=(ConfigError, InsufficientMemoryError))
         max_slots = self._max_bytes // slot_bytes
-        self.hello = RankHello(self._facts.rank, slot_bytes, max_slots, this_node())
+        self.hello = RankHello(self._facts.rank, slot_bytes, max_slots, this_node(), self._node_bytes)
         from kvstow_service.connectors.vllm.plane import device_of, fence_of
 
         fence = fence_of(device_of(kv_caches))

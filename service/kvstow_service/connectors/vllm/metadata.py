@@ -19,12 +19,14 @@ from kvstow_service.connectors.vllm.scheduler import PlannedStep
 
 @dataclass(frozen=True)
 class RankHello(KVConnectorHandshakeMetadata):
-    """What a rank is. `max_slots`: as far as its pool can grow. `node`: where it runs (`facts.this_node`)."""
+    """What a rank is. `max_slots`: its pool has address space for them. `node`: where it runs (`facts.this_node`);
+    `node_bytes`: what the pools of all ranks there could have together."""
 
     rank: int
     slot_bytes: int
     max_slots: int
     node: str
+    node_bytes: int
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,10 @@ class ConnectorOptions:
             raise refusal("pin_latency_target", options.pin_latency_target, fixed)
         return options
 
+    # Every rank has as many slots, so bytes that ranks share are shared by the size of their slots.
+
     def bytes_of_rank(self, num_ranks: int) -> int:
-        """What a rank may pin before it knows the others: an equal share."""
+        """What a rank may pin before it knows the size of the others' slots."""
         return self.cpu_bytes_to_use_per_rank or self.cpu_bytes_to_use // num_ranks
 
     def capacity_slots(self, slot_bytes: Sequence[int]) -> int:
@@ -99,9 +101,21 @@ class ConnectorOptions:
             raise refusal(key, value, f"at least one block, {least} bytes")
         return value // least
 
-    def max_bytes_of_rank(self, num_ranks: int, headroom: int) -> int:
-        """How far a rank's pool may grow; `headroom` is what the machine could give it."""
-        return max(self.bytes_of_rank(num_ranks), self.max_bytes // num_ranks if self.max_bytes else headroom)
+    def max_slots(self, slot_bytes: Sequence[int], fitting: int) -> int:
+        """Slots that every rank may grow to; `fitting` is how many the machines of the ranks have room for. Raises
+        `ConfigError` where the pool's size exceeds `max_bytes`."""
+        capacity = self.capacity_slots(slot_bytes)
+        if self.max_bytes is None:
+            return max(capacity, fitting)
+        if (most := self.max_bytes // sum(slot_bytes)) < capacity:
+            least = f"none, or at least the size of all pools, {capacity * sum(slot_bytes)}"
+            raise refusal("max_bytes", self.max_bytes, least)
+        return most
+
+    def reserved_bytes_of_rank(self, node_bytes: int) -> int:
+        """Address space for a rank's pool: for as much as it could have where the others' slots are small. `node_bytes`
+        is what its machine could give to pools."""
+        return max(self.bytes_of_rank(1), self.max_bytes or node_bytes)
 
     def pool_config(self, slot_bytes: int, pool_bytes: int, max_bytes: int) -> PoolConfig:
         return PoolConfig(

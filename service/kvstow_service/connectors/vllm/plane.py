@@ -27,8 +27,8 @@ from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
 
 
 def require_memory(options: ConnectorOptions, facts: HostFacts) -> int:
-    """Bytes that a rank's pool may grow to. Raises `InsufficientMemoryError` if the pools of this node's ranks do not
-    fit together. Call it before any of them has begun to pin."""
+    """Bytes that the pools of this node's ranks could have together; 0 where no limit can be read. Raises
+    `InsufficientMemoryError` if they do not fit. Call it before any of them has begun to pin."""
     limits = limits_of(options.huge_pages)
     shortage = limits.shortage(
         round_up(options.bytes_of_rank(facts.num_ranks), limits.page_bytes) * facts.ranks_per_node
@@ -39,17 +39,16 @@ def require_memory(options: ConnectorOptions, facts: HostFacts) -> int:
             f"{shortage.message}"
         )
     headroom = limits.headroom()
-    left = 0 if headroom is None else max(0, headroom.num_bytes - limits.reserve_bytes) // facts.ranks_per_node
-    return options.max_bytes_of_rank(facts.num_ranks, left)
+    return 0 if headroom is None else max(0, headroom.num_bytes - limits.reserve_bytes)
 
 
 def build_plane(rank: int, pool_bytes: int, max_bytes: int, options: ConnectorOptions, kv: KVGeometry) -> OffloadWorker:
     """A rank's worker around `kv`; pins nothing yet. Raises a `KvstowError` for what cannot be had, and leaves nothing
     behind then."""
     slot_bytes, device = kv.layout.slot_bytes, kv.tensors[0].device
-    if pool_bytes < slot_bytes:
-        raise refusal("cpu_bytes_to_use of one rank", pool_bytes, f"at least one block, {slot_bytes} bytes")
-    config = options.pool_config(slot_bytes, pool_bytes, max_bytes)
+    if (most := max(pool_bytes, max_bytes)) < slot_bytes:
+        raise refusal("cpu_bytes_to_use", most, f"at least one block, {slot_bytes} bytes on this rank")
+    config = options.pool_config(slot_bytes, max(slot_bytes, pool_bytes), max_bytes)
     with ExitStack() as undo:
         if device.type == "cuda":
             pool, mover = _on_cuda(config, options, kv, undo)

@@ -154,10 +154,24 @@ def test_less_than_a_block_is_refused(key: str, given: int, least: int) -> None:
     assert ConnectorOptions.parse({key: least}).capacity_slots([100, 50]) == 1
 
 
-def test_a_pool_may_grow_to_its_share_of_max_bytes_or_what_the_machine_has() -> None:
-    assert ConnectorOptions.parse({"cpu_bytes_to_use": 1000}).max_bytes_of_rank(2, 900) == 900
-    assert ConnectorOptions.parse({"cpu_bytes_to_use": 1000}).max_bytes_of_rank(2, 100) == 500
-    assert ConnectorOptions.parse({"cpu_bytes_to_use": 1000, "max_bytes": 1500}).max_bytes_of_rank(2, 900) == 750
+def test_pool_and_bound_are_shared_by_one_rule() -> None:
+    """100 bytes over slots of 30 and 20: two slots on each rank, although half of 100 is one slot of 30."""
+    options = ConnectorOptions.parse({"cpu_bytes_to_use": 100, "max_bytes": 100})
+    assert options.capacity_slots([30, 20]) == options.max_slots([30, 20], fitting=0) == 2
+    assert options.reserved_bytes_of_rank(node_bytes=0) // 30 >= 2
+    assert ConnectorOptions.parse({"cpu_bytes_to_use": 100, "max_bytes": 170}).max_slots([30, 20], fitting=9) == 3
+
+
+def test_without_a_bound_a_pool_may_grow_to_what_the_machine_has() -> None:
+    options = ConnectorOptions.parse({"cpu_bytes_to_use": 1000})
+    assert (options.max_slots([100, 100], fitting=9), options.max_slots([100, 100], fitting=3)) == (9, 5)
+    assert (options.reserved_bytes_of_rank(5000), options.reserved_bytes_of_rank(100)) == (5000, 1000)
+
+
+def test_a_bound_below_the_pools_of_all_ranks_is_refused() -> None:
+    options = ConnectorOptions.parse({"cpu_bytes_to_use_per_rank": 100, "max_bytes": 149})
+    with pytest.raises(ConfigError, match="max_bytes is 149; allowed: none, or at least the size of all pools, 150"):
+        options.max_slots([30, 20], fitting=9)
 
 
 def test_the_pace_the_lock_and_the_kind_of_huge_pages_reach_the_pool() -> None:

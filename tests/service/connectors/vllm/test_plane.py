@@ -184,16 +184,10 @@ def test_waiting_ends_where_the_pool_stops_growing(kv: tuple[dict[str, torch.Ten
 
 
 @pytest.mark.usefixtures("available")
-def test_pools_of_a_node_that_fit_together_may_grow_to_their_share_of_the_rest() -> None:
+def test_pools_of_a_node_that_fit_together_may_have_all_that_it_can_give() -> None:
     options = ConnectorOptions(cpu_bytes_to_use=1 << 29)
-    assert require_memory(options, make_facts(num_ranks=2, ranks_per_node=2)) == 1 << 29
-    assert require_memory(options, make_facts(num_ranks=4, ranks_per_node=2)) == 1 << 29
-    assert (
-        require_memory(
-            ConnectorOptions(cpu_bytes_to_use=1 << 20, max_bytes=1 << 22), make_facts(num_ranks=2, ranks_per_node=2)
-        )
-        == 1 << 21
-    )
+    assert require_memory(options, make_facts(num_ranks=2, ranks_per_node=2)) == 1 << 30
+    assert require_memory(options, make_facts(num_ranks=4, ranks_per_node=2)) == 1 << 30
 
 
 @pytest.mark.usefixtures("available")
@@ -209,15 +203,25 @@ def test_pools_of_a_node_that_do_not_fit_together_are_refused() -> None:
 def test_pools_of_a_node_share_its_reserved_huge_pages() -> None:
     facts = make_facts(num_ranks=2, ranks_per_node=2)
     options = ConnectorOptions(cpu_bytes_to_use_per_rank=7 << 20, huge_pages="reserved")
-    assert require_memory(options, facts) == 8 << 20
+    assert require_memory(options, facts) == 16 << 20
     options = ConnectorOptions(cpu_bytes_to_use_per_rank=9 << 20, huge_pages="reserved")
     with pytest.raises(InsufficientMemoryError, match="2 x 9 MiB of pool cannot fit: 20 MiB are needed in reserved"):
         require_memory(options, facts)
 
 
-def test_where_no_limit_can_be_read_a_pool_keeps_its_size(available: Path) -> None:
+def test_where_no_limit_can_be_read_nothing_is_known_to_be_left(available: Path) -> None:
     available.unlink()
-    assert require_memory(ConnectorOptions(cpu_bytes_to_use=1000), make_facts()) == 1000
+    assert require_memory(ConnectorOptions(cpu_bytes_to_use=1000), make_facts()) == 0
+
+
+def test_a_rank_with_large_slots_begins_with_one_where_its_equal_share_is_less(
+    kv: tuple[dict[str, torch.Tensor], KVGeometry],
+) -> None:
+    """The others' slots may be smaller: by the size of the slots its share is larger."""
+    slot_bytes = kv[1].layout.slot_bytes
+    worker = build_plane(0, slot_bytes - 1, 3 * slot_bytes, ConnectorOptions(), kv[1])
+    assert (worker.pool.status().target_slots, worker.pool.max_slots) == (1, 3)
+    worker.close()
 
 
 def test_memory_on_the_cpu_is_locked(kv: tuple[dict[str, torch.Tensor], KVGeometry]) -> None:
