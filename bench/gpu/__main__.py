@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-BENCHMARKS = ("rates", "submit", "token", "drive", "pinning")
+BENCHMARKS = ("rates", "submit", "token", "drive", "pinning", "parts")
 
 _ROOT = Path(__file__).parents[2]
 
