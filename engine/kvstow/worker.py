@@ -66,6 +66,10 @@ class OffloadWorker:
         """The device has the work of the step."""
         self.pool.steps.launched()
 
+    def end_step(self) -> None:
+        """The host has ended a step, with or without work for its device."""
+        self.pool.steps.end()
+
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         """Start the ops of `plan` once `after` is reached. Never blocks, never raises: an op that cannot be taken
         (queue full, worker failed or closed) comes back as a failed completion."""

@@ -39,11 +39,12 @@ class _Pinning:
 
 
 class HostSteps:
-    """Times the host's steps, each from its begin to the begin of the next, and compares them.
+    """Times the host's steps, from launch to launch, and compares them.
 
-    The host's thread calls `begin` before it gives a step's work to the device and `launched` after it: both take about
-    a microsecond and no lock. The pinning thread calls everything else. Each field is written by one of the two threads
-    and read as a whole by the other, so no lock is needed.
+    The host's thread calls `begin` before it gives a step's work to the device, `launched` after it, and `end` last: a
+    step that ends without a launch had no work for the device, and is not timed. Each call takes about a microsecond
+    and no lock. The pinning thread calls everything else. Each field is written by one of the two threads and read as
+    a whole by the other, so no lock is needed.
 
     A host that never begins a step counts as idle, once it has started.
     """
@@ -53,10 +54,11 @@ class HostSteps:
         self.is_starting = False
         """The host says that it is starting up: it makes no steps yet, but is not idle either."""
         self.on_change: Callable[[], None] = nothing
-        """Called by the host's thread at each begin and launch while somebody waits for it; must not block."""
-        self._number = 0
-        self._began: float | None = None
-        self._launched: float | None = None
+        """Called by the host's thread when `state` changes while somebody waits for it; must not block."""
+        self._is_launching = False
+        self._changed: float | None = None  # when it last began or ended to launch
+        self._launched: float | None = None  # the step before, unless the host has been idle since
+        self._number = 1
         self._steps: deque[_Step | None] = deque(maxlen=_QUIET_EVERY * _SAMPLES + 2)
         self._is_pinning = self._was_pinning = False
         self.pinning = _Pinning(self)
@@ -68,35 +70,44 @@ class HostSteps:
         """The host begins to launch the work of a step."""
         now = self._clock()
         self.is_starting = False
-        if self._began is not None:
-            # Where the host had to wait, for work or for its device, the time says nothing of pinning.
-            is_busy = self._launched is not None and now - self._launched < IDLE_SECONDS
-            self._steps.append(_Step(now - self._began, self._was_pinning) if is_busy else None)
-        self._was_pinning = self._is_pinning
-        self._number += 1
-        self._began, self._launched = now, None
+        if self.state(now) == "idle":
+            self._launched = None  # the time says nothing: the host waited for work, or for its device
+        self._is_launching, self._changed = True, now
         self.on_change()
 
     def launched(self) -> None:
         """The device has the work of the step."""
-        self._launched = self._clock()
+        now = self._clock()
+        if self._launched is None:
+            self._steps.append(None)
+        else:
+            self._steps.append(_Step(now - self._launched, self._was_pinning))
+        self._launched = now
+        self._was_pinning = self._is_pinning
+        self._number += 1
+        self._is_launching, self._changed = False, now
         self.on_change()
+
+    def end(self) -> None:
+        """The step has ended, with or without work for the device."""
+        if self._is_launching:
+            self._is_launching, self._changed = False, self._clock()
+            self.on_change()
 
     # The pinning thread.
 
     def state(self, now: float) -> HostState:
         if self.is_starting:
             return "starting"
-        began, launched = self._began, self._launched
-        if began is None:
+        if self._changed is None:
             return "idle"
-        if launched is None:
-            return "launching" if now - began < _LAUNCH_SECONDS else "idle"
-        return "waiting" if now - launched < IDLE_SECONDS else "idle"
+        if self._is_launching:
+            return "launching" if now - self._changed < _LAUNCH_SECONDS else "idle"
+        return "waiting" if now - self._changed < IDLE_SECONDS else "idle"
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the present step is one of those that pinning leaves alone, to compare the others with."""
+        """Whether pinning leaves the host alone until its next launch, to compare other steps with this one."""
         return self._number % _QUIET_EVERY == 0
 
     def note_pinning(self, is_pinning: bool) -> None:

@@ -137,7 +137,10 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are stored as a whole, when all layers have written them."""
 
     def wait_for_save(self) -> None:
-        """Nothing computes into a block that is being stored."""
+        """Nothing to wait for: no step computes into a block that is being stored. vLLM calls this when it has launched
+        a forward pass, and pinning likes to know."""
+        if self._rank.side is not None:
+            self._rank.side.launched()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         side = self._rank.side

@@ -26,6 +26,8 @@ class DataPlane(Protocol):
 
     def launched(self) -> None: ...
 
+    def end_step(self) -> None: ...
+
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
 
     def drive(self) -> None: ...
@@ -104,10 +106,14 @@ class WorkerSide:
         if step.stores.ops:
             self.plane.submit(step.stores, fence)
 
+    def launched(self) -> None:
+        """vLLM has launched the forward pass of a step; steps without one end without it."""
+        self.plane.launched()
+
     def take_finished_loads(self) -> FinishedLoads:
         """What has ended since the last call: done and failed in one snapshot, which `take_news` tells as well. vLLM
-        asks when the step's forward pass is launched."""
-        self.plane.launched()
+        asks at the end of each step."""
+        self.plane.end_step()
         self.plane.drive()
         self._hear(self.plane)
         done, failed = self._done, self._failed
@@ -188,6 +194,9 @@ class NoDataPlane:
         """Nothing runs beside the step."""
 
     def launched(self) -> None:
+        """Nothing waits for it."""
+
+    def end_step(self) -> None:
         """Nothing waits for it."""
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:

@@ -40,6 +40,9 @@ class FakePlane:
     def launched(self) -> None:
         self.host_steps.append("launched")
 
+    def end_step(self) -> None:
+        self.host_steps.append("end")
+
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         self.submitted.append((tuple(op.op_id for op in plan.ops), after))
 
@@ -309,5 +312,6 @@ def test_pinning_hears_of_each_step_once_and_when_it_is_launched() -> None:
     rank.side.begin_step(step(1))
     rank.side.begin_step(step(1))
     assert rank.plane.host_steps == ["begin"]
+    rank.side.launched()
     rank.side.take_finished_loads()
-    assert rank.plane.host_steps == ["begin", "launched"]
+    assert rank.plane.host_steps == ["begin", "launched", "end"]
