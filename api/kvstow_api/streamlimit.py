@@ -16,20 +16,21 @@ _MEDIA_TYPE = "text/event-stream"
 
 
 class StreamLimit:
-    """`most` streams at once. Requests without an admin's credential get all but `reserved` of them, and `per_client`
-    of these for one client: an IP address, or all of the Unix sockets. Used on the event loop."""
+    """`most` streams at once. Strangers get all but `reserved` of them, and `per_client` of these for one IP address:
+    they have no admin's credential, and do not come through a Unix socket, which only this user can open. Used on the
+    event loop."""
 
     def __init__(self, noun: str, *, most: int, reserved: int, per_client: int) -> None:
         """`noun`: what is counted, in the plural, for the words of a refusal."""
         self._noun = noun
         self._most, self._public_most, self._per_client = most, most - reserved, per_client
-        self._clients: Counter[str] = Counter()  # streams of those who are no admins
+        self._clients: Counter[str] = Counter()  # streams of strangers, by address
         self.open = 0
 
     @contextmanager
     def place(self, scope: Scope) -> Iterator[None]:
         """Counts one more stream for as long as the context lasts. Raises `QueueFullError` where there is no room."""
-        client = None if is_admin(scope.get(ACTOR, "")) else _client_of(scope)
+        client = _stranger(scope)
         self._check(client)
         self.open += 1
         if client is not None:
@@ -52,7 +53,9 @@ class StreamLimit:
         if self._clients[client] >= self._per_client:
             raise QueueFullError(f"{self._per_client} {noun} of {client} are open; one client may have no more")
         if self._clients.total() >= self._public_most:
-            raise QueueFullError(f"{self._public_most} {noun} are open; more are only for admins")
+            raise QueueFullError(
+                f"{self._public_most} {noun} are open; more are only for admins and on the Unix socket"
+            )
 
 
 class LimitedStream(StreamingResponse):
@@ -70,6 +73,7 @@ class LimitedStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _client_of(scope: Scope) -> str:
+def _stranger(scope: Scope) -> str | None:
+    """The address of a client that is trusted with no more than others; None for others."""
     client = scope.get("client")
-    return client[0] if client and client[0] else "the Unix socket"
+    return client[0] if client and client[0] and not is_admin(scope.get(ACTOR, "")) else None

@@ -98,7 +98,7 @@ async def test_the_bound_holds_for_simultaneous_requests(streams: Streams, path:
     assert answers.count(200) == most - reserved
     (refusal,) = set(answers) - {200}
     assert refusal[0] == 503
-    assert refusal[1].endswith("are open; more are only for admins")
+    assert refusal[1].endswith("are open; more are only for admins and on the Unix socket")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -151,14 +151,21 @@ async def test_an_answer_that_is_not_sent_holds_no_place() -> None:
     assert limit.open == 0
 
 
-def test_clients_on_unix_sockets_are_one_client() -> None:
-    limit = StreamLimit("streams", most=9, reserved=1, per_client=2)
+@pytest.mark.parametrize(
+    "trusted", [{"client": None}, {"client": ("", 0)}, {"client": ("x", 1), ACTOR: "certificate:a"}]
+)
+def test_the_unix_socket_and_admins_get_what_strangers_leave(trusted: dict[str, Any]) -> None:
+    limit = StreamLimit("streams", most=3, reserved=1, per_client=2)
     with ExitStack() as opened:
-        opened.enter_context(limit.place({"client": None}))
-        opened.enter_context(limit.place({"client": ("", 0)}))
-        with pytest.raises(QueueFullError, match="2 streams of the Unix socket"):
-            opened.enter_context(limit.place({"client": None}))
-        opened.enter_context(limit.place({"client": None, ACTOR: "certificate:ops"}))
+        for _ in range(2):
+            opened.enter_context(limit.place({"client": ("10.0.0.1", 1)}))
+        with pytest.raises(QueueFullError, match=r"2 streams of 10\.0\.0\.1"):
+            opened.enter_context(limit.place({"client": ("10.0.0.1", 2)}))
+        with pytest.raises(QueueFullError, match="more are only for admins and on the Unix socket"):
+            opened.enter_context(limit.place({"client": ("10.0.0.2", 1)}))
+        opened.enter_context(limit.place(trusted))
+        with pytest.raises(QueueFullError, match="3 streams are open; no more may"):
+            opened.enter_context(limit.place(trusted))
     assert limit.open == 0
 
 
