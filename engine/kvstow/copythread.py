@@ -190,6 +190,7 @@ class CopyThread:
             logger.exception("the copy thread has failed")
             with self._lock:
                 self._failure = f"the copy thread has failed: {error!r}"
+                self._defect = None  # its traceback holds on to the ops and their fences
         self._end()
 
     def _wait_for_work(self, pause: float) -> bool:

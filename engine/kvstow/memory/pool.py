@@ -254,8 +254,11 @@ class HostPool:
     # The pinning thread.
 
     def _run(self) -> None:
-        while (step := self._wait_for_step()) is not None:
+        while True:
             try:
+                step = self._wait_for_step()
+                if step is None:
+                    return
                 step()
             except PinError as error:
                 logger.warning("pinning stopped at %d slots: %s", self.pinned_slots, error)

@@ -191,6 +191,22 @@ def test_an_error_that_nobody_expects_is_seen_and_does_not_end_the_pinning(
     eventually(pinned(pool, 16))
 
 
+def test_an_error_while_it_looks_for_its_next_step_does_not_end_the_pinning(
+    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool()
+
+    def fail() -> None:
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(pool, "_next_step", fail)
+    pool.start()
+    eventually(in_state(pool, "failed"))
+    pool.retry()
+    eventually(pinned(pool, 16))
+
+
 @pytest.mark.parametrize("where", ["numa", "clock", "pace", "progress"])
 def test_no_error_around_a_registration_loses_the_chunk(
     where: str, make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
