@@ -53,6 +53,15 @@ _OPERATIONS = (
     Operation("store", "begin + complete a store of 128, free slots"),
     Operation("store_evicting", "begin + complete a store of 128, evicting", 1.3),
 )
+_OWN_FIGURES = (
+    ("store_present_fresh", "begin a store of 8,192 present blocks"),
+    ("store_present_worn", "the same, worn pool"),
+    ("refresh_fresh", "refresh 8,192 blocks"),
+    ("refresh_worn", "the same, worn pool"),
+    ("store_shrinking", "begin a store of 16 when the pool has begun to shrink to 2 %"),
+    ("purge_slice_median", "slice of a purge of all, median"),
+    ("purge_slice_max", "longest"),
+)
 _BYTES_BAR = 250
 
 
@@ -123,7 +132,7 @@ def _table(slots: int, found: dict[str, Figures]) -> Table:
     largest = slots == max(SIZES)
     head = ["", *(_NAMES[name] for name in found), "LRU to BlockPool", "bar"]
     rows = [_operation_row(operation, found, with_bar=largest) for operation in _OPERATIONS]
-    return Table(f"{slots:,} slots", head, [*rows, *_memory_rows(found, with_bar=largest), *_purge_rows(found)])
+    return Table(f"{slots:,} slots", head, [*rows, *_memory_rows(found, with_bar=largest), *_own_rows(found)])
 
 
 def _operation_row(operation: Operation, found: dict[str, Figures], *, with_bar: bool) -> list[str]:
@@ -143,8 +152,8 @@ def _memory_rows(found: dict[str, Figures], *, with_bar: bool) -> Iterator[list[
     yield ["bytes a cached slot, without", *(f"{size - _KEY_BYTES:.0f}" for size in sizes), "", ""]
 
 
-def _purge_rows(found: dict[str, Figures]) -> Iterator[list[str]]:
-    for figure, title in (("purge_slice_median", "slice of a purge of all, median"), ("purge_slice_max", "longest")):
+def _own_rows(found: dict[str, Figures]) -> Iterator[list[str]]:
+    for figure, title in _OWN_FIGURES:
         yield [title, *(_us(figures.get(figure)) for figures in found.values()), "", ""]
 
 

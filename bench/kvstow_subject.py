@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -53,6 +53,18 @@ class EngineSubject:
             self.store(keys[hits:])
         self.engine.release(lease)
         return hits
+
+    def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
+        engine = self.engine
+        return {"store_present": lambda keys: engine.begin_store(keys, range(len(keys))), "refresh": engine.refresh}
+
+    def store_while_shrinking(self, keys: Sequence[bytes]) -> float:
+        sweep = self.engine.admin.resize(self.engine.config.capacity_slots // 50)
+        started = time.perf_counter()
+        self.engine.begin_store(keys, range(len(keys)))
+        seconds = time.perf_counter() - started
+        sweep.cancel()
+        return seconds
 
     def purge_slices(self) -> list[float]:
         sweep = self.engine.admin.purge(everything=True)

@@ -20,6 +20,9 @@ CHAIN_BLOCKS = 1000
 STORE_BLOCKS = 128
 _LOOKUPS = 300
 _STORES = 300
+LONG_BLOCKS = 8192
+_LONG_CALLS = 50
+_SMALL_STORE = 16
 _LENGTHS = (37, 128, 300, 999, CHAIN_BLOCKS, CHAIN_BLOCKS, CHAIN_BLOCKS)
 
 
@@ -41,6 +44,12 @@ class Subject(Protocol):
     def request(self, keys: Sequence[bytes]) -> int:
         """All of a request: look up and keep, store the rest, give back. Returns the leading run found."""
 
+    def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
+        """Operations on a long prefix that is present, which only this subject has."""
+
+    def store_while_shrinking(self, keys: Sequence[bytes]) -> float | None:
+        """Begin to store new keys when the pool has begun to shrink; seconds. None where a pool cannot shrink."""
+
     def purge_slices(self) -> list[float] | None:
         """Remove everything; seconds of each slice. None where there are no slices."""
 
@@ -60,10 +69,15 @@ def measure(make: Callable[[int], Subject], slots: int) -> dict[str, float]:
     gc.freeze()  # as vLLM does with what lives for long
     found = {"store": median(filling), "bytes_per_slot": grown / slots}
     found |= _lookups(subject, hashes, range(0, slots, CHAIN_BLOCKS), "_fresh")
+    found |= _long_prefixes(subject, hashes, slots - LONG_BLOCKS, "_fresh")
     stored, times = _wear(subject, hashes, slots)
     found["store_evicting"] = median(times[-_STORES:])
     if stored:  # ARC keeps what was used twice, here the chains of the first fill, and none of these
         found |= _lookups(subject, hashes, stored, "_worn")
+        found |= _long_prefixes(subject, hashes, 2 * slots - LONG_BLOCKS, "_worn")
+    shrinking = subject.store_while_shrinking(subject.keys(hashes.run(3 * slots - _SMALL_STORE, _SMALL_STORE)))
+    if shrinking is not None:
+        found["store_shrinking"] = shrinking
     slices = subject.purge_slices()
     if slices:
         found["purge_slice_median"], found["purge_slice_max"] = median(slices), max(slices)
@@ -127,6 +141,15 @@ def _lookups(subject: Subject, hashes: Hashes, chains: Sequence[int], suffix: st
                 times[kind].append(_seconds(call, keys))
                 if call(keys) != CHAIN_BLOCKS:
                     raise RuntimeError(f"{name} did not find a chain that was stored")
+    return {name + suffix: median(values) for name, values in times.items()}
+
+
+def _long_prefixes(subject: Subject, hashes: Hashes, start: int, suffix: str) -> dict[str, float]:
+    """What is done to a long prefix again and again, with new key objects each time."""
+    times: dict[str, list[float]] = {name: [] for name in subject.own_operations()}
+    for _ in range(_LONG_CALLS):
+        for name, call in subject.own_operations().items():
+            times[name].append(_seconds(call, subject.keys(hashes.run(start, LONG_BLOCKS))))
     return {name + suffix: median(values) for name, values in times.items()}
 
 

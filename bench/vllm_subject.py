@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +47,12 @@ class BlockPoolSubject:
         blocks = self._allocate(keys, found)
         self._pool.free_blocks(reversed(blocks))
         return len(found)
+
+    def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:
+        return {}
+
+    def store_while_shrinking(self, keys: Sequence[bytes]) -> None:
+        return None
 
     def purge_slices(self) -> None:
         """It resets all at once, when nothing runs, or not at all."""

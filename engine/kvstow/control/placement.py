@@ -106,7 +106,7 @@ def _evict(state: ControlState, count: int, now: float) -> list[int]:
     index, slots = state.index, list[int]()
     index.end_pins(now, count)
     budget = _EVICTIONS_PER_SLOT * count
-    while len(slots) < count and budget and index.num_cached:
+    while len(slots) < count and budget > 0 and index.num_cached:
         removal = index.evict(min(count - len(slots), budget))
         budget -= len(removal.keys)
         state.counters.evicted_blocks["capacity"] += len(removal.keys)

@@ -99,12 +99,27 @@ def test_a_store_evicts_few_blocks_while_the_pool_shrinks(
 
 
 def test_a_store_finds_room_while_the_pool_shrinks_to_half(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=64)
-    ranks = make_ranks(engine)
-    for pair in range(32):
-        store_keys(engine, ranks, [b"low%d" % pair, b"high%d" % pair])
+    """Every other block that would be evicted lies above the limit."""
+    engine = make_engine(slots=64, slice_slots=1)
+    keys = make_keys(64)
+    fill(engine, keys)
+    for low, high in zip(keys[:32], keys[32:], strict=True):
+        engine.refresh([high])
+        engine.refresh([low])
     engine.admin.resize(32)
-    assert len(engine.begin_store(make_keys(8), range(8)).accepted) == 8
+    assert len(engine.begin_store(make_keys(8, "new"), range(8)).accepted) == 8
+    assert engine.stats().evicted_blocks["capacity"] == 15, "the resize has removed one block above the limit"
+
+
+def test_a_store_that_finds_some_slots_evicts_no_more(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=256, slice_slots=1)
+    keys = make_keys(256)
+    fill(engine, keys)
+    engine.refresh(keys[1:])  # slot 0 is the coldest, and below the limit; the next ones lie above
+    engine.admin.resize(4)
+    assert engine.begin_store(make_keys(16, "new"), range(16)).accepted == (0,)
+    assert engine.stats().evicted_blocks["capacity"] == 4 * 16
+    engine.check_integrity()
 
 
 def test_a_store_of_present_blocks_holds_nothing(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
