@@ -55,7 +55,6 @@ class ArcPolicy:
             self._is_frequent[slot] = 1
         self._recent.append(once)
         self._frequent.append(again)
-        self._trim_ghosts(len(slots))
 
     def detach(self, slots: Sequence[int]) -> None:
         once, again = self._by_list(slots)

@@ -60,17 +60,19 @@ class EventLog:
     def add(self, kind: Literal["stored", "removed"], keys: tuple[bytes, ...], reason: str = "") -> None:
         if not keys:
             return
+        events, max_keys = self._events, max(self._buffer, 2 * self._num_slots())
         with self._lock:
             for start in range(0, len(keys), MAX_EVENT_KEYS):
                 self._sequence += 1
-                self._events.append(Event(self._sequence, kind, keys[start : start + MAX_EVENT_KEYS], reason))
+                events.append(Event(self._sequence, kind, keys[start : start + MAX_EVENT_KEYS], reason))
             self._num_keys += len(keys)
-            self._drop(2 * len(keys))
+            if len(events) > self._buffer or self._num_keys > max_keys:
+                self._drop(max_keys, 2 * len(keys))
 
-    def _drop(self, budget: int) -> None:
+    def _drop(self, max_keys: int, budget: int) -> None:
         """Drop the oldest events beyond the bounds, up to about `budget` keys. That is twice the keys that came, so
         the log catches up with a pool that has shrunk, and no call pays for all of it."""
-        events, max_keys = self._events, max(self._buffer, 2 * self._num_slots())
+        events = self._events
         while budget > 0 and (len(events) > self._buffer or self._num_keys > max_keys):
             num_keys = len(events.popleft().keys)
             self._num_keys -= num_keys

@@ -53,10 +53,10 @@ def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int
 
 def _select(
     state: ControlState, keys: Sequence[bytes], outcomes: dict[str, int]
-) -> tuple[list[int], list[Sequence[int]]]:
+) -> tuple[list[int], Sequence[Sequence[int]]]:
     """(indices of the keys that need a slot, runs of the slots of those that are present)."""
     index = state.index
-    present: list[Sequence[int]] = [*index.leading_runs(keys)]
+    present = index.leading_runs(keys)
     known, rest = 0, keys  # mostly none or all of the keys are present
     if present:
         known = outcomes["skipped_already_cached"] = sum(map(len, present))
@@ -91,13 +91,14 @@ def _make_room(state: ControlState, count: int, present: Sequence[Sequence[int]]
     if len(slots) == count:
         state.index.use(present, now)
         return sorted(slots)
-    held = list(chain.from_iterable(present))
-    if held:
+    if present:
+        held = list(chain.from_iterable(present))
         state.index.mark_used(present, now)
         state.index.hold(held)
-    slots += _evict(state, count - len(slots), now)
-    if held:
+        slots += _evict(state, count - len(slots), now)
         state.unhold(held)
+    else:
+        slots += _evict(state, count - len(slots), now)
     return sorted(slots)
 
 

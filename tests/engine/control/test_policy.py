@@ -202,11 +202,3 @@ def test_after_a_shrink_each_call_of_arc_forgets_as_much_as_it_was_given(call: s
         else:
             policy.detach([slot])
         assert ghosts - 2 <= policy.num_ghosts < ghosts
-
-
-def test_after_a_shrink_new_blocks_make_arc_forget_too() -> None:
-    pool, policy = shrink_with_ghosts()
-    pool.keys[policy.evict(1)[0]] = b"new"
-    ghosts = policy.num_ghosts
-    policy.admit([pool.keys.index(b"new")])
-    assert ghosts - 2 <= policy.num_ghosts < ghosts
