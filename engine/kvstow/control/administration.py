@@ -110,7 +110,7 @@ class Administrator:
         """Remove one block. Raises `NotFoundError`, and `ConflictError` while it is leased, pinned or being loaded."""
         state = self._state
         with state.lock:
-            (slot,) = state.index.slots_of((key,))
+            (slot,) = state.index.keys.slots_of((key,))
             if slot is None:
                 raise NotFoundError(f"there is no block with key {format_key(key)}")
             if state.index.is_pinned(slot) or state.index.holds(slot):
@@ -124,7 +124,7 @@ class Administrator:
         present: list[bool] = []
         for start in range(0, len(keys), state.slice_slots):
             with state.lock:
-                some = state.index.slots_of(keys[start : start + state.slice_slots])
+                some = state.index.keys.slots_of(keys[start : start + state.slice_slots])
             present += [slot is not None for slot in some]
         with state.lock:
             refusal = state.gate.refuses_load(state.clock())
@@ -181,9 +181,9 @@ class Administrator:
             low = state.ceiling
             while low < top:
                 with state.lock:
-                    before = state.index.num_visible
+                    before = len(state.index.keys)
                     low = state.vacate(low, top, "resize")
-                    sweep.evicted_slots += before - state.index.num_visible
+                    sweep.evicted_slots += before - len(state.index.keys)
                 sweep.done = sweep.total - (top - low)
                 yield
             while True:
@@ -229,33 +229,33 @@ class Administrator:
         state = self._state
         expires = inf if ttl_seconds is None else state.clock() + ttl_seconds
 
-        def pin_slot(slot: int) -> bool:
-            if slot >= state.slots.limit:
-                return False
-            state.index.pin(slot, expires)
-            return True
+        def pin(slots: list[int]) -> int:
+            below = [slot for slot in slots if slot < state.slots.limit]
+            state.index.pin(below, expires)
+            return len(below)
 
-        return self._each_key(keys, pin_slot)
+        return self._each_slice(keys, pin)
 
     def unpin(self, keys: Sequence[bytes] | None) -> PinResult:
         """End the pins of these blocks, or of all (None)."""
         state = self._state
         if keys is not None:
-            return self._each_key(keys, state.index.unpin)
+            return self._each_slice(keys, state.index.unpin)
         changed = 0
-        for start in range(0, state.index.num_known_slots, state.slice_slots):
+        for start in range(0, state.index.keys.num_slots, state.slice_slots):
             with state.lock:
                 changed += state.index.unpin_between(start, start + state.slice_slots)
         return PinResult(changed, 0)
 
-    def _each_key(self, keys: Sequence[bytes], change: Callable[[int], bool]) -> PinResult:
+    def _each_slice(self, keys: Sequence[bytes], change: Callable[[list[int]], int]) -> PinResult:
+        """Call `change` with the slots of the keys that are present; it returns how many it changed."""
         state = self._state
         unique = list(dict.fromkeys(keys))
         changed = 0
         for start in range(0, len(unique), state.slice_slots):
             with state.lock:
-                slots = state.index.slots_of(unique[start : start + state.slice_slots])
-                changed += sum(slot is not None and change(slot) for slot in slots)
+                slots = state.index.keys.slots_of(unique[start : start + state.slice_slots])
+                changed += change([slot for slot in slots if slot is not None])
         return PinResult(changed, len(unique) - changed)
 
     # -- memory ---------------------------------------------------------------------------------------------

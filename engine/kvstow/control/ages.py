@@ -28,12 +28,12 @@ class BlockAges:
     def count_found(self, index: Index, slots: Sequence[int], now: float) -> None:
         """Blocks were found, and their new use is not noted yet."""
         for slot in slots[self._until_found :: _STRIDE]:
-            self.reuse_gap.observe(now - index.used_at(slot))
+            self.reuse_gap.observe(now - index.times.used_at(slot))
         self._until_found = (self._until_found - len(slots)) % _STRIDE
 
     def count_evicted(self, index: Index, slots: Sequence[int], now: float) -> None:
         """Blocks made room for others."""
         for slot in slots[self._until_evicted :: _STRIDE]:
-            self.lifetime.observe(now - index.stored_at(slot))
-            self.idle.observe(now - index.used_at(slot))
+            self.lifetime.observe(now - index.times.stored_at(slot))
+            self.idle.observe(now - index.times.used_at(slot))
         self._until_evicted = (self._until_evicted - len(slots)) % _STRIDE

@@ -62,7 +62,7 @@ class ArcPolicy:
         self._frequent.remove(again)
         for slot in again:
             self._is_frequent[slot] = 0
-        self._trim_ghosts(len(slots))
+        self._trim_ghosts(2 * len(slots))
 
     def attach(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -92,7 +92,9 @@ class ArcPolicy:
         for slot in from_frequent:
             self._frequent_ghosts[self._key_of[slot]] = None
             self._is_frequent[slot] = 0
-        self._trim_ghosts(len(from_recent) + len(from_frequent))
+        count = len(from_recent) + len(from_frequent)
+        self._trim_recent_ghosts(2 * count)
+        self._trim_ghosts(2 * count)
         return from_recent + from_frequent
 
     def set_capacity(self, num_slots: int) -> None:
@@ -134,13 +136,13 @@ class ArcPolicy:
             return [], slots
         return list(compress(slots, map(not_, marks))), list(compress(slots, marks))
 
-    def _trim_ghosts(self, num_slots: int) -> None:
-        """Forget the oldest ghosts beyond the capacity, at most two for each of the `num_slots` of a call. A call adds
-        at most one for each, so what a shrink left over goes with the calls that follow."""
-        recent, frequent = self._recent_ghosts, self._frequent_ghosts
-        excess = min(2 * num_slots, len(recent) - max(0, self._capacity - len(self._recent)))
-        for _ in range(excess):
-            recent.popitem(last=False)
-        excess = min(2 * num_slots - max(0, excess), len(recent) + len(frequent) - self._capacity)
-        for _ in range(excess):
-            (frequent or recent).popitem(last=False)
+    def _trim_recent_ghosts(self, limit: int) -> None:
+        """Forget the oldest recent ghosts beyond what the recent list leaves room for, at most `limit`."""
+        for _ in range(min(limit, len(self._recent_ghosts) - max(0, self._capacity - len(self._recent)))):
+            self._recent_ghosts.popitem(last=False)
+
+    def _trim_ghosts(self, limit: int) -> None:
+        """Forget the oldest ghosts beyond the capacity, at most `limit`. A call that evicts adds half as many, so what
+        a shrink left over goes with the calls that follow."""
+        for _ in range(min(limit, self.num_ghosts - self._capacity)):
+            (self._frequent_ghosts or self._recent_ghosts).popitem(last=False)

@@ -29,8 +29,8 @@ class OffloadEngine:
     Guarantees. A key is visible only once every rank holds its bytes. A slot is reused only when no rank may
     still read or write it. Op ids are never reused. Every call is safe from any thread.
 
-    Cost. One lock; a call holds it for O(blocks given), and nothing here waits. The exceptions are named:
-    `report` when a rank has lost its memory, and `check_integrity`.
+    Cost. One lock; a call holds it for O(blocks given), whatever state the pool is in, and nothing here waits. The
+    exceptions are named: `report` when a rank has lost its memory, or when slots come or go, and `check_integrity`.
 
     Keys and blocks are in prefix order, root first. Times are seconds of `clock`.
     """
@@ -60,7 +60,7 @@ class OffloadEngine:
         with state.lock:
             if state.gate.refuses_load(state.clock()):
                 return 0
-            return sum(map(len, state.index.leading_runs(keys)))
+            return sum(map(len, state.index.keys.leading_runs(keys)))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of the keys are present (for windows that need no leading run). Holds nothing: see `lease`."""
@@ -68,7 +68,7 @@ class OffloadEngine:
         with state.lock:
             if state.gate.refuses_load(state.clock()):
                 return [False] * len(keys)
-            return [slot is not None for slot in state.index.slots_of(keys)]
+            return [slot is not None for slot in state.index.keys.slots_of(keys)]
 
     def acquire(self, keys: Sequence[bytes], *, count: bool = True) -> Lease:
         """Look up the leading run and keep it from eviction, in one step. The lease may be empty; release it,
@@ -79,11 +79,12 @@ class OffloadEngine:
         with state.lock:
             now = state.clock()
             refusal = state.gate.refuses_load(now)
-            runs = [] if refusal else state.index.leading_runs(keys)
-            slots = list(chain.from_iterable(runs))
-            if slots:
+            slots: list[int] = []
+            runs = None if refusal else state.index.keys.leading_runs(keys)
+            if runs:
+                slots = list(chain.from_iterable(runs))
                 counters.ages.count_found(state.index, slots, now)
-                state.index.mark_used(runs, now)
+                state.index.times.mark_used(runs, now)
                 state.index.hold(slots)
             hits = len(slots)
             if count:
@@ -105,10 +106,10 @@ class OffloadEngine:
             now = state.clock()
             if state.gate.refuses_load(now):
                 return None
-            slots = [slot for slot in state.index.slots_of(keys) if slot is not None]
+            slots = [slot for slot in state.index.keys.slots_of(keys) if slot is not None]
             if len(slots) < len(keys):
                 return None
-            state.index.mark_used((slots,), now)
+            state.index.times.mark_used((slots,), now)
             state.index.hold(slots)
             return state.leases.add(tuple(keys), tuple(slots))
 
@@ -170,7 +171,7 @@ class OffloadEngine:
         """
         state = self._state
         with state.lock:
-            state.index.refresh(state.index.present_runs(keys), state.clock())
+            state.index.refresh(state.index.keys.present_runs(keys), state.clock())
 
     # -- completion -----------------------------------------------------------------------------------------
 
@@ -208,7 +209,10 @@ class OffloadEngine:
         A new boot id means that the rank has lost its memory: its ops fail, leases break, and every block is
         removed, slice by slice, before anything is served again. The same goes for the contents of slots that a
         rank takes back unasked. That takes about 1 ms per 1,000 blocks, without holding the lock: do not call it
-        from an event loop. Raises `NotFoundError` or `InvalidRequestError` for a report that is not of this pool.
+        from an event loop. The lock is held for O(blocks in flight) where ops fail, and for 60 ns for each slot that
+        is there for the first time.
+
+        Raises `NotFoundError` or `InvalidRequestError` for a report that is not of this pool.
         """
         state = self._state
         if report.engine_id != self.engine_id:

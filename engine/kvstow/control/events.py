@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import Lock
 from typing import Literal, NamedTuple
 
@@ -12,8 +11,7 @@ MAX_EVENT_KEYS = 1024
 """Keys of one event; a larger batch becomes several events."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Blocks that became visible, or went. `reason` says why they went (empty for stored ones)."""
 
     sequence: int
@@ -60,23 +58,18 @@ class EventLog:
     def add(self, kind: Literal["stored", "removed"], keys: tuple[bytes, ...], reason: str = "") -> None:
         if not keys:
             return
-        events, max_keys = self._events, max(self._buffer, 2 * self._num_slots())
+        events, buffer, budget = self._events, self._buffer, 2 * len(keys)
+        max_keys = max(buffer, 2 * self._num_slots())
         with self._lock:
             for start in range(0, len(keys), MAX_EVENT_KEYS):
                 self._sequence += 1
                 events.append(Event(self._sequence, kind, keys[start : start + MAX_EVENT_KEYS], reason))
             self._num_keys += len(keys)
-            if len(events) > self._buffer or self._num_keys > max_keys:
-                self._drop(max_keys, 2 * len(keys))
-
-    def _drop(self, max_keys: int, budget: int) -> None:
-        """Drop the oldest events beyond the bounds, up to about `budget` keys. That is twice the keys that came, so
-        the log catches up with a pool that has shrunk, and no call pays for all of it."""
-        events = self._events
-        while budget > 0 and (len(events) > self._buffer or self._num_keys > max_keys):
-            num_keys = len(events.popleft().keys)
-            self._num_keys -= num_keys
-            budget -= num_keys
+            # Up to twice the keys that came: the log catches up with a pool that has shrunk, and no call pays for all.
+            while budget > 0 and (self._num_keys > max_keys or len(events) > buffer):
+                num_keys = len(events.popleft().keys)
+                self._num_keys -= num_keys
+                budget -= num_keys
 
     def read(self, after: int, limit: int = 1000) -> EventPage:
         """Events numbered above `after`, oldest first, at most `limit`. Use `cursor` as the next `after`."""

@@ -36,7 +36,7 @@ def evict_next(state: ControlState, kind: str, reason: str, count: int, dry_run:
 
 def scan(state: ControlState, kind: str, reason: str, dry_run: bool, wanted: Wanted) -> Sweep:
     """Go over all slots in order of their numbers, and remove the visible ones wanted."""
-    total = state.index.num_known_slots
+    total = state.index.keys.num_slots
     return Sweep(kind, total, state.config.slot_bytes, lambda sweep: _scan(sweep, state, reason, dry_run, wanted))
 
 
@@ -55,7 +55,7 @@ def purge_matching(state: ControlState, matches: Callable[[bytes], bool], dry_ru
     index = state.index
 
     def wanted(low: int, high: int) -> list[int]:
-        return [slot for slot, key in index.visible_between(low, high) if matches(key)]
+        return [slot for slot, key in index.keys.between(low, high) if matches(key)]
 
     def work(sweep: Sweep) -> Iterator[None]:
         if not dry_run:
@@ -68,7 +68,7 @@ def purge_matching(state: ControlState, matches: Callable[[bytes], bool], dry_ru
                 yield
         yield from _scan(sweep, state, "purge", dry_run, wanted)
 
-    return Sweep("purge", index.num_known_slots, state.config.slot_bytes, work)
+    return Sweep("purge", index.keys.num_slots, state.config.slot_bytes, work)
 
 
 def purge_keys(state: ControlState, keys: Sequence[bytes], dry_run: bool) -> Sweep:
@@ -79,7 +79,7 @@ def purge_keys(state: ControlState, keys: Sequence[bytes], dry_run: bool) -> Swe
         while sweep.done < len(wanted):
             some = wanted[sweep.done : sweep.done + state.slice_slots]
             with state.lock:
-                found = [slot for slot in state.index.slots_of(some) if slot is not None]
+                found = [slot for slot in state.index.keys.slots_of(some) if slot is not None]
                 if not dry_run:
                     state.index.filling.disown(some)
                     state.remove(found, "purge")

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress, count, repeat
-from operator import ne
+from itertools import chain
 from typing import Literal
 
 from kvstow.control.arc import ArcPolicy
 from kvstow.control.filling import Filling
 from kvstow.control.holds import Holds
+from kvstow.control.keymap import KeyMap
 from kvstow.control.pins import Pins
 from kvstow.control.policy import EvictionPolicy, LruPolicy
 from kvstow.control.recency import Links, RecencyList
@@ -43,28 +43,18 @@ class Index:
 
     def __init__(self, policy: str) -> None:
         self._links = Links()
-        self._slot_of: dict[bytes, int] = {}
-        self._key_of: list[bytes | None] = []
+        self.keys = KeyMap()
         self.filling = Filling()
         self._held = Holds()
         self._orphans: set[int] = set()
         self._pins = Pins()
         self._held_and_pinned = 0
         self._quarantined: set[int] = set()
-        self._times = SlotTimes()
+        self.times = SlotTimes()
         self._num_slots = 0
         self.policy: EvictionPolicy = self._make_policy(policy, RecencyList(self._links))
 
     # -- counts ---------------------------------------------------------------------------------------------
-
-    @property
-    def num_visible(self) -> int:
-        return len(self._slot_of)
-
-    @property
-    def num_known_slots(self) -> int:
-        """No slot at or above it has ever existed."""
-        return len(self._key_of)
 
     @property
     def num_cached(self) -> int:
@@ -85,52 +75,6 @@ class Index:
 
     # -- look-up --------------------------------------------------------------------------------------------
 
-    def leading_runs(self, keys: Sequence[bytes]) -> list[range]:
-        """Slots of the keys up to the first that is not visible, as runs of neighbours.
-
-        Blocks of a prefix mostly lie in neighbouring slots (`place_store` sees to it). Where they do, comparing
-        keys slot by slot reads memory in order and computes no hash: a look-up among a million slots is three times
-        as fast as by the dictionary alone.
-        """
-        key_of, slot_of = self._key_of, self._slot_of
-        runs: list[range] = []
-        at, last, last_slot = 0, len(keys) - 1, len(key_of) - 1
-        while at <= last:
-            slot = slot_of.get(keys[at])
-            if slot is None:
-                break
-            run = 1
-            if at < last and slot < last_slot and key_of[slot + 1] == keys[at + 1]:
-                run = self._run_length(keys, at, slot)
-            runs.append(range(slot, slot + run))
-            at += run
-        return runs
-
-    def _run_length(self, keys: Sequence[bytes], at: int, slot: int) -> int:
-        """How many keys from `at` on lie in the slots from `slot` on; the first two do."""
-        run = window = 2
-        while run == window and at + run < len(keys):  # all of the window matched: look at one four times as long
-            window = min(4 * window, len(keys) - at)
-            wanted, found = keys[at + run : at + window], self._key_of[slot + run : slot + window]
-            same = wanted == found  # three times as fast as the search for a difference
-            run = window if same else next(compress(count(run), map(ne, wanted, found)), run + len(found))
-        return run
-
-    def present_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
-        """Slots of all keys that are visible, in their order, as runs of neighbours where they are such."""
-        runs: list[Sequence[int]] = [*self.leading_runs(keys)]
-        rest = sum(map(len, runs)) + 1  # the key before it is not visible
-        if rest < len(keys):
-            runs.append([slot for slot in self.slots_of(keys[rest:]) if slot is not None])
-        return runs
-
-    def slots_of(self, keys: Iterable[bytes]) -> list[int | None]:
-        return list(map(self._slot_of.get, keys))
-
-    def key_at(self, slot: int) -> bytes | None:
-        """The visible key in `slot`."""
-        return self._key_of[slot]
-
     def is_pinned(self, slot: int) -> bool:
         return slot in self._pins
 
@@ -142,17 +86,7 @@ class Index:
         """How many holds are on the slot."""
         return self._held.count(slot)
 
-    def stored_at(self, slot: int) -> float:
-        return self._times.stored_at(slot)
-
-    def used_at(self, slot: int) -> float:
-        return self._times.used_at(slot)
-
     # -- holds ----------------------------------------------------------------------------------------------
-
-    def mark_used(self, runs: Iterable[Sequence[int]], now: float) -> None:
-        """The visible blocks in these runs of slots were used: see `SlotTimes`. Says nothing to the policy."""
-        self._times.mark_used(runs, now)
 
     def hold(self, slots: list[int]) -> None:
         """Keep visible slots from eviction until `unhold` with the same slots."""
@@ -168,7 +102,7 @@ class Index:
         if self._orphans:
             freed = [slot for slot in slots if slot in self._orphans]
             self._orphans.difference_update(freed)
-            slots = [slot for slot in slots if self._key_of[slot] is not None]
+            slots = [slot for slot in slots if self.keys.key_of[slot] is not None]
         unpinned = self._pins.unpinned(slots)
         self._held_and_pinned -= len(slots) - len(unpinned)
         self.policy.attach(unpinned)
@@ -176,13 +110,12 @@ class Index:
 
     def use(self, runs: Sequence[Sequence[int]], now: float) -> None:
         """The visible blocks in these runs of slots were used, without a hold in between."""
-        if runs:
-            self._times.mark_used(runs, now)
-            self.policy.use(self._evictable(runs))
+        self.times.mark_used(runs, now)
+        self.policy.use(self._evictable(runs))
 
     def refresh(self, runs: Sequence[Sequence[int]], now: float) -> None:
         """Let visible slots go as late as if they had come only now; those held or pinned do so once let go."""
-        self._times.mark_used(runs, now)
+        self.times.mark_used(runs, now)
         self.policy.refresh(self._evictable(runs))
 
     def _evictable(self, runs: Sequence[Sequence[int]]) -> list[int]:
@@ -204,11 +137,8 @@ class Index:
         if disowned:
             keys = [key for key, slot in zip(keys, slots, strict=True) if slot not in disowned]
             slots = [slot for slot in slots if slot not in disowned]
-        key_of, slot_of = self._key_of, self._slot_of
-        for key, slot in zip(keys, slots, strict=True):
-            slot_of[key] = slot
-            key_of[slot] = key
-        self._times.mark_stored(slots, now)
+        self.keys.put(keys, slots)
+        self.times.mark_stored(slots, now)
         self.policy.admit(list(slots))
         return Removal(tuple(keys), list(disowned))
 
@@ -217,7 +147,7 @@ class Index:
         are removed by the caller."""
         self.filling.disown_from(low)
         if low == 0:
-            self._times.mark_lost(now)
+            self.times.mark_lost(now)
 
     def quarantine(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """A store was given up, but some rank may still write its slots."""
@@ -238,28 +168,15 @@ class Index:
     def evict(self, num_slots: int) -> Removal:
         """Remove up to `num_slots` evictable blocks, in the policy's order; their slots are free."""
         slots = self.policy.evict(num_slots)
-        key_of = self._key_of
-        keys: list[bytes] = []
-        for slot in slots:
-            key = key_of[slot]
-            assert key is not None  # evictable slots are visible
-            keys.append(key)
-            key_of[slot] = None
-            del self._slot_of[key]
-        return Removal(tuple(keys), slots)
+        return Removal(tuple(self.keys.take(slots)), slots)
 
     def remove(self, slots: Iterable[int]) -> Removal:
         """Remove visible blocks, whatever holds them. A held slot stays in use until its last `unhold`."""
-        keys: list[bytes] = []
+        key_of = self.keys.key_of
+        visible = [slot for slot in dict.fromkeys(slots) if key_of[slot] is not None]
         freed: list[int] = []
         cached: list[int] = []
-        for slot in slots:
-            key = self._key_of[slot]
-            if key is None:
-                continue
-            keys.append(key)
-            self._key_of[slot] = None
-            del self._slot_of[key]
+        for slot in visible:
             pinned = self._pins.discard(slot)
             if slot in self._held:
                 self._orphans.add(slot)
@@ -269,27 +186,27 @@ class Index:
                 if not pinned:
                     cached.append(slot)
         self.policy.detach(cached)
-        return Removal(tuple(keys), freed)
+        return Removal(tuple(self.keys.take(visible)), freed)
 
     # -- operator's pins ------------------------------------------------------------------------------------
 
-    def pin(self, slot: int, end: float) -> None:
-        """Keep a visible slot from eviction until `end` (`inf`: until `unpin`); a new pin replaces an old one."""
-        if slot not in self._pins:
-            if slot in self._held:
-                self._held_and_pinned += 1
-            else:
-                self.policy.detach([slot])
-        self._pins.add(slot, end)
+    def pin(self, slots: list[int], end: float) -> None:
+        """Keep visible slots from eviction until `end` (`inf`: until `unpin`); a new pin replaces an old one."""
+        unpinned = self._pins.unpinned(slots)
+        unheld = self._held.free_of(unpinned)
+        self._held_and_pinned += len(unpinned) - len(unheld)
+        self.policy.detach(unheld)
+        for slot in slots:
+            self._pins.add(slot, end)
 
     def end_pins(self, now: float, limit: int) -> int:
         """End up to `limit` of the pins that are over at `now`; returns how many it ended. O(limit)."""
         due = self._pins.due(now, limit)
         return self._unpin(due) if due else 0
 
-    def unpin(self, slot: int) -> bool:
-        """End a pin; False where there was none."""
-        return slot in self._pins and self._unpin([slot]) == 1
+    def unpin(self, slots: list[int]) -> int:
+        """End the pins of these slots; returns how many there were."""
+        return self._unpin([slot for slot in slots if slot in self._pins])
 
     def unpin_between(self, low: int, high: int) -> int:
         """End all pins of the slots from `low` to below `high`; returns how many there were."""
@@ -309,14 +226,10 @@ class Index:
 
     # -- slices of the pool ---------------------------------------------------------------------------------
 
-    def visible_between(self, low: int, high: int) -> list[tuple[int, bytes]]:
-        """(slot, key) of the visible blocks in the slots from `low` to below `high`."""
-        return [(slot, key) for slot, key in enumerate(self._key_of[low:high], low) if key is not None]
-
     def evictable_since(self, what: Literal["stored", "used"], moment: float, low: int, high: int) -> list[int]:
         """Evictable slots from `low` to below `high` whose blocks were last stored, or used, at `moment` or before."""
-        until = self._times.stored_until if what == "stored" else self._times.used_until
-        visible = [slot for slot in until(moment, low, high) if self._key_of[slot] is not None]
+        until = self.times.stored_until if what == "stored" else self.times.used_until
+        visible = [slot for slot in until(moment, low, high) if self.keys.key_of[slot] is not None]
         return self._pins.unpinned(self._held.free_of(visible))
 
     # -- policy and size ------------------------------------------------------------------------------------
@@ -334,18 +247,16 @@ class Index:
     def set_num_slots(self, num_slots: int) -> None:
         """The pool has the slots below `num_slots`; blocks above it are removed by the caller."""
         self._num_slots = num_slots
-        missing = num_slots - len(self._key_of)
-        if missing > 0:
-            self._links.grow(num_slots)
-            self._key_of.extend(repeat(None, missing))
-            self._times.grow(num_slots)
+        self._links.grow(num_slots)
+        self.keys.grow(num_slots)
+        self.times.grow(num_slots)
         self.policy.set_capacity(num_slots)
 
     def _make_policy(self, name: str, order: RecencyList) -> EvictionPolicy:
         if name == "lru":
             return LruPolicy(order)
         if name == "arc":
-            return ArcPolicy(order, self._links, self._key_of)
+            return ArcPolicy(order, self._links, self.keys.key_of)
         raise ConfigError("policy", name, "lru or arc")
 
     # -- integrity ------------------------------------------------------------------------------------------
@@ -361,22 +272,14 @@ class Index:
             "quarantined": set(self._quarantined),
         }
 
-    def visible_slots(self) -> set[int]:
-        """O(pool): for integrity checks."""
-        return set(self._slot_of.values())
-
     def outlived_a_loss(self, slot: int) -> bool:
         """Whether the block in `slot` was stored before all contents were lost."""
-        return self._times.outlived_a_loss(slot)
+        return self.times.outlived_a_loss(slot)
 
     def defects(self) -> list[str]:
         """What does not balance within the index. O(pool): for integrity checks."""
-        found = []
-        visible = {slot for slot, key in enumerate(self._key_of) if key is not None}
-        if visible != set(self._slot_of.values()) or len(visible) != len(self._slot_of):
-            found.append("keys by slot and slots by key differ")
-        elif any(self._key_of[slot] != key for key, slot in self._slot_of.items()):
-            found.append("a key's slot names another key")
+        found = self.keys.defects()
+        visible = self.keys.slots()
         held, pinned = self._held.slots(), self._pins.slots()
         cached = list(self.policy)
         if len(cached) != len(self.policy) or len(set(cached)) != len(cached):

@@ -66,6 +66,8 @@ class Pins:
         """Up to `limit` slots whose pins end at or before `now`; of those that were pinned together the last ones, in
         the order of pinning. O(limit)."""
         found: list[int] = []
+        if not self._ends or self._ends[0] > now:
+            return found
         for end in self._ends:
             if end > now or len(found) >= limit:
                 break

@@ -56,12 +56,12 @@ def _select(
 ) -> tuple[list[int], Sequence[Sequence[int]]]:
     """(indices of the keys that need a slot, runs of the slots of those that are present)."""
     index = state.index
-    present = index.leading_runs(keys)
+    present = index.keys.leading_runs(keys)
     known, rest = 0, keys  # mostly none or all of the keys are present
     if present:
         known = outcomes["skipped_already_cached"] = sum(map(len, present))
         rest = keys[known:]
-    slots = index.slots_of(rest)
+    slots = index.keys.slots_of(rest)
     if index.needs_all(rest, slots):
         return list(range(known, len(keys))), present
     fresh: list[int] = []
@@ -88,18 +88,19 @@ def _make_room(state: ControlState, count: int, present: Sequence[Sequence[int]]
 
     In ascending order: copies and look-ups of a prefix go faster where its slots are neighbours."""
     slots = state.slots.allocate(min(count, state.slots.free))
-    if len(slots) == count:
-        state.index.use(present, now)
-        return sorted(slots)
-    if present:
+    missing = count - len(slots)
+    if missing and present:
         held = list(chain.from_iterable(present))
-        state.index.mark_used(present, now)
+        state.index.times.mark_used(present, now)
         state.index.hold(held)
-        slots += _evict(state, count - len(slots), now)
+        slots += _evict(state, missing, now)
         state.unhold(held)
-    else:
-        slots += _evict(state, count - len(slots), now)
-    return sorted(slots)
+    elif missing:
+        slots += _evict(state, missing, now)
+    elif present:
+        state.index.use(present, now)
+    slots.sort()
+    return slots
 
 
 def _evict(state: ControlState, count: int, now: float) -> list[int]:

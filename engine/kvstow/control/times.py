@@ -41,9 +41,10 @@ class SlotTimes:
     def mark_stored(self, slots: Sequence[int], now: float) -> None:
         """The slots, in ascending order, have new content, which counts as a use. It counts as stored after any loss,
         even where the clock has not moved since."""
-        now = max(now, nextafter(self._lost_at, inf))
+        if now <= self._lost_at:
+            now = nextafter(self._lost_at, inf)
         stored_at, used_at = self._stored_at, self._used_at
-        if slots and slots[-1] - slots[0] == len(slots) - 1:
+        if len(slots) >= _SHORT and slots[-1] - slots[0] == len(slots) - 1:
             moments = array("d", (now,)) * len(slots)
             stored_at[slots[0] : slots[-1] + 1] = used_at[slots[0] : slots[-1] + 1] = moments
         else:
@@ -53,10 +54,9 @@ class SlotTimes:
     def mark_used(self, runs: Iterable[Sequence[int]], now: float) -> None:
         """The content of the slots was used."""
         used_at = self._used_at
-        moment = array("d", (now,))
         for run in runs:
-            if isinstance(run, range) and len(run) >= _SHORT:
-                used_at[run.start : run.stop] = moment * len(run)
+            if len(run) >= _SHORT and isinstance(run, range):
+                used_at[run.start : run.stop] = array("d", (now,)) * len(run)
             else:
                 for slot in run:
                     used_at[slot] = now

@@ -84,22 +84,22 @@ def transfers(state: ControlState, limit: int) -> list[TransferView]:
 
 def block(state: ControlState, key: bytes) -> BlockView | None:
     with state.lock:
-        (slot,) = state.index.slots_of((key,))
+        (slot,) = state.index.keys.slots_of((key,))
         return None if slot is None else _block(state, slot, key, state.clock())
 
 
 def blocks(state: ControlState, start_slot: int, limit: int) -> BlockPage:
     with state.lock:
         now = state.clock()
-        end = min(start_slot + SLICE_SLOTS, state.index.num_known_slots)
+        end = min(start_slot + SLICE_SLOTS, state.index.keys.num_slots)
         found: list[BlockView] = []
         slot = start_slot
         while slot < end and len(found) < limit:
-            key = state.index.key_at(slot)
+            key = state.index.keys.key_of[slot]
             if key is not None:
                 found.append(_block(state, slot, key, now))
             slot += 1
-        return BlockPage(tuple(found), slot if slot < state.index.num_known_slots else None)
+        return BlockPage(tuple(found), slot if slot < state.index.keys.num_slots else None)
 
 
 def defects(state: ControlState) -> list[str]:
@@ -116,8 +116,8 @@ def defects(state: ControlState) -> list[str]:
         found.append("the counts of free slots and slots in service are wrong")
     if state.slots.leaving != sum(slot >= state.slots.limit for slot in used):
         found.append("the count of slots on their way out is wrong")
-    kept = {slot for slot in state.index.visible_slots() if slot not in state.lost}
-    if any(map(state.index.outlived_a_loss, kept)):
+    kept = {slot for slot in state.index.keys.slots() if slot not in state.lost}
+    if any(map(state.index.times.outlived_a_loss, kept)):
         found.append("blocks that a rank has lost are visible")
     if not state.resizing and any(slot >= state.slots.limit for slot in kept):
         found.append("blocks above the usable slots are visible")
@@ -237,8 +237,8 @@ def _block(state: ControlState, slot: int, key: bytes, now: float) -> BlockView:
         key=key,
         slot=slot,
         state=name,
-        age_seconds=now - index.stored_at(slot),
-        idle_seconds=now - index.used_at(slot),
+        age_seconds=now - index.times.stored_at(slot),
+        idle_seconds=now - index.times.used_at(slot),
         leases=holds,
         pin_ttl_seconds=None if expiry is None or expiry == inf else max(0.0, expiry - now),
     )

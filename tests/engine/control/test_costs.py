@@ -12,6 +12,7 @@ from kvstow.control.arc import ArcPolicy
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.filling import Filling
 from kvstow.control.index import Index
+from kvstow.control.keymap import KeyMap
 from kvstow.control.pins import Pins
 from kvstow.control.sweep import SLICE_SLOTS
 from kvstow.testing.clock import FakeClock
@@ -129,7 +130,7 @@ def test_a_store_of_present_blocks_holds_nothing(make_engine: MakeEngine, monkey
 
     looked_up: list[int] = []
     held: list[int] = []
-    count_calls(monkeypatch, Index, "slots_of", looked_up.extend)
+    count_calls(monkeypatch, KeyMap, "slots_of", looked_up.extend)
     count_calls(monkeypatch, Index, "hold", held.extend)
     grant = engine.begin_store(keys, range(1024))
     assert grant.outcomes == {"skipped_already_cached": 1024}

@@ -105,6 +105,20 @@ def test_a_lease_of_single_keys_is_all_or_nothing(make_engine: MakeEngine) -> No
     engine.check_integrity()
 
 
+def test_a_failed_load_of_repeated_keys_removes_them_once(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    (rank,) = make_ranks(engine)
+    store_keys(engine, [rank], [A, B])
+    lease = engine.lease([A, B, A])
+    assert lease is not None
+    op = engine.begin_load(lease, [1, 2, 3])
+    rank.submit(op)
+    rank.run(op.op_id, fail=True)
+    assert engine.contains([A, B]) == [False, False]
+    assert engine.stats().slots.free == 4
+    engine.check_integrity()
+
+
 def test_a_lease_can_be_used_only_once(make_engine: MakeEngine) -> None:
     engine = make_engine()
     ranks = make_ranks(engine)

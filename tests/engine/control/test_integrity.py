@@ -15,11 +15,11 @@ Disorder = Callable[[ControlState], object]
 
 
 def lose_a_key(state: ControlState) -> None:
-    del state.index._slot_of[b"A"]
+    del state.index.keys._slot_of[b"A"]
 
 
 def swap_two_keys(state: ControlState) -> None:
-    key_of = state.index._key_of
+    key_of = state.index.keys.key_of
     key_of[0], key_of[1] = key_of[1], key_of[0]
 
 

@@ -201,4 +201,4 @@ def test_after_a_shrink_each_call_of_arc_forgets_as_much_as_it_was_given(call: s
             policy.evict(1)
         else:
             policy.detach([slot])
-        assert ghosts - 2 <= policy.num_ghosts < ghosts
+        assert ghosts - 4 <= policy.num_ghosts < ghosts
