@@ -66,6 +66,21 @@ def test_a_page_that_gets_no_stream_says_so_and_is_renewed_all_the_same(
     browser.until(f"{LIVE} === 'live'")
 
 
+def test_a_page_that_is_refused_says_that_and_not_that_nobody_answers(browser: Browser, serve: Any, ranks: Any) -> None:
+    refused = """
+    window.fetch = async () => new Response("", { status: 401 });
+    window.EventSource = class {
+      static CLOSED = 2;
+      readyState = 2;
+      constructor() { setTimeout(() => this.onerror(), 0); }
+      addEventListener() {}
+    };"""
+    browser.ask("Page.addScriptToEvaluateOnNewDocument", source=refused)
+    browser.open(serve().url)
+    browser.until(f"{LIVE}.startsWith('refused (401) since')")
+    assert browser.evaluate("document.title") == "kvstow: refused (401)"
+
+
 def test_the_policy_stops_what_is_not_the_pages_own(browser: Browser, serve: Any, ranks: Any) -> None:
     browser.open(serve().url)
     browser.until(f"{LIVE} === 'live'")
