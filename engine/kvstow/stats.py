@@ -84,7 +84,8 @@ class EngineStats:
 
     Counters only grow. Keys of the mappings are fixed from the start. `lookups`: full, partial, miss.
     `miss_blocks`: absent, not_ready, bypassed, draining, load_failed; `fallbacks`: look-ups and loads with blocks that
-    were missed for any of these but the first. `store_blocks`: stored, skipped_*, dropped_*, failed;
+    were missed for any of these but the first. `store_blocks`: stored, skipped_*, dropped_*, failed, of each time that
+    a block was offered: a host may offer one again that was dropped, and it counts as stored then, too.
     `allocation_failures`: stores that did not find room for all their blocks. `evicted_blocks`: by reason. Of one
     block in 61: how long it stayed, how long it was idle when it was evicted for room, and how long it had been idle
     when a look-up found it. `transfers`: (direction, result) with results ok and error.

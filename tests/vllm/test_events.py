@@ -96,7 +96,7 @@ def test_a_stored_block_is_told_as_on_the_gpu(host: Host, first: int, group: KVG
     request = make_request(**options)
     host.store(request, first, 3, group)
     (ours,), (theirs,) = host.take(), gpu_events(request, first, 3, group)
-    added = {"medium": "CPU", "kv_cache_spec_kind": ours.kv_cache_spec_kind}
+    added = {"medium": "CPU", "locality": "LOCAL", "kv_cache_spec_kind": ours.kv_cache_spec_kind}
     added["kv_cache_spec_sliding_window"] = ours.kv_cache_spec_sliding_window
     assert type(ours) is type(theirs)
     assert fields(ours) == fields(theirs) | added
@@ -113,7 +113,7 @@ def test_a_removed_block_is_told_as_on_the_gpu(host: Host) -> None:
     host.take()
     assert host.engine.admin.purge(everything=True).run().finished
     hashes = [maybe_convert_block_hash(block_hash) for block_hash in request.block_hashes[:2]]
-    assert host.take() == [BlockRemoved(hashes, "CPU", group_idx=0)]
+    assert host.take() == [BlockRemoved(hashes, "CPU", group_idx=0, locality="LOCAL")]
 
 
 def test_vllm_publishes_them(host: Host) -> None:

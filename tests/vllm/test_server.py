@@ -79,7 +79,11 @@ class Server:
 
     def forget_gpu(self) -> None:
         """Empty the GPU's prefix cache, and only that; it says no while stores read its blocks."""
-        eventually(lambda: self.client.post("/reset_prefix_cache").status_code == 200, "a reset", STEP_SECONDS)
+
+        def is_reset() -> bool:
+            return self.client.post("/reset_prefix_cache").raise_for_status().json()["success"] is True
+
+        eventually(is_reset, "a reset", STEP_SECONDS)
 
     def stats(self, section: str) -> dict[str, Any]:
         return dict(self.admin.get("/v1/stats", params={"section": section}).raise_for_status().json()[section])

@@ -12,7 +12,7 @@ from kvstow.control import settlement, views
 from kvstow.control.administration import Administrator
 from kvstow.control.events import EventLog
 from kvstow.control.lease import Lease
-from kvstow.control.placement import StoreGrant, place_store
+from kvstow.control.placement import StoreGrant, place_store, store_room
 from kvstow.control.state import ControlState, Settled
 from kvstow.control.sweep import SLICE_SLOTS
 from kvstow.errors import IntegrityError, InvalidRequestError, LeaseError
@@ -163,6 +163,11 @@ class OffloadEngine:
         with self._state.lock:
             return place_store(self._state, keys, blocks, request_id)
 
+    def store_room(self) -> int:
+        """Blocks that `begin_store` would find a slot for now; 0 while it refuses all. O(1)."""
+        with self._state.lock:
+            return store_room(self._state)
+
     def refresh(self, keys: Sequence[bytes]) -> None:
         """Let the blocks that are present go as late as if they had been stored only now, the first key's last of all.
 
@@ -199,6 +204,11 @@ class OffloadEngine:
     def open_transfers(self) -> int:
         """Ops of which a rank has not spoken its last word, be they given up. O(1)."""
         return len(self._state.ledger)
+
+    @property
+    def awaited_transfers(self) -> int:
+        """Of the `open_transfers`, those that were not given up: a host waits for their end. O(1)."""
+        return len(self._state.ledger) - self._state.ledger.num_given_up
 
     # -- ranks ----------------------------------------------------------------------------------------------
 

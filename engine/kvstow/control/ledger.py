@@ -59,6 +59,7 @@ class Ledger:
         self.ops = {"store": 0, "load": 0}
         self.blocks = {"store": 0, "load": 0}
         self.num_stuck = 0
+        self.num_given_up = 0
         self.stale = 0
         self.duplicates = 0
 
@@ -122,7 +123,13 @@ class Ledger:
         self.ops[entry.op.direction] -= 1
         self.blocks[entry.op.direction] -= len(entry.op.blocks)
         self.num_stuck -= entry.stuck
+        self.num_given_up -= entry.given_up
         return entry
+
+    def give_up(self, entry: OpenOp) -> None:
+        """Nobody waits for this open op any more."""
+        entry.given_up = True
+        self.num_given_up += 1
 
     def owed_by(self, rank: int) -> list[int]:
         """Ids of the ops that `rank` owes a word on, oldest first. O(open ops)."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from kvstow.control.counters import STORE_REFUSALS
+from kvstow.control.gate import Refusal
 from kvstow.control.state import ControlState
 from kvstow.messages import Op
 
@@ -18,11 +19,13 @@ above its new limit: evicting them frees no slot that can be used."""
 @dataclass(frozen=True, slots=True)
 class StoreGrant:
     """What becomes of a store. `accepted[i]` is the index, in the keys given, of pair `i` of `op`; `op` is None
-    when nothing is left to store. `outcomes` counts all other keys by reason."""
+    when nothing is left to store. `outcomes` counts all other keys by reason. `unplaced` are the indices of those that
+    were refused or found no slot: the host may offer them again, once there is `store_room`."""
 
     op: Op | None
     accepted: tuple[int, ...]
     outcomes: dict[str, int]
+    unplaced: Sequence[int] = ()
 
 
 def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> StoreGrant:
@@ -31,15 +34,18 @@ def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int
     outcomes: dict[str, int] = {}
     op: Op | None = None
     fresh: list[int] = []
-    refusal = state.gate.refuses_store(now)
+    unplaced: Sequence[int] = ()
+    refusal = _refusal(state, now)
     if refusal:
         outcomes[STORE_REFUSALS[refusal]] = len(keys)
+        unplaced = range(len(keys))
     else:
         fresh, present = _select(state, keys, outcomes)
         slots = _make_room(state, len(fresh), present, now)
         if len(slots) < len(fresh):
             outcomes["dropped_cpu_full"] = len(fresh) - len(slots)
             state.counters.allocation_failures += 1
+            unplaced = fresh[len(slots) :]
             del fresh[len(slots) :]
         if fresh:
             new_keys = tuple([keys[i] for i in fresh])
@@ -48,7 +54,17 @@ def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int
             op = state.ledger.open("store", moved, tuple(slots), keys=new_keys, held=(), request_id=request_id, now=now)
     for outcome, count in outcomes.items():
         state.counters.store_blocks[outcome] += count
-    return StoreGrant(op, tuple(fresh), outcomes)
+    return StoreGrant(op, tuple(fresh), outcomes, unplaced)
+
+
+def store_room(state: ControlState) -> int:
+    """Slots that a store would find now, free or by eviction; 0 while stores are refused. The caller holds the lock."""
+    return 0 if _refusal(state, state.clock()) else state.slots.free + state.index.num_cached
+
+
+def _refusal(state: ControlState, now: float) -> Refusal | None:
+    """Why no store may start; also because no slot is pinned yet."""
+    return state.gate.refuses_store(now) or (None if state.slots.limit else "not_ready")
 
 
 def _select(

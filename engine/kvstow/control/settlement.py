@@ -39,7 +39,7 @@ def fail_rank(state: ControlState, rank: int) -> None:
 def give_up(state: ControlState, entry: OpenOp, now: float) -> None:
     """A transfer is stuck. A store fails now: what the silent rank may still read of its blocks goes into slots
     in quarantine. A load goes on waiting, because that rank may still write its blocks."""
-    op, reason = entry.op, stuck_reason(state, entry, now)
+    op, reason = entry.op, _stuck_reason(state, entry, now)
     state.counters.errors["transfer_stuck"] += 1
     state.log(
         ERROR,
@@ -47,7 +47,7 @@ def give_up(state: ControlState, entry: OpenOp, now: float) -> None:
         *(op.direction, op.op_id, state.config.transfer_timeout, reason),
     )
     if op.direction == "store":
-        entry.given_up = True
+        state.ledger.give_up(entry)
         entry.error = entry.error or reason
         state.index.quarantine(entry.keys, op.slots)
         state.counters.store_blocks["failed"] += len(op.slots)
@@ -60,7 +60,7 @@ def idle_ranks(state: ControlState, entry: OpenOp, now: float) -> list[int]:
     return [rank for rank in sorted(entry.pending) if state.ranks.idle_since(rank, entry.started, now)]
 
 
-def stuck_reason(state: ControlState, entry: OpenOp, now: float) -> str:
+def _stuck_reason(state: ControlState, entry: OpenOp, now: float) -> str:
     """Who keeps the op from ending: ranks that work on it, or the host."""
     idle = idle_ranks(state, entry, now)
     busy = sorted(entry.pending.difference(idle))

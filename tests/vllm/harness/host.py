@@ -52,6 +52,7 @@ class Host:
         patch.setattr(f"{CONNECTOR}.plane.OffloadWorker", self._make_worker)
         patch.setattr(f"{CONNECTOR}.connector._TELLS_FAILED_REQUESTS", setup.hooks != "0.26")
         patch.setattr(f"{CONNECTOR}.hosting.OffloadEngine", self._make_engine)
+        patch.setattr(f"{CONNECTOR}.hosting.SchedulerHost._step_blocks", setup.step_blocks)
         patch.setattr(f"{CONNECTOR}.hosting.RankAgent", BusyAgent)
         patch.setattr(f"{CONNECTOR}.hosting.EmbeddedAdmin", NoThread)
 

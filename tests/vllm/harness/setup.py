@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +28,15 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+
+from kvstow_service.connectors.vllm.scheduler import STEP_BLOCKS
 
 BLOCK_TOKENS = 16
 VALUE_BYTES = 8
@@ -37,7 +45,7 @@ MAX_MODEL_LEN = 512
 TOKENS_PER_STEP = 128
 RUNNING = 8
 
-Layers = Literal["full", "window", "hybrid", "mixed"]
+Layers = Literal["full", "window", "hybrid", "mixed", "wide hybrid", "late window", "scratch"]
 Hooks = Literal["0.26", "0.32"]
 
 
@@ -51,7 +59,9 @@ class Setup:
     in whole blocks); `operations` names the operator's actions, by default all.
 
     `layers`: two of full attention; two with a window; two of each, in two groups; one of each with blocks of 16 and 32
-    tokens. `drafts`: tokens that are proposed, and partly rejected, in each decode step. `hooks`: the
+    tokens; two of each with blocks of 32 tokens and a window of 96; one of each with blocks of 256 and 32 tokens, and a
+    window of 512; one of full attention, and scratch. `drafts`: tokens that are proposed, and partly rejected, in each
+    decode step. `step_blocks`: how many the connector offers to its pool in a step. `hooks`: the
     order in which that version of vLLM calls the worker's hooks.
     """
 
@@ -75,6 +85,9 @@ class Setup:
     bad_slots: int = 0
     operator_rate: float = 0.0
     operations: tuple[str, ...] = ()
+    step_blocks: int = STEP_BLOCKS
+    tokens_per_step: int = TOKENS_PER_STEP
+    max_model_len: int = MAX_MODEL_LEN
 
     @property
     def clients_give_up(self) -> bool:
@@ -97,12 +110,12 @@ def make_vllm_config(setup: Setup, connector_module: str, extra: dict[str, Any])
     beside it; so both are put in afterwards."""
     parallel = ParallelConfig(tensor_parallel_size=setup.ranks, distributed_executor_backend="mp")
     config = VllmConfig(
-        model_config=_model(),
+        model_config=_model(setup.max_model_len),
         cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
             max_num_seqs=RUNNING,
-            max_num_batched_tokens=TOKENS_PER_STEP,
-            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=setup.tokens_per_step,
+            max_model_len=setup.max_model_len,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
             scheduler_reserve_full_isl=False,  # admits more than fits: more preemptions
@@ -166,16 +179,30 @@ def _layer_specs(layers: Layers) -> dict[str, KVCacheSpec]:
     if layers == "window":
         return {"layer.0": window, "layer.1": window}
     if layers == "hybrid":
-        return {"layer.0": full, "layer.1": window, "layer.2": full, "layer.3": window}
+        return _hybrid(full, window)
+    if layers == "wide hybrid":
+        return _hybrid(full.copy_with_new_block_size(32), replace(window, block_size=32, sliding_window=96))
+    if layers == "late window":
+        return {
+            "layer.0": full.copy_with_new_block_size(256),
+            "layer.1": replace(window, block_size=32, head_size=16, head_size_v=16, sliding_window=512),
+        }
+    if layers == "scratch":
+        ring = CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=4, dtype=torch.float16)
+        return {"layer.0": full, "layer.1": ring}
     return {"layer.0": wide, "layer.1": window}
 
 
+def _hybrid(full: KVCacheSpec, window: KVCacheSpec) -> dict[str, KVCacheSpec]:
+    return {"layer.0": full, "layer.1": window, "layer.2": full, "layer.3": window}
+
+
 @cache
-def _model() -> ModelConfig:
+def _model(max_model_len: int) -> ModelConfig:
     """A tiny Llama of which there are no weights."""
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_LLAMA))
-        return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN)
+        return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len)
 
 
 _LLAMA = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from kvstow_service.connectors.vllm.groups import KVGroup
 
 logger = logging.getLogger(__name__)
 
-MEDIUM = "CPU"
+MEDIUM, LOCALITY = "CPU", "LOCAL"
 MAX_PLANNED = 65_536
 """Blocks that are described while their store is under way: 60 MiB, if each has 16 tokens."""
 _BATCHES_PER_TAKE = 256
@@ -80,8 +80,8 @@ class EventFeed:
 
     The engine knows keys; the tokens behind them are noted when their store is planned, and forgotten once told. A
     block is told of when its bytes are there, and its removal only if it was told of. A block whose tokens are not
-    known (a lazy store has no request) is told of by its hash alone, with no tokens and a block size of 0, as vLLM's
-    OffloadingConnector does: a router knows the hash from the GPU's event.
+    known is told of by its hash alone, with no tokens and a block size of 0, as vLLM's OffloadingConnector does: a
+    router knows the hash from the GPU's event. That goes for lazy stores and for blocks from the backlog.
 
     Nothing stale stays told. When the engine drops events before they are read (it keeps 4,096 events, and nothing
     reads while vLLM idles), every block told of is looked up again, slice by slice, and told as removed if it is gone.
@@ -92,7 +92,8 @@ class EventFeed:
 
     def __init__(self, engine: OffloadEngine, kinds: Sequence[Kind], vocabulary: Vocabulary) -> None:
         self._engine, self._kinds, self._vocabulary = engine, kinds, vocabulary
-        self._stored_fields = set(inspect.signature(vocabulary.stored).parameters)
+        self._stored = _known_fields(vocabulary.stored)
+        self._removed = _known_fields(vocabulary.removed)
         self._cursor = engine.events.last_sequence
         self._offered: dict[bytes, tuple[Any, KVGroup, int]] = {}
         self._planned: dict[bytes, _Block] = {}
@@ -158,9 +159,9 @@ class EventFeed:
                 runs.append([])
             runs[-1].append((_hash(key), block))
         self._told.update(keys)
-        return [self._stored(run) for run in runs]
+        return [self._tell(run) for run in runs]
 
-    def _stored(self, run: list[tuple[bytes, _Block]]) -> Any:
+    def _tell(self, run: list[tuple[bytes, _Block]]) -> Any:
         first, external = run[0][1], self._vocabulary.external_hash
         origin, kind = first.origin, self._kinds[first.origin.group]
         fields = {
@@ -171,24 +172,30 @@ class EventFeed:
             "lora_id": origin.lora_id,
             "lora_name": origin.lora_name,
             "medium": MEDIUM,
+            "locality": LOCALITY,
             "extra_keys": [block.extra_keys for _, block in run] if first.token_ids else None,
             "group_idx": origin.group,
             "kv_cache_spec_kind": kind.name,
             "kv_cache_spec_sliding_window": kind.sliding_window,
             "session_id": origin.session_id,
         }
-        known = self._stored_fields
-        return self._vocabulary.stored(**{name: value for name, value in fields.items() if name in known})
+        return self._stored(fields)
 
     def _remove(self, keys: Sequence[bytes]) -> list[Any]:
         """One event for each run of blocks of one group."""
         told = [key for key in keys if key in self._told]
         self._told.difference_update(told)
-        external, removed = self._vocabulary.external_hash, self._vocabulary.removed
+        external, shared = self._vocabulary.external_hash, {"medium": MEDIUM, "locality": LOCALITY}
         return [
-            removed(block_hashes=[external(_hash(key)) for key in run], medium=MEDIUM, group_idx=group)
+            self._removed({"block_hashes": [external(_hash(key)) for key in run], "group_idx": group, **shared})
             for group, run in groupby(told, _group)
         ]
+
+
+def _known_fields(event: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """Makes the event of those fields that this version of vLLM knows."""
+    known = set(inspect.signature(event).parameters)
+    return lambda fields: event(**{name: value for name, value in fields.items() if name in known})
 
 
 def _continues(last: tuple[bytes, _Block], block: _Block) -> bool:

@@ -13,6 +13,7 @@ _FULL = {"FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec", "SinkFu
 _WINDOW = {"SlidingWindowSpec", "SlidingWindowMLASpec"}
 _CHUNKED = {"ChunkedLocalAttentionSpec"}
 _STATE = "MambaSpec"
+_SCRATCH = "CircularBufferSpec"  # vLLM 0.30: what a request needs of its last few tokens, in one block
 _UNIFORM = "UniformTypeKVCacheSpecs"
 
 
@@ -23,7 +24,8 @@ class KVGroup:
     `hashes_per_block`: hash blocks of a request that one block of this group spans; the last one's hash names the
     block, as hashes are chained. `window`: the token at position `p` attends to `p - window + 1` and later. `chunk`:
     it attends to no token before its own chunk. `is_state`: its block at the end of a prefix is all that it needs of
-    it. None of these: it attends to all tokens.
+    it. None of these: it attends to all tokens. `late_tokens`: vLLM may cache a block only when so many tokens behind
+    it are computed.
     """
 
     index: int
@@ -32,6 +34,7 @@ class KVGroup:
     window: int | None = None
     chunk: int | None = None
     is_state: bool = False
+    late_tokens: int = 0
 
     @property
     def is_full(self) -> bool:
@@ -50,16 +53,24 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVGroups:
-    """All groups of a model. `alignment`: hits end at multiples of it."""
+    """The groups of a model that are kept. `alignment`: hits end at multiples of it. `num_scratch`: groups of vLLM's
+    that are not kept; what is in them is of use only to the request that wrote it, and nothing where a hit ends."""
 
     groups: tuple[KVGroup, ...]
     alignment: int
+    num_scratch: int = 0
+
+    @property
+    def num_tables(self) -> int:
+        """Block tables that vLLM has for a request, one for each of its groups."""
+        return len(self.groups) + self.num_scratch
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is one group, which attends to all tokens: then a request can go on after any of its blocks.
-        Else it may lack what the next token reads: blocks out of the window of a hit's end are never loaded."""
-        return len(self.groups) == 1 and self.groups[0].is_full
+        """Whether vLLM has one group, which attends to all tokens: then a request can go on after any of its blocks,
+        and from its last token. Else it may lack what the next token reads: blocks out of the window of a hit's end
+        are never loaded, nor is scratch."""
+        return self.num_tables == 1 and self.groups[0].is_full
 
     @property
     def full(self) -> tuple[KVGroup, ...]:
@@ -85,7 +96,8 @@ class KVGroups:
             for number in range(max(start // group.block_tokens, group.first_block(end)), -(-end // group.block_tokens))
         ]
         if len(self.groups) > 1:
-            places.sort(key=lambda place: ((place[1] + 1) * self.groups[place[0]].block_tokens, place[0]))
+            tokens = {group.index: group.block_tokens for group in self.groups}
+            places.sort(key=lambda place: ((place[1] + 1) * tokens[place[0]], place[0]))
         return places
 
     @property
@@ -100,15 +112,20 @@ def kv_groups(
     whether this vLLM tells connectors of the states of recurrent layers.
 
     With decode context parallelism a block spans `context_parallel` times its own tokens, where each rank has its share
-    and not all (states; some draft models, vLLM 0.32). Raises `ConfigError` for kinds of KV cache that cannot be kept,
-    naming them.
+    and not all (states; some draft models, vLLM 0.32). Scratch is left out, but counts for where hits end, as it does
+    in vLLM. Raises `ConfigError` for kinds of KV cache that cannot be kept, naming them.
     """
-    if not specs:
-        raise ConfigError("the model's KV cache groups", 0, "one or more: a model without KV cache has nothing to keep")
+    scratch = {index: spec for index, spec in enumerate(specs) if type(_layer_spec(spec)).__name__ == _SCRATCH}
     groups = tuple(
-        _group(index, spec, hash_tokens, context_parallel, hands_states_over) for index, spec in enumerate(specs)
+        _group(index, spec, hash_tokens, context_parallel, hands_states_over)
+        for index, spec in enumerate(specs)
+        if index not in scratch
     )
-    return KVGroups(groups, lcm(*(group.block_tokens for group in groups)))
+    if not groups:
+        raise ConfigError("the model's KV cache groups", 0, "one or more: a model without KV cache has nothing to keep")
+    ends = [group.block_tokens for group in groups]
+    ends += [_block_tokens(spec, context_parallel) for spec in scratch.values()]
+    return KVGroups(groups, lcm(*ends), len(scratch))
 
 
 def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int, hands_states_over: bool) -> KVGroup:
@@ -118,7 +135,7 @@ def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int, hands
     if not getattr(kind, "prefix_cacheable", True):  # vLLM 0.30
         allowed = "kinds that vLLM finds by their prefix (--no-swa-bounded-replay)"
         raise ConfigError(f"KV cache group {index}", f"{name} without prefix caching", allowed)
-    tokens = spec.block_size * (context_parallel if getattr(kind, "dcp_sharded", not is_state) else 1)
+    tokens = _block_tokens(spec, context_parallel)
     if tokens % hash_tokens:
         raise ConfigError(f"block size of KV cache group {index}", tokens, f"a multiple of {hash_tokens}")
     hashes = tokens // hash_tokens
@@ -126,7 +143,8 @@ def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int, hands
         return KVGroup(index, tokens, hashes)
     if name in _WINDOW:
         # Nobody attends to the rest (vLLM 0.28), but vLLM takes it for cached once a load is done.
-        return KVGroup(index, tokens, hashes, window=kind.sliding_window + getattr(kind, "extra_retained_tokens", 0))
+        extra = getattr(kind, "extra_retained_tokens", 0)
+        return KVGroup(index, tokens, hashes, window=kind.sliding_window + extra, late_tokens=extra)
     if name in _CHUNKED:
         return KVGroup(index, tokens, hashes, chunk=kind.attention_chunk_size)
     if is_state and hands_states_over and kind.mamba_cache_mode == "align":
@@ -136,6 +154,13 @@ def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int, hands
         raise ConfigError(f"KV cache group {index}", mode, "mamba_cache_mode 'align', with vLLM 0.30 or later")
     allowed = ", ".join(sorted({*_FULL, *_WINDOW, *_CHUNKED, _STATE}))
     raise ConfigError(f"KV cache group {index}", name, f"{allowed}: KVStow keeps no other kind of KV cache")
+
+
+def _block_tokens(spec: Any, context_parallel: int) -> int:
+    """Tokens that a block of the group spans over all ranks."""
+    kind = _layer_spec(spec)
+    is_shared = getattr(kind, "dcp_sharded", type(kind).__name__ != _STATE)
+    return int(spec.block_size) * (context_parallel if is_shared else 1)
 
 
 def _layer_spec(spec: Any) -> Any:

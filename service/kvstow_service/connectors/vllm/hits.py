@@ -72,7 +72,7 @@ class HitFinder:
         end = self._carried_by_windows(tracked, local, end // alignment * alignment)
         if end <= local:
             return None
-        known = [tracked.keys(group, 0, end // group.block_tokens) for group in self._groups.groups]
+        known = {group.index: tracked.keys(group, 0, end // group.block_tokens) for group in self._groups.groups}
         keys = [known[group][number] for group, number in self._groups.places(local, end)]
         lease = self._engine.lease(keys) if keys else None  # None: a block went away meanwhile
         return None if lease is None else Hit(local, end, lease)

@@ -21,7 +21,7 @@ from kvstow_service.connectors.vllm.groups import KVGroups
 from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
 from kvstow_service.connectors.vllm.metrics import StatsFeed
 from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
-from kvstow_service.connectors.vllm.scheduler import SchedulerSide
+from kvstow_service.connectors.vllm.scheduler import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.vllm.sources import BlockPool
 from kvstow_service.connectors.vllm.worker import DataPlane, NoDataPlane, PlaneSource, WorkerSide
 from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
@@ -116,7 +116,12 @@ class SchedulerHost:
         slot_tokens = self._groups.alignment if len(self._groups.groups) == 1 else None
         self.stats = StatsFeed(self.engine, sum(sizes), slot_tokens)
         self.side = SchedulerSide(
-            self.engine, self._groups, self._pool, lazy_blocks=self._lazy_blocks(), observer=self.events
+            self.engine,
+            self._groups,
+            self._pool,
+            lazy_blocks=2 * self._blocks_per_step if self._options.lazy_offload else None,
+            observer=self.events,
+            step_blocks=self._step_blocks,
         )
         self.admin = EmbeddedAdmin(
             self.engine,
@@ -148,11 +153,14 @@ class SchedulerHost:
         wanted = self._options.max_slots([hello.slot_bytes for hello in hellos], min(fitting))
         return min(wanted, *(hello.max_slots for hello in hellos))
 
-    def _lazy_blocks(self) -> int | None:
-        """Twice what one step can take from the GPU's free queue."""
-        if not self._options.lazy_offload:
-            return None
-        return 2 * sum(-(-self._facts.max_batched_tokens // group.block_tokens) for group in self._groups.groups)
+    @property
+    def _blocks_per_step(self) -> int:
+        """What one step can take from the GPU's free queue, or complete."""
+        return sum(-(-self._facts.max_batched_tokens // group.block_tokens) for group in self._groups.groups)
+
+    @property
+    def _step_blocks(self) -> int:
+        return max(STEP_BLOCKS, 2 * self._blocks_per_step)
 
 
 def _admin_options(options: ConnectorOptions, facts: HostFacts) -> EmbeddedOptions:

@@ -42,8 +42,8 @@ class Hit(NamedTuple):
 class TrackedRequest:
     """A request between its arrival and its end. Used by the scheduler's thread.
 
-    `tables[group]`: its GPU blocks in order. `cursors[group]`: blocks below it were offered to the pool. `hit`: what
-    is held for the next admission. `start`: tokens that were on the GPU when the hit was asked for.
+    `tables[group]`: its GPU blocks in order. `offered_tokens`: blocks of all groups below it were offered to the pool.
+    `hit`: what is held for the next admission. `start`: tokens that were on the GPU when the hit was asked for.
     `loading`: the admission began with a load, of the tokens `loaded`; `load_failed`: it has not written all.
     `withheld`: its blocks are of a model that is no more, and never offered. `admitted_at`: the step that gave the
     tables; `has_run`: it was computed since, so that its tokens are more than a promise of some load.
@@ -52,12 +52,12 @@ class TrackedRequest:
     __slots__ = (
         "_keys",
         "admitted_at",
-        "cursors",
         "has_run",
         "hit",
         "load_failed",
         "loaded",
         "loading",
+        "offered_tokens",
         "request",
         "start",
         "tables",
@@ -67,7 +67,7 @@ class TrackedRequest:
     def __init__(self, request: Request, num_groups: int) -> None:
         self.request = request
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
-        self.cursors = [0] * num_groups
+        self.offered_tokens = 0
         self.hit: Hit | None = None
         self.start = 0
         self.loaded = range(0)
@@ -90,12 +90,14 @@ class TrackedRequest:
             known += [prefix + block_hash for block_hash in hashes[(len(known) + 1) * step - 1 : end * step : step]]
         return known[first:end]
 
-    def offered_keys(self, groups: KVGroups) -> list[bytes]:
-        """Keys of all blocks that were offered, in the order of the tokens that they end with."""
-        runs = [(group, self.keys(group, 0, self.cursors[group.index])) for group in groups.groups]
+    def keys_between(self, groups: KVGroups, start: int, end: int) -> list[bytes]:
+        """Keys of all groups' blocks of the tokens `start` to `end`, in the order of the tokens that they end with."""
+        runs = [
+            (group, self.keys(group, start // group.block_tokens, end // group.block_tokens)) for group in groups.groups
+        ]
         if len(runs) == 1:
             return runs[0][1]
-        ends = [((number + 1) * group.block_tokens, key) for group, keys in runs for number, key in enumerate(keys)]
+        ends = [(number * group.block_tokens, key) for group, keys in runs for number, key in enumerate(keys, start=1)]
         return [key for _, key in sorted(ends)]
 
     def forget_stale_keys(self, groups: KVGroups) -> None:
@@ -110,5 +112,5 @@ class TrackedRequest:
     def admit(self, tables: Sequence[Sequence[int]], step: int) -> None:
         """The request has these GPU blocks now, and no others; none of them was offered."""
         self.tables = [list(table) for table in tables]
-        self.cursors = [0] * len(self.tables)
+        self.offered_tokens = 0
         self.admitted_at, self.has_run = step, False

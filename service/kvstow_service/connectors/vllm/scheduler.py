@@ -8,17 +8,23 @@ from typing import Any, NamedTuple, Protocol
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion, Op, StepPlan
+from kvstow_service.connectors.vllm.backlog import RetryPause
 from kvstow_service.connectors.vllm.groups import KVGroups
 from kvstow_service.connectors.vllm.hits import HitFinder
 from kvstow_service.connectors.vllm.lazy import LazyStores
 from kvstow_service.connectors.vllm.loads import Loads
+from kvstow_service.connectors.vllm.offers import Offer, OfferObserver
 from kvstow_service.connectors.vllm.requests import Request, TrackedRequest
 from kvstow_service.connectors.vllm.rewinds import Rewinds
 from kvstow_service.connectors.vllm.sources import BlockPool, SourceBlocks
 from kvstow_service.connectors.vllm.states import StateStores
-from kvstow_service.connectors.vllm.stores import EagerStores, Offer, OfferObserver
+from kvstow_service.connectors.vllm.stores import EagerStores
+from kvstow_service.connectors.vllm.written import WrittenBlocks
 
+STEP_BLOCKS = 1024
+"""Blocks that one step offers to the pool by default, and brings up to date in its order: 1 ms."""
 _NO_STORE = 1 << 63  # later than all
+_MOST_LEAVING = 64  # requests that wait for the backlog
 
 
 class Step(Protocol):
@@ -50,17 +56,20 @@ class PlannedStep(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """A request that has ended. Its stores are `last_store` and older ones."""
+    """A request that has ended. Its stores are `last_store` and older ones. Its blocks of the tokens from
+    `offered_tokens` on are in order."""
 
     last_store: int
-    keys: list[bytes]
+    tracked: TrackedRequest
+    offered_tokens: int
 
 
 class SchedulerSide:
     """Follows the requests of one vLLM scheduler. Every method is called on its thread.
 
-    A step costs O(blocks that became complete), whatever the number of requests. The engine's own threads (admin
-    server, keeper) work beside it, under the engine's lock.
+    A step costs O(blocks that became complete), whatever the number of requests, and offers a bounded number of them;
+    the others have their turn in later steps. The engine's own threads (admin server, keeper) work beside it, under
+    the engine's lock.
     """
 
     def __init__(
@@ -71,21 +80,30 @@ class SchedulerSide:
         *,
         lazy_blocks: int | None = None,
         observer: StoreObserver | None = None,
+        step_blocks: int = STEP_BLOCKS,
     ) -> None:
-        """`lazy_blocks`: how many blocks from eviction on the GPU a block is stored; None stores eagerly."""
+        """`lazy_blocks`: how many blocks from eviction on the GPU a block is stored; None stores eagerly.
+        `step_blocks`: how many a step offers at most."""
         self._engine, self._groups, self._pool = engine, groups, pool
         self._requests: dict[str, TrackedRequest] = {}
         self._hits = HitFinder(engine, groups)
         self._loads = Loads(engine, groups, pool.null_block.block_id)
         self.rewinds = Rewinds(engine, groups, pool.null_block.block_id, self._requests)
         self._sources = SourceBlocks(pool)
-        self._eager = EagerStores(groups, pool.blocks, observer) if lazy_blocks is None else None
-        self._lazy = None if lazy_blocks is None else LazyStores(engine, pool, lazy_blocks)
+        self._blocks_per_stride = sum(groups.alignment // group.block_tokens for group in groups.groups)
+        self._finder: EagerStores | LazyStores
+        if lazy_blocks is None:
+            self._finder = EagerStores(groups, pool.blocks, observer, step_blocks)
+        else:
+            self._finder = LazyStores(engine, pool, lazy_blocks, step_blocks)
         self._states = StateStores(pool) if groups.has_states else None
-        self._observer = observer
+        self._observer, self._step_blocks = observer, step_blocks
+        self._pause = RetryPause()
         self._planned_stores: list[Op] = []
         self._boots: tuple[str | None, ...] | None = None  # as they were before the first op of the step was planned
         self._pending_stores: dict[int, None] = {}  # ascending
+        self._last_before_reset = 0  # stores up to it are of a model that is no more
+        self._leaving: list[TrackedRequest] = []  # have ended; the backlog may have blocks of theirs
         self._ended: deque[_Ended] = deque()
         self._step = 0
 
@@ -122,8 +140,8 @@ class SchedulerSide:
         if not tracked.loading or tracked.load_failed:
             tracked.loaded = range(0)
         tracked.loading = tracked.load_failed = False
-        if self._eager is not None:
-            self._eager.admitted(tracked)
+        if isinstance(self._finder, EagerStores):
+            self._finder.admitted(tracked)
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """The request ends, however: store what is complete, and forget it. Its loads end by themselves."""
@@ -131,19 +149,17 @@ class SchedulerSide:
         if tracked is None:
             return
         self._hits.release(tracked)
-        if self._eager is not None and tracked.has_run:
-            self._store(self._eager.take_last(tracked, tables), request.request_id)
-            last = next(reversed(self._pending_stores), 0)
-            self._ended.append(_Ended(last, tracked.offered_keys(self._groups)))
-            self._refresh_ended()
+        if isinstance(self._finder, EagerStores) and tracked.has_run:
+            self._store(self._finder.take_last(tracked, tables), request.request_id)
+            self._leaving.append(tracked)
 
     def _tracked(self, request: Request) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
             if tracked is not None:
                 self._hits.release(tracked)
-            tracked = self._requests[request.request_id] = TrackedRequest(request, len(self._groups.groups))
-            for by_hash in (self._lazy, self._states):
+            tracked = self._requests[request.request_id] = TrackedRequest(request, self._groups.num_tables)
+            for by_hash in (self._finder, self._states):
                 if by_hash is not None and request.block_hashes:
                     by_hash.hash_bytes = len(request.block_hashes[0])
         return tracked
@@ -153,13 +169,19 @@ class SchedulerSide:
     def plan_step(self, step: Step) -> PlannedStep:
         """What starts with this step: loads of the requests admitted in it, stores of what older steps computed."""
         self.settle()
-        if self._eager is not None:
-            self._follow_tables(self._eager, step.scheduled_cached_reqs)
-            self._store(self._eager.take_due(step.num_scheduled_tokens))
-        elif self._lazy is not None:
-            self._store(self._lazy.take_endangered(self._sources.num_blocks()))
+        self._pause.step()
+        room = self._retry_room()
+        if isinstance(self._finder, EagerStores):
+            self._follow_tables(self._finder, step.scheduled_cached_reqs)
+            written = WrittenBlocks(
+                step.num_scheduled_tokens, self._requests, self._groups.in_tables, self._states_computed(step)
+            )
+            self._store(self._finder.take_due(step.num_scheduled_tokens, written, room))
+        else:
+            self._store(self._finder.take_endangered(self._sources.num_blocks(), room))
         if self._states is not None:
             self._follow_states(self._states, step)
+        self._refresh_ended(room)
         loads = self._loads.take_planned()
         stores, self._planned_stores = tuple(self._planned_stores), []
         boots, self._boots = self._boots or (), None
@@ -179,6 +201,12 @@ class SchedulerSide:
             if tracked is not None and tracked.admitted_at != self._step:  # at admission the whole table was given
                 eager.grown(tracked, new_blocks)
 
+    def _states_computed(self, step: Any) -> list[int]:
+        if self._states is None or step.kv_connector_block_state is None:
+            return []
+        handed_over = step.kv_connector_block_state.boundary_state_offloads
+        return [block_id for states in handed_over.values() for _, block_id, _ in states]
+
     def _follow_states(self, states: StateStores, step: Any) -> None:
         states.take_computed(self._store)
         if step.kv_connector_block_state is not None:
@@ -192,10 +220,16 @@ class SchedulerSide:
         grant = self._engine.begin_store(offer.keys, offer.blocks, request_id=request_id)
         if self._observer is not None:
             self._observer.granted([offer.keys[index] for index in grant.accepted])
+        if grant.unplaced:
+            self._finder.offer_again([offer.blocks[index] for index in grant.unplaced])
         if grant.op is not None:
             self._sources.hold(grant.op.op_id, grant.op.blocks)
             self._pending_stores[grant.op.op_id] = None
             self._planned_stores.append(grant.op)
+
+    def _retry_room(self) -> int:
+        """For how many blocks that were offered in vain there is a slot now."""
+        return 0 if self._pause else self._engine.store_room()
 
     # -- what came of it ------------------------------------------------------------------------------------
 
@@ -205,28 +239,51 @@ class SchedulerSide:
 
     def settle(self) -> None:
         """Act on what has become final: GPU blocks that every rank has read are given back."""
-        release = self._sources.release if self._lazy is None else self._sources.release_first
+        is_lazy = isinstance(self._finder, LazyStores)
+        release = self._sources.release_first if is_lazy else self._sources.release
         for settled in self._engine.take_settled():
             if settled.direction == "load":
                 self._loads.settle(settled.op_id, failed=settled.mark == "failed")
-            else:
-                release(settled.op_id)
-                if settled.mark != "source_free":
-                    self._pending_stores.pop(settled.op_id, None)
-        self._refresh_ended()
+                continue
+            release(settled.op_id)
+            if settled.mark == "source_free":
+                continue
+            self._pending_stores.pop(settled.op_id, None)
+            if settled.mark == "done":
+                self._pause.succeeded()
+            elif settled.op_id > self._last_before_reset:
+                self._pause.failed()
+                self._finder.offer_again(settled.blocks)
 
-    def _refresh_ended(self) -> None:
+    def _refresh_ended(self, room: int) -> None:
         """A request's steps were stored one after the other, so its beginning would be evicted first: once its last
-        store is there, all of it goes as late as that, and its beginning last of all."""
-        while self._ended and self._ended[0].last_store < next(iter(self._pending_stores), _NO_STORE):
-            self._engine.refresh(self._ended.popleft().keys)
+        store is there, all of it goes as late as that, and its beginning last of all. From its end on, so that this
+        may take several steps."""
+        if not (self._finder.has_backlog and room) or len(self._leaving) > _MOST_LEAVING:
+            last = next(reversed(self._pending_stores), 0)
+            self._ended += [_Ended(last, tracked, tracked.offered_tokens) for tracked in self._leaving]
+            self._leaving = []
+        oldest, left = next(iter(self._pending_stores), _NO_STORE), self._step_blocks
+        alignment = self._groups.alignment
+        while left > 0 and self._ended and self._ended[0].last_store < oldest:
+            last_store, tracked, end = self._ended.popleft()
+            start = max(0, end - max(1, left // self._blocks_per_stride) * alignment)
+            keys = tracked.keys_between(self._groups, start, end)
+            self._engine.refresh(keys)
+            left -= len(keys)
+            if start:
+                self._ended.appendleft(_Ended(last_store, tracked, start))
 
     @property
     def has_pending_stores(self) -> bool:
-        """Whether stores are planned or under way, be it for too long: steps are needed to start them and to hear of
-        their end."""
+        """Whether steps are needed: to start stores, to hear of their end, or to offer blocks again that the pool has
+        room for by now. What was given up needs none."""
         self.settle()
-        return self._engine.open_transfers > 0 or bool(self._states)
+        return (
+            self._engine.awaited_transfers > 0
+            or bool(self._states)
+            or (self._finder.has_backlog and self._retry_room() > 0)
+        )
 
     @property
     def holds_gpu_blocks(self) -> bool:
@@ -242,8 +299,11 @@ class SchedulerSide:
         for tracked in self._requests.values():
             self._hits.release(tracked)
             tracked.withheld = True
-        for by_hash in (self._lazy, self._states):
-            if by_hash is not None:
-                by_hash.forget()
+        for part in (self._finder, self._states):
+            if part is not None:
+                part.forget()
+        self._last_before_reset = next(reversed(self._pending_stores), self._last_before_reset)
+        self._leaving = []
+        self._ended.clear()
         self._engine.admin.purge(everything=True).run()
         return True

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from kvstow_service.connectors.vllm.offers import Offer, keys_of
 from kvstow_service.connectors.vllm.sources import BlockPool
-from kvstow_service.connectors.vllm.stores import Offer, key_of
 
 
 class StateStores:
@@ -31,7 +31,7 @@ class StateStores:
         """Offer to `store` what the step before handed over, as far as vLLM still caches it."""
         waiting, self._waiting = self._waiting, []
         cached = [(block, block_hash) for block, block_hash in waiting if block.block_hash == block_hash]
-        keys = [key_of(block_hash, self.hash_bytes) for _, block_hash in cached]
+        keys = keys_of((block_hash for _, block_hash in cached), self.hash_bytes)
         store(Offer(keys, [block.block_id for block, _ in cached]))
         self._release(waiting)  # those being stored have references of their own by now
 

@@ -3,116 +3,163 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from kvstow.keys import make_key
+from kvstow_service.connectors.vllm.backlog import Backlog
 from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.offers import Offer, OfferObserver, keys_of
 from kvstow_service.connectors.vllm.requests import TrackedRequest
-
-_GROUP_ID_BYTES = 4  # at the end of a GPU block's hash
-
-
-class Offer(NamedTuple):
-    """Blocks that could be stored: `blocks[i]` holds the content that `keys[i]` names."""
-
-    keys: list[bytes]
-    blocks: list[int]
-
-
-class OfferObserver(Protocol):
-    """Hears of each run of blocks that is offered: those of one request and group, from its `first_block` on."""
-
-    def offered(self, request: Any, group: KVGroup, first_block: int, keys: Sequence[bytes]) -> None: ...
+from kvstow_service.connectors.vllm.written import WrittenBlocks
 
 
 class EagerStores:
-    """Finds the blocks of running requests that are complete and were not offered yet.
+    """Finds the blocks that are complete and were not offered yet.
 
-    A request is looked at only while it has such blocks, or soon will: O(blocks), not O(requests) per step.
-    Used by the scheduler's thread.
+    A request is looked at only while it has such blocks, or soon will: O(blocks), not O(requests) per step. A step
+    looks at no more than `step_blocks` of them. What a running request has beyond that waits until the next steps, in
+    its tables; what a request leaves behind, and what was offered in vain, waits in a `Backlog`. Used by the
+    scheduler's thread.
     """
 
-    def __init__(self, groups: KVGroups, gpu_blocks: Sequence[Any], observer: OfferObserver | None) -> None:
+    def __init__(
+        self, groups: KVGroups, gpu_blocks: Sequence[Any], observer: OfferObserver | None, step_blocks: int
+    ) -> None:
         """`gpu_blocks[block_id]` is vLLM's `KVCacheBlock`."""
-        self._groups, self._has_windows = groups.in_tables, bool(groups.partial)
+        self.hash_bytes = 0
+        """Length of a request's block hash; 0 until a request came."""
+        self._groups, self._alignment = groups.in_tables, groups.alignment
         self._gpu_blocks, self._observer = gpu_blocks, observer
+        self._stride_blocks = sum(self._alignment // group.block_tokens for group in self._groups) or 1
+        self._late_tokens = max((group.late_tokens for group in self._groups), default=0)
+        self._step_blocks = self._left_for_ends = step_blocks
         self._due: dict[str, TrackedRequest] = {}
-        self._fresh: set[int] = set()
+        self._backlog = Backlog(gpu_blocks)
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether blocks wait to be offered that no running request has."""
+        return bool(self._backlog)
 
     def admitted(self, tracked: TrackedRequest) -> None:
         """The request has its tables; what the GPU had cached of it is offered too: the pool may have lost it."""
         self._due[tracked.request.request_id] = tracked
-        if self._has_windows:
-            self._fresh.update(block for table in tracked.tables for block in table)
 
     def grown(self, tracked: TrackedRequest, new_blocks: Sequence[Sequence[int]]) -> None:
         """The request got more GPU blocks, for tokens of the step that is being planned."""
         for table, blocks in zip(tracked.tables, new_blocks, strict=True):
             table.extend(blocks)
         self._due[tracked.request.request_id] = tracked
-        if self._has_windows:
-            self._fresh.update(block for blocks in new_blocks for block in blocks)
 
-    def take_due(self, scheduled: Container[str]) -> Offer:
-        """What older steps have completed of the requests that run in this step. Ends the planning of a step.
+    def take_due(self, scheduled: Container[str], written: WrittenBlocks, room: int) -> Offer:
+        """What older steps have completed of the requests that run in this step, which is yet to write the `written`
+        blocks; and then, as far as the pool has `room`, of the backlog.
 
         A request that does not run has no blocks, if it was preempted."""
-        offer = Offer([], [])
+        offer, left = Offer([], []), self._step_blocks
         for request_id, tracked in list(self._due.items()):
             if request_id not in scheduled:
                 continue
             if not tracked.has_run:  # what it found on the GPU may be written, for another request, in this very step
                 tracked.has_run = True
                 continue
-            self._take(tracked, offer)
-            if not self._expects_more(tracked):
-                del self._due[request_id]
-        self._fresh.clear()
+            if left <= 0:
+                continue
+            left -= self._take(tracked, left, written, offer)
+            del self._due[request_id]
+            if self._expects_more(tracked):
+                self._due[request_id] = tracked  # behind the others: they have their turn first in the next step
+        count = min(left, room - len(offer.keys))
+        if self._backlog and count > 0:
+            keys, blocks = self._backlog.take(count, written.block_ids, self.hash_bytes)
+            offer.keys.extend(keys)
+            offer.blocks.extend(blocks)
+        self._left_for_ends = self._step_blocks
         return offer
 
     def take_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> Offer:
-        """What is complete at the end of a request, whose blocks these are: it still references them."""
+        """What is complete at the end of a request, whose blocks these are: it still references them. What is too much
+        for one step goes to the backlog.
+
+        vLLM has taken out of `tables` what left a window in the request's last step, though it caches it still. So of
+        a group with a window the blocks count that the request was given.
+        """
         self._due.pop(tracked.request.request_id, None)
-        tracked.tables = [list(table) for table in tables]
+        for group in self._groups:
+            if group.is_full:
+                tracked.tables[group.index] = list(tables[group.index])
         offer = Offer([], [])
-        self._take(tracked, offer)
+        if self._left_for_ends > 0:
+            self._left_for_ends -= self._take(tracked, self._left_for_ends, WrittenBlocks(), offer)
+        self._backlog.add(self._take_rest(tracked))
         return offer
 
-    def _expects_more(self, tracked: TrackedRequest) -> bool:
-        """Whether a complete block may be there before the request gets another: one has been begun after it."""
-        tables, cursors = tracked.tables, tracked.cursors
-        return any(len(table) > cursor + 1 for table, cursor in zip(tables, cursors, strict=True))
+    def offer_again(self, block_ids: Sequence[int]) -> None:
+        """These were offered in vain."""
+        self._backlog.add(block_ids)
 
-    def _take(self, tracked: TrackedRequest, offer: Offer) -> None:
+    def forget(self) -> None:
+        """The pool was emptied."""
+        self._backlog.clear()
+
+    def _complete_tokens(self, tracked: TrackedRequest) -> int:
+        """Up to where the request's blocks can be stored: whole strides of `alignment`, where hits end. Of a group
+        with a window vLLM caches blocks not before that."""
         if tracked.withheld:
-            return
-        confirmed, found = tracked.confirmed_tokens, Offer([], [])
+            return 0
+        end, num_hashes = tracked.confirmed_tokens - self._late_tokens, len(tracked.request.block_hashes)
+        for group in self._groups:
+            blocks = min(len(tracked.tables[group.index]), num_hashes // group.hashes_per_block)
+            end = min(end, blocks * group.block_tokens)
+        return end // self._alignment * self._alignment
+
+    def _expects_more(self, tracked: TrackedRequest) -> bool:
+        """Whether complete blocks are there, or may be before the request gets another: one was begun behind them."""
+        stride_end = tracked.offered_tokens + self._alignment
+        if any(len(tracked.tables[group.index]) * group.block_tokens > stride_end for group in self._groups):
+            return True
+        return self._complete_tokens(tracked) >= stride_end
+
+    def _take(self, tracked: TrackedRequest, most: int, written: WrittenBlocks, offer: Offer) -> int:
+        """Add the request's next complete blocks to the offer, about `most` of them; how many were looked at."""
+        alignment, start = self._alignment, tracked.offered_tokens
+        strides = min((self._complete_tokens(tracked) - start) // alignment, max(1, most // self._stride_blocks))
+        if strides <= 0:
+            return 0
+        tracked.offered_tokens = end = start + strides * alignment
+        found = Offer([], [])
         ends: list[int] = []  # of the blocks found, in tokens
         for group in self._groups:
-            table, first = tracked.tables[group.index], tracked.cursors[group.index]
-            end = min(confirmed // group.block_tokens, len(table))
-            if end <= first:
-                continue
-            end = first + len(tracked.keys(group, first, end))
-            tracked.cursors[group.index] = end
+            first, last = start // group.block_tokens, end // group.block_tokens
             loaded = _blocks_of(tracked.loaded, group)
-            for numbers in (range(first, min(end, loaded.start)), range(max(first, loaded.stop), end)):
+            for numbers in (range(first, min(last, loaded.start)), range(max(first, loaded.stop), last)):
                 if numbers:
-                    self._find(tracked, group, numbers, found, ends)
+                    self._find(tracked, group, numbers, written, found, ends)
         if len(self._groups) > 1:  # as in `KVGroups.places`: the end of a prefix is evicted before its beginning
             order = sorted(range(len(ends)), key=ends.__getitem__)
             found = Offer([found.keys[at] for at in order], [found.blocks[at] for at in order])
         offer.keys.extend(found.keys)
         offer.blocks.extend(found.blocks)
+        return strides * self._stride_blocks
 
-    def _find(self, tracked: TrackedRequest, group: KVGroup, numbers: range, found: Offer, ends: list[int]) -> None:
+    def _find(
+        self,
+        tracked: TrackedRequest,
+        group: KVGroup,
+        numbers: range,
+        written: WrittenBlocks,
+        found: Offer,
+        ends: list[int],
+    ) -> None:
         keys = tracked.keys(group, numbers.start, numbers.stop)
         blocks = tracked.tables[group.index][numbers.start : numbers.stop]
         if self._observer is not None:
             self._observer.offered(tracked.request, group, numbers.start, keys)
         if not group.is_full:
             pairs = zip(keys, blocks, numbers, strict=True)
-            there = [pair for pair in pairs if self._is_still_there(pair[0], pair[1])]
+            there = [pair for pair in pairs if self._caches(pair[1], pair[0])]
+            if there and not written.block_ids.isdisjoint([block for _, block, _ in there]):
+                self._backlog.add([block for _, block, _ in there if block in written.block_ids])
+                there = [pair for pair in there if pair[1] not in written.block_ids]
             keys, blocks = [key for key, _, _ in there], [block for _, block, _ in there]
             ends.extend([(number + 1) * group.block_tokens for _, _, number in there])
         elif len(self._groups) > 1:
@@ -120,10 +167,27 @@ class EagerStores:
         found.keys.extend(keys)
         found.blocks.extend(blocks)
 
-    def _is_still_there(self, key: bytes, block: int) -> bool:
-        """A block that has left the window may be anybody's by now: only what is cached under its hash counts. A block
-        handed out in this very step bears the hash of what will be written."""
-        return block not in self._fresh and _content_is(self._gpu_blocks[block], key)
+    def _caches(self, block: int, key: bytes) -> bool:
+        """Whether vLLM caches this content in the block: one that has left the window may be anybody's by now."""
+        block_hash = self._gpu_blocks[block].block_hash
+        return block_hash is not None and keys_of([block_hash], self.hash_bytes) == [key]
+
+    def _take_rest(self, tracked: TrackedRequest) -> list[int]:
+        """All further complete blocks, the root of the prefix first. They count as offered."""
+        start, end = tracked.offered_tokens, self._complete_tokens(tracked)
+        if start >= end:
+            return []
+        tracked.offered_tokens = end
+        runs = [
+            (group, tracked.tables[group.index][start // group.block_tokens : end // group.block_tokens])
+            for group in self._groups
+        ]
+        if len(runs) == 1:
+            return runs[0][1]
+        ends = [
+            (number * group.block_tokens, block) for group, run in runs for number, block in enumerate(run, start=1)
+        ]
+        return [block for _, block in sorted(ends)]
 
 
 def _blocks_of(tokens: range, group: KVGroup) -> range:
@@ -131,16 +195,3 @@ def _blocks_of(tokens: range, group: KVGroup) -> range:
     if not tokens:
         return range(0)
     return range(tokens.start // group.block_tokens, -(-tokens.stop // group.block_tokens))
-
-
-def key_of(block_hash: bytes, hash_bytes: int) -> bytes:
-    """Our key for the content that vLLM caches under `block_hash`: it ends with the hash of the last hash block, which
-    has `hash_bytes`, and the group's id."""
-    group = int.from_bytes(block_hash[-_GROUP_ID_BYTES:], "big")
-    return make_key(group, block_hash[-_GROUP_ID_BYTES - hash_bytes : -_GROUP_ID_BYTES])
-
-
-def _content_is(gpu_block: Any, key: bytes) -> bool:
-    """Whether vLLM caches the content of `key` in the block."""
-    block_hash = gpu_block.block_hash
-    return block_hash is not None and key_of(block_hash, len(key) - len(make_key(0, b""))) == key

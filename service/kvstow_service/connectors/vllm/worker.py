@@ -137,9 +137,11 @@ class WorkerSide:
         return ended
 
     def _refuse(self, step: PlannedStep) -> None:
-        """The step was planned for memory that this rank has lost since: the slots that it names hold other bytes."""
-        ops = (*step.loads.ops, *step.stores.ops)
-        self._take(News(step.boots[self.rank] or "", tuple(_refusal(op.op_id) for op in ops)))
+        """The step was planned for memory that this rank has lost since: the slots that it names hold other bytes. The
+        rank may have started anew in the middle of the planning, so some ops may be of its new boot."""
+        refusals = tuple(_refusal(op.op_id) for op in (*step.loads.ops, *step.stores.ops))
+        for boot_id in (step.boots[self.rank] or "", self.plane.boot_id):
+            self._take(News(boot_id, refusals))
 
     def _hear(self, plane: DataPlane) -> None:
         completions = plane.take_completions()

@@ -23,6 +23,12 @@ class MLAAttentionSpec(FullAttentionSpec): ...
 
 
 @dataclass
+class CircularBufferSpec:
+    block_size: int
+    prefix_cacheable: bool = False
+
+
+@dataclass
 class SlidingWindowSpec:
     """`extra_retained_tokens` since vLLM 0.28, `prefix_cacheable` since 0.30, `dcp_sharded` since 0.32."""
 
@@ -88,6 +94,26 @@ def test_a_window_is_loaded_with_all_that_vllm_retains() -> None:
     """Else vLLM would serve blocks as cached that nobody has written."""
     (group,) = kv_groups([SlidingWindowSpec(16, 33, extra_retained_tokens=16)], 16).groups
     assert group.first_block(160) == (160 - 33 + 1 - 16) // 16 == 7
+    assert group.late_tokens == 16
+
+
+def test_scratch_is_left_out_but_counts_for_where_hits_end() -> None:
+    specs = [CircularBufferSpec(24), FullAttentionSpec(16), SlidingWindowSpec(16, 40)]
+    groups = kv_groups(specs, 16)
+    assert groups.groups == (KVGroup(1, 16, 1), KVGroup(2, 16, 1, window=40))
+    assert (groups.alignment, groups.num_tables) == (48, 3)
+    assert groups.places(0, 48) == [(1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+def test_with_scratch_no_request_goes_on_from_its_last_token() -> None:
+    """That token needs what is in scratch of those before it."""
+    assert kv_groups([FullAttentionSpec(16)], 16).is_plain
+    assert not kv_groups([FullAttentionSpec(16), CircularBufferSpec(8)], 16).is_plain
+
+
+def test_a_model_of_scratch_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nothing to keep"):
+        kv_groups([CircularBufferSpec(8)], 8)
 
 
 def test_a_group_that_vllm_does_not_find_by_prefix_is_refused() -> None:

@@ -139,6 +139,9 @@ def test_a_plan_names_the_boots_that_its_ops_are_for() -> None:
     plan = host.step()
     assert plan.stores.ops
     assert plan.boots == before
+    again = host.step()
+    assert [op.blocks for op in again.stores.ops] == [op.blocks for op in plan.stores.ops]
+    assert again.boots == tuple(rank.boot_id for rank in host.ranks)
     assert host.step().boots == ()
 
 

@@ -54,6 +54,28 @@ def test_a_state_is_stored_one_step_after_it_was_handed_over() -> None:
     assert [block.key for block in host.engine.blocks().blocks] == [keys_of(PROMPT, STATE)[1]]
 
 
+def test_a_state_that_is_refused_is_offered_again() -> None:
+    host = StateHost()
+    host.engine.admin.drain("stop_stores", None)
+    host.plan((1, 20, 8))
+    assert host.plan() == []
+    assert host.state.ref_cnt == 0
+    host.engine.admin.undrain()
+    assert host.side.has_pending_stores
+    assert host.plan() == [(20,)]
+
+
+def test_a_state_that_this_step_computes_is_not_read() -> None:
+    """Its block waits to be offered again, with what it held before."""
+    host = StateHost()
+    host.engine.admin.drain("stop_stores", None)
+    host.plan((1, 20, 8))
+    host.plan()
+    host.engine.admin.undrain()
+    assert host.plan((1, 20, 8)) == []
+    assert host.plan() == [(20,)]
+
+
 def test_a_state_is_free_when_it_was_read() -> None:
     host = StateHost()
     host.plan((1, 20, 8))

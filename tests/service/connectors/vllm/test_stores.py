@@ -182,8 +182,32 @@ def test_the_last_blocks_are_those_that_vllm_names() -> None:
     host, request = VllmHost(WITH_WINDOW), FakeRequest("r", PROMPT)
     host.run(request)
     full, window = request.block_ids
+    for block in window[:2]:
+        host.pool.blocks[block].block_hash = None  # somebody else has got them
     host.side.finish(request, [full[:3], [0, 0, *window[2:]]])
-    assert blocks_of(host.step(copy=False)) == [*full[:3], *window[2:]]
+    assert blocks_of(host.step(copy=False)) == [*full[:2], full[2], window[2]]
+
+
+def test_blocks_that_left_the_window_with_the_last_step_are_stored() -> None:
+    """vLLM has taken them out of the table that it hands over, though it caches them still."""
+    host, request = VllmHost(WITH_WINDOW), FakeRequest("r", PROMPT)
+    host.run(request)
+    full, window = request.block_ids
+    host.side.finish(request, [full, [0, 0, 0, window[3]]])
+    assert set(blocks_of(host.step())) == {*full, *window}
+    assert host.stored() == {*keys_of(PROMPT), *keys_of(PROMPT, WINDOW)}
+
+
+def test_blocks_that_vllm_names_late_are_offered_late() -> None:
+    """Drafters of several modules: vLLM caches a block only when the tokens behind it are computed."""
+    late = KVGroup(1, 2, 1, window=3, late_tokens=2)
+    host, request = VllmHost(KVGroups((FULL, late), 2)), FakeRequest("r", PROMPT)
+    host.run(request)
+    counts = []
+    for more in "ijkl":
+        request.tokens += more
+        counts.append(len(blocks_of(host.step({request: 1}))))
+    assert counts == [6, 0, 2, 0]
 
 
 def test_blocks_that_left_the_window_are_stored_as_long_as_they_are_cached() -> None:
@@ -264,7 +288,7 @@ def test_the_source_is_referenced_until_every_rank_has_read_it(marks: tuple[Mark
         assert host.side.has_pending_stores
         for rank in host.ranks:
             rank.say(op.op_id, mark)
-    assert not host.side.has_pending_stores
+    assert host.side.has_pending_stores == (marks[-1] == "failed")  # then it is stored again
     assert [block.ref_cnt for block in blocks] == [0] * 4
 
 
@@ -279,7 +303,7 @@ def test_the_source_of_a_store_given_up_is_released_once() -> None:
     host.side.settle()
     assert len(host.pool.free) == free + 4
     host.copy()
-    host.step()
+    host.side.settle()
     assert len(host.pool.free) == free + 4
 
 
@@ -298,25 +322,33 @@ def host_with_a_store_given_up() -> tuple[VllmHost, int]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_steps_are_asked_for_until_the_silent_rank_of_a_store_given_up_has_spoken(fails: bool) -> None:
-    """An idle vLLM would never hear it, and the pool stays shut until then."""
+def test_no_steps_are_asked_for_a_store_given_up(fails: bool) -> None:
+    """An idle vLLM would step for as long as the rank is silent. Its word comes with the next step that is needed."""
     host, op_id = host_with_a_store_given_up()
     for _ in range(2):
-        assert host.side.has_pending_stores
+        assert not host.side.has_pending_stores
         assert not host.side.holds_gpu_blocks
         assert host.engine.readiness().state == "degraded"
         host.ranks[1].say(op_id, "source_free")
-        host.step(copy=False)
+        assert host.step(copy=False).stores.ops == ()
     host.ranks[1].run(op_id, fail=fails)
-    assert not host.side.has_pending_stores
     assert host.engine.readiness().state == "ready"
+    assert host.side.has_pending_stores  # what was given up is on the GPU still
+    host.step()
+    assert host.stored() == set(keys_of(PROMPT))
+    assert not host.side.has_pending_stores
     host.engine.check_integrity()
 
 
-def test_no_steps_are_asked_for_when_the_silent_rank_of_a_store_given_up_starts_anew() -> None:
+def test_a_store_given_up_is_planned_again_when_the_silent_rank_starts_anew() -> None:
     host, _ = host_with_a_store_given_up()
-    assert host.side.has_pending_stores
+    assert not host.side.has_pending_stores
+    on_the_gpu = dict(host.ranks[1].blocks)
     host.ranks[1].restart(pinned=64)
+    host.ranks[1].blocks.update(on_the_gpu)  # its pool alone is new
+    assert host.side.has_pending_stores
+    host.step()
+    assert host.stored() == set(keys_of(PROMPT))
     assert not host.side.has_pending_stores
 
 

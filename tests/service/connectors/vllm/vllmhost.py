@@ -19,7 +19,7 @@ from kvstow.keys import make_key
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
 from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.scheduler import PlannedStep, SchedulerSide
+from kvstow_service.connectors.vllm.scheduler import STEP_BLOCKS, PlannedStep, SchedulerSide
 
 HASH_TOKENS = 2
 FULL = KVGroup(0, 2, 1)
@@ -97,15 +97,20 @@ class VllmHost:
         num_ranks: int = 1,
         lazy_blocks: int | None = None,
         observer: Any = None,
+        pinned: int | None = None,
+        step_blocks: int = STEP_BLOCKS,
     ) -> None:
+        """`pinned`: slots that the ranks report at the start, by default all."""
         self.clock = FakeClock()
         self.engine = OffloadEngine(
             EngineConfig(slot_bytes=64, capacity_slots=slots, num_ranks=num_ranks), clock=self.clock
         )
-        self.ranks = make_ranks(self.engine)
+        self.ranks = make_ranks(self.engine, pinned)
         self.pool = FakeBlockPool(gpu_blocks)
         self.groups = groups
-        self.side = SchedulerSide(self.engine, groups, self.pool, lazy_blocks=lazy_blocks, observer=observer)
+        self.side = SchedulerSide(
+            self.engine, groups, self.pool, lazy_blocks=lazy_blocks, observer=observer, step_blocks=step_blocks
+        )
         self._placed: set[str] = set()  # requests that have their blocks for the step to come
         self._running = Cached()
 

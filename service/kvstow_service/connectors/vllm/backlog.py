@@ -1,0 +1,83 @@
+"""The backlog: GPU blocks that are still to be stored, and when to try again after a failure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
+
+from kvstow_service.connectors.vllm.offers import Offer, keys_of
+
+_LONGEST_PAUSE = 256
+
+
+class Backlog:
+    """GPU blocks whose store was refused, dropped or failed, or did not fit into a step. Used by one thread.
+
+    Nothing holds these blocks: the GPU may evict one before its turn comes. So a block is offered under the hash that
+    vLLM caches it by when its turn comes, whatever it held when it was added, and not at all if vLLM caches nothing in
+    it. Each block waits at most once, so the backlog never holds more than the GPU has blocks.
+    """
+
+    def __init__(self, gpu_blocks: Sequence[Any]) -> None:
+        """`gpu_blocks[block_id]` is vLLM's `KVCacheBlock`."""
+        self._gpu_blocks = gpu_blocks
+        self._queue: deque[int] = deque()
+        self._queued: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, block_ids: Iterable[int]) -> None:
+        """Put these at the end. Those that wait already keep their place."""
+        queued = self._queued
+        new = [block_id for block_id in dict.fromkeys(block_ids) if block_id not in queued]
+        queued.update(new)
+        self._queue.extend(new)
+
+    def take(self, count: int, unwritten: Set[int], hash_bytes: int) -> Offer:
+        """Offer those of the first `count` blocks that vLLM caches, and forget the others. Blocks that the step being
+        planned has yet to write, the `unwritten`, go on waiting. O(count)."""
+        gpu_blocks, queue, queued = self._gpu_blocks, self._queue, self._queued
+        hashes: list[bytes] = []
+        blocks: list[int] = []
+        waiting: list[int] = []
+        for _ in range(min(count, len(queue))):
+            block_id = queue.popleft()
+            if block_id in unwritten:
+                waiting.append(block_id)
+                continue
+            queued.discard(block_id)
+            block_hash = gpu_blocks[block_id].block_hash
+            if block_hash is not None:
+                hashes.append(block_hash)
+                blocks.append(block_id)
+        queue.extend(waiting)
+        return Offer(keys_of(hashes, hash_bytes), blocks)
+
+    def clear(self) -> None:
+        self._queue.clear()
+        self._queued.clear()
+
+
+class RetryPause:
+    """Steps to wait before blocks are offered again: none after the first failure, then 1, 2, 4 and so on to 256."""
+
+    def __init__(self) -> None:
+        self._left = self._next = 0
+
+    def __bool__(self) -> bool:
+        """Whether to wait still."""
+        return self._left > 0
+
+    def step(self) -> None:
+        """A step begins."""
+        self._left = max(0, self._left - 1)
+
+    def failed(self) -> None:
+        """A store has failed. During a pause that changes nothing: what fails was planned before it."""
+        if not self._left:
+            self._left, self._next = self._next, min(max(1, 2 * self._next), _LONGEST_PAUSE)
+
+    def succeeded(self) -> None:
+        self._left = self._next = 0
