@@ -27,7 +27,7 @@ def main() -> None:
     engine = OffloadEngine(EngineConfig(slot_bytes=_SLOT_BYTES, capacity_slots=_SLOTS, num_ranks=_RANKS))
     pinned = _SLOTS * _SLOT_BYTES
     reports = [
-        RankReport(rank, "boot", "ready", _SLOT_BYTES, _SLOTS, _SLOTS, pinned, pinned, number=1)
+        RankReport(rank, "boot", "ready", _SLOT_BYTES, _SLOTS, _SLOTS, pinned, pinned, sender="process", number=1)
         for rank in range(_RANKS)
     ]
     for report in reports:

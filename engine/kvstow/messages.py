@@ -61,8 +61,9 @@ class Completion:
 class RankReport:
     """The state of one rank, sent every second and on change. All rates are per second, times in seconds.
 
-    `number` grows with each report of a boot, whichever way it is sent: what a report says is newer than all that
-    smaller numbers say. `boot_id` changes when the rank's process or pool starts anew: its memory is empty then.
+    `sender` is the process that the rank lives in, and `number` grows with each of its reports, whichever way they are
+    sent: what a report says is newer than all that smaller numbers say.
+    `boot_id` changes when the rank's process or pool starts anew: its memory is empty then.
     `pinned_slots` counts from slot 0: the slots below it are usable.
     `pin_rate_bytes_per_second`: what the present growth of the pool, or the last one, has pinned over the time that it
     took; None where it has pinned nothing.
@@ -108,6 +109,7 @@ class RankReport:
     engine_id: str = ""
     applied: int = 0
     stale_desired_states: int = 0
+    sender: str = field(kw_only=True)
     number: int = field(kw_only=True)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,14 +1,31 @@
-"""The desired states that reach a rank, in whatever order they come."""
+"""What a rank and the control plane tell each other over several ways: in which order it was said."""
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
-from kvstow.messages import DesiredState
+from kvstow.messages import DesiredState, RankReport
 
 _ENGINES_REMEMBERED = 16
+
+
+class Sender:
+    """Numbers the reports of one rank in one process, over all boots that it has there. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._reporting = threading.Lock()
+        self._name = secrets.token_hex(8)
+        self._last = 0
+
+    def send(self, look: Callable[[], RankReport]) -> RankReport:
+        """What `look` finds, numbered: reports are taken one at a time, so the larger number has the newer state."""
+        with self._reporting:
+            self._last += 1
+            return replace(look(), sender=self._name, number=self._last)
 
 
 class Steering:

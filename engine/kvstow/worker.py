@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable
 
@@ -17,7 +16,7 @@ from kvstow.listeners import Listeners
 from kvstow.memory.pool import HostPool
 from kvstow.memory.status import PoolStatus
 from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
-from kvstow.steering import Steering
+from kvstow.steering import Sender, Steering
 
 logger = logging.getLogger("kvstow.worker")
 
@@ -34,17 +33,17 @@ class OffloadWorker:
         pool: HostPool,
         device: Device,
         *,
+        sender: Sender | None = None,
         max_queued: int = 65536,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """If this raises, pool and device stay the caller's."""
+        """If this raises, pool and device stay the caller's. `sender`: that of the boot before in this process."""
         self.rank = rank
         self.boot_id = secrets.token_hex(8)
         self.pool = pool
         self._listeners = Listeners()
         self._steering = Steering()
-        self._reporting = threading.Lock()
-        self._reports = 0
+        self._sender = sender or Sender()
         self._excess: str | None = None
         self._closed = False
         name = f"kvstow-copy-{rank}"
@@ -117,11 +116,9 @@ class OffloadWorker:
 
     def report(self) -> RankReport:
         """The state now. Reports are numbered in the order in which they are taken, whoever sends them."""
-        with self._reporting:
-            self._reports += 1
-            return self._report(self._reports)
+        return self._sender.send(self._look)
 
-    def _report(self, number: int) -> RankReport:
+    def _look(self) -> RankReport:
         followed = self._steering.followed  # before the slots are counted: the next one may come meanwhile
         pool, copies, failure = self.pool.status(), self._copies.statistics(), self._copies.failure
         reason, error = self._trouble(pool, failure)
@@ -158,7 +155,8 @@ class OffloadWorker:
             engine_id=followed.engine_id,
             applied=followed.number,
             stale_desired_states=self._steering.stale,
-            number=number,
+            sender="",
+            number=0,
         )
 
     def close(self, timeout: float = 5.0) -> bool:

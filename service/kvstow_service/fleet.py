@@ -8,12 +8,12 @@ import secrets
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvstow.config import PoolConfig
 from kvstow.errors import KvstowError
 from kvstow.messages import DesiredState, RankReport
+from kvstow.steering import Sender
 from kvstow_service.agent import AdminAddress, RankAgent, ReportingRank
 from kvstow_service.place import ON_CPU, Place
 
@@ -104,7 +104,9 @@ class UnbuiltRank:
     """Stands in for a rank that could not be built: reports the reason and does nothing."""
 
     def __init__(self, rank: int, pool: PoolConfig, error: Exception) -> None:
+        self._sender = Sender()
         self._report = RankReport(
+            sender="",
             number=0,
             rank=rank,
             boot_id=secrets.token_hex(8),
@@ -119,9 +121,7 @@ class UnbuiltRank:
         )
 
     def report(self) -> RankReport:
-        """Called by its agent alone."""
-        self._report = replace(self._report, number=self._report.number + 1)
-        return self._report
+        return self._sender.send(lambda: self._report)
 
     def apply(self, desired: DesiredState) -> None:
         """There is nothing to steer."""

@@ -48,6 +48,7 @@ class Ranks:
         wanted = self.engine.desired().capacity_slots
         given: dict[str, Any] = {
             "rank": rank,
+            "sender": f"process-{rank}",
             "number": next(_numbers),
             "boot_id": f"boot-{rank}",
             "state": "ready",

@@ -14,7 +14,7 @@ from kvstow.keys import chain_keys, format_key, make_key, parse_key
 from kvstow.layout import KVLayout, Region
 from kvstow.messages import DesiredState, RankReport
 
-REPORT = RankReport(0, "boot", "ready", 4096, 8, 8, 1 << 15, 1 << 15, number=1)
+REPORT = RankReport(0, "boot", "ready", 4096, 8, 8, 1 << 15, 1 << 15, sender="process", number=1)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,17 @@ class FakeRank:
         state: RankState = "degraded" if self.error else "pinning"
         pinned, target = self.pinned, self.target
         return RankReport(
-            1, "boot", state, 4096, pinned, target, pinned * 4096, target * 4096, error=self.error, number=1
+            1,
+            "boot",
+            state,
+            4096,
+            pinned,
+            target,
+            pinned * 4096,
+            target * 4096,
+            error=self.error,
+            sender="process",
+            number=1,
         )
 
     def apply(self, desired: DesiredState) -> None:

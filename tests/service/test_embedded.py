@@ -48,7 +48,7 @@ class PinnedRank:
     def __init__(self, rank: int = 0) -> None:
         num_bytes = CAPACITY * SLOT
         self._report = RankReport(
-            rank, f"boot-{rank}", "ready", SLOT, CAPACITY, CAPACITY, num_bytes, num_bytes, number=0
+            rank, f"boot-{rank}", "ready", SLOT, CAPACITY, CAPACITY, num_bytes, num_bytes, sender="process", number=0
         )
         self.applied: list[DesiredState] = []
 

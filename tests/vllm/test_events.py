@@ -57,7 +57,9 @@ class Host:
         sizes: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
         self.specs = [FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=64)]
         self.engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=16))
-        self.engine.report(RankReport(0, "boot", "ready", SLOT, 16, 16, 16 * SLOT, 16 * SLOT, number=1))
+        self.engine.report(
+            RankReport(0, "boot", "ready", SLOT, 16, 16, 16 * SLOT, 16 * SLOT, sender="process", number=1)
+        )
         self.feed = event_feed(ENABLED, self.engine, self.specs)
 
     def store(self, request: Any, first: int, end: int, group: KVGroup) -> None:

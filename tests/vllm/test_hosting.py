@@ -364,6 +364,8 @@ def test_a_rank_that_sleeps_fails_loads_and_wakes_as_another(worker: WorkerHost)
     awake = worker.side.plane.report()
     assert (awake.state, awake.pinned_slots) == ("ready", 5)
     assert len({before, asleep.boot_id, awake.boot_id}) == 3
+    assert asleep.sender == awake.sender
+    assert asleep.number < awake.number
 
 
 def test_a_rank_sleeps_only_when_its_data_plane_has_ended(

@@ -44,7 +44,7 @@ class Host:
         from kvstow_service.connectors.vllm.metrics import StatsFeed
 
         self.engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=4))
-        self.engine.report(RankReport(0, "boot", "ready", SLOT, 4, 4, 4 * SLOT, 4 * SLOT, number=1))
+        self.engine.report(RankReport(0, "boot", "ready", SLOT, 4, 4, 4 * SLOT, 4 * SLOT, sender="process", number=1))
         self.clock = FakeClock()
         self.feed = StatsFeed(self.engine, slot_bytes=2 * SLOT, slot_tokens=16, clock=self.clock)
         self._blocks = 0

@@ -14,6 +14,7 @@ REPORT_SCHEMA: dict[str, Any] = {
         {
             "rank": 0,
             "boot_id": "6f1d2a9c",
+            "sender": "c04e57d1",
             "number": 1,
             "state": "ready",
             "slot_bytes": 2097152,

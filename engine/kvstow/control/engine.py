@@ -213,8 +213,8 @@ class OffloadEngine:
     # -- ranks ----------------------------------------------------------------------------------------------
 
     def report(self, report: RankReport) -> DesiredState:
-        """Take a rank's report; answers what is wanted of it. One that a later report of the same boot, or a later
-        boot, has overtaken is counted and changes nothing.
+        """Take a rank's report; answers what is wanted of it. One that a later report has overtaken is counted and
+        changes nothing.
 
         A new boot id means that the rank has lost its memory: its ops fail, leases break, and every block is
         removed, slice by slice, before anything is served again. The same goes for the contents of slots that a

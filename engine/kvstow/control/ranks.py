@@ -24,8 +24,8 @@ class RankRecord:
 class RankTable:
     """The ranks 0 to `config.num_ranks` - 1. Not locked.
 
-    A report counts unless a later one has come before it: of the same boot with a larger number, or of a later boot.
-    A rank with a new boot id has lost its memory.
+    A report counts unless a later one has come before it: of the same sender with a larger number, or of the sender
+    that followed it. A rank with a new boot id has lost its memory.
 
     A rank gives slots back when the wanted capacity is lowered, and says so with a later report. So until every rank
     has reported that it has applied the last lowering, no more slots count than were wanted at the least.
@@ -35,7 +35,7 @@ class RankTable:
         self._ranks = [RankRecord(rank) for rank in range(config.num_ranks)]
         self._slot_bytes_of = config.slot_bytes_of
         self._report_timeout = config.report_timeout
-        self._dead_boots: deque[tuple[int, str]] = deque(maxlen=16 * config.num_ranks)
+        self._gone: deque[tuple[int, str]] = deque(maxlen=16 * config.num_ranks)  # former senders
         self._desired = desired
         self._lowered = desired
         """The last lowering; its capacity is the least that was wanted since all ranks had applied the one before."""
@@ -67,18 +67,19 @@ class RankTable:
     def is_late(self, report: RankReport) -> bool:
         """Whether a later report has come before this one."""
         last = self._ranks[report.rank].report
-        if last is not None and last.boot_id == report.boot_id:
+        if last is not None and last.sender == report.sender:
             return report.number <= last.number
-        return (report.rank, report.boot_id) in self._dead_boots
+        return (report.rank, report.sender) in self._gone
 
     def update(self, report: RankReport, now: float) -> bool:
         """Take a report that passed `check` and is not late; True if the rank has started anew."""
-        record, old_boot = self._ranks[report.rank], self.boot_id(report.rank)
-        record.report, record.reported_at = report, now
-        if old_boot is None or old_boot == report.boot_id:
+        record = self._ranks[report.rank]
+        last, record.report, record.reported_at = record.report, report, now
+        if last is None:
             return False
-        self._dead_boots.append((report.rank, old_boot))
-        return True
+        if last.sender != report.sender:
+            self._gone.append((report.rank, last.sender))
+        return last.boot_id != report.boot_id
 
     def want(self, desired: DesiredState) -> None:
         """The ranks are told of `desired` from now on."""
@@ -129,7 +130,7 @@ class RankTable:
 
     def _status(self, record: RankRecord, now: float) -> RankStatus:
         known = record.report or RankReport(
-            record.rank, "", "starting", self._slot_bytes_of(record.rank), 0, 0, 0, 0, number=0
+            record.rank, "", "starting", self._slot_bytes_of(record.rank), 0, 0, 0, 0, sender="", number=0
         )
         return RankStatus(
             **{name: getattr(known, name) for name in _SHARED_FIELDS},

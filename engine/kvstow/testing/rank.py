@@ -31,7 +31,7 @@ class FakeRank:
         self.error: str | None = None
         self.pinned = 0
         self.steering = Steering()
-        self.reports = 0
+        self.sender, self.reports = self.boot_id, 0
         self.heard: deque[DesiredState] = deque(maxlen=8)
         self.sent: deque[RankReport] = deque(maxlen=8)
         self.blocks: dict[int, Content] = {}
@@ -58,6 +58,7 @@ class FakeRank:
             pending_ops=len(self.queue),
             engine_id=self.steering.followed.engine_id,
             applied=self.steering.followed.number,
+            sender=boot_id or self.sender,
             number=self.reports,
         )
         self.sent.append(report)
@@ -80,12 +81,14 @@ class FakeRank:
         self.pinned = num_slots
         self.slots = {slot: content for slot, content in self.slots.items() if slot < num_slots}
 
-    def restart(self, pinned: int = 0) -> None:
-        """Die and come back: memory and queue are gone, the boot id is new."""
+    def restart(self, pinned: int = 0, *, same_process: bool = False) -> None:
+        """Die and come back: memory and queue are gone, the boot id is new. In the same process, as after a sleep,
+        reports are numbered on."""
         self.boot_id = f"boot-{next(_boots)}"
         self.state, self.error = "ready", None
         self.steering = Steering()
-        self.reports = 0
+        if not same_process:
+            self.sender, self.reports = self.boot_id, 0
         self.slots.clear()
         self.blocks.clear()
         self.queue.clear()

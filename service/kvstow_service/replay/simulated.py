@@ -6,7 +6,7 @@ import secrets
 
 from kvstow.devices.base import Fence
 from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
-from kvstow.steering import Steering
+from kvstow.steering import Sender, Steering
 
 
 class SimulatedWorker:
@@ -18,7 +18,7 @@ class SimulatedWorker:
         self._slot_bytes = slot_bytes
         self._num_slots = num_slots
         self._steering = Steering()
-        self._reports = 0
+        self._sender = Sender()
         self._completions: list[Completion] = []
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
@@ -33,7 +33,9 @@ class SimulatedWorker:
         return bool(self._completions)
 
     def report(self) -> RankReport:
-        self._reports += 1
+        return self._sender.send(self._look)
+
+    def _look(self) -> RankReport:
         slots = self._num_slots
         num_bytes = slots * self._slot_bytes
         return RankReport(
@@ -49,7 +51,8 @@ class SimulatedWorker:
             uncollected_completions=len(self._completions),
             engine_id=self._steering.followed.engine_id,
             applied=self._steering.followed.number,
-            number=self._reports,
+            sender="",
+            number=0,
         )
 
     def apply(self, desired: DesiredState) -> None:

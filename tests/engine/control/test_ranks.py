@@ -176,6 +176,23 @@ def test_a_late_report_of_the_same_boot_is_counted_and_changes_nothing(make_engi
     assert engine.readiness().state == "ready"
 
 
+def test_a_late_report_of_a_boot_that_nobody_saw_is_no_restart(make_engine: MakeEngine) -> None:
+    """A rank slept and woke while the report of its sleep was held up: taken for a restart, it would cut off the boot
+    that lives."""
+    engine = make_engine()
+    (rank,) = make_ranks(engine)
+    asleep = replace(rank.sent[-1], boot_id="asleep", number=rank.reports + 1, pinned_slots=0)
+    rank.reports += 1
+    rank.restart(pinned=4, same_process=True)
+    rank.report()
+    store_keys(engine, [rank], [A])
+    engine.report(asleep)
+    rank.report()
+    assert engine.boot_ids() == (rank.boot_id,)
+    assert engine.lookup([A]) == 1
+    assert engine.stats().stale_reports == 1
+
+
 def test_every_change_of_what_is_wanted_has_a_larger_number(make_engine: MakeEngine) -> None:
     engine = make_engine()
     make_ranks(engine)
@@ -376,7 +393,7 @@ def test_what_a_rank_applied_of_another_engine_says_nothing_here(make_engine: Ma
 
 def test_reports_of_another_pool_are_refused(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    good = RankReport(0, "boot", "ready", 64, 4, 4, 256, 256, number=1)
+    good = RankReport(0, "boot", "ready", 64, 4, 4, 256, 256, sender="process", number=1)
     with pytest.raises(NotFoundError, match="rank is 1; allowed: 0 to 0"):
         engine.report(replace(good, rank=1))
     with pytest.raises(InvalidRequestError, match="slot_bytes 32; allowed: 64"):
@@ -395,7 +412,7 @@ def test_each_rank_has_slots_of_its_own_size(make_engine: MakeEngine) -> None:
     assert [rank.pinned_bytes for rank in engine.readiness().ranks] == [4 * 64, 4 * 32]
     store_keys(engine, ranks, [A, B])
     assert engine.stats().transfer_bytes["store"] == 2 * 64, "of the rank with the largest slots"
-    wrong = RankReport(1, "boot", "ready", 64, 4, 4, 256, 256, number=1)
+    wrong = RankReport(1, "boot", "ready", 64, 4, 4, 256, 256, sender="process", number=1)
     with pytest.raises(InvalidRequestError, match="rank 1 reports slot_bytes 64; allowed: 32, as this rank's pool"):
         engine.report(wrong)
 

@@ -145,7 +145,8 @@ class Traffic(RuleBasedStateMachine):
     def trouble(self, what: str, pick: int) -> None:
         rank = self.ranks[pick % len(self.ranks)]
         if what == "restart":
-            rank.restart(min(pick % 3 * 3, self.engine.desired().capacity_slots))
+            most = self.engine.desired().capacity_slots
+            rank.restart(min(pick % 3 * 3, most), same_process=bool(pick % 2))
         elif what == "restart between slices":
             if self.sweep is None:
                 self.begin_sweep("resize", pick % 2)

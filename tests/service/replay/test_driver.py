@@ -67,7 +67,9 @@ class MemoryWorker:
 
     def report(self) -> RankReport:
         num_bytes = SLOTS * PAGE
-        return RankReport(self.rank, self.boot_id, "ready", PAGE, SLOTS, SLOTS, num_bytes, num_bytes, number=1)
+        return RankReport(
+            self.rank, self.boot_id, "ready", PAGE, SLOTS, SLOTS, num_bytes, num_bytes, sender="process", number=1
+        )
 
 
 @dataclass

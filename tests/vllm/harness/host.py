@@ -69,8 +69,8 @@ class Host:
         for worker in self.workers.values():
             worker.advance()
 
-    def _make_worker(self, rank: int, pool: HostPool, device: Device) -> SteppedWorker:
-        self.workers[rank] = SteppedWorker(rank, pool, device)
+    def _make_worker(self, rank: int, pool: HostPool, device: Device, **rest: Any) -> SteppedWorker:
+        self.workers[rank] = SteppedWorker(rank, pool, device, **rest)
         return self.workers[rank]
 
     def _make_engine(self, config: EngineConfig) -> OffloadEngine:

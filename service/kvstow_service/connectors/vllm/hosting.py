@@ -14,6 +14,7 @@ from kvstow.bytesize import format_size
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError, InsufficientMemoryError, KvstowError
 from kvstow.messages import DesiredState, RankReport
+from kvstow.steering import Sender
 from kvstow_service.agent import AdminAddress, RankAgent
 from kvstow_service.connectors.vllm.events import EventFeed
 from kvstow_service.connectors.vllm.facts import HostFacts, this_node
@@ -205,6 +206,7 @@ class WorkerHost:
         self._node_bytes = require_memory(options, facts)
         self._max_bytes = options.reserved_bytes_of_rank(self._node_bytes)
         self._rendezvous = Rendezvous(facts.engine_id)
+        self._sender = Sender()
         self._kv_caches: Mapping[str, Any] = {}
         self._source: PlaneSource | None = None
         self.side: WorkerSide | None = None
@@ -252,7 +254,7 @@ class WorkerHost:
         """vLLM is about to take its KV cache away."""
         if self.hello is not None:
             slot_bytes = self.hello.slot_bytes
-            self._change(lambda: NoDataPlane(self._facts.rank, slot_bytes, None, None))
+            self._change(lambda: NoDataPlane(self._facts.rank, slot_bytes, None, None, self._sender))
 
     def resume(self) -> None:
         """The KV cache is back, with nothing in it; the rank starts anew."""
@@ -289,12 +291,14 @@ class WorkerHost:
             geometry = kv_geometry(self._kv_caches, self._num_blocks)
             slot_bytes = geometry.layout.slot_bytes
             pool_bytes = self._options.bytes_of_rank(facts.num_ranks)
-            return build_plane(facts.rank, pool_bytes, self._max_bytes, self._options, geometry), slot_bytes
+            most, options = self._max_bytes, self._options
+            return build_plane(facts.rank, pool_bytes, most, options, geometry, self._sender), slot_bytes
         except refusals:
             raise
         except Exception as error:
             logger.exception("rank %d has no data plane; vLLM serves without offload", facts.rank)
-            return NoDataPlane(facts.rank, slot_bytes, getattr(error, "code", "internal"), repr(error)), slot_bytes
+            reason = getattr(error, "code", "internal")
+            return NoDataPlane(facts.rank, slot_bytes, reason, repr(error), self._sender), slot_bytes
 
     def _start(self, plane: DataPlane) -> None:
         from kvstow.worker import OffloadWorker

@@ -20,6 +20,7 @@ from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.memory.limits import limits_of
 from kvstow.memory.pool import HostPool
 from kvstow.memory.region import round_up
+from kvstow.steering import Sender
 from kvstow.worker import OffloadWorker
 from kvstow_service.connectors.vllm.facts import HostFacts
 from kvstow_service.connectors.vllm.geometry import KVGeometry
@@ -42,7 +43,14 @@ def require_memory(options: ConnectorOptions, facts: HostFacts) -> int:
     return 0 if headroom is None else max(0, headroom.num_bytes - limits.reserve_bytes)
 
 
-def build_plane(rank: int, pool_bytes: int, max_bytes: int, options: ConnectorOptions, kv: KVGeometry) -> OffloadWorker:
+def build_plane(
+    rank: int,
+    pool_bytes: int,
+    max_bytes: int,
+    options: ConnectorOptions,
+    kv: KVGeometry,
+    sender: Sender | None = None,
+) -> OffloadWorker:
     """A rank's worker around `kv`; pins nothing yet. Raises a `KvstowError` for what cannot be had, and leaves nothing
     behind then."""
     slot_bytes, device = kv.layout.slot_bytes, kv.tensors[0].device
@@ -57,7 +65,7 @@ def build_plane(rank: int, pool_bytes: int, max_bytes: int, options: ConnectorOp
         else:
             raise ConfigError("device of the KV cache", str(device), "cuda or cpu")
         undo.callback(mover.close)
-        worker = OffloadWorker(rank, pool, mover)
+        worker = OffloadWorker(rank, pool, mover, sender=sender)
         undo.pop_all()
     return worker
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from kvstow.devices.base import Fence
 from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
-from kvstow.steering import Steering
+from kvstow.steering import Sender, Steering
 from kvstow_service.connectors.vllm.scheduler import PlannedStep
 
 
@@ -170,7 +170,9 @@ class NoDataPlane:
     It takes ops, and fails them: vLLM is told of every load.
     """
 
-    def __init__(self, rank: int, slot_bytes: int, reason: str | None, error: str | None) -> None:
+    def __init__(
+        self, rank: int, slot_bytes: int, reason: str | None, error: str | None, sender: Sender | None = None
+    ) -> None:
         self.boot_id = secrets.token_hex(8)
         self._report = RankReport(
             rank=rank,
@@ -183,9 +185,11 @@ class NoDataPlane:
             target_bytes=0,
             error_reason=reason,
             error=error,
+            sender="",
             number=0,
         )
         self._steering = Steering()
+        self._sender = sender or Sender()
         self._lock = threading.Lock()
         self._completions: list[Completion] = []
 
@@ -215,16 +219,16 @@ class NoDataPlane:
         return completions
 
     def report(self) -> RankReport:
-        with self._lock:
-            followed = self._steering.followed
-            self._report = replace(
-                self._report,
-                number=self._report.number + 1,
-                engine_id=followed.engine_id,
-                applied=followed.number,
-                stale_desired_states=self._steering.stale,
-            )
-            return self._report
+        return self._sender.send(self._look)
+
+    def _look(self) -> RankReport:
+        followed = self._steering.followed
+        return replace(
+            self._report,
+            engine_id=followed.engine_id,
+            applied=followed.number,
+            stale_desired_states=self._steering.stale,
+        )
 
     def apply(self, desired: DesiredState) -> None:
         """There is nothing to steer, but the next data plane begins with it."""

@@ -71,7 +71,9 @@ class Host:
     def __init__(self, stored: type[Stored] = Stored, slots: int = 16, event_buffer: int = 64) -> None:
         config = EngineConfig(slot_bytes=SLOT, capacity_slots=slots, event_buffer=event_buffer)
         self.engine = OffloadEngine(config)
-        self.engine.report(RankReport(0, "boot", "ready", SLOT, slots, slots, SLOT * slots, SLOT * slots, number=1))
+        self.engine.report(
+            RankReport(0, "boot", "ready", SLOT, slots, slots, SLOT * slots, SLOT * slots, sender="process", number=1)
+        )
         vocabulary = Vocabulary(stored, Removed, lambda block_hash: block_hash[0], lambda *span: span[1:])
         self.feed = EventFeed(self.engine, [Kind("full"), Kind("window", 8)], vocabulary)
 

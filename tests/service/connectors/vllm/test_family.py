@@ -24,7 +24,7 @@ KEYS = list(chain_keys([bytes([i]) for i in range(16)]))
 @pytest.fixture
 def engine() -> OffloadEngine:
     engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=4))
-    engine.report(RankReport(0, "boot", "ready", SLOT, 4, 4, 4 * SLOT, 4 * SLOT, number=1))
+    engine.report(RankReport(0, "boot", "ready", SLOT, 4, 4, 4 * SLOT, 4 * SLOT, sender="process", number=1))
     return engine
 
 
@@ -111,7 +111,7 @@ def test_a_hit_that_waits_counts_as_reading(engine: OffloadEngine) -> None:
 def test_a_store_that_was_given_up_still_takes_room() -> None:
     clock = FakeClock()
     engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=4, transfer_timeout=1.0), clock=clock)
-    engine.report(RankReport(0, "boot", "ready", SLOT, 4, 4, 4 * SLOT, 4 * SLOT, number=1))
+    engine.report(RankReport(0, "boot", "ready", SLOT, 4, 4, 4 * SLOT, 4 * SLOT, sender="process", number=1))
     engine.begin_store(KEYS[:2], [7, 8])
     clock.advance(2.0)
     engine.tick()

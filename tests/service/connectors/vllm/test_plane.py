@@ -125,7 +125,7 @@ def test_a_worker_that_cannot_be_made_leaves_neither_device_nor_pool(
         undo.callback(pool.close)
         return pool, device
 
-    def refuse(*_: object) -> OffloadWorker:
+    def refuse(*_: object, **__: object) -> OffloadWorker:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(plane, path, build)

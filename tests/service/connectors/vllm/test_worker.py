@@ -54,7 +54,7 @@ class FakePlane:
         return taken
 
     def report(self) -> RankReport:
-        return RankReport(0, self.boot_id, "ready", 64, 1, 1, 64, 64, number=1)
+        return RankReport(0, self.boot_id, "ready", 64, 1, 1, 64, 64, sender="process", number=1)
 
     def apply(self, desired: DesiredState) -> None:
         self.desired.append(desired)
