@@ -6,15 +6,17 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstow.stats import Histogram, HistogramSnapshot
-from kvstow_api.auth import ACTOR, is_reading
+from kvstow_api.auth import ACTOR, is_known, is_reading
 from kvstow_api.body import BODY
 from kvstow_api.journal import Journal
+from kvstow_api.limitedlog import LimitedLog
 from kvstow_api.problems import REQUEST_ID, internal_problem
 
 logger = logging.getLogger("kvstow.api")
@@ -26,6 +28,7 @@ CHANGED_NOTHING = "kvstow.changed_nothing"
 UNMATCHED = "unmatched"
 CLIENT_CLOSED = 499  # as nginx counts a client that left before the answer
 
+_REFUSALS_A_MINUTE = 60  # lines about requests of strangers, who may send any number
 _BOUNDS = (0.01, 0.1, 1.0, 10.0)
 _MAX_SHOWN = 500  # characters of a body in the audit log
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -69,6 +72,7 @@ class RequestMiddleware:
         self._app = app
         self._counters = counters
         self._journal = journal
+        self._refused = LimitedLog(audit_logger, burst=_REFUSALS_A_MINUTE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,7 +95,10 @@ class RequestMiddleware:
         """One line per change that was asked for, and an entry in the journal for one that was made."""
         changed = status < 400 and not scope.get(CHANGED_NOTHING)
         routine = key.route == _REPORT_ROUTE and status < 400  # every rank, every second
-        _write_audit(scope, key, status, changed, logging.DEBUG if routine else logging.INFO)
+        if is_known(scope.get(ACTOR)) or status < 400:
+            _write_audit(audit_logger.log, scope, key, status, changed, logging.DEBUG if routine else logging.INFO)
+        else:
+            _write_audit(self._refused.log, scope, key, status, changed, logging.INFO)
         if changed and not routine:
             self._journal.add(
                 "change",
@@ -150,9 +157,9 @@ def _path(scope: Scope) -> str:
     return ascii(raw.decode("latin-1"))[1:-1]
 
 
-def _write_audit(scope: Scope, key: RouteKey, status: int, changed: bool, level: int) -> None:
+def _write_audit(log: Callable[..., None], scope: Scope, key: RouteKey, status: int, changed: bool, level: int) -> None:
     client = scope.get("client")
-    audit_logger.log(
+    log(
         level,
         "actor=%s client=%s method=%s route=%s path=%s status=%d request_id=%s changed=%s query=%s body=%s",
         scope.get(ACTOR, "-"),

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from socket import AF_UNIX, socket
 
+from kvstow_api.limitedlog import LimitedLog
 from kvstow_service.connections import Connection, Connections, Wait
-from kvstow_service.limitedlog import LimitedLog
 
 logger = logging.getLogger("kvstow.server")
 
-_ACCEPTS_PER_TURN = 16  # of the event loop: connections that are to make room close in the next turn
+# Of the event loop, and no more than the limit: connections that are to make room close in the next turn. Accepting is
+# quick, so that a probe does not wait behind a flood in the kernel's queue.
+_ACCEPTS_PER_TURN = 64
 _PAUSE_SECONDS = 1.0
 
 MakeProtocol = Callable[[Connection], asyncio.BaseProtocol]
@@ -62,9 +64,9 @@ class Acceptor:
             self._loop.remove_reader(listener)
 
     def _accept(self, listener: socket) -> None:
-        for _ in range(_ACCEPTS_PER_TURN):
+        for _ in range(min(_ACCEPTS_PER_TURN, self._connections.limit)):
             try:
-                accepted, _ = listener.accept()
+                accepted, peer = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:  # no descriptor, or no memory, is left: at once it would only fail again
@@ -73,12 +75,13 @@ class Acceptor:
                 self._pause()
                 self._resuming = self._loop.call_later(_PAUSE_SECONDS, self.start)
                 return
-            self._open(accepted)
+            self._open(accepted, peer)
 
-    def _open(self, accepted: socket) -> None:
+    def _open(self, accepted: socket, peer: object) -> None:
         is_unix = accepted.family == AF_UNIX
         tls = None if is_unix else self._tls
-        connection = self._connections.admit(trusted=is_unix, wait=Wait.HEAD if tls is None else Wait.HANDSHAKE)
+        client = str(peer[0]) if isinstance(peer, tuple) else ""
+        connection = self._connections.admit(client, trusted=is_unix, wait=Wait.HEAD if tls is None else Wait.HANDSHAKE)
         if connection is None:
             accepted.close()
             return

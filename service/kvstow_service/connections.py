@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable
 from enum import Enum, auto
 
-from kvstow_service.limitedlog import LimitedLog
+from kvstow_api.limitedlog import LimitedLog
 
 logger = logging.getLogger("kvstow.server")
 
 _MOST_CONNECTIONS = 256
 _FEWEST_CONNECTIONS = 16
+_IDLE_SECONDS = 1.0  # before that, a connection has had no time to send its request
 _SHARE_OF_DESCRIPTORS = 8  # the other seven eighths are the engine's
 
 
@@ -41,21 +43,22 @@ _SECONDS = {Wait.HANDSHAKE: 10.0, Wait.HEAD: 10.0, Wait.READER: 30.0, Wait.CLOSE
 class Connection:
     """One accepted socket, from the moment it is accepted until it is closed.
 
-    `trusted`: its client has shown a credential, or came through a Unix socket, which only this user can open.
-    `drop` closes it at once, without a word to the client.
+    `client`: the address of its peer. `trusted`: that has shown a credential, or came through a Unix socket, which only
+    this user can open. `drop` closes it at once, without a word to the client.
     """
 
-    __slots__ = ("_clock", "_close", "drop", "since", "trusted", "wait")
+    __slots__ = ("_clock", "_close", "client", "drop", "opened", "since", "trusted", "wait")
 
     def __init__(
-        self, *, trusted: bool, wait: Wait, clock: Callable[[], float], close: Callable[[Connection], None]
+        self, client: str, *, trusted: bool, wait: Wait, clock: Callable[[], float], close: Callable[[Connection], None]
     ) -> None:
         self._clock = clock
         self._close = close
+        self.client = client
         self.trusted = trusted
         self.drop: Callable[[], object] = lambda: None
         self.wait: Wait | None = wait
-        self.since = clock()
+        self.opened = self.since = clock()
 
     def wait_for(self, wait: Wait | None) -> None:
         """What the server waits for from now on; None while it works on a request. Naming the same thing again does
@@ -68,18 +71,14 @@ class Connection:
         """It no longer counts. Idempotent."""
         self._close(self)
 
-    @property
-    def rank(self) -> tuple[bool, bool, float]:
-        """The connection with the lowest rank is the first to make room for another."""
-        return self.trusted, self.wait is None, self.since
-
 
 class Connections:
     """Never more than `limit`. All methods run on the event loop, and cost at most O(limit).
 
-    A new connection beyond the limit takes the place of another: first of the stranger who has kept the server waiting
-    longest, then of the stranger served longest, then of the idle trusted one. It is refused only when all are trusted
-    and busy. So neither probes nor operators are locked out by clients who merely hold connections.
+    A new connection beyond the limit takes the place of another one: a stranger's, of the address that has the most of
+    them. Of these the one that has been idle longest goes, or else the oldest. Where there is no stranger, an idle
+    trusted one makes room; a new one is refused only when all are trusted and busy. So a probe, which is new and brief,
+    outlives a flood, above all one from another address.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,7 +90,13 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def admit(self, *, trusted: bool, wait: Wait) -> Connection | None:
+    @property
+    def crowded(self) -> bool:
+        """Strangers then get one request for a connection: with pipelined ones, the server would always be at work for
+        all of them, and a probe would wait for each."""
+        return len(self._open) > self.limit // 2
+
+    def admit(self, client: str, *, trusted: bool, wait: Wait) -> Connection | None:
         """The record of a socket that has been accepted, or None if it must be closed."""
         if len(self._open) >= self.limit:
             made_room = self.make_room()
@@ -102,14 +107,14 @@ class Connections:
             )
             if not made_room:
                 return None
-        connection = Connection(trusted=trusted, wait=wait, clock=self._clock, close=self._open.discard)
+        connection = Connection(client, trusted=trusted, wait=wait, clock=self._clock, close=self._open.discard)
         self._open.add(connection)
         return connection
 
     def make_room(self) -> bool:
         """Drop the connection that matters least; False if there is none that may be dropped."""
-        victim = min(self._open, key=lambda connection: connection.rank, default=None)
-        if victim is None or (victim.trusted and victim.wait is None):
+        victim = self._least()
+        if victim is None:
             return False
         self._drop(victim)
         return True
@@ -120,6 +125,21 @@ class Connections:
         for connection in list(self._open):
             if connection.wait is not None and now - connection.since > connection.wait.seconds:
                 self._drop(connection)
+
+    def _least(self) -> Connection | None:
+        """The connection that matters least, if any may be dropped."""
+        strangers = [connection for connection in self._open if not connection.trusted]
+        if not strangers:
+            idle = [connection for connection in self._open if connection.wait is not None]
+            return min(idle, key=lambda connection: connection.since, default=None)
+        per_client = Counter(connection.client for connection in strangers)
+        now = self._clock()
+
+        def rank(connection: Connection) -> tuple[int, bool, float]:
+            idle = connection.wait is not None and now - connection.since >= _IDLE_SECONDS
+            return -per_client[connection.client], not idle, connection.since if idle else connection.opened
+
+        return min(strangers, key=rank)
 
     def _drop(self, connection: Connection) -> None:
         self._open.discard(connection)

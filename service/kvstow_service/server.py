@@ -16,9 +16,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvstow.errors import ConflictError
+from kvstow_api.limitedlog import LimitedLog
 from kvstow_service.acceptor import Acceptor
 from kvstow_service.connections import Connection, Connections, connection_limit
-from kvstow_service.limitedlog import LimitedLog
 from kvstow_service.logwriter import LogWriter
 from kvstow_service.protocol import MAX_HEAD_BYTES, AdminProtocol
 
@@ -140,6 +140,7 @@ class _QuietServer(uvicorn.Server):
     def _protocol(self, connection: Connection) -> AdminProtocol:
         return AdminProtocol(
             connection,
+            self._connections,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,

@@ -24,9 +24,16 @@ def admit(clock: FakeClock, dropped: list[str]) -> Callable[..., Connection | No
     """Admits named connections to one registry of three; each is a second younger than the one before."""
     registry = Connections(3, clock)
 
-    def add(name: str, *, trusted: bool = False, wait: Wait | None = Wait.HEAD) -> Connection | None:
-        clock.advance(1.0)
-        connection = registry.admit(trusted=trusted, wait=Wait.HEAD)
+    def add(
+        name: str,
+        *,
+        client: str = "192.0.2.1",
+        trusted: bool = False,
+        wait: Wait | None = Wait.HEAD,
+        after: float = 1.0,
+    ) -> Connection | None:
+        clock.advance(after)
+        connection = registry.admit(client, trusted=trusted, wait=Wait.HEAD)
         if connection is not None:
             connection.drop = lambda: dropped.append(name)
             connection.wait_for(wait)
@@ -40,11 +47,32 @@ def test_the_stranger_who_waited_longest_makes_room(admit: Callable[..., Connect
     admit("trusted", trusted=True)
     admit("busy", wait=None)
     admit("idle")
-    assert admit("new") is not None
-    assert admit("newer", wait=None) is not None
-    assert dropped == ["idle", "new"]
-    assert admit("newest") is not None
-    assert dropped == ["idle", "new", "busy"]
+    assert admit("new", wait=None) is not None
+    assert dropped == ["idle"]
+    assert admit("newer") is not None
+    assert dropped == ["idle", "busy"]
+
+
+def test_what_has_just_come_outlives_what_has_been_busy_for_long(
+    admit: Callable[..., Connection], dropped: list[str]
+) -> None:
+    """A probe whose request is on its way, among attackers who keep the server at work."""
+    for name in ("a", "b", "c"):
+        admit(name, wait=None)
+    admit("probe")
+    admit("d", wait=None, after=0.5)
+    admit("e", wait=None, after=0.1)
+    assert dropped == ["a", "b", "c"]
+
+
+def test_the_address_with_the_most_connections_makes_room(admit: Callable[..., Connection], dropped: list[str]) -> None:
+    """Even for others that are idle, and older."""
+    admit("probe", client="192.0.2.9")
+    admit("flood 1", wait=None)
+    admit("flood 2", wait=None)
+    for number in range(3, 10):
+        admit(f"flood {number}", wait=None)
+    assert dropped == [f"flood {number}" for number in range(1, 8)]
 
 
 def test_an_idle_trusted_client_makes_room_when_no_stranger_is_left(
@@ -78,7 +106,7 @@ def test_a_closed_connection_counts_no_more(admit: Callable[..., Connection], dr
 def test_each_wait_has_an_end(wait: Wait, clock: FakeClock) -> None:
     registry = Connections(3, clock)
     ended: list[str] = []
-    connection = registry.admit(trusted=True, wait=wait)
+    connection = registry.admit("192.0.2.1", trusted=True, wait=wait)
     assert connection is not None
     connection.drop = lambda: ended.append("dropped")
     clock.advance(wait.seconds)
@@ -92,7 +120,7 @@ def test_each_wait_has_an_end(wait: Wait, clock: FakeClock) -> None:
 
 def test_work_has_no_end_and_what_comes_after_it_has_its_own(clock: FakeClock) -> None:
     registry = Connections(3, clock)
-    connection = registry.admit(trusted=False, wait=Wait.HEAD)
+    connection = registry.admit("192.0.2.1", trusted=False, wait=Wait.HEAD)
     assert connection is not None
     connection.wait_for(None)
     clock.advance(3600.0)
@@ -107,10 +135,10 @@ def test_work_has_no_end_and_what_comes_after_it_has_its_own(clock: FakeClock) -
 def test_a_flood_is_one_line_a_minute(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
     registry = Connections(1, clock)
     for _ in range(1001):
-        registry.admit(trusted=False, wait=Wait.HEAD)
+        registry.admit("192.0.2.1", trusted=False, wait=Wait.HEAD)
     assert len(caplog.records) == 1
     clock.advance(61.0)
-    registry.admit(trusted=False, wait=Wait.HEAD)
+    registry.admit("192.0.2.1", trusted=False, wait=Wait.HEAD)
     assert "(and 999 times more since the last such line)" in caplog.records[1].message
 
 

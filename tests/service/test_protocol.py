@@ -314,6 +314,23 @@ def test_more_connections_than_allowed_leave_room_for_probes(served: Served, cap
     assert len([record for record in caplog.records if "connections" in record.message]) == 1
 
 
+def test_a_crowd_gets_one_request_for_a_connection(served: Served, eventually: Any) -> None:
+    """But for those who are known."""
+    with ExitStack() as stack:
+        operator, stranger = (stack.enter_context(served.connect()) for _ in range(2))
+        for client, path in ((operator, "/login"), (stranger, "/")):
+            client.sendall(f"GET {path} HTTP/1.1\r\nHost: kvstow\r\n\r\n".encode())
+            assert read_answer(client).startswith(b"HTTP/1.1 200 OK")
+        for _ in range(4):
+            stack.enter_context(served.connect())
+        eventually(lambda: served.open == 6)
+        stranger.sendall(_GET * 3)
+        assert read_to_end(stranger).count(b"HTTP/1.1 200 OK") == 1
+        for _ in range(3):
+            operator.sendall(_GET)
+            assert read_answer(operator).startswith(b"HTTP/1.1 200 OK")
+
+
 def test_a_known_client_keeps_its_connection_in_a_flood(served: Served) -> None:
     with served.connect() as operator, ExitStack() as stack:
         operator.sendall(b"GET /login HTTP/1.1\r\nHost: kvstow\r\n\r\n")

@@ -10,15 +10,17 @@ _INTERVAL_SECONDS = 60.0
 
 
 class LimitedLog:
-    """Writes at most one line a minute to `logger`. A line that follows suppressed ones says how many there were.
+    """Writes at most `burst` lines a minute to `logger`. A line that follows suppressed ones says how many there were.
 
     One object for each kind of event. Not thread-safe: used on one event loop.
     """
 
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic, *, burst: int = 1) -> None:
         self._logger = logger
         self._clock = clock
-        self._next = float("-inf")
+        self._burst = burst
+        self._begun = float("-inf")
+        self._written = 0
         self._suppressed = 0
 
     def warning(self, message: str, *args: object) -> None:
@@ -26,10 +28,13 @@ class LimitedLog:
 
     def log(self, level: int, message: str, *args: object, exc_info: BaseException | None = None) -> None:
         now = self._clock()
-        if now < self._next:
+        if now - self._begun >= _INTERVAL_SECONDS:
+            self._begun, self._written = now, 0
+        if self._written >= self._burst:
             self._suppressed += 1
             return
-        suppressed, self._suppressed, self._next = self._suppressed, 0, now + _INTERVAL_SECONDS
+        self._written += 1
+        suppressed, self._suppressed = self._suppressed, 0
         if suppressed:
             message, args = message + " (and %d times more since the last such line)", (*args, suppressed)
         self._logger.log(level, message, *args, exc_info=exc_info)
