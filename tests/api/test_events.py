@@ -205,6 +205,23 @@ def test_the_watch_samples_the_counters(engine: OffloadEngine, ranks: Any, keys:
     assert len(watch.history.items) == 720
 
 
+def test_evicted_is_for_room_and_dropped_is_without_failures(
+    engine: OffloadEngine, ranks: Any, keys: list[bytes]
+) -> None:
+    watch = Watch(engine, Journal())
+    ranks.store(keys)  # the pool is full
+    engine.admin.evict(slots=3).run()
+    ranks.finish(ranks.begin_store([b"failed"]), "failed")
+    ranks.store([b"more", b"most", b"much", b"many", b"last"])  # three find room
+    engine.admin.drain("stop_stores", None)
+    engine.begin_store([b"dropped", b"dropped too"], range(2))
+    watch.tick()
+    (sample,) = watch.history.items
+    assert engine.stats().evicted_blocks["operator"] == 3
+    assert engine.stats().store_blocks["failed"] == 1
+    assert (sample.evicted_blocks, sample.dropped_blocks) == (2, 2)
+
+
 async def test_a_watch_that_fails_goes_on(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     watch = Watch(engine, Journal())
     failures: Iterator[int] = iter(range(3))
