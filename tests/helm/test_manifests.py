@@ -126,6 +126,23 @@ def test_the_token_is_in_the_secret_alone(template: Template, values: Path) -> N
 
 
 @each_case
+def test_only_the_pods_group_reads_its_secrets(template: Template, values: Path) -> None:
+    """The doctor warns of a token file that other users may read."""
+    for pod in pod_specs(template(values=values)):
+        names = ("kvstow-token", "kvstow-tls")
+        modes = [one["secret"].get("defaultMode") for one in pod.get("volumes", ()) if one["name"] in names]
+        grouped = "fsGroup" in pod["securityContext"]
+        assert all(mode == (0o440 if grouped else None) for mode in modes)
+
+
+def test_without_a_group_secrets_stay_readable(template: Template) -> None:
+    """Root owns them: with a narrower mode the container's user could not read them."""
+    pods = pod_specs(template("mode=service", "image.registry=registry.example.com", "pod.user=null"))
+    volumes = [volume for pod in pods for volume in pod.get("volumes", ()) if volume["name"] == "kvstow-token"]
+    assert [volume["secret"].get("defaultMode") for volume in volumes] == [None]
+
+
+@each_case
 def test_selectors_find_the_pods_and_only_these(template: Template, values: Path) -> None:
     manifests = template(values=values, apis=(OPERATOR,))
     deployments = [manifest for manifest in manifests if manifest["kind"] == "Deployment"]
