@@ -59,7 +59,16 @@ class EngineSubject:
         return {"store_present": lambda keys: engine.begin_store(keys, range(len(keys))), "refresh": engine.refresh}
 
     def store_while_shrinking(self, keys: Sequence[bytes]) -> float:
-        sweep = self.engine.admin.resize(self.engine.config.capacity_slots // 50)
+        """To 2 %, when the blocks that would be evicted first all lie above that."""
+        limit = self.engine.config.capacity_slots // 50
+        kept: list[bytes] = []
+        slot: int | None = 0
+        while slot is not None and slot < limit:
+            page = self.engine.blocks(slot, limit - slot)
+            kept += [block.key for block in page.blocks]
+            slot = page.next_slot
+        self.engine.refresh(kept)
+        sweep = self.engine.admin.resize(limit)
         started = time.perf_counter()
         self.engine.begin_store(keys, range(len(keys)))
         seconds = time.perf_counter() - started
