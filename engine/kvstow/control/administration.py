@@ -170,39 +170,40 @@ class Administrator:
             state.apply_limit()
         logger.info("resize to %d slots", capacity_slots)
         total = max(0, top - capacity_slots)
-        sweep = Sweep("resize", total, state.config.slot_bytes, lambda sweep: self._vacate(sweep, top))
-        sweep.step()  # enters the part that puts the capacity back when the sweep is cancelled
+        slot_bytes = state.config.slot_bytes
+        sweep = Sweep("resize", total, slot_bytes, lambda sweep: self._vacate(sweep, top), undo=self._undo_resize)
+        sweep.step()
         return sweep
 
     def _vacate(self, sweep: Sweep, top: int) -> Iterator[None]:
         state = self._state
-        done = False
-        try:
-            low = state.ceiling
-            while low < top:
-                with state.lock:
-                    before = len(state.index.keys)
-                    low = state.vacate(low, top, "resize")
-                    sweep.evicted_slots += before - len(state.index.keys)
-                sweep.done = sweep.total - (top - low)
-                yield
-            while True:
-                with state.lock:
-                    sweep.waiting = state.slots.leaving > 0
-                    if not sweep.waiting:
-                        if state.ceiling < state.capacity:
-                            state.settings_revision += 1
-                            state.want(replace(state.desired, capacity_slots=state.ceiling))
-                        done = True
-                        return
-                yield
-        finally:
+        low = state.ceiling
+        while low < top:
             with state.lock:
-                state.resizing = False
-                if not done:
-                    state.settings_revision += state.ceiling != state.capacity
-                    state.ceiling = state.capacity
-                    state.apply_limit()
+                before = len(state.index.keys)
+                low = state.vacate(low, top, "resize")
+                sweep.evicted_slots += before - len(state.index.keys)
+            sweep.done = sweep.total - (top - low)
+            yield
+        while True:
+            with state.lock:
+                sweep.waiting = state.slots.leaving > 0
+                if not sweep.waiting:
+                    if state.ceiling < state.capacity:
+                        state.settings_revision += 1
+                        state.want(replace(state.desired, capacity_slots=state.ceiling))
+                    state.resizing = False
+                    return
+            yield
+
+    def _undo_resize(self) -> None:
+        """The capacity stays as it was."""
+        state = self._state
+        with state.lock:
+            state.resizing = False
+            state.settings_revision += state.ceiling != state.capacity
+            state.ceiling = state.capacity
+            state.apply_limit()
 
     @property
     def settings_revision(self) -> int:

@@ -16,7 +16,17 @@ class Sweep:
     nothing until transfers or leases end; ask again later.
     """
 
-    def __init__(self, kind: str, total: int, slot_bytes: int, work: Callable[[Sweep], Iterator[None]]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        total: int,
+        slot_bytes: int,
+        work: Callable[[Sweep], Iterator[None]],
+        undo: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`work` does one slice up to each yield, and holds no lock there: an abandoned generator is closed by the
+        garbage collector, on any thread, which may hold the lock itself. So `undo` is called if the sweep is
+        cancelled or fails, and `work` has no `finally` that takes the lock."""
         self.kind = kind
         self.total = total
         self.done = 0
@@ -26,6 +36,7 @@ class Sweep:
         self.cancelled = False
         self._slot_bytes = slot_bytes
         self._slices = work(self)
+        self._undo = undo
 
     @property
     def evicted_bytes(self) -> int:
@@ -38,6 +49,10 @@ class Sweep:
                 next(self._slices)
             except StopIteration:
                 self.finished = True
+            except BaseException:
+                self.finished = True
+                self._undo()
+                raise
         return not self.finished
 
     def run(self) -> Sweep:
@@ -50,4 +65,4 @@ class Sweep:
         """Do no further slice; what was done stays done. A resize puts the capacity back."""
         if not self.finished:
             self.cancelled = self.finished = True
-            self._slices.close()  # type: ignore[attr-defined]  # work() is a generator function
+            self._undo()

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.gate import BypassStatus
+from kvstow.control.state import ControlState
 from kvstow.control.sweep import SLICE_SLOTS
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError
 from kvstow.testing.clock import FakeClock
@@ -368,3 +370,47 @@ def test_bypass_switches_each_direction_off_for_a_time(make_engine: MakeEngine, 
     assert engine.begin_store([C], [0]).outcomes == {"skipped_bypass": 1}
     with pytest.raises(InvalidRequestError, match="ttl_seconds"):
         engine.admin.set_bypass(load=True, store=True, ttl_seconds=0.0)
+
+
+def test_a_resize_that_is_abandoned_takes_no_lock_when_it_is_collected(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector may run on a thread that holds the lock."""
+    engine = make_engine()
+    store_keys(engine, make_ranks(engine), [A, B, C, D])
+    lease = engine.acquire([A, B, C, D])
+    sweep = engine.admin.resize(1).run()
+    assert sweep.waiting
+    taken: list[bool] = []
+
+    class Watched:
+        def __enter__(self) -> None:
+            taken.append(True)
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._state, "lock", Watched())
+        del sweep
+        gc.collect()
+    assert not taken
+    engine.release(lease)
+
+
+def test_a_resize_that_fails_puts_the_capacity_back(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(slice_slots=1)
+    store_keys(engine, make_ranks(engine), [A, B, C, D])
+    sweep = engine.admin.resize(1)
+
+    def fail(*arguments: object) -> int:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ControlState, "vacate", fail)
+        with pytest.raises(MemoryError):
+            sweep.run()
+    assert sweep.finished
+    assert engine.stats().usable_slots == 4
+    assert engine.admin.resize(2).run().finished
+    engine.check_integrity()
