@@ -125,6 +125,32 @@ def test_vllm_is_told_what_its_side_says(monkeypatch: pytest.MonkeyPatch, answer
     assert made.get_external_cache_hit_sources(None, 32 * answer) == ({CacheHitSource.HOST: 32} if answer else {})
 
 
+def raise_memory_error(*_: Any) -> None:
+    raise MemoryError("injected")
+
+
+@pytest.mark.parametrize("broken", ["hear", "settle", "release"])
+def test_nothing_that_goes_wrong_with_a_steps_output_reaches_vllm(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """It would end vLLM's process. A request whose load may have failed is not let go on."""
+    monkeypatch.setattr(connector, "_TELLS_FAILED_REQUESTS", False)
+    setup = Setup("broken output", layers="hybrid")
+    made = make(make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20}), setup, KVConnectorRole.SCHEDULER)
+    failures: list[str] = []
+    works = {"hear": lambda *_: None, "settle": lambda: None, "release": set}
+    methods = {**works, broken: raise_memory_error}
+    side = SimpleNamespace(settle=methods["settle"], rewinds=SimpleNamespace(release=methods["release"]))
+    monkeypatch.setattr(made._host, "side", side)
+    monkeypatch.setattr(made._host, "engine", SimpleNamespace(fail=failures.append))
+    monkeypatch.setattr(made._host, "_take", methods["hear"])
+    output = SimpleNamespace(
+        kv_connector_worker_meta=KVStowWorkerMetadata({0: [RankNews()]}), finished_recving={"request"}
+    )
+    made.update_connector_output(output)
+    assert len(failures) == 1
+    assert failures[0].endswith("MemoryError('injected')")
+    assert output.finished_recving == (set() if broken == "release" else {"request"})
+
+
 def test_lazy_stores_of_recurrent_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM hands states over when they are computed, and the free queue says nothing of them."""
     groups = KVGroups((KVGroup(0, 16, 1, is_state=True),), 16)

@@ -194,6 +194,46 @@ def test_a_report_that_comes_with_a_step_counts_and_a_wrong_one_is_counted() -> 
     assert host.engine.boot_ids() == (rank.boot_id,)
 
 
+@pytest.mark.usefixtures("admins")
+def test_a_host_that_cannot_be_built_in_a_step_leaves_vllm_without_offload(caplog: pytest.LogCaptureFixture) -> None:
+    """The handshake reaches only one of several connectors; then the news of a step bring what a rank is."""
+    host = scheduler_host()
+    host.bind(FakeBlockPool(8))
+    for _ in range(3):
+        host.hear(0, RankNews(hello=make_hello(0, 1001, 9)))
+    assert host.side is None
+    assert [record.message for record in caplog.records if "serves without offload" in record.message] == [
+        "news of rank 0: KVStow has failed, and vLLM serves without offload until it starts anew"
+    ]
+
+
+@pytest.mark.usefixtures("admins")
+@pytest.mark.parametrize("method", ["report", "complete"])
+def test_what_goes_wrong_with_news_of_a_step_closes_the_gate(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = scheduler_host()
+    host.bind(FakeBlockPool(8))
+    host.greet(make_hello(0, 100, 9))
+    assert host.engine is not None
+    rank = FakeRank(host.engine)
+    rank.pin(10)
+    assert host.engine.store_room() == 10
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(host.engine, method, fail)
+    report = NoDataPlane(0, 100, None, None).report()
+    for _ in range(2):
+        host.hear(0, RankNews(((rank.boot_id, (Completion(1, "done"),)),), report=report))
+    assert host.engine.store_room() == 0
+    assert host.engine.stats().errors["host"] == 2
+    readiness = host.engine.readiness()
+    assert (readiness.state, readiness.reason) == (
+        "degraded",
+        "the host has failed: news of rank 0: MemoryError('injected')",
+    )
+
+
 def test_closing_stops_what_there_is(admins: list[FakeAdmin]) -> None:
     host = scheduler_host()
     host.close()

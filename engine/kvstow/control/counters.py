@@ -40,6 +40,7 @@ ERRORS = (
     "rank_report",
     "integrity",
     "admin_server",
+    "host",
     "log_line_dropped",
 )
 

@@ -287,6 +287,15 @@ class OffloadEngine:
         with self._state.lock:
             self._state.counters.errors[code] += 1
 
+    def fail(self, reason: str) -> None:
+        """The host can no longer tell what it has asked for: nothing is served until it starts anew. Transfers that are
+        under way end as ever. Counts as error `host`; the first reason stays."""
+        state = self._state
+        with state.lock:
+            state.counters.errors["host"] += 1
+            state.host_error = state.host_error or reason
+            state.refresh_gate()
+
     def close(self) -> None:
         """The host stops: nothing is served any more. Idempotent."""
         with self._state.lock:

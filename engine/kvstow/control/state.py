@@ -70,6 +70,7 @@ class ControlState:
         self.settings_revision = 0
         """Grows with each change of capacity, ceiling, policy or pausing, and with its way back."""
         self.integrity_error: str | None = None
+        self.host_error: str | None = None
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
 
     def log(self, level: int, message: str, *values: object) -> None:
@@ -87,7 +88,7 @@ class ControlState:
 
     def refresh_gate(self) -> None:
         """Open or close the gate after a change of the ranks or of what is stuck."""
-        self.gate.serving = self.ranks.can_copy() and not self.ledger.num_stuck
+        self.gate.serving = self.ranks.can_copy() and not self.ledger.num_stuck and not self.host_error
 
     def removed(self, removal: Removal, reason: str) -> None:
         """Account for blocks that left the index, and free their slots."""

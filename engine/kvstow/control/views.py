@@ -183,6 +183,8 @@ def _state_of(state: ControlState, now: float) -> tuple[EngineState, str]:
 
 
 def _trouble(state: ControlState, now: float) -> str:
+    if state.host_error:
+        return f"the host has failed: {state.host_error}"
     if state.integrity_error:
         return f"the books do not balance: {state.integrity_error}"
     if state.ledger.num_stuck:

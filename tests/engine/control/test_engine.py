@@ -300,6 +300,60 @@ def test_a_word_of_an_unknown_rank_is_an_error(make_engine: MakeEngine) -> None:
         engine.complete(3, "x", [Completion(1, "done")])
 
 
+def test_there_is_room_for_free_and_evictable_blocks_and_none_while_stores_are_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=3)
+    assert engine.store_room() == 0
+    rank = FakeRank(engine)
+    rank.pin(3)
+    store_keys(engine, [rank], [A, B])
+    assert engine.store_room() == 3
+    lease = engine.acquire([A])
+    assert engine.store_room() == 2
+    grant = engine.begin_store([C, D, E], [0, 1, 2])
+    assert (grant.accepted, [*grant.unplaced]) == ((0, 1), [2])
+    assert engine.store_room() == 0
+    engine.release(lease)
+    assert engine.store_room() == 1
+    engine.admin.drain("stop_stores", None)
+    assert engine.store_room() == 0
+    assert [*engine.begin_store([D, E], [1, 2]).unplaced] == [0, 1]
+
+
+def test_a_store_is_refused_as_not_ready_while_no_slot_is_pinned(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=3)
+    rank = FakeRank(engine)
+    rank.report()
+    assert engine.begin_store([A], [0]).outcomes == {"dropped_not_ready": 1}
+    rank.pin(1)
+    assert engine.begin_store([A], [0]).accepted == (0,)
+
+
+def test_nothing_is_awaited_of_a_store_that_was_given_up(make_engine: MakeEngine, clock: FakeClock) -> None:
+    engine = make_engine(slots=2, transfer_timeout=10.0)
+    (rank,) = make_ranks(engine)
+    op = engine.begin_store([A], [0]).op
+    assert op is not None
+    assert engine.awaited_transfers == 1
+    clock.advance(10.5)
+    engine.tick()
+    assert (engine.awaited_transfers, engine.open_transfers) == (0, 1)
+    rank.say(op.op_id, "done")
+    assert (engine.awaited_transfers, engine.open_transfers) == (0, 0)
+
+
+def test_a_host_that_has_failed_gets_nothing_any_more(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=2)
+    ranks = make_ranks(engine)
+    store_keys(engine, ranks, [A])
+    for reason in ("the first", "the second"):
+        engine.fail(reason)
+    ranks[0].report()
+    assert (engine.lookup([A]), engine.store_room()) == (0, 0)
+    readiness = engine.readiness()
+    assert (readiness.state, readiness.reason) == ("degraded", "the host has failed: the first")
+    assert engine.stats().errors["host"] == 2
+
+
 def test_op_ids_are_never_reused(make_engine: MakeEngine) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)

@@ -247,14 +247,17 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             self._hear(metadata)
         side = self._host.side
         if side is not None and self._fails_requests and not _TELLS_FAILED_REQUESTS:
-            connector_output.finished_recving = side.rewinds.release(connector_output.finished_recving or ())
+            ended, connector_output.finished_recving = connector_output.finished_recving or (), set()
+            with self._host.guarding("loads that have ended"):
+                connector_output.finished_recving = side.rewinds.release(ended)
 
     def _hear(self, metadata: KVStowWorkerMetadata) -> None:
         for rank, words in metadata.news.items():
             for news in words:
                 self._host.hear(rank, news)
         if self._host.side is not None:
-            self._host.side.settle()
+            with self._host.guarding("transfers that have ended"):
+                self._host.side.settle()
 
     def has_pending_push_work(self) -> bool:
         side = self._host.side

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.utils.network_utils import get_ip
@@ -62,7 +63,7 @@ class SchedulerHost:
         self._pool: BlockPool | None = None
         self._hellos: dict[int, RankHello] = {}
         self._desired: dict[int, DesiredState] = {}  # answers to what ranks have reported with their steps
-        self._spans_nodes = False
+        self._spans_nodes = self._has_failed = False
 
     def bind(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -72,8 +73,25 @@ class SchedulerHost:
         self._hellos.setdefault(hello.rank, hello)
         self._build_when_known()
 
+    @contextmanager
+    def guarding(self, what: str) -> Iterator[None]:
+        """Keep what goes wrong here from vLLM's step, which would end the process: vLLM goes on without offload, and
+        log, counter and readiness say so."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_failed:
+                logger.exception("%s: KVStow has failed, and vLLM serves without offload until it starts anew", what)
+            self._has_failed = True
+            if self.engine is not None:
+                self.engine.fail(f"{what}: {error!r}")
+
     def hear(self, rank: int, news: RankNews) -> None:
-        """Take what a rank says after a step."""
+        """Take what a rank says after a step. Never raises."""
+        with self.guarding(f"news of rank {rank}"):
+            self._take(rank, news)
+
+    def _take(self, rank: int, news: RankNews) -> None:
         if news.hello is not None:
             self.greet(news.hello)
         if self.engine is None or self.side is None:
@@ -108,6 +126,8 @@ class SchedulerHost:
 
     def _build_when_known(self) -> None:
         if self.side is not None or self._pool is None or len(self._hellos) < self._facts.num_ranks:
+            return
+        if self._has_failed:  # when ranks were heard of with a step
             return
         hellos = [self._hellos[rank] for rank in range(self._facts.num_ranks)]
         sizes = [hello.slot_bytes for hello in hellos]
