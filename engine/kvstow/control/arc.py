@@ -19,7 +19,7 @@ class ArcPolicy:
 
     `key_of[slot]` is the key of a slot's content: read when slots are admitted and evicted. The ghosts hold
     up to one key per slot of the pool. When the pool shrinks, later calls forget the ghosts beyond that, each of them
-    twice as many as the slots that it was given.
+    two, or four if it evicts, for each slot that it was given.
     """
 
     name = "arc"
