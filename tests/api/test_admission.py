@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from kvstow.errors import ConfigError
+from kvstow_api.head import HeadMiddleware
 from kvstow_api.hostnames import parse_host_names
 from kvstow_api.routes import ROUTERS
 
@@ -134,6 +136,18 @@ async def test_head_is_answered_as_get_is_without_a_body(client: httpx.AsyncClie
     get = await client.get(path)
     assert (head.status_code, head.headers["content-type"]) == (get.status_code, get.headers["content-type"])
     assert get.status_code in (200, 404)
+
+
+async def test_a_stream_goes_no_further_than_its_head() -> None:
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["method"] == "GET"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        pytest.fail("the stream goes on")
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(HeadMiddleware(endless))) as client:
+        answer = await client.head("http://kvstow/")
+    assert (answer.status_code, answer.content) == (200, b"")
 
 
 async def test_head_of_a_stream_holds_no_place(client: httpx.AsyncClient, ranks: Any) -> None:

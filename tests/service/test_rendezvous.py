@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -100,14 +101,14 @@ def test_what_killed_hosts_of_other_identities_left_is_removed_at_once(
     """But nothing of a living one, and not even where it does not listen yet."""
     folder = tmp_path / "run" / FOLDER
     command = [sys.executable, "-c", _HOST, "killed", environ["XDG_RUNTIME_DIR"]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environ) as host:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environ) as host, ExitStack() as stack:
+        stack.callback(host.kill)
         assert host.stdout is not None
         assert host.stdout.readline() == "published\n"
         starting, others = Rendezvous("starting", environ), Listeners()
         starting.publish(others, "secret")
         others.close()
         assert {path.name for path in folder.iterdir()} == {"killed.sock", "killed.token", "starting.token"}
-        host.kill()
     (folder / ".half.token.0123").write_text("half a tok")
     Rendezvous("engine", environ).publish(listeners, "secret")
     assert {path.name for path in folder.iterdir()} == {"starting.token", "engine.sock", "engine.token"}
