@@ -414,3 +414,14 @@ def test_a_resize_that_fails_puts_the_capacity_back(make_engine: MakeEngine, mon
     assert engine.stats().usable_slots == 4
     assert engine.admin.resize(2).run().finished
     engine.check_integrity()
+
+
+def test_a_block_above_the_size_to_come_cannot_be_pinned(make_engine: MakeEngine) -> None:
+    engine = make_engine(slice_slots=1)
+    store_keys(engine, make_ranks(engine), [A, B, C, D])
+    sweep = engine.admin.resize(2)
+    assert engine.lookup([A, B, C, D]) == 2
+    assert engine.contains([D]) == [True], "the resize has not come to it yet"
+    assert engine.admin.pin([A, D], None) == (1, 1)
+    assert sweep.run().finished
+    engine.check_integrity()
