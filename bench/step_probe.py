@@ -27,7 +27,8 @@ from kvstow_service.replay.simulated import SimulatedWorker
 _TOKENS = 16
 _RUNNING = 256
 _LONG = 1000
-_GPU_BLOCKS = 65_536
+_GPU_BLOCKS = 140_000
+_BURST = 131_072
 _REPEATS = 60
 _GROUPS = KVGroups((KVGroup(0, _TOKENS, 1),), _TOKENS)
 
@@ -85,7 +86,7 @@ def measure(slots: int) -> dict[str, float]:
     scheduler = _Scheduler(slots)
     _fill(scheduler, slots)
     gc.freeze()  # as vLLM does once it has started
-    return {**_idle(scheduler), **_store(scheduler), **_hit(scheduler)}
+    return {**_idle(scheduler), **_store(scheduler), **_hit(scheduler), **_burst(scheduler)}
 
 
 def _fill(scheduler: _Scheduler, slots: int) -> None:
@@ -158,6 +159,35 @@ def _hit(scheduler: _Scheduler) -> dict[str, float]:
         scheduler.complete(plan.loads.ops)
         scheduler.end(request, blocks)
     return {**_figures("hit", times), **_figures("again", again)}
+
+
+def _burst(scheduler: _Scheduler) -> dict[str, float]:
+    """A request that has all its blocks complete from the start: the plans while it runs, its end before all are
+    stored, and the longest plan for the rest."""
+    request = scheduler.request(_BURST)
+    blocks = scheduler.compute(request)
+    for block, block_hash in zip(blocks, request.block_hashes, strict=False):
+        block.set_block_hash(block_hash + bytes(4), num_tokens=_TOKENS)
+    table = [block.block_id for block in blocks]
+    running = _hooks(scheduler, 16, request)
+    begun = time.perf_counter()
+    scheduler.side.finish(request, [table])
+    ended = time.perf_counter() - begun
+    scheduler._pool.free_blocks(reversed(blocks))
+    left = _hooks(scheduler, 1000)
+    rest = max(left, default=0.0)
+    return {**_figures("burst", running), **_figures("burst_end", [ended]), **_figures("rest", [rest])}
+
+
+def _hooks(scheduler: _Scheduler, most: int, *running: Any) -> list[float]:
+    """Seconds of each plan, until nothing is to be stored."""
+    times: list[float] = []
+    while len(times) < most and (running or scheduler.side.has_pending_stores):
+        begun = time.perf_counter()
+        plan = scheduler.step(*running)
+        times.append(time.perf_counter() - begun)
+        scheduler.complete(plan.stores.ops)
+    return times
 
 
 def _timed(name: str, call: Callable[[], object], repeats: int) -> dict[str, float]:

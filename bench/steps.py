@@ -17,6 +17,9 @@ _ROWS = (
     ("end", "a request of 1,000 blocks ends", None),
     ("hit", "find, hold and plan to load 1,000 blocks", None),
     ("again", "be asked again for a request that waits", None),
+    ("burst", "plan, while a request has 131,072 complete blocks", None),
+    ("burst_end", "that request ends, most of its blocks not stored", None),
+    ("rest", "plan to store what it left behind, the longest", None),
 )
 
 

@@ -30,8 +30,9 @@ class Backlog:
 
     def add(self, block_ids: Iterable[int]) -> None:
         """Put these at the end. Those that wait already keep their place."""
-        queued = self._queued
-        new = [block_id for block_id in dict.fromkeys(block_ids) if block_id not in queued]
+        queued, new = self._queued, list(dict.fromkeys(block_ids))
+        if queued:
+            new = [block_id for block_id in new if block_id not in queued]
         queued.update(new)
         self._queue.extend(new)
 

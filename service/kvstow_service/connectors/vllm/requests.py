@@ -83,17 +83,21 @@ class TrackedRequest:
 
     def keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
         """Keys of the group's blocks `first` to `end`, as far as there are hashes. Each is made once."""
-        known, hashes, step = self._keys[group.index], self.request.block_hashes, group.hashes_per_block
-        end = min(end, len(hashes) // step)
+        known, end = self._keys[group.index], min(end, len(self.request.block_hashes) // group.hashes_per_block)
         if len(known) < end:
-            prefix = make_key(group.index, b"")
-            known += [prefix + block_hash for block_hash in hashes[(len(known) + 1) * step - 1 : end * step : step]]
+            known += self._make_keys(group, len(known), end)
         return known[first:end]
 
+    def _make_keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
+        step, prefix = group.hashes_per_block, make_key(group.index, b"")
+        return [prefix + each for each in self.request.block_hashes[(first + 1) * step - 1 : end * step : step]]
+
     def keys_between(self, groups: KVGroups, start: int, end: int) -> list[bytes]:
-        """Keys of all groups' blocks of the tokens `start` to `end`, in the order of the tokens that they end with."""
+        """Keys of all groups' blocks of the tokens `start` to `end`, in the order of the tokens that they end with.
+        O(end - start): it keeps none."""
         runs = [
-            (group, self.keys(group, start // group.block_tokens, end // group.block_tokens)) for group in groups.groups
+            (group, self._make_keys(group, start // group.block_tokens, end // group.block_tokens))
+            for group in groups.groups
         ]
         if len(runs) == 1:
             return runs[0][1]

@@ -176,12 +176,13 @@ class SchedulerSide:
             written = WrittenBlocks(
                 step.num_scheduled_tokens, self._requests, self._groups.in_tables, self._states_computed(step)
             )
-            self._store(self._finder.take_due(step.num_scheduled_tokens, written, room))
+            offer = self._finder.take_due(step.num_scheduled_tokens, written, room)
         else:
-            self._store(self._finder.take_endangered(self._sources.num_blocks(), room))
+            offer = self._finder.take_endangered(self._sources.num_blocks(), room)
+        self._store(offer)
         if self._states is not None:
             self._follow_states(self._states, step)
-        self._refresh_ended(room)
+        self._refresh_ended(room, max(self._step_blocks - len(offer.keys), self._step_blocks // 8))
         loads = self._loads.take_planned()
         stores, self._planned_stores = tuple(self._planned_stores), []
         boots, self._boots = self._boots or (), None
@@ -255,16 +256,15 @@ class SchedulerSide:
                 self._pause.failed()
                 self._finder.offer_again(settled.blocks)
 
-    def _refresh_ended(self, room: int) -> None:
+    def _refresh_ended(self, room: int, left: int) -> None:
         """A request's steps were stored one after the other, so its beginning would be evicted first: once its last
         store is there, all of it goes as late as that, and its beginning last of all. From its end on, so that this
-        may take several steps."""
+        may take several steps: `left` are the blocks that this one may look at."""
         if not (self._finder.has_backlog and room) or len(self._leaving) > _MOST_LEAVING:
             last = next(reversed(self._pending_stores), 0)
             self._ended += [_Ended(last, tracked, tracked.offered_tokens) for tracked in self._leaving]
             self._leaving = []
-        oldest, left = next(iter(self._pending_stores), _NO_STORE), self._step_blocks
-        alignment = self._groups.alignment
+        oldest, alignment = next(iter(self._pending_stores), _NO_STORE), self._groups.alignment
         while left > 0 and self._ended and self._ended[0].last_store < oldest:
             last_store, tracked, end = self._ended.popleft()
             start = max(0, end - max(1, left // self._blocks_per_stride) * alignment)
