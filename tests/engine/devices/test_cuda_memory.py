@@ -1,0 +1,74 @@
+"""A pool that shrinks while the CUDA device copies: memory under a copy stays registered until the copy has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvstow.memory.pool import HostPool
+from kvstow.messages import DesiredState, Direction, Op, StepPlan
+from kvstow.worker import OffloadWorker
+
+Eventually = Callable[[Callable[[], object]], None]
+
+SLOTS = 8
+
+
+@pytest.fixture
+def start_copy(cuda: Any, make_cuda_rank: Any, new_fence: Any, eventually: Eventually) -> Any:
+    """A worker whose device was given a copy of the top slot, and waits for the host's work."""
+
+    ranks: list[Any] = []  # they keep the KV caches
+
+    def start(direction: Direction) -> OffloadWorker:
+        ranks.append(rank := make_cuda_rank(slots=SLOTS))
+        worker = OffloadWorker(0, rank.pool, rank.device)
+        fence, _ = new_fence()
+        worker.submit(StepPlan((Op(1, direction, (0,), (SLOTS - 1,)),)), fence)
+        eventually(lambda: {"copy", "gather", "scatter"} & {name for stream in cuda.streams for name in stream.names})
+        return worker
+
+    return start
+
+
+def _finish(cuda: Any, worker: OffloadWorker) -> str:
+    for _ in range(1000):
+        cuda.run()
+        if worker.wait_completions(0.01):
+            return worker.take_completions()[-1].mark
+    raise AssertionError("the copy does not end")
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_shrink_waits_for_the_copy(
+    cuda: Any, start_copy: Callable[[Direction], OffloadWorker], eventually: Eventually, direction: Direction
+) -> None:
+    worker = start_copy(direction)
+    worker.apply(DesiredState("engine", 1, number=1))
+    assert worker.pool._next_step() is None
+    assert worker.report().pinned_slots == 1, "no other copy begins above it"
+    assert _finish(cuda, worker) == "done"
+    eventually(lambda: worker.pool.status().chunks_done == 1)
+    assert cuda.offences == []
+    worker.close()
+
+
+def test_without_holds_memory_is_unregistered_under_the_copy(
+    cuda: Any,
+    start_copy: Callable[[Direction], OffloadWorker],
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def given_back_all_the_same(self: HostPool, chunks: Any) -> bool:
+        return chunks is not None and bool(chunks.last.first_slot >= self._target)
+
+    monkeypatch.setattr(HostPool, "_may_give_back", given_back_all_the_same)
+    monkeypatch.setattr(HostPool, "_decommit", lambda self, chunk: None)  # this copy shall not crash
+    worker = start_copy("store")
+    worker.apply(DesiredState("engine", 1, number=1))
+    eventually(lambda: cuda.offences)
+    assert cuda.offences[0] == "memory of the host is unregistered while a copy is to touch it"
+    _finish(cuda, worker)
+    worker.close()
