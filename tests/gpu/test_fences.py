@@ -57,6 +57,9 @@ def test_an_op_waits_for_its_own_fence_however_many_come_and_go_meanwhile(
     direction: str, strategy: str, make_rank: MakeRank, latch: Any, finish: Finish, created: list[bool]
 ) -> None:
     rank, other = make_rank([8192] * 4, strategy=strategy), torch.cuda.current_stream()
+    for tensor in rank.tensors:
+        tensor.fill_(1)  # CUDA loads a kernel at its first launch, and would wait for the closed latch to do so
+    torch.cuda.synchronize()
     kept = rank.blocks(_BLOCKS)
     assert finish(rank.store(_BLOCKS, _BLOCKS)) is TicketState.DONE
     del created[:]
