@@ -1,50 +1,60 @@
-"""The steps of the pool's host: what the host does now, and how much longer its steps take beside pinning."""
+"""The steps of the pool's host: what it does now, and the register calls that its own thread makes between them."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from statistics import median
-from typing import Literal, NamedTuple
+from typing import Literal
 
-HostState = Literal["starting", "idle", "launching", "waiting"]
+HostState = Literal["starting", "idle", "stepping"]
 
 IDLE_SECONDS = 0.02  # after a launch: the host has no work, or its device is busy for long
-_LAUNCH_SECONDS = 0.25  # a step that says for so long nothing of its launch was broken off
-_QUIET_EVERY = 8  # one step of so many has no pinning beside it
-_SAMPLES = 12  # comparisons that a verdict needs
+_LAUNCH_SECONDS = 0.25  # a step that takes so long to launch was broken off
+_SHARE = 0.05  # of the time between two launches, for calls of pinning
+_MOST_CREDIT = 0.004  # seconds saved up at most: a pause of the host must not be followed by many calls
 
 
-class _Step(NamedTuple):
-    seconds: float
-    beside_pinning: bool
+class _Offer:
+    """One call, made once, by whoever claims it first. Waiting for it and ending it allocate nothing, so they cannot
+    fail once the call has been made."""
 
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self.seconds: float | None = None
+        """What the call took of the host's time, if its thread made it."""
+        self._claim, self._done = threading.Lock(), threading.Lock()
+        self._done.acquire()
+        self.error: BaseException | None = None
 
-def nothing() -> None:
-    """Nobody waits for the host."""
+    def claim(self) -> bool:
+        return self._claim.acquire(blocking=False)
 
+    def make(self) -> None:
+        """For the thread that has claimed it, which then calls `end`. Raises nothing."""
+        try:
+            self._call()
+        except BaseException as error:  # noqa: BLE001 (raised by the thread that made the offer)
+            self.error = error
 
-class _Pinning:
-    """A context: work of pinning goes on beside the host. Leaving it cannot fail."""
+    def end(self) -> None:
+        self._done.release()
 
-    def __init__(self, steps: HostSteps) -> None:
-        self._steps = steps
-
-    def __enter__(self) -> None:
-        self._steps.note_pinning(True)
-
-    def __exit__(self, *error: object) -> None:
-        self._steps.note_pinning(False)
+    def wait(self, seconds: float) -> bool:
+        return self._done.acquire(timeout=seconds)
 
 
 class HostSteps:
-    """Times the host's steps, from launch to launch, and compares them.
+    """Knows what the host does, and lets its thread make calls that hold a lock of the driver.
 
-    The host's thread calls `begin` before it gives a step's work to the device, `launched` after it, and `end` last: a
-    step that ends without a launch had no work for the device, and is not timed. Each call takes about a microsecond
-    and no lock. The pinning thread calls everything else. Each field is written by one of the two threads and read as
-    a whole by the other, so no lock is needed.
+    A call on another thread makes the host wait for the lock, for the interpreter and for being woken, whenever it
+    launches something: twice the call's own time was measured. So while the host makes steps, its thread makes the
+    call itself, right after a launch: what it pays is the call, and nothing where it would have waited for its device.
+    All calls together take at most a twentieth of the time between launches.
+
+    The host's thread calls `begin` before it gives a step's work to the device, `launched` after it, and `end` last; a
+    step that ends without a launch had no work for the device. Without an offer each takes about a microsecond and no
+    lock. `run` is called by the pinning thread, one call at a time; everything else by any thread.
 
     A host that never begins a step counts as idle, once it has started.
     """
@@ -53,79 +63,76 @@ class HostSteps:
         self._clock = clock
         self.is_starting = False
         """The host says that it is starting up: it makes no steps yet, but is not idle either."""
-        self.on_change: Callable[[], None] = nothing
-        """Called by the host's thread when `state` changes while somebody waits for it; must not block."""
+        self._is_closed = False
         self._is_launching = False
         self._changed: float | None = None  # when it last began or ended to launch
-        self._launched: float | None = None  # the step before, unless the host has been idle since
-        self._number = 1
-        self._steps: deque[_Step | None] = deque(maxlen=_QUIET_EVERY * _SAMPLES + 2)
-        self._is_pinning = self._was_pinning = False
-        self.pinning = _Pinning(self)
-        """The pinning thread works inside of it."""
+        self._launched: float | None = None
+        self._interval = 0.0
+        self._credit = 0.0
+        self._expected = 0.0
+        self._offer: _Offer | None = None
 
-    # The host's thread.
+    @property
+    def call_seconds(self) -> float:
+        """What one step can pay for a call, by the time between the last two launches."""
+        return self._interval * _SHARE
 
     def begin(self) -> None:
         """The host begins to launch the work of a step."""
-        now = self._clock()
         self.is_starting = False
-        if self.state(now) == "idle":
-            self._launched = None  # the time says nothing: the host waited for work, or for its device
-        self._is_launching, self._changed = True, now
-        self.on_change()
+        self._is_launching, self._changed = True, self._clock()
 
     def launched(self) -> None:
-        """The device has the work of the step."""
+        """The device has the work of the step. Makes the call that is offered, if the steps since the last one pay for
+        it; never raises."""
         now = self._clock()
-        if self._launched is None:
-            self._steps.append(None)
-        else:
-            self._steps.append(_Step(now - self._launched, self._was_pinning))
+        if self._launched is not None:
+            self._interval = now - self._launched
+            self._credit = min(self._credit + self._interval * _SHARE, max(_MOST_CREDIT, self._expected))
         self._launched = now
-        self._was_pinning = self._is_pinning
-        self._number += 1
+        offer = self._offer
+        if offer is not None and self._credit >= self._expected and offer.claim():
+            offer.make()
+            made = self._clock()
+            offer.seconds = made - now
+            offer.end()
+            self._credit -= made - now
+            now = made
         self._is_launching, self._changed = False, now
-        self.on_change()
 
     def end(self) -> None:
         """The step has ended, with or without work for the device."""
         if self._is_launching:
             self._is_launching, self._changed = False, self._clock()
-            self.on_change()
 
-    # The pinning thread.
+    def close(self) -> None:
+        """Make no more calls on the host's thread, except for one that is under way."""
+        self._is_closed = True
 
     def state(self, now: float) -> HostState:
         if self.is_starting:
             return "starting"
-        if self._changed is None:
+        if self._changed is None or self._is_closed:
             return "idle"
-        if self._is_launching:
-            return "launching" if now - self._changed < _LAUNCH_SECONDS else "idle"
-        return "waiting" if now - self._changed < IDLE_SECONDS else "idle"
+        return "stepping" if now - self._changed < (_LAUNCH_SECONDS if self._is_launching else IDLE_SECONDS) else "idle"
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether pinning leaves the host alone until its next launch, to compare other steps with this one."""
-        return self._number % _QUIET_EVERY == 0
-
-    def note_pinning(self, is_pinning: bool) -> None:
-        """Work of pinning begins or ends; `pinning` calls it."""
-        self._is_pinning = is_pinning
-        self._was_pinning |= is_pinning
-
-    def take_slowdown(self) -> float | None:
-        """How many times as long steps take beside pinning as quiet ones between them, in the median of the last few
-        comparisons; None until there are enough new ones."""
-        steps = list(self._steps)
-        ratios = []
-        for before, quiet, after in zip(steps, steps[1:], steps[2:], strict=False):
-            if quiet and not quiet.beside_pinning and quiet.seconds > 0:
-                beside = [step.seconds for step in (before, after) if step and step.beside_pinning]
-                if beside:
-                    ratios.append(sum(beside) / len(beside) / quiet.seconds)
-        if len(ratios) < _SAMPLES:
-            return None
-        self._steps.clear()
-        return median(ratios)
+    def run(self, call: Callable[[], None], seconds: float) -> float | None:
+        """Make `call`, expected to take `seconds`: on the host's thread while it makes steps, else on this one. Returns
+        when it is made, with the seconds that it took of the host if it did, and raises what the call raised."""
+        offer = _Offer(call)
+        self._expected = seconds
+        self._offer = offer
+        try:
+            while self.state(self._clock()) == "stepping":
+                if offer.wait(IDLE_SECONDS):
+                    break
+            else:
+                if offer.claim():
+                    offer.make()
+                else:
+                    offer.wait(-1)
+        finally:
+            self._offer = None
+        if offer.error is not None:
+            raise offer.error
+        return offer.seconds

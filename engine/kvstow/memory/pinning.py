@@ -7,8 +7,8 @@ from typing import Protocol
 
 
 class Registrar(Protocol):
-    """Registers a pool's memory, range by range. All calls come from one thread, the pool's pinning thread
-    (`unregister` also from the thread that closes the pool, after the pinning thread has ended)."""
+    """Registers a pool's memory, range by range. Calls come one at a time: from the pool's pinning thread, from its
+    host's (see `HostSteps`), and at last from the one that closes the pool."""
 
     @property
     def mode(self) -> str:

@@ -17,7 +17,7 @@ from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinEr
 from kvstow.listeners import Listeners
 from kvstow.memory.allowance import Allowance
 from kvstow.memory.chunks import Chunk, ChunkGrid, PinnedChunks
-from kvstow.memory.hoststeps import HostSteps, nothing
+from kvstow.memory.hoststeps import HostSteps
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.numa import bytes_by_node, prefer_node
 from kvstow.memory.pace import pace_of
@@ -65,9 +65,10 @@ class HostPool:
     top, by whole chunks, and never while somebody holds it. A failed chunk leaves nothing of itself behind
     and stops growth, not the pool; no error ends the pinning thread. After `close` nothing is left.
 
-    The pinning thread populates a chunk while the pause after the one before lasts, and then registers it, in calls
-    whose size and distance a `Pace` gives. Never both at once, on two threads: register calls beside populating were
-    measured to take up to 2.3 ms in place of 0.6 (p99), and others wait for them, for no higher rate.
+    The pinning thread populates a chunk while the pause after the one before lasts. Then the chunk is registered, by a
+    call whose size and moment a `Pace` gives; while the host makes steps, its own thread makes the call (`steps`). Never
+    populating and registering at once: register calls beside populating were measured to take up to 2.3 ms in place of
+    0.6 (p99), and others wait for them, for no higher rate.
 
     Assumes: whoever copies to or from slots holds their memory (`hold`), from before the copy begins until the device
     no longer touches it. `close` waits for the last of them.
@@ -226,6 +227,7 @@ class HostPool:
         """Stop pinning at the next chunk, unregister, give the memory back; idempotent, safe at any moment."""
         with self._state:
             self._closing = True
+            self.steps.close()
             self._state.notify_all()
             thread = self._thread
         if thread is not None:
@@ -289,19 +291,16 @@ class HostPool:
         if not self._prepared:
             self._registrar.prepare_thread()
             self._prepared = True
-        if not self._wait_until_zero(self._pace.rest):
-            return
         self._allowance.require(*self._pages(chunk))
         self._commit(chunk)
         try:
             start, end = self._pages(chunk)
             nodes = bytes_by_node(self.address + start, end - start, _NODE_STEP)
             chunks = PinnedChunks.on(self._chunks, chunk, nodes)
-            if not self._wait_until_zero(self._pace.delay):
+            if not self._wait_for_turn():
                 return
             started = self._cpu_clock()
-            with self.steps.pinning:
-                self._registrar.register(self.address + chunk.offset, chunk.num_bytes)
+            of_host = self._call(self._registrar.register, chunk)
         except BaseException:
             self._decommit(chunk)
             raise
@@ -310,11 +309,11 @@ class HostPool:
             self._progress.record(self._covered() * self.slot_bytes)
             if self._covered() >= self._target:
                 self._progress.end()
-        self._pace.record(chunk.num_bytes, self._cpu_clock() - started, self._clock())
+        self._record(chunk, started, of_host)
 
     def _shrink(self) -> None:
         """Give the last chunk back, unless the target has grown or somebody holds it in the meantime."""
-        if not self._wait_until_zero(self._pace.delay):
+        if not self._wait_for_turn():
             return
         with self._state:
             chunks = self._chunks
@@ -324,34 +323,40 @@ class HostPool:
         chunk = chunks.last
         started = self._cpu_clock()
         try:
-            with self.steps.pinning:
-                self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
+            of_host = self._call(self._registrar.unregister, chunk)
         except BaseException:
             with self._state:
                 self._chunks = chunks  # it is pinned still: `close` or the next attempt sees to it
             raise
         self._decommit(chunk)
-        self._pace.record(chunk.num_bytes, self._cpu_clock() - started, self._clock())
+        self._record(chunk, started, of_host)
 
-    def _wait_until_zero(self, delay: Callable[[float], float]) -> bool:
-        """Wait until `delay(now)` is 0, asking again whenever the host's step goes on; False when the pool closes."""
+    def _wait_for_turn(self) -> bool:
+        """Let others at the driver's lock for as long as the pace says; False when the pool closes."""
         with self._state:
-            self.steps.on_change = self._wake
-            while not self._closing and (seconds := delay(self._clock())) > 0:
+            while not self._closing and (seconds := self._pace.delay(self._clock())) > 0:
                 self._state.wait(seconds)
-            self.steps.on_change = nothing
             return not self._closing
 
-    def _wake(self) -> None:
-        with self._state:
-            self._state.notify_all()
+    def _call(self, call: Callable[[int, int], None], chunk: Chunk) -> float | None:
+        """Register or unregister the chunk, on the thread that the pace wants; the seconds that it took of the host, if
+        that is the host's."""
+        made = partial(call, self.address + chunk.offset, chunk.num_bytes)
+        if (expected := self._pace.call_seconds) is None:
+            made()
+            return None
+        return self.steps.run(made, expected)
+
+    def _record(self, chunk: Chunk, started: float, of_host: float | None) -> None:
+        """Tell the pace how long a call held the driver's lock, which began when this thread had used `started`."""
+        seconds = self._cpu_clock() - started if of_host is None else of_host
+        self._pace.record(chunk.num_bytes, seconds, self._clock())
 
     def _commit(self, chunk: Chunk) -> None:
         start, end = self._pages(chunk)
         if start < end:
             threads = _POPULATORS if self.steps.state(self._clock()) == "idle" else 1
-            with self.steps.pinning:
-                self._region.commit(start, end - start, plenty=self._allowance.is_plenty, threads=threads)
+            self._region.commit(start, end - start, plenty=self._allowance.is_plenty, threads=threads)
         with self._state:
             self._resident_bytes = end
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 
 from kvstow.memory.hoststeps import IDLE_SECONDS, HostSteps
 from kvstow.testing.clock import FakeClock
 
-QUIET_EVERY = 8
+Eventually = Callable[[Callable[[], object]], None]
 
 
 class Host:
@@ -22,29 +25,40 @@ class Host:
         self.steps.end()
         self.clock.advance(seconds / 2)
 
-    def empty_step(self) -> None:
-        """One without work for the device."""
-        self.steps.begin()
-        self.clock.advance(0.0001)
-        self.steps.end()
-
-    def serve(self, number: int, *, beside: float, quiet: float, empty: bool = False) -> None:
-        """Steps that take `beside` seconds beside pinning, `quiet` without; with `empty`, others between them."""
-        for _ in range(number):
-            is_quiet = self.steps.is_quiet
-            if not is_quiet:
-                with self.steps.pinning:
-                    pass
-            if empty:
-                self.empty_step()
-            self.steps.begin()
-            self.clock.advance(quiet if is_quiet else beside)
-            self.steps.launched()
-            self.steps.end()
-
     @property
     def state(self) -> str:
         return self.steps.state(self.clock())
+
+
+class Calls:
+    """Calls that a thread of their own offers, each of so many seconds; on which thread they were made."""
+
+    def __init__(self, host: Host, seconds: float, number: int = 1, error: Exception | None = None) -> None:
+        self.made_by: list[threading.Thread] = []
+        self.errors: list[Exception] = []
+        self._host, self._seconds, self._number, self._error = host, seconds, number, error
+        self._seen: object = None
+        self.thread = threading.Thread(target=self._offer, daemon=True)
+        self.thread.start()
+
+    def wait_for_offer(self, eventually: Eventually) -> None:
+        """The next one, after those that were waited for before."""
+        before = self._seen
+        eventually(lambda: self._host.steps._offer not in (None, before))
+        self._seen = self._host.steps._offer
+
+    def _offer(self) -> None:
+        for _ in range(self._number):
+            try:
+                self._host.steps.run(self._call, self._seconds)
+            except ValueError as error:
+                self.errors.append(error)
+
+    def _call(self) -> None:
+        self.made_by.append(threading.current_thread())
+        self._host.clock.advance(self._seconds)
+        if self._error is not None:
+            raise self._error
 
 
 def test_a_host_that_never_begins_a_step_is_idle_once_it_has_started() -> None:
@@ -56,12 +70,12 @@ def test_a_host_that_never_begins_a_step_is_idle_once_it_has_started() -> None:
     assert not host.steps.is_starting, "whoever makes steps has started"
 
 
-def test_a_host_launches_then_waits_and_is_idle_when_it_waits_for_long() -> None:
+def test_a_host_is_idle_when_it_has_waited_for_long() -> None:
     host = Host()
     host.steps.begin()
-    assert host.state == "launching"
+    assert host.state == "stepping"
     host.steps.launched()
-    assert host.state == "waiting"
+    assert host.state == "stepping"
     host.clock.advance(IDLE_SECONDS)
     assert host.state == "idle", "its device is busy for long, or it has no work"
 
@@ -73,56 +87,115 @@ def test_a_step_that_never_ends_does_not_hold_up_pinning_for_good() -> None:
     assert host.state == "idle"
 
 
-def test_a_step_without_work_for_the_device_ends_its_launch() -> None:
+def test_a_step_without_work_for_the_device_is_no_step_to_pay_with() -> None:
     host = Host()
-    host.empty_step()
-    assert host.state == "waiting"
+    host.step(0.010)
+    for _ in range(1000):
+        host.steps.begin()
+        host.steps.end()
+    host.clock.advance(0.015)
+    assert host.state == "stepping"
+    host.step(0.010)
+    assert host.steps.call_seconds == pytest.approx(0.05 * 0.025), "from launch to launch"
 
 
-@pytest.mark.parametrize("empty", [False, True])
-def test_steps_beside_pinning_are_compared_with_the_quiet_ones_between_them(empty: bool) -> None:
-    slowed, unharmed = Host(), Host()
-    slowed.serve(QUIET_EVERY * 14, beside=0.012, quiet=0.010, empty=empty)
-    unharmed.serve(QUIET_EVERY * 14, beside=0.010, quiet=0.010, empty=empty)
-    assert slowed.steps.take_slowdown() == pytest.approx(1.2, abs=0.01)
-    assert unharmed.steps.take_slowdown() == pytest.approx(1.0)
-
-
-def test_too_few_comparisons_are_no_verdict_and_none_counts_twice() -> None:
+@pytest.mark.parametrize("is_starting", [False, True])
+def test_beside_a_host_without_steps_the_call_is_made_at_once_by_whoever_offers_it(is_starting: bool) -> None:
     host = Host()
-    host.serve(QUIET_EVERY * 5, beside=0.012, quiet=0.010)
-    assert host.steps.take_slowdown() is None
-    host.serve(QUIET_EVERY * 14, beside=0.012, quiet=0.010)
-    assert host.steps.take_slowdown() is not None
-    assert host.steps.take_slowdown() is None
+    host.steps.is_starting = is_starting
+    calls = Calls(host, 0.001)
+    calls.thread.join(10)
+    assert calls.made_by == [calls.thread]
 
 
-def test_a_machine_that_changes_its_speed_is_not_taken_for_pinning() -> None:
+def test_while_the_host_makes_steps_its_own_thread_makes_the_calls_for_a_twentieth_of_its_time(
+    eventually: Eventually,
+) -> None:
     host = Host()
-    host.serve(QUIET_EVERY * 7, beside=0.005, quiet=0.005)
-    host.serve(QUIET_EVERY * 7, beside=0.010, quiet=0.010)
-    assert host.steps.take_slowdown() == pytest.approx(1.0)
+    host.step(0.010)
+    began = host.clock()
+    calls = Calls(host, 0.0009, number=1000)
+    calls.wait_for_offer(eventually)
+    made = []
+    for _ in range(400):
+        before = len(calls.made_by)
+        host.step(0.010)
+        made.append(len(calls.made_by))
+        if made[-1] > before:
+            calls.wait_for_offer(eventually)
+    assert set(calls.made_by) == {threading.current_thread()}
+    assert made[:4] == [0, 1, 1, 2], "two steps of 10 ms pay for a call of 0.9 ms"
+    assert made[-1] * 0.0009 == pytest.approx(0.05 * (host.clock() - began), rel=0.01)
+    host.clock.advance(IDLE_SECONDS)
+    calls.thread.join(10)
+    assert len(calls.made_by) == 1000
+    assert calls.made_by[-1] is calls.thread, "an idle host leaves the rest to the pinning thread"
 
 
-def test_steps_in_which_the_host_had_to_wait_are_not_compared() -> None:
+def test_a_call_that_is_longer_than_what_is_saved_up_is_made_all_the_same(eventually: Eventually) -> None:
     host = Host()
-    for _ in range(QUIET_EVERY * 14):
-        host.serve(1, beside=0.001, quiet=0.001)
-        host.clock.advance(IDLE_SECONDS * 5)
-    assert host.steps.take_slowdown() is None
+    host.step(0.010)
+    calls = Calls(host, 0.020)
+    calls.wait_for_offer(eventually)
+    for _ in range(41):
+        host.step(0.010)
+    assert calls.made_by == [threading.current_thread()]
+    calls.thread.join(10)
 
 
-def test_work_that_goes_on_into_a_quiet_step_is_seen_in_it() -> None:
+def test_a_long_pause_of_the_host_is_not_followed_by_many_calls(eventually: Eventually) -> None:
     host = Host()
-    with host.steps.pinning:
-        for _ in range(QUIET_EVERY * 14):
-            host.step(0.005)
-    assert host.steps.take_slowdown() is None, "there was no quiet step to compare with"
+    host.step(0.010)
+    host.clock.advance(3600.0)
+    host.step(0.001)
+    calls = Calls(host, 0.0019, number=3)
+    for expected in (1, 2, 2, 2):
+        if expected > len(calls.made_by):
+            calls.wait_for_offer(eventually)
+        host.step(0.001)
+        assert len(calls.made_by) == expected, "4 ms are saved up at most"
+    host.clock.advance(IDLE_SECONDS)
+    calls.thread.join(10)
 
 
-def test_whoever_waits_for_the_host_hears_of_each_change() -> None:
-    host, heard = Host(), list[str]()
-    host.steps.on_change = lambda: heard.append(host.state)
-    host.step(0.002)
-    host.empty_step()
-    assert heard == ["launching", "waiting", "launching", "waiting"]
+@pytest.mark.parametrize("is_stepping", [False, True])
+def test_what_a_call_raises_reaches_the_pinning_thread_and_never_the_host(
+    is_stepping: bool, eventually: Eventually
+) -> None:
+    host, error = Host(), ValueError("refused")
+    if is_stepping:
+        host.step(0.010)
+    calls = Calls(host, 0.0001, error=error)
+    if is_stepping:
+        calls.wait_for_offer(eventually)
+        host.step(0.010)
+    calls.thread.join(10)
+    assert calls.errors == [error]
+    assert calls.made_by == [threading.current_thread() if is_stepping else calls.thread]
+    assert host.steps._offer is None
+
+
+def test_a_call_is_made_once_whoever_claims_it_first(eventually: Eventually) -> None:
+    """The host goes idle just as it begins to make the call: the pinning thread waits for it."""
+    host, begun, go_on = Host(), threading.Event(), threading.Event()
+    made: list[int] = []
+
+    def call() -> None:
+        made.append(1)
+        begun.set()
+        assert go_on.wait(10)
+
+    host.step(0.010)
+    offering = threading.Thread(target=host.steps.run, args=(call, 0.0001), daemon=True)
+    offering.start()
+    eventually(lambda: host.steps._offer is not None)
+    stepping = threading.Thread(target=host.step, args=(0.010,), daemon=True)
+    stepping.start()
+    assert begun.wait(10)
+    host.clock.advance(IDLE_SECONDS * 100)
+    offering.join(IDLE_SECONDS * 5)
+    assert offering.is_alive(), "the call is under way"
+    go_on.set()
+    offering.join(10)
+    stepping.join(10)
+    assert made == [1]

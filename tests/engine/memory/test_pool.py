@@ -431,62 +431,67 @@ def test_an_adaptive_pace_follows_the_time_of_the_register_calls(make_pool: Make
     assert {size // MIB for size in Timed.sizes[1:-1]} == {10}, "2.5 ms each at 4 GiB/s"
 
 
-def test_pinning_leaves_the_hosts_quiet_steps_alone(
-    make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pace", ["adaptive", "fixed"])
+def test_beside_a_host_that_makes_steps_its_thread_registers_and_gives_back(
+    pace: str, make_pool: MakePool, eventually: Eventually
 ) -> None:
-    clock, asked = FakeClock(), threading.Event()
-    pool = make_pool(clock=clock, cpu_clock=clock, chunk_bytes=None, pause=None)
-    for _ in range(7):
-        pool.steps.begin()
-        pool.steps.launched()
-    assert pool.steps.is_quiet, "the eighth"
-    rest = pool._pace.rest
-
-    def noted(now: float) -> float:
-        asked.set()
-        return rest(now)
-
-    monkeypatch.setattr(pool._pace, "rest", noted)
-    pool.start()
-    assert asked.wait(10)
-    assert (pool.pinned_slots, pool.status().resident_bytes) == (0, 0)
-    pool.steps.begin()
-    pool.steps.launched()
-    eventually(pinned(pool, 16))
-
-
-def test_a_call_that_waits_for_the_host_begins_when_the_step_is_launched(
-    make_pool: MakePool, eventually: Eventually
-) -> None:
-    """By the host's own word: the clock stands still."""
-    clock = FakeClock()
-    pool = make_pool(clock=clock, cpu_clock=clock, pool_bytes=32 * MIB, chunk_bytes=None, pause=None)
-
-    def launch() -> None:
-        pool.steps.begin()
-        clock.advance(0.001)  # the next call is due
-
-    pool.add_listener(launch)
-    pool.start()
-    eventually(lambda: pool.status().resident_bytes == 32 * MIB)
-    assert pool.status().pinned_bytes == 16 * MIB
-    pool.steps.launched()
-    eventually(pinned(pool, 32 * 256))
-
-
-def test_work_of_pinning_is_noted_while_it_lasts(make_pool: MakePool, eventually: Eventually) -> None:
-    seen: list[bool] = []
+    threads: list[threading.Thread] = []
 
     class Looking(FakeRegistrar):
         def register(self, address: int, num_bytes: int) -> None:
             super().register(address, num_bytes)
-            seen.append(pool.steps._is_pinning)
+            threads.append(threading.current_thread())
 
-    pool = make_pool(Looking())
+        def unregister(self, address: int, num_bytes: int) -> None:
+            super().unregister(address, num_bytes)
+            threads.append(threading.current_thread())
+
+    clock = FakeClock()
+    config = {"chunk_bytes": None, "pause": None} if pace == "adaptive" else {"chunk_bytes": 16 * MIB}
+    pool = make_pool(Looking(), clock=clock, cpu_clock=clock, pool_bytes=32 * MIB, max_bytes=48 * MIB, **config)
+
+    def step() -> bool:
+        pool.steps.begin()
+        clock.advance(0.010)
+        pool.steps.launched()
+        pool.steps.end()
+        return True
+
+    step()
     pool.start()
-    eventually(pinned(pool, 16))
-    assert seen == [True] * 4
-    assert not pool.steps._is_pinning
+    eventually(lambda: step() and pool.status().state == "ready")
+    pool.set_target(0)
+    eventually(lambda: step() and pool.status().resident_bytes == 0)
+    assert (threading.current_thread() in threads) == (pace == "adaptive")
+    assert len(set(threads)) == 1
+
+
+def test_closing_does_not_wait_for_the_hosts_next_step(make_pool: MakePool, eventually: Eventually) -> None:
+    registrar, clock = FakeRegistrar(), FakeClock()
+    pool = make_pool(registrar, clock=clock, cpu_clock=clock, chunk_bytes=None, pause=None)
+    pool.steps.begin()  # and nothing after it: the clock stands still
+    pool.start()
+    eventually(lambda: pool.steps._offer is not None)
+    pool.close()
+    assert registrar.registered == {}
+
+
+def test_a_chunk_that_the_hosts_thread_cannot_register_degrades_the_pool_alone(
+    make_pool: MakePool, eventually: Eventually
+) -> None:
+    registrar, clock = FakeRegistrar({0: PinError("driver", "refused")}), FakeClock()
+    pool = make_pool(registrar, clock=clock, cpu_clock=clock, chunk_bytes=None, pause=None)
+    pool.start()
+
+    def step() -> bool:
+        pool.steps.begin()
+        clock.advance(0.010)
+        pool.steps.launched()
+        return True
+
+    step()
+    eventually(lambda: step() and pool.status().state == "degraded")
+    assert (pool.status().resident_bytes, pool.status().error) == (0, "refused")
 
 
 def test_the_memory_shall_come_from_the_node_of_the_device(
