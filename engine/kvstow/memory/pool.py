@@ -66,9 +66,9 @@ class HostPool:
     and stops growth, not the pool; no error ends the pinning thread. After `close` nothing is left.
 
     The pinning thread populates a chunk while the pause after the one before lasts. Then the chunk is registered, by a
-    call whose size and moment a `Pace` gives; while the host makes steps, its own thread makes the call (`steps`). Never
-    populating and registering at once: register calls beside populating were measured to take up to 2.3 ms in place of
-    0.6 (p99), and others wait for them, for no higher rate.
+    call whose size and moment a `Pace` gives; while the host makes steps, its own thread makes the call (`steps`).
+    Never populating and registering at once: register calls beside populating were measured to take up to 2.3 ms in
+    place of 0.6 (p99), and others wait for them, for no higher rate.
 
     Assumes: whoever copies to or from slots holds their memory (`hold`), from before the copy begins until the device
     no longer touches it. `close` waits for the last of them.
