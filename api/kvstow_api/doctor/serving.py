@@ -11,8 +11,8 @@ from kvstow_api.words import bypassed
 _READINESS_FIXES = {
     "engine": "the log says when it began and why; restart the process",
     "ranks": "see the rank's log (kvstow.agent); one that has failed comes back only with a restart of its process",
-    "transfers": "`kvstow get transfers` names the ranks they wait for: see their logs and GPUs; "
-    "a rank that does not go on needs a restart",
+    "transfers": "`kvstow get transfers` names the ranks they wait for: see their logs and GPUs; where that is the "
+    "host, see the log of the process that plans transfers; what does not go on needs a restart",
     "pool": "`kvstow get ranks` shows how far each rank is",
     "pinned": "`kvstow get ranks` shows how far each rank is",
     "loop": "give the process more CPU, or find what keeps it busy",

@@ -39,7 +39,7 @@ def fail_rank(state: ControlState, rank: int) -> None:
 def give_up(state: ControlState, entry: OpenOp, now: float) -> None:
     """A transfer is stuck. A store fails now: what the silent rank may still read of its blocks goes into slots
     in quarantine. A load goes on waiting, because that rank may still write its blocks."""
-    op, reason = entry.op, _stuck_reason(state, entry, now)
+    op, reason = entry.op, stuck_reason(state, entry, now)
     state.counters.errors["transfer_stuck"] += 1
     state.log(
         ERROR,
@@ -60,7 +60,7 @@ def idle_ranks(state: ControlState, entry: OpenOp, now: float) -> list[int]:
     return [rank for rank in sorted(entry.pending) if state.ranks.idle_since(rank, entry.started, now)]
 
 
-def _stuck_reason(state: ControlState, entry: OpenOp, now: float) -> str:
+def stuck_reason(state: ControlState, entry: OpenOp, now: float) -> str:
     """Who keeps the op from ending: ranks that work on it, or the host."""
     idle = idle_ranks(state, entry, now)
     busy = sorted(entry.pending.difference(idle))

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from kvstow.control.ledger import OpenOp
-from kvstow.control.settlement import idle_ranks
+from kvstow.control.settlement import idle_ranks, stuck_reason
 from kvstow.control.state import ControlState
 from kvstow.control.sweep import SLICE_SLOTS
 from kvstow.stats import (
@@ -188,7 +188,7 @@ def _trouble(state: ControlState, now: float) -> str:
     if state.integrity_error:
         return f"the books do not balance: {state.integrity_error}"
     if state.ledger.num_stuck:
-        return f"{state.ledger.num_stuck} transfers are stuck"
+        return f"{state.ledger.num_stuck} transfers are stuck: {_oldest_reason(state, now)}"
     for record in state.ranks.records():
         if record.report is None:
             continue
@@ -198,6 +198,13 @@ def _trouble(state: ControlState, now: float) -> str:
         if age > state.config.report_timeout:
             return f"rank {record.rank} has been silent for {age:.1f} s"
     return ""
+
+
+def _oldest_reason(state: ControlState, now: float) -> str:
+    """Who keeps the oldest op from ending."""
+    oldest = state.ledger.oldest()
+    assert oldest is not None
+    return stuck_reason(state, oldest, now)
 
 
 def _transfer(entry: OpenOp, state: ControlState, now: float) -> TransferView:

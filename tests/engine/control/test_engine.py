@@ -408,6 +408,7 @@ def test_what_the_host_has_not_collected_is_not_laid_to_the_ranks(
     (settled,) = engine.take_settled()
     host = "the host has not submitted it, or lost its answer: ranks [1] have nothing under way"
     assert settled.error == f"ranks [0] have not finished it; {host}"
+    assert engine.readiness().reason == f"1 transfers are stuck: ranks [0] have not finished it; {host}"
     assert host in caplog.text
     (view,) = engine.transfers()
     assert (view.pending_ranks, view.idle_ranks) == ((0, 1), (1,))
