@@ -26,8 +26,7 @@ import torch
 
 from bench.report import Table
 from kvstow.config import PoolConfig
-from kvstow.memory import numa, region
-from kvstow.memory import pool as pool_module
+from kvstow.memory import chunkmemory, numa, region
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.pinning import PopulateOnly, Registrar
 from kvstow.memory.pool import HostPool
@@ -200,7 +199,7 @@ def _work(name: str, memory: Memory, registrar: Registrar) -> Callable[[], int]:
         return _CHUNK
 
     def nodes() -> int:
-        numa.bytes_by_node(address + following(), _CHUNK, pool_module._NODE_STEP)
+        numa.bytes_by_node(address + following(), _CHUNK, chunkmemory._NODE_STEP)
         return _CHUNK
 
     return {

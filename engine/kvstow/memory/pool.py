@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import Counter
@@ -16,18 +15,15 @@ from kvstow.config import PoolConfig
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
 from kvstow.listeners import Listeners
 from kvstow.memory.allowance import Allowance
+from kvstow.memory.chunkmemory import ChunkMemory
 from kvstow.memory.chunks import Chunk, ChunkGrid, PinnedChunks
 from kvstow.memory.hoststeps import HostSteps
 from kvstow.memory.limits import MemoryLimits, limits_of
-from kvstow.memory.numa import bytes_by_node, prefer_node
 from kvstow.memory.pace import pace_of
 from kvstow.memory.pinning import PinProgress, PopulateOnly, Registrar
-from kvstow.memory.region import HostRegion, round_up
 from kvstow.memory.status import PoolState, PoolStatus
 
 _DEFECT = "internal"  # the reason of failures that are not a `PinError`
-_POPULATORS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads, while the host is idle; else one
-_NODE_STEP = 16 << 20  # bytes between two looks at where memory lies: they keep the interpreter
 
 logger = logging.getLogger("kvstow.pool")
 
@@ -103,24 +99,28 @@ class HostPool:
         self._held: Counter[int] = Counter()  # by the slot at which it ends
         self._target = config.capacity_slots
         self._chunks: PinnedChunks | None = None
-        self._resident_bytes = 0  # from the start of the region
-        self._allowance = Allowance(limits.shortage, clock)
         self._failure: _Failure | None = None
         self._pin_failures: Counter[str] = Counter()
         self._progress = PinProgress(clock)
         self._clock = clock
-        self._cpu_clock = cpu_clock
-        self._paused = self._closing = self._prepared = False
+        self._paused = self._closing = False
         self._listeners = Listeners()
         self._thread: threading.Thread | None = None
-        self._region = HostRegion(self._grid.region_bytes, config.huge_pages)
-        self._numa_notice: str | None = None
-        if numa_node is not None:
-            self._numa_notice = prefer_node(self._region.address, self._region.num_bytes, numa_node)
+        self._memory = ChunkMemory(
+            self._grid.region_bytes,
+            config.huge_pages,
+            self._registrar,
+            Allowance(limits.shortage, clock),
+            self._pace,
+            self.steps,
+            clock=clock,
+            cpu_clock=cpu_clock,
+            numa_node=numa_node,
+        )
 
     @property
     def address(self) -> int:
-        return self._region.address
+        return self._memory.address
 
     @property
     def slot_bytes(self) -> int:
@@ -208,10 +208,10 @@ class HostPool:
                 target_slots=self._target,
                 pinned_bytes=pinned * self.slot_bytes,
                 target_bytes=self._target * self.slot_bytes,
-                resident_bytes=self._resident_bytes,
+                resident_bytes=self._memory.resident_bytes,
                 locked_bytes=self._registrar.locked_bytes,
                 pin_mode=self._registrar.mode,
-                notice="; ".join(filter(None, (self._registrar.notice, self._numa_notice))) or None,
+                notice="; ".join(filter(None, (self._registrar.notice, self._memory.numa_notice))) or None,
                 pin_rate_bytes_per_second=self._progress.rate,
                 pin_elapsed_seconds=self._progress.elapsed,
                 chunks_done=done,
@@ -239,19 +239,13 @@ class HostPool:
 
     def _give_back_all(self) -> None:
         with self._state:
-            chunks, self._chunks, self._resident_bytes = self._chunks, None, 0
+            chunks, self._chunks = self._chunks, None
         try:
             while chunks is not None:
-                self._unregister_at_close(chunks.last)
+                self._memory.unregister_at_close(chunks.last)
                 chunks = chunks.below
         finally:
-            self._region.close()
-
-    def _unregister_at_close(self, chunk: Chunk) -> None:
-        try:
-            self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
-        except Exception as error:  # noqa: BLE001 - the other chunks are unregistered all the same
-            logger.warning("could not unregister slots %d-%d: %s", chunk.first_slot, chunk.end_slot - 1, error)
+            self._memory.close()
 
     # The pinning thread.
 
@@ -288,28 +282,21 @@ class HostPool:
     def _grow(self, chunk: Chunk) -> None:
         with self._state:
             self._progress.begin(self._covered() * self.slot_bytes)
-        if not self._prepared:
-            self._registrar.prepare_thread()
-            self._prepared = True
-        self._allowance.require(*self._pages(chunk))
-        self._commit(chunk)
+        self._memory.commit(chunk)
         try:
-            start, end = self._pages(chunk)
-            nodes = bytes_by_node(self.address + start, end - start, _NODE_STEP)
-            chunks = PinnedChunks.on(self._chunks, chunk, nodes)
+            chunks = PinnedChunks.on(self._chunks, chunk, self._memory.bytes_by_node(chunk))
             if not self._wait_for_turn():
                 return
-            started = self._cpu_clock()
-            of_host = self._call(self._registrar.register, chunk)
+            self._memory.register(chunk)
         except BaseException:
-            self._decommit(chunk)
+            self._memory.decommit(chunk)
             raise
         with self._state:
             self._chunks = chunks
             self._progress.record(self._covered() * self.slot_bytes)
             if self._covered() >= self._target:
                 self._progress.end()
-        self._record(chunk, started, of_host)
+        self._memory.record(chunk)
 
     def _shrink(self) -> None:
         """Give the last chunk back, unless the target has grown or somebody holds it in the meantime."""
@@ -320,16 +307,14 @@ class HostPool:
             if not self._may_give_back(chunks):
                 return
             self._chunks = chunks.below  # nobody can hold the chunk from now on
-        chunk = chunks.last
-        started = self._cpu_clock()
         try:
-            of_host = self._call(self._registrar.unregister, chunk)
+            self._memory.unregister(chunks.last)
         except BaseException:
             with self._state:
                 self._chunks = chunks  # it is pinned still: `close` or the next attempt sees to it
             raise
-        self._decommit(chunk)
-        self._record(chunk, started, of_host)
+        self._memory.decommit(chunks.last)
+        self._memory.record(chunks.last)
 
     def _wait_for_turn(self) -> bool:
         """Let others at the driver's lock for as long as the pace says; False when the pool closes."""
@@ -338,43 +323,8 @@ class HostPool:
                 self._state.wait(seconds)
             return not self._closing
 
-    def _call(self, call: Callable[[int, int], None], chunk: Chunk) -> float | None:
-        """Register or unregister the chunk, on the thread that the pace wants; the seconds that it took of the host, if
-        that is the host's."""
-        made = partial(call, self.address + chunk.offset, chunk.num_bytes)
-        if (expected := self._pace.call_seconds) is None:
-            made()
-            return None
-        return self.steps.run(made, expected)
-
-    def _record(self, chunk: Chunk, started: float, of_host: float | None) -> None:
-        """Tell the pace how long a call held the driver's lock, which began when this thread had used `started`."""
-        seconds = self._cpu_clock() - started if of_host is None else of_host
-        self._pace.record(chunk.num_bytes, seconds, self._clock())
-
-    def _commit(self, chunk: Chunk) -> None:
-        start, end = self._pages(chunk)
-        if start < end:
-            threads = _POPULATORS if self.steps.state(self._clock()) == "idle" else 1
-            self._region.commit(start, end - start, plenty=self._allowance.is_plenty, threads=threads)
-        with self._state:
-            self._resident_bytes = end
-
-    def _decommit(self, chunk: Chunk) -> None:
-        start, end = self._pages(chunk)
-        if start < end:
-            self._region.decommit(start, end - start)
-        with self._state:
-            self._resident_bytes = start
-
-    def _pages(self, chunk: Chunk) -> tuple[int, int]:
-        """Start and end of the chunk's own memory: the region's pages that begin in it. A reserved huge page on its
-        lower boundary is of the chunk before, and goes with that."""
-        page_bytes = self._region.page_bytes
-        return round_up(chunk.offset, page_bytes), round_up(chunk.end_offset, page_bytes)
-
     def _fail(self, reason: str, message: str) -> None:
-        self._allowance.forget()
+        self._memory.forget_allowance()
         with self._state:
             self._failure = _Failure(reason, message)
             self._pin_failures[reason] += 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvstow.memory.chunkmemory import ChunkMemory
 from kvstow.memory.pool import HostPool
 from kvstow.messages import DesiredState, Direction, Op, StepPlan
 from kvstow.worker import OffloadWorker
@@ -65,7 +66,7 @@ def test_without_holds_memory_is_unregistered_under_the_copy(
         return chunks is not None and bool(chunks.last.first_slot >= self._target)
 
     monkeypatch.setattr(HostPool, "_may_give_back", given_back_all_the_same)
-    monkeypatch.setattr(HostPool, "_decommit", lambda self, chunk: None)  # this copy shall not crash
+    monkeypatch.setattr(ChunkMemory, "decommit", lambda self, chunk: None)  # this copy shall not crash
     worker = start_copy("store")
     worker.apply(DesiredState("engine", 1, number=1))
     eventually(lambda: cuda.offences)

@@ -1,0 +1,126 @@
+"""The memory of a pool's chunks: populated, registered, unregistered and given back, one chunk at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from kvstow.config import HugePages
+from kvstow.memory.allowance import Allowance
+from kvstow.memory.chunks import Chunk
+from kvstow.memory.hoststeps import HostSteps
+from kvstow.memory.numa import bytes_by_node, prefer_node
+from kvstow.memory.pace import Pace
+from kvstow.memory.pinning import Registrar
+from kvstow.memory.region import HostRegion, round_up
+
+_POPULATORS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads while the host is idle; otherwise one
+_NODE_STEP = 16 << 20  # bytes between two samples of where memory lies: sampling keeps the interpreter
+
+logger = logging.getLogger("kvstow.pool")
+
+
+class ChunkMemory:
+    """A region of address space, resident from its start to `resident_bytes`.
+
+    Chunks are committed from the bottom up and decommitted from the top down. Each step either succeeds or leaves
+    nothing of itself behind. Not locked: the pinning thread calls it, and `close` comes after that thread has ended.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int,
+        huge_pages: HugePages,
+        registrar: Registrar,
+        allowance: Allowance,
+        pace: Pace,
+        steps: HostSteps,
+        *,
+        clock: Callable[[], float],
+        cpu_clock: Callable[[], float],
+        numa_node: int | None,
+    ) -> None:
+        """Reserves address space and takes no memory. Raises `PinError` when not even address space is left."""
+        self.resident_bytes = 0
+        self._registrar, self._allowance, self._pace, self._steps = registrar, allowance, pace, steps
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._is_prepared = False
+        self._region = HostRegion(num_bytes, huge_pages)
+        self.numa_notice = None if numa_node is None else prefer_node(self.address, self._region.num_bytes, numa_node)
+        """A sentence for people where memory cannot be bound to the node, else None."""
+
+    @property
+    def address(self) -> int:
+        return self._region.address
+
+    def commit(self, chunk: Chunk) -> None:
+        """Take memory for the chunk. Raises `PinError`: the limits or the machine do not allow it."""
+        if not self._is_prepared:
+            self._registrar.prepare_thread()
+            self._is_prepared = True
+        start, end = self._pages(chunk)
+        self._allowance.require(start, end)
+        if start < end:
+            threads = _POPULATORS if self._steps.state(self._clock()) == "idle" else 1
+            self._region.commit(start, end - start, plenty=self._allowance.is_plenty, threads=threads)
+        self.resident_bytes = end
+
+    def decommit(self, chunk: Chunk) -> None:
+        """Give the chunk's memory back to the machine."""
+        start, end = self._pages(chunk)
+        if start < end:
+            self._region.decommit(start, end - start)
+        self.resident_bytes = start
+
+    def bytes_by_node(self, chunk: Chunk) -> Counter[int]:
+        """Where the memory of a committed chunk lies."""
+        start, end = self._pages(chunk)
+        return bytes_by_node(self.address + start, end - start, _NODE_STEP)
+
+    def register(self, chunk: Chunk) -> None:
+        """Pin a committed chunk, on the thread that the pace wants. Raises `PinError`, and then it is not pinned. The
+        caller calls `record` once its books name the chunk: nothing may fail between the two."""
+        self._call(self._registrar.register, chunk)
+
+    def unregister(self, chunk: Chunk) -> None:
+        """Undo `register`. Raises `PinError`, and then the chunk counts as pinned still."""
+        self._call(self._registrar.unregister, chunk)
+
+    def record(self, chunk: Chunk) -> None:
+        """Tell the pace how long the last call, for `chunk`, held the driver's lock."""
+        seconds = self._cpu_clock() - self._started if self._of_host is None else self._of_host
+        self._pace.record(chunk.num_bytes, seconds, self._clock())
+
+    def forget_allowance(self) -> None:
+        """Ask the limits anew before the next chunk."""
+        self._allowance.forget()
+
+    def unregister_at_close(self, chunk: Chunk) -> None:
+        """On the calling thread, whatever the pace. Logs an error: the other chunks are unregistered all the same."""
+        try:
+            self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
+        except Exception as error:  # noqa: BLE001
+            logger.warning("could not unregister slots %d-%d: %s", chunk.first_slot, chunk.end_slot - 1, error)
+
+    def close(self) -> None:
+        """Give back the memory and the address space; idempotent."""
+        self.resident_bytes = 0
+        self._region.close()
+
+    def _call(self, call: Callable[[int, int], None], chunk: Chunk) -> None:
+        self._of_host: float | None = None
+        self._started = self._cpu_clock()
+        made = partial(call, self.address + chunk.offset, chunk.num_bytes)
+        if (expected := self._pace.call_seconds) is None:
+            made()
+        else:
+            self._of_host = self._steps.run(made, expected)
+
+    def _pages(self, chunk: Chunk) -> tuple[int, int]:
+        """Start and end of the chunk's own memory: the region's pages that begin in it. A reserved huge page on its
+        lower boundary belongs to the chunk before, and goes with that."""
+        page_bytes = self._region.page_bytes
+        return round_up(chunk.offset, page_bytes), round_up(chunk.end_offset, page_bytes)
