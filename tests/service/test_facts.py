@@ -43,7 +43,7 @@ def test_pools_in_reserved_huge_pages_have_their_limits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{"huge_pages": "reserved"}, {"huge_pages": "advised"}, {}])
 def test_the_server_measures_what_its_settings_call_for(settings: dict[str, str]) -> None:
-    parts: Any = SimpleNamespace(addresses=(), check=None)
+    parts: Any = SimpleNamespace(addresses=(), host=None, check=None)
     context = make_context(
         parts, parts, parts, mode="standalone", max_capacity_slots=1, settings=settings, agent_token="t"
     )
