@@ -17,9 +17,11 @@ from typing import Self
 _PATIENCE = 60.0
 _SHOWN = 3000  # characters in a failure
 
-# The terminal becomes the one that Ctrl-C and changes of its size come from.
+# The terminal becomes the one that Ctrl-C and changes of its size come from. A shell starts background jobs with Ctrl-C
+# ignored, and a child inherits that.
 _TAKE_TERMINAL = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
