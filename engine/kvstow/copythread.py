@@ -17,6 +17,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from kvstow.devices.base import Device, Fence, Ticket, TicketState
@@ -124,9 +125,8 @@ class CopyThread:
     def submit(self, ops: Sequence[Op], after: Fence | None) -> None:
         with self._lock:
             now = self._clock()
-            refused = [completion for op in ops if (completion := self._enqueue(_Queued(op, after, now)))]
+            self._publish([completion for op in ops if (completion := self._take(op, after, now))])
             self._work.notify()
-            self._publish(refused)
 
     def drive(self) -> None:
         """Do now, on the caller's thread, what this thread would do next. For a host that computes in Python: this
@@ -139,13 +139,13 @@ class CopyThread:
             with self._lock:
                 idle = self._stop_at is not None or not (self._num_queued() or self._num_running())
             if not idle:
-                self._look()
-        except BaseException as error:  # noqa: BLE001 - it ends this thread, not the caller's
-            with self._lock:
-                self._defect = error  # this thread fails of it, and says so
-                self._work.notify()
+                with suppress(Exception):  # it ends this thread, which says so, and not the caller's
+                    self._look()
         finally:
             self._turn.release()
+            with self._lock:
+                if self._defect is not None:
+                    self._work.notify()
 
     def take_completions(self) -> list[Completion]:
         with self._lock:
@@ -190,6 +190,7 @@ class CopyThread:
             logger.exception("the copy thread has failed")
             with self._lock:
                 self._failure = f"the copy thread has failed: {error!r}"
+                self._stop_at = self._clock() if self._stop_at is None else self._stop_at
                 self._defect = None  # its traceback holds on to the ops and their fences
         self._end()
 
@@ -209,11 +210,18 @@ class CopyThread:
         return _DRIVEN_PAUSE if self._clock() < self._driven_at + _DRIVEN_FOR else _LONGEST_PAUSE
 
     def _look(self) -> bool:
-        """Begin what has room, let the device get on, hear of each running op; True when one of them has moved on."""
-        self._admit()
-        moved = self._tell(self._begin)
-        self._device.advance()
-        return self._tell(self._news_of) or moved
+        """Begin what has room, let the device get on, hear of each running op; True when one of them has moved on.
+        After an error only the end may follow: nobody knows what is under way."""
+        if self._defect is not None:
+            raise self._defect
+        try:
+            self._admit()
+            moved = self._tell(self._begin)
+            self._device.advance()
+            return self._tell(self._news_of) or moved
+        except BaseException as error:
+            self._defect = error
+            raise
 
     def _admit(self) -> None:
         """Let queued ops run where there is room."""
@@ -293,14 +301,20 @@ class CopyThread:
 
     # Under `_lock`.
 
-    def _enqueue(self, queued: _Queued) -> Completion | None:
+    def _take(self, op: Op, after: Fence | None, now: float) -> Completion | None:
         """Queue the op, or say why not."""
-        if self._stop_at is not None:
-            return _failed(queued.op, WorkerFailedError(self._failure or "the worker is closed"))
-        if self._num_queued() >= self._max_queued:
-            return _failed(queued.op, QueueFullError(f"{self._max_queued} ops are queued; no more are taken"))
-        self._queues[queued.op.direction].append(queued)
+        try:
+            self._enqueue(op, after, now)
+        except Exception as error:  # noqa: BLE001 - the failure of one op: the others, and the host's step, go on
+            return _failed(op, error)
         return None
+
+    def _enqueue(self, op: Op, after: Fence | None, now: float) -> None:
+        if self._stop_at is not None:
+            raise WorkerFailedError(self._failure or "the worker is closed")
+        if self._num_queued() >= self._max_queued:
+            raise QueueFullError(f"{self._max_queued} ops are queued; no more are taken")
+        self._queues[op.direction].append(_Queued(op, after, now))
 
     def _publish(self, completions: Sequence[Completion]) -> None:
         if completions:

@@ -76,7 +76,8 @@ class OffloadWorker:
 
     def drive(self) -> None:
         """Let the copies get on, on the caller's thread, where that takes no copying: for hosts whose thread keeps the
-        interpreter busy. Waits 1 ms at most, for the copy thread; never raises; it is never needed."""
+        interpreter busy. Waits 1 ms at most, for the copy thread. Never raises, except what interrupts the caller
+        anyway: the handler of a signal. It is never needed."""
         if self._may_drive:
             self._copies.drive()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvstow import copythread
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import TicketState
 from kvstow.errors import CopyError
@@ -190,6 +191,66 @@ def test_a_device_that_cannot_say_what_is_under_way_is_closed_before_its_ops_fai
     assert (failed.mark, harness.device.closed) == ("failed", True)
     assert "MemoryError('no room for a list')" in str(failed.error)
     eventually(harness.failed.is_set)
+
+
+def test_after_an_error_the_device_is_asked_for_nothing_more(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host drives at the very moment at which the thread fails: what is under way is unknown by then."""
+    calls: list[str] = []
+
+    def advance() -> None:
+        calls.append("advance")
+        raise MemoryError("no room for a list")
+
+    driven = threading.Event()
+
+    def log_failure(*_: object) -> None:
+        harness.copies.drive()
+        driven.set()
+
+    monkeypatch.setattr("kvstow.copythread.logger.exception", log_failure)
+    monkeypatch.setattr(harness.device, "advance", advance)
+    harness.submit(1)
+    assert harness.completions(1)[0].mark == "failed"
+    assert driven.is_set()
+    assert calls == ["advance"]
+
+
+def test_a_signal_that_interrupts_a_host_while_it_drives_reaches_it_and_ends_the_thread(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = threading.current_thread()
+
+    def advance() -> None:
+        if threading.current_thread() is main:
+            raise SystemExit
+
+    def drive_until_it_has_the_turn() -> None:
+        while True:
+            harness.copies.drive()
+
+    monkeypatch.setattr(harness.device, "advance", advance)
+    harness.submit(1)
+    harness.device.ticket(1)
+    with pytest.raises(SystemExit):
+        drive_until_it_has_the_turn()
+    assert harness.completions(1)[0].mark == "failed"
+    assert harness.device.closed
+
+
+def test_an_op_that_no_memory_is_left_to_queue_comes_back_failed_and_the_others_go_on(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued = copythread._Queued
+
+    def make(op: Op, *rest: Any) -> Any:
+        if op.op_id == 2:
+            raise MemoryError("no room")
+        return queued(op, *rest)
+
+    monkeypatch.setattr(copythread, "_Queued", make)
+    harness.submit(1, 2, 3)
+    assert harness.completions(1) == [Completion(2, "failed", "MemoryError: no room")]
+    assert harness.device.ticket(3)
 
 
 def test_running_ops_are_called_failed_only_after_the_device_was_closed(harness: Harness) -> None:

@@ -21,6 +21,7 @@ from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.kernels import pointers_to_fields
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.pool import HostPool
+from kvstow.testing.device import Polled
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -88,25 +89,6 @@ class GpuLatch:
         with self._context.current():
             self._context.driver.free_host(address)
             self._context.driver.unload_module(module)
-
-
-class Polled:
-    """A ticket whose `poll` lets the device get on first, as a look of the copy thread does."""
-
-    def __init__(self, device: CudaDevice, ticket: Ticket) -> None:
-        self._device, self._ticket = device, ticket
-
-    def poll(self) -> TicketState:
-        self._device.advance()
-        return self._ticket.poll()
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._ticket.error
-
-    @property
-    def seconds(self) -> float:
-        return self._ticket.seconds
 
 
 class GpuRank:

@@ -7,17 +7,20 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+from kvstow.errors import PinError
+
 HostState = Literal["starting", "idle", "stepping"]
 
 IDLE_SECONDS = 0.02  # after a launch: the host has no work, or its device is busy for long
 _LAUNCH_SECONDS = 0.25  # a step that takes so long to launch was broken off
 _SHARE = 0.05  # of the time between two launches, for calls of pinning
 _MOST_CREDIT = 0.004  # seconds saved up at most: a pause of the host must not be followed by many calls
+_MOST_DEBT = 0.1  # seconds: a call that took long, for reasons of its own, holds up the next for 2 s of steps
 
 
 class _Offer:
-    """One call, made once, by whoever claims it first. Waiting for it and ending it allocate nothing, so they cannot
-    fail once the call has been made."""
+    """One call, made at most once, by the thread that claims it first. Waiting for it and ending it allocate nothing,
+    so they cannot fail once the call has been made."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -25,20 +28,24 @@ class _Offer:
         """What the call took of the host's time, if its thread made it."""
         self._claim, self._done = threading.Lock(), threading.Lock()
         self._done.acquire()
-        self.error: BaseException | None = None
+        self.is_made = False
+        self.error: Exception | None = None
 
     def claim(self) -> bool:
         return self._claim.acquire(blocking=False)
 
     def make(self) -> None:
-        """For the thread that has claimed it, which then calls `end`. Raises nothing."""
+        """For the thread that has claimed it. Raises only what interrupts that thread, such as a signal handler."""
         try:
             self._call()
-        except BaseException as error:  # noqa: BLE001 (raised by the thread that made the offer)
+        except Exception as error:  # noqa: BLE001 (raised by the thread that made the offer)
             self.error = error
+        self.is_made = True
 
     def end(self) -> None:
-        self._done.release()
+        """Let `wait` return. Does nothing the second time, and nothing to a thread that makes the call itself."""
+        if self._done.locked():
+            self._done.release()
 
     def wait(self, seconds: float) -> bool:
         return self._done.acquire(timeout=seconds)
@@ -65,7 +72,8 @@ class HostSteps:
         """The host says that it is starting up: it makes no steps yet, but is not idle either."""
         self._is_closed = False
         self._is_launching = False
-        self._changed: float | None = None  # when it last began or ended to launch
+        self._begun: float | None = None  # when it last began to launch
+        self._idle_since: float | None = None  # when it had last launched something
         self._launched: float | None = None
         self._interval = 0.0
         self._credit = 0.0
@@ -80,30 +88,34 @@ class HostSteps:
     def begin(self) -> None:
         """The host begins to launch the work of a step."""
         self.is_starting = False
-        self._is_launching, self._changed = True, self._clock()
+        self._begun = self._clock()
+        self._is_launching = True
 
     def launched(self) -> None:
         """The device has the work of the step. Makes the call that is offered, if the steps since the last one pay for
-        it; never raises."""
+        it. Never raises, except what interrupts the host anyway: the handler of a signal."""
         now = self._clock()
         if self._launched is not None:
             self._interval = now - self._launched
-            self._credit = min(self._credit + self._interval * _SHARE, max(_MOST_CREDIT, self._expected))
+            earned = min(self._interval * _SHARE, _MOST_CREDIT)
+            self._credit = min(self._credit + earned, max(_MOST_CREDIT, self._expected))
         self._launched = now
         offer = self._offer
-        if offer is not None and self._credit >= self._expected and offer.claim():
-            offer.make()
-            made = self._clock()
-            offer.seconds = made - now
-            offer.end()
-            self._credit -= made - now
-            now = made
-        self._is_launching, self._changed = False, now
+        if offer is not None and not self._is_closed and self._credit >= self._expected:
+            try:
+                if offer.claim():
+                    offer.make()
+                    made = self._clock()
+                    offer.seconds = made - now
+                    self._credit = max(self._credit - offer.seconds, -_MOST_DEBT)
+                    now = made
+            finally:
+                offer.end()  # whatever interrupts the host: the pinning thread waits for this
+        self._is_launching, self._idle_since = False, now
 
     def end(self) -> None:
         """The step has ended, with or without work for the device."""
-        if self._is_launching:
-            self._is_launching, self._changed = False, self._clock()
+        self._is_launching = False
 
     def close(self) -> None:
         """Make no more calls on the host's thread, except for one that is under way."""
@@ -112,9 +124,12 @@ class HostSteps:
     def state(self, now: float) -> HostState:
         if self.is_starting:
             return "starting"
-        if self._changed is None or self._is_closed:
+        if self._is_closed:
             return "idle"
-        return "stepping" if now - self._changed < (_LAUNCH_SECONDS if self._is_launching else IDLE_SECONDS) else "idle"
+        begun, idle_since = self._begun, self._idle_since
+        if self._is_launching and begun is not None and now - begun < _LAUNCH_SECONDS:
+            return "stepping"
+        return "stepping" if idle_since is not None and now - idle_since < IDLE_SECONDS else "idle"
 
     def run(self, call: Callable[[], None], seconds: float) -> float | None:
         """Make `call`, expected to take `seconds`: on the host's thread while it makes steps, else on this one. Returns
@@ -133,6 +148,8 @@ class HostSteps:
                     offer.wait(-1)
         finally:
             self._offer = None
+        if not offer.is_made:
+            raise PinError("driver", "the host's thread was interrupted while it made a call of pinning")
         if offer.error is not None:
             raise offer.error
         return offer.seconds

@@ -1,11 +1,11 @@
-"""A device that moves nothing and finishes when a test says so."""
+"""A device that moves nothing and finishes when a test says so, and tickets that drive a real one."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 
-from kvstow.devices.base import Capabilities, Fence, TicketState
+from kvstow.devices.base import Capabilities, Device, Fence, Ticket, TicketState
 
 
 class FakeTicket:
@@ -84,3 +84,22 @@ class FakeDevice:
             self._tickets[op_id] = FakeTicket()
             self._begun.notify_all()
             return self._tickets[op_id]
+
+
+class Polled:
+    """A ticket whose `poll` lets the device get on first, as a look of the copy thread does."""
+
+    def __init__(self, device: Device, ticket: Ticket) -> None:
+        self._device, self._ticket = device, ticket
+
+    def poll(self) -> TicketState:
+        self._device.advance()
+        return self._ticket.poll()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._ticket.error
+
+    @property
+    def seconds(self) -> float:
+        return self._ticket.seconds

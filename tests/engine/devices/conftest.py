@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from kvstow.config import PoolConfig
-from kvstow.devices.base import Ticket, TicketState
+from kvstow.devices.base import Ticket
 from kvstow.devices.cuda import CudaDevice, CudaFence, CudaOptions, CudaRegistrar
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.driver import Driver
 from kvstow.devices.cuda.plan import PIECE
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.pool import HostPool
+from kvstow.testing.device import Polled
 
 _NOT_READY, _INVALID_VALUE = 600, 1
 _ERRORS = {1: "CUDA_ERROR_INVALID_VALUE", 2: "CUDA_ERROR_OUT_OF_MEMORY", 100: "CUDA_ERROR_NO_DEVICE"}
@@ -339,25 +340,6 @@ class FakeTensor:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory, self.dtype, self.shape = memory, memory.dtype, memory.shape
         self.stride, self.data_ptr = memory.stride, memory.data_ptr
-
-
-class Polled:
-    """A ticket whose `poll` lets the device get on first, as a look of the copy thread does."""
-
-    def __init__(self, device: CudaDevice, ticket: Ticket) -> None:
-        self._device, self._ticket = device, ticket
-
-    def poll(self) -> TicketState:
-        self._device.advance()
-        return self._ticket.poll()
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._ticket.error
-
-    @property
-    def seconds(self) -> float:
-        return self._ticket.seconds
 
 
 class CudaRank:

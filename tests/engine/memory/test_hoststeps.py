@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvstow.errors import PinError
 from kvstow.memory.hoststeps import IDLE_SECONDS, HostSteps
 from kvstow.testing.clock import FakeClock
 
@@ -33,7 +34,7 @@ class Host:
 class Calls:
     """Calls that a thread of their own offers, each of so many seconds; on which thread they were made."""
 
-    def __init__(self, host: Host, seconds: float, number: int = 1, error: Exception | None = None) -> None:
+    def __init__(self, host: Host, seconds: float, number: int = 1, error: BaseException | None = None) -> None:
         self.made_by: list[threading.Thread] = []
         self.errors: list[Exception] = []
         self._host, self._seconds, self._number, self._error = host, seconds, number, error
@@ -51,7 +52,7 @@ class Calls:
         for _ in range(self._number):
             try:
                 self._host.steps.run(self._call, self._seconds)
-            except ValueError as error:
+            except (ValueError, PinError) as error:
                 self.errors.append(error)
 
     def _call(self) -> None:
@@ -93,10 +94,10 @@ def test_a_step_without_work_for_the_device_is_no_step_to_pay_with() -> None:
     for _ in range(1000):
         host.steps.begin()
         host.steps.end()
-    host.clock.advance(0.015)
+    host.clock.advance(0.010)
     assert host.state == "stepping"
     host.step(0.010)
-    assert host.steps.call_seconds == pytest.approx(0.05 * 0.025), "from launch to launch"
+    assert host.steps.call_seconds == pytest.approx(0.05 * 0.020), "from launch to launch"
 
 
 @pytest.mark.parametrize("is_starting", [False, True])
@@ -199,3 +200,107 @@ def test_a_call_is_made_once_whoever_claims_it_first(eventually: Eventually) -> 
     offering.join(10)
     stepping.join(10)
     assert made == [1]
+
+
+def test_a_signal_in_the_middle_of_a_call_ends_the_host_and_not_the_pinning_thread(eventually: Eventually) -> None:
+    """vLLM ends a worker by a signal handler that raises SystemExit, once."""
+    host = Host()
+    host.step(0.010)
+    calls = Calls(host, 0.0001, error=SystemExit())
+    calls.wait_for_offer(eventually)
+    with pytest.raises(SystemExit):
+        host.step(0.010)
+    calls.thread.join(10)
+    assert [type(error) for error in calls.errors] == [PinError], "nobody knows whether the call was made"
+    assert host.steps._offer is None
+
+
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_a_signal_beside_the_call_loses_no_offer(
+    is_claimed: bool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes just before or just after the host's thread has claimed the offer."""
+    host = Host()
+    host.step(0.010)
+    calls = Calls(host, 0.0001)
+    calls.wait_for_offer(eventually)
+    offer = host.steps._offer
+    assert offer is not None
+    claim = offer.claim
+
+    def interrupted() -> bool:
+        if is_claimed:
+            claim()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(offer, "claim", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        host.step(0.010)
+    calls.thread.join(10)
+    assert not calls.thread.is_alive()
+    assert ([type(error) for error in calls.errors], calls.made_by) == ([PinError], [])
+
+
+def test_a_host_whose_steps_have_no_work_for_the_device_is_idle(eventually: Eventually) -> None:
+    """vLLM steps without a forward pass while requests wait for their loads: nothing would make the calls."""
+    host = Host()
+    host.step(0.010)
+    calls = Calls(host, 0.001)
+    calls.wait_for_offer(eventually)
+    for _ in range(5):
+        host.steps.begin()
+        host.clock.advance(IDLE_SECONDS / 2)
+        host.steps.end()
+    assert host.state == "idle"
+    calls.thread.join(10)
+    assert calls.made_by == [calls.thread]
+
+
+def test_a_call_that_took_very_long_holds_up_the_next_for_a_moment_only(eventually: Eventually) -> None:
+    host = Host()
+    host.step(0.010)
+    calls = Calls(host, 30.0, number=2)
+    calls.wait_for_offer(eventually)
+    host.steps._expected = 0.0  # it was expected to be short
+    host.step(0.010)
+    assert calls.made_by == [threading.current_thread()]
+    calls.wait_for_offer(eventually)
+    host.steps._expected = 0.0
+    steps = 0
+    while len(calls.made_by) < 2:
+        host.step(0.010)
+        steps += 1
+        assert steps <= 201, "0.1 s are paid back by 2 s of steps"
+    assert steps == pytest.approx(193, abs=2)
+    calls.thread.join(10)
+
+
+def test_nothing_is_called_on_the_hosts_thread_once_the_pool_closes(eventually: Eventually) -> None:
+    host = Host()
+    host.step(0.010)
+    calls = Calls(host, 0.0001)
+    calls.wait_for_offer(eventually)
+    host.steps.close()
+    host.step(0.010)
+    calls.thread.join(10)
+    assert calls.made_by == [calls.thread]
+
+
+def test_each_call_is_made_once_while_the_host_steps_and_pauses_at_random() -> None:
+    """On real clocks: the pinning thread and the host race for each offer, as the host is idle in between."""
+    steps = HostSteps()
+    made: list[int] = []
+
+    def offer() -> None:
+        for number in range(300):
+            steps.run(lambda: made.append(number), 0.0)  # noqa: B023 (called before `run` returns)
+
+    pinning = threading.Thread(target=offer, daemon=True)
+    pinning.start()
+    while pinning.is_alive():
+        steps.begin()
+        steps.launched()
+        steps.end()
+        if len(made) % 7 == 0:
+            pinning.join(IDLE_SECONDS * 1.02)
+    assert made == list(range(300))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class CudaRegistrar:
     def __init__(self, ordinal: int = 0, *, context: Context | None = None) -> None:
         """`ordinal`: the GPU that copies, as torch counts them. Raises `DriverUnavailableError`, `DriverError`."""
         self._context = context or primary_context(ordinal)
-        self._at_home: int | None = None
+        self._home = threading.local()
         self.locked_bytes = 0
         self._starts: Int64Array = np.zeros(0, np.int64)
 
@@ -41,20 +41,30 @@ class CudaRegistrar:
             self._context.settle()
         except DriverError as error:
             raise PinError("driver", str(error)) from error
-        self._at_home = threading.get_ident()
+        self._home.is_settled = True
 
     def _current(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._at_home == threading.get_ident() else self._context.current()
+        return nullcontext() if getattr(self._home, "is_settled", False) else self._context.current()
 
     def register(self, address: int, num_bytes: int) -> None:
         starts = np.insert(self._starts, np.searchsorted(self._starts, address), address)  # before: it may raise
         try:
             with self._current():
-                self._context.driver.register_host(address, num_bytes)
+                self._register(address, num_bytes)
         except DriverError as error:
             raise PinError("out_of_memory" if error.is_out_of_memory else "driver", str(error)) from error
         self._starts = starts
         self.locked_bytes += num_bytes
+
+    def _register(self, address: int, num_bytes: int) -> None:
+        try:
+            self._context.driver.register_host(address, num_bytes)
+        except DriverError:
+            raise
+        except BaseException:  # a signal that interrupts the thread may do so when the driver has just registered
+            with suppress(DriverError):
+                self._context.driver.unregister_host(address)
+            raise
 
     def unregister(self, address: int, num_bytes: int) -> None:
         starts = self._starts[self._starts != address]

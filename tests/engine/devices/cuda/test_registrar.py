@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -110,6 +111,34 @@ def test_an_error_beside_the_drivers_call_leaves_books_and_driver_alike(
             getattr(registrar, call)(4096 if call == "unregister" else 8192, 4096)
     assert registrar.starts().tolist() == list(context.driver.registered) == [4096]
     assert registrar.locked_bytes == 4096
+
+
+def test_a_signal_right_after_the_drivers_call_leaves_nothing_registered(
+    registrar: CudaRegistrar, context: FakeContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register = context.driver.register_host
+
+    def interrupted(address: int, num_bytes: int) -> None:
+        register(address, num_bytes)
+        raise SystemExit
+
+    monkeypatch.setattr(context.driver, "register_host", interrupted)
+    with pytest.raises(SystemExit):
+        registrar.register(4096, 4096)
+    assert (context.driver.registered, registrar.locked_bytes, registrar.starts().tolist()) == ({}, 0, [])
+
+
+def test_a_thread_that_was_not_prepared_makes_the_context_current_whatever_its_number(
+    registrar: CudaRegistrar, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system gives the number of a thread that has ended to the next one."""
+    context.settle = lambda: None
+    pinning = threading.Thread(target=registrar.prepare_thread)
+    pinning.start()
+    pinning.join(10)
+    monkeypatch.setattr(threading, "get_ident", lambda: pinning.ident)
+    registrar.register(4096, 4096)
+    assert context.driver.registered == {4096: 4096}
 
 
 class Unfilterable:
