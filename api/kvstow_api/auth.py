@@ -41,7 +41,7 @@ CERTIFICATE = "client_certificate"
 """Key in the `state` of an ASGI scope: the subject of the client's certificate, which the TLS layer has verified."""
 
 _READING_POST = "/v1/lookup"  # a body, because a query has no room for a thousand keys
-_OPEN_PATHS = re.compile(r"/(livez|readyz|health|healthz|startupz)(/[^/]*)?|/metrics")
+_PROBE_PATH = re.compile(r"/(livez|readyz|health|healthz|startupz)(/[^/]*)?")
 _CERTIFICATE_ACTOR = "certificate:"
 _MAX_LOOK_SECONDS = 2.0  # at the token files
 _REPORT_PATH = re.compile(r"/v1/ranks/[^/]+/report")
@@ -50,6 +50,18 @@ _REPORT_PATH = re.compile(r"/v1/ranks/[^/]+/report")
 def is_reading(method: str, path: str) -> bool:
     """Whether such a request changes nothing."""
     return method in READING_METHODS or (method == "POST" and path == _READING_POST)
+
+
+def is_probe(path: str) -> bool:
+    """Whether a request for `path` is one of the probes."""
+    return _PROBE_PATH.fullmatch(path) is not None
+
+
+def is_stranger(scope: Scope) -> bool:
+    """Whether the request has no admin's credential, and did not come through a Unix socket, which only the server's
+    user can open."""
+    client = scope.get("client")
+    return bool(client and client[0]) and not is_admin(scope.get(ACTOR, ""))
 
 
 def is_admin(actor: str) -> bool:
@@ -106,7 +118,7 @@ class AuthMiddleware:
     def _judge(self, scope: Scope, reading: bool, token: bytes | None) -> Response | None:
         """Put the actor into the scope, or say why the request is refused."""
         scope[ACTOR] = "anonymous"
-        if reading and (self._credentials.viewers is None or _OPEN_PATHS.fullmatch(scope["path"])):
+        if reading and (self._credentials.viewers is None or _is_open(scope["path"])):
             with suppress(ConfigError):  # nobody needs a token here; an admin is known by one all the same
                 scope[ACTOR] = self._actor(scope, token) or "anonymous"
             return None
@@ -166,6 +178,10 @@ class _Renewal:
     def _renew_all(self) -> None:
         for file in self._files:
             file.renew()
+
+
+def _is_open(path: str) -> bool:
+    return is_probe(path) or path == "/metrics"
 
 
 def _is_cross_site(scope: Scope) -> bool:

@@ -7,10 +7,12 @@ import asyncio
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvstow_api.auth import READING_METHODS
+from kvstow_api.auth import READING_METHODS, is_reading, is_stranger
 from kvstow_api.problems import problem
 
 MAX_BODY_BYTES = 1 << 20
+MAX_READING_BODY_BYTES = 64 << 10
+"""Of a stranger's request that only reads, which nothing else need keep out: 10 ms to parse; 1 MiB is 150."""
 MAX_BODY_SECONDS = 10.0
 
 BODY = "kvstow.body"
@@ -21,21 +23,30 @@ _MERGE_PATCH = "application/merge-patch+json"
 
 
 class BodyMiddleware:
-    """Reads the body before the route runs: 413 above `limit` bytes, 408 if it is not there in `seconds`, 415 if it is
-    not declared as JSON."""
+    """Reads the body before the route runs: 413 above `limit` bytes (or `reading_limit`, of a stranger who only reads),
+    408 if it is not there in `seconds`, 415 if it is not declared as JSON. Comes after what knows the actor."""
 
-    def __init__(self, app: ASGIApp, *, limit: int = MAX_BODY_BYTES, seconds: float = MAX_BODY_SECONDS) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        limit: int = MAX_BODY_BYTES,
+        reading_limit: int = MAX_READING_BODY_BYTES,
+        seconds: float = MAX_BODY_SECONDS,
+    ) -> None:
         self._app = app
-        self._limit = limit
+        self._limit, self._reading_limit = limit, reading_limit
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in READING_METHODS:
             await self._app(scope, receive, send)
             return
+        is_bounded = is_reading(scope["method"], scope["path"]) and is_stranger(scope)
+        limit = self._reading_limit if is_bounded else self._limit
         try:
             async with asyncio.timeout(self._seconds):
-                body = await self._read(scope, receive)
+                body = await _read(scope, receive, limit)
         except ClientDisconnect:
             return  # half of a body must not be taken for the whole
         except TimeoutError:
@@ -43,7 +54,9 @@ class BodyMiddleware:
             await problem(scope, 408, detail, headers={"Connection": "close"})(scope, receive, send)
             return
         if body is None:
-            detail = f"the body is too large; allowed: {self._limit} bytes"
+            detail = f"the body is too large; allowed: {limit} bytes"
+            if is_bounded:
+                detail += f", or {self._limit} with an admin's credential or on the Unix socket"
             await problem(scope, 413, detail, headers={"Connection": "close"})(scope, receive, send)
         elif body and not _is_json(scope):
             given = _header(scope, b"content-type").decode("latin-1")[:100]
@@ -53,22 +66,23 @@ class BodyMiddleware:
             scope[BODY] = body
             await self._app(scope, _replay(body, receive), send)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body, or None as soon as it is known to be too large. Raises `ClientDisconnect`."""
-        declared = _header(scope, b"content-length")
-        if declared.isdigit() and int(declared) > self._limit:
+
+async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:
+    """The whole body, or None as soon as it is known to be too large. Raises `ClientDisconnect`."""
+    declared = _header(scope, b"content-length")
+    if declared.isdigit() and int(declared) > limit:
+        return None
+    body = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > limit:
             return None
-        body = bytearray()
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self._limit:
-                return None
-        return bytes(body)
+    return bytes(body)
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

@@ -10,15 +10,14 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvstow.errors import QueueFullError
-from kvstow_api.auth import ACTOR, is_admin
+from kvstow_api.auth import is_stranger
 
 _MEDIA_TYPE = "text/event-stream"
 
 
 class StreamLimit:
-    """`most` streams at once. Strangers get all but `reserved` of them, and `per_client` of these for one IP address:
-    they have no admin's credential, and do not come through a Unix socket, which only this user can open. Used on the
-    event loop."""
+    """`most` streams at once. Strangers (`is_stranger`) get all but `reserved` of them, and `per_client` of these for
+    one IP address. Used on the event loop."""
 
     def __init__(self, noun: str, *, most: int, reserved: int, per_client: int) -> None:
         """`noun`: what is counted, in the plural, for the words of a refusal."""
@@ -30,7 +29,7 @@ class StreamLimit:
     @contextmanager
     def place(self, scope: Scope) -> Iterator[None]:
         """Counts one more stream for as long as the context lasts. Raises `QueueFullError` where there is no room."""
-        client = _stranger(scope)
+        client: str | None = scope["client"][0] if is_stranger(scope) else None
         self._check(client)
         self.open += 1
         if client is not None:
@@ -71,9 +70,3 @@ class LimitedStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._limit.place(scope):
             await super().__call__(scope, receive, send)
-
-
-def _stranger(scope: Scope) -> str | None:
-    """The address of a client that is trusted with no more than others; None for others."""
-    client = scope.get("client")
-    return client[0] if client and client[0] and not is_admin(scope.get(ACTOR, "")) else None

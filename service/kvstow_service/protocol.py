@@ -9,25 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import sys
 from http import HTTPStatus
 from typing import Any
 
 import h11
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvstow_api.auth import ACTOR, CERTIFICATE, is_known
+from kvstow_api.auth import ACTOR, CERTIFICATE, is_known, is_probe
 from kvstow_api.problems import problem
 from kvstow_service.certificate import subject_of
 from kvstow_service.connections import Connection, Connections, Wait
+from kvstow_service.requestqueue import RequestQueue
 
 MAX_HEAD_BYTES = 16 << 10
+MAX_HEADERS = 100
 
 # Per turn of the event loop: what one read brings is parsed in one go, 2 us for each byte of the smallest chunks.
 _READ_BYTES, _TRUSTED_READ_BYTES = 4 << 10, 64 << 10
 _MAX_UNREAD_BYTES = 64 << 10  # of a body that comes after its answer, which did not need it
 
 _CODE_OF = {431: "head_too_large"}
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 _logger = logging.getLogger("kvstow.server.requests")
 _logger.setLevel(logging.ERROR)  # uvicorn warns of each malformed request, and anybody may send a million of them
@@ -42,10 +47,13 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     app_state: dict[str, Any]
 
-    def __init__(self, connection: Connection, connections: Connections, **options: Any) -> None:
+    def __init__(self, connection: Connection, connections: Connections, queue: RequestQueue, **options: Any) -> None:
         super().__init__(**options)
+        self.conn = _BoundedHeads(h11.SERVER, MAX_HEAD_BYTES)
+        self._app, self.app = self.app, self._run_in_turn
         self._connection = connection
         self._connections = connections
+        self._queue = queue
         self._received = memoryview(b"")
         self._unread_bytes = 0
         self.access_log = False
@@ -114,6 +122,13 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
             self.transport.write(_refusal(getattr(error, "error_status_hint", 400), str(error)))
         self.transport.close()
 
+    async def _run_in_turn(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle = self.cycle
+        if not self._connection.trusted:
+            await self._queue.wait(probe=is_probe(scope["path"]))
+        if not cycle.disconnected:  # else nobody would read the answer
+            await self._app(scope, receive, send)
+
     def _update_wait(self) -> None:
         if self.transport.is_closing():
             self._connection.wait_for(Wait.CLOSE)
@@ -125,9 +140,22 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
             self._connection.wait_for(None)
 
 
+class _BoundedHeads(h11.Connection):
+    """Refuses a head with too many headers before it is parsed: h11 needs 10 ms for the 3,000 that 16 KiB can hold."""
+
+    def next_event(self) -> Any:
+        if self.their_state is h11.IDLE:
+            received, _ = self.trailing_data
+            head = _END_OF_HEAD.split(received, maxsplit=1)[0]
+            if head.rstrip(b"\r\n").count(b"\n") > MAX_HEADERS:  # the first line has the method
+                raise h11.RemoteProtocolError("too many headers", error_status_hint=431)
+        return super().next_event()
+
+
 def _refusal(status: int, reason: str) -> bytes:
     """A whole answer to what is no request."""
-    detail = f"the request head is larger than {MAX_HEAD_BYTES} bytes" if status == 431 else f"no HTTP/1.1: {reason}"
+    allowed = f"the request head is too large; allowed: {MAX_HEAD_BYTES} bytes with {MAX_HEADERS} headers"
+    detail = allowed if status == 431 else f"no HTTP/1.1: {reason}"
     answer = problem({}, status, detail, code=_CODE_OF.get(status, "malformed_request"))
     answer.headers["Connection"] = "close"
     lines = [

@@ -20,7 +20,8 @@ from kvstow_api.limitedlog import LimitedLog
 from kvstow_service.acceptor import Acceptor
 from kvstow_service.connections import Connection, Connections, connection_limit
 from kvstow_service.logwriter import LogWriter
-from kvstow_service.protocol import MAX_HEAD_BYTES, AdminProtocol
+from kvstow_service.protocol import AdminProtocol
+from kvstow_service.requestqueue import RequestQueue
 
 logger = logging.getLogger("kvstow.server")
 
@@ -58,7 +59,6 @@ class AdminServer:
             uvicorn.Config(
                 app,
                 http=AdminProtocol,
-                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 # uvicorn before 0.36 makes uvloop, if there is one, the policy of the whole process.
                 loop="asyncio",
                 log_config=None,
@@ -113,6 +113,7 @@ class _QuietServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending = asyncio.Event()
         self._connections = connections
+        self._queue = RequestQueue()
         self._acceptor: Acceptor | None = None
         self.answering = threading.Event()
 
@@ -141,6 +142,7 @@ class _QuietServer(uvicorn.Server):
         return AdminProtocol(
             connection,
             self._connections,
+            self._queue,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,

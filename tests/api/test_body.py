@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from tests.api.conftest import AGENT
 pytestmark = pytest.mark.anyio
 
 EVICT = "/v1/pools/host/evict"
+LOOKUP = "/v1/lookup"
 JSON = {"Content-Type": "application/json"}
 
 
@@ -89,6 +91,27 @@ async def test_a_body_that_turns_out_too_large_is_read_no_further(client: httpx.
 async def test_a_body_of_the_largest_size_is_read(client: httpx.AsyncClient, ranks: Any) -> None:
     content = b'{"slots": 1}'.ljust(1 << 20)
     assert (await client.post(EVICT, content=content, headers=JSON)).status_code == 200
+
+
+async def test_a_stranger_who_only_reads_may_send_less(client: httpx.AsyncClient) -> None:
+    content = b'{"keys": ["00aa"]}'.ljust(1 << 16)
+    assert (await client.post(LOOKUP, content=content, headers=JSON)).status_code == 200
+    answer = await client.post(LOOKUP, content=content + b" ", headers=JSON)
+    assert answer.status_code == 413
+    allowed = "65536 bytes, or 1048576 with an admin's credential or on the Unix socket"
+    assert answer.json()["detail"] == f"the body is too large; allowed: {allowed}"
+
+
+def test_the_unix_socket_and_admins_may_look_up_more(serve: Any, tmp_path: Path) -> None:
+    token, uds = tmp_path / "token", tmp_path / "admin.sock"
+    token.write_text("secret")
+    url = serve(uds=uds, token_file=token).url
+    content = b'{"keys": ["00aa"]}'.ljust(1 << 20)
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(uds))) as local:
+        assert local.post(f"http://kvstow{LOOKUP}", content=content, headers=JSON).status_code == 200
+    assert httpx.post(f"{url}{LOOKUP}", content=content, headers=JSON).status_code == 413
+    admin = {**JSON, "Authorization": "Bearer secret"}
+    assert httpx.post(f"{url}{LOOKUP}", content=content, headers=admin).status_code == 200
 
 
 async def test_a_body_in_pieces_is_put_together(client: httpx.AsyncClient, ranks: Any) -> None:

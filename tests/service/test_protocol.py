@@ -6,6 +6,7 @@ import asyncio
 import errno
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -26,7 +27,8 @@ from kvstow_service import acceptor as acceptor_module
 from kvstow_service import server as server_module
 from kvstow_service.connections import Wait
 from kvstow_service.listeners import Listeners, TcpAddress
-from kvstow_service.protocol import MAX_HEAD_BYTES, AdminProtocol
+from kvstow_service.protocol import MAX_HEAD_BYTES, MAX_HEADERS, AdminProtocol
+from kvstow_service.requestqueue import RequestQueue
 from kvstow_service.server import AdminServer
 from kvstow_service.tls import TlsFiles
 
@@ -68,6 +70,14 @@ async def refuse(request: Request) -> Response:
     return PlainTextResponse("refused", 401)
 
 
+_begun: list[str] = []
+
+
+async def counted(request: Request) -> Response:
+    _begun.append(request.url.path)
+    return PlainTextResponse("counted")
+
+
 async def read(request: Request) -> Response:
     body = await request.body()
     return PlainTextResponse(f"{len(body)} {crc32(body)}")
@@ -76,6 +86,8 @@ async def read(request: Request) -> Response:
 APP = Starlette(
     routes=[
         Route("/", hello),
+        Route("/livez", hello),
+        Route("/counted", counted),
         Route("/large", large),
         Route("/whole", whole),
         Route("/forever", forever, methods=["GET", "POST"]),
@@ -153,8 +165,79 @@ def test_a_head_beyond_the_limit_is_refused_while_it_arrives(served: Served, flo
         client.sendall(b"GET / HTTP/1.1\r\nHost: kvstow\r\n" + flood[: 2 * MAX_HEAD_BYTES])
         answer = read_to_end(client)
     assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
-    assert b'"detail": "the request head is larger than 16384 bytes"' in answer
+    assert b'"detail": "the request head is too large; allowed: 16384 bytes with 100 headers"' in answer
     assert b"connection: close\r\n" in answer.lower()
+
+
+@pytest.mark.parametrize("line", [b"x: y\r\n", b"x:\n"])
+@pytest.mark.parametrize("ending", [b"\r\n", b"x"], ids=["whole", "begun"])
+def test_a_head_with_too_many_headers_is_refused(served: Served, line: bytes, ending: bytes) -> None:
+    with served.connect() as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: kvstow\r\n" + line * MAX_HEADERS + ending)
+        answer = read_to_end(client)
+    assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+
+
+def test_only_the_lines_of_a_head_count_as_headers(served: Served) -> None:
+    """Not those of its body, nor those of the next request."""
+    head = b"POST /read HTTP/1.1\r\nHost: kvstow\r\nContent-Length: 500\r\n" + b"x: y\r\n" * (MAX_HEADERS - 2)
+    with served.connect() as client:
+        client.sendall((head + b"\r\n" + b"\n" * 500) * 3)
+        for _ in range(3):
+            assert read_answer(client).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+class Held:
+    """The queue of strangers' requests, of which only probes get through until `release`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waiting = 0
+        self._released = threading.Event()
+        wait = RequestQueue.wait
+
+        async def hold(queue: RequestQueue, *, probe: bool) -> None:
+            if not probe:
+                self.waiting += 1
+                while not self._released.is_set():
+                    await asyncio.sleep(0.001)
+            await wait(queue, probe=probe)
+
+        monkeypatch.setattr(RequestQueue, "wait", hold)
+
+    def release(self) -> None:
+        self._released.set()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    return Held(monkeypatch)
+
+
+def test_a_probe_and_who_is_known_pass_requests_of_strangers(served: Served, held: Held, eventually: Any) -> None:
+    with httpx.Client(base_url=served.listeners.url, timeout=_SOCKET_SECONDS) as known, served.connect() as stranger:
+        held.release()
+        assert known.get("/login").text == "welcome"
+        held._released.clear()
+        stranger.sendall(_GET)
+        eventually(lambda: held.waiting == 2)
+        assert served.get("/livez").status_code == 200
+        assert known.get("/").status_code == 200
+        held.release()
+        assert read_answer(stranger).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def test_a_request_is_not_begun_for_a_client_that_has_left(
+    served: Served, held: Held, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = _begun.copy()
+    with served.connect() as client:
+        client.sendall(_GET.replace(b"GET /", b"GET /counted"))
+        eventually(lambda: held.waiting == 1)
+    eventually(lambda: served.open == 0)
+    held.release()
+    eventually(lambda: not served.server._server.server_state.tasks)
+    assert _begun == begun
+    assert caplog.records == []
 
 
 def test_a_url_beyond_the_limit_is_refused(served: Served) -> None:

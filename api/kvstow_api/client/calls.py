@@ -206,7 +206,8 @@ def remove_block(key: str, *, name: str = POOL_NAME) -> Call[None]:
 
 
 def lookup(keys: Sequence[str]) -> Call[LookupView]:
-    """Which of the keys are in the pool; holds nothing and counts nowhere."""
+    """Which of the keys are in the pool; holds nothing and counts nowhere. At most 4,096 keys; more than 64 KiB of them
+    need an admin's credential or the Unix socket."""
     return Call("POST", "/v1/lookup", decoded(LookupView), body={"keys": list(keys)})
 
 

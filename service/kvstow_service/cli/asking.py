@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvstow_service.cli.exits import CommandError, ExitCode
+
+if TYPE_CHECKING:
+    from kvstow_api.client import Client
+
+_KEYS_PER_LOOKUP = 256  # without an admin's credential a lookup has at most 64 KiB
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -30,3 +35,11 @@ def ask(question: str, yes: bool) -> None:
 def keys_of(arguments: Sequence[str]) -> list[str]:
     """Keys given as arguments; - stands for lines of standard input."""
     return [key for argument in arguments for key in (sys.stdin.read().split() if argument == "-" else [argument])]
+
+
+def presence(client: Client, keys: Sequence[str]) -> list[bool]:
+    """Which of the keys are in the pool."""
+    from kvstow_api.client import calls
+
+    parts = (keys[start : start + _KEYS_PER_LOOKUP] for start in range(0, len(keys), _KEYS_PER_LOOKUP))
+    return [present for part in parts for present in client.send(calls.lookup(part)).present]

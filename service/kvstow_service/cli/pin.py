@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from kvstow_api.figures import counted
-from kvstow_service.cli.asking import dry_run_flag, keys_of
+from kvstow_service.cli.asking import dry_run_flag, keys_of, presence
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.exits import CommandError, ExitCode
 from kvstow_service.cli.output import Format, emit, format_flag
@@ -31,7 +31,7 @@ def pin(connection: Connection, keys: tuple[str, ...], ttl: float | None, dry_ru
 
     wanted = keys_of(keys)
     with connection.client() as client:
-        present = client.send(calls.lookup(wanted)).present
+        present = presence(client, wanted)
         if not any(present):
             fix = "`kvstow get blocks` lists what is there"
             raise CommandError(

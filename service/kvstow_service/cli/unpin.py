@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from kvstow_api.figures import counted
-from kvstow_service.cli.asking import ask, dry_run_flag, keys_of, yes_flag
+from kvstow_service.cli.asking import ask, dry_run_flag, keys_of, presence, yes_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.output import Format, emit, format_flag
 from kvstow_service.cli.pin import say
@@ -39,7 +39,7 @@ def unpin(
             ask(f"unpin {counted(pinned, 'block')}", yes)
         wanted = None if everything else keys_of(keys)
         if dry_run and wanted is not None:
-            present = client.send(calls.lookup(wanted)).present
+            present = presence(client, wanted)
             plan = PinView(changed=sum(present), missing=present.count(False))
             emit(plan, style, lambda view: say(view, "would unpin up to"))
             return

@@ -113,6 +113,13 @@ def test_an_answer_may_be_an_operation_that_is_followed(kvstow: Any, host: Any) 
     host.engine.release(lease)
 
 
+def test_more_keys_than_one_lookup_may_have_are_asked_for_in_parts(kvstow: Any) -> None:
+    keys = [HEX[0], *(f"{number:064x}" for number in range(5000)), HEX[1]]
+    for command in ("pin", "unpin"):
+        answer = kvstow(command, "-", "--dry-run", stdin="\n".join(keys)).stdout
+        assert answer.endswith("2 blocks; not in the pool: 5,000 keys\n"), answer
+
+
 def test_pins_come_and_go(kvstow: Any, host: Any) -> None:
     assert kvstow("pin", *HEX[:2], "00ff", "--dry-run").stdout == "would pin 2 blocks; not in the pool: 1 key\n"
     assert host.engine.stats().slots.pinned == 0
