@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -11,6 +12,8 @@ from tests.api.conftest import AGENT
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
+from kvstow.control.events import Event
+from kvstow_api import eventstream
 from kvstow_api.client.eventstream import EventParser
 from kvstow_api.eventstream import EventStreams
 from kvstow_api.journal import Journal
@@ -90,6 +93,31 @@ async def test_blocks_come_to_who_asks(listen: Any, ranks: Any, keys: list[bytes
     assert (event.type, event.data) == ("stored", {"keys": [key.hex() for key in keys[:2]]})
     event = await removed.next()
     assert (event.type, event.data) == ("removed", {"keys": [keys[0].hex()], "reason": "purge"})
+
+
+async def test_an_event_is_encoded_once_for_all_streams(
+    listen: Any, ranks: Any, journal: Journal, keys: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = Mock(wraps=eventstream._encode)
+    monkeypatch.setattr(eventstream, "_encode", encode)
+    readers = [listen("stored", "state") for _ in range(5)]
+    ranks.store(keys[:2])
+    journal.add("state", state="a")
+    for reader in readers:
+        assert {(await reader.next()).type for _ in range(2)} == {"stored", "state"}
+    assert encode.call_count == 2
+
+
+def test_what_is_kept_of_encoded_events_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [Event(number, "stored", (bytes(16),) * 100, "") for number in range(50)]
+    message = eventstream._encode(events[0])
+    monkeypatch.setattr(eventstream, "_MAX_KEPT_BYTES", 10 * len(message))
+    messages = eventstream._Messages()
+    assert [messages.of(event) for event in events] == [message] * 50
+    assert [sequence for _, sequence in messages._kept] == list(range(40, 50))
+    monkeypatch.setattr(eventstream, "_MAX_KEPT_BYTES", 0)
+    assert messages.of(Event(50, "stored", (bytes(16),) * 100, "")) == message
+    assert not messages._kept
 
 
 async def test_a_stream_goes_on_after_the_event_that_was_read_last(
