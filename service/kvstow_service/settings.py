@@ -8,108 +8,22 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from kvstow.bytesize import format_size, parse_size
+from kvstow.bytesize import format_size
 from kvstow.config import POLICIES, CopyStrategy, EngineConfig, HugePages, PoolConfig
 from kvstow.errors import ConfigError
 from kvstow.memory.pace import CHUNK_BYTES
-from kvstow_api.hostnames import parse_host_names
-from kvstow_service.duration import parse_duration
 from kvstow_service.environment import CLIENT_VARIABLES, ENV_PREFIX, is_service_link
 from kvstow_service.logs import LogFormat, LogLevel
 from kvstow_service.place import Place
+from kvstow_service.settingtypes import Checks, Count, Duration, Flag, HostNames, Policy, Port, Rate, Shape, Size
 from kvstow_service.shapes import SHAPES, DeviceName
 from kvstow_service.tls import TlsFiles
-
-REQUIRABLE_CHECKS = ("pool", "pinned")
-
-
-def _size(value: object) -> int:
-    if not isinstance(value, (str, int)):
-        raise ConfigError("", value, "a size such as 8GiB")
-    return parse_size(value)
-
-
-def _count(value: object) -> int:
-    if type(value) is int or (isinstance(value, str) and value.strip().isdecimal()):
-        number = int(value)
-        if number >= 1:
-            return number
-    raise ConfigError("", value, "a whole number, 1 or more")
-
-
-def _rate(value: object) -> float:
-    try:
-        rate = float(value) if isinstance(value, (str, int, float)) and type(value) is not bool else 0.0
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < float("inf"):
-        raise ConfigError("", value, "a number, more than 0")
-    return rate
-
-
-def _port(value: object) -> int:
-    if value in (0, "0") and type(value) is not bool:
-        return 0
-    try:
-        number = _count(value)
-    except ConfigError:
-        number = 1 << 16
-    if number >= 1 << 16:
-        raise ConfigError("", value, "0 (any free port) to 65535")
-    return number
-
-
-def _flag(value: object) -> bool:
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in words:
-        return words[value.lower()]
-    raise ConfigError("", value, "true or false")
-
-
-def _checks(value: object) -> tuple[str, ...]:
-    names = value.replace(",", " ").split() if isinstance(value, str) else value
-    if not isinstance(names, (list, tuple)) or not set(names) <= set(REQUIRABLE_CHECKS):
-        raise ConfigError("", value, f"a list of {' and '.join(REQUIRABLE_CHECKS)}")
-    return tuple(names)
-
-
-def _policy(value: object) -> str:
-    if value not in POLICIES:
-        raise ConfigError("", value, " or ".join(POLICIES))
-    return str(value)
-
-
-def _shape(value: object) -> str | None:
-    if value is not None and value not in SHAPES:
-        raise ConfigError("", value, " or ".join(SHAPES))
-    return None if value is None else str(value)
-
-
-def _reads(parse: Any) -> BeforeValidator:
-    """Run `parse` on the raw value; what it allows goes into the error."""
-
-    def validate(value: object) -> object:
-        try:
-            return parse(value)
-        except ConfigError as error:
-            raise PydanticCustomError("not_allowed", "{allowed}", {"allowed": error.allowed}) from error
-
-    return BeforeValidator(validate)
-
-
-Size = Annotated[int, _reads(_size)]
-Count = Annotated[int, _reads(_count)]
-Rate = Annotated[float, _reads(_rate)]
-Duration = Annotated[float, _reads(parse_duration)]
 
 
 def _written(text: str) -> Any:
@@ -126,9 +40,7 @@ class Settings(BaseModel):
     ranks: Count = Field(1, description="Ranks in this process.")
     pool_size: Size = Field(_written("8GiB"), description="Host memory of the pool, per rank.")
     slot_size: Size = Field(_written("2MiB"), description="Bytes of one block, per rank.")
-    shape: Annotated[str | None, _reads(_shape)] = Field(
-        None, description=f"KV cache of a known model in place of a slot size: {' or '.join(SHAPES)}."
-    )
+    shape: Shape = Field(None, description=f"KV cache of a known model in place of a slot size: {' or '.join(SHAPES)}.")
     copy_strategy: CopyStrategy = Field(
         "auto", description="On CUDA, copy page by page (direct), in packed blocks (staged), or as measured (auto)."
     )
@@ -136,15 +48,15 @@ class Settings(BaseModel):
         None,
         description="How far the pool may grow at runtime, per rank; by default the ranks' share of the machine.",
     )
-    policy: Annotated[str, _reads(_policy)] = Field("lru", description=f"Order of eviction: {' or '.join(POLICIES)}.")
+    policy: Policy = Field("lru", description=f"Order of eviction: {' or '.join(POLICIES)}.")
     host: str = Field("127.0.0.1", description="Address of the admin server; other than loopback needs a token file.")
-    port: Annotated[int, _reads(_port)] = Field(9595, description="Port of the admin server; 0 takes any free one.")
+    port: Port = Field(9595, description="Port of the admin server; 0 takes any free one.")
     uds: Path | None = Field(None, description="Listen on this Unix socket (mode 0600) as well.")
     token_file: Path | None = Field(None, description="File with the bearer token that changing requests need.")
     viewer_token_file: Path | None = Field(
         None, description="File with the bearer token that is enough for reading; without, reading is open."
     )
-    allowed_hosts: Annotated[tuple[str, ...], _reads(partial(parse_host_names, ""))] = Field(
+    allowed_hosts: HostNames = Field(
         (), description="Names beside localhost under which clients may ask a server on loopback (Host header)."
     )
     tls_cert: Path | None = Field(None, description="Certificate (PEM) of the admin server: TCP then speaks TLS.")
@@ -164,9 +76,7 @@ class Settings(BaseModel):
     pin_pause: Duration | None = Field(
         None, description="Fixed pace: rest between two steps of pinning; 2ms if not given."
     )
-    lock: Annotated[bool, _reads(_flag)] = Field(
-        True, description="Lock the pool in memory; without, it is only populated."
-    )
+    lock: Flag = Field(True, description="Lock the pool in memory; without, it is only populated.")
     huge_pages: HugePages = Field(
         "advised",
         description="Ask the kernel for huge pages where it has some (advised), or take the pool from the 2 MiB pages "
@@ -175,7 +85,7 @@ class Settings(BaseModel):
     kv_blocks: Count | None = Field(
         None, description="Blocks of the device's KV cache, per rank; by default as many as the replay needs."
     )
-    readiness_require: Annotated[tuple[str, ...], _reads(_checks)] = Field(
+    readiness_require: Checks = Field(
         (), description="Checks that must pass before /readyz does: pool (first slots), pinned (all of them)."
     )
     shutdown_delay: Duration = Field(
@@ -193,7 +103,7 @@ class Settings(BaseModel):
     replay_time_scale: Rate | None = Field(
         None, description="Replay by the trace's timestamps, this many times as fast."
     )
-    exit_after_replay: Annotated[bool, _reads(_flag)] = Field(False, description="Stop once the replay has ended.")
+    exit_after_replay: Flag = Field(False, description="Stop once the replay has ended.")
     log_format: LogFormat = Field("text", description="Log lines for people (text) or machines (json).")
     log_level: LogLevel = Field("info", description="Least level logged: debug, info, warning or error.")
 

@@ -1,0 +1,105 @@
+"""Types of settings: each reads the raw value of a flag, a variable or a file, and says what it allows."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
+from kvstow.bytesize import parse_size
+from kvstow.config import POLICIES
+from kvstow.errors import ConfigError
+from kvstow_api.checks import INFORMATIONAL_CHECKS
+from kvstow_api.hostnames import parse_host_names
+from kvstow_service.duration import parse_duration
+from kvstow_service.shapes import SHAPES
+
+
+def _size(value: object) -> int:
+    if not isinstance(value, (str, int)):
+        raise ConfigError("", value, "a size such as 8GiB")
+    return parse_size(value)
+
+
+def _count(value: object) -> int:
+    if type(value) is int or (isinstance(value, str) and value.strip().isdecimal()):
+        number = int(value)
+        if number >= 1:
+            return number
+    raise ConfigError("", value, "a whole number, 1 or more")
+
+
+def _rate(value: object) -> float:
+    try:
+        rate = float(value) if isinstance(value, (str, int, float)) and type(value) is not bool else 0.0
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise ConfigError("", value, "a number, more than 0")
+    return rate
+
+
+def _port(value: object) -> int:
+    if value in (0, "0") and type(value) is not bool:
+        return 0
+    try:
+        number = _count(value)
+    except ConfigError:
+        number = 1 << 16
+    if number >= 1 << 16:
+        raise ConfigError("", value, "0 (any free port) to 65535")
+    return number
+
+
+def _flag(value: object) -> bool:
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    raise ConfigError("", value, "true or false")
+
+
+def _checks(value: object) -> tuple[str, ...]:
+    names = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not set(names) <= set(INFORMATIONAL_CHECKS):
+        raise ConfigError("", value, f"a list of {' and '.join(INFORMATIONAL_CHECKS)}")
+    return tuple(names)
+
+
+def _policy(value: object) -> str:
+    if value not in POLICIES:
+        raise ConfigError("", value, " or ".join(POLICIES))
+    return str(value)
+
+
+def _shape(value: object) -> str | None:
+    if value is not None and value not in SHAPES:
+        raise ConfigError("", value, " or ".join(SHAPES))
+    return None if value is None else str(value)
+
+
+def _reads(parse: Any) -> BeforeValidator:
+    """Run `parse` on the raw value; what it allows goes into the error."""
+
+    def validate(value: object) -> object:
+        try:
+            return parse(value)
+        except ConfigError as error:
+            raise PydanticCustomError("not_allowed", "{allowed}", {"allowed": error.allowed}) from error
+
+    return BeforeValidator(validate)
+
+
+Size = Annotated[int, _reads(_size)]
+Count = Annotated[int, _reads(_count)]
+Rate = Annotated[float, _reads(_rate)]
+Duration = Annotated[float, _reads(parse_duration)]
+Port = Annotated[int, _reads(_port)]
+Flag = Annotated[bool, _reads(_flag)]
+Checks = Annotated[tuple[str, ...], _reads(_checks)]
+HostNames = Annotated[tuple[str, ...], _reads(partial(parse_host_names, ""))]
+Policy = Annotated[str, _reads(_policy)]
+Shape = Annotated[str | None, _reads(_shape)]
