@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,7 +139,11 @@ def test_nothing_that_goes_wrong_with_a_steps_output_reaches_vllm(monkeypatch: p
     failures: list[str] = []
     works = {"hear": lambda *_: None, "settle": lambda: None, "release": set}
     methods = {**works, broken: raise_memory_error}
-    side = SimpleNamespace(settle=methods["settle"], rewinds=SimpleNamespace(release=methods["release"]))
+    side = SimpleNamespace(
+        settle=methods["settle"],
+        rewinds=SimpleNamespace(release=methods["release"]),
+        release_sources=lambda: None,
+    )
     monkeypatch.setattr(made._host, "side", side)
     monkeypatch.setattr(made._host, "engine", SimpleNamespace(fail=failures.append))
     monkeypatch.setattr(made._host, "_take", methods["hear"])
@@ -149,6 +154,37 @@ def test_nothing_that_goes_wrong_with_a_steps_output_reaches_vllm(monkeypatch: p
     assert len(failures) == 1
     assert failures[0].endswith("MemoryError('injected')")
     assert output.finished_recving == (set() if broken == "release" else {"request"})
+
+
+@pytest.mark.parametrize(
+    ("hook", "arguments", "answer"),
+    [
+        ("get_num_new_matched_tokens", (None, 0), (0, False)),
+        ("update_state_after_alloc", (None, SimpleNamespace(get_block_ids=list), 0), None),
+        ("request_finished", (None, []), (False, None)),
+        ("request_finished_all_groups", (None, ([],)), (False, None)),
+        ("has_pending_push_work", (), False),
+        ("take_events", (), ()),
+        ("get_kv_connector_stats", (), None),
+        ("reset_cache", (), False),
+    ],
+)
+def test_nothing_that_goes_wrong_in_the_scheduler_reaches_vllm(
+    monkeypatch: pytest.MonkeyPatch, hook: str, arguments: tuple[Any, ...], answer: Any
+) -> None:
+    setup = Setup("broken side")
+    made = make(make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20}), setup, KVConnectorRole.SCHEDULER)
+
+    class Broken:
+        find_hit = admit = finish = reset = take = release_sources = staticmethod(raise_memory_error)
+        has_pending_stores = property(raise_memory_error)
+
+    failures: list[str] = []
+    for part in ("side", "events", "stats"):
+        monkeypatch.setattr(made._host, part, Broken())
+    monkeypatch.setattr(made._host, "engine", SimpleNamespace(fail=failures.append))
+    assert getattr(made, hook)(*arguments) == answer
+    assert len(failures) == 1
 
 
 def test_lazy_stores_of_recurrent_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +222,8 @@ def test_what_ranks_without_a_server_have_to_know_comes_with_the_steps() -> None
     wanted, followed = {0: DesiredState("engine", 1, number=1)}, list[dict[int, DesiredState]]()
     answers = iter([wanted, {}])
     scheduler._scheduler = SimpleNamespace(
-        side=SimpleNamespace(plan_step=lambda step: None),
+        side=SimpleNamespace(plan_step=lambda step: None, take_planned=lambda: None),
+        guarding=nullcontext,
         address_for_remote_ranks=address,
         take_desired=lambda: next(answers),
     )

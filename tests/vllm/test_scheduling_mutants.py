@@ -89,13 +89,16 @@ def aborted_loads_are_not_reported(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(connector, drop)
 
 
-def failed_keys_stay(patch: pytest.MonkeyPatch) -> None:
-    remove = ControlState.remove
+def requests_load_again_after_a_failure(patch: pytest.MonkeyPatch) -> None:
+    from kvstow_service.connectors.vllm.scheduler import SchedulerSide
 
-    def keep(self: ControlState, slots: Any, reason: str) -> int:
-        return 0 if reason == "load_failed" else remove(self, slots, reason)
+    find_hit = SchedulerSide.find_hit
 
-    patch.setattr(ControlState, "remove", keep)
+    def find(self: SchedulerSide, request: Any, local: int) -> int:
+        self._tracked(request).load_failed = False
+        return find_hit(self, request, local)
+
+    patch.setattr(SchedulerSide, "find_hit", find)
 
 
 def failed_loads_are_done(patch: pytest.MonkeyPatch) -> None:
@@ -147,6 +150,7 @@ LATE = Setup("late mutant", delay=(30, 90))
 SLOW = Setup("mutant of two slow ranks", ranks=2, delay=(1, 3), gap=300)
 HYBRID = Setup("hybrid mutant", layers="hybrid", blocks=90)
 RESTARTS = Setup("mutant of restarts", ranks=2, operator_rate=0.02, operations=("restart_rank",))
+RELOADS = Setup("window, two ranks, failures", layers="window", ranks=2, blocks=26, failure_rate=0.2)
 WEIGHTS = Setup("mutant of weights", operator_rate=0.02, operations=("change_weights",))
 
 MUTANTS = [
@@ -160,7 +164,7 @@ MUTANTS = [
     Mutant(load_blocks_are_rotated, "wrong read", SYNC),
     Mutant(loads_are_done_at_submission, "wrong read", ASYNC),
     Mutant(aborted_loads_are_not_reported, "stuck", Setup("abort mutant", requests=90, abort_rate=0.1, delay=(6, 30))),
-    Mutant(failed_keys_stay, "stuck", Setup("livelock mutant", bad_slots=30, requests=90)),
+    Mutant(requests_load_again_after_a_failure, "stuck", RELOADS),
     Mutant(failed_loads_are_done, "wrong read", Setup("failure mutant", bad_slots=30)),
     Mutant(windows_fail_by_block, "wrong read", Setup("window mutant", layers="window", failure_rate=0.2)),
     Mutant(windows_lack_a_block, "wrong read", HYBRID),

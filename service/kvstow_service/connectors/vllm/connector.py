@@ -206,14 +206,22 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler: requests --------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        side = self._host.side
-        found = side.find_hit(request, num_computed_tokens) if side is not None else 0
+        side, found = self._host.side, 0
+        if side is not None:
+            with self._host.guarding("look-up"):
+                found = side.find_hit(request, num_computed_tokens)
         return found, found > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        side = self._host.side
-        if side is not None:
+        side, is_admitted = self._host.side, False
+        if side is None:
+            return
+        with self._host.guarding("admission"):
             side.admit(request, blocks.get_block_ids(), num_external_tokens)
+            is_admitted = True
+        if num_external_tokens and not is_admitted:
+            with self._host.guarding("load"):
+                side.lose(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -229,17 +237,21 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """Its blocks may be freed at once: those that are stored have references of their own."""
         side = self._host.side
         if side is not None:
-            side.finish(request, block_ids)
+            with self._host.guarding("end of a request"):
+                side.finish(request, block_ids)
         return False, None
 
     # -- scheduler: one step --------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: Any) -> KVStowMetadata:
-        side = self._host.side
+        host, side, plan = self._host, self._host.side, None
         if side is None:
             return KVStowMetadata()
-        host = self._host
-        return KVStowMetadata(side.plan_step(scheduler_output), host.address_for_remote_ranks, host.take_desired())
+        with host.guarding("plan of a step"):
+            plan = side.plan_step(scheduler_output)
+        if plan is None:  # vLLM waits for the loads of the requests that it has admitted
+            plan = side.take_planned()
+        return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired())
 
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta
@@ -261,19 +273,32 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         side = self._host.side
-        return side is not None and side.has_pending_stores
+        if side is not None:
+            with self._host.guarding("stores under way"):
+                return side.has_pending_stores
+        return False
 
     def has_pending_block_frees(self) -> bool:
         side = self._host.side
         return side is not None and side.holds_gpu_blocks
 
     def take_events(self) -> Iterable[Any]:
-        return self._host.events.take() if self._host.events is not None else ()
+        if self._host.events is not None:
+            with self._host.guarding("KV events"):
+                return self._host.events.take()
+        return ()
 
     def get_kv_connector_stats(self) -> KVStowStats | None:
         host = self._scheduler
-        return host.stats.take() if host is not None and host.stats is not None else None
+        if host is not None and host.stats is not None:
+            with host.guarding("statistics"):
+                return host.stats.take()
+        return None
 
     def reset_cache(self) -> bool | None:
         side = self._host.side
-        return side is None or side.reset()
+        if side is None:
+            return True
+        with self._host.guarding("reset"):
+            return side.reset()
+        return False

@@ -85,6 +85,15 @@ class SchedulerHost:
             self._has_failed = True
             if self.engine is not None:
                 self.engine.fail(f"{what}: {error!r}")
+                self._let_blocks_go()
+
+    def _let_blocks_go(self) -> None:
+        """vLLM may be waiting for the GPU blocks of stores whose end is never heard of now."""
+        try:
+            if self.side is not None:
+                self.side.release_sources()
+        except Exception:
+            logger.exception("some GPU blocks stay held until vLLM starts anew")
 
     def hear(self, rank: int, news: RankNews) -> None:
         """Take what a rank says after a step. Never raises."""

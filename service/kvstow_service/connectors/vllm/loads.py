@@ -46,17 +46,22 @@ class Loads:
         """Load the `num_tokens` tokens after `tracked.start` into its tables. Uses the hit up."""
         hit, tracked.hit = tracked.hit, None
         tracked.load_failed = False
-        request_id, end = tracked.request.request_id, tracked.start + num_tokens
+        end = tracked.start + num_tokens
         places = self._groups.places(tracked.start, end)
         targets = [tracked.tables[group][number] for group, number in places]
         op = None if hit is None else self._begin(tracked, hit, end, places, targets)
         if op is None:
-            tracked.load_failed = True
-            self._lost[request_id] = tuple(targets)
+            self.lose(tracked, num_tokens)
         else:
             self._ops.append(op)
-            self._requests.append(request_id)
+            self._requests.append(tracked.request.request_id)
             self._pending[op.op_id] = tracked
+
+    def lose(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """The load of the `num_tokens` tokens after `tracked.start` cannot be had."""
+        places = self._groups.places(tracked.start, tracked.start + num_tokens)
+        tracked.load_failed = True
+        self._lost[tracked.request.request_id] = tuple([tracked.tables[group][number] for group, number in places])
 
     def take_planned(self) -> PlannedLoads:
         """All that was planned since the last call."""

@@ -110,11 +110,18 @@ class SchedulerSide:
     # -- admission ------------------------------------------------------------------------------------------
 
     def find_hit(self, request: Request, local: int) -> int:
-        """Tokens after the first `local` that the pool can load. Idempotent; what it finds is held."""
+        """Tokens after the first `local` that the pool can load. Idempotent; what it finds is held.
+
+        A request whose load has failed is computed. Up to 0.32 at least, vLLM counts the blocks that such a request
+        needs against its own next load, and may never admit it.
+        """
         if request.skip_reading_prefix_cache:
             return 0
         tracked = self._tracked(request)
         tracked.loading = False
+        if tracked.load_failed:
+            tracked.start = local
+            return 0
         return self._hits.find(tracked, local)
 
     def admit(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
@@ -142,6 +149,13 @@ class SchedulerSide:
         tracked.loading = tracked.load_failed = False
         if isinstance(self._finder, EagerStores):
             self._finder.admitted(tracked)
+
+    def lose(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
+        """`admit` has raised. vLLM waits for the load all the same, so the next step tells it that the load failed."""
+        tracked = self._tracked(request)
+        tracked.admit(tables, self._step)
+        tracked.hit = None
+        self._loads.lose(tracked, load_tokens)
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """The request ends, however: store what is complete, and forget it. Its loads end by themselves."""
@@ -183,6 +197,10 @@ class SchedulerSide:
         if self._states is not None:
             self._follow_states(self._states, step)
         self._refresh_ended(room, max(self._step_blocks - len(offer.keys), self._step_blocks // 8))
+        return self.take_planned()
+
+    def take_planned(self) -> PlannedStep:
+        """The step with what was planned for it so far."""
         loads = self._loads.take_planned()
         stores, self._planned_stores = tuple(self._planned_stores), []
         boots, self._boots = self._boots or (), None
@@ -289,6 +307,14 @@ class SchedulerSide:
     def holds_gpu_blocks(self) -> bool:
         """Whether GPU blocks will come back by themselves."""
         return bool(self._sources or self._states)
+
+    def release_sources(self) -> None:
+        """Give all GPU blocks back, whatever stores still read them. Only for an engine that has failed: it serves
+        nothing of what is stored, so nobody sees the bytes of a block that was reused meanwhile."""
+        for op_id in tuple(self._pending_stores):
+            self._sources.release(op_id)
+        if self._states is not None:
+            self._states.forget()
 
     def reset(self) -> bool:
         """Forget every block, for good: what is in flight never becomes visible. False while loads are under way, as

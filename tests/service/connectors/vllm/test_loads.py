@@ -220,6 +220,49 @@ def test_a_request_that_comes_back_after_its_load_failed_counts_as_a_miss() -> N
     assert host.engine.stats().lookups["miss"] == 1
 
 
+def test_a_request_whose_load_failed_is_computed_even_if_its_blocks_are_there_again() -> None:
+    host, request = preempted_after_a_failed_load()
+    host.step()
+    host.store(*keys_of(PROMPT))
+    assert host.ask(request) == 0
+    assert host.leases == 0
+    host.admit(request, 2)
+    host.step({request: 2})
+    host.preempt(request)
+    assert host.ask(request) == 12
+
+
+def test_a_load_whose_admission_raised_is_reported_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, request = make_host(), FakeRequest("r", PROMPT)
+    found = host.ask(request)
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(host.engine, "begin_load", fail)
+    with pytest.raises(MemoryError, match="injected"):
+        host.admit(request, load=found)
+    host.side.lose(request, request.block_ids, found)
+    plan = host.step()
+    assert (plan.loads.ops, plan.lost_loads) == ((), {"r": tuple(request.block_ids[0])})
+    assert host.ask(request) == 0
+
+
+def test_loads_begin_although_the_plan_of_their_step_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, request = make_host(), FakeRequest("r", PROMPT)
+    host.admit(request, load=host.ask(request))
+
+    def fail(*_: object) -> None:
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(host.engine, "store_room", fail)
+    with pytest.raises(MemoryError, match="injected"):
+        host.step()
+    plan = host.side.take_planned()
+    assert plan.load_requests == ("r",)
+    assert plan.boots == host.engine.boot_ids()
+
+
 def test_what_was_loaded_is_not_stored_again_and_what_follows_is() -> None:
     host, request = make_host(), FakeRequest("r", PROMPT + "nopq")
     host.admit(request, load=host.ask(request))
@@ -255,9 +298,12 @@ def test_a_load_that_is_done_after_one_that_failed_is_not_stored_again() -> None
     host.ranks[0].run(op.op_id, fail=True)
     host.step()
     host.preempt(request)
+    host.admit(request, 2)
+    host.step({request: 2})
+    host.preempt(request)
     host.store(*keys_of(PROMPT))
     host.admit(request, load=host.ask(request))
-    host.step()
+    assert host.step().loads.ops
     host.engine.admin.purge(everything=True).run()
     host.resume(request, 1)
     host.step({request: 1})
