@@ -1,7 +1,8 @@
 """Long-running operations: a sweep of the engine on a thread of its own, watched from the event loop.
 
 Guarantees: an operation always reaches an end state, also when its sweep raises; what the sweep raised is
-logged and kept as `error`. Only the operation's thread touches its sweep. `view` may be read anywhere.
+logged and kept as `error`. A sweep is worked to its end or cancelled, whatever fails: an abandoned resize would keep
+the pool small, and refuse every later one. Only the operation's thread touches its sweep. `view` may be read anywhere.
 Assumes: a sweep's step is short (one slice), so that cancelling and closing take effect at once.
 """
 
@@ -100,8 +101,8 @@ class Operation:
 
     def run(self) -> None:
         """Work to the end, whatever happens. On the operation's thread, which then calls `announce`."""
-        self._update(started=datetime.now(UTC))
         try:
+            self._update(started=datetime.now(UTC))
             state: OperationState = "succeeded" if self._sweep_all() else "cancelled"
             self._finish(state, result=self._removed())
         except BaseException as error:
@@ -109,6 +110,7 @@ class Operation:
             if isinstance(error, KvstowError):
                 self.failure = error
             text = str(error) if isinstance(error, KvstowError) else f"internal error ({type(error).__name__})"
+            self._sweep.cancel()
             self._finish("failed", error=text)
 
     def announce(self) -> None:
@@ -157,10 +159,15 @@ class Operations:
         and `QueueFullError` when too many run."""
         with self._lock:
             self._check(kind)
-            operation = Operation(self._started + 1, kind, make_sweep(), dry_run, self._clock())
-            name = operation.view.id
-            thread = threading.Thread(target=self._run, args=(operation,), name=f"kvstow-{name}", daemon=True)
-            thread.start()  # before the books: a thread that cannot start leaves no operation that never ends
+            sweep = make_sweep()
+            try:
+                operation = Operation(self._started + 1, kind, sweep, dry_run, self._clock())
+                name = operation.view.id
+                thread = threading.Thread(target=self._run, args=(operation,), name=f"kvstow-{name}", daemon=True)
+                thread.start()  # before the books: a thread that cannot start leaves no operation that never ends
+            except BaseException:
+                sweep.cancel()
+                raise
             self._threads.add(thread)
             self._operations[name] = operation
             self._started = operation.number

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvstow.config import EngineConfig
+from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, NotFoundError, QueueFullError
 from kvstow.testing.clock import FakeClock
+from kvstow.testing.rank import make_ranks, store_keys
 from kvstow_api.operations import MAX_RUNNING, Operation, Operations
 from kvstow_api.views.operations import OperationView, ProgressView
 from kvstow_api.views.pools import RemovedView
@@ -220,3 +223,42 @@ async def test_closing_cancels_what_runs_and_starts_nothing_more(clock: FakeCloc
     with pytest.raises(ConflictError, match="stopping"):
         operations.start("evict", FakeSweep)
     assert not [thread for thread in threading.enumerate() if operation.view.id in thread.name]
+
+
+async def test_a_sweep_whose_thread_cannot_start_is_cancelled(
+    operations: Operations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a resize would stay under way for good."""
+    engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
+    store_keys(engine, make_ranks(engine), [b"a", b"b", b"c", b"d"])
+    lease = engine.acquire([b"a", b"b", b"c", b"d"])
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            operations.start("resize", lambda: engine.admin.resize(1))
+    assert operations.all() == []
+    assert engine.stats().usable_slots == 4
+    engine.release(lease)
+    view = await ended(operations.start("resize", lambda: engine.admin.resize(2)))
+    assert view.state == "succeeded"
+
+
+@pytest.mark.parametrize("what", ["started", "progress"])
+async def test_a_sweep_whose_operation_fails_is_cancelled(
+    operations: Operations, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    update = Operation._update
+
+    def fail(self: Operation, **changes: object) -> None:
+        if what in changes:
+            raise MemoryError
+        update(self, **changes)
+
+    monkeypatch.setattr(Operation, "_update", fail)
+    sweep = FakeSweep(3)
+    assert (await ended(run(operations, sweep))).state == "failed"
+    assert sweep.cancelled

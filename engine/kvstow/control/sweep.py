@@ -11,9 +11,9 @@ SLICE_SLOTS = 1024
 class Sweep:
     """Bulk work that frees the engine's lock between slices, so that no scheduler waits for all of it.
 
-    Used by one thread at a time. `total` and `done` count slots to look at; `evicted_slots` and
-    `evicted_bytes` (of one rank) what was, or in a dry run would be, removed. `waiting`: the next slice can do
-    nothing until transfers or leases end; ask again later.
+    Used by one thread at a time, which works it to the end or cancels it, whatever fails. `total` and `done` count
+    slots to look at; `evicted_slots` and `evicted_bytes` (of one rank) what was, or in a dry run would be, removed.
+    `waiting`: the next slice can do nothing until transfers or leases end; ask again later.
     """
 
     def __init__(
