@@ -56,20 +56,28 @@ class EventLog:
         return self._num_keys
 
     def add(self, kind: Literal["stored", "removed"], keys: tuple[bytes, ...], reason: str = "") -> None:
-        if not keys:
+        num_keys = len(keys)
+        if not num_keys:
             return
-        events, buffer, budget = self._events, self._buffer, 2 * len(keys)
-        max_keys = max(buffer, 2 * self._num_slots())
+        batches = (keys,) if num_keys <= MAX_EVENT_KEYS else _batches(keys)
+        events, buffer = self._events, self._buffer
         with self._lock:
-            for start in range(0, len(keys), MAX_EVENT_KEYS):
+            for batch in batches:
                 self._sequence += 1
-                events.append(Event(self._sequence, kind, keys[start : start + MAX_EVENT_KEYS], reason))
-            self._num_keys += len(keys)
-            # Up to twice the keys that came: the log catches up with a pool that has shrunk, and no call pays for all.
-            while budget > 0 and (self._num_keys > max_keys or len(events) > buffer):
-                num_keys = len(events.popleft().keys)
-                self._num_keys -= num_keys
-                budget -= num_keys
+                events.append(Event(self._sequence, kind, batch, reason))
+            self._num_keys += num_keys
+            if self._num_keys > buffer or len(events) > buffer:
+                self._forget(2 * num_keys)
+
+    def _forget(self, budget: int) -> None:
+        """Drop the oldest events beyond what is kept, until they have `budget` keys. Twice the keys that came: the log
+        catches up with a pool that has shrunk, and no call pays for all of it."""
+        events, buffer = self._events, self._buffer
+        max_keys = max(buffer, 2 * self._num_slots()) if self._num_keys > buffer else buffer
+        while budget > 0 and (len(events) > buffer or self._num_keys > max_keys):
+            num_keys = len(events.popleft().keys)
+            self._num_keys -= num_keys
+            budget -= num_keys
 
     def read(self, after: int, limit: int = 1000) -> EventPage:
         """Events numbered above `after`, oldest first, at most `limit`. Use `cursor` as the next `after`."""
@@ -80,3 +88,7 @@ class EventLog:
             end = min(start + limit, len(self._events))
             events = [self._events[at] for at in range(start, end)]  # a deque finds its items from the nearer end
         return EventPage(events, events[-1].sequence if events else max(after, first - 1), lost)
+
+
+def _batches(keys: tuple[bytes, ...]) -> list[tuple[bytes, ...]]:
+    return [keys[start : start + MAX_EVENT_KEYS] for start in range(0, len(keys), MAX_EVENT_KEYS)]

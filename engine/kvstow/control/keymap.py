@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 from itertools import compress, count, repeat
 from operator import ne
 
+_SHORT = 8
+"""Fewer keys are looked up one by one: to compare slices takes as long."""
+
 
 class KeyMap:
     """Visible keys by slot and slots by key. Not locked; each call is O(keys or slots given).
@@ -32,15 +35,23 @@ class KeyMap:
         """Make room for slots below `num_slots`."""
         self.key_of.extend(repeat(None, max(0, num_slots - len(self.key_of))))
 
-    def leading_runs(self, keys: Sequence[bytes]) -> list[range]:
-        """Slots of the keys up to the first that is not visible, as runs of neighbours.
+    def leading_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
+        """Slots of the keys up to the first that is not visible, as runs of neighbours; of a few keys, as one list.
 
         Blocks of a prefix mostly lie in neighbouring slots (`place_store` sees to it). Where they do, comparing
         keys slot by slot reads memory in order and computes no hash: a look-up among a million slots is three times
         as fast as by the dictionary alone.
         """
         key_of, slot_of = self.key_of, self._slot_of
-        runs: list[range] = []
+        if len(keys) < _SHORT:
+            few: list[int] = []
+            for key in keys:
+                slot = slot_of.get(key)
+                if slot is None:
+                    break
+                few.append(slot)
+            return [few] if few else []
+        runs: list[Sequence[int]] = []
         at, last, last_slot = 0, len(keys) - 1, len(key_of) - 1
         while at <= last:
             slot = slot_of.get(keys[at])

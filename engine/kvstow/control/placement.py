@@ -124,8 +124,10 @@ def _evict(state: ControlState, count: int, now: float) -> list[int]:
     index, slots = state.index, list[int]()
     index.end_pins(now, count)
     budget = _EVICTIONS_PER_SLOT * count
-    while len(slots) < count and budget > 0 and index.num_cached:
+    while len(slots) < count and budget > 0:
         removal = index.evict(min(count - len(slots), budget))
+        if not removal.keys:
+            break
         budget -= len(removal.keys)
         state.counters.evicted_blocks["capacity"] += len(removal.keys)
         state.counters.ages.count_evicted(index, removal.freed, now)

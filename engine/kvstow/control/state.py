@@ -56,7 +56,7 @@ class ControlState:
         self.leases = LeaseBook()
         self.gate = Gate()
         self.counters = Counters()
-        self.events = EventLog(config.event_buffer, lambda: self.capacity)
+        self.events = EventLog(config.event_buffer, lambda: self.desired.capacity_slots)
         self.settled: deque[Settled] = deque()
         self.desired = DesiredState(secrets.token_hex(8), config.capacity_slots, number=1)
         """What is wanted of every rank; ranks give memory back only when its capacity is lowered. See `want`."""
