@@ -40,8 +40,8 @@ logger = logging.getLogger("kvstow.worker")
 
 @dataclass(frozen=True, slots=True)
 class CopyStatistics:
-    """`pending_ops` and, of these, what waits for its turn are of now, and so are the completions that nobody has
-    taken; the others only grow. Bytes and seconds count ops that were done."""
+    """`pending_ops`, the queued ops among them and `uncollected` completions are current values; the others only
+    grow. Bytes and seconds count ops that were done."""
 
     pending_ops: int = 0
     uncollected: int = 0
@@ -129,9 +129,9 @@ class CopyThread:
             self._work.notify()
 
     def drive(self) -> None:
-        """Do now, on the caller's thread, what this thread would do next. For a host that computes in Python: this
-        thread waits for the interpreter for up to 5 ms, after each call of the driver, and 256 MiB are on the link for
-        as long. If it is at it, waiting a moment lets it have the interpreter and get on."""
+        """Do now, on the caller's thread, what the copy thread would do next. For a host that computes in Python:
+        after each driver call the copy thread waits up to 5 ms for the interpreter, in which time the link moves 256
+        MiB. If the copy thread is at work, waiting a moment gives it the interpreter."""
         self._driven_at = self._clock()
         if not self._turn.acquire(timeout=_TURN_PATIENCE):
             return
@@ -139,7 +139,7 @@ class CopyThread:
             with self._lock:
                 idle = self._stop_at is not None or not (self._num_queued() or self._num_running())
             if not idle:
-                with suppress(Exception):  # it ends this thread, which says so, and not the caller's
+                with suppress(Exception):  # it ends the copy thread, which reports it, and not the caller's
                     self._look()
         finally:
             self._turn.release()
@@ -210,8 +210,8 @@ class CopyThread:
         return _DRIVEN_PAUSE if self._clock() < self._driven_at + _DRIVEN_FOR else _LONGEST_PAUSE
 
     def _look(self) -> bool:
-        """Begin what has room, let the device get on, hear of each running op; True when one of them has moved on.
-        After an error only the end may follow: nobody knows what is under way."""
+        """Begin what has room, let the device advance, and poll each running op; True if one of them has made
+        progress. After an error only `_end` may follow: what is under way is unknown then."""
         if self._defect is not None:
             raise self._defect
         try:
@@ -232,7 +232,7 @@ class CopyThread:
                     queue.popleft()
 
     def _tell(self, look: Callable[[_Running], Completion | None]) -> bool:
-        """Publish what `look` has to say of each running op; True when there was something."""
+        """Publish what `look` returns for each running op; True if there was something."""
         told = False
         for direction, running in self._running.items():
             for copy in tuple(running):
@@ -251,12 +251,12 @@ class CopyThread:
             try:
                 copy.hold = self._hold(max(op.slots, default=-1) + 1)
                 copy.ticket = begin(op.op_id, op.blocks, op.slots, copy.queued.after)
-            except Exception as error:  # noqa: BLE001 - the failure of one op, which its completion tells
+            except Exception as error:  # noqa: BLE001 - the failure of one op, reported by its completion
                 return _failed(op, error)
         return None
 
     def _news_of(self, copy: _Running) -> Completion | None:
-        """What there is to say of `copy` that was not said yet."""
+        """What has become of `copy` and was not published yet."""
         assert copy.ticket is not None
         state = copy.ticket.poll()
         if state is TicketState.DONE:
@@ -270,7 +270,7 @@ class CopyThread:
         return None
 
     def _record(self, direction: Direction, copy: _Running, completion: Completion) -> None:
-        """In this order: whatever raises, the op is told of once, now or when the thread ends."""
+        """In this order: whatever raises, the op is reported once, now or when the thread ends."""
         with self._lock:
             if completion.mark == "done":
                 self._statistics = _counted(self._statistics, direction, completion)

@@ -61,20 +61,20 @@ class Completion:
 class RankReport:
     """The state of one rank, sent every second and on change. All rates are per second, times in seconds.
 
-    `sender` is the process that the rank lives in, and `number` grows with each of its reports, whichever way they are
-    sent: what a report says is newer than all that smaller numbers say.
+    `sender` names the rank's process, and `number` grows with each of its reports, whichever path they take: a report
+    is newer than all with smaller numbers.
     `boot_id` changes when the rank's process or pool starts anew: its memory is empty then.
     `pinned_slots` counts from slot 0: the slots below it are usable.
-    `pin_rate_bytes_per_second`: what the present growth of the pool, or the last one, has pinned over the time that it
-    took; None where it has pinned nothing.
+    `pin_rate_bytes_per_second`: bytes pinned by the current or last growth of the pool, divided by the time that it
+    took; None if it has pinned nothing.
     `pin_mode` says what pinning is on this device ("mlock", "populate", "cuda", ...), `locked_bytes` how much
     of the pinned bytes is locked in memory; `notice` is a sentence for people where that falls short.
-    `pending_ops` has the rank not finished; `uncollected_completions` wait for the host to take them.
+    `pending_ops`: ops that the rank has not finished; `uncollected_completions` wait for the host to take them.
     `pin_failures` counts them by reason since the pool was made; `numa_bytes` has the pool's memory by the number of
     its NUMA node, and nothing where the kernel does not tell.
-    `engine_id` and `applied` are engine and number of the desired state that the rank has applied last, before it
-    counted its slots; "" and 0 where it has applied none. `stale_desired_states` counts those that it ignored because a
-    newer one had come before.
+    `engine_id` and `applied`: engine and number of the desired state that the rank had last applied when it counted
+    its slots; "" and 0 if it had applied none. `stale_desired_states` counts those that it ignored because a newer
+    one had arrived first.
     """
 
     rank: int

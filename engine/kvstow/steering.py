@@ -1,4 +1,4 @@
-"""What a rank and the control plane tell each other over several ways: in which order it was said."""
+"""The order of messages between a rank and the control plane, which may take several paths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ENGINES_REMEMBERED = 16
 
 
 class Sender:
-    """Numbers the reports of one rank in one process, over all boots that it has there. Thread-safe."""
+    """Numbers the reports of one rank in one process, across its boots. Thread-safe."""
 
     def __init__(self) -> None:
         self._reporting = threading.Lock()
@@ -22,7 +22,7 @@ class Sender:
         self._last = 0
 
     def send(self, look: Callable[[], RankReport]) -> RankReport:
-        """What `look` finds, numbered: reports are taken one at a time, so the larger number has the newer state."""
+        """The report that `look` makes, numbered. Reports are made one at a time: a larger number means newer state."""
         with self._reporting:
             self._last += 1
             return replace(look(), sender=self._name, number=self._last)
@@ -31,8 +31,9 @@ class Sender:
 class Steering:
     """Follows each desired state that is newer than the last one, and counts those that are older.
 
-    Answers take two ways to a rank (its agent's connection, and the steps of an inference engine), so a late one may
-    arrive after a newer one. Obeyed, it would take back a growth while copies use the slots, or a pause that has ended.
+    Answers reach a rank by two paths (its agent's connection, and the steps of an inference engine), so an older one
+    may arrive after a newer one. Following it would undo a growth while copies use the slots, or restore a pause that
+    has ended.
 
     Thread-safe: desired states are put into effect one at a time.
     """
@@ -41,12 +42,13 @@ class Steering:
         self._following = threading.Lock()
         self._left: deque[str] = deque(maxlen=_ENGINES_REMEMBERED)  # engines that are over
         self.followed = DesiredState("", 0, number=0)
-        """The last one that is in effect. A report that reads it before it counts slots counts none that it takes."""
+        """The last one put into effect. A report reads it before it counts slots, so it never
+        counts slots that this state has given up."""
         self.stale = 0
 
     def follow(self, desired: DesiredState, put_into_effect: Callable[[DesiredState], None]) -> bool:
-        """True if `desired` is new, and in effect now; `followed` changes after `put_into_effect`, whose errors are
-        the caller's."""
+        """True if `desired` is new and now in effect. `followed` changes after `put_into_effect`, whose errors reach
+        the caller."""
         with self._following:
             before = self.followed
             if desired.engine_id == before.engine_id:

@@ -37,7 +37,7 @@ class OffloadWorker:
         max_queued: int = 65536,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """If this raises, pool and device stay the caller's. `sender`: that of the boot before in this process."""
+        """If this raises, the caller still owns pool and device. `sender`: that of the boot before in this process."""
         self.rank = rank
         self.boot_id = secrets.token_hex(8)
         self.pool = pool
@@ -49,7 +49,7 @@ class OffloadWorker:
         name = f"kvstow-copy-{rank}"
         self._may_drive = device.capabilities.copies_alone
         pool.add_listener(self._listeners.tell)
-        # Last: once the thread runs, nothing may raise and leave the device to two owners.
+        # Last: once the thread runs, an error would leave the device with two owners.
         self._copies = CopyThread(name, device, pool.hold, pool.slot_bytes, max_queued, clock, self._listeners.tell)
 
     def start(self, *, at_ease: bool = False) -> None:
@@ -58,11 +58,11 @@ class OffloadWorker:
         self.pool.start(at_ease=at_ease)
 
     def begin_step(self) -> None:
-        """The host begins to give its device the work of a step: pinning steps back. O(1); see `HostSteps`."""
+        """The host begins to give its device the work of a step: pinning yields to it. O(1); see `HostSteps`."""
         self.pool.steps.begin()
 
     def launched(self) -> None:
-        """The device has the work of the step."""
+        """The step's work has been given to the device."""
         self.pool.steps.launched()
 
     def end_step(self) -> None:
@@ -75,9 +75,9 @@ class OffloadWorker:
         self._copies.submit(plan.ops, after)
 
     def drive(self) -> None:
-        """Let the copies get on, on the caller's thread, where that takes no copying: for hosts whose thread keeps the
-        interpreter busy. Waits 1 ms at most, for the copy thread. Never raises, except what interrupts the caller
-        anyway: the handler of a signal. It is never needed."""
+        """Advance the copies on the caller's thread, if the device copies by itself: for hosts whose thread keeps the
+        interpreter busy. Optional. Waits at most 1 ms, for the copy thread. Never raises, except what interrupts the
+        caller anyway: a signal handler's exception."""
         if self._may_drive:
             self._copies.drive()
 
@@ -96,7 +96,7 @@ class OffloadWorker:
 
     def apply(self, desired: DesiredState) -> None:
         """Make the pool follow `desired`, unless it already follows this or a newer one. A capacity above the pool's
-        `max_slots` is met as far as it can be, and the report says so."""
+        `max_slots` is met as far as possible, and the report says so."""
         if self._steering.follow(desired, self._put_into_effect):
             self._listeners.tell()
 
@@ -116,11 +116,11 @@ class OffloadWorker:
             self.pool.retry()
 
     def report(self) -> RankReport:
-        """The state now. Reports are numbered in the order in which they are taken, whoever sends them."""
+        """The current state. Reports are numbered in the order in which they are made, whichever path they take."""
         return self._sender.send(self._look)
 
     def _look(self) -> RankReport:
-        followed = self._steering.followed  # before the slots are counted: the next one may come meanwhile
+        followed = self._steering.followed  # before the slots are counted: a newer one may arrive meanwhile
         pool, copies, failure = self.pool.status(), self._copies.statistics(), self._copies.failure
         reason, error = self._trouble(pool, failure)
         return RankReport(

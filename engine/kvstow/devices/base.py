@@ -9,8 +9,8 @@ slots at once; it writes its blocks only after `after`. No compute work ever wai
 Slots. From `begin_store` or `begin_load` to the ticket's final state the slots belong to the op: the control plane does
 not reuse them, and the caller holds their memory (`HostPool.hold`).
 
-Errors. What goes wrong with one op is in its ticket. `advance` raises where the device can no longer say what is under
-way: whoever called it closes the device, and only then are the ops over.
+Errors. The failure of one op is in its ticket. `advance` raises if the device can no longer tell what is under way:
+its caller closes the device, and only then have the ops ended.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Device(Protocol):
         neither; after an error nothing was taken on."""
 
     def advance(self) -> None:
-        """Start what may start, loads before stores, and see what has finished. Never waits for the device, and starts
-        only so much at a time that its caller may be a host in the middle of a step."""
+        """Start what may start, loads before stores, and see what has finished. Never waits for the device, and
+        starts a bounded amount of work, since its caller may be a host in the middle of a step."""
 
     def close(self) -> None:
         """Wait for copies under way and free what the device holds; idempotent. The pool is not closed."""

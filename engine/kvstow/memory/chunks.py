@@ -26,7 +26,7 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class PinnedChunks:
     """The chunks that are pinned: `last` on top of those `below`. Immutable: the pool makes the next value before it
-    registers a chunk and takes it over by one assignment after, so no error comes between registration and entry.
+    registers a chunk and assigns it afterwards, so no error can come between registering a chunk and recording it.
 
     `numa_bytes`: the memory of all of them by NUMA node.
     """

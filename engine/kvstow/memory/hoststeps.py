@@ -1,4 +1,4 @@
-"""The steps of the pool's host: what it does now, and the register calls that its own thread makes between them."""
+"""The steps of the pool's host: what it is doing, and the register calls that its own thread makes between them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvstow.errors import PinError
 
 HostState = Literal["starting", "idle", "stepping"]
 
-IDLE_SECONDS = 0.02  # after a launch: the host has no work, or its device is busy for long
-_LAUNCH_SECONDS = 0.25  # a step that takes so long to launch was broken off
-_SHARE = 0.05  # of the time between two launches, for calls of pinning
+IDLE_SECONDS = 0.02  # after a launch: the host has no work, or waits for a long step of its device
+_LAUNCH_SECONDS = 0.25  # a step that takes this long to launch was abandoned
+_SHARE = 0.05  # of the time between two launches, for register calls
 _MOST_CREDIT = 0.004  # seconds saved up at most: a pause of the host must not be followed by many calls
-_MOST_DEBT = 0.1  # seconds: a call that took long, for reasons of its own, holds up the next for 2 s of steps
+_MOST_DEBT = 0.1  # seconds: one call that took unusually long delays the next by at most 2 s of steps
 
 
 class _Offer:
@@ -25,7 +25,7 @@ class _Offer:
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
         self.seconds: float | None = None
-        """What the call took of the host's time, if its thread made it."""
+        """How long the call took, if the host's thread made it."""
         self._claim, self._done = threading.Lock(), threading.Lock()
         self._done.acquire()
         self.is_made = False
@@ -52,24 +52,25 @@ class _Offer:
 
 
 class HostSteps:
-    """Knows what the host does, and lets its thread make calls that hold a lock of the driver.
+    """Tracks what the host is doing, and lets its thread make calls that hold a lock of the driver.
 
-    A call on another thread makes the host wait for the lock, for the interpreter and for being woken, whenever it
-    launches something: twice the call's own time was measured. So while the host makes steps, its thread makes the
-    call itself, right after a launch: what it pays is the call, and nothing where it would have waited for its device.
+    A call on another thread makes the host wait for the lock, for the interpreter and to be woken whenever it
+    launches something: it was measured to cost twice the call's own time. So while the host makes steps, its thread
+    makes the call itself, right after a launch. It then pays for the call alone, or nothing if it would have waited
+    for its device.
     All calls together take at most a twentieth of the time between launches.
 
     The host's thread calls `begin` before it gives a step's work to the device, `launched` after it, and `end` last; a
-    step that ends without a launch had no work for the device. Without an offer each takes about a microsecond and no
-    lock. `run` is called by the pinning thread, one call at a time; everything else by any thread.
+    step that ends without a launch had no work for the device. Without an offer each takes about a microsecond and
+    takes no lock. `run` is called by the pinning thread, one call at a time; everything else by any thread.
 
-    A host that never begins a step counts as idle, once it has started.
+    A host that never begins a step counts as idle once it has started.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.is_starting = False
-        """The host says that it is starting up: it makes no steps yet, but is not idle either."""
+        """The host is starting up: it makes no steps yet, but is not idle either."""
         self._is_closed = False
         self._is_launching = False
         self._begun: float | None = None  # when it last began to launch
@@ -82,7 +83,7 @@ class HostSteps:
 
     @property
     def call_seconds(self) -> float:
-        """What one step can pay for a call, by the time between the last two launches."""
+        """How long a call one step can pay for, given the time between the last two launches."""
         return self._interval * _SHARE
 
     def begin(self) -> None:
@@ -92,8 +93,8 @@ class HostSteps:
         self._is_launching = True
 
     def launched(self) -> None:
-        """The device has the work of the step. Makes the call that is offered, if the steps since the last one pay for
-        it. Never raises, except what interrupts the host anyway: the handler of a signal."""
+        """The step's work has been given to the device. Makes the offered call, if the steps since the last call pay
+        for it. Never raises, except what interrupts the host anyway: a signal handler's exception."""
         now = self._clock()
         if self._launched is not None:
             self._interval = now - self._launched
@@ -110,7 +111,7 @@ class HostSteps:
                     self._credit = max(self._credit - offer.seconds, -_MOST_DEBT)
                     now = made
             finally:
-                offer.end()  # whatever interrupts the host: the pinning thread waits for this
+                offer.end()  # even if the host is interrupted: the pinning thread waits for this
         self._is_launching, self._idle_since = False, now
 
     def end(self) -> None:
@@ -132,8 +133,9 @@ class HostSteps:
         return "stepping" if idle_since is not None and now - idle_since < IDLE_SECONDS else "idle"
 
     def run(self, call: Callable[[], None], seconds: float) -> float | None:
-        """Make `call`, expected to take `seconds`: on the host's thread while it makes steps, else on this one. Returns
-        when it is made, with the seconds that it took of the host if it did, and raises what the call raised."""
+        """Make `call`, expected to take `seconds`: on the host's thread while it makes steps, else on this one.
+        Returns when the call is over: the seconds that it took on the host's thread, or None. Raises what the call
+        raised, and `PinError` if the host's thread was interrupted in it."""
         offer = _Offer(call)
         self._expected = seconds
         self._offer = offer
@@ -149,7 +151,7 @@ class HostSteps:
         finally:
             self._offer = None
         if not offer.is_made:
-            raise PinError("driver", "the host's thread was interrupted while it made a call of pinning")
+            raise PinError("driver", "the host's thread was interrupted during a register call")
         if offer.error is not None:
             raise offer.error
         return offer.seconds

@@ -1,7 +1,7 @@
 """The pace of pinning: how much one register call takes, and how long the calls of others come first after it.
 
 A register call holds a lock of the driver, so the host can launch nothing meanwhile. The lock is unfair: without a
-pause the next call wins it again, and the host waits for many calls (200 ms were measured).
+pause the next call acquires it again, and the host waits for many calls (200 ms was measured).
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from kvstow.config import PoolConfig
 from kvstow.memory.hoststeps import HostSteps
 
 CHUNK_BYTES, PAUSE = 64 << 20, 0.002  # where neither is given: 17.7 GiB/s, steps at most 1.2 ms longer
-_LATENCY_TARGET = 0.0015  # a call of 40 MiB; smaller ones spend more of their time on what every call costs
-_MOST_LATENCY = 0.002  # where steps are so long that one call in each is less than they can pay
-_EASE = 5  # times a fixed pause while the host starts
+_LATENCY_TARGET = 0.0015  # a call of 40 MiB; in smaller ones the fixed cost of a call weighs more
+_MOST_LATENCY = 0.002  # where steps are so long that they could pay for more than one call each
+_EASE = 5  # factor for a fixed pause while the host starts
 _FIRST_BYTES, _MOST_BYTES = 16 << 20, 64 << 20
-_LEAST_BYTES = 8 << 20  # a call takes 0.25 ms however small it is
+_LEAST_BYTES = 8 << 20  # any call takes at least 0.25 ms
 _GROWTH = 1.5  # per call at most: one that was fast by chance must not be followed by one that is far too long
 _LEAST_SECONDS = 1e-6  # of a call: registrars that do nothing take no time
 _IDLE_SHARE, _STARTING_SHARE = 0.4, 0.1  # of the time, for register calls
 
 
 class Pace(Protocol):
-    """Driven by the pinning thread; `chunk_bytes` may be read by any."""
+    """Driven by the pinning thread; any thread may read `chunk_bytes`."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -37,12 +37,12 @@ class Pace(Protocol):
         """Seconds until the next call may begin; 0 or less: now."""
 
     def record(self, num_bytes: int, seconds: float, now: float) -> None:
-        """A call that has ended at `now` took so much processor time: that is how long it held the driver's lock. Its
-        whole time also says how long it waited, for the lock or the interpreter."""
+        """A call that ended at `now` held the driver's lock for `seconds`. On the pinning thread that is its
+        processor time: its elapsed time would include waiting for the lock and the interpreter."""
 
 
 class FixedPace:
-    """The same whatever the calls take and the host does; only while it starts, the pauses are longer."""
+    """Independent of how long calls take and of what the host does, except for longer pauses while the host starts."""
 
     call_seconds = None
 
@@ -60,11 +60,11 @@ class FixedPace:
 
 
 class AdaptivePace:
-    """Follows what the host does.
+    """Adapts to what the host is doing.
 
-    While it makes steps, its own thread makes the calls, for a twentieth of its time (`HostSteps`): each of about
-    `latency_target`, or longer where one call a step would be less than that, up to 2 ms. While the host is idle, or
-    its device busy for long, calls take two fifths of the time; while it starts, a tenth.
+    While the host makes steps, its own thread makes the calls, for at most a twentieth of its time (`HostSteps`).
+    Each takes about `latency_target`, or up to 2 ms where steps are long enough to pay for that. While the host is
+    idle, or waits for a long step of its device, calls take two fifths of the time; while it starts, a tenth.
     """
 
     def __init__(self, latency_target: float, steps: HostSteps) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 class Registrar(Protocol):
     """Registers a pool's memory, range by range. Calls come one at a time: from the pool's pinning thread, from its
-    host's (see `HostSteps`), and at last from the one that closes the pool."""
+    host's (see `HostSteps`), and finally from the one that closes the pool."""
 
     @property
     def mode(self) -> str:
@@ -29,7 +29,7 @@ class Registrar(Protocol):
         """Pin a populated range of whole pages. Raises `PinError`; after any error it has pinned none of it."""
 
     def unregister(self, address: int, num_bytes: int) -> None:
-        """Undo `register` of the same range. Raises `PinError`; after any error the range counts as pinned still."""
+        """Undo `register` of the same range. Raises `PinError`; after any error the range still counts as pinned."""
 
 
 class PopulateOnly:
@@ -50,7 +50,7 @@ class PopulateOnly:
 
 
 class PinProgress:
-    """How fast the present growth is, or the last one was, and how long it has taken. Not locked: the pool calls it
+    """How fast the current or last growth is, and how long it has taken. Not locked: the pool calls it
     under its own lock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -80,8 +80,8 @@ class PinProgress:
 
     @property
     def rate(self) -> float | None:
-        """Bytes that the growth has pinned over the time from its begin to its last chunk, pauses included; None where
-        it has pinned none. It stays as it is when the growth is over or stands still."""
+        """Bytes that the growth has pinned, divided by the time from its start to its last chunk, pauses included;
+        None if it has pinned none. It does not change once the growth has ended or stalled."""
         if self._started is None or self._pinned is None:
             return None
         (began, before), (pinned, after) = self._started, self._pinned

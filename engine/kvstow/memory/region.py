@@ -22,7 +22,7 @@ from kvstow.errors import PinError
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 HUGE_PAGE_BYTES = 2 << 20
-_TOUCH_BYTES = 8 << 20  # that a thread of its own is worth
+_TOUCH_BYTES = 8 << 20  # below this, another thread is not worth starting
 _POPULATE_BYTES = 8 << 20  # per call, 1 ms or more: meanwhile an mmap of any thread waits
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
@@ -122,7 +122,7 @@ def _require_giving_back(address: int, num_bytes: int) -> None:
 def _touch(address: int, num_bytes: int) -> None:
     """Write to every page. A fault locks its own mapping (from Linux 6.4 on), populating the whole address space.
 
-    numpy lets go of the interpreter from 500 elements on, which are 2 MiB: smaller pieces, one after the other, kept it
+    numpy releases the interpreter lock from 500 elements (2 MiB) on: a series of smaller pieces kept it
     from vLLM's eager steps and made them four times as long.
     """
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))

@@ -13,7 +13,7 @@ PoolState = Literal["pinning", "ready", "degraded", "failed", "closed"]
 class PoolStatus:
     """One view of a pool. `degraded`: a chunk failed; `failed`: an error that nobody expected. In both,
     `error_reason` and `error` say why, the pinned slots stay usable, and `retry` or a new target tries again.
-    `pin_rate_bytes_per_second` is that of the present growth, or of the last one; None before a chunk of it is pinned.
+    `pin_rate_bytes_per_second` is that of the current or last growth; None until a chunk of it is pinned.
     `pin_failures` counts them by reason; `numa_bytes`: memory by NUMA node, empty where the kernel does not tell."""
 
     state: PoolState

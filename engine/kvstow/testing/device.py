@@ -1,4 +1,4 @@
-"""A device that moves nothing and finishes when a test says so, and tickets that drive a real one."""
+"""A device that moves nothing and finishes when a test says so, and tickets that advance a real one."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class FakeDevice:
 
 
 class Polled:
-    """A ticket whose `poll` lets the device get on first, as a look of the copy thread does."""
+    """A ticket whose `poll` advances the device first, as the copy thread does."""
 
     def __init__(self, device: Device, ticket: Ticket) -> None:
         self._device, self._ticket = device, ticket

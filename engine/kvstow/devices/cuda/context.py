@@ -15,15 +15,15 @@ def primary_context(ordinal: int) -> Context:
     return Context(load_driver(), ordinal)
 
 
-_MOST_IDLE = 256  # events: more fences than that are seldom alive at once
+_MOST_IDLE = 256  # events: seldom are more fences alive at once
 
 
 class EventPool:
-    """Events without timing, made once and used by one owner after the other: to make and destroy one for each fence
-    cost more than to record it.
+    """Events without timing, reused by one owner after another: creating and destroying one for each fence cost more
+    than recording it.
 
-    Thread-safe. Each method is one operation of a list and no lock: fences give their event back wherever the last
-    reference to them goes, which may be in the middle of `take`.
+    Thread-safe. Each method is one list operation and takes no lock: a fence returns its event wherever the last
+    reference to it is dropped, which may be in the middle of `take`.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -42,7 +42,7 @@ class EventPool:
         if len(self._idle) < _MOST_IDLE:
             self._idle.append(event)
         else:
-            with suppress(DriverError):  # the device is lost; whoever copies is told of it
+            with suppress(DriverError):  # the device is lost; the next copy reports it
                 self._driver.destroy_event(event)
 
 

@@ -5,11 +5,11 @@ Guarantees
   never waits for a batch.
 - A buffer is used again after its batch has finished: the device waits for that by itself, so more batches can be
   given to it than there are buffers, and the link is not idle while this thread waits for the interpreter.
-- `advance` never waits for the device. It begins no more batches than have finished since the last one and `per_look`
-  beyond them: so the device's queue never gets shorter for want of a turn, and what one call costs is bounded by the
-  time since the last (50 us of the host for each batch, which has the link for 0.9 ms) and `per_look` batches.
+- `advance` never waits for the device. It begins as many batches as have finished since the last call, and at most
+  `per_look` more: so the device's queue does not shrink between calls, and the cost of a call is bounded by the time
+  since the last (a batch costs the host 50 us and keeps the link busy for 0.9 ms) plus `per_look` batches.
 - After an error no further batch of the op is begun, and those under way are waited for before it counts as failed.
-  Where even the events that would tell are refused, until the streams are idle.
+  If the driver refuses even the events that would tell, it waits until the streams are idle.
 
 Assumes one thread, which has made the context current. An error that is not the driver's comes out of `advance`: what
 is under way is unknown then, and only `drain` may follow.
@@ -291,12 +291,12 @@ def _attempt(batch: Batch, step: Callable[[Batch], None]) -> None:
     if batch.transfer.error is None:
         try:
             step(batch)
-        except Exception as error:  # noqa: BLE001 - the failure of one op, which its ticket tells
+        except Exception as error:  # noqa: BLE001 - the failure of one op, reported by its ticket
             batch.transfer.fail(error)
 
 
 def _mark(batch: Batch, step: Callable[[Batch], None]) -> None:
-    """Do a step on which the meaning of the batch's events rests, also after a failure."""
+    """Do a step that gives the batch's events their meaning, even after a failure."""
     try:
         step(batch)
     except Exception as error:  # noqa: BLE001 - as above
@@ -305,8 +305,8 @@ def _mark(batch: Batch, step: Callable[[Batch], None]) -> None:
 
 
 def _twice(call: Callable[[], _Value]) -> _Value:
-    """Calls that wait or query also tell of errors of earlier work, and then have not waited. One that fails again will
-    not do it any more: the device is lost."""
+    """Calls that wait or query also report errors of earlier work, and then have not waited. If the second attempt
+    fails too, the device is lost."""
     try:
         return call()
     except DriverError:

@@ -39,8 +39,9 @@ class CudaOptions:
     size together is what another copy to the host, say of a sampled token, may have to wait for.
     `loads_ahead`: batches of loads that are given to the device at a time, though they take turns with the buffers: the
     link goes on while the host's interpreter is busy. Copies of others to the device do not wait for them.
-    `loads_per_look`: how many of them one `advance` may add to those under way, as the host's thread pays for it in its
-    step: 50 us each, 0.8 ms for the default. They have the link for 14 ms, in which the next look adds more.
+    `loads_per_look`: how many of them one `advance` may add to those under way, since the host's thread may pay for
+    it within a step: 50 us each, 0.8 ms by default. They keep the link busy for 14 ms, in which the next call adds
+    more.
     """
 
     strategy: CopyStrategy = "auto"
@@ -147,7 +148,7 @@ class CudaDevice:
             context.enter_context(self._context.current())
 
     def _planned(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
-        """An op with all that its batches need: no copier has it yet, and an error here leaves nothing behind."""
+        """An op with all that its batches need. No copier has it yet, so an error here leaves nothing behind."""
         places, targets = self._checked_slots(slots), self._checked_blocks(blocks, len(slots))
         order = np.argsort(places)  # neighbouring slots that follow one another are copied as one
         places, targets = places[order], targets[order]

@@ -11,8 +11,8 @@ from kvstow.devices.cuda.driver import Handle
 class CudaFence:
     """Names the work that a stream held when the fence was recorded. Copies wait for it on the device.
 
-    Thread-safe. Its event belongs to it alone for as long as it lives, and nobody else ever sees the event: so whoever
-    may still ask or wait holds the fence, and with it the event. Then the next fence takes it from the context's pool.
+    Thread-safe. Its event belongs to it alone while it lives, and is never passed on: whatever may still query or
+    wait holds the fence, and so the event. Afterwards the event returns to the context's pool.
     """
 
     __slots__ = ("_context", "_event")
@@ -41,6 +41,6 @@ class CudaFence:
         self._context.driver.wait_event(stream, self._event)
 
     def __del__(self) -> None:
-        event = getattr(self, "_event", None)  # there may have been none to be had
+        event = getattr(self, "_event", None)  # creating one may have failed
         if event is not None:
             self._context.events.give_back(event)

@@ -61,7 +61,7 @@ class CudaRegistrar:
             self._context.driver.register_host(address, num_bytes)
         except DriverError:
             raise
-        except BaseException:  # a signal that interrupts the thread may do so when the driver has just registered
+        except BaseException:  # a signal handler may raise just after the driver has registered the range
             with suppress(DriverError):
                 self._context.driver.unregister_host(address)
             raise

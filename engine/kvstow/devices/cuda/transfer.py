@@ -9,7 +9,7 @@ from kvstow.devices.cuda.plan import BatchedCopies
 
 
 class Transfer:
-    """The ticket of an op, complete before a copier has it. Its batches are begun in order and finish in order.
+    """The ticket of an op, fully built before a copier takes it. Its batches are begun in order and finish in order.
 
     Used by one thread.
     """
@@ -46,8 +46,8 @@ class Transfer:
         return reached
 
     def fail(self, error: BaseException) -> None:
-        """Begin no further batch. The first error stays, without its traceback: that would keep the op alive, and its
-        fence, until a collection of garbage."""
+        """Begin no further batch. The first error stays, without its traceback: that would keep the op and its fence
+        alive until a garbage collection."""
         self.error = self.error or error.with_traceback(None)
 
     def poll(self) -> TicketState:
