@@ -284,6 +284,28 @@ def test_a_window_block_that_is_handed_out_again_is_stored_when_it_is_written() 
     assert keys_of("ab", WINDOW)[0] in host.stored()
 
 
+def test_a_window_block_that_holds_other_tokens_by_now_is_not_stored_as_the_old_ones() -> None:
+    """It has left the window before its turn came, and another request has written it."""
+    host = VllmHost(WITH_WINDOW, step_blocks=2)
+    request, other = FakeRequest("r", "abcdefgh"), FakeRequest("o", "stuvwxyz")
+    host.run(request)
+    window = request.block_ids[1]
+    request.tokens += "ij"
+    host.schedule(request, 1)
+    host.pool.free_block_queue.remove(host.pool.blocks[window[1]])
+    host.pool.free_block_queue.prepend_n([host.pool.blocks[window[1]]])
+    host.admit(other, 8)
+    assert window[1] in {block_id for table in other.block_ids for block_id in table}
+    host.step({request: 1, other: 8})
+    host.schedule(request, 1)
+    host.step({request: 1})
+    host.finish(request)
+    idle_steps(host)
+    stored = host.stored()
+    assert keys_of("abcd")[1] in stored
+    assert keys_of("abcd", WINDOW)[1] not in stored
+
+
 def test_after_a_reset_nothing_is_offered_again() -> None:
     host = VllmHost(gpu_blocks=65, pinned=0)
     run_and_finish(host)
