@@ -1,4 +1,4 @@
-"""Accepts the admin server's connections, never more than it may hold."""
+"""Accepts the admin server's connections, never more than its limit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvstow_service.connections import Connection, Connections, Wait
 
 logger = logging.getLogger("kvstow.server")
 
-# Of the event loop, and no more than the limit: connections that are to make room close in the next turn. Accepting is
-# quick, so that a probe does not wait behind a flood in the kernel's queue.
+# Per turn of the event loop, and no more than the limit: connections dropped to make room close in the next turn.
+# Accepting is quick, so a probe does not wait behind a flood in the kernel's queue.
 _ACCEPTS_PER_TURN = 64
 _PAUSE_SECONDS = 1.0
 
@@ -23,10 +23,10 @@ MakeProtocol = Callable[[Connection], asyncio.BaseProtocol]
 
 
 class Acceptor:
-    """Takes the place of asyncio's own servers, which accept thousands of connections before the first of them can be
-    counted, and write a traceback for each that they cannot accept.
+    """Replaces asyncio's own servers, which accept thousands of connections before the first of them can be counted,
+    and log a traceback for each that they cannot accept.
 
-    A connection counts from `accept` on, so a TLS handshake that stalls counts, too. All methods run on the event loop.
+    A connection counts from `accept` on, so a stalled TLS handshake counts too. All methods run on the event loop.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Acceptor:
             self._loop.add_reader(listener, self._accept, listener)
 
     def stop(self) -> None:
-        """Accept no more, and give up those whose handshake has not ended. Idempotent."""
+        """Accept no more, and drop connections whose handshake has not ended. Idempotent."""
         self._pause()
         for task in self._opening:
             task.cancel()
@@ -69,7 +69,7 @@ class Acceptor:
                 accepted, peer = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptor, or no memory, is left: at once it would only fail again
+            except OSError as error:  # no descriptor or no memory is left: trying again at once would fail too
                 self._failures.warning("the admin server cannot accept a connection: %s", error.strerror)
                 self._connections.make_room()
                 self._pause()

@@ -88,8 +88,9 @@ class RankAgent:
 
     Guarantees: no failure ends the thread, neither of the server nor of the rank: the next beat tries again,
     and only the first failure and the recovery are logged, and each change of the rank's state. `stop` is
-    idempotent and waits for nothing: a server may take seconds to answer, and neither the rank's memory nor the end
-    of the process waits for it. A beat under way ends on the agent's own thread, and its answer is not applied.
+    idempotent and never waits: a server may take seconds to answer, and neither the release of the rank's memory nor
+    the end of the process may be delayed by it.
+    A beat under way ends on the agent's own thread, and its answer is not applied.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ logger = logging.getLogger("kvstow.server")
 
 _MOST_CONNECTIONS = 256
 _FEWEST_CONNECTIONS = 16
-_IDLE_SECONDS = 1.0  # before that, a connection has had no time to send its request
+_IDLE_SECONDS = 1.0  # a younger connection has had no time to send its request
 _SHARE_OF_DESCRIPTORS = 8  # the other seven eighths are the engine's
 
 
@@ -27,7 +27,7 @@ class Wait(Enum):
     HEAD = auto()
     """A whole request head: the first one, or the next one after an answer."""
     READER = auto()
-    """The client reads too little of what has been written."""
+    """The client is too slow to read what has been written."""
     CLOSE = auto()
     """The connection is closed as soon as the client has read the rest."""
 
@@ -43,8 +43,8 @@ _SECONDS = {Wait.HANDSHAKE: 10.0, Wait.HEAD: 10.0, Wait.READER: 30.0, Wait.CLOSE
 class Connection:
     """One accepted socket, from the moment it is accepted until it is closed.
 
-    `client`: the address of its peer. `trusted`: that has shown a credential, or came through a Unix socket, which only
-    this user can open. `drop` closes it at once, without a word to the client.
+    `client`: the address of its peer. `trusted`: it has shown a credential, or came through a Unix socket, which only
+    this user can open. `drop` closes it at once, without an answer.
     """
 
     __slots__ = ("_clock", "_close", "client", "drop", "opened", "since", "trusted", "wait")
@@ -68,17 +68,16 @@ class Connection:
             self.since = self._clock()
 
     def closed(self) -> None:
-        """It no longer counts. Idempotent."""
+        """Stop counting it. Idempotent."""
         self._close(self)
 
 
 class Connections:
     """Never more than `limit`. All methods run on the event loop, and cost at most O(limit).
 
-    A new connection beyond the limit takes the place of another one: a stranger's, of the address that has the most of
-    them. Of these the one that has been idle longest goes, or else the oldest. Where there is no stranger, an idle
-    trusted one makes room; a new one is refused only when all are trusted and busy. So a probe, which is new and brief,
-    outlives a flood, above all one from another address.
+    At the limit, a new connection replaces an untrusted one from the address with the most of them: the one idle
+    longest, or else the oldest. If none is untrusted, it replaces an idle trusted one; it is refused only when all
+    are trusted and busy. So a probe, which is new and brief, survives a flood, especially one from another address.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -92,8 +91,8 @@ class Connections:
 
     @property
     def crowded(self) -> bool:
-        """Strangers then get one request for a connection: with pipelined ones, the server would always be at work for
-        all of them, and a probe would wait for each."""
+        """An untrusted connection then serves one request: with pipelined requests, the server would always be busy
+        with all of them, and a probe would wait for each."""
         return len(self._open) > self.limit // 2
 
     def admit(self, client: str, *, trusted: bool, wait: Wait) -> Connection | None:
@@ -101,7 +100,7 @@ class Connections:
         if len(self._open) >= self.limit:
             made_room = self.make_room()
             self._full.warning(
-                "the admin server has %d connections, as many as it may: %s",
+                "the admin server has reached its limit of %d connections: %s",
                 self.limit,
                 "one was closed for a new one" if made_room else "a new one was refused",
             )
@@ -112,7 +111,7 @@ class Connections:
         return connection
 
     def make_room(self) -> bool:
-        """Drop the connection that matters least; False if there is none that may be dropped."""
+        """Drop the least important connection; False if none may be dropped."""
         victim = self._least()
         if victim is None:
             return False
@@ -120,14 +119,14 @@ class Connections:
         return True
 
     def expire(self) -> None:
-        """Drop those that have kept the server waiting for too long; call it about once a second."""
+        """Drop connections that are past their deadline; call it about once a second."""
         now = self._clock()
         for connection in list(self._open):
             if connection.wait is not None and now - connection.since > connection.wait.seconds:
                 self._drop(connection)
 
     def _least(self) -> Connection | None:
-        """The connection that matters least, if any may be dropped."""
+        """The least important connection, if any may be dropped."""
         strangers = [connection for connection in self._open if not connection.trusted]
         if not strangers:
             idle = [connection for connection in self._open if connection.wait is not None]
@@ -147,7 +146,7 @@ class Connections:
 
 
 def connection_limit() -> int:
-    """How many connections the server may hold: few enough to leave the process's descriptors to the engine."""
+    """How many connections the server may hold: few enough to leave most of the process's descriptors to the engine."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     share = _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else soft // _SHARE_OF_DESCRIPTORS
     return max(_FEWEST_CONNECTIONS, min(_MOST_CONNECTIONS, share))

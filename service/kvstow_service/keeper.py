@@ -1,4 +1,4 @@
-"""The engine's clockwork: a thread that ticks it, and checks its books now and then; another looks after files."""
+"""The engine's periodic work: one thread ticks the engine and checks its integrity, another checks files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Keeper:
     what is wrong with them, or None; it stays, for only a restart cures that. Without `checks_books` it does not:
     beside a scheduler no moment is quiet, as each of its steps takes the engine's lock.
 
-    `chore` is done as often, on a thread of its own: it may read files, which takes as long as a file system likes.
+    `chore` is done as often, on a thread of its own: it may read files, and a file system may take any time.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Keeper:
             beat.join()
 
     def check(self) -> str | None:
-        """The health check: `problem`, or what stands still."""
+        """The health check: `problem`, or which periodic work has stopped."""
         return self.problem or next(filter(None, (beat.failure() for beat in self._beats)), None)
 
     def _tick(self) -> None:
@@ -79,7 +79,7 @@ class Keeper:
 
 
 class _Beat:
-    """Does one thing again and again on a thread of its own, whatever it raises, and knows when it last did."""
+    """Repeats one piece of work on a thread of its own, whatever it raises, and knows when it last ran."""
 
     def __init__(
         self, name: str, act: Callable[[], None], interval: float, stopping: threading.Event, clock: Callable[[], float]
@@ -95,12 +95,12 @@ class _Beat:
         self._thread.start()
 
     def join(self) -> None:
-        """What hangs is left behind after a second: the thread is a daemon."""
+        """Abandons work that hangs for more than a second: the thread is a daemon."""
         if self._thread.ident is not None:
             self._thread.join(_JOIN_SECONDS)
 
     def failure(self) -> str | None:
-        """That it stands still; None while it does not."""
+        """Says that the work has stopped; None while it has not."""
         if not self._thread.is_alive():
             return f"{self._name} has stopped"
         silent = self._clock() - self._last

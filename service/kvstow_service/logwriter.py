@@ -1,4 +1,4 @@
-"""Writes the event loop's log lines, so that a log which nobody reads cannot stop the loop."""
+"""Writes the event loop's log lines on another thread, so that a log that nobody reads cannot block the loop."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LOGGERS = ("kvstow", "uvicorn", "asyncio")
 
 
 class LogWriter:
-    """From `start` to `stop`, a line that is logged on the thread which called `start` is written by another one.
+    """Between `start` and `stop`, lines that are logged on the thread that called `start` are written by another one.
 
-    A handler may block for as long as a full pipe stays full. Up to 1000 lines wait for it; more are dropped, and
-    `on_drop` is called for each. Handlers and levels stay the host's: this is a filter on the loggers that the event
-    loop uses, and it lets lines of other threads pass.
+    A handler may block for as long as a full pipe stays full. Up to 1000 lines wait for it; further ones are dropped,
+    and `on_drop` is called for each. Handlers and levels remain the host's: this is a filter on the loggers that the
+    event loop uses, and it passes lines of other threads.
     """
 
     def __init__(self, on_drop: Callable[[], None] = lambda: None) -> None:
@@ -39,7 +39,7 @@ class LogWriter:
             one.addFilter(self._take)
 
     def stop(self) -> None:
-        """Write what waits, for a second at most. Idempotent; does nothing if it was not started."""
+        """Write the waiting lines, for at most a second. Idempotent; does nothing if it was not started."""
         for one in self._loggers:
             one.removeFilter(self._take)
         if self._thread.is_alive():
@@ -48,10 +48,10 @@ class LogWriter:
             self._thread.join(_STOP_SECONDS)
 
     def _take(self, record: logging.LogRecord) -> bool:
-        """Whether the line is to be written here and now."""
+        """Whether the line is to be written at once, on this thread."""
         if threading.get_ident() != self._guarded:
             return True
-        record.msg, record.args = record.getMessage(), None  # what it names may change before it is written
+        record.msg, record.args = record.getMessage(), None  # its arguments may change before it is written
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
@@ -70,7 +70,7 @@ class LogWriter:
 
 
 def _loggers() -> Iterator[logging.Logger]:
-    """Those that exist: a filter acts only on the logger that a line is logged with."""
+    """The existing loggers: a filter acts only on the logger that a line is logged with."""
     for name, found in list(logging.root.manager.loggerDict.items()):
         if isinstance(found, logging.Logger) and name.partition(".")[0] in _LOGGERS:
             yield found

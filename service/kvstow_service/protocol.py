@@ -1,8 +1,8 @@
-"""HTTP/1.1 as the admin server speaks it: uvicorn's protocol over h11, with bounds.
+"""The admin server's HTTP/1.1: uvicorn's protocol over h11, with bounds.
 
-h11, and not httptools where that is installed: h11 reads one request at a time and refuses a head beyond a limit.
-httptools has no limit for heads, and makes a request object of each of the thousands of pipelined requests that one
-read may bring. A request costs 50 us more with h11; rendering the metrics costs twenty times as much.
+h11 even where httptools is installed: h11 reads one request at a time and limits the size of a head. httptools does
+not limit heads, and creates an object for each of the thousands of pipelined requests that one read may bring.
+A request costs 50 us more with h11; rendering the metrics costs twenty times as much.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from kvstow_service.requestqueue import RequestQueue
 MAX_HEAD_BYTES = 16 << 10
 MAX_HEADERS = 100
 
-# Per turn of the event loop: what one read brings is parsed in one go, 2 us for each byte of the smallest chunks.
+# Per turn of the event loop: the result of one read is parsed in one go, at 2 us a byte for the smallest chunks.
 _READ_BYTES, _TRUSTED_READ_BYTES = 4 << 10, 64 << 10
-_MAX_UNREAD_BYTES = 64 << 10  # of a body that comes after its answer, which did not need it
+_MAX_UNREAD_BYTES = 64 << 10  # of a body that arrives after its answer, which did not need it
 
 _CODE_OF = {431: "head_too_large"}
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 _logger = logging.getLogger("kvstow.server.requests")
-_logger.setLevel(logging.ERROR)  # uvicorn warns of each malformed request, and anybody may send a million of them
+_logger.setLevel(logging.ERROR)  # uvicorn warns of each malformed request, and any client can send a million of them
 
 
 class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
     """One connection. It reports what it waits for to its `Connection`, which has the deadlines.
 
-    It tells the application who has shown a certificate. Requests are not logged here: the option of uvicorn's for that
-    takes the handlers from a logger that the host's own server may use.
+    It tells the application which certificate the client has shown. Requests are not logged here: uvicorn's option
+    for that removes the handlers of a logger that the host's own server may use.
     """
 
     app_state: dict[str, Any]
@@ -63,7 +63,7 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
         super().connection_made(transport)
         self._connection.drop = transport.abort
         certificate = transport.get_extra_info("peercert")
-        # TLS 1.2 may take a session up again, and then does not ask whether the authority still is one.
+        # TLS 1.2 may resume a session, and then does not check whether the authority is still trusted.
         if certificate and not transport.get_extra_info("ssl_object").session_reused:
             self.app_state = {**self.app_state, CERTIFICATE: subject_of(certificate)}
         self._update_wait()
@@ -110,13 +110,13 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
         self._update_wait()
 
     def shutdown(self) -> None:
-        """Hang up on streams, which would not end by themselves. What was written of other answers still goes out."""
+        """Close streams, which would not end by themselves. Other answers that were written are still sent."""
         super().shutdown()
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no request, with the status that fits. Called while h11's error is handled."""
+        """Answer malformed input with the status that fits. Called while h11's error is handled."""
         if self.cycle is None or self.cycle.response_complete:  # else half an answer is out
             error = sys.exception()
             self.transport.write(_refusal(getattr(error, "error_status_hint", 400), str(error)))
@@ -153,7 +153,7 @@ class _BoundedHeads(h11.Connection):
 
 
 def _refusal(status: int, reason: str) -> bytes:
-    """A whole answer to what is no request."""
+    """A complete answer to malformed input."""
     allowed = f"the request head is too large; allowed: {MAX_HEAD_BYTES} bytes with {MAX_HEADERS} headers"
     detail = allowed if status == 431 else f"no HTTP/1.1: {reason}"
     answer = problem({}, status, detail, code=_CODE_OF.get(status, "malformed_request"))

@@ -43,7 +43,7 @@ class Rendezvous:
     temporary files; mode 0700. One that somebody else owns, or others may enter, is not used.
 
     A rank's agent calls the object to look for the server. The engine's host publishes it, once, and withdraws it. It
-    holds a lock on its token's file as long as it lives: what a killed host has left, any host that publishes removes.
+    holds a lock on its token file for its lifetime: any host that publishes removes what killed hosts have left.
     """
 
     def __init__(self, identity: str, environ: Mapping[str, str] = os.environ) -> None:
@@ -51,7 +51,7 @@ class Rendezvous:
         # The usual place without the variable, too: ranks are not always started with their host's environment.
         runtime = environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}"
         parents = [Path(runtime)]
-        with suppress(FileNotFoundError):  # no folder for temporary files can be written to
+        with suppress(FileNotFoundError):  # no temporary folder is writable
             parents.append(Path(tempfile.gettempdir()))
         self._folders = [parent / f"kvstow-{uid}" for parent in parents]
         self._identity = identity
@@ -71,7 +71,7 @@ class Rendezvous:
         published under this identity."""
         path = self._make_place()
         try:
-            with _locked(path.parent):  # or a sweep could take what is being made for what was left
+            with _locked(path.parent):  # or a sweep could mistake a file in the making for a leftover
                 if is_listening(path):
                     raise ConflictError(f"another engine with the identity {self._identity!r} listens on unix:{path}")
                 self._published = _Published(path, token, _write_locked(_token_path(path), token))
@@ -146,7 +146,7 @@ def _token_path(socket_path: Path) -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time makes and removes files there."""
+    """One process at a time creates and removes files there."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -156,10 +156,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed hosts of other identities left; inference engines make a new one in each life. The folder is
-    locked."""
+    """Remove what killed hosts of other identities left; an inference engine has a new identity at each start. The
+    caller has locked the folder."""
     for token in folder.glob("*.token*"):  # and what had not got its name when its writer was killed
-        with suppress(OSError):  # the socket is busy, so it is somebody's
+        with suppress(OSError):  # the socket is busy, so it is in use
             path = token.with_suffix(".sock")
             if not _is_locked(token) and not is_listening(path):
                 path.unlink(missing_ok=True)
@@ -167,7 +167,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _is_locked(token: Path) -> bool:
-    """Whether the process that wrote this file lives."""
+    """Whether the process that wrote this file is alive."""
     descriptor = os.open(token, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The order in which requests of strangers begin."""
+"""The order in which unauthenticated requests begin."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("kvstow.server")
 
 _START_SECONDS = 10.0
 _GRACE_SECONDS = 2  # for requests under way when the server stops
-_TICK_SECONDS = 1.0  # between looks at the clock: the Date of answers, connections that keep the server waiting
+_TICK_SECONDS = 1.0  # between updates of the Date header and checks of the connections' deadlines
 
 
 class AdminServer:
@@ -50,7 +50,7 @@ class AdminServer:
         on_lost_line: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_lost_line` is called, on the server's thread, for a log line that found no room (`LogWriter`)."""
+        """`on_lost_line` is called, on the server's thread, for a dropped log line (`LogWriter`)."""
         self.connections = Connections(connection_limit(), clock)
         self._sockets = list(sockets)
         self._on_failure = on_failure
@@ -59,11 +59,11 @@ class AdminServer:
             uvicorn.Config(
                 app,
                 http=AdminProtocol,
-                # uvicorn before 0.36 makes uvloop, if there is one, the policy of the whole process.
+                # uvicorn before 0.36 makes uvloop, if installed, the event loop policy of the whole process.
                 loop="asyncio",
                 log_config=None,
                 server_header=False,
-                proxy_headers=False,  # by default a client on loopback could say that it is another one
+                proxy_headers=False,  # by default a client on loopback could claim another client's address
                 lifespan="on",
                 ws="none",
                 timeout_graceful_shutdown=_GRACE_SECONDS,
@@ -165,7 +165,7 @@ class _QuietServer(uvicorn.Server):
 
 
 def _report_once_a_minute() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """A handler for exceptions that reach the event loop. What a client can cause once, it can cause for ever."""
+    """A handler for exceptions that reach the event loop. What a client can cause once, it can cause a million times."""
     log = LimitedLog(logger)
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

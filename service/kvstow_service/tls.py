@@ -60,7 +60,7 @@ class TlsFiles:
             cert_path = stack.enter_context(_in_memory(cert))
             key_path = None if key is None else stack.enter_context(_in_memory(key))
             try:
-                context.load_cert_chain(cert_path, key_path, password="")  # or it would ask for one on the terminal
+                context.load_cert_chain(cert_path, key_path, password="")  # or it would prompt for one on the terminal
             except (OSError, ssl.SSLError) as error:
                 files = str(self.cert) if self.key is None else f"{self.cert}, {self.key}"
                 raise ConfigError("tls_cert", files, f"a certificate and its key, as PEM ({error})") from None
@@ -74,8 +74,8 @@ def _trust(context: ssl.SSLContext, client_ca: Path) -> None:
     except (OSError, ssl.SSLError, ValueError) as error:
         allowed = f"certificates of authorities, as PEM ({error})"
         raise ConfigError("tls_client_ca", str(client_ca), allowed) from None
-    context.verify_mode = ssl.CERT_OPTIONAL  # probes have none; what changes anything needs one, or a token
-    context.num_tickets = 0  # a session that is taken up again shows nothing to the authorities of that day
+    context.verify_mode = ssl.CERT_OPTIONAL  # probes have none; changes need one, or a token
+    context.num_tickets = 0  # a resumed session is not checked against the current authorities
 
 
 def _content(setting: str, path: Path) -> bytes:
@@ -87,7 +87,7 @@ def _content(setting: str, path: Path) -> bytes:
 
 @contextmanager
 def _in_memory(pem: bytes) -> Iterator[str]:
-    """A path to these bytes. `ssl` takes only paths, and would open again what may be another file by then."""
+    """A path to these bytes. `ssl` takes only paths, and a second open might find another file."""
     with open(os.memfd_create("kvstow-tls", os.MFD_CLOEXEC), "wb") as file:
         file.write(pem)
         file.flush()

@@ -30,7 +30,7 @@ class Snapshot:
 
 
 def look(client: Client) -> Snapshot:
-    """One look at the server. Raises `ApiError` where it does not answer."""
+    """The server's state now. Raises `ApiError` if it does not answer."""
     from kvstow_api.client import calls
 
     send = client.send

@@ -147,8 +147,8 @@ class ReplayDriver:
     # One step: requests start, their ops go to every rank, what became final moves requests on.
 
     def _admit(self, stop: threading.Event) -> None:
-        """Start requests until as many are in flight as may be. A request of which nothing is loaded or stored ends as
-        it starts, so the number of starts is bounded, too: the ops of the others must get to their ranks."""
+        """Start requests until as many are in flight as may be. A request that loads and stores nothing ends as soon
+        as it starts, so the number of starts is bounded too: the ops of the others must reach their ranks."""
         for _ in range(self._options.concurrency):
             if stop.is_set() or self._next == len(self._requests) or len(self._jobs) >= self._options.concurrency:
                 return

@@ -1,4 +1,4 @@
-"""The backlog: GPU blocks that are still to be stored, and when to try again after a failure."""
+"""The backlog: GPU blocks that still have to be stored, and when to try again after a failure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LONGEST_PAUSE = 256
 class Backlog:
     """GPU blocks whose store was refused, dropped or failed, or did not fit into a step. Used by one thread.
 
-    Nothing holds these blocks: the GPU may evict one before its turn comes. So a block is offered under the hash that
-    vLLM caches it by when its turn comes, whatever it held when it was added, and not at all if vLLM caches nothing in
+    Nothing holds these blocks: the GPU may evict one before its turn comes. So a block is offered under the hash by
+    which vLLM caches it at that time, whatever it held when it was added, and not at all if vLLM caches nothing in
     it. Each block waits at most once, so the backlog never holds more than the GPU has blocks.
     """
 
@@ -29,7 +29,7 @@ class Backlog:
         return len(self._queue)
 
     def add(self, block_ids: Iterable[int]) -> None:
-        """Put these at the end. Those that wait already keep their place."""
+        """Append these. Those that already wait keep their place."""
         queued, new = self._queued, list(dict.fromkeys(block_ids))
         if queued:
             new = [block_id for block_id in new if block_id not in queued]
@@ -38,7 +38,7 @@ class Backlog:
 
     def take(self, count: int, unwritten: Set[int], hash_bytes: int) -> Offer:
         """Offer those of the first `count` blocks that vLLM caches, and forget the others. Blocks that the step being
-        planned has yet to write, the `unwritten`, go on waiting. O(count)."""
+        planned has yet to write, the `unwritten`, stay in the backlog. O(count)."""
         gpu_blocks, queue, queued = self._gpu_blocks, self._queue, self._queued
         hashes: list[bytes] = []
         blocks: list[int] = []
@@ -68,7 +68,7 @@ class RetryPause:
         self._left = self._next = 0
 
     def __bool__(self) -> bool:
-        """Whether to wait still."""
+        """Whether the pause continues."""
         return self._left > 0
 
     def step(self) -> None:
@@ -76,7 +76,7 @@ class RetryPause:
         self._left = max(0, self._left - 1)
 
     def failed(self) -> None:
-        """A store has failed. During a pause that changes nothing: what fails was planned before it."""
+        """A store has failed. Ignored during a pause: that store was planned before it."""
         if not self._left:
             self._left, self._next = self._next, min(max(1, 2 * self._next), _LONGEST_PAUSE)
 

@@ -137,8 +137,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are stored as a whole, when all layers have written them."""
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: no step computes into a block that is being stored. vLLM calls this when it has launched
-        a forward pass, and pinning likes to know."""
+        """Nothing to wait for: no step computes into a block that is being stored. vLLM calls this when it has
+        launched a forward pass: the moment at which pinning may use its thread."""
         if self._rank.side is not None:
             self._rank.side.launched()
 

@@ -13,7 +13,7 @@ _FULL = {"FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec", "SinkFu
 _WINDOW = {"SlidingWindowSpec", "SlidingWindowMLASpec"}
 _CHUNKED = {"ChunkedLocalAttentionSpec"}
 _STATE = "MambaSpec"
-_SCRATCH = "CircularBufferSpec"  # vLLM 0.30: what a request needs of its last few tokens, in one block
+_SCRATCH = "CircularBufferSpec"  # vLLM 0.30: a request's state of its last few tokens, in one block
 _UNIFORM = "UniformTypeKVCacheSpecs"
 
 

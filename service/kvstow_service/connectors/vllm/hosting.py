@@ -75,13 +75,13 @@ class SchedulerHost:
 
     @contextmanager
     def guarding(self, what: str) -> Iterator[None]:
-        """Keep what goes wrong here from vLLM's step, which would end the process: vLLM goes on without offload, and
-        log, counter and readiness say so."""
+        """Contain errors, which would otherwise reach vLLM's step and end the process: vLLM goes on without offload,
+        and log, counter and readiness say so."""
         try:
             yield
         except Exception as error:
             if not self._has_failed:
-                logger.exception("%s: KVStow has failed, and vLLM serves without offload until it starts anew", what)
+                logger.exception("%s: KVStow has failed; vLLM serves without offload until it restarts", what)
             self._has_failed = True
             if self.engine is not None:
                 self.engine.fail(f"{what}: {error!r}")
@@ -96,7 +96,7 @@ class SchedulerHost:
             logger.exception("some GPU blocks stay held until vLLM starts anew")
 
     def hear(self, rank: int, news: RankNews) -> None:
-        """Take what a rank says after a step. Never raises."""
+        """Process what a rank sends after a step. Never raises."""
         with self.guarding(f"news of rank {rank}"):
             self._take(rank, news)
 
@@ -174,7 +174,7 @@ class SchedulerHost:
         )
 
     def _max_slots(self, hellos: list[RankHello]) -> int:
-        """How far a resize may go: on each node the slots of its ranks share what it has room for."""
+        """How far a resize may go: on each node, its ranks' slots share the available memory."""
         fitting = [
             min(hello.node_bytes for hello in ranks) // sum(hello.slot_bytes for hello in ranks)
             for node in {hello.node for hello in hellos}
@@ -185,7 +185,7 @@ class SchedulerHost:
 
     @property
     def _blocks_per_step(self) -> int:
-        """What one step can take from the GPU's free queue, or complete."""
+        """How many blocks one step can take from the GPU's free queue, or complete."""
         return sum(-(-self._facts.max_batched_tokens // group.block_tokens) for group in self._groups.groups)
 
     @property
@@ -298,9 +298,8 @@ class WorkerHost:
             self.side.plane.close()
 
     def _change(self, make: Callable[[], DataPlane]) -> DataPlane | None:
-        """The data plane that has taken the place of the present one, once that has ended; None where there is none,
-        or where it does not end. The rank then stays as it is, stopped: its engine waits for the word of a copy that
-        may still write."""
+        """The data plane that has replaced the present one, after that has ended; None if there is none, or if it
+        does not end. The rank then stays stopped: its engine waits for a copy that may still write."""
         if self.side is None or self._source is None:
             return None
         if not self.side.close_plane():

@@ -30,7 +30,7 @@ class LazyStores:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether blocks were offered in vain."""
+        """Whether blocks that were not stored wait for another offer."""
         return bool(self._in_vain)
 
     def take_endangered(self, held: int, room: int) -> Offer:
@@ -61,7 +61,7 @@ class LazyStores:
         return self._missing(Offer(keys_of(hashes, self.hash_bytes), blocks))
 
     def offer_again(self, block_ids: Sequence[int]) -> None:
-        """These were offered in vain."""
+        """These were offered and not stored."""
         for block_id in block_ids:
             content = self._offered.pop(block_id, None)
             if content is not None:

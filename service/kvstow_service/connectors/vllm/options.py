@@ -85,7 +85,7 @@ class ConnectorOptions:
             raise refusal("pin_latency_target", options.pin_latency_target, fixed)
         return options
 
-    # Every rank has as many slots, so bytes that ranks share are shared by the size of their slots.
+    # All ranks have the same number of slots, so they share bytes in proportion to the size of their slots.
 
     def bytes_of_rank(self, num_ranks: int) -> int:
         """What a rank may pin before it knows the size of the others' slots."""
@@ -102,7 +102,7 @@ class ConnectorOptions:
         return value // least
 
     def max_slots(self, slot_bytes: Sequence[int], fitting: int) -> int:
-        """Slots that every rank may grow to; `fitting` is how many the machines of the ranks have room for. Raises
+        """Slots that every rank may grow to; `fitting`: how many the ranks' machines have room for. Raises
         `ConfigError` where the pool's size exceeds `max_bytes`."""
         capacity = self.capacity_slots(slot_bytes)
         if self.max_bytes is None:

@@ -42,8 +42,8 @@ class Hit(NamedTuple):
 class TrackedRequest:
     """A request between its arrival and its end. Used by the scheduler's thread.
 
-    `tables[group]`: its GPU blocks in order. `offered_tokens`: blocks of all groups below it were offered to the pool.
-    `hit`: what is held for the next admission. `start`: tokens that were on the GPU when the hit was asked for.
+    `tables[group]`: its GPU blocks in order. `offered_tokens`: blocks of all groups before it were offered to the
+    pool. `hit`: what is held for the next admission. `start`: tokens that were on the GPU when the hit was looked up.
     `loading`: the admission began with a load, of the tokens `loaded`; `load_failed`: it has not written all.
     `withheld`: its blocks are of a model that is no more, and never offered. `admitted_at`: the step that gave the
     tables; `has_run`: it was computed since, so that its tokens are more than a promise of some load.

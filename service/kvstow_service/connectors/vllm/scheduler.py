@@ -247,7 +247,7 @@ class SchedulerSide:
             self._planned_stores.append(grant.op)
 
     def _retry_room(self) -> int:
-        """For how many blocks that were offered in vain there is a slot now."""
+        """For how many of the blocks that were offered and not stored there is a slot now."""
         return 0 if self._pause else self._engine.store_room()
 
     # -- what came of it ------------------------------------------------------------------------------------
@@ -294,8 +294,8 @@ class SchedulerSide:
 
     @property
     def has_pending_stores(self) -> bool:
-        """Whether steps are needed: to start stores, to hear of their end, or to offer blocks again that the pool has
-        room for by now. What was given up needs none."""
+        """Whether steps are needed: to start stores, to hear of their end, or to offer blocks again for which the
+        pool has room by now. Stores that were given up need none."""
         self.settle()
         return (
             self._engine.awaited_transfers > 0

@@ -16,8 +16,8 @@ class EagerStores:
     """Finds the blocks that are complete and were not offered yet.
 
     A request is looked at only while it has such blocks, or soon will: O(blocks), not O(requests) per step. A step
-    looks at no more than `step_blocks` of them. What a running request has beyond that waits until the next steps, in
-    its tables; what a request leaves behind, and what was offered in vain, waits in a `Backlog`. Used by the
+    looks at no more than `step_blocks` of them. A running request's further blocks wait in its tables for the next
+    steps; blocks of finished requests, and blocks that were offered and not stored, wait in a `Backlog`. Used by the
     scheduler's thread.
     """
 
@@ -26,7 +26,7 @@ class EagerStores:
     ) -> None:
         """`gpu_blocks[block_id]` is vLLM's `KVCacheBlock`."""
         self.hash_bytes = 0
-        """Length of a request's block hash; 0 until a request came."""
+        """Length of a request's block hash; 0 until the first request."""
         self._groups, self._alignment = groups.in_tables, groups.alignment
         self._gpu_blocks, self._observer = gpu_blocks, observer
         self._stride_blocks = sum(self._alignment // group.block_tokens for group in self._groups) or 1
@@ -37,7 +37,7 @@ class EagerStores:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether blocks wait to be offered that no running request has."""
+        """Whether blocks that no running request has wait to be offered."""
         return bool(self._backlog)
 
     def admitted(self, tracked: TrackedRequest) -> None:
@@ -94,7 +94,7 @@ class EagerStores:
         return offer
 
     def offer_again(self, block_ids: Sequence[int]) -> None:
-        """These were offered in vain."""
+        """These were offered and not stored."""
         self._backlog.add(block_ids)
 
     def forget(self) -> None:

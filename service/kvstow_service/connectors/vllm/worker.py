@@ -111,8 +111,8 @@ class WorkerSide:
         self.plane.launched()
 
     def take_finished_loads(self) -> FinishedLoads:
-        """What has ended since the last call: done and failed in one snapshot, which `take_news` tells as well. vLLM
-        asks at the end of each step."""
+        """What has ended since the last call: done and failed in one snapshot, which `take_news` returns too. vLLM
+        calls it at the end of each step."""
         self.plane.end_step()
         self.plane.drive()
         self._hear(self.plane)
@@ -130,15 +130,15 @@ class WorkerSide:
         return news
 
     def close_plane(self) -> bool:
-        """Close the data plane: what was under way fails, and then it touches no memory any more. False while a copy
-        hangs in the device. Before it is closed no other may take its place: a new boot says that it has ended."""
+        """Close the data plane: what was under way fails, and afterwards it touches no memory. False while a copy
+        hangs in the device. Another may replace it only once it is closed: a new boot says that the old one ended."""
         ended = self.plane.close()
         self._hear(self.plane)
         return ended
 
     def _refuse(self, step: PlannedStep) -> None:
-        """The step was planned for memory that this rank has lost since: the slots that it names hold other bytes. The
-        rank may have started anew in the middle of the planning, so some ops may be of its new boot."""
+        """The step was planned for memory that this rank has since lost: the slots that it names hold other bytes.
+        The rank may have restarted in the middle of the planning, so some ops may belong to its new boot."""
         refusals = tuple(_refusal(op.op_id) for op in (*step.loads.ops, *step.stores.ops))
         for boot_id in (step.boots[self.rank] or "", self.plane.boot_id):
             self._take(News(boot_id, refusals))
@@ -231,7 +231,7 @@ class NoDataPlane:
         )
 
     def apply(self, desired: DesiredState) -> None:
-        """There is nothing to steer, but the next data plane begins with it."""
+        """Changes nothing here, but the next data plane begins with it."""
         self._steering.follow(desired, lambda _: None)
 
     @property
@@ -269,8 +269,8 @@ class PlaneSource:
         self._side.plane.add_listener(callback)
 
     def switch(self, plane: DataPlane) -> None:
-        """Go on with another data plane, a rank that starts anew. The present one has ended (`WorkerSide.close_plane`).
-        The new one begins with what is wanted now, so that no late answer to the old one can mislead it."""
+        """Replace the data plane: the rank restarts. The present one has ended (`WorkerSide.close_plane`). The new
+        one begins with the current desired state, so that no late answer to the old one can mislead it."""
         with self._switching:
             followed = self._side.plane.followed
             if followed.engine_id:

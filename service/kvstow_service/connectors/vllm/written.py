@@ -13,7 +13,8 @@ class WrittenBlocks:
     """The blocks that a step writes. Its stores begin before it does, so they must read none of these.
 
     vLLM names a block by the hash of what it will hold when a step is planned that completes it. So a hash proves
-    nothing of a block that this step writes, whether it is handed out in this step or was begun in an older one.
+    nothing about a block that this step writes, whether the block is allocated in this step or was begun in an older
+    one.
     """
 
     def __init__(
