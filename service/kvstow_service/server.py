@@ -165,7 +165,7 @@ class _QuietServer(uvicorn.Server):
 
 
 def _report_once_a_minute() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """A handler for exceptions that reach the event loop. What a client can cause once, it can cause a million times."""
+    """A handler for exceptions that reach the event loop. A client may cause one of them any number of times."""
     log = LimitedLog(logger)
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -203,7 +203,7 @@ def test_a_host_that_cannot_be_built_in_a_step_leaves_vllm_without_offload(caplo
         host.hear(0, RankNews(hello=make_hello(0, 1001, 9)))
     assert host.side is None
     assert [record.message for record in caplog.records if "serves without offload" in record.message] == [
-        "news of rank 0: KVStow has failed, and vLLM serves without offload until it starts anew"
+        "news of rank 0: KVStow has failed; vLLM serves without offload until it restarts"
     ]
 
 
