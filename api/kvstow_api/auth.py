@@ -25,6 +25,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvstow.errors import ConfigError
+from kvstow_api.limitedlog import LimitedLog
 from kvstow_api.problems import problem
 from kvstow_api.tokens import TokenFile
 
@@ -102,6 +103,7 @@ class AuthMiddleware:
         self._app = app
         self._credentials = credentials
         self._agent_token = credentials.agent.encode() if credentials.agent else None
+        self._unusable = LimitedLog(logger)
         self._files = _Renewal([file for file in (credentials.admins, credentials.viewers) if file is not None])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,7 +129,7 @@ class AuthMiddleware:
         try:
             actor = self._actor(scope, token)
         except ConfigError as error:
-            logger.error("a token file cannot be used: %s", error)
+            self._unusable.log(logging.ERROR, "a token file cannot be used: %s", error)
             return problem(scope, 503, "the token file cannot be used; the log says why", headers={"Retry-After": "5"})
         scope[ACTOR] = actor or "-"
         if actor is None:

@@ -10,6 +10,9 @@ from kvstow.errors import ConfigError
 from kvstow_api.filestamp import FileStamp
 from kvstow_api.regularfile import RegularFile, exposure
 
+MAX_TOKENS = 100
+"""In one file; each request is compared with all of them."""
+
 
 def require_token(host: str | None, token_file: Path | None, *, certificates: bool = False) -> None:
     """Raises `ConfigError` if `host` is reachable from outside, and neither a token nor client certificates guard it.
@@ -51,8 +54,8 @@ class TokenFile:
             self._problem = ConfigError("token_file", str(self._path), f"a readable file ({error.strerror})")
             return
         tokens = tuple(filter(None, map(bytes.strip, read.content.splitlines())))
-        usable = tokens and all(len(token.split()) == 1 for token in tokens)
-        allowed = "a file with one token a line, and at least one"
+        usable = 1 <= len(tokens) <= MAX_TOKENS and all(len(token.split()) == 1 for token in tokens)
+        allowed = f"a file with one token a line, 1 to {MAX_TOKENS} of them"
         self._problem = None if usable else ConfigError("token_file", str(self._path), allowed)
         self._tokens, self._stamp = tokens, read.stamp
 

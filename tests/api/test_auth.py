@@ -314,7 +314,7 @@ async def test_when_the_token_file_is_lost_changes_are_refused(
 def test_a_token_file_without_a_token_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "token"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="at least one"):
+    with pytest.raises(ConfigError, match="1 to 100 of them"):
         TokenFile(path)
 
 
@@ -356,6 +356,26 @@ NO_TOKEN_FILES = [
     (make_folder, "not a regular file"),
     (make_device, "not a regular file"),
 ]
+
+
+async def test_a_lost_token_file_is_logged_once_a_minute(
+    guarded: httpx.AsyncClient, token_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anybody may send a token."""
+    token_file.unlink()
+    for _ in range(5):
+        await guarded.delete("/v1/drain", headers={"Authorization": "Bearer guess"})
+    (line,) = (record for record in caplog.records if record.name == "kvstow.api")
+    assert "a token file cannot be used: token_file" in line.getMessage()
+
+
+def test_a_token_file_has_at_most_a_hundred_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("token\n" * 101)
+    with pytest.raises(ConfigError, match="1 to 100 of them"):
+        TokenFile(path)
+    path.write_text("token\n" * 100)
+    assert TokenFile(path).accepts(b"token")
 
 
 @pytest.mark.parametrize(("make", "reason"), NO_TOKEN_FILES)
