@@ -1,4 +1,4 @@
-"""Which requests are for this server at all: in one framing, and under one of its names."""
+"""Which requests this server accepts at all: unambiguously framed, and addressed to one of its names."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _CLOSE = {"Connection": "close"}
 
 
 class AdmissionMiddleware:
-    """Refuses what no honest client sends: 400 and the end of the connection, or 421.
+    """Refuses what no honest client sends: with 400 and the end of the connection, or with 421.
 
-    `allowed_hosts`: the names, beside those of loopback, under which a server on loopback may be asked over TCP. A web
-    page can lead a browser there under a name of its own (DNS rebinding), and would read what is open to this machine.
-    None: under any name, as on other addresses, where probes ask by the address of a pod.
+    `allowed_hosts`: the Host names, besides those of loopback, that a server on loopback accepts over TCP. A web page
+    can point a name of its own at loopback (DNS rebinding), and would read what is open to this machine. None: any
+    name, as on other addresses, where probes use the address of a pod.
     """
 
     def __init__(self, app: ASGIApp, *, allowed_hosts: Sequence[str] | None) -> None:
@@ -37,7 +37,7 @@ class AdmissionMiddleware:
         headers = dict(scope["headers"])
         chunked, length = b"transfer-encoding" in headers, headers.get(b"content-length")
         if chunked and length is not None:
-            detail = "the request has both Content-Length and Transfer-Encoding"  # a proxy might believe the other one
+            detail = "the request has both Content-Length and Transfer-Encoding"  # a proxy might use the other one
             return problem(scope, 400, detail, code="malformed_request", headers=_CLOSE)
         if scope["method"] in READING_METHODS and (chunked or length not in (None, b"0")):
             detail = f"a {scope['method']} has no body here"
@@ -54,6 +54,6 @@ class AdmissionMiddleware:
 
 
 def _is_tcp(scope: Scope) -> bool:
-    """A Unix socket has no port: no browser comes through it."""
+    """A Unix socket has no port: no browser can reach it."""
     server = scope.get("server")
     return server is not None and server[1] is not None

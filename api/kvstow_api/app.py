@@ -47,7 +47,7 @@ def create_app(context: ApiContext) -> FastAPI:
         title="KVStow admin API",
         description="Watch and steer the KV cache in host memory while traffic flows.",
         version=context.version,
-        openapi_url=None,  # a route of ours answers it
+        openapi_url=None,  # our own route serves it
         docs_url=None,  # it would load its scripts from a CDN
         redoc_url=None,
         redirect_slashes=False,

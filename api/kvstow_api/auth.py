@@ -4,8 +4,8 @@ Probes and metrics are open. Reading is, too, unless there is a file of viewer t
 an admin token or a client certificate. Changing needs an admin token or a certificate where either is configured.
 The method decides, so a new route is covered without doing anything. A rank's report always needs a credential, on
 every address: the agent's token, or what opens every change. The agent's token opens nothing else. Browsers, which
-send no bearer token, may give a token as the password of Basic authentication, for reading only: they would send it
-along with what a page of another site makes them do.
+send no bearer token, may give a token as the password of Basic authentication, for reading only: they would attach it
+to requests that another site's page makes, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvstow_api.tokens import TokenFile
 logger = logging.getLogger("kvstow.api")
 
 ACTOR = "kvstow.actor"
-"""Key in an ASGI scope of who asks: admin, certificate:SUBJECT, viewer, agent, or anonymous."""
+"""ASGI scope key of the actor: admin, certificate:SUBJECT, viewer, agent, or anonymous."""
 
 _NOBODY = frozenset({None, "anonymous", "-"})
 
@@ -66,7 +66,7 @@ def is_stranger(scope: Scope) -> bool:
 
 
 def is_admin(actor: str) -> bool:
-    """Whether that actor, as a scope has it, has shown a credential that opens every change."""
+    """Whether this actor, as named in a scope, has shown a credential that allows every change."""
     return actor == "admin" or actor.startswith(_CERTIFICATE_ACTOR)
 
 
@@ -90,7 +90,7 @@ class Credentials(NamedTuple):
 
     @property
     def exposures(self) -> Mapping[str, str] | None:
-        """By the name of its setting: which other users may use a token file. None where there is no such file."""
+        """Which other users may use each token file, by the name of its setting. None if no file is set."""
         files = {"token_file": self.admins, "viewer_token_file": self.viewers}
         given = {name: file.exposure for name, file in files.items() if file is not None}
         return {name: what for name, what in given.items() if what is not None} if given else None
@@ -121,7 +121,7 @@ class AuthMiddleware:
         """Put the actor into the scope, or say why the request is refused."""
         scope[ACTOR] = "anonymous"
         if reading and (self._credentials.viewers is None or _is_open(scope["path"])):
-            with suppress(ConfigError):  # nobody needs a token here; an admin is known by one all the same
+            with suppress(ConfigError):  # no token is required here; one still identifies an admin
                 scope[ACTOR] = self._actor(scope, token) or "anonymous"
             return None
         if not reading and _is_cross_site(scope):
@@ -162,15 +162,15 @@ class AuthMiddleware:
 
 
 class _Renewal:
-    """Looks at the token files, on a thread: a file system may make its readers wait. One look serves all requests that
-    wait for it, so that a slow one takes one thread. Used on one event loop."""
+    """Renews the token files on a thread: a file system may make its readers wait. All waiting requests share one
+    renewal, so a slow one occupies one thread. Used on one event loop."""
 
     def __init__(self, files: Sequence[TokenFile]) -> None:
         self._files = files
         self._look: asyncio.Task[None] | None = None
 
     async def renew(self) -> None:
-        """After at most two seconds the tokens stay what they were; a later request may see the new ones."""
+        """Waits at most two seconds: then the tokens stay as they were, and a later request may see the new ones."""
         if not self._files:
             return
         if self._look is None or self._look.done():
@@ -187,8 +187,8 @@ def _is_open(path: str) -> bool:
 
 
 def _is_cross_site(scope: Scope) -> bool:
-    """Whether a browser sends this on behalf of another site: loopback does not keep such requests out, and the browser
-    adds a client's certificate by itself. What a site can lead to loopback under its own name is refused before
+    """Whether a browser sends this on behalf of another site: loopback does not keep such requests out, and the
+    browser adds a client certificate by itself. Names that a site points at loopback are refused earlier
     (`AdmissionMiddleware`)."""
     headers = dict(scope["headers"])
     if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):

@@ -12,7 +12,7 @@ from kvstow_api.problems import problem
 
 MAX_BODY_BYTES = 1 << 20
 MAX_READING_BODY_BYTES = 64 << 10
-"""Of a stranger's request that only reads, which nothing else need keep out: 10 ms to parse; 1 MiB is 150."""
+"""Limit of an unauthenticated request that only reads: 10 ms to parse, where 1 MiB takes 150."""
 MAX_BODY_SECONDS = 10.0
 
 BODY = "kvstow.body"
@@ -23,8 +23,9 @@ _MERGE_PATCH = "application/merge-patch+json"
 
 
 class BodyMiddleware:
-    """Reads the body before the route runs: 413 above `limit` bytes (or `reading_limit`, of a stranger who only reads),
-    408 if it is not there in `seconds`, 415 if it is not declared as JSON. Comes after what knows the actor."""
+    """Reads the body before the route runs: 413 above `limit` bytes (or `reading_limit`, for unauthenticated requests
+    that only read), 408 if it has not arrived within `seconds`, 415 if it is not declared as JSON. Runs after the
+    middleware that identifies the actor."""
 
     def __init__(
         self,

@@ -27,11 +27,11 @@ class ApiContext:
     `addresses`: where the server listens. `settings`: shown, like them, to every reader of `/v1/info`, so it must hold
     no secrets. `build`: labels of `kvstow_build_info` (revision, torch, vllm...). `token_file`: when set, requests that
     change anything need its token. `viewer_token_file`: when set, reading needs one of its tokens or an admin's.
-    `allowed_hosts`: names, beside those of loopback, under which the server may be asked over TCP; None is any name.
+    `allowed_hosts`: Host names, besides those of loopback, that the server accepts over TCP; None is any name.
     `client_certificates`: the server verifies them, and one counts as an admin's token. `certificate_ends`: when the
     server's own certificate does, in seconds since the epoch; None where it speaks no TLS. `agent_token`: lets a rank's
     agent report, nothing else; without it only an admin's credential can. `readiness_require`: checks of
-    `INFORMATIONAL_CHECKS` that shall fail `/readyz`. `startup_grace`: seconds for which a rank may be silent before its
+    `INFORMATIONAL_CHECKS` that fail `/readyz`. `startup_grace`: seconds for which a rank may be silent before its
     first report. `live_checks` fail `/livez`: only for what a restart cures, such as a dead thread; `ready_checks` and
     `startup_checks` fail the probes of their name. `host_facts`: what the host can measure of its machine, called on a
     thread.

@@ -55,14 +55,14 @@ class EventStreams:
         self.limit = StreamLimit(
             "event streams", most=MAX_STREAMS, reserved=RESERVED_STREAMS, per_client=STREAMS_PER_CLIENT
         )
-        """Whoever sends a stream holds a place of this."""
+        """Each stream holds a place here while it is sent."""
         self.lost = 0
         """Events that were no longer kept when a stream came to them."""
 
     def open(
         self, wanted: Collection[str], *, after: str | None = None, recent: int = 0, poll: float = POLL_SECONDS
     ) -> AsyncIterator[bytes]:
-        """The stream from the event with id `after` on, or from `recent` journal entries ago."""
+        """The stream from after the event with id `after`, or from `recent` journal entries ago."""
         now = Cursor(self._engine.engine_id, self._journal.last, self._engine.events.last_sequence)
         begin, known = now._replace(journal=max(0, now.journal - recent)), True
         if after is not None:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 
 class FileStamp(NamedTuple):
-    """Tells one content of a file, and one set of permissions, from the next."""
+    """Identifies one version of a file's content and permissions."""
 
     inode: int
     mtime_ns: int

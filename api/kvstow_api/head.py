@@ -1,4 +1,4 @@
-"""HEAD: what GET answers, without its body."""
+"""HEAD: the answer to GET, without its body."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class HeadMiddleware:
-    """Next to the routes, which know nothing of HEAD. A stream ends with its head: its body would never."""
+    """Runs next to the routes, which know nothing of HEAD. A stream ends after its head: its body would never end."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -30,7 +30,7 @@ class HeadMiddleware:
         except _Answered:
             pass
         finally:
-            scope["route"] = asked.get("route")  # by which the request is counted
+            scope["route"] = asked.get("route")  # requests are counted by route
 
 
 class _Answered(Exception):

@@ -1,4 +1,4 @@
-"""Names under which a server may be asked. A host checks them before it imports a web framework."""
+"""Host names that a server accepts. Checked before a host imports a web framework."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 
 def parse_host_names(key: str, value: object) -> tuple[str, ...]:
-    """Of a list, or of text with commas or spaces between them. Raises `ConfigError`."""
+    """From a list, or from text with commas or spaces between them. Raises `ConfigError`."""
     names = value.replace(",", " ").split() if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(
         isinstance(name, str) and _NAME.fullmatch(name) for name in names

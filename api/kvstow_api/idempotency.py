@@ -70,16 +70,16 @@ class _Answers:
 
 
 class IdempotencyMiddleware:
-    """Keeps the answers to POSTs that carry a key: of each actor 1,000 keys, 4 MiB and an hour at most, the oldest go
+    """Keeps the answers to POSTs that carry a key: for each actor at most 1,000 keys, 4 MiB and an hour; the oldest go
     first.
 
-    A key belongs to the actor who sent it: no other actor meets its answer, conflicts with it, or pushes it out.
+    A key belongs to the actor who sent it: no other actor can see its answer, conflict with it, or evict it.
     Requests that only read ignore the header. The number of actors is bounded by the credentials that the operator has
     given out.
 
-    The same key with another request answers 422; while the first is under way, 409. An error is not kept: the client
-    may correct the request and send it again with its key. Comes after the middleware that reads the body and the one
-    that knows the actor; on the event loop.
+    The same key with another request gets 422; while the first is under way, 409. An error is not kept: the client
+    may correct the request and send it again with its key. Runs after the middlewares that read the body and identify
+    the actor, on the event loop.
     """
 
     def __init__(self, app: ASGIApp, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -138,7 +138,7 @@ class IdempotencyMiddleware:
                 answers.drop(key)
 
     def _forget_old(self) -> None:
-        """O(actors), and what is dropped."""
+        """O(actors + entries dropped)."""
         oldest = self._clock() - KEPT_SECONDS
         for actor, answers in list(self._answers.items()):
             answers.forget(oldest)

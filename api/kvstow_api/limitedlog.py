@@ -1,4 +1,4 @@
-"""Log lines about something that a client may cause a thousand times a second."""
+"""Log lines for events that a client may cause a thousand times a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files whose paths operators give: a path may also lead to a pipe, a device, or far too much."""
+"""Files whose paths operators give: a path may also name a pipe, a device or a huge file."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import NamedTuple
 from kvstow_api.filestamp import FileStamp
 
 MAX_FILE_BYTES = 1 << 20
-"""Enough for any list of tokens and any chain of certificates."""
+"""Enough for any token list or certificate chain."""
 
 
 class RegularFile(NamedTuple):
-    """The content of a file, and what told it from other contents at that time."""
+    """The content of a file, and the version that it had at that time."""
 
     content: bytes
     stamp: FileStamp
 
     @classmethod
     def read(cls, path: Path) -> RegularFile:
-        """Waits for nothing but the file system. Raises `OSError`, also for what is no regular file or is larger than
+        """Waits for nothing but the file system. Raises `OSError`, also if it is not a regular file or is larger than
         `MAX_FILE_BYTES`."""
         # Without O_NONBLOCK, opening a pipe waits for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)

@@ -28,7 +28,7 @@ CHANGED_NOTHING = "kvstow.changed_nothing"
 UNMATCHED = "unmatched"
 CLIENT_CLOSED = 499  # as nginx counts a client that left before the answer
 
-_REFUSALS_A_MINUTE = 60  # lines about requests of strangers, who may send any number
+_REFUSALS_A_MINUTE = 60  # lines about unauthenticated requests, of which there may be any number
 _BOUNDS = (0.01, 0.1, 1.0, 10.0)
 _MAX_SHOWN = 500  # characters of a body in the audit log
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -43,7 +43,7 @@ class RouteKey(NamedTuple):
 
 
 class HttpCounters:
-    """Requests by method, route template and status, of those that there were: zeros for all that could be were two
+    """Requests by method, route template and status, once there has been one: zeros for all possible ones were two
     thirds of a scrape. Bounded by the routes and their statuses. Counted on the event loop; any thread may read."""
 
     def __init__(self) -> None:

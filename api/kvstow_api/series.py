@@ -16,7 +16,7 @@ from kvstow_api.views.history import NOW_SECONDS, NowView, SampleView
 Unit = Literal["ratio", "bytes", "bytes_per_second", "blocks_per_second"]
 
 Figure = Callable[[SampleView, SampleView], float | None]
-"""A figure of the time from one sample to a later one; None where there is none."""
+"""A figure of the time between two samples; None if it has no value."""
 
 
 class Metric(NamedTuple):
@@ -88,7 +88,7 @@ FIGURES: Mapping[str, Figure] = {
     "used_ratio": _usage,
     "pinned_bytes": lambda _, after: float(after.pinned_bytes),
 }
-"""By the names that `NowView` has and describes."""
+"""By the names of `NowView`'s fields, which describe them."""
 
 METRICS: Mapping[str, Metric] = {
     "hit-ratio": Metric("ratio", {"hit ratio": "hit_ratio"}),

@@ -33,8 +33,8 @@ def current(use: Services) -> RuntimeConfig:
 
 
 def etag(use: Services) -> str:
-    """Names the settings: it was never given to others, nor to these before they were changed and changed back. Ask
-    before the settings that it is to name: then a change in between is noticed."""
+    """Names the settings. It is never reused, not even when a change is reverted. Read it before the settings that it
+    names, so that a change in between is noticed."""
     return f'"{use.engine.engine_id}-{use.engine.admin.settings_revision}"'
 
 

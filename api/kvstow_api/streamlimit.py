@@ -1,4 +1,4 @@
-"""How many streams a server keeps open: in all, for each client, and with room left for admins."""
+"""How many streams a server keeps open: in total and for each client, with places reserved for admins."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MEDIA_TYPE = "text/event-stream"
 
 
 class StreamLimit:
-    """`most` streams at once. Strangers (`is_stranger`) get all but `reserved` of them, and `per_client` of these for
-    one IP address. Used on the event loop."""
+    """`most` streams at once. Unauthenticated clients (`is_stranger`) get all but `reserved` of them, at most
+    `per_client` from one IP address. Used on the event loop."""
 
     def __init__(self, noun: str, *, most: int, reserved: int, per_client: int) -> None:
-        """`noun`: what is counted, in the plural, for the words of a refusal."""
+        """`noun`: what is counted, in the plural, for the text of a refusal."""
         self._noun = noun
         self._most, self._public_most, self._per_client = most, most - reserved, per_client
         self._clients: Counter[str] = Counter()  # streams of strangers, by address

@@ -31,8 +31,8 @@ def is_loopback(host: str) -> bool:
 class TokenFile:
     """The tokens in a file, one a line (two while one replaces the other).
 
-    Raises `ConfigError` when made if the file cannot be read or holds no token. `renew` looks at the file, which may
-    take as long as the file system likes: not on an event loop, and on one thread at a time. All else is quick.
+    Raises `ConfigError` when made if the file cannot be read or holds no token. `renew` reads the file, which may
+    take any time: call it off the event loop, and on one thread at a time. All else is quick.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +60,7 @@ class TokenFile:
         self._tokens, self._stamp = tokens, read.stamp
 
     def accepts(self, token: bytes) -> bool:
-        """Whether the file had this token when it was last looked at. Raises `ConfigError` if it could not be used."""
+        """Whether the file had this token when it was last read. Raises `ConfigError` if it could not be used."""
         self._require()
         return sum(hmac.compare_digest(token, known) for known in self._tokens) > 0  # compares with all of them
 

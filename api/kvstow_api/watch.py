@@ -49,7 +49,7 @@ class Watch:
         )
 
     def tick(self) -> None:
-        """One look, which takes a sample. The history keeps every fifth one, the first included."""
+        """Take a sample. The history keeps every fifth one, beginning with the first."""
         readiness = self._engine.readiness()
         if readiness.state != self._state:
             self._journal.add("state", state=readiness.state, reason=readiness.reason)

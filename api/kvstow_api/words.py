@@ -81,7 +81,7 @@ def hit_ratio_now(now: NowView) -> str:
 
 
 def block_movement(now: NowView) -> str:
-    """What leaves the pool for others now, and what does not get in."""
+    """Blocks evicted now to make room for others, and blocks not taken."""
     evicted, dropped = _per_second(now.evicted_blocks_per_second), _per_second(now.dropped_blocks_per_second)
     return f"now {evicted} for room, {dropped} dropped"
 

@@ -16,8 +16,8 @@ from kvstow_api.views.history import SampleView
 
 class Evidence(NamedTuple):
     """All that the checks look at. `verdict` is that of /readyz; `host` is None where the host measures nothing,
-    `certificate_seconds_left` where the server speaks no TLS. `exposed_files`: which other users may use a token file,
-    by the name of its setting; None where none is set."""
+    `certificate_seconds_left` if the server does not use TLS. `exposed_files`: which other users may use each token
+    file, by the name of its setting; None if none is set."""
 
     verdict: Verdict
     readiness: Readiness

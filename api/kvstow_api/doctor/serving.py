@@ -11,8 +11,8 @@ from kvstow_api.words import bypassed
 _READINESS_FIXES = {
     "engine": "the log says when it began and why; restart the process",
     "ranks": "see the rank's log (kvstow.agent); one that has failed comes back only with a restart of its process",
-    "transfers": "`kvstow get transfers` names the ranks they wait for: see their logs and GPUs; where that is the "
-    "host, see the log of the process that plans transfers; what does not go on needs a restart",
+    "transfers": "`kvstow get transfers` names the ranks they wait for: see their logs and GPUs; if it is the "
+    "host, see the log of the process that plans transfers; if they do not go on, restart",
     "pool": "`kvstow get ranks` shows how far each rank is",
     "pinned": "`kvstow get ranks` shows how far each rank is",
     "loop": "give the process more CPU, or find what keeps it busy",
@@ -68,7 +68,7 @@ def check_token_files(evidence: Evidence) -> Iterator[FindingView]:
             "token_files",
             "warning",
             f"{setting}: {exposure}",
-            "whoever reads a token can do what its owner can, and whoever changes the file decides who can",
+            "a user who can read a token can do what its owner can, and one who can change the file can add tokens",
             "chmod 600 (in Kubernetes: defaultMode 0440 of the volume, beside an fsGroup)",
             exposed_files=len(evidence.exposed_files),
         )

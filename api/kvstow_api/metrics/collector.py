@@ -23,7 +23,7 @@ from kvstow_api.services import Services
 class Collector(BaseCollector):
     """Reads the snapshots of one application at scrape time. O(ranks + routes), whatever the pool's size.
 
-    Every label that can occur is there from the first scrape on, those of HTTP requests apart.
+    Every label that can occur is there from the first scrape on, except those of HTTP requests.
     """
 
     def __init__(self, services: Services) -> None:

@@ -138,7 +138,7 @@ def _pinning(ranks: tuple[RankStatus, ...]) -> Iterator[Metric]:
     )
     yield gauge(
         "kvstow_pin_rate_bytes_per_second",
-        "Bytes pinned by the present growth of the pool, or the last one, over the time that it took",
+        "Bytes pinned by the current or last growth of the pool, divided by the time that it took",
         ["pool", "rank"],
         [row for row in _per_rank(ranks, "pin_rate_bytes_per_second") if row[1] is not None],
     )
@@ -258,7 +258,7 @@ def _lookups(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _tokens(stats: EngineStats) -> Iterator[Metric]:
-    """Without a row where nobody knows how many tokens a block holds."""
+    """No rows while the number of tokens in a block is unknown."""
     queries: list[Row] = []
     hits: list[Row] = []
     misses: list[Row] = []

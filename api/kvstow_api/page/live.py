@@ -1,4 +1,4 @@
-"""The status page as it is now, made once a second for all who look at it."""
+"""The status page as it is now, rendered once a second for all viewers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 MAX_STREAMS, RESERVED_STREAMS, STREAMS_PER_CLIENT = 64, 8, 16
 INTERVAL = 1.0
-"""Seconds for which a look at the services is that of now."""
+"""Seconds for which a rendered page counts as current."""
 SILENT_SECONDS = 15.0
-"""After so long without news a comment is sent, so that a browser knows that the server is there."""
+"""Seconds without changes after which a comment is sent, so that a browser knows that the server is there."""
 _RETRY_MS = 2000
 
 
@@ -32,10 +32,11 @@ class _Section(NamedTuple):
 
 
 class StatusPage:
-    """The page of one application, and the streams of those who look at it. Used on the event loop.
+    """The page of one application, and its viewers' streams. Used on the event loop. Reading the state and rendering
 
-    Looking and rendering cost some 2 ms, so all share what one has looked at: the page is made anew at most once a
-    second, whatever the number of viewers and requests. Each part is encoded once, when it changes.
+    take some 2 ms, so all viewers share the result: the page is rendered at most once a second, whatever the number
+
+    of viewers and requests. Each part is encoded once, when it changes.
     """
 
     def __init__(self, use: Services) -> None:
@@ -50,7 +51,7 @@ class StatusPage:
         self.limit = StreamLimit(
             "live status pages", most=MAX_STREAMS, reserved=RESERVED_STREAMS, per_client=STREAMS_PER_CLIENT
         )
-        """Whoever sends a stream holds a place of this."""
+        """Each stream holds a place here while it is sent."""
 
     async def document(self) -> bytes:
         """The whole page."""
@@ -65,8 +66,8 @@ class StatusPage:
         return (await self._ready()).headers
 
     async def open(self, poll: float | None = None) -> AsyncIterator[bytes]:
-        """Server-sent events named after the parts, with their HTML: all of them, then what has changed. `poll`:
-        seconds between two looks at the shared page; by default until that is made anew."""
+        """Server-sent events named after the parts, with their HTML: all of them, then those that have changed.
+        `poll`: seconds between two checks of the shared page; by default until it is rendered anew."""
         yield f"retry: {_RETRY_MS}\n\n".encode()
         renderer = await self._ready()
         seen, sent_at = 0, self._clock()
@@ -83,7 +84,7 @@ class StatusPage:
             await asyncio.sleep(max(0.0, left) if poll is None else poll)
 
     def _refresh(self, renderer: Renderer) -> None:
-        """Look anew, unless somebody has within the interval."""
+        """Render the page, unless that was done within the interval."""
         now = self._clock()
         if now - self._looked_at < INTERVAL:
             return

@@ -32,7 +32,7 @@ class Renderer:
         return {name: getattr(self._macros, name)(facts).strip() for name in SECTIONS}
 
     def document(self, state: str, sections: Mapping[str, str]) -> str:
-        """The whole page, of the engine's state and what `sections` has made."""
+        """The whole page, from the engine's state and the output of `sections`."""
         return self._page.render(state=state, sections=sections, style=self._style, script=self._script)
 
     @cached_property

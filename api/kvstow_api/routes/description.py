@@ -1,4 +1,4 @@
-"""What the API is, for programs."""
+"""The API's description for programs."""
 
 from __future__ import annotations
 

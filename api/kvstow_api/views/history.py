@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 from kvstow_api.views.base import View
 
 NOW_SECONDS = 10.0
-"""The time that a figure of now is of."""
+"""The period that current figures cover."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleView(View):
-    """Counters at one moment: they only grow, so a rate is the difference of two samples. `evicted_blocks` have made
-    room for others; `dropped_blocks` were to be stored and were not. `load_bytes`, `store_bytes` and slots are of one
+    """Counters at one moment: they only grow, so a rate is the difference of two samples. `evicted_blocks` made room
+    for others; `dropped_blocks` were offered and not stored. `load_bytes`, `store_bytes` and slots are of one
     rank, `pinned_bytes` of all."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
@@ -57,7 +57,7 @@ class NowView(View):
 
     `hit_ratio`: blocks found of the blocks looked up, null where none were. Bytes per second are of one rank. Blocks
     per second: `stored`; `evicted` to make room for others, so not those that an operator, a purge, a resize or a
-    failure has removed; `dropped`, which were to be stored and were not (outcomes `dropped_...`). `used_ratio`: usable
+    failure has removed; `dropped`, which were offered and not stored (outcomes `dropped_...`). `used_ratio`: usable
     slots that are not free. `pinned_bytes` is of all ranks. Rates are null until there are two samples."""
 
     seconds: float

@@ -32,7 +32,7 @@ class SlotsView(View):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView(View):
     """A pool. Slots and bytes are of one rank; every rank has the same. `etag` names its settings; `block_tokens` is
-    null where nobody has said how many tokens a block holds."""
+    null while the number of tokens in a block is unknown."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "json_schema_extra": {

@@ -47,8 +47,8 @@ _EXAMPLE = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView(View):
     """One rank as it last reported; `boot_id` and `last_report_age_seconds` are null before it has.
-    `pin_rate_bytes_per_second`: what the present growth of its pool, or the last one, has pinned over the time that it
-    took; null where it has pinned nothing."""
+    `pin_rate_bytes_per_second`: bytes pinned by the current or last growth of its pool, divided by the time that it
+    took; null if it has pinned nothing."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"json_schema_extra": {"examples": [_EXAMPLE]}}
 

@@ -45,8 +45,8 @@ class PendingView(View):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferView(View):
     """One op: `queued` (no rank has spoken), `running` (some have), `stuck` (too old), or `quarantined` (a store
-    given up, whose slots wait for the last ranks). `idle_ranks`: those of `pending_ranks` that have nothing under way;
-    their host has not given them the op, or not collected or passed on its completion."""
+    given up, whose slots wait for the last ranks). `idle_ranks`: those of `pending_ranks` that have nothing under
+    way: their host has not given them the op, or has not collected or passed on its completion."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "json_schema_extra": {
