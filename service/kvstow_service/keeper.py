@@ -43,9 +43,9 @@ class Keeper:
         self._checks_books = checks_books
         self._ticks = 0
         self._stopping = threading.Event()
-        self._beats = [_Beat("the engine's clockwork", self._tick, interval, self._stopping, clock)]
+        self._beats = [_Beat("the engine's ticker", self._tick, interval, self._stopping, clock)]
         if chore is not None:
-            self._beats.append(_Beat("the look at the TLS files", chore, interval, self._stopping, clock))
+            self._beats.append(_Beat("the check of the TLS files", chore, interval, self._stopping, clock))
 
     def start(self) -> None:
         for beat in self._beats:
@@ -104,7 +104,7 @@ class _Beat:
         if not self._thread.is_alive():
             return f"{self._name} has stopped"
         silent = self._clock() - self._last
-        return f"{self._name} has stood still for {silent:.0f} s" if silent > _STILL_SECONDS + self._interval else None
+        return f"{self._name} has not run for {silent:.0f} s" if silent > _STILL_SECONDS + self._interval else None
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval):

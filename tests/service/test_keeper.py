@@ -30,7 +30,7 @@ def test_it_ticks_until_it_is_stopped(engine: OffloadEngine, monkeypatch: pytest
     assert keeper.check() is None
     keeper.stop()
     keeper.stop()
-    assert keeper.check() == "the engine's clockwork has stopped"
+    assert keeper.check() == "the engine's ticker has stopped"
 
 
 def test_a_tick_that_raises_does_not_end_it(
@@ -143,7 +143,7 @@ def test_a_tick_that_does_not_come_back_is_noticed(
     assert hangs.wait(30.0)
     assert keeper.check() is None
     clock.advance(11.0)
-    assert keeper.check() == "the engine's clockwork has stood still for 11 s"
+    assert keeper.check() == "the engine's ticker has not run for 11 s"
     keeper.stop()
     release.set()
 
@@ -167,7 +167,7 @@ def test_a_chore_that_does_not_come_back_stops_no_tick(
     clock.advance(11.0)
     before = len(ticks)
     eventually(lambda: len(ticks) > before + 3)
-    assert keeper.check() == "the look at the TLS files has stood still for 11 s"
+    assert keeper.check() == "the check of the TLS files has not run for 11 s"
     keeper.stop()
     release.set()
 

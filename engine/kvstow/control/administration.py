@@ -207,7 +207,7 @@ class Administrator:
 
     @property
     def settings_revision(self) -> int:
-        """Grows with each change of size, policy or pausing: also with one that takes an earlier one back."""
+        """Grows with each change of size, policy or pausing, including one that reverts an earlier one."""
         return self._state.settings_revision
 
     def set_policy(self, name: str) -> None:

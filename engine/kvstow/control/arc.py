@@ -18,8 +18,8 @@ class ArcPolicy:
     """Resists scans: blocks that were used twice are not flushed by blocks that are used once.
 
     `key_of[slot]` is the key of a slot's content: read when slots are admitted and evicted. The ghosts hold
-    up to one key per slot of the pool. When the pool shrinks, later calls forget the ghosts beyond that, each of them
-    two, or four if it evicts, for each slot that it was given.
+    up to one key per slot of the pool. When the pool shrinks, later calls forget the excess ghosts: two, or four when
+    they evict, for each slot given.
     """
 
     name = "arc"
@@ -142,7 +142,7 @@ class ArcPolicy:
             self._recent_ghosts.popitem(last=False)
 
     def _trim_ghosts(self, limit: int) -> None:
-        """Forget the oldest ghosts beyond the capacity, at most `limit`. A call that evicts adds half as many, so what
-        a shrink left over goes with the calls that follow."""
+        """Forget the oldest ghosts beyond the capacity, at most `limit`. A call that evicts adds half as many, so the
+        calls after a shrink remove the excess."""
         for _ in range(min(limit, self.num_ghosts - self._capacity)):
             (self._frequent_ghosts or self._recent_ghosts).popitem(last=False)

@@ -30,7 +30,7 @@ class OffloadEngine:
     still read or write it. Op ids are never reused. Every call is safe from any thread.
 
     Cost. One lock; a call holds it for O(blocks given), whatever state the pool is in, and nothing here waits. The
-    exceptions are named: `report` when a rank has lost its memory, or when slots come or go, and `check_integrity`.
+    exceptions: `report` when a rank has lost its memory or when slots come or go, and `check_integrity`.
 
     Keys and blocks are in prefix order, root first. Times are seconds of `clock`.
     """
@@ -42,7 +42,7 @@ class OffloadEngine:
         clock: Callable[[], float] = time.monotonic,
         slice_slots: int = SLICE_SLOTS,
     ) -> None:
-        """`slice_slots`: how many slots bulk work looks at before it frees the lock."""
+        """`slice_slots`: how many slots bulk work visits before it releases the lock."""
         self.config = config
         self._state = ControlState(config, clock, slice_slots=slice_slots)
         self.engine_id = self._state.desired.engine_id
@@ -207,13 +207,13 @@ class OffloadEngine:
 
     @property
     def awaited_transfers(self) -> int:
-        """Of the `open_transfers`, those that were not given up: a host waits for their end. O(1)."""
+        """The `open_transfers` that were not given up: a host waits for their end. O(1)."""
         return len(self._state.ledger) - self._state.ledger.num_given_up
 
     # -- ranks ----------------------------------------------------------------------------------------------
 
     def report(self, report: RankReport) -> DesiredState:
-        """Take a rank's report; answers what is wanted of it. One that a later report has overtaken is counted and
+        """Take a rank's report and return its desired state. A report that a later one has overtaken is counted and
         changes nothing.
 
         A new boot id means that the rank has lost its memory: its ops fail, leases break, and every block is
@@ -268,7 +268,7 @@ class OffloadEngine:
         self._state.write_log()
 
     def _end_pins(self, now: float) -> bool:
-        """One slice; True if more pins may be over."""
+        """One slice; True if more pins may have ended."""
         with self._state.lock:
             return self._state.index.end_pins(now, self._state.slice_slots) == self._state.slice_slots
 
@@ -288,8 +288,8 @@ class OffloadEngine:
             self._state.counters.errors[code] += 1
 
     def fail(self, reason: str) -> None:
-        """The host can no longer tell what it has asked for: nothing is served until it starts anew. Transfers that are
-        under way end as ever. Counts as error `host`; the first reason stays."""
+        """The host no longer knows what it has asked for: nothing is served until it restarts. Transfers under way
+        end as usual. Counts as error `host`; the first reason is kept."""
         state = self._state
         with state.lock:
             state.counters.errors["host"] += 1

@@ -36,7 +36,7 @@ class EventLog:
     it takes to fill the pool and to empty it. A reader that missed more does better to look blocks up. `num_slots`
     returns the size of the pool; it is called by `add`.
 
-    Each reader keeps its own cursor. One that lags behind the log is told how many events it lost.
+    Each reader keeps its own cursor. One that lags behind the log is told how many events it missed.
     """
 
     def __init__(self, buffer: int, num_slots: Callable[[], int]) -> None:

@@ -8,7 +8,7 @@ from kvstow.control.state import ControlState
 from kvstow.control.sweep import Sweep
 
 Wanted = Callable[[int, int], list[int]]
-"""Which of the visible slots from one number to below another shall go. Called with the lock held."""
+"""Which visible slots of a range are to be removed. Called with the lock held."""
 
 
 def evict_next(state: ControlState, kind: str, reason: str, count: int, dry_run: bool) -> Sweep:
@@ -35,7 +35,7 @@ def evict_next(state: ControlState, kind: str, reason: str, count: int, dry_run:
 
 
 def scan(state: ControlState, kind: str, reason: str, dry_run: bool, wanted: Wanted) -> Sweep:
-    """Go over all slots in order of their numbers, and remove the visible ones wanted."""
+    """Visit all slots in ascending order, and remove the visible ones that are wanted."""
     total = state.index.keys.num_slots
     return Sweep(kind, total, state.config.slot_bytes, lambda sweep: _scan(sweep, state, reason, dry_run, wanted))
 

@@ -59,7 +59,7 @@ class Filling:
                 self._disowned.add(slot)
 
     def disown_from(self, slot: int) -> None:
-        """None of the keys that are being stored in the slots from `slot` on shall become visible. O(slots being
+        """The keys that are being stored in the slots from `slot` on do not become visible. O(slots being
         written)."""
         if slot == 0:
             self._disowned.update(self._slot_of.values())

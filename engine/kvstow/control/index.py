@@ -109,12 +109,12 @@ class Index:
         return freed
 
     def use(self, runs: Sequence[Sequence[int]], now: float) -> None:
-        """The visible blocks in these runs of slots were used, without a hold in between."""
+        """The visible blocks in these runs of slots were used, without being held."""
         self.times.mark_used(runs, now)
         self.policy.use(self._evictable(runs))
 
     def refresh(self, runs: Sequence[Sequence[int]], now: float) -> None:
-        """Let visible slots go as late as if they had come only now; those held or pinned do so once let go."""
+        """Evict these visible slots as late as if just stored; held or pinned ones once released."""
         self.times.mark_used(runs, now)
         self.policy.refresh(self._evictable(runs))
 

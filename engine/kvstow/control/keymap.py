@@ -113,7 +113,7 @@ class KeyMap:
         return set(self._slot_of.values())
 
     def defects(self) -> list[str]:
-        """What does not balance. O(pool): for integrity checks."""
+        """What is inconsistent. O(pool): for integrity checks."""
         visible = {slot for slot, key in enumerate(self.key_of) if key is not None}
         if visible != self.slots() or len(visible) != len(self._slot_of):
             return ["keys by slot and slots by key differ"]

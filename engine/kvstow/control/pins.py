@@ -95,7 +95,7 @@ class Pins:
         return set(self._end_of)
 
     def balances(self) -> bool:
-        """Whether the books agree on which slots are pinned. O(pins): for integrity checks."""
+        """Whether all records agree on which slots are pinned. O(pins): for integrity checks."""
         ending = {slot: end for end, slots in self._slots_ending.items() for slot in slots}
         counted = {group: count for group, count in self._counts.items() if count}
         expected: dict[int, int] = {}

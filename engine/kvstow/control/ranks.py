@@ -24,11 +24,11 @@ class RankRecord:
 class RankTable:
     """The ranks 0 to `config.num_ranks` - 1. Not locked.
 
-    A report counts unless a later one has come before it: of the same sender with a larger number, or of the sender
-    that followed it. A rank with a new boot id has lost its memory.
+    A report counts unless a later one has arrived before it: from the same sender with a larger number, or from the
+    sender that followed it. A rank with a new boot id has lost its memory.
 
     A rank gives slots back when the wanted capacity is lowered, and says so with a later report. So until every rank
-    has reported that it has applied the last lowering, no more slots count than were wanted at the least.
+    has reported that it has applied the last lowering, only the lowest wanted capacity counts.
     """
 
     def __init__(self, config: EngineConfig, desired: DesiredState) -> None:
@@ -38,7 +38,7 @@ class RankTable:
         self._gone: deque[tuple[int, str]] = deque(maxlen=16 * config.num_ranks)  # former senders
         self._desired = desired
         self._lowered = desired
-        """The last lowering; its capacity is the least that was wanted since all ranks had applied the one before."""
+        """The last lowering; its capacity is the lowest since all ranks had applied the one before."""
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -65,7 +65,7 @@ class RankTable:
             )
 
     def is_late(self, report: RankReport) -> bool:
-        """Whether a later report has come before this one."""
+        """Whether a later report has arrived before this one."""
         last = self._ranks[report.rank].report
         if last is not None and last.sender == report.sender:
             return report.number <= last.number
@@ -95,7 +95,7 @@ class RankTable:
         return pinned if self._all_have_applied(self._lowered) else min(pinned, self._lowered.capacity_slots)
 
     def _all_have_applied(self, desired: DesiredState) -> bool:
-        """Of the ranks that have reported; the others have been told of nothing."""
+        """Of the ranks that have reported; the others know no desired state yet."""
         reports = [record.report for record in self._ranks if record.report is not None]
         return all(report.applied >= desired.number for report in reports)
 

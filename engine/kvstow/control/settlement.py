@@ -55,8 +55,8 @@ def give_up(state: ControlState, entry: OpenOp, now: float) -> None:
 
 
 def idle_ranks(state: ControlState, entry: OpenOp, now: float) -> list[int]:
-    """Ranks that owe a word on the op and have nothing under way: the host has not given them the op, or has not
-    collected or passed on what they said of it."""
+    """Ranks that have not completed the op and have nothing under way: the host has not given them the op, or has not
+    collected or passed on its completion."""
     return [rank for rank in sorted(entry.pending) if state.ranks.idle_since(rank, entry.started, now)]
 
 

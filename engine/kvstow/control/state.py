@@ -48,7 +48,7 @@ class ControlState:
         self.config = config
         self.clock = clock
         self.slice_slots = slice_slots
-        """Slots that bulk work looks at before it frees the lock."""
+        """Slots that bulk work visits before it releases the lock."""
         self.lock = Lock()
         self.slots = SlotMap()
         self.index = Index(config.policy)
@@ -59,7 +59,7 @@ class ControlState:
         self.events = EventLog(config.event_buffer, lambda: self.desired.capacity_slots)
         self.settled: deque[Settled] = deque()
         self.desired = DesiredState(secrets.token_hex(8), config.capacity_slots, number=1)
-        """What is wanted of every rank; ranks give memory back only when its capacity is lowered. See `want`."""
+        """The desired state of every rank; ranks give memory back only when its capacity is lowered. See `want`."""
         self.ranks = RankTable(config, self.desired)
         self.ceiling = config.capacity_slots
         """Slots at or above it are not used any more; below `capacity` while a resize vacates them."""
@@ -68,7 +68,7 @@ class ControlState:
         """Slots whose contents some rank has lost, and which `remove_lost` has yet to clear. The gate is closed
         while there are any."""
         self.settings_revision = 0
-        """Grows with each change of capacity, ceiling, policy or pausing, and with its way back."""
+        """Grows with each change of capacity, ceiling, policy or pausing, reverted ones included."""
         self.integrity_error: str | None = None
         self.host_error: str | None = None
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
@@ -119,7 +119,7 @@ class ControlState:
         return self.desired.capacity_slots
 
     def want(self, desired: DesiredState) -> None:
-        """Want something else of the ranks, under the next number."""
+        """Set a new desired state of the ranks, under the next number."""
         self.desired = replace(desired, number=self.desired.number + 1)
         self.ranks.want(self.desired)
 
