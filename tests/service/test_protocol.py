@@ -183,8 +183,9 @@ def test_only_the_lines_of_a_head_count_as_headers(served: Served) -> None:
     head = b"POST /read HTTP/1.1\r\nHost: kvstow\r\nContent-Length: 500\r\n" + b"x: y\r\n" * (MAX_HEADERS - 2)
     with served.connect() as client:
         client.sendall((head + b"\r\n" + b"\n" * 500) * 3)
-        for _ in range(3):
-            assert read_answer(client).startswith(b"HTTP/1.1 200 OK\r\n")
+        client.sendall(b"GET / HTTP/1.1\r\nHost: kvstow\r\nConnection: close\r\n\r\n")
+        answers = read_to_end(client)  # several may come at once
+    assert answers.count(b"HTTP/1.1 200 OK\r\n") == 4
 
 
 class Held:
