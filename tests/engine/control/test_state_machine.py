@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -59,6 +59,16 @@ CHOICES = [(who, what) for who, things in ACTIONS.items() for what in things]
 PICKS = 252
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_log_lines() -> Iterator[None]:
+    """Failures are the rule here."""
+    logger = logging.getLogger("kvstow")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(level)
+
+
 class Traffic(RuleBasedStateMachine):
     """A host with a few request chains, its ranks, and an operator."""
 
@@ -83,7 +93,6 @@ class Traffic(RuleBasedStateMachine):
         self.sweep: Sweep | None = None
         self.gate_closed = False
         self.next_block = 0
-        logging.getLogger("kvstow").setLevel(logging.CRITICAL)  # failures are the rule here
 
     # One rule: of several, hypothesis leaves some out of most runs, and without hosts or copies nothing happens.
     @rule(action=st.sampled_from(CHOICES), pick=st.integers(0, PICKS - 1))
@@ -291,7 +300,6 @@ class Traffic(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Let everything end: nothing may be left behind."""
-        logging.getLogger("kvstow").setLevel(logging.NOTSET)
         if not hasattr(self, "ranks"):
             return
         for lease in self.leases:
