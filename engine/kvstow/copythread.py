@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from kvstow.devices.base import Device, Fence, Ticket, TicketState
-from kvstow.errors import CopyError, QueueFullError, WorkerFailedError
+from kvstow.devices.base import Device, Fence, TicketState
+from kvstow.errors import CopyError, WorkerFailedError
 from kvstow.memory.pool import Hold
 from kvstow.messages import Completion, Direction, Op
+from kvstow.opqueues import OpQueues, RunningOp
 
-_IN_FLIGHT = 2  # ops per direction: more would make a sampled token's copy wait behind them on the link
 # Seconds between two looks at fences and tickets. A staging buffer of 32 MiB is on the link for 0.6 ms: looking every
 # 1 ms cost a fifth of the rate (43 of 54 GB/s), every 0.2 ms next to nothing, and 5 ms of CPU per 2 GiB.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 0.2e-3
@@ -53,32 +52,6 @@ class CopyStatistics:
     load_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Queued:
-    op: Op
-    after: Fence | None
-    submitted: float
-
-
-@dataclass(slots=True)
-class _Running:
-    """`ticket` is None until the device was told to begin."""
-
-    queued: _Queued
-    hold: Hold | None = None
-    ticket: Ticket | None = None
-    queue_seconds: float = 0.0
-    source_free: bool = False
-
-    @property
-    def op(self) -> Op:
-        return self.queued.op
-
-    def release(self) -> None:
-        if self.hold is not None:
-            self.hold.release()
-
-
 class CopyThread:
     """Owns `device` and closes it. `hold` keeps the memory of the slots below a number in place (`HostPool.hold`).
     `on_failure` is called on the thread when it has failed.
@@ -98,15 +71,13 @@ class CopyThread:
         on_failure: Callable[[], None],
     ) -> None:
         self._device, self._hold = device, hold
-        self._slot_bytes, self._max_queued = slot_bytes, max_queued
+        self._slot_bytes = slot_bytes
         self._clock, self._on_failure = clock, on_failure
         self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._completed = threading.Condition(self._lock)
-        # Loads first, wherever both are looked at: a request waits for a load, and nobody for a store.
-        self._queues: dict[Direction, deque[_Queued]] = {"load": deque(), "store": deque()}
-        self._running: dict[Direction, list[_Running]] = {"load": [], "store": []}
+        self._ops = OpQueues(max_queued)
         self._completions: list[Completion] = []
         self._statistics = CopyStatistics()
         self._failure: str | None = None
@@ -137,7 +108,7 @@ class CopyThread:
             return
         try:
             with self._lock:
-                idle = self._stop_at is not None or not (self._num_queued() or self._num_running())
+                idle = self._stop_at is not None or not (self._ops.num_queued() or self._ops.num_running())
             if not idle:
                 with suppress(Exception):  # it ends the copy thread, which reports it, and not the caller's
                     self._look()
@@ -160,10 +131,10 @@ class CopyThread:
         with self._lock:
             return replace(
                 self._statistics,
-                pending_ops=self._num_queued() + self._num_running(),
+                pending_ops=self._ops.num_queued() + self._ops.num_running(),
                 uncollected=len(self._completions),
-                queued_stores=len(self._queues["store"]),
-                queued_loads=len(self._queues["load"]),
+                queued_stores=self._ops.num_queued("store"),
+                queued_loads=self._ops.num_queued("load"),
             )
 
     def close(self, timeout: float) -> bool:
@@ -198,13 +169,13 @@ class CopyThread:
         """Wait until an op can start; while some run, at most `pause`: fences and tickets can only be asked. False
         when it is time to end."""
         with self._lock:
-            if self._num_running():
-                self._work.wait_for(self._can_start, timeout=pause)
+            if self._ops.num_running():
+                self._work.wait_for(self._ops.can_start, timeout=pause)
             else:
-                self._work.wait_for(lambda: self._can_start() or self._num_running() or self._is_ending())
+                self._work.wait_for(lambda: self._ops.can_start() or self._ops.num_running() or self._is_ending())
             if self._defect is not None:
                 raise self._defect
-            return self._stop_at is None or (self._num_running() > 0 and self._clock() < self._stop_at)
+            return self._stop_at is None or (self._ops.num_running() > 0 and self._clock() < self._stop_at)
 
     def _longest_pause(self) -> float:
         return _DRIVEN_PAUSE if self._clock() < self._driven_at + _DRIVEN_FOR else _LONGEST_PAUSE
@@ -215,7 +186,8 @@ class CopyThread:
         if self._defect is not None:
             raise self._defect
         try:
-            self._admit()
+            with self._lock:
+                self._ops.admit()
             moved = self._tell(self._begin)
             self._device.advance()
             return self._tell(self._news_of) or moved
@@ -223,26 +195,17 @@ class CopyThread:
             self._defect = error
             raise
 
-    def _admit(self) -> None:
-        """Let queued ops run where there is room."""
-        with self._lock:
-            for direction, queue in self._queues.items():
-                while self._has_room(direction):
-                    self._running[direction].append(_Running(queue[0]))
-                    queue.popleft()
-
-    def _tell(self, look: Callable[[_Running], Completion | None]) -> bool:
+    def _tell(self, look: Callable[[RunningOp], Completion | None]) -> bool:
         """Publish what `look` returns for each running op; True if there was something."""
         told = False
-        for direction, running in self._running.items():
-            for copy in tuple(running):
-                completion = look(copy)
-                if completion is not None:
-                    told = True
-                    self._record(direction, copy, completion)
+        for copy in self._ops.running():
+            completion = look(copy)
+            if completion is not None:
+                told = True
+                self._record(copy, completion)
         return told
 
-    def _begin(self, copy: _Running) -> Completion | None:
+    def _begin(self, copy: RunningOp) -> Completion | None:
         if copy.ticket is None:
             copy.queue_seconds = self._clock() - copy.queued.submitted
             op, begin = copy.op, self._device.begin_load
@@ -255,7 +218,7 @@ class CopyThread:
                 return _failed(op, error)
         return None
 
-    def _news_of(self, copy: _Running) -> Completion | None:
+    def _news_of(self, copy: RunningOp) -> Completion | None:
         """What has become of `copy` and was not published yet."""
         assert copy.ticket is not None
         state = copy.ticket.poll()
@@ -269,14 +232,14 @@ class CopyThread:
             return Completion(copy.op.op_id, "source_free")
         return None
 
-    def _record(self, direction: Direction, copy: _Running, completion: Completion) -> None:
+    def _record(self, copy: RunningOp, completion: Completion) -> None:
         """In this order: whatever raises, the op is reported once, now or when the thread ends."""
         with self._lock:
             if completion.mark == "done":
-                self._statistics = _counted(self._statistics, direction, completion)
+                self._statistics = _counted(self._statistics, copy.op.direction, completion)
             self._publish([completion])
             if completion.mark != "source_free":
-                self._running[direction].remove(copy)
+                self._ops.remove(copy)
                 copy.release()
 
     def _end(self) -> None:
@@ -291,11 +254,11 @@ class CopyThread:
         except Exception:
             logger.exception("the device did not close")
         with self._lock:
-            self._publish([_failed(copy.op, WorkerFailedError(reason)) for copy in self._all_running()])
-            for running in self._running.values():
-                for copy in running:
-                    copy.release()
-                running.clear()
+            running = self._ops.running()
+            self._publish([_failed(copy.op, WorkerFailedError(reason)) for copy in running])
+            for copy in running:
+                copy.release()
+            self._ops.clear_running()
         if self._failure is not None:
             self._on_failure()
 
@@ -312,9 +275,7 @@ class CopyThread:
     def _enqueue(self, op: Op, after: Fence | None, now: float) -> None:
         if self._stop_at is not None:
             raise WorkerFailedError(self._failure or "the worker is closed")
-        if self._num_queued() >= self._max_queued:
-            raise QueueFullError(f"{self._max_queued} ops are queued; no more are taken")
-        self._queues[op.direction].append(_Queued(op, after, now))
+        self._ops.put(op, after, now)
 
     def _publish(self, completions: Sequence[Completion]) -> None:
         if completions:
@@ -322,27 +283,11 @@ class CopyThread:
             self._completed.notify_all()
 
     def _fail_queued(self, reason: str) -> None:
-        for queue in self._queues.values():
-            self._publish([_failed(queued.op, WorkerFailedError(reason)) for queued in queue])
-            queue.clear()
+        self._publish([_failed(queued.op, WorkerFailedError(reason)) for queued in self._ops.queued()])
+        self._ops.clear_queued()
 
     def _is_ending(self) -> bool:
         return self._stop_at is not None or self._defect is not None
-
-    def _can_start(self) -> bool:
-        return any(self._has_room(direction) for direction in self._queues)
-
-    def _has_room(self, direction: Direction) -> bool:
-        return bool(self._queues[direction]) and len(self._running[direction]) < _IN_FLIGHT
-
-    def _all_running(self) -> list[_Running]:
-        return [copy for running in self._running.values() for copy in running]
-
-    def _num_queued(self) -> int:
-        return sum(map(len, self._queues.values()))
-
-    def _num_running(self) -> int:
-        return sum(map(len, self._running.values()))
 
 
 def _failed(op: Op, error: BaseException) -> Completion:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstow import copythread
+from kvstow import opqueues
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import TicketState
 from kvstow.errors import CopyError
@@ -240,14 +240,14 @@ def test_a_signal_that_interrupts_a_host_while_it_drives_reaches_it_and_ends_the
 def test_an_op_that_no_memory_is_left_to_queue_comes_back_failed_and_the_others_go_on(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queued = copythread._Queued
+    queued = opqueues.QueuedOp
 
     def make(op: Op, *rest: Any) -> Any:
         if op.op_id == 2:
             raise MemoryError("no room")
         return queued(op, *rest)
 
-    monkeypatch.setattr(copythread, "_Queued", make)
+    monkeypatch.setattr(opqueues, "QueuedOp", make)
     harness.submit(1, 2, 3)
     assert harness.completions(1) == [Completion(2, "failed", "MemoryError: no room")]
     assert harness.device.ticket(3)

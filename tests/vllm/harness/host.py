@@ -38,7 +38,7 @@ class Host:
         self.engine: OffloadEngine
         self._clock = FakeClock()
         self.workers: dict[int, SteppedWorker] = {}
-        patch.setattr("kvstow.copythread._IN_FLIGHT", 1000)  # so that copies can overtake each other
+        patch.setattr("kvstow.opqueues._IN_FLIGHT", 1000)  # so that copies can overtake each other
         device = partial(
             SimulatedDevice,
             random=random,

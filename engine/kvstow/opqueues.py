@@ -1,0 +1,100 @@
+"""The ops of a rank that its device has not completed: those that wait, and those that it has begun."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvstow.devices.base import Fence, Ticket
+from kvstow.errors import QueueFullError
+from kvstow.memory.pool import Hold
+from kvstow.messages import Direction, Op
+
+_IN_FLIGHT = 2  # ops per direction: more would make a sampled token's copy wait behind them on the link
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedOp:
+    """`submitted`: when it was queued. The op may begin once `after` is reached."""
+
+    op: Op
+    after: Fence | None
+    submitted: float
+
+
+@dataclass(slots=True)
+class RunningOp:
+    """`ticket` is None until the device was told to begin."""
+
+    queued: QueuedOp
+    hold: Hold | None = None
+    ticket: Ticket | None = None
+    queue_seconds: float = 0.0
+    source_free: bool = False
+
+    @property
+    def op(self) -> Op:
+        return self.queued.op
+
+    def release(self) -> None:
+        """The device no longer touches the memory of the op's slots."""
+        if self.hold is not None:
+            self.hold.release()
+
+
+class OpQueues:
+    """Ops by direction, first in, first out. At most two of each direction run at a time.
+
+    Loads come first wherever both directions are looked at: a request waits for a load, and nobody for a store. Not
+    locked: the copy thread's lock guards it.
+    """
+
+    def __init__(self, max_queued: int) -> None:
+        self._max_queued = max_queued
+        self._queued: dict[Direction, deque[QueuedOp]] = {"load": deque(), "store": deque()}
+        self._running: dict[Direction, list[RunningOp]] = {"load": [], "store": []}
+
+    def put(self, op: Op, after: Fence | None, now: float) -> None:
+        """Raises `QueueFullError`."""
+        if self.num_queued() >= self._max_queued:
+            raise QueueFullError(f"{self._max_queued} ops are queued; no more are taken")
+        self._queued[op.direction].append(QueuedOp(op, after, now))
+
+    def admit(self) -> None:
+        """Let queued ops run where there is room."""
+        for direction, queue in self._queued.items():
+            while self._has_room(direction):
+                self._running[direction].append(RunningOp(queue[0]))
+                queue.popleft()
+
+    def running(self) -> list[RunningOp]:
+        """Loads first, each direction in order of its start."""
+        return [*self._running["load"], *self._running["store"]]
+
+    def queued(self) -> list[QueuedOp]:
+        return [*self._queued["load"], *self._queued["store"]]
+
+    def remove(self, running: RunningOp) -> None:
+        self._running[running.op.direction].remove(running)
+
+    def clear_queued(self) -> None:
+        for queue in self._queued.values():
+            queue.clear()
+
+    def clear_running(self) -> None:
+        for running in self._running.values():
+            running.clear()
+
+    def can_start(self) -> bool:
+        """Whether a queued op has room to run."""
+        return any(self._has_room(direction) for direction in self._queued)
+
+    def num_queued(self, direction: Direction | None = None) -> int:
+        """Of one direction, or of both."""
+        return sum(map(len, self._queued.values())) if direction is None else len(self._queued[direction])
+
+    def num_running(self) -> int:
+        return sum(map(len, self._running.values()))
+
+    def _has_room(self, direction: Direction) -> bool:
+        return bool(self._queued[direction]) and len(self._running[direction]) < _IN_FLIGHT
