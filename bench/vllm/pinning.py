@@ -32,7 +32,7 @@ from bench.vllm import admin
 from bench.vllm.engines import GIB, Setup, start_llm
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.process import run
-from bench.vllm.results import add_common, add_engines, open_results
+from bench.vllm.results import add_common, add_engine, open_results
 
 P50_BAR, P99_BAR, FIRST_BAR = 1.05, 2.0, 1.02  # times; ms; times
 
@@ -254,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
     add_common(parser)
     shapes = [name for name in SHAPES if name != "tiny"]
     parser.add_argument("--shapes", nargs="+", default=["8b", "tp8"], choices=shapes)
-    add_engines(parser, ["kvstow"], pool=0.0, graphs="none")
+    add_engine(parser, graphs="none")
     parser.add_argument("--gib", type=float, default=8.0, help="that the pool grows by, each turn")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--processes", type=int, default=3, help="of each shape")

@@ -90,8 +90,13 @@ def add_engines(parser: argparse.ArgumentParser, default: list[str], *, pool: fl
         default=default,
         help=f"in this order, each time in a new process; default: {' '.join(default)}",
     )
+    parser.add_argument("--pool", type=float, default=pool, metavar="GIB", help="host memory")
+    add_engine(parser, graphs=graphs)
+
+
+def add_engine(parser: argparse.ArgumentParser, *, graphs: Graphs) -> None:
+    """What an engine with any connector takes."""
     parser.add_argument(
         "--extra", type=json.loads, default={}, metavar="JSON", help="more options of KVStow's connector"
     )
-    parser.add_argument("--pool", type=float, default=pool, metavar="GIB", help="host memory")
     parser.add_argument("--graphs", choices=GRAPHS, default=graphs, help="CUDA graphs; full is vLLM's default")

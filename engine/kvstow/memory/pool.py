@@ -66,8 +66,8 @@ class HostPool:
     Never populating and registering at once: register calls beside populating were measured to take up to 2.3 ms in
     place of 0.6 (p99), and others wait for them, for no higher rate.
 
-    Assumes: whoever copies to or from slots holds their memory (`hold`), from before the copy begins until the device
-    no longer touches it. `close` waits for the last of them.
+    Assumes: a caller that copies to or from slots holds their memory (`hold`) from before the copy begins until the
+    device no longer touches it. `close` waits for the last of them.
 
     Thread-safe. `_state` guards the fields and is never held during a system call; `_ending` is held while `close`
     gives the memory back. Where both are taken, `_ending` comes first.

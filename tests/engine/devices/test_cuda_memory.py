@@ -66,7 +66,7 @@ def test_without_holds_memory_is_unregistered_under_the_copy(
         return chunks is not None and bool(chunks.last.first_slot >= self._target)
 
     monkeypatch.setattr(HostPool, "_may_give_back", given_back_all_the_same)
-    monkeypatch.setattr(ChunkMemory, "decommit", lambda self, chunk: None)  # this copy shall not crash
+    monkeypatch.setattr(ChunkMemory, "decommit", lambda self, chunk: None)  # or this copy would crash
     worker = start_copy("store")
     worker.apply(DesiredState("engine", 1, number=1))
     eventually(lambda: cuda.offences)

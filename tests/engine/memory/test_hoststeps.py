@@ -68,7 +68,7 @@ def test_a_host_that_never_begins_a_step_is_idle_once_it_has_started() -> None:
     host.steps.is_starting = True
     assert host.state == "starting"
     host.step(0.01)
-    assert not host.steps.is_starting, "whoever makes steps has started"
+    assert not host.steps.is_starting, "a host that makes steps has started"
 
 
 def test_a_host_is_idle_when_it_has_waited_for_long() -> None:
