@@ -22,14 +22,14 @@ from bench.subject import CHAIN_BLOCKS, STORE_BLOCKS
 from kvstow_api.app import create_app
 from kvstow_api.context import ApiContext
 from kvstow_service.agent import AdminAddress, RankAgent
-from kvstow_service.keeper import Keeper
-from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.generate import TraceShape, generate_trace
 from kvstow_service.replay.kv import NoKV
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.simulated import SimulatedWorker
 from kvstow_service.server import AdminServer
+from kvstow_service.sockets import AdminSockets, TcpAddress
+from kvstow_service.ticker import Ticker
 
 _AGENT_TOKEN = "bench"
 _STEP_SECONDS = 0.02  # a step of the inference engine: it waits for the GPU meanwhile
@@ -53,7 +53,7 @@ class Host:
         for start in range(0, slots, STORE_BLOCKS):
             self.subject.store(self.subject.keys(self.hashes.run(start, min(STORE_BLOCKS, slots - start))))
         engine = self.subject.engine
-        listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), None)
+        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
         running.callback(listeners.close)
         context = ApiContext(
             engine=engine, max_capacity_slots=slots, version="bench", mode="standalone", agent_token=_AGENT_TOKEN
@@ -61,9 +61,9 @@ class Host:
         server = AdminServer(create_app(context), listeners.sockets, lambda reason: print(reason, file=sys.stderr))
         server.start()
         running.callback(server.stop)
-        keeper = Keeper(engine)
-        keeper.start()
-        running.callback(keeper.stop)
+        ticker = Ticker(engine)
+        ticker.start()
+        running.callback(ticker.stop)
         for rank, worker in enumerate(self.subject.workers):
             source = QuietRank(rank, SLOT_BYTES, slots)
             source.boot_id = worker.boot_id

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvstow.bytesize import format_size
 from kvstow.errors import KvstowError, NotFoundError
 from kvstow.messages import DesiredState, RankReport, RankState
-from kvstow_service.turns import short_turns
+from kvstow_service.switchinterval import short_switch_interval
 
 if TYPE_CHECKING:  # 0.3 s: left to the agent's thread, for every process of an inference engine imports this module
     import ssl
@@ -50,7 +50,7 @@ class AdminAddress:
     certificate: str = ""
 
     def connect(self) -> Client:
-        with short_turns():
+        with short_switch_interval():
             from kvstow_api.client import Client, Endpoint
 
         return Client(Endpoint(self.url, self.uds, self.token, tls=self._trusted()), timeout=_TIMEOUT_SECONDS)

@@ -24,11 +24,11 @@ from kvstow_api.checks import INFORMATIONAL_CHECKS
 from kvstow_api.hostnames import parse_host_names
 from kvstow_api.tokens import TokenFile, is_loopback, require_token
 from kvstow_service.agent import AdminAddress
-from kvstow_service.keeper import Keeper
-from kvstow_service.listeners import Listeners, PortTakenError, TcpAddress, tcp_url
 from kvstow_service.rendezvous import Rendezvous
+from kvstow_service.sockets import AdminSockets, PortTakenError, TcpAddress, tcp_url
+from kvstow_service.switchinterval import short_switch_interval
+from kvstow_service.ticker import Ticker
 from kvstow_service.tls import ServerTls, TlsFiles
-from kvstow_service.turns import short_turns
 
 if TYPE_CHECKING:
     from kvstow_api.context import ApiContext
@@ -123,18 +123,18 @@ class EmbeddedAdmin:
         self._head_start, self._freezes_heap = head_start, freezes_heap
         self._token = secrets.token_hex(16)
         self._tls: ServerTls | None = None
-        self._keeper = Keeper(engine, checks_books=False, chore=None if options.tls is None else self._renew_tls)
-        self._listeners = Listeners(secure=options.tls is not None)
+        self._ticker = Ticker(engine, checks_books=False, chore=None if options.tls is None else self._renew_tls)
+        self._listeners = AdminSockets(secure=options.tls is not None)
         self._rendezvous = Rendezvous(identity, environ)
         self._server: AdminServer | None = None
 
         def make() -> ApiContext:
             # Only now: whoever imports prometheus_client decides for its whole process how its metrics are kept.
-            from kvstow_service.context import make_context
+            from kvstow_service.adminhost import make_context
 
             return make_context(
                 engine,
-                self._keeper,
+                self._ticker,
                 self._listeners,
                 mode=mode,
                 max_capacity_slots=max_capacity_slots,
@@ -157,7 +157,7 @@ class EmbeddedAdmin:
 
     def start(self) -> None:
         try:
-            self._keeper.start()
+            self._ticker.start()
             self._opening.start()
         except RuntimeError as error:  # no thread can be had
             self._fail(f"the admin server cannot be started: {error}")
@@ -171,7 +171,7 @@ class EmbeddedAdmin:
         if server is not None:
             server.stop()
         self._close()
-        self._keeper.stop()
+        self._ticker.stop()
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -207,7 +207,7 @@ class EmbeddedAdmin:
         if self._stopping.wait(self._head_start):
             return
         try:
-            with short_turns():
+            with short_switch_interval():
                 server = self._make_server()
             if self._freezes_heap:
                 gc.freeze()
@@ -245,7 +245,7 @@ class EmbeddedAdmin:
         self._try(self._listen_on_tcp, "without TCP")
         self._try(lambda: self._rendezvous.publish(listeners, self._token), "out of reach of the ranks of this machine")
         if options.admin_uds is not None:
-            self._try(partial(listeners.add_uds, options.admin_uds), "without admin_uds")
+            self._try(partial(listeners.listen_unix, options.admin_uds), "without admin_uds")
         if not listeners.sockets:
             raise ConflictError("no socket can be had; the log says why")
 
@@ -261,7 +261,7 @@ class EmbeddedAdmin:
         ports = range(wanted.port, min(wanted.port + _PORTS, 1 << 16)) if wanted.port else (0,)
         for port in ports:
             with suppress(PortTakenError):
-                self._listeners.add_tcp(replace(wanted, port=port))
+                self._listeners.listen_tcp(replace(wanted, port=port))
                 if port != wanted.port:
                     logger.warning("port %d is taken: the admin server has port %d", wanted.port, port)
                 return

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from kvstow.errors import ConfigError, ConflictError
 from kvstow_service.agent import AdminAddress
-from kvstow_service.listeners import Listeners, is_listening
+from kvstow_service.sockets import AdminSockets, is_listening
 
 logger = logging.getLogger("kvstow.rendezvous")
 
@@ -66,7 +66,7 @@ class Rendezvous:
                 return AdminAddress("http://kvstow", _token_path(path).read_text(), path)
         return None
 
-    def publish(self, listeners: Listeners, token: str) -> None:
+    def publish(self, listeners: AdminSockets, token: str) -> None:
         """Write the token, then listen. Raises `ConflictError` if no folder can be used, or another server is
         published under this identity."""
         path = self._make_place()
@@ -75,7 +75,7 @@ class Rendezvous:
                 if is_listening(path):
                     raise ConflictError(f"another engine with the identity {self._identity!r} listens on unix:{path}")
                 self._published = _Published(path, token, _write_locked(_token_path(path), token))
-                listeners.add_uds(path)
+                listeners.listen_unix(path)
                 _sweep(path.parent)
         except OSError as error:
             raise ConflictError(f"agents cannot be told where the admin server is: {error}") from error

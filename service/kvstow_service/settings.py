@@ -19,7 +19,7 @@ from kvstow.config import POLICIES, CopyStrategy, EngineConfig, HugePages, PoolC
 from kvstow.errors import ConfigError
 from kvstow.memory.pace import CHUNK_BYTES
 from kvstow_service.environment import CLIENT_VARIABLES, ENV_PREFIX, is_service_link
-from kvstow_service.logs import LogFormat, LogLevel
+from kvstow_service.logformat import LogFormat, LogLevel
 from kvstow_service.place import Place
 from kvstow_service.settingtypes import Checks, Count, Duration, Flag, HostNames, Policy, Port, Rate, Shape, Size
 from kvstow_service.shapes import SHAPES, DeviceName

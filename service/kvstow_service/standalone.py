@@ -20,17 +20,17 @@ from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.region import round_up
 from kvstow_api.app import create_app
 from kvstow_api.tokens import TokenFile, require_token
+from kvstow_service.adminhost import make_context
 from kvstow_service.agent import AdminAddress
-from kvstow_service.context import make_context
 from kvstow_service.fleet import Fleet
-from kvstow_service.keeper import Keeper
-from kvstow_service.listeners import Listeners, TcpAddress
-from kvstow_service.logs import configure_logs
+from kvstow_service.logformat import configure_logs
 from kvstow_service.rendezvous import Rendezvous
 from kvstow_service.replay.trace import BLOCK_TOKENS, TraceRequest
 from kvstow_service.server import AdminServer
 from kvstow_service.settings import Settings
+from kvstow_service.sockets import AdminSockets, TcpAddress
 from kvstow_service.stop import StopRequests
+from kvstow_service.ticker import Ticker
 from kvstow_service.tls import ServerTls
 from kvstow_service.traffic import ReplayTraffic, kv_blocks, read_requests
 
@@ -50,20 +50,20 @@ def run_service(settings: Settings) -> int:
         stops = running.enter_context(StopRequests())
         plan = _check(settings)
 
-        listeners = Listeners(plan.address, settings.uds, secure=plan.tls is not None)
+        listeners = AdminSockets(plan.address, settings.uds, secure=plan.tls is not None)
         running.callback(listeners.close)
 
         engine = OffloadEngine(settings.engine_config(plan.block_tokens))
         running.callback(engine.close)
-        keeper = Keeper(engine, chore=None if plan.tls is None else plan.tls.renew)
-        keeper.start()
-        running.callback(keeper.stop)
+        ticker = Ticker(engine, chore=None if plan.tls is None else plan.tls.renew)
+        ticker.start()
+        running.callback(ticker.stop)
 
         agents_reach = _meet_agents(settings, listeners, running)
         app = create_app(
             make_context(
                 engine,
-                keeper,
+                ticker,
                 listeners,
                 mode="standalone",
                 max_capacity_slots=plan.pool.max_slots,
@@ -134,7 +134,7 @@ def _check(settings: Settings) -> _Plan:
     return _Plan(address, requests, blocks, settings.pool_config(memory_left), tls)
 
 
-def _meet_agents(settings: Settings, listeners: Listeners, running: ExitStack) -> AdminAddress:
+def _meet_agents(settings: Settings, listeners: AdminSockets, running: ExitStack) -> AdminAddress:
     """How the ranks of this process reach the server: over a Unix socket that is there or that TLS calls for, else over
     loopback TCP."""
     token = secrets.token_hex(16)
@@ -175,7 +175,7 @@ def public_settings(settings: Settings) -> dict[str, Any]:
     return settings.model_dump(mode="json", exclude=_PATHS)
 
 
-def _announce(settings: Settings, listeners: Listeners) -> None:
+def _announce(settings: Settings, listeners: AdminSockets) -> None:
     logger.info("admin server on %s", " and ".join(listeners.addresses))
     guarded = settings.token_file or settings.tls_client_ca
     logger.info("changes through it %s", "need a token" if guarded else "need no token: loopback only")

@@ -23,8 +23,8 @@ from kvstow.testing.clock import FakeClock
 from kvstow_api.app import create_app
 from kvstow_api.context import ApiContext
 from kvstow_api.loglevels import LogLevels
-from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.server import AdminServer
+from kvstow_service.sockets import AdminSockets, TcpAddress
 
 SLOT_BYTES = 4096
 CAPACITY = 16
@@ -144,11 +144,11 @@ async def launch(engine: OffloadEngine, clock: FakeClock) -> AsyncIterator[Launc
 
 
 @contextmanager
-def running(engine: OffloadEngine, *, uds: Path | None = None, **changes: Any) -> Iterator[Listeners]:
+def running(engine: OffloadEngine, *, uds: Path | None = None, **changes: Any) -> Iterator[AdminSockets]:
     """An application on real sockets, with a context that differs by what is given."""
     given = {"engine": engine, "max_capacity_slots": 2 * CAPACITY, "version": "1.2.3", "mode": "test"}
     with ExitStack() as stack:
-        listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), uds)
+        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), uds)
         stack.callback(listeners.close)
         app = create_app(ApiContext(**{**given, "agent_token": AGENT_TOKEN, **changes}))
         server = AdminServer(app, listeners.sockets, lambda reason: pytest.fail(reason))
@@ -158,7 +158,7 @@ def running(engine: OffloadEngine, *, uds: Path | None = None, **changes: Any) -
 
 
 class Serve(Protocol):
-    def __call__(self, *, uds: Path | None = ..., **changes: Any) -> Listeners: ...
+    def __call__(self, *, uds: Path | None = ..., **changes: Any) -> AdminSockets: ...
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def serve(engine: OffloadEngine) -> Iterator[Serve]:
     """Serves applications of `engine`; all are stopped at the end."""
     with ExitStack() as stack:
 
-        def start(**changes: Any) -> Listeners:
+        def start(**changes: Any) -> AdminSockets:
             return stack.enter_context(running(engine, **changes))
 
         yield start

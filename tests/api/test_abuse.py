@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from kvstow_api.body import BodyMiddleware
-from kvstow_service.listeners import Listeners
+from kvstow_service.sockets import AdminSockets
 
 IDLE = 1000
 BODY_BYTES = 10 << 20
@@ -24,8 +24,8 @@ _SOCKET_SECONDS = 20.0
 
 
 @pytest.fixture
-def service(serve: Any, ranks: Any) -> Listeners:
-    listeners: Listeners = serve(startup_grace=0.0)
+def service(serve: Any, ranks: Any) -> AdminSockets:
+    listeners: AdminSockets = serve(startup_grace=0.0)
     return listeners
 
 
@@ -40,7 +40,7 @@ def file_limit() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def connect(service: Listeners) -> socket.socket:
+def connect(service: AdminSockets) -> socket.socket:
     return socket.create_connection((service.host, service.port), _SOCKET_SECONDS)
 
 
@@ -49,7 +49,7 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def check_alive(service: Listeners) -> None:
+def check_alive(service: AdminSockets) -> None:
     for probe in ("/livez", "/readyz"):
         assert httpx.get(f"{service.url}{probe}", timeout=_SOCKET_SECONDS).status_code == 200
 
@@ -69,7 +69,7 @@ def status_of(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
 
-def test_a_thousand_idle_connections_leave_room_for_probes(service: Listeners, file_limit: None) -> None:
+def test_a_thousand_idle_connections_leave_room_for_probes(service: AdminSockets, file_limit: None) -> None:
     check_alive(service)
     before = resident_bytes()
     with ExitStack() as stack:
@@ -82,7 +82,7 @@ def test_a_thousand_idle_connections_leave_room_for_probes(service: Listeners, f
     check_alive(service)
 
 
-def test_bodies_of_ten_megabytes_are_refused_unread(service: Listeners) -> None:
+def test_bodies_of_ten_megabytes_are_refused_unread(service: AdminSockets) -> None:
     check_alive(service)
     before = resident_bytes()
     for declared in (f"Content-Length: {BODY_BYTES}", "Transfer-Encoding: chunked"):
@@ -103,7 +103,7 @@ def test_bodies_of_ten_megabytes_are_refused_unread(service: Listeners) -> None:
     assert resident_bytes() - before < ALLOWED_GROWTH
 
 
-def test_a_body_that_is_announced_too_large_is_answered_at_once(service: Listeners) -> None:
+def test_a_body_that_is_announced_too_large_is_answered_at_once(service: AdminSockets) -> None:
     with connect(service) as client:
         client.sendall(head("/v1/pools/host/evict", f"Content-Length: {BODY_BYTES}"))
         answer = read_to_end(client)
@@ -111,7 +111,7 @@ def test_a_body_that_is_announced_too_large_is_answered_at_once(service: Listene
     assert b"application/problem+json" in answer
 
 
-def test_floods_of_headers_are_cut_off(service: Listeners) -> None:
+def test_floods_of_headers_are_cut_off(service: AdminSockets) -> None:
     """Long before they end, also where uvicorn would rather use httptools, which has no limit."""
     import_module("httptools")
     check_alive(service)
@@ -132,7 +132,7 @@ def test_a_slow_body_is_given_up_and_others_are_served(serve: Any, ranks: Any, m
         hurry(self, app, seconds=0.2)
 
     monkeypatch.setattr(BodyMiddleware, "__init__", in_a_hurry)
-    service: Listeners = serve()
+    service: AdminSockets = serve()
     with connect(service) as slow:
         slow.sendall(head("/v1/pools/host/evict", "Content-Length: 100") + b'{"slo')
         check_alive(service)
@@ -142,7 +142,7 @@ def test_a_slow_body_is_given_up_and_others_are_served(serve: Any, ranks: Any, m
     assert b"connection: close" in answer.lower()
 
 
-def test_a_reader_that_never_reads_stops_nobody(service: Listeners, ranks: Any, keys: list[bytes]) -> None:
+def test_a_reader_that_never_reads_stops_nobody(service: AdminSockets, ranks: Any, keys: list[bytes]) -> None:
     before = resident_bytes()
     with connect(service) as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

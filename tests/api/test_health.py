@@ -160,13 +160,13 @@ async def test_unknown_checks_are_refused_naming_those_there_are(client: httpx.A
 
 
 async def test_checks_of_the_host_belong_to_their_probe(launch: Any, ranks: Any) -> None:
-    reason: dict[str, str | None] = {"copy": None, "keeper": None, "boot": None}
+    reason: dict[str, str | None] = {"copy": None, "ticker": None, "boot": None}
     client = await launch(
         live_checks={"copy": lambda: reason["copy"]},
-        ready_checks={"keeper": lambda: reason["keeper"]},
+        ready_checks={"ticker": lambda: reason["ticker"]},
         startup_checks={"boot": lambda: reason["boot"]},
     )
-    for name, probe in (("copy", "/livez"), ("keeper", "/readyz"), ("boot", "/startupz")):
+    for name, probe in (("copy", "/livez"), ("ticker", "/readyz"), ("boot", "/startupz")):
         reason[name] = "the thread has ended"
         failed = {path for path in ("/livez", "/readyz", "/startupz") if (await client.get(path)).status_code == 503}
         assert failed == {probe}

@@ -119,9 +119,9 @@ def not_ready() -> Iterator[Case]:
 
 
 def failing() -> Iterator[Case]:
-    name, check = "KvstowNotReady", {**POD, "check": "keeper"}
+    name, check = "KvstowNotReady", {**POD, "check": "ticker"}
     red = ("kvstow_health_check", {**check, "probe": "readyz"}, "0x20")
-    yield Case(name, 10, (red,), (check, f"The check keeper of {WHERE} has failed for five minutes."))
+    yield Case(name, 10, (red,), (check, f"The check ticker of {WHERE} has failed for five minutes."))
     yield Case(name, 10, (("kvstow_health_check", {**check, "probe": "readyz"}, "0x4 1x20"),))
     yield Case(name, 10, (red, ("kvstow_state", {**POD, "state": "draining"}, "1x20")))  # another alert's, as is:
     yield Case(name, 10, (red, ("kvstow_errors_total", {**POD, "component": "engine", "code": "integrity"}, "1x20")))

@@ -14,8 +14,8 @@ from typing import Protocol
 import pytest
 from starlette.types import ASGIApp
 
-from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.server import AdminServer
+from kvstow_service.sockets import AdminSockets, TcpAddress
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ class Serving(Protocol):
         tls: ssl.SSLContext | None = ...,
         clock: Callable[[], float] = ...,
         on_lost_line: Callable[[], None] = ...,
-    ) -> tuple[AdminServer, Listeners]: ...
+    ) -> tuple[AdminServer, AdminSockets]: ...
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def serving() -> Iterator[Serving]:
             tls: ssl.SSLContext | None = None,
             clock: Callable[[], float] = time.monotonic,
             on_lost_line: Callable[[], None] = lambda: None,
-        ) -> tuple[AdminServer, Listeners]:
-            listeners = Listeners(TcpAddress.resolve("127.0.0.1", port), uds, secure=tls is not None)
+        ) -> tuple[AdminServer, AdminSockets]:
+            listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", port), uds, secure=tls is not None)
             running.callback(listeners.close)
             server = AdminServer(
                 app,

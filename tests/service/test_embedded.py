@@ -29,9 +29,9 @@ from kvstow_api.client import ApiError, calls
 from kvstow_service import embedded as embedded_module
 from kvstow_service.agent import RankAgent
 from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
-from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.rendezvous import Rendezvous
 from kvstow_service.server import AdminServer, _QuietServer
+from kvstow_service.sockets import AdminSockets, TcpAddress
 from kvstow_service.tls import TlsFiles
 
 # httpcore leaks the socket of a Unix connection that is refused
@@ -125,7 +125,7 @@ def taken(stack: ExitStack) -> Callable[[int], None]:
     """Listens on a port for as long as the test runs."""
 
     def take(port: int) -> None:
-        stack.callback(Listeners(TcpAddress.resolve("127.0.0.1", port)).close)
+        stack.callback(AdminSockets(TcpAddress.resolve("127.0.0.1", port)).close)
 
     return take
 
@@ -225,7 +225,7 @@ def test_the_engine_is_ticked(launch: Any, engine: OffloadEngine, monkeypatch: p
     monkeypatch.setattr(engine, "tick", ticked.set)
     admin = launch()
     assert ticked.wait(30)
-    assert "[+]keeper ok" in httpx.get(admin.addresses[0] + "/readyz?verbose").text
+    assert "[+]ticker ok" in httpx.get(admin.addresses[0] + "/readyz?verbose").text
 
 
 def test_a_rank_that_is_there_first_reports_once_the_server_is(
@@ -415,7 +415,7 @@ def test_a_server_that_dies_is_seen_and_lets_go_of_its_sockets(
     assert engine.stats().errors["admin_server"] == 1
     eventually(lambda: agent.stats.failing, "a report that fails")
     eventually(lambda: Rendezvous("engine", environ)() is None, "the end of the Unix socket")
-    Listeners(TcpAddress.resolve("127.0.0.1", port)).close()
+    AdminSockets(TcpAddress.resolve("127.0.0.1", port)).close()
     admin.stop()
 
 
@@ -470,7 +470,7 @@ def test_a_stop_in_the_middle_of_the_start_waits_for_it(
 
 def test_a_stop_before_the_import_opens_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded_module, "_HEAD_START_SECONDS", 60.0)
-    monkeypatch.setattr(Listeners, "add_uds", lambda *args: pytest.fail("it has opened a socket"))
+    monkeypatch.setattr(AdminSockets, "listen_unix", lambda *args: pytest.fail("it has opened a socket"))
     admin = make()
     admin.start()
     admin.stop()

@@ -1,5 +1,5 @@
 """Faults of a rank as operators see them: the right readiness check turns red, in words and in the metrics, and turns
-green when the fault is healed. Engine, keeper, agent and server are real; clock, device and registrar are not."""
+green when the fault is healed. Engine, ticker, agent and server are real; clock, device and registrar are not."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from kvstow.testing.registrar import FakeRegistrar
 from kvstow.worker import OffloadWorker
 from kvstow_service.agent import RankAgent
 from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
-from kvstow_service.keeper import Keeper
 from kvstow_service.rendezvous import Rendezvous
+from kvstow_service.ticker import Ticker
 
 # httpcore leaks the socket of a Unix connection that is refused
 pytestmark = pytest.mark.filterwarnings(r"ignore:unclosed <socket.socket fd=\d+, family=1, type=1, proto=0>")
@@ -173,4 +173,4 @@ def test_no_fault_is_hidden_for_more_than_5_seconds() -> None:
     def seconds(made: Callable[..., object]) -> float:
         return float(inspect.signature(made).parameters["interval"].default)
 
-    assert seconds(RankAgent) + seconds(Keeper) <= 5.0
+    assert seconds(RankAgent) + seconds(Ticker) <= 5.0

@@ -26,10 +26,10 @@ from kvstow_api.auth import ACTOR
 from kvstow_service import acceptor as acceptor_module
 from kvstow_service import server as server_module
 from kvstow_service.connections import Wait
-from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.protocol import MAX_HEAD_BYTES, MAX_HEADERS, AdminProtocol
 from kvstow_service.requestqueue import RequestQueue
 from kvstow_service.server import AdminServer
+from kvstow_service.sockets import AdminSockets, TcpAddress
 from kvstow_service.tls import TlsFiles
 
 _SOCKET_SECONDS = 20.0
@@ -100,7 +100,7 @@ APP = Starlette(
 
 class Served(NamedTuple):
     server: AdminServer
-    listeners: Listeners
+    listeners: AdminSockets
     clock: FakeClock
 
     @property
@@ -522,7 +522,7 @@ def test_a_process_without_descriptors_is_served_again_later(
     serving: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(acceptor_module, "_PAUSE_SECONDS", 0.01)
-    plain = Listeners(TcpAddress.resolve("127.0.0.1", 0))
+    plain = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
     first = plain.sockets[0]
     listener = _Exhausted(first.family, first.type, first.proto, fileno=first.detach())
     server = AdminServer(APP, [listener], lambda reason: pytest.fail(reason))

@@ -15,8 +15,8 @@ import pytest
 
 from kvstow.errors import ConflictError
 from kvstow_service.agent import AdminAddress
-from kvstow_service.listeners import Listeners
 from kvstow_service.rendezvous import Rendezvous
+from kvstow_service.sockets import AdminSockets
 
 FOLDER = f"kvstow-{os.geteuid()}"
 
@@ -31,13 +31,13 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.fixture
-def listeners() -> Iterator[Listeners]:
-    listeners = Listeners()
+def listeners() -> Iterator[AdminSockets]:
+    listeners = AdminSockets()
     yield listeners
     listeners.close()
 
 
-def test_an_agent_finds_what_was_published(environ: dict[str, str], listeners: Listeners, tmp_path: Path) -> None:
+def test_an_agent_finds_what_was_published(environ: dict[str, str], listeners: AdminSockets, tmp_path: Path) -> None:
     agent = Rendezvous("engine_dp0", environ)
     assert agent() is None, "nobody has published yet"
     host = Rendezvous("engine_dp0", environ)
@@ -52,7 +52,7 @@ def test_an_agent_finds_what_was_published(environ: dict[str, str], listeners: L
     assert list((tmp_path / "run" / FOLDER).iterdir()) == []
 
 
-def test_all_is_for_the_user_alone(environ: dict[str, str], listeners: Listeners, tmp_path: Path) -> None:
+def test_all_is_for_the_user_alone(environ: dict[str, str], listeners: AdminSockets, tmp_path: Path) -> None:
     Rendezvous("engine", environ).publish(listeners, "secret")
     folder = tmp_path / "run" / FOLDER
     modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in (folder, *folder.iterdir())}
@@ -60,16 +60,16 @@ def test_all_is_for_the_user_alone(environ: dict[str, str], listeners: Listeners
 
 
 def test_the_token_is_there_before_the_socket_listens(
-    environ: dict[str, str], listeners: Listeners, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    environ: dict[str, str], listeners: AdminSockets, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tokens: list[str] = []
-    monkeypatch.setattr(listeners, "add_uds", lambda path: tokens.append(path.with_suffix(".token").read_text()))
+    monkeypatch.setattr(listeners, "listen_unix", lambda path: tokens.append(path.with_suffix(".token").read_text()))
     Rendezvous("engine", environ).publish(listeners, "secret")
     assert tokens == ["secret"]
 
 
 def test_what_a_killed_host_left_is_nobody_and_is_replaced(
-    environ: dict[str, str], listeners: Listeners, tmp_path: Path
+    environ: dict[str, str], listeners: AdminSockets, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run" / FOLDER
     folder.mkdir(0o700)
@@ -87,16 +87,16 @@ def test_what_a_killed_host_left_is_nobody_and_is_replaced(
 _HOST = """
 import os, sys, time
 from pathlib import Path
-from kvstow_service.listeners import Listeners
+from kvstow_service.sockets import AdminSockets
 from kvstow_service.rendezvous import Rendezvous
-Rendezvous(sys.argv[1], {"XDG_RUNTIME_DIR": sys.argv[2]}).publish(Listeners(), "of the dead")
+Rendezvous(sys.argv[1], {"XDG_RUNTIME_DIR": sys.argv[2]}).publish(AdminSockets(), "of the dead")
 print("published", flush=True)
 time.sleep(600)
 """
 
 
 def test_what_killed_hosts_of_other_identities_left_is_removed_at_once(
-    environ: dict[str, str], listeners: Listeners, tmp_path: Path, child_environ: dict[str, str]
+    environ: dict[str, str], listeners: AdminSockets, tmp_path: Path, child_environ: dict[str, str]
 ) -> None:
     """But nothing of a living one, and not even where it does not listen yet."""
     folder = tmp_path / "run" / FOLDER
@@ -105,7 +105,7 @@ def test_what_killed_hosts_of_other_identities_left_is_removed_at_once(
         stack.callback(host.kill)
         assert host.stdout is not None
         assert host.stdout.readline() == "published\n"
-        starting, others = Rendezvous("starting", environ), Listeners()
+        starting, others = Rendezvous("starting", environ), AdminSockets()
         starting.publish(others, "secret")
         others.close()
         assert {path.name for path in folder.iterdir()} == {"killed.sock", "killed.token", "starting.token"}
@@ -117,7 +117,7 @@ def test_what_killed_hosts_of_other_identities_left_is_removed_at_once(
 
 
 def test_a_place_that_cannot_be_written_to_is_named(
-    listeners: Listeners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    listeners: AdminSockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a container with a read-only root."""
 
@@ -132,7 +132,7 @@ def test_a_place_that_cannot_be_written_to_is_named(
 
 
 def test_a_file_that_cannot_be_written_is_one_sentence(
-    environ: dict[str, str], listeners: Listeners, monkeypatch: pytest.MonkeyPatch
+    environ: dict[str, str], listeners: AdminSockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -146,10 +146,10 @@ def test_a_file_that_cannot_be_written_is_one_sentence(
 
 
 def test_a_second_engine_of_the_same_identity_is_refused_and_harms_nothing(
-    environ: dict[str, str], listeners: Listeners
+    environ: dict[str, str], listeners: AdminSockets
 ) -> None:
     Rendezvous("engine", environ).publish(listeners, "first")
-    second, others = Rendezvous("engine", environ), Listeners()
+    second, others = Rendezvous("engine", environ), AdminSockets()
     with pytest.raises(ConflictError, match="another engine with the identity 'engine' listens"):
         second.publish(others, "second")
     second.withdraw()
@@ -159,11 +159,11 @@ def test_a_second_engine_of_the_same_identity_is_refused_and_harms_nothing(
     assert found.token == "first"
 
 
-def test_the_token_of_a_successor_stays(environ: dict[str, str], listeners: Listeners) -> None:
+def test_the_token_of_a_successor_stays(environ: dict[str, str], listeners: AdminSockets) -> None:
     first = Rendezvous("engine", environ)
     first.publish(listeners, "first")
     listeners.close()
-    successors = Listeners()
+    successors = AdminSockets()
     Rendezvous("engine", environ).publish(successors, "second")
     first.withdraw()
     found = Rendezvous("engine", environ)()
@@ -173,7 +173,7 @@ def test_the_token_of_a_successor_stays(environ: dict[str, str], listeners: List
 
 
 @pytest.mark.parametrize("identity", ["e" * 300, "a/b", "..", "", "\N{SNOWMAN}"])
-def test_any_text_is_an_identity(environ: dict[str, str], listeners: Listeners, identity: str) -> None:
+def test_any_text_is_an_identity(environ: dict[str, str], listeners: AdminSockets, identity: str) -> None:
     Rendezvous(identity, environ).publish(listeners, "secret")
     found = Rendezvous(identity, environ)()
     assert found is not None
@@ -183,7 +183,7 @@ def test_any_text_is_an_identity(environ: dict[str, str], listeners: Listeners, 
 
 
 def test_a_name_too_long_for_a_unix_socket_is_shortened_as_its_folder_demands(
-    listeners: Listeners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    listeners: AdminSockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 107 - len(f"/{FOLDER}/") - len(".sock")
     for length, name in ((room - 20, "e" * 20), (room - 19, None)):
@@ -213,7 +213,7 @@ def refuse_owner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_that_somebody_else_owns_is_not_used(
     environ: dict[str, str],
-    listeners: Listeners,
+    listeners: AdminSockets,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -228,7 +228,7 @@ def test_a_folder_that_somebody_else_owns_is_not_used(
     assert [record.message.partition(";")[0] for record in caplog.records] == [
         f"no admin server is looked for there: runtime folder is '{folder}'"
     ]
-    own = Listeners()
+    own = AdminSockets()
     Rendezvous("engine", environ).publish(own, "mine")
     found = agent()
     assert found is not None
@@ -238,7 +238,7 @@ def test_a_folder_that_somebody_else_owns_is_not_used(
 
 @pytest.mark.parametrize("kind", ["open", "link", "file"])
 def test_a_folder_that_others_may_enter_or_that_is_none_is_refused(
-    listeners: Listeners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    listeners: AdminSockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     environ = {"XDG_RUNTIME_DIR": str(tmp_path / "gone")}
@@ -261,7 +261,7 @@ def test_a_folder_that_others_may_enter_or_that_is_none_is_refused(
 
 
 def test_a_runtime_directory_that_does_not_exist_is_passed_over(
-    environ: dict[str, str], listeners: Listeners, tmp_path: Path
+    environ: dict[str, str], listeners: AdminSockets, tmp_path: Path
 ) -> None:
     environ["XDG_RUNTIME_DIR"] = str(tmp_path / "gone")
     Rendezvous("engine", environ).publish(listeners, "secret")

@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 
 from kvstow.memory.limits import HugePageLimits
 from kvstow_service.cli import app
-from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.settings import Settings, flag_name
+from kvstow_service.sockets import AdminSockets, TcpAddress
 
 pytestmark = pytest.mark.usefixtures("process_state")
 
@@ -68,7 +68,7 @@ def test_a_token_file_that_cannot_be_used_is_refused(tmp_path: Path, content: st
 
 
 def test_a_taken_port_is_named_and_exits_1() -> None:
-    taken = Listeners(TcpAddress.resolve("127.0.0.1", 0), None)
+    taken = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
     result = serve(*SMALL[:-1], str(taken.port))
     taken.close()
     assert result.exit_code == 1
@@ -77,7 +77,7 @@ def test_a_taken_port_is_named_and_exits_1() -> None:
 
 def test_a_unix_socket_that_is_taken_exits_1_and_leaves_the_port(tmp_path: Path) -> None:
     uds = tmp_path / "admin.sock"
-    taken = Listeners(uds=uds)
+    taken = AdminSockets(uds=uds)
     result = serve(*SMALL, "--uds", str(uds))
     taken.close()
     assert result.exit_code == 1

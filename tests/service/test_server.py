@@ -20,8 +20,8 @@ from starlette.routing import Route
 
 from kvstow.errors import ConflictError
 from kvstow_service import server as server_module
-from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.server import AdminServer
+from kvstow_service.sockets import AdminSockets, TcpAddress
 
 
 async def hello(request: Request) -> PlainTextResponse:
@@ -73,7 +73,7 @@ def test_a_server_that_dies_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
         return self.should_exit
 
     monkeypatch.setattr(uvicorn.Server, "on_tick", tick)
-    listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0))
+    listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
     reasons: SimpleQueue[str] = SimpleQueue()
     server = AdminServer(APP, listeners.sockets, reasons.put)
     server.start()
@@ -141,7 +141,7 @@ def test_an_app_that_does_not_start_is_an_error() -> None:
         await receive()
         await send({"type": "lifespan.startup.failed", "message": "no"})
 
-    listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), None)
+    listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
     reasons: SimpleQueue[str] = SimpleQueue()
     with pytest.raises(ConflictError, match="the admin server did not start"):
         AdminServer(broken, listeners.sockets, reasons.put).start()
@@ -149,7 +149,7 @@ def test_an_app_that_does_not_start_is_an_error() -> None:
 
 
 def test_an_end_that_nobody_asked_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), None)
+    listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
     reasons: SimpleQueue[str] = SimpleQueue()
     server = AdminServer(APP, listeners.sockets, reasons.put)
 
@@ -163,7 +163,7 @@ def test_an_end_that_nobody_asked_for_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_sockets_are_closed_even_if_it_never_started() -> None:
-    listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), None)
+    listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
     AdminServer(APP, listeners.sockets, pytest.fail).stop()
     with pytest.raises(OSError, match=r"refused|Bad file"), socket.create_connection(("127.0.0.1", listeners.port)):
         pass

@@ -23,10 +23,10 @@ from kvstow.devices.cuda import DriverUnavailableError
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import HugePageLimits, MemoryLimits
 from kvstow_service import ranks, standalone
-from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.replay.driver import ReplayDriver
 from kvstow_service.server import _QuietServer
 from kvstow_service.settings import Settings
+from kvstow_service.sockets import AdminSockets, TcpAddress
 from kvstow_service.standalone import _meet_agents, public_settings, require_memory, run_service
 
 pytestmark = pytest.mark.usefixtures("process_state")
@@ -192,7 +192,7 @@ def test_where_tcp_speaks_tls_the_ranks_have_a_socket_of_their_own(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with ExitStack() as running:
-        listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), secure=True)
+        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), secure=True)
         running.callback(listeners.close)
         settings = Settings(**BASE, tls_cert=tmp_path / "server.pem")
         reached = _meet_agents(settings, listeners, running)

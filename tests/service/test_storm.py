@@ -18,8 +18,6 @@ from kvstow.control.engine import OffloadEngine
 from kvstow_api.app import create_app
 from kvstow_api.context import ApiContext
 from kvstow_service.agent import AdminAddress, RankAgent
-from kvstow_service.keeper import Keeper
-from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.ranks import LocalRank, build_ranks
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.generate import TraceShape, generate_trace
@@ -27,6 +25,8 @@ from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.pattern import PatternedKV
 from kvstow_service.replay.result import ReplayResult
 from kvstow_service.server import AdminServer
+from kvstow_service.sockets import AdminSockets, TcpAddress
+from kvstow_service.ticker import Ticker
 
 SLOT_BYTES = 4096
 SLOTS = 200
@@ -45,16 +45,16 @@ class Storm:
         self.engine = OffloadEngine(EngineConfig(SLOT_BYTES, SLOTS, num_ranks=RANKS))
         self.ranks: list[LocalRank] = build_ranks(RANKS, pool, self.kv_blocks)
         context = ApiContext(self.engine, 2 * SLOTS, "test", "standalone", agent_token="agent")
-        listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), None)
+        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
         server = AdminServer(create_app(context), listeners.sockets, pytest.fail)
-        keeper = Keeper(self.engine, interval=0.05)
+        ticker = Ticker(self.engine, interval=0.05)
         self.url = listeners.url
         agents = [RankAgent(n, rank.worker, AdminAddress(self.url, "agent")) for n, rank in enumerate(self.ranks)]
         running.callback(listeners.close)
         for rank in self.ranks:
             running.callback(rank.close)
             rank.start_pinning()
-        parts: list[AdminServer | Keeper | RankAgent] = [server, keeper, *agents]
+        parts: list[AdminServer | Ticker | RankAgent] = [server, ticker, *agents]
         for part in parts:
             part.start()
             running.callback(part.stop)

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from kvstow.errors import ConfigError
 from kvstow_api.auth import CERTIFICATE
 from kvstow_api.client import ApiError, Client, Endpoint, calls
-from kvstow_service.listeners import Listeners
+from kvstow_service.sockets import AdminSockets
 from kvstow_service.tls import ServerTls, TlsContent, TlsFiles
 
 
@@ -103,7 +103,7 @@ def replace(path: Path, content: trustme.Blob) -> None:
     Path(f"{path}.new").replace(path)
 
 
-def shown(listeners: Listeners, trusted: trustme.CA) -> httpx.Response:
+def shown(listeners: AdminSockets, trusted: trustme.CA) -> httpx.Response:
     """An answer to a client that trusts servers of this authority only."""
     return httpx.get(listeners.url, verify=client_context(trusted))
 
@@ -209,7 +209,7 @@ def test_a_session_that_is_taken_up_again_is_its_clients_still(
 
 
 def ask(
-    listeners: Listeners, context: ssl.SSLContext, session: ssl.SSLSession | None = None
+    listeners: AdminSockets, context: ssl.SSLContext, session: ssl.SSLSession | None = None
 ) -> tuple[str, ssl.SSLSession | None]:
     """What the server says, and the session, which the next one may take up."""
     with (

@@ -16,7 +16,7 @@ _READINESS_FIXES = {
     "pool": "`kvstow get ranks` shows how far each rank is",
     "pinned": "`kvstow get ranks` shows how far each rank is",
     "loop": "give the process more CPU, or find what keeps it busy",
-    "keeper": "`kvstow bypass --load --store`, keep the log, then restart the process",
+    "ticker": "`kvstow bypass --load --store`, keep the log, then restart the process",
 }
 """By the name of a check of /readyz."""
 _SEE_LOG = "see the log of the process"

@@ -15,8 +15,8 @@ from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow_api.app import create_app
 from kvstow_api.context import ApiContext
 from kvstow_service.cli import app
-from kvstow_service.listeners import Listeners, TcpAddress
 from kvstow_service.server import AdminServer
+from kvstow_service.sockets import AdminSockets, TcpAddress
 
 SLOT_BYTES = 4096
 CAPACITY = 16
@@ -33,7 +33,7 @@ class Host:
         self.engine = OffloadEngine(config)
         self.ranks: list[FakeRank] = make_ranks(self.engine, pinned)
         tls = changes.pop("tls", None)
-        listeners = Listeners(TcpAddress.resolve("127.0.0.1", 0), changes.pop("uds", None), secure=tls is not None)
+        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), changes.pop("uds", None), secure=tls is not None)
         stack.callback(listeners.close)
         given = {"engine": self.engine, "max_capacity_slots": 2 * CAPACITY, "version": "1.2.3", "mode": "test"}
         server = AdminServer(create_app(ApiContext(**{**given, **changes})), listeners.sockets, pytest.fail, tls=tls)

@@ -68,7 +68,7 @@ class SchedulerSide:
     """Follows the requests of one vLLM scheduler. Every method is called on its thread.
 
     A step costs O(blocks that became complete), whatever the number of requests, and offers a bounded number of them;
-    the others have their turn in later steps. The engine's own threads (admin server, keeper) work beside it, under
+    the others have their turn in later steps. The engine's own threads (admin server, ticker) work beside it, under
     the engine's lock.
     """
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import IntegrityError
 
-logger = logging.getLogger("kvstow.keeper")
+logger = logging.getLogger("kvstow.ticker")
 
 _TICKS_PER_CHECK = 60
 _STILL_SECONDS = 10.0
@@ -19,7 +19,7 @@ _JOIN_SECONDS = 1.0
 _MOST_CHECKED_SLOTS = 65_536
 
 
-class Keeper:
+class Ticker:
     """Ticks once a second until `stop`, which is idempotent. No failure ends the thread.
 
     Once a minute, in a quiet moment, it checks the books of a pool that is not too large for that. `problem` says
@@ -88,7 +88,7 @@ class _Beat:
         self._stopping = stopping
         self._clock = clock
         self._last = clock()
-        self._thread = threading.Thread(target=self._run, name="kvstow-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvstow-ticker", daemon=True)
 
     def start(self) -> None:
         self._last = self._clock()

@@ -40,7 +40,7 @@ class TcpAddress:
         return cls(family, str(address[0]), port)
 
 
-class Listeners:
+class AdminSockets:
     """Bound, listening sockets, and the files of those that are Unix sockets. `close` is idempotent.
 
     Made with an address and a path, or added to one by one; what cannot be added changes nothing. `sockets` are
@@ -56,18 +56,18 @@ class Listeners:
         with ExitStack() as undo:
             undo.callback(self.close)
             if address is not None:
-                self.add_tcp(address)
+                self.listen_tcp(address)
             if uds is not None:
-                self.add_uds(uds)
+                self.listen_unix(uds)
             undo.pop_all()
 
-    def add_tcp(self, address: TcpAddress) -> None:
+    def listen_tcp(self, address: TcpAddress) -> None:
         """At most once. Raises `ConflictError` (`PortTakenError` if that is why)."""
         listener = _bind_tcp(address)
         self._tcp = _Bound(*listener.getsockname()[:2])
         self.sockets.append(listener)
 
-    def add_uds(self, path: Path) -> None:
+    def listen_unix(self, path: Path) -> None:
         """A Unix socket of mode 0600. Replaces the file of a process that is gone; raises `ConflictError`."""
         self.sockets.append(_bind_uds(path))
         self._files[path] = _file_id(path)

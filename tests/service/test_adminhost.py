@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
-from kvstow_service.context import make_context
-from kvstow_service.facts import measure_host
+from kvstow_service.adminhost import make_context, measure_host
 
 
 @pytest.mark.parametrize(

@@ -9,37 +9,37 @@ from contextlib import suppress
 
 import pytest
 
-from kvstow_service import turns
-from kvstow_service.turns import short_turns
+from kvstow_service import switchinterval
+from kvstow_service.switchinterval import short_switch_interval
 
 
 @pytest.fixture(autouse=True)
-def usual_turns() -> Iterator[None]:
+def default_interval() -> Iterator[None]:
     before = sys.getswitchinterval()
     yield
     sys.setswitchinterval(before)
 
 
-def test_turns_are_short_inside_and_as_before_afterwards() -> None:
+def test_the_interval_is_short_inside_and_restored_afterwards() -> None:
     sys.setswitchinterval(0.004)
-    with suppress(ImportError), short_turns():
+    with suppress(ImportError), short_switch_interval():
         assert sys.getswitchinterval() == pytest.approx(0.0005)
         raise ImportError("no such module")
     assert sys.getswitchinterval() == pytest.approx(0.004)
 
 
-def test_a_host_whose_turns_are_shorter_keeps_them() -> None:
+def test_a_shorter_interval_of_the_host_is_kept() -> None:
     sys.setswitchinterval(0.0001)
-    with short_turns():
+    with short_switch_interval():
         assert sys.getswitchinterval() == pytest.approx(0.0001, abs=2e-6)  # whole microseconds, rounded down
 
 
-def test_of_two_threads_the_second_does_not_take_the_first_ones_turns_for_the_hosts(
+def test_a_second_thread_does_not_take_the_short_interval_for_the_hosts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sys.setswitchinterval(0.004)
     waiting, first_is_out = threading.Event(), threading.Event()
-    lock = turns._changing
+    lock = switchinterval._changing
 
     class ObservedLock:
         def __enter__(self) -> None:
@@ -50,14 +50,14 @@ def test_of_two_threads_the_second_does_not_take_the_first_ones_turns_for_the_ho
         def __exit__(self, *_: object) -> None:
             lock.release()
 
-    monkeypatch.setattr(turns, "_changing", ObservedLock())
+    monkeypatch.setattr(switchinterval, "_changing", ObservedLock())
 
     def enter() -> None:
-        with short_turns():
+        with short_switch_interval():
             first_is_out.wait(10)
 
     second = threading.Thread(target=enter)
-    with short_turns():
+    with short_switch_interval():
         second.start()
         assert waiting.wait(10)
     first_is_out.set()

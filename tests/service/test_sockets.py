@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from kvstow.errors import ConfigError, ConflictError
-from kvstow_service.listeners import Listeners, TcpAddress
+from kvstow_service.sockets import AdminSockets, TcpAddress
 
 ANY_PORT = TcpAddress.resolve("127.0.0.1", 0)
 
 
-def listeners_on(uds: Path) -> Listeners:
-    return Listeners(ANY_PORT, uds)
+def listeners_on(uds: Path) -> AdminSockets:
+    return AdminSockets(ANY_PORT, uds)
 
 
 def connect(path: Path) -> None:
@@ -22,7 +22,7 @@ def connect(path: Path) -> None:
 
 
 def test_port_zero_takes_a_free_port_that_listens_at_once() -> None:
-    listeners = Listeners(ANY_PORT, None)
+    listeners = AdminSockets(ANY_PORT, None)
     with socket.create_connection(("127.0.0.1", listeners.port)):
         pass
     assert listeners.url == f"http://127.0.0.1:{listeners.port}"
@@ -40,16 +40,16 @@ def test_an_unknown_name_is_refused() -> None:
 
 
 def test_a_taken_port_is_named() -> None:
-    first = Listeners(ANY_PORT, None)
+    first = AdminSockets(ANY_PORT, None)
     try:
         with pytest.raises(ConflictError, match=f"cannot listen on 127.0.0.1:{first.port}: Address already in use"):
-            Listeners(TcpAddress.resolve("127.0.0.1", first.port), None)
+            AdminSockets(TcpAddress.resolve("127.0.0.1", first.port), None)
     finally:
         first.close()
 
 
 def test_a_bind_to_all_addresses_is_reached_over_loopback() -> None:
-    listeners = Listeners(TcpAddress.resolve("0.0.0.0", 0), None)
+    listeners = AdminSockets(TcpAddress.resolve("0.0.0.0", 0), None)
     assert listeners.url == f"http://127.0.0.1:{listeners.port}"
     assert listeners.addresses == (f"http://0.0.0.0:{listeners.port}",)
     listeners.close()
@@ -57,7 +57,7 @@ def test_a_bind_to_all_addresses_is_reached_over_loopback() -> None:
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 def test_ipv6_addresses_are_written_in_brackets() -> None:
-    listeners = Listeners(TcpAddress.resolve("::1", 0), None)
+    listeners = AdminSockets(TcpAddress.resolve("::1", 0), None)
     assert listeners.url == f"http://[::1]:{listeners.port}"
     assert listeners.addresses == (listeners.url,)
     listeners.close()

@@ -9,28 +9,28 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import IntegrityError
 from kvstow.testing.clock import FakeClock
-from kvstow_service import keeper as keeper_module
-from kvstow_service.keeper import Keeper
+from kvstow_service import ticker as ticker_module
+from kvstow_service.ticker import Ticker
 
 FAST = 0.001
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> OffloadEngine:
-    monkeypatch.setattr(keeper_module, "_TICKS_PER_CHECK", 2)
+    monkeypatch.setattr(ticker_module, "_TICKS_PER_CHECK", 2)
     return OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=8))
 
 
 def test_it_ticks_until_it_is_stopped(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any) -> None:
     ticks: list[int] = []
     monkeypatch.setattr(engine, "tick", lambda: ticks.append(1))
-    keeper = Keeper(engine, interval=FAST)
-    keeper.start()
+    ticker = Ticker(engine, interval=FAST)
+    ticker.start()
     eventually(lambda: len(ticks) > 3)
-    assert keeper.check() is None
-    keeper.stop()
-    keeper.stop()
-    assert keeper.check() == "the engine's ticker has stopped"
+    assert ticker.check() is None
+    ticker.stop()
+    ticker.stop()
+    assert ticker.check() == "the engine's ticker has stopped"
 
 
 def test_a_tick_that_raises_does_not_end_it(
@@ -44,10 +44,10 @@ def test_a_tick_that_raises_does_not_end_it(
         raise RuntimeError("out of step")
 
     monkeypatch.setattr(engine, "tick", tick)
-    keeper = Keeper(engine, interval=FAST)
-    keeper.start()
+    ticker = Ticker(engine, interval=FAST)
+    ticker.start()
     assert ticked_again.wait(30)
-    keeper.stop()
+    ticker.stop()
     assert "RuntimeError: out of step" in caplog.text
 
 
@@ -64,11 +64,11 @@ def test_its_chore_is_done_at_each_tick_whatever_fails(
         raise OSError("no such file")
 
     monkeypatch.setattr(engine, "tick", tick)
-    keeper = Keeper(engine, interval=FAST, chore=chore)
-    keeper.start()
+    ticker = Ticker(engine, interval=FAST, chore=chore)
+    ticker.start()
     eventually(lambda: len(done) > 3)
-    assert keeper.check() is None
-    keeper.stop()
+    assert ticker.check() is None
+    ticker.stop()
     assert "OSError: no such file" in caplog.text
 
 
@@ -79,12 +79,12 @@ def test_books_that_do_not_balance_are_a_lasting_problem(
         raise IntegrityError("2 free slots are lost")
 
     monkeypatch.setattr(engine, "check_integrity", check)
-    keeper = Keeper(engine, interval=FAST)
-    keeper.start()
-    eventually(lambda: keeper.problem)
+    ticker = Ticker(engine, interval=FAST)
+    ticker.start()
+    eventually(lambda: ticker.problem)
     monkeypatch.setattr(engine, "check_integrity", lambda: None)
-    assert keeper.check() == "the engine's books do not balance: 2 free slots are lost"
-    keeper.stop()
+    assert ticker.check() == "the engine's books do not balance: 2 free slots are lost"
+    ticker.stop()
 
 
 def test_books_are_left_alone_while_traffic_flows(
@@ -103,13 +103,13 @@ def test_books_are_left_alone_while_traffic_flows(
 
     monkeypatch.setattr(engine, "stats", busy_stats)
     monkeypatch.setattr(engine, "check_integrity", lambda: checks.append(1))
-    keeper = Keeper(engine, interval=FAST)
-    keeper.start()
+    ticker = Ticker(engine, interval=FAST)
+    ticker.start()
     eventually(lambda: asked >= 3)
     assert checks == []
     quiet = True
     eventually(lambda: checks)
-    keeper.stop()
+    ticker.stop()
 
 
 def test_books_are_left_alone_beside_a_scheduler(
@@ -119,17 +119,17 @@ def test_books_are_left_alone_beside_a_scheduler(
     checks: list[int] = []
     monkeypatch.setattr(engine, "tick", lambda: ticks.append(1))
     monkeypatch.setattr(engine, "check_integrity", lambda: checks.append(1))
-    keeper = Keeper(engine, interval=FAST, checks_books=False)
-    keeper.start()
+    ticker = Ticker(engine, interval=FAST, checks_books=False)
+    ticker.start()
     eventually(lambda: len(ticks) > 6)
-    keeper.stop()
+    ticker.stop()
     assert checks == []
 
 
 def test_a_tick_that_does_not_come_back_is_noticed(
     engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
-    monkeypatch.setattr(keeper_module, "_JOIN_SECONDS", 0.01)
+    monkeypatch.setattr(ticker_module, "_JOIN_SECONDS", 0.01)
     hangs, release = threading.Event(), threading.Event()
 
     def tick() -> None:
@@ -138,20 +138,20 @@ def test_a_tick_that_does_not_come_back_is_noticed(
 
     monkeypatch.setattr(engine, "tick", tick)
     clock = FakeClock()
-    keeper = Keeper(engine, interval=FAST, clock=clock)
-    keeper.start()
+    ticker = Ticker(engine, interval=FAST, clock=clock)
+    ticker.start()
     assert hangs.wait(30.0)
-    assert keeper.check() is None
+    assert ticker.check() is None
     clock.advance(11.0)
-    assert keeper.check() == "the engine's ticker has not run for 11 s"
-    keeper.stop()
+    assert ticker.check() == "the engine's ticker has not run for 11 s"
+    ticker.stop()
     release.set()
 
 
 def test_a_chore_that_does_not_come_back_stops_no_tick(
     engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
-    monkeypatch.setattr(keeper_module, "_JOIN_SECONDS", 0.01)
+    monkeypatch.setattr(ticker_module, "_JOIN_SECONDS", 0.01)
     hangs, release = threading.Event(), threading.Event()
     ticks: list[int] = []
 
@@ -161,16 +161,16 @@ def test_a_chore_that_does_not_come_back_stops_no_tick(
 
     monkeypatch.setattr(engine, "tick", lambda: ticks.append(1))
     clock = FakeClock()
-    keeper = Keeper(engine, interval=FAST, chore=chore, clock=clock)
-    keeper.start()
+    ticker = Ticker(engine, interval=FAST, chore=chore, clock=clock)
+    ticker.start()
     assert hangs.wait(30.0)
     clock.advance(11.0)
     before = len(ticks)
     eventually(lambda: len(ticks) > before + 3)
-    assert keeper.check() == "the check of the TLS files has not run for 11 s"
-    keeper.stop()
+    assert ticker.check() == "the check of the TLS files has not run for 11 s"
+    ticker.stop()
     release.set()
 
 
 def test_one_that_was_never_started_can_be_stopped(engine: OffloadEngine) -> None:
-    Keeper(engine).stop()
+    Ticker(engine).stop()

@@ -1,7 +1,8 @@
-"""What every host of an engine tells the admin API alike."""
+"""What a host process tells the admin API about itself, embedded or standalone."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -12,18 +13,21 @@ from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 
 import kvstow
 from kvstow.control.engine import OffloadEngine
-from kvstow.memory.limits import limits_of
+from kvstow.memory.limits import HugePageLimits, MemoryLimits, limits_of
 from kvstow_api.context import ApiContext
+from kvstow_api.hostfacts import HostFacts
 from kvstow_api.tokens import is_loopback
-from kvstow_service.facts import measure_host
-from kvstow_service.keeper import Keeper
-from kvstow_service.listeners import Listeners
+from kvstow_service.sockets import AdminSockets
+from kvstow_service.ticker import Ticker
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_CHOSEN = re.compile(r"\[(\w+)\]")
 
 
 def make_context(
     engine: OffloadEngine,
-    keeper: Keeper,
-    listeners: Listeners,
+    ticker: Ticker,
+    listeners: AdminSockets,
     *,
     mode: str,
     max_capacity_slots: int,
@@ -54,10 +58,32 @@ def make_context(
         host_facts=partial(measure_host, limits_of(settings.get("huge_pages", "advised"))),
         agent_token=agent_token,
         readiness_require=readiness_require,
-        ready_checks={"keeper": keeper.check},
+        ready_checks={"ticker": ticker.check},
         build={"torch": _installed("torch"), **(build or {})},
         registry=_registry(),
     )
+
+
+def measure_host(limits: MemoryLimits | None = None, huge_pages: Path = _HUGE_PAGES) -> HostFacts:
+    """Reads the kernel's files on each call, in less than a millisecond. `limits` apply to the pools; the default is
+    memory in general. `huge_pages` is a parameter for tests."""
+    limits = limits or MemoryLimits()
+    headroom = limits.headroom()
+    return HostFacts(
+        headroom_bytes=None if headroom is None else headroom.num_bytes,
+        limit="" if headroom is None else headroom.limit,
+        reserve_bytes=limits.reserve_bytes,
+        huge_pages="reserved" if isinstance(limits, HugePageLimits) else _chosen(huge_pages),
+    )
+
+
+def _chosen(path: Path) -> str:
+    """The word in brackets, as in `always [madvise] never`; empty where the kernel has no such file."""
+    try:
+        match = _CHOSEN.search(path.read_text())
+    except OSError:
+        return ""
+    return match[1] if match else ""
 
 
 def _installed(distribution: str) -> str:

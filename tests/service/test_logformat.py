@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from kvstow_service.logs import configure_logs
+from kvstow_service.logformat import configure_logs
 
 pytestmark = pytest.mark.usefixtures("process_state")
 
