@@ -52,6 +52,7 @@ class Host:
     def store(self, count: int, seconds: float = 0.5) -> None:
         op = self.begin_store(count)
         self.engine.complete(0, "boot", [Completion(op.op_id, "done", None, count * SLOT, seconds)])
+        self.feed.observe("store_size", count * SLOT)
 
     def begin_store(self, count: int) -> Op:
         keys = list(chain_keys([self._blocks.to_bytes(4)] * count))
@@ -129,9 +130,8 @@ def test_vllm_writes_the_family(host: Host, prom: Any, registry: CollectorRegist
         return registry.get_sample_value(PREFIX + name, LABELS | labels)
 
     assert value("store_bytes_total") == 3 * 2 * SLOT
-    assert value("total_bytes_total", transfer_type="GPU_to_CPU") == 3 * 2 * SLOT
-    assert value("store_time_total") == value("total_time_total", transfer_type="GPU_to_CPU") == 0.25
-    assert value("store_size_sum") == value("size_sum", transfer_type="GPU_to_CPU") == 3 * SLOT
+    assert value("store_time_total") == 0.25
+    assert value("store_size_sum") == 3 * SLOT
     assert value("store_size_bucket", le="4.194304e+06") == 1
     assert value("store_size_bucket", le="1.048576e+06") == 0
     assert value("cpu_cache_usage_perc") == 0
@@ -141,6 +141,13 @@ def test_vllm_writes_the_family(host: Host, prom: Any, registry: CollectorRegist
     host.engine.admin.resize(3).run()
     prom.observe(host.take().data)
     assert value(INFO, **info) == 0
+
+
+def test_observations_without_other_changes_are_sent(host: Host) -> None:
+    host.take()
+    host.feed.observe("lookup_sync_delay_seconds", 1e-5)
+    assert host.take().data == {"lookup_sync_delay_seconds": [1e-5]}
+    assert host.take() is None
 
 
 def test_engines_are_told_apart(host: Host, prom: Any, registry: CollectorRegistry) -> None:
@@ -157,7 +164,6 @@ def test_nothing_but_the_family_is_registered(host: Host, prom: Any, registry: C
 def test_counters_are_there_before_their_first_increment(host: Host, prom: Any, registry: CollectorRegistry) -> None:
     prom.observe(host.take().data)
     assert registry.get_sample_value(f"{PREFIX}load_bytes_total", LABELS) == 0
-    assert registry.get_sample_value(f"{PREFIX}total_bytes_total", LABELS | {"transfer_type": "CPU_to_GPU"}) == 0
 
 
 def test_another_connector_keeps_the_names_that_it_has_registered(
@@ -176,14 +182,11 @@ def test_names_types_and_labels_are_those_of_vllm() -> None:
     from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
     known = theirs.get_connector_metric_definitions() | CPUOffloadingSpec.build_metric_definitions({})
-    deprecated = theirs._DEPRECATED_CONNECTOR_METRIC_DEFINITIONS
     for name, metric in FAMILY.items():
         if name == INFO:  # vLLM 0.33
             continue
-        labels = ("transfer_type",) if PREFIX + name in deprecated else ()
-        definition = deprecated.get(PREFIX + name) or known[PREFIX + name]
-        assert type(definition).__name__ == f"Offloading{metric.kind.title()}Metadata", name
-        assert metric.labelnames == labels, name
+        assert type(known[PREFIX + name]).__name__ == f"Offloading{metric.kind.title()}Metadata", name
+        assert metric.labelnames == (), name
 
 
 @pytest.mark.parametrize("first", ["KVStowConnector", "OffloadingConnector"])

@@ -1,24 +1,27 @@
-"""The metrics `vllm:kv_offload_*` that vLLM's dashboards know, filled from the engine's counters.
+"""The metrics `vllm:kv_offload_*` that vLLM's dashboards read.
 
-Those that the engine cannot tell truly are left out: `lookup_async_delay_seconds` (no look-up is deferred),
-`cpu_allocation_size` and `stores_skipped` (there is no reuse threshold).
+Left out, because KVStow has nothing true to report: `lookup_async_delay_seconds` (no look-up is deferred),
+`cpu_allocation_size` and `stores_skipped` (there is no reuse threshold). Left out as well: the names that vLLM
+has deprecated (`total_bytes`, `total_time`, `size`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from kvstow.control.counters import Counters
-from kvstow.stats import EngineStats, HistogramSnapshot
+from kvstow.stats import EngineStats
 
 PREFIX = "vllm:kv_offload_"
 INFO = "config_info"
 
 Changes = dict[str, Any]
-"""By name within the family: how much a counter grew, what a gauge is now, what a histogram observed (a list), the
-labels of the info metric (a mapping)."""
+"""By name within the family: the growth of a counter, the value of a gauge, the observations of a histogram (a list),
+the labels of the info metric (a mapping)."""
+
+Observe = Callable[[str, float], None]
+"""Takes one observation of a histogram of the family, by its name."""
 
 
 class Metric(NamedTuple):
@@ -30,7 +33,6 @@ class Metric(NamedTuple):
     labelnames: tuple[str, ...] = ()
 
 
-_TRANSFER_TYPE = ("transfer_type",)
 _SIZES = Counters().transfer_size["load"].snapshot().bounds
 _DELAYS = Counters().lookup_seconds.snapshot().bounds
 
@@ -51,42 +53,25 @@ FAMILY: dict[str, Metric] = {
         "Configuration of the host memory; the series that is 1 counts",
         labelnames=("cpu_num_chunks", "cpu_blocks_per_chunk", "cpu_kv_cache_size_bytes", "cpu_kv_cache_size_tokens"),
     ),
-    "total_bytes": Metric("counter", "As load_bytes and store_bytes", labelnames=_TRANSFER_TYPE),
-    "total_time": Metric("counter", "As load_time and store_time", labelnames=_TRANSFER_TYPE),
-    "size": Metric("histogram", "As load_size and store_size", _SIZES, _TRANSFER_TYPE),
 }
-
-DEPRECATED: dict[str, tuple[str, str]] = {
-    "load_bytes": ("total_bytes", "CPU_to_GPU"),
-    "load_time": ("total_time", "CPU_to_GPU"),
-    "load_size": ("size", "CPU_to_GPU"),
-    "store_bytes": ("total_bytes", "GPU_to_CPU"),
-    "store_time": ("total_time", "GPU_to_CPU"),
-    "store_size": ("size", "GPU_to_CPU"),
-}
-"""The older name of a metric and its label `transfer_type`: dashboards of all versions still read them."""
 
 
 def watched(stats: EngineStats) -> tuple[object, ...]:
-    """Changes with everything that the family tells, and costs far less than a `Reading`."""
-    dropped = stats.store_blocks["dropped_cpu_full"]
-    return stats.transfer_blocks, stats.lookup_seconds, stats.slots, dropped, stats.capacity_slots
+    """Differs whenever a `Reading` would, and costs far less."""
+    return stats.transfer_blocks, stats.slots, stats.store_blocks["dropped_cpu_full"], stats.capacity_slots
 
 
 class Reading:
-    """One look at the engine's counters, in the family's terms.
+    """The family's counters, gauges and labels at one moment. Its histograms are observed where things happen.
 
-    `slot_bytes`: what a slot takes on all ranks together. `slot_tokens`: how many tokens it holds; None where that
-    has no one answer (several KV groups).
+    `slot_bytes`: bytes of a slot on all ranks together. `slot_tokens`: tokens in a slot, None with several KV groups.
     """
 
     def __init__(self, stats: EngineStats, slot_bytes: int, slot_tokens: int | None) -> None:
         self._counters: dict[str, float] = {"allocation_failure": stats.store_blocks["dropped_cpu_full"]}
-        self._histograms = {"lookup_sync_delay_seconds": stats.lookup_seconds}
         for direction in ("load", "store"):
             self._counters[f"{direction}_bytes"] = stats.transfer_blocks[direction] * slot_bytes
             self._counters[f"{direction}_time"] = stats.transfer_seconds[direction].total
-            self._histograms[f"{direction}_size"] = stats.transfer_size[direction]
         self._states: dict[str, Any] = {**_usage(stats), INFO: _info(stats.capacity_slots, slot_bytes, slot_tokens)}
 
     def since(self, before: Reading | None) -> Changes:
@@ -94,9 +79,6 @@ class Reading:
         changes: Changes = {
             name: grown for name, value in self._counters.items() if (grown := value - _of(before, name))
         }
-        for name, snapshot in self._histograms.items():
-            if observed := list(observations(before._histograms[name] if before else None, snapshot)):
-                changes[name] = observed
         states = self._states.items()
         return changes | {name: value for name, value in states if before is None or before._states[name] != value}
 
@@ -118,23 +100,6 @@ def _usage(stats: EngineStats) -> dict[str, float]:
 def _info(slots: int, slot_bytes: int, slot_tokens: int | None) -> dict[str, str]:
     tokens = None if slot_tokens is None else slots * slot_tokens
     return dict(zip(FAMILY[INFO].labelnames, (str(slots), "1", str(slots * slot_bytes), str(tokens)), strict=True))
-
-
-def observations(before: HistogramSnapshot | None, after: HistogramSnapshot) -> Iterator[float]:
-    """Values that fall into the same buckets as those observed since `before`, and have the same sum.
-
-    A histogram of prometheus_client takes observations only, and these make it equal to the engine's.
-    """
-    earlier = before.counts if before else (0,) * len(after.counts)
-    counts = [now - then for now, then in zip(after.counts, earlier, strict=True)]
-    total = after.total - (before.total if before else 0.0)
-    edges = (0.0, *after.bounds, max(total, after.bounds[-1]))
-    least = sum(count * low for count, (low, _) in zip(counts, pairwise(edges), strict=True))
-    width = sum(count * (high - low) for count, (low, high) in zip(counts, pairwise(edges), strict=True))
-    share = min(1.0, max(1e-9, (total - least) / width)) if width else 1.0  # buckets are open below: never at `low`
-    for count, (low, high) in zip(counts, pairwise(edges), strict=True):
-        for _ in range(count):
-            yield min(high, low + share * (high - low))
 
 
 def merge(changes: Changes, later: Mapping[str, Any]) -> None:

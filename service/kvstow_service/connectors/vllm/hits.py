@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from itertools import accumulate
 
 from kvstow.control.engine import OffloadEngine
+from kvstow_service.connectors.vllm.family import Observe
 from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.requests import Hit, TrackedRequest
 
@@ -19,8 +21,9 @@ class HitFinder:
     reads. Blocks below the local prefix are on the GPU already.
     """
 
-    def __init__(self, engine: OffloadEngine, groups: KVGroups) -> None:
-        self._engine, self._groups = engine, groups
+    def __init__(self, engine: OffloadEngine, groups: KVGroups, observe: Observe | None = None) -> None:
+        """`observe` takes the time of each look-up."""
+        self._engine, self._groups, self._observe = engine, groups, observe
         self._full, self._partial = groups.full, groups.partial
 
     def find(self, tracked: TrackedRequest, local: int) -> int:
@@ -30,7 +33,10 @@ class HitFinder:
         hit, end = tracked.hit, self._end(tracked)
         if hit is None or local % self._groups.alignment or not hit.start <= local < min(hit.end, end):
             self.release(tracked)
+            begun = time.perf_counter()
             tracked.hit = hit = self._look_up(tracked, local, end)
+            if self._observe is not None:
+                self._observe("lookup_sync_delay_seconds", time.perf_counter() - begun)
         return hit.end - local if hit is not None else 0
 
     def count(self, tracked: TrackedRequest, num_tokens: int) -> None:

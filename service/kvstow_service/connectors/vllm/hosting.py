@@ -151,6 +151,7 @@ class SchedulerHost:
             self._pool,
             lazy_blocks=2 * self._blocks_per_step if self._options.lazy_offload else None,
             observer=self.events,
+            observe=self.stats.observe,
             step_blocks=self._step_blocks,
         )
         self.admin = EmbeddedAdmin(

@@ -20,7 +20,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvstow.control.engine import OffloadEngine
-from kvstow_service.connectors.vllm.family import DEPRECATED, FAMILY, INFO, PREFIX, Reading, merge, watched
+from kvstow_service.connectors.vllm.family import FAMILY, INFO, PREFIX, Reading, merge, watched
 
 _PERIOD = 0.1  # seconds
 
@@ -77,6 +77,11 @@ class StatsFeed:
         self._was_busy = False
         self._watched: tuple[object, ...] = ()
         self._last: Reading | None = None
+        self._observed: dict[str, list[float]] = {}
+
+    def observe(self, name: str, value: float) -> None:
+        """One observation of the histogram `name` of the family."""
+        self._observed.setdefault(name, []).append(value)
 
     def take(self) -> KVStowStats | None:
         """What changed since the last look (the first: since the engine's start); None if nothing did, or none is
@@ -87,12 +92,13 @@ class StatsFeed:
             return None
         self._due = now + _PERIOD
         stats = self._engine.stats()
+        observed, self._observed = self._observed, {}
         if (seen := watched(stats)) == self._watched:
-            return None
+            return KVStowStats(data=dict(observed)) if observed else None
         self._watched = seen
         reading = Reading(stats, self._slot_bytes, self._slot_tokens)
         changes, self._last = reading.since(self._last), reading
-        return KVStowStats(data=changes) if changes else None
+        return KVStowStats(data=changes | observed) if changes or observed else None
 
 
 class KVStowPromMetrics(KVConnectorPromMetrics):
@@ -124,9 +130,6 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
                 self._configure(tuple(value[label] for label in FAMILY[INFO].labelnames), engine_idx)
                 continue
             self._write(name, value, engine_idx)
-            if name in DEPRECATED:
-                older, transfer_type = DEPRECATED[name]
-                self._write(older, value, engine_idx, transfer_type)
 
     def _register(self) -> dict[str, Any]:
         """The metrics of the family, up to the first that another connector has registered."""
@@ -141,10 +144,10 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
 
     def _begin(self) -> None:
         """Every counter is there before its first increment, so that a rate sees that one too."""
-        plain = [(name,) for name, metric in FAMILY.items() if metric.kind == "counter" and not metric.labelnames]
+        counters = [name for name, metric in FAMILY.items() if metric.kind == "counter"]
         for engine_idx in self.per_engine_labelvalues:
-            for name, *labels in (*plain, *DEPRECATED.values()):
-                self._child(name, engine_idx, *labels)
+            for name in counters:
+                self._child(name, engine_idx)
 
     def _make(self, name: str) -> Any:
         metric = FAMILY[name]

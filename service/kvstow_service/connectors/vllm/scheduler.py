@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion, Op, StepPlan
 from kvstow_service.connectors.vllm.backlog import RetryPause
+from kvstow_service.connectors.vllm.family import Observe
 from kvstow_service.connectors.vllm.groups import KVGroups
 from kvstow_service.connectors.vllm.hits import HitFinder
 from kvstow_service.connectors.vllm.lazy import LazyStores
@@ -80,13 +81,14 @@ class SchedulerSide:
         *,
         lazy_blocks: int | None = None,
         observer: StoreObserver | None = None,
+        observe: Observe | None = None,
         step_blocks: int = STEP_BLOCKS,
     ) -> None:
         """`lazy_blocks`: how many blocks from eviction on the GPU a block is stored; None stores eagerly.
-        `step_blocks`: how many a step offers at most."""
+        `observe` takes the observations of vLLM's own metrics. `step_blocks`: how many a step offers at most."""
         self._engine, self._groups, self._pool = engine, groups, pool
         self._requests: dict[str, TrackedRequest] = {}
-        self._hits = HitFinder(engine, groups)
+        self._hits = HitFinder(engine, groups, observe)
         self._loads = Loads(engine, groups, pool.null_block.block_id)
         self.rewinds = Rewinds(engine, groups, pool.null_block.block_id, self._requests)
         self._sources = SourceBlocks(pool)
@@ -97,7 +99,7 @@ class SchedulerSide:
         else:
             self._finder = LazyStores(engine, pool, lazy_blocks, step_blocks)
         self._states = StateStores(pool) if groups.has_states else None
-        self._observer, self._step_blocks = observer, step_blocks
+        self._observer, self._observe, self._step_blocks = observer, observe, step_blocks
         self._pause = RetryPause()
         self._planned_stores: list[Op] = []
         self._boots: tuple[str | None, ...] | None = None  # as they were before the first op of the step was planned
@@ -261,6 +263,8 @@ class SchedulerSide:
         is_lazy = isinstance(self._finder, LazyStores)
         release = self._sources.release_first if is_lazy else self._sources.release
         for settled in self._engine.take_settled():
+            if settled.mark == "done" and self._observe is not None:
+                self._observe(f"{settled.direction}_size", len(settled.blocks) * self._engine.config.slot_bytes)
             if settled.direction == "load":
                 self._loads.settle(settled.op_id, failed=settled.mark == "failed")
                 continue

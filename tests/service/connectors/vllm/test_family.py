@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from tests.service.connectors.vllm.vllmhost import FakeRequest, VllmHost, keys_of
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import chain_keys
 from kvstow.messages import Completion, Op, RankReport
-from kvstow.stats import Histogram, HistogramSnapshot
 from kvstow.testing.clock import FakeClock
-from kvstow_service.connectors.vllm.family import DEPRECATED, FAMILY, INFO, Reading, merge, observations, watched
+from kvstow_service.connectors.vllm.family import INFO, Changes, Reading, merge, watched
 
 SLOT = 1 << 20
 KEYS = list(chain_keys([bytes([i]) for i in range(16)]))
@@ -61,7 +58,6 @@ def test_whatever_is_told_is_watched(engine: OffloadEngine) -> None:
         lambda: finish(engine, ops[-1]),
         lambda: ops.append(engine.begin_load(engine.acquire(KEYS[:2]), [1, 2])),
         lambda: finish(engine, ops[-1]),
-        lambda: engine.acquire(KEYS[5:6]),
         lambda: ops.append(engine.begin_store(KEYS[2:4], [0, 1]).op),
         finish_and_begin_another,
         lambda: finish(engine, ops[-1]),
@@ -91,15 +87,12 @@ def test_a_store_and_a_load(engine: OffloadEngine) -> None:
     assert stored.since(storing) == {
         "store_bytes": 3 * 2 * SLOT,  # of both ranks
         "store_time": 0.25,
-        "store_size": [3 * SLOT],
         "cpu_cache_usage_perc": 0,
         "cpu_cache_write_usage_perc": 0,
     }
     op = engine.begin_load(engine.acquire(KEYS[:2]), [1, 2])
     finish(engine, op)
-    changes = read(engine).since(stored)
-    assert len(changes.pop("lookup_sync_delay_seconds")) == 1
-    assert changes == {"load_bytes": 2 * 2 * SLOT, "load_time": 0.5, "load_size": [2 * SLOT]}
+    assert read(engine).since(stored) == {"load_bytes": 2 * 2 * SLOT, "load_time": 0.5}
 
 
 def test_a_hit_that_waits_counts_as_reading(engine: OffloadEngine) -> None:
@@ -134,41 +127,6 @@ def test_several_groups_have_no_number_of_tokens(engine: OffloadEngine) -> None:
     assert Reading(engine.stats(), SLOT, None).since(None)[INFO]["cpu_kv_cache_size_tokens"] == "None"
 
 
-BOUNDS = (1.0, 4.0, 16.0)
-values = st.lists(st.floats(0, 64, allow_subnormal=False))
-
-
-def buckets(observed: list[float]) -> list[int]:
-    counts = [0] * (len(BOUNDS) + 1)
-    for value in observed:
-        counts[bisect_left(BOUNDS, value)] += 1
-    return counts
-
-
-@given(values, values)
-def test_observations_fall_into_the_same_buckets_and_have_the_same_sum(first: list[float], then: list[float]) -> None:
-    histogram = Histogram(BOUNDS)
-    for value in first:
-        histogram.observe(value)
-    before = histogram.snapshot()
-    for value in then:
-        histogram.observe(value)
-    made = list(observations(before, histogram.snapshot()))
-    assert buckets(made) == buckets(then)
-    assert sum(made) == pytest.approx(sum(then), abs=1e-6)
-
-
-@pytest.mark.parametrize("value", [0.5, 1.0, 3.5, 4.0, 17.0])
-def test_one_observation_is_itself(value: float) -> None:
-    after = HistogramSnapshot(BOUNDS, tuple(buckets([value])), value)
-    assert list(observations(None, after)) == [pytest.approx(value)]
-
-
-def test_observations_at_the_lower_edge_stay_in_their_bucket() -> None:
-    after = HistogramSnapshot(BOUNDS, (0, 2, 0, 0), 2.0)  # rounding has left no more than the edges
-    assert buckets(list(observations(None, after))) == [0, 2, 0, 0]
-
-
 def test_changes_add_up(engine: OffloadEngine) -> None:
     start = read(engine)
     sum_of_parts = start.since(None)
@@ -180,10 +138,48 @@ def test_changes_add_up(engine: OffloadEngine) -> None:
         merge(sum_of_parts, now.since(last))
         last = now
     merge(whole, last.since(start))
-    assert sum_of_parts == whole | {"store_size": [SLOT, 2 * SLOT]}
+    assert sum_of_parts == whole
 
 
-def test_every_deprecated_metric_mirrors_one_of_its_kind() -> None:
-    for name, (older, _) in DEPRECATED.items():
-        assert FAMILY[name].kind == FAMILY[older].kind
-        assert FAMILY[name].bounds == FAMILY[older].bounds
+def test_observations_add_up() -> None:
+    changes: Changes = {"store_size": [1.0]}
+    merge(changes, {"store_size": [3.0, 2.0], "load_size": [4.0]})
+    assert changes == {"store_size": [1.0, 3.0, 2.0], "load_size": [4.0]}
+
+
+LOOKUP = "lookup_sync_delay_seconds"
+
+
+def test_transfers_that_succeed_are_observed_with_their_size() -> None:
+    host, request = VllmHost(num_ranks=2), FakeRequest("r", "abcdefgh")
+    host.run(request)
+    host.finish(request)
+    host.step()
+    host.side.settle()
+    assert host.observed == [("store_size", 4 * 64)]
+    again = FakeRequest("s", "abcdefghi")
+    assert host.ask(again) == 8
+    host.admit(again, load=8)
+    host.step()
+    host.side.settle()
+    assert host.observed[-1] == ("load_size", 4 * 64)
+
+
+def test_a_failed_transfer_is_not_observed() -> None:
+    host, request = VllmHost(), FakeRequest("r", "abcdefgh")
+    host.run(request)
+    host.finish(request)
+    (op,) = host.step(copy=False).stores.ops
+    host.ranks[0].say(op.op_id, "failed")
+    host.side.settle()
+    assert host.observed == []
+
+
+def test_each_look_up_is_observed_and_asking_again_is_none() -> None:
+    host, request = VllmHost(), FakeRequest("r", "abcdefgh")
+    host.store(*keys_of("abcdefgh"))
+    for _ in range(3):
+        assert host.ask(request) > 0
+    ((name, seconds),) = host.observed
+    assert name == LOOKUP
+    assert 0 < seconds < 1

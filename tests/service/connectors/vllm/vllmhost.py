@@ -108,8 +108,15 @@ class VllmHost:
         self.ranks = make_ranks(self.engine, pinned)
         self.pool = FakeBlockPool(gpu_blocks)
         self.groups = groups
+        self.observed: list[tuple[str, float]] = []
         self.side = SchedulerSide(
-            self.engine, groups, self.pool, lazy_blocks=lazy_blocks, observer=observer, step_blocks=step_blocks
+            self.engine,
+            groups,
+            self.pool,
+            lazy_blocks=lazy_blocks,
+            observer=observer,
+            observe=lambda name, value: self.observed.append((name, value)),
+            step_blocks=step_blocks,
         )
         self._placed: set[str] = set()  # requests that have their blocks for the step to come
         self._running = Cached()
