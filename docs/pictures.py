@@ -53,7 +53,7 @@ def _has_blocks(kvstow: Client) -> bool:
 
 def _operate(kvstow: Client) -> None:
     """What an operator might do: there are to be some events."""
-    kvstow.send(calls.pin([block.key for block in kvstow.send(calls.blocks()).items[:20]]))
+    kvstow.send(calls.protect([block.key for block in kvstow.send(calls.blocks()).items[:20]]))
     kvstow.send(calls.evict(slots=10))
 
 

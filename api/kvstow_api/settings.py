@@ -58,8 +58,8 @@ def _plan(use: Services, patch: RuntimePatch) -> PlanView:
     evicted = 0
     while slot is not None:
         page = use.engine.blocks(slot, _PLANNED)
-        if any(block.state == "pinned" for block in page.blocks):
-            raise ConflictError(f"pinned blocks lie above slot {patch.capacity_slots}; unpin them first")
+        if any(block.state == "protected" for block in page.blocks):
+            raise ConflictError(f"protected blocks lie above slot {patch.capacity_slots}; unprotect them first")
         evicted += len(page.blocks)
         slot = page.next_slot
     return PlanView(

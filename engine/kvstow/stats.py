@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 from kvstow.messages import Direction, RankState
 
 EngineState = Literal["starting", "pinning", "ready", "degraded", "draining", "stopped"]
-SlotState = Literal["free", "filling", "cached", "leased", "pinned", "quarantined"]
+SlotState = Literal["free", "filling", "cached", "leased", "protected", "quarantined"]
 
-SLOT_STATES: tuple[SlotState, ...] = ("free", "filling", "cached", "leased", "pinned", "quarantined")
+SLOT_STATES: tuple[SlotState, ...] = ("free", "filling", "cached", "leased", "protected", "quarantined")
 
 
 class HistogramSnapshot(NamedTuple):
@@ -49,19 +49,19 @@ class Histogram:
 class SlotCounts:
     """How many slots are in which state. They add up to `usable`.
 
-    `leased`: held by a lease or a load and not pinned; `pinned`: pinned by an operator, leased or not.
+    `leased`: held by a lease or a load and not protected; `protected`: protected by an operator, leased or not.
     """
 
     free: int
     filling: int
     cached: int
     leased: int
-    pinned: int
+    protected: int
     quarantined: int
 
     @property
     def usable(self) -> int:
-        return self.free + self.filling + self.cached + self.leased + self.pinned + self.quarantined
+        return self.free + self.filling + self.cached + self.leased + self.protected + self.quarantined
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class BlockView:
     age_seconds: float
     idle_seconds: float
     leases: int
-    pin_ttl_seconds: float | None
+    protection_ttl_seconds: float | None
 
 
 class BlockPage(NamedTuple):

@@ -133,7 +133,7 @@ async def test_a_wrong_field_is_named_with_its_value(client: httpx.AsyncClient) 
         ("PATCH", "/v1/config", {"runtime": {"size": 1}}, "runtime.size", "capacity_slots, policy, pinning_paused"),
         ("PATCH", "/v1/config", {"policy": "arc"}, "policy", "runtime, startup"),
         ("GET", "/v1/operations?page=1", None, "page", "page_size, page_token, kind, state"),
-        ("POST", "/v1/pools/host/pin", {"keys": ["0000", "zz"]}, "keys.1", "hex"),
+        ("POST", "/v1/pools/host/protect", {"keys": ["0000", "zz"]}, "keys.1", "hex"),
         ("GET", "/v1/pools/host/blocks/zz", None, "key", "hex"),
         ("GET", "/v1/operations?page_token=zz", None, "page_token", "next_page_token"),
         ("GET", "/readyz?exclude=nothing", None, "exclude", "engine, ranks, pool"),

@@ -22,8 +22,8 @@ TRIAL = {"dry_run": "true"}
 CHANGES = [
     ("PUT", "/v1/drain", {}),
     ("PUT", "/v1/bypass", {"load": True}),
-    ("POST", "/v1/pools/host/pin", {"keys": [KEY]}),
-    ("POST", "/v1/pools/host/unpin", {"all": True}),
+    ("POST", "/v1/pools/host/protect", {"keys": [KEY]}),
+    ("POST", "/v1/pools/host/unprotect", {"all": True}),
     ("POST", "/v1/pools/host/retry", None),
     ("DELETE", f"/v1/pools/host/blocks/{KEY}", None),
     ("POST", "/v1/pools/host/evict", {"slots": 1}),
@@ -47,7 +47,7 @@ async def test_a_trial_is_never_taken_for_the_real_thing(
     client: httpx.AsyncClient, ranks: Any, keys: list[bytes], method: str, path: str, body: Any
 ) -> None:
     ranks.store(keys[:3])
-    ranks.engine.admin.pin(keys[1:2], None)
+    ranks.engine.admin.protect(keys[1:2], None)
     before = told(ranks.engine)
     answer = await client.request(method, path, json=body, params=TRIAL)
     assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "dry_run")
@@ -87,7 +87,7 @@ async def test_the_body_of_a_get_is_refused_unread(client: httpx.AsyncClient) ->
         (EVICT, b'{"slots": -9223372036854775809}', "slots", "an integer of 64 bits"),
         (EVICT, b'{"slots": ' + b"9" * 10_000 + b"}", "slots", "an integer of 64 bits"),
         (EVICT, b'{"idle_seconds": 1e999}', "idle_seconds", "a finite number"),
-        ("/v1/pools/host/pin", b'{"keys": ["00", 1e999]}', "keys.1", "a finite number"),
+        ("/v1/pools/host/protect", b'{"keys": ["00", 1e999]}', "keys.1", "a finite number"),
         ("/v1/ranks/0/report", b'{"pin_failures": {"driver": 99999999999999999999}}', "pin_failures.driver", "64 bits"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Copies are ordered against compute work: each protection is shown to hold, and its absence to corrupt.
+"""Copies are ordered against compute work: each safeguard is shown to hold, and its absence to corrupt.
 
 A latch holds the compute stream, so that the order of events is made, not hoped for.
 """

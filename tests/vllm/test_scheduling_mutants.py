@@ -1,4 +1,4 @@
-"""Each mutant takes one protection of the connector out, or breaks one of its promises to vLLM; the runs of
+"""Each mutant takes one safeguard of the connector out, or breaks one of its promises to vLLM; the runs of
 `test_scheduling` must notice."""
 
 from __future__ import annotations

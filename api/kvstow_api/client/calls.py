@@ -32,7 +32,7 @@ from kvstow_api.views.gate import BypassView, DrainView
 from kvstow_api.views.history import HistoryView
 from kvstow_api.views.info import InfoView
 from kvstow_api.views.operations import OperationKind, OperationState, OperationsView, OperationView
-from kvstow_api.views.pools import POOL_NAME, PinningView, PinView, PlanView, PoolsView, PoolView, RemovedView
+from kvstow_api.views.pools import POOL_NAME, PinningView, PlanView, PoolsView, PoolView, ProtectionView, RemovedView
 from kvstow_api.views.ranks import RanksView, RankView, ReadinessView
 from kvstow_api.views.stats import Section, StatsView
 from kvstow_api.views.transfers import TransferState, TransfersView
@@ -156,17 +156,17 @@ def purge(
     return work("POST", f"{_pool(name)}/purge", RemovedView, wait, body, idempotent(key))
 
 
-def pin(
+def protect(
     keys: Sequence[str], *, ttl_seconds: float | None = None, key: str | None = None, name: str = POOL_NAME
-) -> Call[PinView]:
+) -> Call[ProtectionView]:
     body = {"keys": list(keys), "ttl_seconds": ttl_seconds}
-    return Call("POST", f"{_pool(name)}/pin", decoded(PinView), body=body, headers=idempotent(key))
+    return Call("POST", f"{_pool(name)}/protect", decoded(ProtectionView), body=body, headers=idempotent(key))
 
 
-def unpin(keys: Sequence[str] | None, *, key: str | None = None, name: str = POOL_NAME) -> Call[PinView]:
-    """None ends all pins."""
+def unprotect(keys: Sequence[str] | None, *, key: str | None = None, name: str = POOL_NAME) -> Call[ProtectionView]:
+    """None: all blocks."""
     body = {"all": True} if keys is None else {"keys": list(keys)}
-    return Call("POST", f"{_pool(name)}/unpin", decoded(PinView), body=body, headers=idempotent(key))
+    return Call("POST", f"{_pool(name)}/unprotect", decoded(ProtectionView), body=body, headers=idempotent(key))
 
 
 def retry_pinning(*, key: str | None = None, name: str = POOL_NAME) -> Call[PinningView]:
@@ -201,7 +201,7 @@ def block(key: str, *, name: str = POOL_NAME) -> Call[BlockView]:
 
 
 def remove_block(key: str, *, name: str = POOL_NAME) -> Call[None]:
-    """Fails with status 409 while the block is in use or pinned."""
+    """Fails with status 409 while the block is in use or protected."""
     return Call("DELETE", f"{_pool(name)}/blocks/{quote(key, safe='')}", nothing)
 
 

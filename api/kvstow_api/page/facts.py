@@ -31,7 +31,7 @@ _RANKS = 16
 _OLDEST = 5
 _EVENTS = 8
 _BAR = 1000
-_ORDER: tuple[SlotState, ...] = ("pinned", "leased", "cached", "filling", "quarantined", "free")
+_ORDER: tuple[SlotState, ...] = ("protected", "leased", "cached", "filling", "quarantined", "free")
 assert set(_ORDER) == set(SLOT_STATES)
 
 

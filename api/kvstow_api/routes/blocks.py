@@ -50,7 +50,7 @@ async def get_block(use: Use, pool: PoolName, key: BlockKey) -> BlockView:
 
 @router.delete("/{key}", status_code=204, responses=changing(404, 409, body=False))
 async def remove_block(use: Use, pool: PoolName, key: BlockKey) -> Response:
-    """Remove one block that nothing uses; 409 while a transfer, a lease or an operator's pin holds it."""
+    """Remove one block that nothing uses; 409 while it is leased, protected or being loaded."""
     use.engine.admin.remove(key)
     return Response(status_code=204)
 

@@ -15,11 +15,11 @@ from kvstow_api.openapi import ETAG, changing, reading
 from kvstow_api.operations import Sweeping
 from kvstow_api.requests import CHANGED_NOTHING
 from kvstow_api.schemas.operations import WorkQuery
-from kvstow_api.schemas.pools import EvictBody, PinBody, PoolPatch, PurgeBody, RuntimePatch, UnpinBody
+from kvstow_api.schemas.pools import EvictBody, PoolPatch, ProtectBody, PurgeBody, RuntimePatch, UnprotectBody
 from kvstow_api.services import Services, Use
 from kvstow_api.strictroute import StrictRoute
 from kvstow_api.views.operations import OperationKind
-from kvstow_api.views.pools import POOL_NAME, PinningView, PinView, PlanView, PoolsView, PoolView, RemovedView
+from kvstow_api.views.pools import POOL_NAME, PinningView, PlanView, PoolsView, PoolView, ProtectionView, RemovedView
 
 router = APIRouter(prefix="/v1/pools", tags=["pools"], route_class=StrictRoute)
 
@@ -72,7 +72,7 @@ async def change_pool(
 
 @router.post("/{pool}/evict", response_model=RemovedView, responses={**ACCEPTED, **changing(404)})
 async def evict(use: Use, request: Request, pool: PoolName, body: EvictBody, query: Wait) -> RemovedView | Response:
-    """Remove the coldest blocks. Blocks that are leased or pinned stay."""
+    """Remove the coldest blocks. Blocks that are leased or protected stay."""
     make = partial(
         use.engine.admin.evict,
         slots=body.slots,
@@ -102,16 +102,16 @@ async def purge(use: Use, request: Request, pool: PoolName, body: PurgeBody, que
     return await _remove(use, "purge", make, body.dry_run, query.wait)
 
 
-@router.post("/{pool}/pin", responses=changing(404))
-def pin(use: Use, pool: PoolName, body: PinBody) -> PinView:
-    """Keep blocks from eviction. A new pin replaces an old one."""
-    return PinView.of(use.engine.admin.pin(body.keys, body.ttl_seconds))
+@router.post("/{pool}/protect", responses=changing(404))
+def protect(use: Use, pool: PoolName, body: ProtectBody) -> ProtectionView:
+    """Protect blocks from eviction. Replaces any earlier protection."""
+    return ProtectionView.of(use.engine.admin.protect(body.keys, body.ttl_seconds))
 
 
-@router.post("/{pool}/unpin", responses=changing(404))
-def unpin(use: Use, pool: PoolName, body: UnpinBody) -> PinView:
-    """End the pins of some blocks, or of all."""
-    return PinView.of(use.engine.admin.unpin(body.keys))
+@router.post("/{pool}/unprotect", responses=changing(404))
+def unprotect(use: Use, pool: PoolName, body: UnprotectBody) -> ProtectionView:
+    """Let some blocks, or all, be evicted again."""
+    return ProtectionView.of(use.engine.admin.unprotect(body.keys))
 
 
 @router.post("/{pool}/retry", status_code=202, responses=changing(404, body=False))

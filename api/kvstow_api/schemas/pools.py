@@ -49,7 +49,7 @@ class EvictBody(Body):
 
 
 class PurgeBody(Body):
-    """Exactly one selector. `all`, `keys` and `key_prefixes` take pinned and leased blocks, too; the others
+    """Exactly one selector. `all`, `keys` and `key_prefixes` take protected and leased blocks, too; the others
     only what eviction may take."""
 
     everything: OnlyTrue | None = Field(None, alias="all", examples=[True])
@@ -68,14 +68,14 @@ class PurgeBody(Body):
         return self
 
 
-class PinBody(Body):
-    """Keep these blocks from eviction, for `ttl_seconds` or (null) until they are unpinned."""
+class ProtectBody(Body):
+    """Keep these blocks from eviction for `ttl_seconds`, or (null) until they are unprotected."""
 
     keys: KeyList
     ttl_seconds: PositiveSeconds | None = Field(None, examples=[600.0])
 
 
-class UnpinBody(Body):
+class UnprotectBody(Body):
     """Exactly one of `keys` and `all`."""
 
     keys: KeyList | None = None

@@ -10,13 +10,13 @@ from kvstow.stats import BlockView as Block
 from kvstow.stats import SlotState
 from kvstow_api.views.base import View
 
-BlockState = Literal["cached", "leased", "pinned"]
+BlockState = Literal["cached", "leased", "protected"]
 """What slots of blocks that can be loaded may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockView(View):
-    """One block that can be loaded. `pin_ttl_seconds` is null for a block that is not pinned, or has no end."""
+    """One block that can be loaded. `protection_ttl_seconds` is null if it is not protected, or without an end."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "json_schema_extra": {
@@ -24,11 +24,11 @@ class BlockView(View):
                 {
                     "key": "00003d2c1b0a",
                     "slot": 17,
-                    "state": "pinned",
+                    "state": "protected",
                     "age_seconds": 12.5,
                     "idle_seconds": 0.4,
                     "leases": 0,
-                    "pin_ttl_seconds": 600.0,
+                    "protection_ttl_seconds": 600.0,
                 }
             ]
         }
@@ -40,7 +40,7 @@ class BlockView(View):
     age_seconds: float
     idle_seconds: float
     leases: int
-    pin_ttl_seconds: float | None
+    protection_ttl_seconds: float | None
 
     @classmethod
     def made(cls, block: Block) -> BlockView:
@@ -51,7 +51,7 @@ class BlockView(View):
             age_seconds=block.age_seconds,
             idle_seconds=block.idle_seconds,
             leases=block.leases,
-            pin_ttl_seconds=block.pin_ttl_seconds,
+            protection_ttl_seconds=block.protection_ttl_seconds,
         )
 
 

@@ -17,7 +17,7 @@ class SlotsView(View):
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "json_schema_extra": {
-            "examples": [{"free": 96, "filling": 8, "cached": 3976, "leased": 16, "pinned": 0, "quarantined": 0}]
+            "examples": [{"free": 96, "filling": 8, "cached": 3976, "leased": 16, "protected": 0, "quarantined": 0}]
         }
     }
 
@@ -25,7 +25,7 @@ class SlotsView(View):
     filling: int
     cached: int
     leased: int
-    pinned: int
+    protected: int
     quarantined: int
 
 
@@ -48,7 +48,7 @@ class PoolView(View):
                     "max_capacity_bytes": 17179869184,
                     "usable_slots": 4096,
                     "usable_bytes": 8589934592,
-                    "slots": {"free": 96, "filling": 8, "cached": 3976, "leased": 16, "pinned": 0, "quarantined": 0},
+                    "slots": {"free": 96, "filling": 8, "cached": 3976, "leased": 16, "protected": 0, "quarantined": 0},
                     "policy": "lru",
                     "pinning_paused": False,
                     "leases": 2,
@@ -143,8 +143,8 @@ class RemovedView(View):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PinView(View):
-    """`changed`: blocks whose pin is new or gone; `missing`: keys that are not in the pool."""
+class ProtectionView(View):
+    """`changed`: blocks that were protected or unprotected; `missing`: keys that are not in the pool."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"json_schema_extra": {"examples": [{"changed": 3, "missing": 1}]}}
 

@@ -19,8 +19,8 @@ from kvstow.keys import format_key
 logger = logging.getLogger("kvstow.admin")
 
 
-class PinResult(NamedTuple):
-    """`changed` blocks were pinned or unpinned; `missing` keys were not there (or not pinned)."""
+class ProtectionResult(NamedTuple):
+    """`changed` blocks were protected or unprotected; `missing` keys were not there (or not protected)."""
 
     changed: int
     missing: int
@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 
 class Administrator:
-    """Eviction, size, pins, drain and bypass of a running engine. Every call is safe from any thread.
+    """Eviction, size, protections, drain and bypass of a running engine. Every call is safe from any thread.
 
     Bulk work comes as a `Sweep`: nothing happens until it is stepped or run, and it frees the engine's lock
     between slices. A dry run counts what the same call would remove now. Bytes are of one rank. Times are
@@ -56,7 +56,7 @@ class Administrator:
         dry_run: bool = False,
     ) -> Sweep:
         """Remove evictable blocks: the next `slots`, or as many as hold `num_bytes`, in the policy's order, or
-        all that were last used `idle_seconds` ago or earlier. Blocks in use or pinned stay."""
+        all that were last used `idle_seconds` ago or earlier. Blocks in use or protected stay."""
         _exactly_one(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds)
         if idle_seconds is not None:
             wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
@@ -77,7 +77,7 @@ class Administrator:
     ) -> Sweep:
         """Remove blocks for good: by all, exact keys, key prefixes, idle time, age, or the next by count.
 
-        By all, keys and prefixes, pinned and leased blocks go too, and stores in flight do not become visible;
+        By all, keys and prefixes, protected and leased blocks go too, and stores in flight do not become visible;
         a leased slot is reused only when its lease or load ends. The others remove evictable blocks only.
         """
         _exactly_one(
@@ -107,14 +107,14 @@ class Administrator:
         return eviction.evict_next(self._state, "purge", "purge", self._count_of(slots, num_bytes), dry_run)
 
     def remove(self, key: bytes) -> None:
-        """Remove one block. Raises `NotFoundError`, and `ConflictError` while it is leased, pinned or being loaded."""
+        """Remove one block. Raises `NotFoundError`, or `ConflictError` if it is leased, protected or being loaded."""
         state = self._state
         with state.lock:
             (slot,) = state.index.keys.slots_of((key,))
             if slot is None:
                 raise NotFoundError(f"there is no block with key {format_key(key)}")
-            if state.index.is_pinned(slot) or state.index.holds(slot):
-                why = "pinned; unpin it first" if state.index.is_pinned(slot) else "leased or being loaded"
+            if state.index.is_protected(slot) or state.index.holds(slot):
+                why = "protected; unprotect it first" if state.index.is_protected(slot) else "leased or being loaded"
                 raise ConflictError(f"block {format_key(key)} is {why}")
             state.remove((slot,), "operator")
 
@@ -150,7 +150,7 @@ class Administrator:
         """Give every rank `capacity_slots` slots. Growing is finished at once (the ranks then pin); shrinking
         first removes what lies above, and waits until nothing there is leased or in flight.
 
-        Raises `ConflictError` while another resize is under way, or when operator's pins lie above.
+        Raises `ConflictError` while another resize is under way, or when protected blocks lie above.
         """
         if capacity_slots < 1:
             raise InvalidRequestError(f"capacity_slots is {capacity_slots}; allowed: 1 or more")
@@ -158,9 +158,10 @@ class Administrator:
         with state.lock:
             if state.resizing:
                 raise ConflictError("another resize is under way; wait for its operation, or cancel it")
-            pinned = state.index.num_pinned_from(capacity_slots)
-            if pinned:
-                raise ConflictError(f"{pinned} pinned blocks lie above slot {capacity_slots}; unpin them first")
+            protected = state.index.num_protected_from(capacity_slots)
+            if protected:
+                where = f"above slot {capacity_slots}"
+                raise ConflictError(f"{protected} protected blocks lie {where}; unprotect them first")
             top = max(state.slots.limit, state.slots.top)
             state.resizing = True
             state.settings_revision += capacity_slots != state.ceiling
@@ -220,35 +221,35 @@ class Administrator:
         while replaced and replaced.forget(self._state.slice_slots):
             pass
 
-    # -- operator's pins ------------------------------------------------------------------------------------
+    # -- protections ----------------------------------------------------------------------------------------
 
-    def pin(self, keys: Sequence[bytes], ttl_seconds: float | None) -> PinResult:
-        """Keep these blocks from eviction, for `ttl_seconds` or until `unpin`. A new pin replaces an old one.
+    def protect(self, keys: Sequence[bytes], ttl_seconds: float | None) -> ProtectionResult:
+        """Keep these blocks from eviction, for `ttl_seconds` or until `unprotect`. Replaces any earlier protection.
         Blocks above the size that a resize is bringing about count as missing."""
         if ttl_seconds is not None and not 0 < ttl_seconds < inf:
             raise InvalidRequestError(f"ttl_seconds is {ttl_seconds}; allowed: more than 0, or null")
         state = self._state
         expires = inf if ttl_seconds is None else state.clock() + ttl_seconds
 
-        def pin(slots: list[int]) -> int:
+        def protect(slots: list[int]) -> int:
             below = [slot for slot in slots if slot < state.slots.limit]
-            state.index.pin(below, expires)
+            state.index.protect(below, expires)
             return len(below)
 
-        return self._each_slice(keys, pin)
+        return self._each_slice(keys, protect)
 
-    def unpin(self, keys: Sequence[bytes] | None) -> PinResult:
-        """End the pins of these blocks, or of all (None)."""
+    def unprotect(self, keys: Sequence[bytes] | None) -> ProtectionResult:
+        """End the protections of these blocks, or of all (None)."""
         state = self._state
         if keys is not None:
-            return self._each_slice(keys, state.index.unpin)
+            return self._each_slice(keys, state.index.unprotect)
         changed = 0
         for start in range(0, state.index.keys.num_slots, state.slice_slots):
             with state.lock:
-                changed += state.index.unpin_between(start, start + state.slice_slots)
-        return PinResult(changed, 0)
+                changed += state.index.unprotect_between(start, start + state.slice_slots)
+        return ProtectionResult(changed, 0)
 
-    def _each_slice(self, keys: Sequence[bytes], change: Callable[[list[int]], int]) -> PinResult:
+    def _each_slice(self, keys: Sequence[bytes], change: Callable[[list[int]], int]) -> ProtectionResult:
         """Call `change` with the slots of the keys that are present; it returns how many it changed."""
         state = self._state
         unique = list(dict.fromkeys(keys))
@@ -257,7 +258,7 @@ class Administrator:
             with state.lock:
                 slots = state.index.keys.slots_of(unique[start : start + state.slice_slots])
                 changed += change([slot for slot in slots if slot is not None])
-        return PinResult(changed, len(unique) - changed)
+        return ProtectionResult(changed, len(unique) - changed)
 
     # -- memory ---------------------------------------------------------------------------------------------
 

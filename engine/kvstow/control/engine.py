@@ -260,17 +260,17 @@ class OffloadEngine:
     # -- time, end, views -----------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Let time pass: pins end, transfers become stuck. Call it about once a second. O(what changes), with the lock
-        held for no more than 1,024 pins, or one transfer, at a time."""
+        """Let time pass: protections end, transfers become stuck. Call it about once a second. O(what changes), with
+        the lock held for no more than 1,024 protections, or one transfer, at a time."""
         now = self._state.clock()
-        while self._end_pins(now) or self._give_up_one(now):
+        while self._end_protections(now) or self._give_up_one(now):
             pass
         self._state.write_log()
 
-    def _end_pins(self, now: float) -> bool:
-        """One slice; True if more pins may have ended."""
+    def _end_protections(self, now: float) -> bool:
+        """One slice; True if more protections may have ended."""
         with self._state.lock:
-            return self._state.index.end_pins(now, self._state.slice_slots) == self._state.slice_slots
+            return self._state.index.end_protections(now, self._state.slice_slots) == self._state.slice_slots
 
     def _give_up_one(self, now: float) -> bool:
         """Give up the oldest transfer that has become stuck; False if there is none."""

@@ -5,7 +5,7 @@ Every used slot is in exactly one of these sets:
     filling      a store is writing it; its key is invisible
     cached       visible and evictable: these, and no others, are in the eviction policy
     held         leased (by `hold`); visible, or an orphan whose key was removed meanwhile
-    pinned       visible and pinned by an operator (may be held too)
+    protected    visible and protected by an operator (may be held too)
     quarantined  a store was given up while some rank may still write it
 """
 
@@ -20,8 +20,8 @@ from kvstow.control.arc import ArcPolicy
 from kvstow.control.filling import Filling
 from kvstow.control.holds import Holds
 from kvstow.control.keymap import KeyMap
-from kvstow.control.pins import Pins
 from kvstow.control.policy import EvictionPolicy, LruPolicy
+from kvstow.control.protections import Protections
 from kvstow.control.recency import Links, RecencyList
 from kvstow.control.times import SlotTimes
 from kvstow.errors import ConfigError
@@ -47,8 +47,8 @@ class Index:
         self.filling = Filling()
         self._held = Holds()
         self._orphans: set[int] = set()
-        self._pins = Pins()
-        self._held_and_pinned = 0
+        self._protections = Protections()
+        self._held_and_protected = 0
         self._quarantined: set[int] = set()
         self.times = SlotTimes()
         self._num_slots = 0
@@ -62,12 +62,12 @@ class Index:
 
     @property
     def num_leased(self) -> int:
-        """Held slots that are not pinned."""
-        return len(self._held) - self._held_and_pinned
+        """Held slots that are not protected."""
+        return len(self._held) - self._held_and_protected
 
     @property
-    def num_pinned(self) -> int:
-        return len(self._pins)
+    def num_protected(self) -> int:
+        return len(self._protections)
 
     @property
     def num_quarantined(self) -> int:
@@ -75,12 +75,12 @@ class Index:
 
     # -- look-up --------------------------------------------------------------------------------------------
 
-    def is_pinned(self, slot: int) -> bool:
-        return slot in self._pins
+    def is_protected(self, slot: int) -> bool:
+        return slot in self._protections
 
-    def pin_expiry(self, slot: int) -> float | None:
-        """When the operator's pin ends (`inf`: never); None where there is no pin."""
-        return self._pins.end_of(slot)
+    def protection_end(self, slot: int) -> float | None:
+        """When the protection ends (`inf`: never); None where there is no protection."""
+        return self._protections.end_of(slot)
 
     def holds(self, slot: int) -> int:
         """How many holds are on the slot."""
@@ -91,9 +91,9 @@ class Index:
     def hold(self, slots: list[int]) -> None:
         """Keep visible slots from eviction until `unhold` with the same slots."""
         slots = self._held.add(slots)
-        unpinned = self._pins.unpinned(slots)
-        self._held_and_pinned += len(slots) - len(unpinned)
-        self.policy.detach(unpinned)
+        unprotected = self._protections.unprotected(slots)
+        self._held_and_protected += len(slots) - len(unprotected)
+        self.policy.detach(unprotected)
 
     def unhold(self, slots: list[int]) -> list[int]:
         """End a hold. Returns the slots that are free now, because their keys were removed meanwhile."""
@@ -103,9 +103,9 @@ class Index:
             freed = [slot for slot in slots if slot in self._orphans]
             self._orphans.difference_update(freed)
             slots = [slot for slot in slots if self.keys.key_of[slot] is not None]
-        unpinned = self._pins.unpinned(slots)
-        self._held_and_pinned -= len(slots) - len(unpinned)
-        self.policy.attach(unpinned)
+        unprotected = self._protections.unprotected(slots)
+        self._held_and_protected -= len(slots) - len(unprotected)
+        self.policy.attach(unprotected)
         return freed
 
     def use(self, runs: Sequence[Sequence[int]], now: float) -> None:
@@ -114,7 +114,7 @@ class Index:
         self.policy.use(self._evictable(runs))
 
     def refresh(self, runs: Sequence[Sequence[int]], now: float) -> None:
-        """Evict these visible slots as late as if just stored; held or pinned ones once released."""
+        """Evict these visible slots as late as if just stored; held or protected ones once released."""
         self.times.mark_used(runs, now)
         self.policy.refresh(self._evictable(runs))
 
@@ -123,7 +123,7 @@ class Index:
         slots = list(chain.from_iterable(runs))
         if len(set(slots)) < len(slots):
             slots = list(dict.fromkeys(slots))
-        return self._pins.unpinned(self._held.free_of(slots))
+        return self._protections.unprotected(self._held.free_of(slots))
 
     # -- stores ---------------------------------------------------------------------------------------------
 
@@ -177,52 +177,52 @@ class Index:
         freed: list[int] = []
         cached: list[int] = []
         for slot in visible:
-            pinned = self._pins.discard(slot)
+            protected = self._protections.discard(slot)
             if slot in self._held:
                 self._orphans.add(slot)
-                self._held_and_pinned -= pinned
+                self._held_and_protected -= protected
             else:
                 freed.append(slot)
-                if not pinned:
+                if not protected:
                     cached.append(slot)
         self.policy.detach(cached)
         return Removal(tuple(self.keys.take(visible)), freed)
 
-    # -- operator's pins ------------------------------------------------------------------------------------
+    # -- protections ----------------------------------------------------------------------------------------
 
-    def pin(self, slots: list[int], end: float) -> None:
-        """Keep visible slots from eviction until `end` (`inf`: until `unpin`); a new pin replaces an old one."""
-        unpinned = self._pins.unpinned(slots)
-        unheld = self._held.free_of(unpinned)
-        self._held_and_pinned += len(unpinned) - len(unheld)
+    def protect(self, slots: list[int], end: float) -> None:
+        """Keep visible slots from eviction until `end` (`inf`: until `unprotect`). Replaces any earlier protection."""
+        unprotected = self._protections.unprotected(slots)
+        unheld = self._held.free_of(unprotected)
+        self._held_and_protected += len(unprotected) - len(unheld)
         self.policy.detach(unheld)
         for slot in slots:
-            self._pins.add(slot, end)
+            self._protections.add(slot, end)
 
-    def end_pins(self, now: float, limit: int) -> int:
-        """End up to `limit` of the pins that are over at `now`; returns how many it ended. O(limit)."""
-        due = self._pins.due(now, limit)
-        return self._unpin(due) if due else 0
+    def end_protections(self, now: float, limit: int) -> int:
+        """End up to `limit` of the protections that are over at `now`; returns how many it ended. O(limit)."""
+        due = self._protections.due(now, limit)
+        return self._unprotect(due) if due else 0
 
-    def unpin(self, slots: list[int]) -> int:
-        """End the pins of these slots; returns how many there were."""
-        return self._unpin([slot for slot in slots if slot in self._pins])
+    def unprotect(self, slots: list[int]) -> int:
+        """End the protections of these slots; returns how many there were."""
+        return self._unprotect([slot for slot in slots if slot in self._protections])
 
-    def unpin_between(self, low: int, high: int) -> int:
-        """End all pins of the slots from `low` to below `high`; returns how many there were."""
-        return self._unpin(self._pins.between(low, high))
+    def unprotect_between(self, low: int, high: int) -> int:
+        """End all protections of the slots from `low` to below `high`; returns how many there were."""
+        return self._unprotect(self._protections.between(low, high))
 
-    def _unpin(self, slots: list[int]) -> int:
+    def _unprotect(self, slots: list[int]) -> int:
         for slot in slots:
-            self._pins.discard(slot)
+            self._protections.discard(slot)
         unheld = self._held.free_of(slots)
-        self._held_and_pinned -= len(slots) - len(unheld)
+        self._held_and_protected -= len(slots) - len(unheld)
         self.policy.attach(unheld)
         return len(slots)
 
-    def num_pinned_from(self, slot: int) -> int:
-        """How many slots from `slot` on are pinned. O(pool / 1,024)."""
-        return self._pins.count_from(slot)
+    def num_protected_from(self, slot: int) -> int:
+        """How many slots from `slot` on are protected. O(pool / 1,024)."""
+        return self._protections.count_from(slot)
 
     # -- slices of the pool ---------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class Index:
         """Evictable slots from `low` to below `high` whose blocks were last stored, or used, at `moment` or before."""
         until = self.times.stored_until if what == "stored" else self.times.used_until
         visible = [slot for slot in until(moment, low, high) if self.keys.key_of[slot] is not None]
-        return self._pins.unpinned(self._held.free_of(visible))
+        return self._protections.unprotected(self._held.free_of(visible))
 
     # -- policy and size ------------------------------------------------------------------------------------
 
@@ -262,13 +262,13 @@ class Index:
     # -- integrity ------------------------------------------------------------------------------------------
 
     def slots_in_use(self) -> dict[str, set[int]]:
-        """The used slots by state; held and pinned ones count as pinned. O(pool): for integrity checks."""
-        pinned = self._pins.slots()
+        """The used slots by state; held and protected ones count as protected. O(pool): for integrity checks."""
+        protected = self._protections.slots()
         return {
             "filling": self.filling.slots(),
             "cached": set(self.policy),
-            "leased": self._held.slots() - pinned,
-            "pinned": pinned,
+            "leased": self._held.slots() - protected,
+            "protected": protected,
             "quarantined": set(self._quarantined),
         }
 
@@ -280,22 +280,22 @@ class Index:
         """What does not balance within the index. O(pool): for integrity checks."""
         found = self.keys.defects()
         visible = self.keys.slots()
-        held, pinned = self._held.slots(), self._pins.slots()
+        held, protected = self._held.slots(), self._protections.slots()
         cached = list(self.policy)
         if len(cached) != len(self.policy) or len(set(cached)) != len(cached):
             found.append("the eviction order repeats or loses slots")
-        if set(cached) != visible - held - pinned:
+        if set(cached) != visible - held - protected:
             found.append("the evictable slots are not those that are visible and unused")
         if self._orphans != held - visible:
             found.append("orphans are not the held slots without a key")
-        if not pinned <= visible:
-            found.append("a pinned slot is not visible")
-        if self._held_and_pinned != len(held & pinned):
-            found.append("the count of held and pinned slots is wrong")
+        if not protected <= visible:
+            found.append("a protected slot is not visible")
+        if self._held_and_protected != len(held & protected):
+            found.append("the count of held and protected slots is wrong")
         if not self.filling.balances():
             found.append("the count of filling slots is wrong")
         if not self._held.balances():
             found.append("a slot has further holders, but no first one")
-        if not self._pins.balances():
-            found.append("the pins by slot and by end differ")
+        if not self._protections.balances():
+            found.append("the protections by slot and by end time differ")
         return found

@@ -122,7 +122,7 @@ def _make_room(state: ControlState, count: int, present: Sequence[Sequence[int]]
 def _evict(state: ControlState, count: int, now: float) -> list[int]:
     """Up to `count` slots whose blocks were evicted."""
     index, slots = state.index, list[int]()
-    index.end_pins(now, count)
+    index.end_protections(now, count)
     budget = _EVICTIONS_PER_SLOT * count
     while len(slots) < count and budget > 0:
         removal = index.evict(min(count - len(slots), budget))

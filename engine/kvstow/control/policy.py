@@ -11,7 +11,7 @@ from kvstow.control.recency import RecencyList
 class EvictionPolicy(Protocol):
     """Holds exactly the evictable slots. Called under the engine's lock; each call is O(slots given).
 
-    Sequences of slots are in prefix order (root first) without repeats. A slot that is leased or pinned is not
+    Sequences of slots are in prefix order (root first) without repeats. A slot that is leased or protected is not
     here: it was detached, and comes back by `attach`.
     """
 

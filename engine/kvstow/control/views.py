@@ -145,7 +145,7 @@ def _slot_counts(state: ControlState) -> SlotCounts:
         filling=len(index.filling),
         cached=index.num_cached,
         leased=index.num_leased,
-        pinned=index.num_pinned,
+        protected=index.num_protected,
         quarantined=index.num_quarantined,
     )
 
@@ -232,9 +232,9 @@ def _transfer(entry: OpenOp, state: ControlState, now: float) -> TransferView:
 
 def _block(state: ControlState, slot: int, key: bytes, now: float) -> BlockView:
     index = state.index
-    expiry = index.pin_expiry(slot)
+    expiry = index.protection_end(slot)
     holds = index.holds(slot)
-    name: SlotState = "pinned" if expiry is not None else "leased" if holds else "cached"
+    name: SlotState = "protected" if expiry is not None else "leased" if holds else "cached"
     return BlockView(
         key=key,
         slot=slot,
@@ -242,5 +242,5 @@ def _block(state: ControlState, slot: int, key: bytes, now: float) -> BlockView:
         age_seconds=now - index.times.stored_at(slot),
         idle_seconds=now - index.times.used_at(slot),
         leases=holds,
-        pin_ttl_seconds=None if expiry is None or expiry == inf else max(0.0, expiry - now),
+        protection_ttl_seconds=None if expiry is None or expiry == inf else max(0.0, expiry - now),
     )

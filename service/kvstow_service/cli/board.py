@@ -30,7 +30,7 @@ from kvstow_service.cli.sparkline import sparkline
 
 # Where there are no colours, the characters tell the states apart.
 _SLOTS: dict[str, tuple[str, str]] = {
-    "pinned": ("█", "magenta"),
+    "protected": ("█", "magenta"),
     "leased": ("▓", "blue"),
     "cached": ("▒", "green"),
     "filling": ("▚", "yellow"),

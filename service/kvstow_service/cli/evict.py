@@ -35,7 +35,7 @@ def evict(
 ) -> None:
     """Remove the coldest blocks.
 
-    Blocks that are leased or pinned stay. Give one of --slots, --size and --idle.
+    Blocks that are leased or protected stay. Give one of --slots, --size and --idle.
     """
     from kvstow_api.client import calls
 

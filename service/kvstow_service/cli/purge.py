@@ -42,7 +42,7 @@ def purge(
     no_wait: bool,
     style: Format,
 ) -> None:
-    """Remove blocks by key, age or number, pinned ones included.
+    """Remove blocks by key, age or number, protected ones included.
 
     A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input. Give one way to choose.
     """

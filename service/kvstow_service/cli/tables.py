@@ -69,7 +69,7 @@ POOLS = (
     _field("LEASES", "leases"),
     *(
         Column(state.upper(), lambda item, state=state: f"{getattr(item.slots, state):,}", wide=True)  # type: ignore[misc]
-        for state in ("free", "filling", "cached", "leased", "pinned", "quarantined")
+        for state in ("free", "filling", "cached", "leased", "protected", "quarantined")
     ),
     Column("SLOT", lambda item: format_size(item.slot_bytes), wide=True),
     Column("MAXIMUM", lambda item: format_size(item.max_capacity_bytes), wide=True),
@@ -83,14 +83,14 @@ BLOCKS = (
     Column("AGE", lambda item: duration(item.age_seconds)),
     Column("IDLE", lambda item: duration(item.idle_seconds)),
     _field("LEASES", "leases"),
-    Column("PINNED FOR", lambda item: _pin_left(item)),
+    Column("PROTECTED FOR", lambda item: _protection_left(item)),
 )
 
 
-def _pin_left(item: BlockView) -> str:
-    if item.state != "pinned":
+def _protection_left(item: BlockView) -> str:
+    if item.state != "protected":
         return ABSENT
-    return "until unpinned" if item.pin_ttl_seconds is None else duration(item.pin_ttl_seconds)
+    return "until unprotected" if item.protection_ttl_seconds is None else duration(item.protection_ttl_seconds)
 
 
 RANKS = (

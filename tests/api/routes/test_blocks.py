@@ -47,10 +47,10 @@ async def test_a_block_is_shown_with_its_state(
     ranks.store(keys[:3])
     clock.advance(2.0)
     ranks.lease(keys[:1])
-    engine.admin.pin(keys[1:2], 60.0)
-    leased, pinned, cached = [(await client.get(f"{BLOCKS}/{key.hex().upper()}")).json() for key in keys[:3]]
+    engine.admin.protect(keys[1:2], 60.0)
+    leased, protected, cached = [(await client.get(f"{BLOCKS}/{key.hex().upper()}")).json() for key in keys[:3]]
     assert (leased["state"], leased["leases"], leased["idle_seconds"]) == ("leased", 1, 0.0)
-    assert (pinned["state"], pinned["pin_ttl_seconds"]) == ("pinned", 60.0)
+    assert (protected["state"], protected["protection_ttl_seconds"]) == ("protected", 60.0)
     slot = cached.pop("slot")
     assert 0 <= slot < 16
     assert cached == {
@@ -59,7 +59,7 @@ async def test_a_block_is_shown_with_its_state(
         "age_seconds": 2.0,
         "idle_seconds": 2.0,
         "leases": 0,
-        "pin_ttl_seconds": None,
+        "protection_ttl_seconds": None,
     }
 
 
@@ -72,9 +72,9 @@ async def test_blocks_of_one_state_are_listed(
     client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
 ) -> None:
     ranks.store(keys[:10])
-    engine.admin.pin([keys[1], keys[4], keys[7]], None)
+    engine.admin.protect([keys[1], keys[4], keys[7]], None)
     ranks.lease(keys[8:9])
-    wanted = {"pinned": [keys[1], keys[4], keys[7]], "leased": [keys[8]]}
+    wanted = {"protected": [keys[1], keys[4], keys[7]], "leased": [keys[8]]}
     for state, chosen in wanted.items():
         found: list[str] = []
         token: str | None = ""
@@ -93,12 +93,12 @@ async def test_a_state_that_is_rare_costs_a_bounded_look(launch: Any, ranks: Any
     wide.report()
     many = [number.to_bytes(4, "big") for number in range(9000)]
     wide.store(many)
-    engine.admin.pin(many[-1:], None)
+    engine.admin.protect(many[-1:], None)
     client = await launch(engine=engine, max_capacity_slots=9000)
     sizes: list[int] = []
     token: str | None = ""
     while token is not None:
-        body = (await client.get(BLOCKS, params={"state": "pinned", "page_token": token})).json()
+        body = (await client.get(BLOCKS, params={"state": "protected", "page_token": token})).json()
         sizes.append(len(body["items"]))
         token = body["next_page_token"]
     assert sizes == [0, 0, 1]
@@ -135,13 +135,13 @@ async def test_one_block_is_removed(client: httpx.AsyncClient, ranks: Any, keys:
     ranks.engine.check_integrity()
 
 
-@pytest.mark.parametrize(("hold", "word"), [("lease", "leased"), ("load", "leased"), ("pin", "unpin")])
+@pytest.mark.parametrize(("hold", "word"), [("lease", "leased"), ("load", "leased"), ("protect", "unprotect")])
 async def test_a_block_in_use_stays(
     client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes], hold: str, word: str
 ) -> None:
     ranks.store(keys[:1])
-    if hold == "pin":
-        engine.admin.pin(keys[:1], None)
+    if hold == "protect":
+        engine.admin.protect(keys[:1], None)
     else:
         lease = ranks.lease(keys[:1])
         if hold == "load":

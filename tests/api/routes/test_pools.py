@@ -37,9 +37,9 @@ async def test_the_pool_is_shown_with_states_that_add_up(
     ranks.store(keys[:6])
     ranks.begin_store(keys[6:8])
     ranks.lease(keys[:2])
-    engine.admin.pin(keys[2:3], None)
+    engine.admin.protect(keys[2:3], None)
     body = (await client.get(HOST)).json()
-    assert states(body) == {"free": 8, "filling": 2, "cached": 3, "leased": 2, "pinned": 1, "quarantined": 0}
+    assert states(body) == {"free": 8, "filling": 2, "cached": 3, "leased": 2, "protected": 1, "quarantined": 0}
     del body["slots"]
     assert body.pop("etag")
     assert body == {
@@ -80,8 +80,8 @@ async def test_all_pools_are_the_host_pool(client: httpx.AsyncClient) -> None:
         ("PATCH", "", {"policy": "arc"}),
         ("POST", "/evict", {"slots": 1}),
         ("POST", "/purge", {"all": True}),
-        ("POST", "/pin", {"keys": ["aa"]}),
-        ("POST", "/unpin", {"all": True}),
+        ("POST", "/protect", {"keys": ["aa"]}),
+        ("POST", "/unprotect", {"all": True}),
         ("POST", "/retry", None),
         ("GET", "/blocks", None),
         ("GET", "/blocks/aa", None),
@@ -123,12 +123,12 @@ async def test_a_dry_run_counts_and_changes_nothing(
     assert done["evicted_slots"] >= 1
 
 
-async def test_evict_spares_leased_and_pinned_blocks(
+async def test_evict_spares_leased_and_protected_blocks(
     client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
 ) -> None:
     ranks.store(keys[:4])
     ranks.lease(keys[:1])
-    engine.admin.pin(keys[1:2], None)
+    engine.admin.protect(keys[1:2], None)
     assert (await client.post(f"{HOST}/evict", json={"slots": 16})).json()["evicted_slots"] == 2
     assert engine.contains(keys[:4]) == [True, True, False, False]
 
@@ -190,7 +190,7 @@ async def test_purge_takes_its_selector(
     left: list[bool],
 ) -> None:
     ranks.store(keys[:3])
-    engine.admin.pin(keys[:1], None)
+    engine.admin.protect(keys[:1], None)
     clock.advance(5.0)
     ranks.report()
     ranks.store(keys[3:4])
@@ -229,43 +229,43 @@ async def test_a_bad_purge_changes_nothing(client: httpx.AsyncClient, ranks: Any
     assert ranks.engine.lookup(keys[:4]) == 4
 
 
-# -- pins -----------------------------------------------------------------------------------------------------
+# -- protections -----------------------------------------------------------------------------------------------------
 
 
-async def test_blocks_are_pinned_for_a_time_and_unpinned(
+async def test_blocks_are_protected_for_a_time_and_unprotected(
     client: httpx.AsyncClient, engine: OffloadEngine, clock: FakeClock, ranks: Any, keys: list[bytes]
 ) -> None:
     ranks.store(keys[:3])
     body = {"keys": [*texts(keys[:2]), "0000ffff"], "ttl_seconds": 10}
-    assert (await client.post(f"{HOST}/pin", json=body)).json() == {"changed": 2, "missing": 1}
-    assert states((await client.get(HOST)).json())["pinned"] == 2
+    assert (await client.post(f"{HOST}/protect", json=body)).json() == {"changed": 2, "missing": 1}
+    assert states((await client.get(HOST)).json())["protected"] == 2
     one = {"keys": texts(keys[:1])}
-    assert (await client.post(f"{HOST}/unpin", json=one)).json() == {"changed": 1, "missing": 0}
-    assert (await client.post(f"{HOST}/unpin", json={"all": True})).json() == {"changed": 1, "missing": 0}
-    await client.post(f"{HOST}/pin", json={"keys": texts(keys[:1]), "ttl_seconds": None})
-    await client.post(f"{HOST}/pin", json={"keys": texts(keys[1:2]), "ttl_seconds": 0.5})
+    assert (await client.post(f"{HOST}/unprotect", json=one)).json() == {"changed": 1, "missing": 0}
+    assert (await client.post(f"{HOST}/unprotect", json={"all": True})).json() == {"changed": 1, "missing": 0}
+    await client.post(f"{HOST}/protect", json={"keys": texts(keys[:1]), "ttl_seconds": None})
+    await client.post(f"{HOST}/protect", json={"keys": texts(keys[1:2]), "ttl_seconds": 0.5})
     clock.advance(1.0)
     engine.tick()
-    assert states((await client.get(HOST)).json())["pinned"] == 1
+    assert states((await client.get(HOST)).json())["protected"] == 1
 
 
 @pytest.mark.parametrize(
     ("verb", "body"),
     [
-        ("pin", {}),
-        ("pin", {"keys": []}),
-        ("pin", {"keys": ["aa"], "ttl_seconds": 0}),
-        ("pin", {"keys": ["aa"], "ttl_seconds": -1}),
-        ("pin", {"keys": ["aa"], "ttl_seconds": "1"}),
-        ("pin", {"keys": ["xx"]}),
-        ("pin", {"all": True}),
-        ("unpin", {}),
-        ("unpin", {"all": False}),
-        ("unpin", {"all": True, "keys": ["aa"]}),
-        ("unpin", {"keys": ["a"]}),
+        ("protect", {}),
+        ("protect", {"keys": []}),
+        ("protect", {"keys": ["aa"], "ttl_seconds": 0}),
+        ("protect", {"keys": ["aa"], "ttl_seconds": -1}),
+        ("protect", {"keys": ["aa"], "ttl_seconds": "1"}),
+        ("protect", {"keys": ["xx"]}),
+        ("protect", {"all": True}),
+        ("unprotect", {}),
+        ("unprotect", {"all": False}),
+        ("unprotect", {"all": True, "keys": ["aa"]}),
+        ("unprotect", {"keys": ["a"]}),
     ],
 )
-async def test_bad_pins_are_refused(client: httpx.AsyncClient, verb: str, body: Any) -> None:
+async def test_bad_protections_are_refused(client: httpx.AsyncClient, verb: str, body: Any) -> None:
     assert (await client.post(f"{HOST}/{verb}", json=body)).status_code == 422
 
 
@@ -354,15 +354,15 @@ async def test_growing_beyond_the_host_names_its_maximum(client: httpx.AsyncClie
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-async def test_pinned_blocks_keep_the_pool_from_shrinking(
+async def test_protected_blocks_keep_the_pool_from_shrinking(
     client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes], dry_run: bool
 ) -> None:
     ranks.store(keys)
-    engine.admin.pin(keys, None)
+    engine.admin.protect(keys, None)
     body = {"capacity_slots": 6, "policy": "arc", "dry_run": dry_run}
     answer = await client.patch(HOST, json=body)
     assert answer.status_code == 409
-    assert "unpin" in answer.json()["detail"]
+    assert "unprotect" in answer.json()["detail"]
     after = (await client.get(HOST)).json()
     assert (after["capacity_slots"], after["policy"]) == (16, "lru")
 

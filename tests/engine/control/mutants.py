@@ -1,4 +1,4 @@
-"""Mutants of the engine that more than one test must notice: each takes one protection out."""
+"""Mutants of the engine that more than one test must notice: each takes one safeguard out."""
 
 from __future__ import annotations
 

@@ -159,52 +159,52 @@ def test_bulk_work_goes_in_slices_that_free_the_lock(make_engine: MakeEngine) ->
     engine.check_integrity()
 
 
-def test_pinned_blocks_stay_until_their_time_is_over(make_engine: MakeEngine, clock: FakeClock) -> None:
+def test_protected_blocks_stay_until_their_time_is_over(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine(slots=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B])
-    assert engine.admin.pin([A, B, C], ttl_seconds=10.0) == (2, 1)
+    assert engine.admin.protect([A, B, C], ttl_seconds=10.0) == (2, 1)
     assert engine.begin_store([D], [0]).outcomes == {"dropped_cpu_full": 1}
     assert engine.admin.evict(slots=5).run().evicted_slots == 0
-    assert engine.stats().slots.pinned == 2
+    assert engine.stats().slots.protected == 2
     clock.advance(10.0)
     engine.tick()
-    assert (engine.stats().slots.pinned, engine.stats().slots.cached) == (0, 2)
+    assert (engine.stats().slots.protected, engine.stats().slots.cached) == (0, 2)
     assert engine.begin_store([D], [0]).op is not None
 
 
-def test_a_new_pin_replaces_the_old_one(make_engine: MakeEngine, clock: FakeClock) -> None:
+def test_a_new_protection_replaces_the_old_one(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine()
     store_keys(engine, make_ranks(engine), [A])
-    engine.admin.pin([A], ttl_seconds=10.0)
-    engine.admin.pin([A], ttl_seconds=None)
+    engine.admin.protect([A], ttl_seconds=10.0)
+    engine.admin.protect([A], ttl_seconds=None)
     clock.advance(11.0)
     engine.tick()
-    assert engine.stats().slots.pinned == 1
-    assert engine.admin.unpin([A, B]) == (1, 1)
-    assert engine.admin.unpin([A]) == (0, 1)
+    assert engine.stats().slots.protected == 1
+    assert engine.admin.unprotect([A, B]) == (1, 1)
+    assert engine.admin.unprotect([A]) == (0, 1)
     assert engine.stats().slots.cached == 1
 
 
-def test_pins_and_leases_overlap(make_engine: MakeEngine) -> None:
+def test_protections_and_leases_overlap(make_engine: MakeEngine) -> None:
     engine = make_engine()
     store_keys(engine, make_ranks(engine), [A, B])
-    engine.admin.pin([A], None)
+    engine.admin.protect([A], None)
     lease = engine.acquire([A, B])
-    engine.admin.pin([B], None)
-    assert (engine.stats().slots.pinned, engine.stats().slots.leased) == (2, 0)
+    engine.admin.protect([B], None)
+    assert (engine.stats().slots.protected, engine.stats().slots.leased) == (2, 0)
     engine.check_integrity()
-    assert engine.admin.unpin(None) == (2, 0)
-    assert (engine.stats().slots.pinned, engine.stats().slots.leased) == (0, 2)
+    assert engine.admin.unprotect(None) == (2, 0)
+    assert (engine.stats().slots.protected, engine.stats().slots.leased) == (0, 2)
     engine.release(lease)
     assert engine.stats().slots.cached == 2
     engine.check_integrity()
 
 
 @pytest.mark.parametrize("ttl", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_pin_needs_a_sensible_time_to_live(make_engine: MakeEngine, ttl: float) -> None:
+def test_a_protection_needs_a_sensible_time_to_live(make_engine: MakeEngine, ttl: float) -> None:
     with pytest.raises(InvalidRequestError, match="ttl_seconds"):
-        make_engine().admin.pin([A], ttl_seconds=ttl)
+        make_engine().admin.protect([A], ttl_seconds=ttl)
 
 
 def test_growing_is_finished_at_once_and_the_ranks_follow(make_engine: MakeEngine) -> None:
@@ -287,17 +287,17 @@ def test_a_resize_can_be_cancelled_before_it_is_run(make_engine: MakeEngine) -> 
     assert engine.admin.resize(2).run().finished
 
 
-def test_a_shrink_over_pinned_blocks_is_refused(make_engine: MakeEngine) -> None:
+def test_a_shrink_over_protected_blocks_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=4)
     store_keys(engine, make_ranks(engine), [A, B])
-    engine.admin.pin([B], None)
-    with pytest.raises(ConflictError, match="1 pinned blocks lie above slot 1; unpin them first"):
+    engine.admin.protect([B], None)
+    with pytest.raises(ConflictError, match="1 protected blocks lie above slot 1; unprotect them first"):
         engine.admin.resize(1)
     with pytest.raises(InvalidRequestError, match="capacity_slots is 0"):
         engine.admin.resize(0)
-    engine.admin.unpin(None)
+    engine.admin.unprotect(None)
     sweep = engine.admin.resize(1)
-    assert engine.admin.pin([A, B], None) == (1, 1), "what a resize removes cannot be pinned meanwhile"
+    assert engine.admin.protect([A, B], None) == (1, 1), "what a resize removes cannot be protected meanwhile"
     assert sweep.run().finished
 
 
@@ -416,12 +416,12 @@ def test_a_resize_that_fails_puts_the_capacity_back(make_engine: MakeEngine, mon
     engine.check_integrity()
 
 
-def test_a_block_above_the_size_to_come_cannot_be_pinned(make_engine: MakeEngine) -> None:
+def test_a_block_above_the_size_to_come_cannot_be_protected(make_engine: MakeEngine) -> None:
     engine = make_engine(slice_slots=1)
     store_keys(engine, make_ranks(engine), [A, B, C, D])
     sweep = engine.admin.resize(2)
     assert engine.lookup([A, B, C, D]) == 2
     assert engine.contains([D]) == [True], "the resize has not come to it yet"
-    assert engine.admin.pin([A, D], None) == (1, 1)
+    assert engine.admin.protect([A, D], None) == (1, 1)
     assert sweep.run().finished
     engine.check_integrity()

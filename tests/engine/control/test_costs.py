@@ -13,7 +13,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.control.filling import Filling
 from kvstow.control.index import Index
 from kvstow.control.keymap import KeyMap
-from kvstow.control.pins import Pins
+from kvstow.control.protections import Protections
 from kvstow.control.sweep import SLICE_SLOTS
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
@@ -159,12 +159,12 @@ def test_a_store_of_present_blocks_leaves_those_in_use_where_they_are(make_engin
     keys = make_keys(4)
     fill(engine, keys)
     lease = engine.acquire(keys[:1])
-    engine.admin.pin(keys[1:2], None)
+    engine.admin.protect(keys[1:2], None)
     engine.begin_store(keys, range(4))
     engine.refresh(keys)
     engine.check_integrity()
     counts = engine.stats().slots
-    assert (counts.leased, counts.pinned, counts.cached) == (1, 1, 2)
+    assert (counts.leased, counts.protected, counts.cached) == (1, 1, 2)
     engine.release(lease)
 
 
@@ -178,7 +178,7 @@ def test_a_key_that_is_refreshed_twice_is_refreshed_once(make_engine: MakeEngine
     assert engine.contains(keys) == [True, False, True]
 
 
-def test_pins_that_are_over_end_slice_by_slice(
+def test_protections_that_are_over_end_slice_by_slice(
     make_engine: MakeEngine,
     clock: FakeClock,
     monkeypatch: pytest.MonkeyPatch,
@@ -187,43 +187,43 @@ def test_pins_that_are_over_end_slice_by_slice(
     engine = make_engine(slots=3000)
     keys = make_keys(3000)
     fill(engine, keys)
-    engine.admin.pin(keys[:1500], 10.0)
-    engine.admin.pin(keys[1500:], 20.0)
+    engine.admin.protect(keys[:1500], 10.0)
+    engine.admin.protect(keys[1500:], 20.0)
     clock.advance(30.0)
     holding = count_by_holding(engine)
-    count_calls(monkeypatch, Pins, "discard", lambda slot: holding.add(1))
+    count_calls(monkeypatch, Protections, "discard", lambda slot: holding.add(1))
     engine.begin_store(make_keys(16, "new"), range(16))
-    assert holding.counts == [16], "a store ends no more pins than it needs slots"
+    assert holding.counts == [16], "a store ends no more protections than it needs slots"
     engine.tick()
     assert sum(holding.counts) == 3000
     assert max(holding.counts) <= SLICE_SLOTS
-    assert engine.stats().slots.pinned == 0
+    assert engine.stats().slots.protected == 0
     engine.check_integrity()
 
 
-def test_unpinning_all_goes_slice_by_slice(
+def test_unprotecting_all_goes_slice_by_slice(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, count_by_holding: Callable[[OffloadEngine], Holding]
 ) -> None:
     engine = make_engine(slots=3000)
     keys = make_keys(3000)
     fill(engine, keys)
-    engine.admin.pin(keys, None)
+    engine.admin.protect(keys, None)
     holding = count_by_holding(engine)
-    count_calls(monkeypatch, Pins, "discard", lambda slot: holding.add(1))
-    assert engine.admin.unpin(None).changed == 3000
+    count_calls(monkeypatch, Protections, "discard", lambda slot: holding.add(1))
+    assert engine.admin.unprotect(None).changed == 3000
     assert max(holding.counts) <= SLICE_SLOTS
     engine.check_integrity()
 
 
-def test_a_resize_counts_pins_above_it_without_a_look_at_each(
+def test_a_resize_counts_protections_above_it_without_a_look_at_each(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(slots=8192)
     fill(engine, make_keys(8192))
-    engine.admin.pin(make_keys(8192), None)
+    engine.admin.protect(make_keys(8192), None)
     looked: list[int] = []
-    count_calls(monkeypatch, Pins, "between", lambda low, high: looked.append(high - low))
-    with pytest.raises(Exception, match="8182 pinned blocks lie above slot 10"):
+    count_calls(monkeypatch, Protections, "between", lambda low, high: looked.append(high - low))
+    with pytest.raises(Exception, match="8182 protected blocks lie above slot 10"):
         engine.admin.resize(10)
     assert sum(looked) <= SLICE_SLOTS
 

@@ -517,11 +517,11 @@ def test_blocks_are_listed_in_pages(make_engine: MakeEngine, clock: FakeClock) -
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B, C])
     lease = engine.acquire([A])
-    engine.admin.pin([B], ttl_seconds=60.0)
+    engine.admin.protect([B], ttl_seconds=60.0)
     clock.advance(5.0)
     first = engine.blocks(limit=2)
-    assert [(view.key, view.state, view.leases) for view in first.blocks] == [(A, "leased", 1), (B, "pinned", 0)]
-    assert first.blocks[1].pin_ttl_seconds == 55.0
+    assert [(view.key, view.state, view.leases) for view in first.blocks] == [(A, "leased", 1), (B, "protected", 0)]
+    assert first.blocks[1].protection_ttl_seconds == 55.0
     assert first.next_slot is not None
     rest = engine.blocks(first.next_slot)
     assert [view.key for view in rest.blocks] == [C]

@@ -35,16 +35,16 @@ def forget_an_orphan(state: ControlState) -> None:
     state.index._orphans.clear()
 
 
-def pin_an_invisible_slot(state: ControlState) -> None:
-    state.index._pins.add(6, 1.0)
+def protect_an_invisible_slot(state: ControlState) -> None:
+    state.index._protections.add(6, 1.0)
 
 
-def lose_the_end_of_a_pin(state: ControlState) -> None:
-    state.index._pins._ends.append(1.0)
+def lose_the_end_of_a_protection(state: ControlState) -> None:
+    state.index._protections._ends.append(1.0)
 
 
-def miscount_held_pins(state: ControlState) -> None:
-    state.index._held_and_pinned += 1
+def miscount_held_protections(state: ControlState) -> None:
+    state.index._held_and_protected += 1
 
 
 def miscount_filling_slots(state: ControlState) -> None:
@@ -95,9 +95,9 @@ def keep_blocks_above_the_usable_slots(state: ControlState) -> None:
         (lose_an_evictable_slot, "the evictable slots are not those"),
         (miscount_the_order, "the eviction order repeats or loses slots"),
         (forget_an_orphan, "orphans are not the held slots without a key"),
-        (pin_an_invisible_slot, "a pinned slot is not visible"),
-        (lose_the_end_of_a_pin, "the pins by slot and by end differ"),
-        (miscount_held_pins, "the count of held and pinned slots is wrong"),
+        (protect_an_invisible_slot, "a protected slot is not visible"),
+        (lose_the_end_of_a_protection, "the protections by slot and by end time differ"),
+        (miscount_held_protections, "the count of held and protected slots is wrong"),
         (miscount_filling_slots, "the count of filling slots is wrong"),
         (add_a_holder_to_a_free_slot, "a slot has further holders, but no first one"),
         (put_a_slot_into_two_states, "a slot is in two states"),

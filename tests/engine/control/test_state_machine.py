@@ -1,6 +1,6 @@
 """Random schedules of everything that may happen to the control plane, over ranks whose copies run late, out of
 order, failing, or never. The contents of blocks and slots are real (see `FakeRank`), so a wrong decision of the
-engine shows as a wrong byte. The mutants at the end take one protection out each: the machine must notice."""
+engine shows as a wrong byte. The mutants at the end take one safeguard out each: the machine must notice."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ ACTIONS = {  # who: what, as often as it is named
         "hear late",
         "hear late",
     ],
-    "operate": ["evict", "idle", "purge", "pin", "unpin", "resize", "to and fro", "policy", "gate"] + ["go on"] * 3,
+    "operate": ["evict", "idle", "purge", "protect", "unprotect", "resize", "to and fro", "policy", "gate"]
+    + ["go on"] * 3,
 }
 CHOICES = [(who, what) for who, things in ACTIONS.items() for what in things]
 PICKS = 252
@@ -217,10 +218,10 @@ class Traffic(RuleBasedStateMachine):
             self.shrink_and_grow(pick)
         elif what == "purge":
             self.purge(pick)
-        elif what == "pin":
-            admin.pin(chain[:2], 5.0 if pick % 2 else None)
-        elif what == "unpin":
-            admin.unpin(chain if pick % 2 else None)
+        elif what == "protect":
+            admin.protect(chain[:2], 5.0 if pick % 2 else None)
+        elif what == "unprotect":
+            admin.unprotect(chain if pick % 2 else None)
         elif what == "policy":
             admin.set_policy("lru" if pick % 2 else "arc")
         elif what == "gate":
@@ -232,7 +233,7 @@ class Traffic(RuleBasedStateMachine):
         if what == "resize":
             try:
                 self.sweep = admin.resize(1 + pick % MAX_SLOTS)
-            except ConflictError:  # pinned blocks are in the way
+            except ConflictError:  # protected blocks are in the way
                 return
         elif what == "evict":
             self.sweep = admin.evict(slots=1 + pick % MAX_SLOTS)
@@ -479,12 +480,12 @@ def run_schedules(count: int) -> None:
         traffic.teardown()
 
 
-def test_with_all_protections_nothing_goes_wrong() -> None:
+def test_with_all_safeguards_nothing_goes_wrong() -> None:
     run_schedules(1000)
 
 
 @pytest.mark.parametrize("mutate", MUTANTS)
-def test_taking_out_a_protection_is_noticed(
+def test_taking_out_a_safeguard_is_noticed(
     mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)

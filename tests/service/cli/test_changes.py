@@ -75,8 +75,8 @@ def test_what_was_removed_is_said(kvstow: Any) -> None:
         ["resize"],
         ["resize", "1GiB", "--slots", "4"],
         ["resize", "--slots", "9999"],
-        ["unpin"],
-        ["unpin", "00", "--all"],
+        ["unprotect"],
+        ["unprotect", "00", "--all"],
         ["bypass"],
         ["bypass", "--off", "--load"],
         ["bypass", "--off", "--ttl", "1s"],
@@ -115,28 +115,28 @@ def test_an_answer_may_be_an_operation_that_is_followed(kvstow: Any, host: Any) 
 
 def test_more_keys_than_one_lookup_may_have_are_asked_for_in_parts(kvstow: Any) -> None:
     keys = [HEX[0], *(f"{number:064x}" for number in range(5000)), HEX[1]]
-    for command in ("pin", "unpin"):
+    for command in ("protect", "unprotect"):
         answer = kvstow(command, "-", "--dry-run", stdin="\n".join(keys)).stdout
         assert answer.endswith("2 blocks; not in the pool: 5,000 keys\n"), answer
 
 
-def test_pins_come_and_go(kvstow: Any, host: Any) -> None:
-    assert kvstow("pin", *HEX[:2], "00ff", "--dry-run").stdout == "would pin 2 blocks; not in the pool: 1 key\n"
-    assert host.engine.stats().slots.pinned == 0
-    assert kvstow("pin", "-", "--ttl", "1h", stdin=f"{HEX[0]}\n{HEX[1]}\n").exit_code == 0
-    assert host.engine.stats().slots.pinned == 2
-    assert "pinned" in kvstow("get", "block", HEX[0]).stdout
-    assert kvstow("unpin", HEX[0], "--dry-run").exit_code == 0
-    assert kvstow("unpin", HEX[0]).exit_code == 0
-    assert host.engine.stats().slots.pinned == 1
-    assert kvstow("unpin", "--all").exit_code == 2
-    assert kvstow("unpin", "--all", "--dry-run").stdout == "would unpin 1 block\n"
-    assert kvstow("unpin", "--all", "--yes").exit_code == 0
-    assert host.engine.stats().slots.pinned == 0
+def test_protections_come_and_go(kvstow: Any, host: Any) -> None:
+    assert kvstow("protect", *HEX[:2], "00ff", "--dry-run").stdout == "would protect 2 blocks; not in the pool: 1 key\n"
+    assert host.engine.stats().slots.protected == 0
+    assert kvstow("protect", "-", "--ttl", "1h", stdin=f"{HEX[0]}\n{HEX[1]}\n").exit_code == 0
+    assert host.engine.stats().slots.protected == 2
+    assert "protected" in kvstow("get", "block", HEX[0]).stdout
+    assert kvstow("unprotect", HEX[0], "--dry-run").exit_code == 0
+    assert kvstow("unprotect", HEX[0]).exit_code == 0
+    assert host.engine.stats().slots.protected == 1
+    assert kvstow("unprotect", "--all").exit_code == 2
+    assert kvstow("unprotect", "--all", "--dry-run").stdout == "would unprotect 1 block\n"
+    assert kvstow("unprotect", "--all", "--yes").exit_code == 0
+    assert host.engine.stats().slots.protected == 0
 
 
 def test_pinning_what_is_not_there_is_exit_code_4(kvstow: Any) -> None:
-    assert kvstow("pin", "00ff").exit_code == 4
+    assert kvstow("protect", "00ff").exit_code == 4
 
 
 def test_what_was_only_tried_is_listed_as_that(kvstow: Any) -> None:

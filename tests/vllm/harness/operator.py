@@ -25,10 +25,10 @@ class Operator:
         self._reopen_in = self._restart_in = 0
         self.is_changing_weights = False
         """No request may come until it is done."""
-        gentle: list[Callable[[], None]] = [self.evict, self.purge, self.pin, self.resize, self.set_policy]
+        gentle: list[Callable[[], None]] = [self.evict, self.purge, self.protect, self.resize, self.set_policy]
         closing = [self.drain, self.bypass]
         drastic = [
-            self.unpin,
+            self.unprotect,
             self.purge_everything,
             self.reset_prefix_cache,
             self.preempt_and_reset,
@@ -60,9 +60,9 @@ class Operator:
             action()
 
     def finish(self) -> None:
-        """Leave things as they were found: open, nothing pinned, all ranks alive."""
+        """Leave things as they were found: open, nothing protected, all ranks alive."""
         self.reopen()
-        self.unpin()
+        self.unprotect()
         if self._broken is not None:
             self.restart_rank()
 
@@ -76,16 +76,16 @@ class Operator:
     def purge_everything(self) -> None:
         self._engine.admin.purge(everything=True).run()
 
-    def pin(self) -> None:
-        self._engine.admin.pin(self._some_keys(), None)
+    def protect(self) -> None:
+        self._engine.admin.protect(self._some_keys(), None)
 
-    def unpin(self) -> None:
-        self._engine.admin.unpin(None)
+    def unprotect(self) -> None:
+        self._engine.admin.unprotect(None)
 
     def resize(self) -> None:
         most = self._setup.slots
         if self._resize is None:
-            with suppress(ConflictError):  # pinned blocks are in the way
+            with suppress(ConflictError):  # protected blocks are in the way
                 self._resize = self._engine.admin.resize(self._random.randint(most // 3, most))
 
     def drain(self) -> None:

@@ -1,4 +1,4 @@
-"""`kvstow pin`: keep blocks from eviction."""
+"""`kvstow protect`: keep blocks from eviction."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kvstow_service.cli.values import TIME
 
 @click.command()
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
-@click.option("--ttl", type=TIME, help="For so long; until `kvstow unpin` if it is left out.")
+@click.option("--ttl", type=TIME, help="How long; without it, until `kvstow unprotect`.")
 @dry_run_flag
 @format_flag
 @remote
-def pin(connection: Connection, keys: tuple[str, ...], ttl: float | None, dry_run: bool, style: Format) -> None:
-    """Keep blocks from eviction.
+def protect(connection: Connection, keys: tuple[str, ...], ttl: float | None, dry_run: bool, style: Format) -> None:
+    """Protect blocks from eviction.
 
-    A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input. A new pin replaces an old
-    one. Exit code 4 if none of the keys is in the pool.
+    A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input. Replaces any earlier
+    protection. Exit code 4 if none of the keys is in the pool.
     """
     from kvstow_api.client import calls
-    from kvstow_api.views.pools import PinView
+    from kvstow_api.views.pools import ProtectionView
 
     wanted = keys_of(keys)
     with connection.client() as client:
@@ -38,14 +38,13 @@ def pin(connection: Connection, keys: tuple[str, ...], ttl: float | None, dry_ru
                 f"not in the pool: {counted(len(wanted), 'key')}, all that were given", fix, ExitCode.NOT_FOUND
             )
         if dry_run:
-            emit(
-                PinView(changed=sum(present), missing=present.count(False)), style, lambda view: say(view, "would pin")
-            )
+            plan = ProtectionView(changed=sum(present), missing=present.count(False))
+            emit(plan, style, lambda view: say(view, "would protect"))
         else:
-            emit(client.send(calls.pin(wanted, ttl_seconds=ttl)), style, lambda view: say(view, "pinned"))
+            emit(client.send(calls.protect(wanted, ttl_seconds=ttl)), style, lambda view: say(view, "protected"))
 
 
 def say(view: Any, verb: str) -> None:
-    """What became of pins, a `PinView`."""
+    """Print a `ProtectionView`."""
     missing = f"; not in the pool: {counted(view.missing, 'key')}" if view.missing else ""
     click.echo(f"{verb} {counted(view.changed, 'block')}{missing}")

@@ -1,4 +1,4 @@
-"""Operators' pins: which slots are kept from eviction, and until when."""
+"""Protections: the slots that an operator keeps from eviction, and until when."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _GROUP = 1024
 """Slots that share one count."""
 
 
-class Pins:
-    """Pinned slots, each with the time at which its pin ends (`inf`: never). Not locked.
+class Protections:
+    """Protected slots and the time at which each protection ends (`inf`: never). Not locked.
 
-    Holds one entry for each pinned slot, however often its pin is renewed. `add` and `discard` are O(1), apart from a
-    memmove over the different end times, of which there is one for each request that pins.
+    Holds one entry per protected slot, however often its protection is renewed. `add` and `discard` are O(1), apart
+    from a memmove over the distinct end times; each protect request adds at most one of those.
     """
 
     __slots__ = ("_counts", "_end_of", "_ends", "_slots_ending")
@@ -22,11 +22,11 @@ class Pins:
     def __init__(self) -> None:
         self._end_of: dict[int, float] = {}
         self._slots_ending: dict[float, dict[int, None]] = {}
-        """Slots by the end of their pins, in order of pinning; pins without an end are not here."""
+        """Slots by end time, each group in the order of `add`; slots protected without an end are not here."""
         self._ends: list[float] = []
         """The keys of `_slots_ending`, sorted."""
         self._counts: dict[int, int] = {}
-        """Pinned slots among each 1,024 neighbours."""
+        """Number of protected slots in each group of 1,024 neighbours."""
 
     def __len__(self) -> int:
         return len(self._end_of)
@@ -35,11 +35,11 @@ class Pins:
         return slot in self._end_of
 
     def end_of(self, slot: int) -> float | None:
-        """When the pin ends; None if there is no pin."""
+        """When the protection ends; None if the slot is not protected."""
         return self._end_of.get(slot)
 
     def add(self, slot: int, end: float) -> None:
-        """Pin a slot until `end`, or replace its pin."""
+        """Protect a slot until `end`; replaces an earlier protection."""
         self.discard(slot)
         self._end_of[slot] = end
         self._counts[slot // _GROUP] = self._counts.get(slot // _GROUP, 0) + 1
@@ -50,7 +50,7 @@ class Pins:
             self._slots_ending[end][slot] = None
 
     def discard(self, slot: int) -> bool:
-        """End a pin; False if there was none."""
+        """End a protection; False if there was none."""
         end = self._end_of.pop(slot, None)
         if end is None:
             return False
@@ -63,8 +63,8 @@ class Pins:
         return True
 
     def due(self, now: float, limit: int) -> list[int]:
-        """Up to `limit` slots whose pins end at or before `now`; of those that were pinned together the last ones, in
-        the order of pinning. O(limit)."""
+        """Up to `limit` slots whose protections end at or before `now`, earliest end first. Where `limit` cuts a group
+        with one end time, the slots added last come, in the order of `add`. O(limit)."""
         found: list[int] = []
         if not self._ends or self._ends[0] > now:
             return found
@@ -75,27 +75,27 @@ class Pins:
         return found
 
     def count_from(self, slot: int) -> int:
-        """How many slots from `slot` on are pinned. O(pool / 1,024)."""
+        """How many slots from `slot` on are protected. O(pool / 1,024)."""
         group = slot // _GROUP
         above = sum(count for number, count in self._counts.items() if number > group)
         return above + len(self.between(slot, (group + 1) * _GROUP))
 
     def between(self, low: int, high: int) -> list[int]:
-        """The pinned slots from `low` to below `high`. O(high - low)."""
+        """The protected slots from `low` to below `high`. O(high - low)."""
         return [slot for slot in range(low, high) if slot in self._end_of]
 
-    def unpinned(self, slots: list[int]) -> list[int]:
-        """Those of the slots that are not pinned, in the order given."""
+    def unprotected(self, slots: list[int]) -> list[int]:
+        """Those of the slots that are not protected, in the order given."""
         if not self._end_of or self._end_of.keys().isdisjoint(slots):
             return slots
         return [slot for slot in slots if slot not in self._end_of]
 
     def slots(self) -> set[int]:
-        """A copy of the pinned slots. O(pins): for integrity checks."""
+        """A copy of the protected slots. O(protections): for integrity checks."""
         return set(self._end_of)
 
     def balances(self) -> bool:
-        """Whether all records agree on which slots are pinned. O(pins): for integrity checks."""
+        """Whether all records agree on which slots are protected. O(protections): for integrity checks."""
         ending = {slot: end for end, slots in self._slots_ending.items() for slot in slots}
         counted = {group: count for group, count in self._counts.items() if count}
         expected: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""`kvstow unpin`: let blocks be evicted again."""
+"""`kvstow unprotect`: let blocks be evicted again."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from kvstow_api.figures import counted
 from kvstow_service.cli.asking import ask, dry_run_flag, keys_of, presence, yes_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.output import Format, emit, format_flag
-from kvstow_service.cli.pin import say
+from kvstow_service.cli.protect import say
 
 
 @click.command()
 @click.argument("keys", nargs=-1, metavar="[KEY]...")
-@click.option("--all", "everything", is_flag=True, help="End every pin.")
+@click.option("--all", "everything", is_flag=True, help="Unprotect all blocks.")
 @dry_run_flag
 @yes_flag
 @format_flag
 @remote
-def unpin(
+def unprotect(
     connection: Connection, keys: tuple[str, ...], everything: bool, dry_run: bool, yes: bool, style: Format
 ) -> None:
     """Let blocks be evicted again.
@@ -26,21 +26,21 @@ def unpin(
     A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input.
     """
     from kvstow_api.client import calls
-    from kvstow_api.views.pools import PinView
+    from kvstow_api.views.pools import ProtectionView
 
     if bool(keys) == everything:
         raise click.UsageError("give keys, or --all")
     with connection.client() as client:
         if everything and (dry_run or not yes):
-            pinned = client.send(calls.pool()).slots.pinned
+            protected = client.send(calls.pool()).slots.protected
             if dry_run:
-                emit(PinView(changed=pinned, missing=0), style, lambda view: say(view, "would unpin"))
+                emit(ProtectionView(changed=protected, missing=0), style, lambda view: say(view, "would unprotect"))
                 return
-            ask(f"unpin {counted(pinned, 'block')}", yes)
+            ask(f"unprotect {counted(protected, 'block')}", yes)
         wanted = None if everything else keys_of(keys)
         if dry_run and wanted is not None:
             present = presence(client, wanted)
-            plan = PinView(changed=sum(present), missing=present.count(False))
-            emit(plan, style, lambda view: say(view, "would unpin up to"))
+            plan = ProtectionView(changed=sum(present), missing=present.count(False))
+            emit(plan, style, lambda view: say(view, "would unprotect up to"))
             return
-        emit(client.send(calls.unpin(wanted)), style, lambda view: say(view, "unpinned"))
+        emit(client.send(calls.unprotect(wanted)), style, lambda view: say(view, "unprotected"))
