@@ -25,9 +25,9 @@ WEB = {
 
 FORBIDDEN = {
     "engine/kvstow": {"kvstow_api", "kvstow_service", "vllm", *WEB},
-    "engine/kvstow/control": {"torch", "cuda", "kvstow.memory", "kvstow.devices", "kvstow.worker", "kvstow.testing"},
-    "engine/kvstow/memory": {"torch", "cuda", "kvstow.control", "kvstow.devices", "kvstow.worker", "kvstow.testing"},
-    "engine/kvstow/devices": {"kvstow.control", "kvstow.worker", "kvstow.testing"},
+    "engine/kvstow/control": {"torch", "cuda", "kvstow.memory", "kvstow.devices", "kvstow.dataplane", "kvstow.testing"},
+    "engine/kvstow/memory": {"torch", "cuda", "kvstow.control", "kvstow.devices", "kvstow.dataplane", "kvstow.testing"},
+    "engine/kvstow/devices": {"kvstow.control", "kvstow.dataplane", "kvstow.testing"},
     "api/kvstow_api": {"kvstow_service", "vllm", "torch", "kvstow.memory", "kvstow.devices", "kvstow.testing"},
     "service/kvstow_service": {"kvstow.testing"},
 }

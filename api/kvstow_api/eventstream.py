@@ -9,8 +9,8 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Iterator
 from typing import Any, NamedTuple, Self
 
+from kvstow.control.blockevents import BlockEvent
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.events import Event
 from kvstow.keys import format_key
 from kvstow_api.journal import Entry, Journal
 from kvstow_api.streamlimit import StreamLimit
@@ -97,7 +97,7 @@ class _Messages:
         self._kept: OrderedDict[tuple[type, int], bytes] = OrderedDict()
         self._bytes = 0
 
-    def of(self, event: Entry | Event) -> bytes:
+    def of(self, event: Entry | BlockEvent) -> bytes:
         name = type(event), event.sequence
         message = self._kept.get(name)
         if message is None:
@@ -165,7 +165,7 @@ class _Reader:
             yield _with_id(self.cursor, _message("lost", {"count": count}))
 
 
-def _encode(event: Entry | Event) -> bytes:
+def _encode(event: Entry | BlockEvent) -> bytes:
     if isinstance(event, Entry):
         return _message(event.type, event.data)
     data: dict[str, Any] = {"keys": [format_key(key) for key in event.keys]}

@@ -22,13 +22,13 @@ from starlette.types import Scope
 from kvstow.errors import (
     ConfigError,
     ConflictError,
+    DataPlaneFailedError,
     InsufficientMemoryError,
     InvalidRequestError,
     KvstowError,
     LeaseError,
     NotFoundError,
     QueueFullError,
-    WorkerFailedError,
 )
 from kvstow_api.strictroute import MAX_ERRORS, names_beside
 
@@ -46,7 +46,7 @@ _STATUS_OF: dict[type[KvstowError], int] = {
     LeaseError: 409,
     InsufficientMemoryError: 507,
     QueueFullError: 503,
-    WorkerFailedError: 503,
+    DataPlaneFailedError: 503,
     KvstowError: 500,
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 from kvstow.bytesize import format_size
-from kvstow.control.gate import BypassStatus, DrainStatus
+from kvstow.control.acceptance import BypassStatus, DrainStatus
 from kvstow.stats import RankStatus
 from kvstow.stats import TransferView as TransferStatus
 from kvstow_api.figures import counted, duration, percent, rate

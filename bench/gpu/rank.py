@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from kvstow.config import PoolConfig
+from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Device
 from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.pool import HostPool
 from kvstow.messages import Direction, Op, StepPlan
-from kvstow.worker import OffloadWorker
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 BOTH: tuple[Direction, ...] = ("store", "load")
@@ -84,7 +84,7 @@ class KVCache:
         """A worker as a host has it, its pool pinned. `options`: those of `CudaOptions`."""
         with self.pool() as (pool, registrar):
             device = make_device(pool, self.layout, self.tensors, registrar=registrar, options=CudaOptions(**options))
-            worker = OffloadWorker(0, pool, device)
+            worker = DataPlane(0, pool, device)
             try:
                 yield Traffic(worker, self)
             finally:
@@ -94,7 +94,7 @@ class KVCache:
 class Traffic:
     """Ops of one worker. What moves both ways at once moves half of the cache each way."""
 
-    def __init__(self, worker: OffloadWorker, cache: KVCache) -> None:
+    def __init__(self, worker: DataPlane, cache: KVCache) -> None:
         self._worker = worker
         self._ids, self._running = count(1), 0
         half = cache.num_slots // 2

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from kvstow.devices.base import Device, Fence, TicketState
-from kvstow.errors import CopyError, WorkerFailedError
+from kvstow.errors import CopyError, DataPlaneFailedError
 from kvstow.memory.pool import Hold
 from kvstow.messages import Completion, Direction, Op
 from kvstow.opqueues import OpQueues, RunningOp
@@ -34,7 +34,7 @@ _DRIVEN_PAUSE, _DRIVEN_FOR = 1e-3, 0.1
 _TURN_PATIENCE = 1e-3  # seconds that `drive` waits while this thread is at it
 _STUCK_GRACE = 5.0  # seconds that one copy may outlast the timeout of `close`
 
-logger = logging.getLogger("kvstow.worker")
+logger = logging.getLogger("kvstow.dataplane")
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ class CopyThread:
             logger.exception("the device did not close")
         with self._lock:
             running = self._ops.running()
-            self._publish([_failed(copy.op, WorkerFailedError(reason)) for copy in running])
+            self._publish([_failed(copy.op, DataPlaneFailedError(reason)) for copy in running])
             for copy in running:
                 copy.release()
             self._ops.clear_running()
@@ -274,7 +274,7 @@ class CopyThread:
 
     def _enqueue(self, op: Op, after: Fence | None, now: float) -> None:
         if self._stop_at is not None:
-            raise WorkerFailedError(self._failure or "the worker is closed")
+            raise DataPlaneFailedError(self._failure or "the worker is closed")
         self._ops.put(op, after, now)
 
     def _publish(self, completions: Sequence[Completion]) -> None:
@@ -283,7 +283,7 @@ class CopyThread:
             self._completed.notify_all()
 
     def _fail_queued(self, reason: str) -> None:
-        self._publish([_failed(queued.op, WorkerFailedError(reason)) for queued in self._ops.queued()])
+        self._publish([_failed(queued.op, DataPlaneFailedError(reason)) for queued in self._ops.queued()])
         self._ops.clear_queued()
 
     def _is_ending(self) -> bool:

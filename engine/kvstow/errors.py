@@ -54,15 +54,15 @@ class CopyError(KvstowError):
 
 
 class QueueFullError(KvstowError):
-    """The worker holds as many ops as it may; the op was not taken."""
+    """The data plane's queue is full; the op was not taken."""
 
     code = "queue_full"
 
 
-class WorkerFailedError(KvstowError):
-    """The worker's copy thread has failed or was closed; it takes no more ops."""
+class DataPlaneFailedError(KvstowError):
+    """The copy thread has failed or was closed; it takes no more ops."""
 
-    code = "worker_failed"
+    code = "data_plane_failed"
 
 
 class InvalidRequestError(KvstowError):

@@ -125,9 +125,9 @@ class RankReport:
 class DesiredState:
     """What the control plane wants of a rank.
 
-    `engine_id` names the engine's life, and `number` grows with each change in it: a rank ignores smaller numbers
-    (`Steering`). `capacity_slots`: pin up to it; give back what lies above it. `paused`: start no further chunk.
-    `pin_attempt`: when it grows, try a failed chunk again.
+    `engine_id` identifies one life of the engine, and `number` grows with each change in it: a rank ignores smaller
+    numbers (`NewestDesiredState`). `capacity_slots`: pin up to it; give back what lies above it. `paused`: start no
+    further chunk. `pin_attempt`: when it grows, try a failed chunk again.
     """
 
     engine_id: str

@@ -29,7 +29,7 @@ _NEWS_PARTS = 10  # of the pool: one more of them is worth a report, which takes
 
 
 class ReportingRank(Protocol):
-    """What an agent needs of a rank; `OffloadWorker` is one."""
+    """What an agent needs of a rank; `DataPlane` is one."""
 
     def report(self) -> RankReport: ...
 

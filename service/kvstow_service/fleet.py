@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvstow.config import PoolConfig
 from kvstow.errors import KvstowError
+from kvstow.messageorder import ReportSequence
 from kvstow.messages import DesiredState, RankReport
-from kvstow.steering import Sender
 from kvstow_service.agent import AdminAddress, RankAgent, ReportingRank
 from kvstow_service.place import ON_CPU, Place
 
@@ -104,7 +104,7 @@ class UnbuiltRank:
     """Stands in for a rank that could not be built: reports the reason and does nothing."""
 
     def __init__(self, rank: int, pool: PoolConfig, error: Exception) -> None:
-        self._sender = Sender()
+        self._sender = ReportSequence()
         self._report = RankReport(
             sender="",
             number=0,
@@ -121,7 +121,7 @@ class UnbuiltRank:
         )
 
     def report(self) -> RankReport:
-        return self._sender.send(lambda: self._report)
+        return self._sender.next_report(lambda: self._report)
 
     def apply(self, desired: DesiredState) -> None:
         """There is nothing to steer."""

@@ -12,6 +12,7 @@ import torch
 
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
+from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Device
 from kvstow.devices.cpu import CpuDevice, cpu_registrar
 from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar, DriverUnavailableError
@@ -19,7 +20,6 @@ from kvstow.devices.cuda.driver import load_driver
 from kvstow.errors import InsufficientMemoryError
 from kvstow.layout import KVLayout
 from kvstow.memory.pool import HostPool
-from kvstow.worker import OffloadWorker
 from kvstow_service.place import ON_CPU, Place
 from kvstow_service.shapes import even_shape
 
@@ -34,7 +34,7 @@ class LocalRank:
     model. Owns all it names.
     """
 
-    worker: OffloadWorker
+    worker: DataPlane
     layout: KVLayout
     tensors: tuple[torch.Tensor, ...]
 
@@ -71,7 +71,7 @@ def build_rank(rank: int, config: PoolConfig, kv_blocks: int, place: Place = ON_
         else:
             pool, device, tensors = _on_cpu(config, layout, undo)
         undo.callback(device.close)
-        local = LocalRank(OffloadWorker(rank, pool, device), layout, tensors)
+        local = LocalRank(DataPlane(rank, pool, device), layout, tensors)
         undo.pop_all()
     return local
 

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.lease import Lease
+from kvstow.control.leases import Lease
 from kvstow.messages import Completion, Mark, Op, RankReport
 from kvstow.testing.clock import FakeClock
 from kvstow_api.app import create_app

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tests.api.conftest import AGENT
 
-from kvstow.control.gate import BypassStatus, DrainStatus
+from kvstow.control.acceptance import BypassStatus, DrainStatus
 from kvstow.messages import DesiredState
 from kvstow.stats import RankStatus, Readiness
 from kvstow.testing.clock import FakeClock

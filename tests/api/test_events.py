@@ -11,8 +11,8 @@ import pytest
 from tests.api.conftest import AGENT
 
 from kvstow.config import EngineConfig
+from kvstow.control.blockevents import BlockEvent
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.events import Event
 from kvstow_api import eventstream
 from kvstow_api.client.eventstream import EventParser
 from kvstow_api.eventstream import EventStreams
@@ -109,14 +109,14 @@ async def test_an_event_is_encoded_once_for_all_streams(
 
 
 def test_what_is_kept_of_encoded_events_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = [Event(number, "stored", (bytes(16),) * 100, "") for number in range(50)]
+    events = [BlockEvent(number, "stored", (bytes(16),) * 100, "") for number in range(50)]
     message = eventstream._encode(events[0])
     monkeypatch.setattr(eventstream, "_MAX_KEPT_BYTES", 10 * len(message))
     messages = eventstream._Messages()
     assert [messages.of(event) for event in events] == [message] * 50
     assert [sequence for _, sequence in messages._kept] == list(range(40, 50))
     monkeypatch.setattr(eventstream, "_MAX_KEPT_BYTES", 0)
-    assert messages.of(Event(50, "stored", (bytes(16),) * 100, "")) == message
+    assert messages.of(BlockEvent(50, "stored", (bytes(16),) * 100, "")) == message
     assert not messages._kept
 
 

@@ -13,6 +13,7 @@ from kvstow.errors import (
     ConfigError,
     ConflictError,
     CopyError,
+    DataPlaneFailedError,
     InsufficientMemoryError,
     IntegrityError,
     InvalidRequestError,
@@ -20,7 +21,6 @@ from kvstow.errors import (
     LeaseError,
     NotFoundError,
     QueueFullError,
-    WorkerFailedError,
 )
 
 pytestmark = pytest.mark.anyio
@@ -49,7 +49,7 @@ def raising(error: Exception) -> Any:
         (LeaseError("no"), 409),
         (InsufficientMemoryError("no"), 507),
         (QueueFullError("no"), 503),
-        (WorkerFailedError("no"), 503),
+        (DataPlaneFailedError("no"), 503),
     ],
 )
 async def test_errors_of_the_engine_become_problems(launch: Any, error: KvstowError, status: int) -> None:

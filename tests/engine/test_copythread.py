@@ -166,11 +166,11 @@ def test_the_end_of_the_thread_fails_every_op_and_is_told(harness: Harness, capl
     harness.device.ticket(2)
     harness.device.ticket(1).poll_error = RuntimeError("a defect")
     failed = harness.completions(3)
-    reason = "WorkerFailedError: the copy thread has failed: RuntimeError('a defect')"
+    reason = "DataPlaneFailedError: the copy thread has failed: RuntimeError('a defect')"
     assert {c.op_id for c in failed} == {1, 2, 3}
     assert {(c.mark, c.error) for c in failed} == {("failed", reason)}
     assert harness.failed.wait(10)
-    assert harness.copies.failure == reason.removeprefix("WorkerFailedError: ")
+    assert harness.copies.failure == reason.removeprefix("DataPlaneFailedError: ")
     assert harness.device.closed, "nothing moves bytes any more"
     assert "RuntimeError: a defect" in caplog.text
     harness.submit(4)
@@ -275,7 +275,7 @@ def test_closing_lets_running_ops_finish_and_fails_the_queued_ones(harness: Harn
     closing = threading.Thread(target=harness.copies.close, args=(10,))
     closing.start()
     assert harness.completions(1) == [
-        Completion(3, "failed", "WorkerFailedError: the worker was closed before the op began"),
+        Completion(3, "failed", "DataPlaneFailedError: the worker was closed before the op began"),
     ]
     for op_id in (1, 2):
         harness.device.ticket(op_id).finish()
@@ -291,8 +291,8 @@ def test_closing_fails_what_is_not_finished_in_time_and_what_comes_later(harness
     assert harness.copies.close(0), "a second time"
     harness.submit(2)
     assert [(c.op_id, c.mark, c.error) for c in harness.completions(2)] == [
-        (1, "failed", "WorkerFailedError: the worker was closed while the op ran"),
-        (2, "failed", "WorkerFailedError: the worker is closed"),
+        (1, "failed", "DataPlaneFailedError: the worker was closed while the op ran"),
+        (2, "failed", "DataPlaneFailedError: the worker is closed"),
     ]
 
 

@@ -12,11 +12,11 @@ import torch
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.ranks import RankTable
+from kvstow.dataplane import DataPlane
 from kvstow.devices.cpu import CpuDevice
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.pool import HostPool
 from kvstow.messages import RankReport, StepPlan
-from kvstow.worker import OffloadWorker
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]
@@ -34,7 +34,7 @@ class Host:
         layout = KVLayout((Region("kv", SLOTS, 4096, 4096),))
         self.eventually = eventually
         self.engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=SLOTS))
-        self.worker = OffloadWorker(0, pool, CpuDevice(pool, layout, [kv]))
+        self.worker = DataPlane(0, pool, CpuDevice(pool, layout, [kv]))
         pool.start()
         eventually(lambda: self.worker.report().pinned_slots == SLOTS)
 

@@ -13,9 +13,9 @@ import torch
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
+from kvstow.dataplane import DataPlane
 from kvstow.devices.cuda import CudaFence
 from kvstow.messages import Op, StepPlan
-from kvstow.worker import OffloadWorker
 
 _OPS = 10_000
 _KEYS = 40
@@ -29,7 +29,7 @@ class Host:
     def __init__(self, rank: Any) -> None:
         self.rank = rank
         self.engine = OffloadEngine(EngineConfig(slot_bytes=rank.pool.slot_bytes, capacity_slots=_SLOTS))
-        self.worker = OffloadWorker(0, rank.pool, rank.device)
+        self.worker = DataPlane(0, rank.pool, rank.device)
         self.engine.report(self.worker.report())
         self.chance = random.Random(0)
         self.free = list(range(_KEYS, rank.num_blocks))

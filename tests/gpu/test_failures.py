@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from kvstow.dataplane import DataPlane
 from kvstow.devices.base import TicketState
 from kvstow.devices.cuda import CudaRegistrar, DriverError
 from kvstow.devices.cuda.context import primary_context
 from kvstow.errors import CopyError, PinError
 from kvstow.memory.region import HostRegion
 from kvstow.messages import Completion, Op, StepPlan
-from kvstow.worker import OffloadWorker
 
 MakeRank = Callable[..., Any]
 Finish = Callable[[Any], TicketState]
@@ -145,7 +145,7 @@ def test_memory_that_is_not_mapped_is_not_registered() -> None:
 def test_a_load_that_cannot_be_planned_holds_up_no_other(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its worker told that it failed, and all later loads of the rank waited for ever."""
     rank = make_rank([8192] * 4)
-    worker = OffloadWorker(0, rank.pool, rank.device)
+    worker = DataPlane(0, rank.pool, rank.device)
     try:
         with monkeypatch.context() as patch:
             patch.setattr(rank.device._split, "direct_copies", _raise_memory_error)
@@ -161,7 +161,7 @@ def _raise_memory_error(*_: object) -> None:
     raise MemoryError
 
 
-def _final(worker: OffloadWorker, op: Op) -> Completion:
+def _final(worker: DataPlane, op: Op) -> Completion:
     worker.submit(StepPlan((op,)))
     while True:
         assert worker.wait_completions(30.0)

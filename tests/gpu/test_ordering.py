@@ -14,11 +14,11 @@ import torch
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
+from kvstow.dataplane import DataPlane
 from kvstow.devices.base import TicketState
 from kvstow.devices.cuda import CudaFence, CudaOptions
 from kvstow.messages import StepPlan
 from kvstow.testing.latch import Latch
-from kvstow.worker import OffloadWorker
 
 MakeRank = Callable[..., Any]
 Finish = Callable[[Any], TicketState]
@@ -131,7 +131,7 @@ def test_a_slot_recycled_while_a_load_waits_for_it_corrupts_the_load(
 def test_a_leased_slot_is_not_recycled_while_a_load_waits_for_it(make_rank: MakeRank, latch: Any) -> None:
     rank = make_rank([8192] * 4, slots=4, staging_bytes=1)
     engine = OffloadEngine(EngineConfig(slot_bytes=rank.pool.slot_bytes, capacity_slots=4))
-    worker = OffloadWorker(0, rank.pool, rank.device)
+    worker = DataPlane(0, rank.pool, rank.device)
     try:
         engine.report(worker.report())
         expected = rank.blocks(range(4))
@@ -155,12 +155,12 @@ def test_a_leased_slot_is_not_recycled_while_a_load_waits_for_it(make_rank: Make
         engine.close()
 
 
-def _run(engine: OffloadEngine, worker: OffloadWorker, op: Any) -> None:
+def _run(engine: OffloadEngine, worker: DataPlane, op: Any) -> None:
     worker.submit(StepPlan((op,)))
     _settle(engine, worker)
 
 
-def _settle(engine: OffloadEngine, worker: OffloadWorker) -> None:
+def _settle(engine: OffloadEngine, worker: DataPlane) -> None:
     """Wait for the one op under way, which must succeed."""
     marks: list[str] = []
     while not {"done", "failed"} & set(marks):

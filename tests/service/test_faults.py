@@ -16,13 +16,13 @@ import pytest
 
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
+from kvstow.dataplane import DataPlane
 from kvstow.errors import PinError
 from kvstow.memory.pool import HostPool
 from kvstow.messages import Op, StepPlan
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.device import FakeDevice
 from kvstow.testing.registrar import FakeRegistrar
-from kvstow.worker import OffloadWorker
 from kvstow_service.agent import RankAgent
 from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
 from kvstow_service.rendezvous import Rendezvous
@@ -41,7 +41,7 @@ class Rank:
     def __init__(self, rendezvous: Rendezvous, registrar: FakeRegistrar) -> None:
         config = PoolConfig(slot_bytes=SLOT, pool_bytes=CAPACITY * SLOT, chunk_bytes=CHUNK * SLOT, pause=0.0)
         self.device = FakeDevice()
-        self.worker = OffloadWorker(0, HostPool(config, registrar), self.device)
+        self.worker = DataPlane(0, HostPool(config, registrar), self.device)
         self.agent = RankAgent(0, self.worker, rendezvous)
         self.agent.start()
 

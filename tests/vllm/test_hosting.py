@@ -14,11 +14,11 @@ import torch
 from tests.service.connectors.vllm.blockpool import FakeBlockPool
 from tests.service.connectors.vllm.hostfacts import make_facts
 
+from kvstow.dataplane import DataPlane
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.messages import Completion, DesiredState, Op, StepPlan
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.rank import FakeRank
-from kvstow.worker import OffloadWorker
 from kvstow_service.connectors.vllm import geometry, hosting, plane
 from kvstow_service.connectors.vllm.facts import this_node
 from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
@@ -316,13 +316,13 @@ def test_pinning_is_at_ease_while_vllm_starts_and_does_not_wait_for_it(
     monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     started: list[bool] = []
-    start = OffloadWorker.start
+    start = DataPlane.start
 
-    def note(self: OffloadWorker, *, at_ease: bool = False) -> None:
+    def note(self: DataPlane, *, at_ease: bool = False) -> None:
         started.append(at_ease)
         start(self)
 
-    monkeypatch.setattr(OffloadWorker, "start", note)
+    monkeypatch.setattr(DataPlane, "start", note)
     options = ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False, pin_pause=0.0, async_register_cache=not waits)
     host = WorkerHost(options, make_facts(), BLOCKS)
     host.register(kv_caches())
@@ -414,19 +414,19 @@ def test_a_rank_sleeps_only_when_its_data_plane_has_ended(
     """Another boot would tell the engine that no copy of this one writes any more."""
     worker.register(kv_caches())
     assert worker.side is not None
-    plane, close, seen = worker.side.plane, OffloadWorker.close, list[str]()
+    plane, close, seen = worker.side.plane, DataPlane.close, list[str]()
 
-    def hang(self: OffloadWorker, timeout: float = 5.0) -> bool:
+    def hang(self: DataPlane, timeout: float = 5.0) -> bool:
         assert worker.side is not None
         seen.append(worker.side.plane.boot_id)
         return False
 
-    monkeypatch.setattr(OffloadWorker, "close", hang)
+    monkeypatch.setattr(DataPlane, "close", hang)
     worker.suspend()
     worker.resume()
     assert worker.side.plane is plane
     assert "its data plane does not end" in caplog.text
-    monkeypatch.setattr(OffloadWorker, "close", close)
+    monkeypatch.setattr(DataPlane, "close", close)
     worker.resume()
     assert worker.side.plane.boot_id != plane.boot_id
     assert seen == [plane.boot_id] * 2
@@ -528,9 +528,9 @@ def test_a_rank_follows_what_is_wanted_of_itself_and_lets_no_failure_into_a_step
     worker.follow({1: DesiredState("engine", 1, number=1)})
     assert worker.side.plane.report().target_slots == 5
 
-    def fail(self: OffloadWorker, desired: DesiredState) -> None:
+    def fail(self: DataPlane, desired: DesiredState) -> None:
         raise RuntimeError("no such pool")
 
-    monkeypatch.setattr(OffloadWorker, "apply", fail)
+    monkeypatch.setattr(DataPlane, "apply", fail)
     worker.follow({0: DesiredState("engine", 1, number=1)})
     assert "rank 0: what is wanted of it cannot be done" in caplog.text

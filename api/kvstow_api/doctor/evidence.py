@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kvstow.control.gate import BypassStatus, DrainStatus
+from kvstow.control.acceptance import BypassStatus, DrainStatus
 from kvstow.messages import DesiredState
 from kvstow.stats import RankStatus, Readiness
 from kvstow_api.health import Verdict

@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvstow.control.gate import DrainMode
+from kvstow.control.acceptance import DrainMode
 from kvstow_api.schemas.base import Body, PositiveSeconds, Seconds
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvstow.control.gate import DrainMode
+from kvstow.control.acceptance import DrainMode
 from kvstow_api.views.base import View
 
 

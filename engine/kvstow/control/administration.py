@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from kvstow.config import POLICIES
 from kvstow.control import eviction
-from kvstow.control.gate import BypassStatus, DrainMode, DrainStatus, Refusal
+from kvstow.control.acceptance import BypassStatus, DrainMode, DrainStatus, Refusal
 from kvstow.control.state import ControlState
 from kvstow.control.sweep import Sweep
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
@@ -127,7 +127,7 @@ class Administrator:
                 some = state.index.keys.slots_of(keys[start : start + state.slice_slots])
             present += [slot is not None for slot in some]
         with state.lock:
-            refusal = state.gate.refuses_load(state.clock())
+            refusal = state.acceptance.load_refusal(state.clock())
         return Found([*present, False].index(False), present, refusal)
 
     def _count_of(self, slots: int | None, num_bytes: int | None) -> int:
@@ -284,22 +284,22 @@ class Administrator:
             raise InvalidRequestError(f"deadline_seconds is {deadline_seconds}; allowed: 0 or more, or null")
         state = self._state
         with state.lock:
-            state.gate.drain_mode = mode
-            state.gate.drain_deadline = inf if deadline_seconds is None else state.clock() + deadline_seconds
+            state.acceptance.drain_mode = mode
+            state.acceptance.drain_deadline = inf if deadline_seconds is None else state.clock() + deadline_seconds
         return self.drain_status
 
     def undrain(self) -> DrainStatus:
         """Accept loads and stores again."""
         with self._state.lock:
-            self._state.gate.drain_mode = None
-            self._state.gate.drain_deadline = inf
+            self._state.acceptance.drain_mode = None
+            self._state.acceptance.drain_deadline = inf
         return self.drain_status
 
     @property
     def drain_status(self) -> DrainStatus:
         state = self._state
         with state.lock:
-            gate, pending, leases = state.gate, len(state.ledger), len(state.leases)
+            gate, pending, leases = state.acceptance, len(state.ledger), len(state.leases)
             left = None if gate.drain_deadline == inf else max(0.0, gate.drain_deadline - state.clock())
             active = gate.drain_mode is not None
             return DrainStatus(active, gate.drain_mode, left, active and not pending and not leases, pending, leases)
@@ -311,13 +311,13 @@ class Administrator:
         state = self._state
         with state.lock:
             until = inf if ttl_seconds is None else state.clock() + ttl_seconds
-            state.gate.set_bypass(load=load, store=store, until=until)
+            state.acceptance.set_bypass(load=load, store=store, until=until)
         return self.bypass
 
     @property
     def bypass(self) -> BypassStatus:
         with self._state.lock:
-            return self._state.gate.bypass(self._state.clock())
+            return self._state.acceptance.bypass(self._state.clock())
 
 
 def _exactly_one(**selectors: object) -> None:

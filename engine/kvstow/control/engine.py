@@ -10,8 +10,8 @@ from itertools import chain
 from kvstow.config import EngineConfig
 from kvstow.control import settlement, views
 from kvstow.control.administration import Administrator
-from kvstow.control.events import EventLog
-from kvstow.control.lease import Lease
+from kvstow.control.blockevents import BlockEventLog
+from kvstow.control.leases import Lease
 from kvstow.control.placement import StoreGrant, place_store, store_room
 from kvstow.control.state import ControlState, Settled
 from kvstow.control.sweep import SLICE_SLOTS
@@ -49,7 +49,7 @@ class OffloadEngine:
         self.admin = Administrator(self._state)
 
     @property
-    def events(self) -> EventLog:
+    def events(self) -> BlockEventLog:
         return self._state.events
 
     # -- look-up and load -----------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ class OffloadEngine:
         """How many of the keys, from the first on, are present. Holds nothing: see `acquire`."""
         state = self._state
         with state.lock:
-            if state.gate.refuses_load(state.clock()):
+            if state.acceptance.load_refusal(state.clock()):
                 return 0
             return sum(map(len, state.index.keys.leading_runs(keys)))
 
@@ -66,7 +66,7 @@ class OffloadEngine:
         """Which of the keys are present (for windows that need no leading run). Holds nothing: see `lease`."""
         state = self._state
         with state.lock:
-            if state.gate.refuses_load(state.clock()):
+            if state.acceptance.load_refusal(state.clock()):
                 return [False] * len(keys)
             return [slot is not None for slot in state.index.keys.slots_of(keys)]
 
@@ -78,7 +78,7 @@ class OffloadEngine:
         begun = time.perf_counter()
         with state.lock:
             now = state.clock()
-            refusal = state.gate.refuses_load(now)
+            refusal = state.acceptance.load_refusal(now)
             slots: list[int] = []
             runs = None if refusal else state.index.keys.leading_runs(keys)
             if runs:
@@ -97,14 +97,14 @@ class OffloadEngine:
         """Count one look-up of `queried` blocks that was answered with `hits`."""
         state = self._state
         with state.lock:
-            state.counters.count_lookup(queried, hits, state.gate.refuses_load(state.clock()))
+            state.counters.count_lookup(queried, hits, state.acceptance.load_refusal(state.clock()))
 
     def lease(self, keys: Sequence[bytes]) -> Lease | None:
         """Keep exactly these keys from eviction; None, and nothing held, if one of them is absent."""
         state = self._state
         with state.lock:
             now = state.clock()
-            if state.gate.refuses_load(now):
+            if state.acceptance.load_refusal(now):
                 return None
             slots = [slot for slot in state.index.keys.slots_of(keys) if slot is not None]
             if len(slots) < len(keys):
@@ -240,7 +240,7 @@ class OffloadEngine:
             elif usable < before and usable < state.slots.top:
                 state.lose(usable)
             state.apply_limit()
-            state.refresh_gate()
+            state.refresh_acceptance()
         state.write_log()
         state.remove_lost()
         return self.desired()
@@ -279,7 +279,7 @@ class OffloadEngine:
             entry = state.ledger.mark_stuck(now - self.config.transfer_timeout)
             if entry is not None:
                 settlement.give_up(state, entry, now)
-            state.refresh_gate()
+            state.refresh_acceptance()
         return entry is not None
 
     def count_error(self, code: str) -> None:
@@ -294,12 +294,12 @@ class OffloadEngine:
         with state.lock:
             state.counters.errors["host"] += 1
             state.host_error = state.host_error or reason
-            state.refresh_gate()
+            state.refresh_acceptance()
 
     def close(self) -> None:
         """The host stops: nothing is served any more. Idempotent."""
         with self._state.lock:
-            self._state.gate.closed = True
+            self._state.acceptance.closed = True
 
     def stats(self) -> EngineStats:
         """One consistent view of all counters. O(1)."""

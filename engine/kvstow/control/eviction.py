@@ -60,11 +60,11 @@ def purge_matching(state: ControlState, matches: Callable[[bytes], bool], dry_ru
     def work(sweep: Sweep) -> Iterator[None]:
         if not dry_run:
             with state.lock:
-                filling = list(index.filling)
+                filling = list(index.pending_stores)
             for start in range(0, len(filling), state.slice_slots):  # what becomes visible meanwhile, the scan finds
                 matching = [key for key in filling[start : start + state.slice_slots] if matches(key)]
                 with state.lock:
-                    index.filling.disown(matching)
+                    index.pending_stores.disown(matching)
                 yield
         yield from _scan(sweep, state, "purge", dry_run, wanted)
 
@@ -81,7 +81,7 @@ def purge_keys(state: ControlState, keys: Sequence[bytes], dry_run: bool) -> Swe
             with state.lock:
                 found = [slot for slot in state.index.keys.slots_of(some) if slot is not None]
                 if not dry_run:
-                    state.index.filling.disown(some)
+                    state.index.pending_stores.disown(some)
                     state.remove(found, "purge")
             sweep.evicted_slots += len(found)
             sweep.done += len(some)

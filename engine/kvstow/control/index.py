@@ -17,12 +17,12 @@ from itertools import chain
 from typing import Literal
 
 from kvstow.control.arc import ArcPolicy
-from kvstow.control.filling import Filling
-from kvstow.control.holds import Holds
 from kvstow.control.keymap import KeyMap
+from kvstow.control.pendingstores import PendingStores
 from kvstow.control.policy import EvictionPolicy, LruPolicy
 from kvstow.control.protections import Protections
 from kvstow.control.recency import Links, RecencyList
+from kvstow.control.refcounts import RefCounts
 from kvstow.control.times import SlotTimes
 from kvstow.errors import ConfigError
 
@@ -44,8 +44,8 @@ class Index:
     def __init__(self, policy: str) -> None:
         self._links = Links()
         self.keys = KeyMap()
-        self.filling = Filling()
-        self._held = Holds()
+        self.pending_stores = PendingStores()
+        self._held = RefCounts()
         self._orphans: set[int] = set()
         self._protections = Protections()
         self._held_and_protected = 0
@@ -133,7 +133,7 @@ class Index:
 
         Returns the keys that were published, and the freed slots.
         """
-        disowned = self.filling.remove(keys, slots)
+        disowned = self.pending_stores.remove(keys, slots)
         if disowned:
             keys = [key for key, slot in zip(keys, slots, strict=True) if slot not in disowned]
             slots = [slot for slot in slots if slot not in disowned]
@@ -145,13 +145,13 @@ class Index:
     def lose_contents(self, low: int, now: float) -> None:
         """The contents of the slots from `low` on are lost. Those being stored do not become visible; visible blocks
         are removed by the caller."""
-        self.filling.disown_from(low)
+        self.pending_stores.disown_from(low)
         if low == 0:
             self.times.mark_lost(now)
 
     def quarantine(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """A store was given up, but some rank may still write its slots."""
-        self.filling.remove(keys, slots)
+        self.pending_stores.remove(keys, slots)
         self._quarantined.update(slots)
 
     def end_quarantine(self, slots: Iterable[int]) -> None:
@@ -160,7 +160,7 @@ class Index:
 
     def needs_all(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> bool:
         """Whether these keys, which lie in `slots`, are all new and different."""
-        absent = slots.count(None) == len(keys) and self.filling.isdisjoint(keys)
+        absent = slots.count(None) == len(keys) and self.pending_stores.isdisjoint(keys)
         return absent and len(set(keys)) == len(keys)
 
     # -- removal --------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class Index:
         """The used slots by state; held and protected ones count as protected. O(pool): for integrity checks."""
         protected = self._protections.slots()
         return {
-            "filling": self.filling.slots(),
+            "filling": self.pending_stores.slots(),
             "cached": set(self.policy),
             "leased": self._held.slots() - protected,
             "protected": protected,
@@ -292,7 +292,7 @@ class Index:
             found.append("a protected slot is not visible")
         if self._held_and_protected != len(held & protected):
             found.append("the count of held and protected slots is wrong")
-        if not self.filling.balances():
+        if not self.pending_stores.balances():
             found.append("the count of filling slots is wrong")
         if not self._held.balances():
             found.append("a slot has further holders, but no first one")

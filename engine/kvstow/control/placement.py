@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from kvstow.control.acceptance import Refusal
 from kvstow.control.counters import STORE_REFUSALS
-from kvstow.control.gate import Refusal
 from kvstow.control.state import ControlState
 from kvstow.messages import Op
 
@@ -49,7 +49,7 @@ def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int
             del fresh[len(slots) :]
         if fresh:
             new_keys = tuple([keys[i] for i in fresh])
-            state.index.filling.add(new_keys, slots)
+            state.index.pending_stores.add(new_keys, slots)
             moved = tuple([blocks[i] for i in fresh])
             op = state.ledger.open("store", moved, tuple(slots), keys=new_keys, held=(), request_id=request_id, now=now)
     for outcome, count in outcomes.items():
@@ -64,7 +64,7 @@ def store_room(state: ControlState) -> int:
 
 def _refusal(state: ControlState, now: float) -> Refusal | None:
     """Why no store may start; also because no slot is pinned yet."""
-    return state.gate.refuses_store(now) or (None if state.slots.limit else "not_ready")
+    return state.acceptance.store_refusal(now) or (None if state.slots.limit else "not_ready")
 
 
 def _select(
@@ -87,7 +87,7 @@ def _select(
         if slot is not None:
             scattered.append(slot)
             reason = "skipped_already_cached"
-        elif key in index.filling:
+        elif key in index.pending_stores:
             reason = "skipped_in_flight"
         elif key in taken:
             reason = "skipped_duplicate"

@@ -91,7 +91,7 @@ def _settle(state: ControlState, entry: OpenOp) -> None:
     if not entry.given_up:
         _tell(state, entry, "failed" if entry.error else "done")
     if entry.stuck:
-        state.refresh_gate()
+        state.refresh_acceptance()
 
 
 def _settle_store(state: ControlState, entry: OpenOp) -> None:
@@ -100,7 +100,7 @@ def _settle_store(state: ControlState, entry: OpenOp) -> None:
         state.index.end_quarantine(op.slots)
         state.slots.release(op.slots)
     elif entry.error:
-        state.index.filling.remove(entry.keys, op.slots)
+        state.index.pending_stores.remove(entry.keys, op.slots)
         state.slots.release(op.slots)
         outcomes["failed"] += len(op.slots)
     else:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from threading import Lock
 
 from kvstow.config import EngineConfig
+from kvstow.control.acceptance import Acceptance
+from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.counters import Counters
-from kvstow.control.events import EventLog
-from kvstow.control.gate import Gate
 from kvstow.control.index import Index, Removal
-from kvstow.control.lease import LeaseBook
+from kvstow.control.leases import LeaseBook
 from kvstow.control.ledger import Ledger
 from kvstow.control.ranks import RankTable
 from kvstow.control.slots import SlotMap
@@ -54,9 +54,9 @@ class ControlState:
         self.index = Index(config.policy)
         self.ledger = Ledger(config.num_ranks)
         self.leases = LeaseBook()
-        self.gate = Gate()
+        self.acceptance = Acceptance()
         self.counters = Counters()
-        self.events = EventLog(config.event_buffer, lambda: self.desired.capacity_slots)
+        self.events = BlockEventLog(config.event_buffer, lambda: self.desired.capacity_slots)
         self.settled: deque[Settled] = deque()
         self.desired = DesiredState(secrets.token_hex(8), config.capacity_slots, number=1)
         """The desired state of every rank; ranks give memory back only when its capacity is lowered. See `want`."""
@@ -86,9 +86,9 @@ class ControlState:
                 return
             logger.log(level, message, *values)
 
-    def refresh_gate(self) -> None:
+    def refresh_acceptance(self) -> None:
         """Open or close the gate after a change of the ranks or of what is stuck."""
-        self.gate.serving = self.ranks.can_copy() and not self.ledger.num_stuck and not self.host_error
+        self.acceptance.serving = self.ranks.can_copy() and not self.ledger.num_stuck and not self.host_error
 
     def removed(self, removal: Removal, reason: str) -> None:
         """Account for blocks that left the index, and free their slots."""
@@ -159,4 +159,4 @@ class ControlState:
 
     def _set_lost(self, slots: range) -> None:
         self.lost = slots or range(0)
-        self.gate.rebuilding = bool(slots)
+        self.acceptance.rebuilding = bool(slots)

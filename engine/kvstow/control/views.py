@@ -142,7 +142,7 @@ def _slot_counts(state: ControlState) -> SlotCounts:
     index = state.index
     return SlotCounts(
         free=state.slots.free,
-        filling=len(index.filling),
+        filling=len(index.pending_stores),
         cached=index.num_cached,
         leased=index.num_leased,
         protected=index.num_protected,
@@ -167,10 +167,10 @@ def _pending(state: ControlState, now: float) -> PendingTransfers:
 
 def _state_of(state: ControlState, now: float) -> tuple[EngineState, str]:
     """The state of the whole, and a sentence that says why."""
-    if state.gate.closed:
+    if state.acceptance.closed:
         return "stopped", "the engine was closed"
-    if state.gate.drain_mode:
-        return "draining", f"an operator drains the engine (mode {state.gate.drain_mode})"
+    if state.acceptance.drain_mode:
+        return "draining", f"an operator drains the engine (mode {state.acceptance.drain_mode})"
     trouble = _trouble(state, now)
     if trouble:
         return "degraded", trouble

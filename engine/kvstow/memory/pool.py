@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeGuard
 
+from kvstow.callbacks import Callbacks
 from kvstow.config import PoolConfig
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
-from kvstow.listeners import Listeners
 from kvstow.memory.allowance import Allowance
 from kvstow.memory.chunkmemory import ChunkMemory
 from kvstow.memory.chunks import Chunk, ChunkGrid, PinnedChunks
@@ -104,7 +104,7 @@ class HostPool:
         self._progress = PinProgress(clock)
         self._clock = clock
         self._paused = self._closing = False
-        self._listeners = Listeners()
+        self._listeners = Callbacks()
         self._thread: threading.Thread | None = None
         self._memory = ChunkMemory(
             self._grid.region_bytes,
@@ -154,7 +154,7 @@ class HostPool:
 
     def add_listener(self, callback: Callable[[], None]) -> None:
         """Call `callback` on the pinning thread after each of its steps. It must neither block nor close the pool."""
-        self._listeners.add(callback)
+        self._listeners.register(callback)
 
     def set_target(self, slots: int) -> None:
         """Grow or shrink to `slots`, in the background; slots above it are unusable at once. A new target is also a
@@ -262,7 +262,7 @@ class HostPool:
             except Exception as error:
                 logger.exception("pinning stopped at %d slots by a defect", self.pinned_slots)
                 self._fail(_DEFECT, repr(error))
-            self._listeners.tell()
+            self._listeners.call()
 
     def _wait_for_step(self) -> Callable[[], None] | None:
         """The next thing to do, once there is one; None when the pool closes."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 from kvstow.control.engine import OffloadEngine
+from kvstow.messageorder import NewestDesiredState
 from kvstow.messages import Completion, DesiredState, Mark, Op, RankReport, RankState
-from kvstow.steering import Steering
 
 Content = bytes | None
 
@@ -30,7 +30,7 @@ class FakeRank:
         self.state: RankState = "ready"
         self.error: str | None = None
         self.pinned = 0
-        self.steering = Steering()
+        self.newest = NewestDesiredState()
         self.sender, self.reports = self.boot_id, 0
         self.heard: deque[DesiredState] = deque(maxlen=8)
         self.sent: deque[RankReport] = deque(maxlen=8)
@@ -56,8 +56,8 @@ class FakeRank:
             target_bytes=target * slot_bytes,
             error=self.error,
             pending_ops=len(self.queue),
-            engine_id=self.steering.followed.engine_id,
-            applied=self.steering.followed.number,
+            engine_id=self.newest.applied.engine_id,
+            applied=self.newest.applied.number,
             sender=boot_id or self.sender,
             number=self.reports,
         )
@@ -70,7 +70,7 @@ class FakeRank:
 
     def hear(self, desired: DesiredState) -> None:
         """Be told what is wanted, however late."""
-        self.steering.follow(desired, lambda new: self._keep(min(self.pinned, new.capacity_slots)))
+        self.newest.apply_if_newer(desired, lambda new: self._keep(min(self.pinned, new.capacity_slots)))
 
     def pin(self, num_slots: int) -> DesiredState:
         """Have the slots below `num_slots` pinned, and report it. Contents above are lost."""
@@ -86,7 +86,7 @@ class FakeRank:
         reports are numbered on."""
         self.boot_id = f"boot-{next(_boots)}"
         self.state, self.error = "ready", None
-        self.steering = Steering()
+        self.newest = NewestDesiredState()
         if not same_process:
             self.sender, self.reports = self.boot_id, 0
         self.slots.clear()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.lease import Lease
+from kvstow.control.leases import Lease
 from kvstow.control.state import Settled
 from kvstow.devices.base import Fence
 from kvstow.errors import InvalidRequestError, LeaseError

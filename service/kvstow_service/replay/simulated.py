@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 
 from kvstow.devices.base import Fence
+from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
-from kvstow.steering import Sender, Steering
 
 
 class SimulatedWorker:
@@ -17,8 +17,8 @@ class SimulatedWorker:
         self._rank = rank
         self._slot_bytes = slot_bytes
         self._num_slots = num_slots
-        self._steering = Steering()
-        self._sender = Sender()
+        self._newest = NewestDesiredState()
+        self._sender = ReportSequence()
         self._completions: list[Completion] = []
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
@@ -33,7 +33,7 @@ class SimulatedWorker:
         return bool(self._completions)
 
     def report(self) -> RankReport:
-        return self._sender.send(self._look)
+        return self._sender.next_report(self._look)
 
     def _look(self) -> RankReport:
         slots = self._num_slots
@@ -49,14 +49,14 @@ class SimulatedWorker:
             target_bytes=num_bytes,
             pin_mode="simulated",
             uncollected_completions=len(self._completions),
-            engine_id=self._steering.followed.engine_id,
-            applied=self._steering.followed.number,
+            engine_id=self._newest.applied.engine_id,
+            applied=self._newest.applied.number,
             sender="",
             number=0,
         )
 
     def apply(self, desired: DesiredState) -> None:
-        self._steering.follow(desired, self._resize)
+        self._newest.apply_if_newer(desired, self._resize)
 
     def _resize(self, desired: DesiredState) -> None:
         self._num_slots = desired.capacity_slots

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
+from kvstow.control.acceptance import BypassStatus
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.gate import BypassStatus
 from kvstow.control.state import ControlState
 from kvstow.control.sweep import SLICE_SLOTS
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError

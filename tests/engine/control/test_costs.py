@@ -10,9 +10,9 @@ import pytest
 
 from kvstow.control.arc import ArcPolicy
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.filling import Filling
 from kvstow.control.index import Index
 from kvstow.control.keymap import KeyMap
+from kvstow.control.pendingstores import PendingStores
 from kvstow.control.protections import Protections
 from kvstow.control.sweep import SLICE_SLOTS
 from kvstow.testing.clock import FakeClock
@@ -255,7 +255,7 @@ def test_a_purge_disowns_what_is_being_stored_slice_by_slice(
     ops = [engine.begin_store(make_keys(1500, name), range(1500)).op for name in ("a", "b")]
     sweep = engine.admin.purge(key_prefixes=[b"a", b"b"])
     holding = count_by_holding(engine)
-    count_calls(monkeypatch, Filling, "disown", lambda keys: holding.add(len(keys)))
+    count_calls(monkeypatch, PendingStores, "disown", lambda keys: holding.add(len(keys)))
     sweep.step()
     rank.submit(ops[1])
     rank.run_all()  # part of it becomes visible in the middle of the purge, which finds it later

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.lease import Lease
+from kvstow.control.leases import Lease
 from kvstow.control.state import Settled
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
 from kvstow.messages import Completion

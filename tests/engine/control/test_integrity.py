@@ -48,7 +48,7 @@ def miscount_held_protections(state: ControlState) -> None:
 
 
 def miscount_filling_slots(state: ControlState) -> None:
-    state.index.filling._num_slots += 1
+    state.index.pending_stores._num_slots += 1
 
 
 def add_a_holder_to_a_free_slot(state: ControlState) -> None:

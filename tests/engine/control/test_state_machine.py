@@ -17,18 +17,18 @@ from tests.engine.control.mutants import first_rank_decides, visible_at_submissi
 
 from kvstow.config import EngineConfig
 from kvstow.control import settlement
+from kvstow.control.acceptance import Acceptance
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.gate import Gate
 from kvstow.control.index import Index
-from kvstow.control.lease import Lease, LeaseBook
+from kvstow.control.leases import Lease, LeaseBook
 from kvstow.control.ledger import Ledger, OpenOp, Verdict
 from kvstow.control.ranks import RankTable
 from kvstow.control.slots import SlotMap
 from kvstow.control.state import ControlState, Settled
 from kvstow.control.sweep import Sweep
 from kvstow.errors import ConflictError, LeaseError
+from kvstow.messageorder import NewestDesiredState
 from kvstow.messages import Completion, DesiredState, Mark, Op
-from kvstow.steering import Steering
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, write_blocks
 
@@ -92,7 +92,7 @@ class Traffic(RuleBasedStateMachine):
         self.stores: dict[int, Op] = {}
         self.said: list[tuple[int, str, int, Mark]] = []
         self.sweep: Sweep | None = None
-        self.gate_closed = False
+        self.refusing = False
         self.next_block = 0
 
     # One rule: of several, hypothesis leaves some out of most runs, and without hosts or copies nothing happens.
@@ -208,8 +208,8 @@ class Traffic(RuleBasedStateMachine):
     def operate(self, what: str, pick: int) -> None:
         admin = self.engine.admin
         chain = CHAINS[pick % len(CHAINS)]
-        if self.gate_closed:
-            self.open_gate()
+        if self.refusing:
+            self.resume()
         elif what in ("go on", "resize", "evict", "idle") and self.sweep:
             self.go_on_with_sweep(pick)
         elif what in ("resize", "evict", "idle"):
@@ -225,7 +225,7 @@ class Traffic(RuleBasedStateMachine):
         elif what == "policy":
             admin.set_policy("lru" if pick % 2 else "arc")
         elif what == "gate":
-            self.close_gate(pick)
+            self.refuse(pick)
 
     def begin_sweep(self, what: str, pick: int) -> None:
         """Start bulk work and do one slice of it."""
@@ -266,17 +266,17 @@ class Traffic(RuleBasedStateMachine):
         (self.sweep.step, self.sweep.run, self.sweep.cancel)[pick % 3]()
         self.sweep = None if self.sweep.finished else self.sweep
 
-    def open_gate(self) -> None:
+    def resume(self) -> None:
         self.engine.admin.undrain()
         self.engine.admin.set_bypass(load=False, store=False, ttl_seconds=None)
-        self.gate_closed = False
+        self.refusing = False
 
-    def close_gate(self, pick: int) -> None:
+    def refuse(self, pick: int) -> None:
         if pick % 2:
             self.engine.admin.drain("all" if pick % 4 == 1 else "stop_stores", None)
         else:
             self.engine.admin.set_bypass(load=pick % 4 == 0, store=pick % 4 == 2, ttl_seconds=30.0)
-        self.gate_closed = True
+        self.refusing = True
 
     def purge(self, pick: int) -> None:
         chain = CHAINS[pick % len(CHAINS)]
@@ -422,7 +422,7 @@ def leases_outlive_a_restart(patch: pytest.MonkeyPatch) -> None:
 def lost_blocks_are_served(patch: pytest.MonkeyPatch) -> None:
     """Until they are removed, and they never are."""
     patch.setattr(ControlState, "remove_lost", lambda self: None)
-    patch.setattr(Gate, "rebuilding", property(lambda self: False, lambda self, value: None), raising=False)
+    patch.setattr(Acceptance, "rebuilding", property(lambda self: False, lambda self, value: None), raising=False)
 
 
 def resize_does_not_wait(patch: pytest.MonkeyPatch) -> None:
@@ -438,12 +438,12 @@ def resize_does_not_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def late_desired_states_are_obeyed(patch: pytest.MonkeyPatch) -> None:
-    def obey(self: Steering, desired: DesiredState, put_into_effect: Callable[[DesiredState], None]) -> bool:
+    def obey(self: NewestDesiredState, desired: DesiredState, put_into_effect: Callable[[DesiredState], None]) -> bool:
         put_into_effect(desired)
-        self.followed = desired
+        self.applied = desired
         return True
 
-    patch.setattr(Steering, "follow", obey)
+    patch.setattr(NewestDesiredState, "apply_if_newer", obey)
 
 
 def shrinks_are_forgotten(patch: pytest.MonkeyPatch) -> None:

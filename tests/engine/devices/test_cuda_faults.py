@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from tests.engine.devices.conftest import CudaRank, FakeCuda, FakeStream
 
+from kvstow.dataplane import DataPlane
 from kvstow.devices.cuda import CudaFence
 from kvstow.devices.cuda.context import primary_context
 from kvstow.errors import KvstowError
 from kvstow.messages import Completion, Direction, Op, StepPlan
-from kvstow.worker import OffloadWorker
 
 InstallCuda = Callable[[], FakeCuda]
 
@@ -67,7 +67,7 @@ class Host:
         options = {"strategy": "auto", "threshold_bytes": 2048, "staging_bytes": 11_000}  # two blocks a batch
         self.rank = CudaRank(undo, [4096, 1000], 24, 16, _SLOTS, options)
         undo.pop_all()
-        self.worker = OffloadWorker(0, self.rank.pool, self.rank.device)
+        self.worker = DataPlane(0, self.rank.pool, self.rank.device)
         self._compute = FakeStream(0)
         cuda.streams.append(self._compute)
         self.final: dict[int, Completion] = {}
@@ -170,7 +170,7 @@ def _live_through(cuda: FakeCuda, call: str, number: int) -> None:
 def test_a_call_that_fails_once_hangs_nothing_and_leaves_nothing(
     call: str, how: int | type[Exception], install_cuda: InstallCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.CRITICAL, "kvstow.worker")  # its records' tracebacks would hold on to fences
+    caplog.set_level(logging.CRITICAL, "kvstow.dataplane")  # its records' tracebacks would hold on to fences
     for number in range(_MOST):
         cuda = install_cuda()
         cuda.failures[call] = (number, how)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvstow.dataplane import DataPlane
 from kvstow.memory.chunkmemory import ChunkMemory
 from kvstow.memory.pool import HostPool
 from kvstow.messages import DesiredState, Direction, Op, StepPlan
-from kvstow.worker import OffloadWorker
 
 Eventually = Callable[[Callable[[], object]], None]
 
@@ -23,9 +23,9 @@ def start_copy(cuda: Any, make_cuda_rank: Any, new_fence: Any, eventually: Event
 
     ranks: list[Any] = []  # they keep the KV caches
 
-    def start(direction: Direction) -> OffloadWorker:
+    def start(direction: Direction) -> DataPlane:
         ranks.append(rank := make_cuda_rank(slots=SLOTS))
-        worker = OffloadWorker(0, rank.pool, rank.device)
+        worker = DataPlane(0, rank.pool, rank.device)
         fence, _ = new_fence()
         worker.submit(StepPlan((Op(1, direction, (0,), (SLOTS - 1,)),)), fence)
         eventually(lambda: {"copy", "gather", "scatter"} & {name for stream in cuda.streams for name in stream.names})
@@ -34,7 +34,7 @@ def start_copy(cuda: Any, make_cuda_rank: Any, new_fence: Any, eventually: Event
     return start
 
 
-def _finish(cuda: Any, worker: OffloadWorker) -> str:
+def _finish(cuda: Any, worker: DataPlane) -> str:
     for _ in range(1000):
         cuda.run()
         if worker.wait_completions(0.01):
@@ -44,7 +44,7 @@ def _finish(cuda: Any, worker: OffloadWorker) -> str:
 
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_a_shrink_waits_for_the_copy(
-    cuda: Any, start_copy: Callable[[Direction], OffloadWorker], eventually: Eventually, direction: Direction
+    cuda: Any, start_copy: Callable[[Direction], DataPlane], eventually: Eventually, direction: Direction
 ) -> None:
     worker = start_copy(direction)
     worker.apply(DesiredState("engine", 1, number=1))
@@ -58,7 +58,7 @@ def test_a_shrink_waits_for_the_copy(
 
 def test_without_holds_memory_is_unregistered_under_the_copy(
     cuda: Any,
-    start_copy: Callable[[Direction], OffloadWorker],
+    start_copy: Callable[[Direction], DataPlane],
     eventually: Eventually,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.lease import Lease
+from kvstow.control.leases import Lease
 from kvstow.control.placement import StoreGrant
 from kvstow.control.state import Settled
 from kvstow.devices.base import Fence

@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from tests.vllm.harness.device import SimulatedDevice
 
+from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Device, Fence
 from kvstow.memory.pool import HostPool
 from kvstow.messages import Completion, Mark, StepPlan
-from kvstow.worker import OffloadWorker
 
 _TIMEOUT = 10.0
 
 
-class SteppedWorker(OffloadWorker):
+class SteppedWorker(DataPlane):
     """Completions come to the host in the order in which the device made them, whatever the threads did."""
 
     def __init__(self, rank: int, pool: HostPool, device: Device, **rest: object) -> None:

@@ -14,8 +14,8 @@ import kvstow
 from kvstow.bytesize import format_size
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError, InsufficientMemoryError, KvstowError
+from kvstow.messageorder import ReportSequence
 from kvstow.messages import DesiredState, RankReport
-from kvstow.steering import Sender
 from kvstow_service.agent import AdminAddress, RankAgent
 from kvstow_service.connectors.vllm.events import EventFeed
 from kvstow_service.connectors.vllm.facts import HostFacts, this_node
@@ -236,7 +236,7 @@ class WorkerHost:
         self._node_bytes = require_memory(options, facts)
         self._max_bytes = options.reserved_bytes_of_rank(self._node_bytes)
         self._rendezvous = Rendezvous(facts.engine_id)
-        self._sender = Sender()
+        self._sender = ReportSequence()
         self._kv_caches: Mapping[str, Any] = {}
         self._source: PlaneSource | None = None
         self.side: WorkerSide | None = None
@@ -330,10 +330,10 @@ class WorkerHost:
             return NoDataPlane(facts.rank, slot_bytes, reason, repr(error), self._sender), slot_bytes
 
     def _start(self, plane: DataPlane) -> None:
-        from kvstow.worker import OffloadWorker
+        from kvstow.dataplane import DataPlane
         from kvstow_service.connectors.vllm.plane import wait_until_pinned
 
         waits = not self._options.async_register_cache
         plane.start(at_ease=not waits)  # the rest of vLLM's start took 0.3 to 1.5 s longer beside the full pace
-        if waits and isinstance(plane, OffloadWorker):
+        if waits and isinstance(plane, DataPlane):
             wait_until_pinned(plane.pool)

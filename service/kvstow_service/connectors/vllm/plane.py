@@ -14,14 +14,14 @@ import torch
 
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
+from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Device, Fence
 from kvstow.devices.cpu import CpuDevice, cpu_registrar
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.memory.limits import limits_of
 from kvstow.memory.pool import HostPool
 from kvstow.memory.region import round_up
-from kvstow.steering import Sender
-from kvstow.worker import OffloadWorker
+from kvstow.messageorder import ReportSequence
 from kvstow_service.connectors.vllm.facts import HostFacts
 from kvstow_service.connectors.vllm.geometry import KVGeometry
 from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
@@ -49,8 +49,8 @@ def build_plane(
     max_bytes: int,
     options: ConnectorOptions,
     kv: KVGeometry,
-    sender: Sender | None = None,
-) -> OffloadWorker:
+    sender: ReportSequence | None = None,
+) -> DataPlane:
     """A rank's worker around `kv`; pins nothing yet. Raises a `KvstowError` for what cannot be had, and leaves nothing
     behind then."""
     slot_bytes, device = kv.layout.slot_bytes, kv.tensors[0].device
@@ -65,7 +65,7 @@ def build_plane(
         else:
             raise ConfigError("device of the KV cache", str(device), "cuda or cpu")
         undo.callback(mover.close)
-        worker = OffloadWorker(rank, pool, mover, sender=sender)
+        worker = DataPlane(rank, pool, mover, sender=sender)
         undo.pop_all()
     return worker
 

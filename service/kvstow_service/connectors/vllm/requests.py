@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kvstow.control.lease import Lease
+from kvstow.control.leases import Lease
 from kvstow.keys import make_key
 from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from kvstow.devices.base import Fence
+from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
-from kvstow.steering import Sender, Steering
 from kvstow_service.connectors.vllm.scheduler import PlannedStep
 
 
 class DataPlane(Protocol):
-    """What is used of a rank's `OffloadWorker`."""
+    """What is used of a rank's `DataPlane`."""
 
     @property
     def boot_id(self) -> str: ...
@@ -39,7 +39,7 @@ class DataPlane(Protocol):
     def apply(self, desired: DesiredState) -> None: ...
 
     @property
-    def followed(self) -> DesiredState: ...
+    def applied(self) -> DesiredState: ...
 
     def add_listener(self, callback: Callable[[], None]) -> None: ...
 
@@ -171,7 +171,7 @@ class NoDataPlane:
     """
 
     def __init__(
-        self, rank: int, slot_bytes: int, reason: str | None, error: str | None, sender: Sender | None = None
+        self, rank: int, slot_bytes: int, reason: str | None, error: str | None, sender: ReportSequence | None = None
     ) -> None:
         self.boot_id = secrets.token_hex(8)
         self._report = RankReport(
@@ -188,8 +188,8 @@ class NoDataPlane:
             sender="",
             number=0,
         )
-        self._steering = Steering()
-        self._sender = sender or Sender()
+        self._newest = NewestDesiredState()
+        self._sender = sender or ReportSequence()
         self._lock = threading.Lock()
         self._completions: list[Completion] = []
 
@@ -219,24 +219,24 @@ class NoDataPlane:
         return completions
 
     def report(self) -> RankReport:
-        return self._sender.send(self._look)
+        return self._sender.next_report(self._look)
 
     def _look(self) -> RankReport:
-        followed = self._steering.followed
+        followed = self._newest.applied
         return replace(
             self._report,
             engine_id=followed.engine_id,
             applied=followed.number,
-            stale_desired_states=self._steering.stale,
+            stale_desired_states=self._newest.stale,
         )
 
     def apply(self, desired: DesiredState) -> None:
         """Changes nothing here, but the next data plane begins with it."""
-        self._steering.follow(desired, lambda _: None)
+        self._newest.apply_if_newer(desired, lambda _: None)
 
     @property
-    def followed(self) -> DesiredState:
-        return self._steering.followed
+    def applied(self) -> DesiredState:
+        return self._newest.applied
 
     def add_listener(self, callback: Callable[[], None]) -> None:
         """Nobody waits for what changes in the report."""
@@ -272,7 +272,7 @@ class PlaneSource:
         """Replace the data plane: the rank restarts. The present one has ended (`WorkerSide.close_plane`). The new
         one begins with the current desired state, so that no late answer to the old one can mislead it."""
         with self._switching:
-            followed = self._side.plane.followed
+            followed = self._side.plane.applied
             if followed.engine_id:
                 plane.apply(followed)
             self._side.plane = plane

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.service.connectors.vllm.hostfacts import make_facts
 
+from kvstow.dataplane import DataPlane
 from kvstow.devices.cpu import MlockRegistrar
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
@@ -20,7 +21,6 @@ from kvstow.memory.pool import HostPool
 from kvstow.messages import Completion, Op, StepPlan
 from kvstow.testing.device import FakeDevice
 from kvstow.testing.registrar import FakeRegistrar
-from kvstow.worker import OffloadWorker
 from kvstow_service.connectors.vllm import plane
 from kvstow_service.connectors.vllm.geometry import KVGeometry, kv_geometry
 from kvstow_service.connectors.vllm.options import ConnectorOptions
@@ -53,14 +53,14 @@ def kv() -> tuple[dict[str, torch.Tensor], KVGeometry]:
 
 
 @pytest.fixture
-def worker(kv: tuple[dict[str, torch.Tensor], KVGeometry]) -> Iterator[OffloadWorker]:
+def worker(kv: tuple[dict[str, torch.Tensor], KVGeometry]) -> Iterator[DataPlane]:
     options = ConnectorOptions(lock=False, pin_pause=0.0)
     worker = build_plane(3, 10 * PAGE, 16 * PAGE, options, kv[1])
     yield worker
     worker.close()
 
 
-def finish(worker: OffloadWorker, op: Op) -> Completion:
+def finish(worker: DataPlane, op: Op) -> Completion:
     worker.submit(StepPlan((op,)))
     assert worker.wait_completions(10)
     (completion,) = worker.take_completions()
@@ -68,7 +68,7 @@ def finish(worker: OffloadWorker, op: Op) -> Completion:
 
 
 def test_blocks_of_all_layers_go_to_a_slot_and_come_back(
-    kv: tuple[dict[str, torch.Tensor], KVGeometry], worker: OffloadWorker
+    kv: tuple[dict[str, torch.Tensor], KVGeometry], worker: DataPlane
 ) -> None:
     worker.pool.start()
     wait_until_pinned(worker.pool)
@@ -80,7 +80,7 @@ def test_blocks_of_all_layers_go_to_a_slot_and_come_back(
     }
 
 
-def test_a_plane_takes_no_memory_before_it_is_told_to(worker: OffloadWorker) -> None:
+def test_a_plane_takes_no_memory_before_it_is_told_to(worker: DataPlane) -> None:
     report = worker.report()
     assert (report.rank, report.slot_bytes, report.pinned_slots, report.target_slots) == (3, 2 * PAGE, 0, 5)
     assert worker.pool.max_slots == 8
@@ -125,11 +125,11 @@ def test_a_worker_that_cannot_be_made_leaves_neither_device_nor_pool(
         undo.callback(pool.close)
         return pool, device
 
-    def refuse(*_: object, **__: object) -> OffloadWorker:
+    def refuse(*_: object, **__: object) -> DataPlane:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(plane, path, build)
-    monkeypatch.setattr(plane, "OffloadWorker", refuse)
+    monkeypatch.setattr(plane, "DataPlane", refuse)
     place = SimpleNamespace(device=torch.device(path.removeprefix("_on_")))
     geometry = KVGeometry(kv[1].layout, (place,))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="can't start new thread"):

@@ -63,7 +63,7 @@ class FakePlane:
         self.listeners.append(callback)
 
     @property
-    def followed(self) -> DesiredState:
+    def applied(self) -> DesiredState:
         return self.desired[-1] if self.desired else DesiredState("", 0, number=0)
 
     def close(self, timeout: float = 5.0) -> bool:
@@ -274,7 +274,7 @@ def test_a_rank_without_data_plane_numbers_its_reports_and_keeps_what_is_wanted(
     first, second = plane.report(), plane.report()
     assert (first.number, second.number) == (1, 2)
     assert (second.engine_id, second.applied, second.stale_desired_states) == ("engine", 2, 1)
-    assert plane.followed.number == 2
+    assert plane.applied.number == 2
 
 
 def test_a_rank_without_data_plane_fails_every_op() -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from kvstow.messageorder import NewestDesiredState
 from kvstow.messages import DesiredState
-from kvstow.steering import Steering
 
 
 class Rank:
     def __init__(self) -> None:
-        self.steering = Steering()
+        self.newest = NewestDesiredState()
         self.obeyed: list[int] = []
         self.error: Exception | None = None
 
     def hear(self, number: int, engine: str = "engine") -> bool:
-        return self.steering.follow(DesiredState(engine, 10 * number, number=number), self.obey)
+        return self.newest.apply_if_newer(DesiredState(engine, 10 * number, number=number), self.obey)
 
     def obey(self, desired: DesiredState) -> None:
         if self.error is not None:
@@ -27,7 +27,7 @@ def test_each_newer_state_is_followed_once() -> None:
     rank = Rank()
     assert [rank.hear(number) for number in (1, 1, 3, 2, 3, 4)] == [True, False, True, False, False, True]
     assert rank.obeyed == [10, 30, 40]
-    assert (rank.steering.followed.number, rank.steering.stale) == (4, 1)
+    assert (rank.newest.applied.number, rank.newest.stale) == (4, 1)
 
 
 def test_another_engine_counts_from_the_start_and_one_that_is_over_is_not_obeyed_again() -> None:
@@ -35,7 +35,7 @@ def test_another_engine_counts_from_the_start_and_one_that_is_over_is_not_obeyed
     rank.hear(5)
     assert rank.hear(1, "another")
     assert not rank.hear(6)
-    assert (rank.obeyed, rank.steering.stale) == ([50, 10], 1)
+    assert (rank.obeyed, rank.newest.stale) == ([50, 10], 1)
     assert rank.hear(2, "another")
 
 
@@ -44,6 +44,6 @@ def test_what_could_not_be_put_into_effect_is_tried_again() -> None:
     rank.error = RuntimeError("no such pool")
     with pytest.raises(RuntimeError):
         rank.hear(1)
-    assert rank.steering.followed.number == 0
+    assert rank.newest.applied.number == 0
     rank.error = None
     assert rank.hear(1)

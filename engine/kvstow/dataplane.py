@@ -10,18 +10,18 @@ import secrets
 import time
 from collections.abc import Callable
 
+from kvstow.callbacks import Callbacks
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import Device, Fence
-from kvstow.listeners import Listeners
 from kvstow.memory.pool import HostPool
 from kvstow.memory.status import PoolStatus
+from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
-from kvstow.steering import Sender, Steering
 
-logger = logging.getLogger("kvstow.worker")
+logger = logging.getLogger("kvstow.dataplane")
 
 
-class OffloadWorker:
+class DataPlane:
     """Owns `pool` and `device` and closes both. The host calls `start` when pinning may begin.
 
     Thread-safe.
@@ -33,7 +33,7 @@ class OffloadWorker:
         pool: HostPool,
         device: Device,
         *,
-        sender: Sender | None = None,
+        sender: ReportSequence | None = None,
         max_queued: int = 65536,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -41,16 +41,16 @@ class OffloadWorker:
         self.rank = rank
         self.boot_id = secrets.token_hex(8)
         self.pool = pool
-        self._listeners = Listeners()
-        self._steering = Steering()
-        self._sender = sender or Sender()
+        self._listeners = Callbacks()
+        self._newest = NewestDesiredState()
+        self._sender = sender or ReportSequence()
         self._excess: str | None = None
         self._closed = False
         name = f"kvstow-copy-{rank}"
         self._may_drive = device.capabilities.copies_alone
-        pool.add_listener(self._listeners.tell)
+        pool.add_listener(self._listeners.call)
         # Last: once the thread runs, an error would leave the device with two owners.
-        self._copies = CopyThread(name, device, pool.hold, pool.slot_bytes, max_queued, clock, self._listeners.tell)
+        self._copies = CopyThread(name, device, pool.hold, pool.slot_bytes, max_queued, clock, self._listeners.call)
 
     def start(self, *, at_ease: bool = False) -> None:
         """Pin the pool, in the background; idempotent. `at_ease`: take longer about it, until called without, as a host
@@ -92,21 +92,21 @@ class OffloadWorker:
     def add_listener(self, callback: Callable[[], None]) -> None:
         """Call `callback`, on any thread, after the report has changed otherwise than by traffic. It must neither
         block nor close the worker."""
-        self._listeners.add(callback)
+        self._listeners.register(callback)
 
     def apply(self, desired: DesiredState) -> None:
         """Make the pool follow `desired`, unless it already follows this or a newer one. A capacity above the pool's
         `max_slots` is met as far as possible, and the report says so."""
-        if self._steering.follow(desired, self._put_into_effect):
-            self._listeners.tell()
+        if self._newest.apply_if_newer(desired, self._put_into_effect):
+            self._listeners.call()
 
     @property
-    def followed(self) -> DesiredState:
+    def applied(self) -> DesiredState:
         """The desired state that is in effect."""
-        return self._steering.followed
+        return self._newest.applied
 
     def _put_into_effect(self, desired: DesiredState) -> None:
-        before = self._steering.followed
+        before = self._newest.applied
         wanted, most = desired.capacity_slots, self.pool.max_slots
         excess = f"the capacity is {wanted} slots; max_bytes of this rank's pool allows {most}"
         self._excess = excess if wanted > most else None
@@ -117,10 +117,10 @@ class OffloadWorker:
 
     def report(self) -> RankReport:
         """The current state. Reports are numbered in the order in which they are made, whichever path they take."""
-        return self._sender.send(self._look)
+        return self._sender.next_report(self._look)
 
     def _look(self) -> RankReport:
-        followed = self._steering.followed  # before the slots are counted: a newer one may arrive meanwhile
+        applied = self._newest.applied  # before the slots are counted: a newer one may arrive meanwhile
         pool, copies, failure = self.pool.status(), self._copies.statistics(), self._copies.failure
         reason, error = self._trouble(pool, failure)
         return RankReport(
@@ -153,9 +153,9 @@ class OffloadWorker:
             load_busy_seconds=copies.load_seconds,
             pin_failures=pool.pin_failures,
             numa_bytes={str(node): num_bytes for node, num_bytes in pool.numa_bytes.items()},
-            engine_id=followed.engine_id,
-            applied=followed.number,
-            stale_desired_states=self._steering.stale,
+            engine_id=applied.engine_id,
+            applied=applied.number,
+            stale_desired_states=self._newest.stale,
             sender="",
             number=0,
         )
@@ -170,7 +170,7 @@ class OffloadWorker:
             self.pool.close()
         else:
             logger.error("rank %d: a copy hangs in the device; its pool is not given back", self.rank)
-        self._listeners.tell()
+        self._listeners.call()
         return ended
 
     def _state(self, pool: PoolStatus, failure: str | None) -> RankState:

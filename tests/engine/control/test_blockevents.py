@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from kvstow.control.events import MAX_EVENT_KEYS, EventLog
+from kvstow.control.blockevents import MAX_EVENT_KEYS, BlockEventLog
 
 
 def batch(count: int) -> tuple[bytes, ...]:
@@ -11,7 +11,7 @@ def batch(count: int) -> tuple[bytes, ...]:
 
 
 def test_readers_keep_their_own_place() -> None:
-    log = EventLog(buffer=10, num_slots=lambda: 4)
+    log = BlockEventLog(buffer=10, num_slots=lambda: 4)
     for n in range(4):
         log.add("stored", (bytes([n]),))
     page = log.read(after=0, limit=3)
@@ -22,7 +22,7 @@ def test_readers_keep_their_own_place() -> None:
 
 
 def test_a_reader_that_lags_is_told_how_much_it_lost() -> None:
-    log = EventLog(buffer=2, num_slots=lambda: 4)
+    log = BlockEventLog(buffer=2, num_slots=lambda: 4)
     for n in range(5):
         log.add("removed", (bytes([n]),), "capacity")
     page = log.read(after=1)
@@ -30,14 +30,14 @@ def test_a_reader_that_lags_is_told_how_much_it_lost() -> None:
 
 
 def test_nothing_is_no_event() -> None:
-    log = EventLog(buffer=2, num_slots=lambda: 4)
+    log = BlockEventLog(buffer=2, num_slots=lambda: 4)
     log.add("stored", ())
     assert log.last_sequence == 0
     assert log.read(0) == ([], 0, 0)
 
 
 def test_what_is_kept_follows_the_size_of_the_pool() -> None:
-    log = EventLog(buffer=100, num_slots=lambda: 1000)
+    log = BlockEventLog(buffer=100, num_slots=lambda: 1000)
     for _ in range(50):
         log.add("stored", batch(500))
     assert log.num_keys == 2000
@@ -46,7 +46,7 @@ def test_what_is_kept_follows_the_size_of_the_pool() -> None:
 
 
 def test_a_small_pool_keeps_a_key_for_each_event_of_the_buffer() -> None:
-    log = EventLog(buffer=100, num_slots=lambda: 4)
+    log = BlockEventLog(buffer=100, num_slots=lambda: 4)
     for _ in range(500):
         log.add("stored", batch(1))
     assert log.num_keys == 100
@@ -54,7 +54,7 @@ def test_a_small_pool_keeps_a_key_for_each_event_of_the_buffer() -> None:
 
 def test_what_one_call_drops_is_bounded_when_the_pool_has_shrunk() -> None:
     slots = 100_000
-    log = EventLog(buffer=10_000, num_slots=lambda: slots)
+    log = BlockEventLog(buffer=10_000, num_slots=lambda: slots)
     for _ in range(200):
         log.add("stored", batch(1000))
     slots = 1000
@@ -66,7 +66,7 @@ def test_what_one_call_drops_is_bounded_when_the_pool_has_shrunk() -> None:
 
 
 def test_one_key_events_do_not_keep_the_log_from_its_bound() -> None:
-    log = EventLog(buffer=1000, num_slots=lambda: 1000)
+    log = BlockEventLog(buffer=1000, num_slots=lambda: 1000)
     for _ in range(1000):
         log.add("stored", batch(1))
     for _ in range(10):
@@ -75,7 +75,7 @@ def test_one_key_events_do_not_keep_the_log_from_its_bound() -> None:
 
 
 def test_a_large_batch_becomes_several_events() -> None:
-    log = EventLog(buffer=100, num_slots=lambda: 10_000)
+    log = BlockEventLog(buffer=100, num_slots=lambda: 10_000)
     keys = batch(2 * MAX_EVENT_KEYS + 5)
     log.add("removed", keys, "purge")
     events = log.read(0).events
@@ -85,7 +85,7 @@ def test_a_large_batch_becomes_several_events() -> None:
 
 
 def test_an_event_that_is_not_kept_is_lost() -> None:
-    log = EventLog(buffer=2, num_slots=lambda: 1)
+    log = BlockEventLog(buffer=2, num_slots=lambda: 1)
     for _ in range(3):
         log.add("stored", batch(5))
     assert log.read(0) == ([], 3, 3)
@@ -108,7 +108,7 @@ class Walked(deque):  # type: ignore[type-arg]
 
 
 def test_a_reader_that_is_nearly_current_walks_past_nothing() -> None:
-    log = EventLog(buffer=4096, num_slots=lambda: 4096)
+    log = BlockEventLog(buffer=4096, num_slots=lambda: 4096)
     for _ in range(4096):
         log.add("stored", batch(1))
     log._events = events = Walked(log._events)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Holds:
+class RefCounts:
     """Counts holders per slot, in set operations that run in C (30 ns a slot). Not locked.
 
     `add` and `remove` come in pairs with the same slots; repeats within one call count once.

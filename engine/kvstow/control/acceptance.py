@@ -31,7 +31,7 @@ class DrainStatus:
     leases: int
 
 
-class Gate:
+class Acceptance:
     """Drain and bypass, and what closes the gate from within. Not locked."""
 
     def __init__(self) -> None:
@@ -54,14 +54,14 @@ class Gate:
         left = None if self._bypass_until == inf else self._bypass_until - now
         return BypassStatus(self._bypass_load, self._bypass_store, left)
 
-    def refuses_load(self, now: float) -> Refusal | None:
+    def load_refusal(self, now: float) -> Refusal | None:
         if self.drain_mode == "all" or self.closed:
             return "draining"
         if not self.serving or self.rebuilding:
             return "not_ready"
         return "bypassed" if self._bypass_load and now < self._bypass_until else None
 
-    def refuses_store(self, now: float) -> Refusal | None:
+    def store_refusal(self, now: float) -> Refusal | None:
         if self.drain_mode or self.closed:
             return "draining"
         if not self.serving or self.rebuilding:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from kvstow.dataplane import DataPlane
 from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import PinError
 from kvstow.layout import KVLayout, Region
@@ -18,11 +19,10 @@ from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport,
 from kvstow.testing.device import FakeDevice
 from kvstow.testing.latch import Latch
 from kvstow.testing.registrar import FakeRegistrar
-from kvstow.worker import OffloadWorker
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]
-    MakeWorker = Callable[..., OffloadWorker]
+    MakeWorker = Callable[..., DataPlane]
     Eventually = Callable[[Callable[[], object]], None]
 
 BLOCKS = 8
@@ -32,7 +32,7 @@ def plan(op_id: int, direction: Direction, blocks: tuple[int, ...], slots: tuple
     return StepPlan((Op(op_id, direction, blocks, slots),))
 
 
-def wait_for(worker: OffloadWorker, *op_ids: int) -> dict[int, Completion]:
+def wait_for(worker: DataPlane, *op_ids: int) -> dict[int, Completion]:
     """The final completions of these ops."""
     seen: dict[int, Completion] = {}
     while not seen.keys() >= set(op_ids):
@@ -44,10 +44,10 @@ def wait_for(worker: OffloadWorker, *op_ids: int) -> dict[int, Completion]:
 @pytest.fixture
 def make_worker(make_pool: MakePool, eventually: Eventually) -> Iterator[MakeWorker]:
     """Workers over 16 slots of 4 KiB; not pinned before `pool.start()`, but for a fake device to copy."""
-    workers: list[OffloadWorker] = []
+    workers: list[DataPlane] = []
 
-    def make(pool: HostPool | None = None, device: Any = None, **options: Any) -> OffloadWorker:
-        workers.append(OffloadWorker(len(workers), pool or make_pool(), device or FakeDevice(), **options))
+    def make(pool: HostPool | None = None, device: Any = None, **options: Any) -> DataPlane:
+        workers.append(DataPlane(len(workers), pool or make_pool(), device or FakeDevice(), **options))
         if isinstance(device, FakeDevice):
             workers[-1].pool.start()
             eventually(lambda: workers[-1].pool.pinned_slots == 16)

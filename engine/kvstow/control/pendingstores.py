@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 
-class Filling:
+class PendingStores:
     """Keys being stored, each with its slot. Not locked; each call is O(keys given).
 
     A key can be disowned while its slot is written: then it does not become visible, and may be stored anew

@@ -11,7 +11,7 @@ MAX_EVENT_KEYS = 1024
 """Keys of one event; a larger batch becomes several events."""
 
 
-class Event(NamedTuple):
+class BlockEvent(NamedTuple):
     """Blocks that became visible, or went. `reason` says why they went (empty for stored ones)."""
 
     sequence: int
@@ -20,15 +20,15 @@ class Event(NamedTuple):
     reason: str
 
 
-class EventPage(NamedTuple):
+class BlockEventPage(NamedTuple):
     """Events after a cursor. `lost`: how many events before the first one are no longer kept."""
 
-    events: list[Event]
+    events: list[BlockEvent]
     cursor: int
     lost: int
 
 
-class EventLog:
+class BlockEventLog:
     """The last events, numbered from 1 without gaps. Any thread may write and read; each call is O(keys or events
     given).
 
@@ -41,7 +41,7 @@ class EventLog:
 
     def __init__(self, buffer: int, num_slots: Callable[[], int]) -> None:
         self._buffer, self._num_slots = buffer, num_slots
-        self._events: deque[Event] = deque()
+        self._events: deque[BlockEvent] = deque()
         self._num_keys = 0
         self._sequence = 0
         self._lock = Lock()
@@ -64,7 +64,7 @@ class EventLog:
         with self._lock:
             for batch in batches:
                 self._sequence += 1
-                events.append(Event(self._sequence, kind, batch, reason))
+                events.append(BlockEvent(self._sequence, kind, batch, reason))
             self._num_keys += num_keys
             if self._num_keys > buffer or len(events) > buffer:
                 self._forget(2 * num_keys)
@@ -79,7 +79,7 @@ class EventLog:
             self._num_keys -= num_keys
             budget -= num_keys
 
-    def read(self, after: int, limit: int = 1000) -> EventPage:
+    def read(self, after: int, limit: int = 1000) -> BlockEventPage:
         """Events numbered above `after`, oldest first, at most `limit`. Use `cursor` as the next `after`."""
         with self._lock:
             first = self._sequence - len(self._events) + 1
@@ -87,7 +87,7 @@ class EventLog:
             start = max(0, after + 1 - first)
             end = min(start + limit, len(self._events))
             events = [self._events[at] for at in range(start, end)]  # a deque finds its items from the nearer end
-        return EventPage(events, events[-1].sequence if events else max(after, first - 1), lost)
+        return BlockEventPage(events, events[-1].sequence if events else max(after, first - 1), lost)
 
 
 def _batches(keys: tuple[bytes, ...]) -> list[tuple[bytes, ...]]:

@@ -1,0 +1,26 @@
+"""Functions to call when something has changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+logger = logging.getLogger("kvstow.callbacks")
+
+
+class Callbacks:
+    """Thread-safe. An exception of a callback is logged; the others are still called."""
+
+    def __init__(self) -> None:
+        self._callbacks: tuple[Callable[[], None], ...] = ()
+
+    def register(self, callback: Callable[[], None]) -> None:
+        self._callbacks = (*self._callbacks, callback)
+
+    def call(self) -> None:
+        """Call all of them on this thread."""
+        for callback in self._callbacks:
+            try:
+                callback()
+            except Exception:
+                logger.exception("a callback has failed")
