@@ -1,45 +1,44 @@
-"""What is read off certificates: who one is of, and when it ends."""
+"""The subject of a certificate, and when it ends."""
 
 from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Iterator
-from datetime import UTC, datetime
+from contextlib import suppress
 
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
-_VERSION, _UTC_TIME = 0xA0, 0x17  # tags; a time of another one has four digits of the year
+_NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which `ssl` has no name for
 
 
 def certificates_in(text: str) -> list[str]:
-    """Each certificate of a PEM file, without what else is in it, such as a key."""
+    """The certificates of a PEM file, which may also hold a key."""
     return _PEM.findall(text)
 
 
-def end_of(pem: str) -> float:
-    """When a certificate ends, in seconds since the epoch. What `ssl` tells of those that others show, it does not
-    tell of one's own. Raises no error for one that `ssl` has taken."""
-    ((_, certificate),) = _values(ssl.PEM_cert_to_DER_cert(pem))
-    (_, body), *_ = _values(certificate)
-    _, _, _, validity, *_ = (content for tag, content in _values(body) if tag != _VERSION)  # number, algorithm, issuer
-    _, (tag, end) = _values(validity)
-    form = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
-    return datetime.strptime(end.decode(), form).replace(tzinfo=UTC).timestamp()
+def end_of(server: ssl.SSLContext, pem: str) -> float:
+    """When the certificate `pem`, which `server` presents, ends: in seconds since the epoch. Raises `ssl.SSLError` if
+    no client would accept it as a server's.
 
-
-def _values(der: bytes) -> Iterator[tuple[int, bytes]]:
-    """Tag and content of each of the DER values that follow one another."""
-    while der:
-        tag, length, start = der[0], der[1], 2
-        if length >= 0x80:  # the length has so many bytes of its own
-            start += length - 0x80
-            length = int.from_bytes(der[2:start])
-        yield tag, der[start : start + length]
-        der = der[start + length :]
+    `ssl` tells the date of a peer's certificate only, so this connects to the server in memory (1 ms), as a client
+    that trusts this certificate alone and ignores its dates.
+    """
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.load_verify_locations(cadata=pem)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    connection = client.wrap_bio(to_client, to_server)
+    peer = server.wrap_bio(to_server, to_client, server_side=True)
+    for side in (connection, peer, connection):
+        with suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    certificate = connection.getpeercert()
+    assert certificate is not None
+    return float(ssl.cert_time_to_seconds(str(certificate["notAfter"])))
 
 
 def subject_of(certificate: dict[str, object]) -> str:
-    """Who a verified certificate was made out to: its common name, or all of the subject; in ASCII, in one line."""
+    """The common name of a verified certificate, or else its whole subject: ASCII, without blanks."""
     names = [pair for part in certificate.get("subject", ()) for pair in part]  # type: ignore[attr-defined]
     common = [value for name, value in names if name == "commonName"]
     text = str(common[0]) if common else ",".join(f"{name}={value}" for name, value in names)

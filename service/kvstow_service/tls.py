@@ -48,7 +48,11 @@ class TlsFiles:
         certificates = certificates_in(cert.decode("ascii", "replace"))
         if not certificates:
             raise ConfigError("tls_cert", str(self.cert), "a file with BEGIN CERTIFICATE")
-        return TlsContent(context, "\n".join(certificates), end_of(certificates[0]))
+        try:
+            ends = end_of(context, certificates[0])
+        except ssl.SSLError as error:
+            raise ConfigError("tls_cert", str(self.cert), f"a certificate of a server ({error})") from None
+        return TlsContent(context, "\n".join(certificates), ends)
 
     def stamps(self) -> list[FileStamp | None]:
         """Differ when a file has; None is for one that cannot be read."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ssl
 from datetime import UTC, datetime
 from typing import Any
 
@@ -8,12 +9,17 @@ import trustme
 
 from kvstow_service.certificate import certificates_in, end_of, subject_of
 
+PAST = datetime(2019, 1, 1, tzinfo=UTC)
 
-@pytest.mark.parametrize("year", [2049, 2050, 9999])  # the last that has two digits, and the first that has not
-def test_the_end_of_a_certificate_is_read_off_it(year: int) -> None:
+
+@pytest.mark.parametrize("year", [2020, 2049, 2050, 9999])  # one that has ended; DER writes years from 2050 on in full
+@pytest.mark.parametrize("key", list(trustme.KeyType))
+def test_the_end_of_a_certificate(year: int, key: trustme.KeyType) -> None:
     end = datetime(year, 12, 31, 23, 59, 58, tzinfo=UTC)
-    issued = trustme.CA().issue_cert("another.name", not_after=end)
-    assert end_of(issued.cert_chain_pems[0].bytes().decode()) == end.timestamp()
+    issued = trustme.CA().issue_cert("another.name", not_before=PAST, not_after=end, key_type=key)
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    issued.configure_cert(server)
+    assert end_of(server, issued.cert_chain_pems[0].bytes().decode()) == end.timestamp()
 
 
 def test_keys_and_words_between_certificates_are_left_out() -> None:

@@ -8,14 +8,16 @@ import ssl
 import subprocess
 import sys
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import trustme
-from cryptography.hazmat.primitives import serialization
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -244,6 +246,19 @@ def test_a_key_that_needs_a_password_is_refused_and_none_is_asked_for(
         check=False,
     )
     assert "ConfigError: tls_cert is" in result.stderr
+
+
+def test_a_certificate_for_clients_only_is_refused(tmp_path: Path) -> None:
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    usage, days = x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.CLIENT_AUTH]), timedelta(days=1)
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now, now + days)
+    certificate = builder.add_extension(usage, critical=False).sign(key, hashes.SHA256())
+    form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    pem = key.private_bytes(serialization.Encoding.PEM, form, plain)
+    (tmp_path / "client.pem").write_bytes(pem + certificate.public_bytes(serialization.Encoding.PEM))
+    with pytest.raises(ConfigError, match=r"client\.pem; allowed: a certificate of a server .*purpose"):
+        TlsFiles(tmp_path / "client.pem").read()
 
 
 @pytest.mark.parametrize("broken", ["cert", "key", "client_ca"])
