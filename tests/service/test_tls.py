@@ -257,7 +257,7 @@ def test_a_certificate_for_clients_only_is_refused(tmp_path: Path) -> None:
     form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     pem = key.private_bytes(serialization.Encoding.PEM, form, plain)
     (tmp_path / "client.pem").write_bytes(pem + certificate.public_bytes(serialization.Encoding.PEM))
-    with pytest.raises(ConfigError, match=r"client\.pem; allowed: a certificate of a server .*purpose"):
+    with pytest.raises(ConfigError, match=r"client\.pem'; allowed: a certificate of a server .*purpose"):
         TlsFiles(tmp_path / "client.pem").read()
 
 
