@@ -20,8 +20,8 @@ from bench.kvstow_subject import SLOT_BYTES
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion, Op
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.scheduler import PlannedStep, SchedulerSide
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.schedulerside import PlannedStep, SchedulerSide
 from kvstow_service.replay.simulated import SimulatedWorker
 
 _TOKENS = 16

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError
 from kvstow_api.checks import INFORMATIONAL_CHECKS
-from kvstow_api.hostfacts import HostFacts
+from kvstow_api.hostfacts import VLLMProcess
 
 HealthCheck = Callable[[], str | None]
 """What is wrong, in words; None when nothing is. Called on the event loop: it must not block."""
@@ -53,7 +53,7 @@ class ApiContext:
     readiness_require: tuple[str, ...] = ()
     startup_grace: float = 10.0
     live_checks: Mapping[str, HealthCheck] = field(default_factory=dict)
-    host_facts: Callable[[], HostFacts] | None = None
+    host_facts: Callable[[], VLLMProcess] | None = None
     ready_checks: Mapping[str, HealthCheck] = field(default_factory=dict)
     startup_checks: Mapping[str, HealthCheck] = field(default_factory=dict)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 
-class HostFacts(NamedTuple):
+class VLLMProcess(NamedTuple):
     """Of the process that serves the API. Sizes in bytes; None or empty where a fact cannot be had.
 
     `headroom_bytes` may still be taken before `limit`, named in words, is reached; `reserve_bytes` of it are left to

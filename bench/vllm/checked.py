@@ -18,7 +18,7 @@ import torch
 
 from kvstow.messages import Op
 from kvstow_service.connectors.vllm.connector import KVStowConnector
-from kvstow_service.connectors.vllm.geometry import kv_geometry
+from kvstow_service.connectors.vllm.kvgeometry import kv_geometry
 
 FOLDER = "KVSTOW_BENCH_CHECKS"
 """Environment variable: where each rank writes `RANK.json`, every second."""

@@ -15,7 +15,7 @@ import kvstow
 from kvstow.control.engine import OffloadEngine
 from kvstow.memory.limits import HugePageLimits, MemoryLimits, limits_of
 from kvstow_api.context import ApiContext
-from kvstow_api.hostfacts import HostFacts
+from kvstow_api.hostfacts import VLLMProcess
 from kvstow_api.tokens import is_loopback
 from kvstow_service.sockets import AdminSockets
 from kvstow_service.ticker import Ticker
@@ -64,12 +64,12 @@ def make_context(
     )
 
 
-def measure_host(limits: MemoryLimits | None = None, huge_pages: Path = _HUGE_PAGES) -> HostFacts:
+def measure_host(limits: MemoryLimits | None = None, huge_pages: Path = _HUGE_PAGES) -> VLLMProcess:
     """Reads the kernel's files on each call, in less than a millisecond. `limits` apply to the pools; the default is
     memory in general. `huge_pages` is a parameter for tests."""
     limits = limits or MemoryLimits()
     headroom = limits.headroom()
-    return HostFacts(
+    return VLLMProcess(
         headroom_bytes=None if headroom is None else headroom.num_bytes,
         limit="" if headroom is None else headroom.limit,
         reserve_bytes=limits.reserve_bytes,

@@ -17,11 +17,11 @@ from kvstow.stats import RankStatus, Readiness
 from kvstow.testing.clock import FakeClock
 from kvstow_api.doctor import CHECKS, Evidence, examine
 from kvstow_api.health import Finding, Verdict
-from kvstow_api.hostfacts import HostFacts, RankClocks
+from kvstow_api.hostfacts import RankClocks, VLLMProcess
 from kvstow_api.views.history import SampleView
 
 GIB = 1 << 30
-HOST = HostFacts(headroom_bytes=64 * GIB, limit="64 GiB are left", reserve_bytes=64 << 20, huge_pages="madvise")
+HOST = VLLMProcess(headroom_bytes=64 * GIB, limit="64 GiB are left", reserve_bytes=64 << 20, huge_pages="madvise")
 RANK = RankStatus(
     rank=0,
     boot_id="b",

@@ -20,9 +20,9 @@ from kvstow.errors import ConfigError
 from kvstow.messages import DesiredState
 from kvstow_service.agent import AdminAddress
 from kvstow_service.connectors.vllm import connector, hosting
-from kvstow_service.connectors.vllm.facts import this_node
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankNews
+from kvstow_service.connectors.vllm.vllmprocess import this_node
 
 pytestmark = pytest.mark.vllm
 

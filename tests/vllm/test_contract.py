@@ -140,7 +140,7 @@ EDITS = {
         "vllm.v1.core.kv_cache_utils",
         "def generate_block_hash_extra_keys(\n    request: Request,",
         "def generate_block_hash_extra_keys(\n    config, request: Request,",
-        "it wants the parameter start_mm_idx; events.py calls it",
+        "it wants the parameter start_mm_idx; kvevents.py calls it",
     ),
     "a class method that we call": Edit(
         "vllm.distributed.kv_transfer.kv_connector.factory",

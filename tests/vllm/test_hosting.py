@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 import torch
 from tests.service.connectors.vllm.blockpool import FakeBlockPool
-from tests.service.connectors.vllm.hostfacts import make_facts
+from tests.service.connectors.vllm.processes import make_process
 
 from kvstow.dataplane import DataPlane
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.messages import Completion, DesiredState, Op, StepPlan
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.rank import FakeRank
-from kvstow_service.connectors.vllm import geometry, hosting, plane
-from kvstow_service.connectors.vllm.facts import this_node
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm import hosting, kvgeometry, rankdataplane
 from kvstow_service.connectors.vllm.hosting import SchedulerHost, WorkerHost
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
 from kvstow_service.connectors.vllm.options import ConnectorOptions
-from kvstow_service.connectors.vllm.scheduler import PlannedStep
-from kvstow_service.connectors.vllm.worker import NoDataPlane
+from kvstow_service.connectors.vllm.schedulerside import PlannedStep
+from kvstow_service.connectors.vllm.vllmprocess import this_node
+from kvstow_service.connectors.vllm.workerside import NoDataPlane
 from kvstow_service.embedded import EmbeddedOptions
 
 pytestmark = pytest.mark.vllm
@@ -68,7 +68,7 @@ def admins(monkeypatch: pytest.MonkeyPatch) -> list[FakeAdmin]:
 
 def scheduler_host(options: ConnectorOptions | None = None, **facts: Any) -> SchedulerHost:
     options = options or ConnectorOptions(cpu_bytes_to_use=1000)
-    return SchedulerHost(options, make_facts(**facts), GROUPS, build={"vllm": "1"}, make_events=lambda _: None)
+    return SchedulerHost(options, make_process(**facts), GROUPS, build={"vllm": "1"}, make_events=lambda _: None)
 
 
 # -- the scheduler's half -------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_lazy_stores_are_two_steps_ahead_of_eviction(
     monkeypatch.setattr(hosting, "SchedulerSide", lambda *_, lazy_blocks, **__: made.append(lazy_blocks))
     groups = KVGroups((KVGroup(0, 16, 1), KVGroup(1, 32, 2)), 32)
     options = ConnectorOptions(cpu_bytes_to_use=1000, lazy_offload=lazy)
-    host = SchedulerHost(options, make_facts(max_batched_tokens=1000), groups, build={}, make_events=lambda _: None)
+    host = SchedulerHost(options, make_process(max_batched_tokens=1000), groups, build={}, make_events=lambda _: None)
     host.bind(FakeBlockPool(8))
     host.greet(make_hello(0, 100, 9))
     assert made == [blocks]
@@ -259,7 +259,7 @@ def rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def worker() -> Iterator[WorkerHost]:
     """A rank with room for five slots, which pins when it is told to and makes vLLM wait for it."""
     options = ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False, pin_pause=0.0, async_register_cache=False)
-    host = WorkerHost(options, make_facts(), BLOCKS)
+    host = WorkerHost(options, make_process(), BLOCKS)
     yield host
     host.close()
 
@@ -290,7 +290,7 @@ def test_ranks_of_unlike_slots_all_reach_the_capacity(admins: list[FakeAdmin]) -
     )
     host, workers = (
         scheduler_host(options, num_ranks=2),
-        [WorkerHost(options, make_facts(rank=rank, num_ranks=2), BLOCKS) for rank in (0, 1)],
+        [WorkerHost(options, make_process(rank=rank, num_ranks=2), BLOCKS) for rank in (0, 1)],
     )
     try:
         for worker, pages in zip(workers, (3, 2), strict=True):
@@ -303,7 +303,7 @@ def test_ranks_of_unlike_slots_all_reach_the_capacity(admins: list[FakeAdmin]) -
         for rank, worker in enumerate(workers):
             assert worker.side is not None
             worker.follow({rank: host.engine.report(worker.side.plane.report())})
-            plane.wait_until_pinned(worker.side.plane.pool)  # type: ignore[attr-defined]
+            rankdataplane.wait_until_pinned(worker.side.plane.pool)  # type: ignore[attr-defined]
             host.engine.report(worker.side.plane.report())
         assert (host.engine.readiness().state, host.engine.stats().usable_slots) == ("ready", 2)
     finally:
@@ -324,7 +324,7 @@ def test_pinning_is_at_ease_while_vllm_starts_and_does_not_wait_for_it(
 
     monkeypatch.setattr(DataPlane, "start", note)
     options = ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False, pin_pause=0.0, async_register_cache=not waits)
-    host = WorkerHost(options, make_facts(), BLOCKS)
+    host = WorkerHost(options, make_process(), BLOCKS)
     host.register(kv_caches())
     host.close()
     assert started == [not waits]
@@ -345,7 +345,7 @@ def test_the_data_plane_closes_while_the_agent_is_busy(monkeypatch: pytest.Monke
         looked.set()
 
     monkeypatch.setattr(hosting, "Rendezvous", lambda _: look)
-    host = WorkerHost(ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False), make_facts(), BLOCKS)
+    host = WorkerHost(ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False), make_process(), BLOCKS)
     host.register(kv_caches())
     assert looking.wait(10)
     host.close()
@@ -355,14 +355,14 @@ def test_the_data_plane_closes_while_the_agent_is_busy(monkeypatch: pytest.Monke
 
 def test_a_machine_without_the_memory_refuses_before_anything_is_taken() -> None:
     with pytest.raises(InsufficientMemoryError, match="cannot fit"):
-        WorkerHost(ConnectorOptions(cpu_bytes_to_use=1 << 50), make_facts(), BLOCKS)
+        WorkerHost(ConnectorOptions(cpu_bytes_to_use=1 << 50), make_process(), BLOCKS)
 
 
 @pytest.mark.parametrize(("rank", "recomputes", "lines"), [(0, False, 1), (1, False, 0), (0, True, 0)])
 def test_a_policy_that_fails_requests_is_warned_of_once(
     own_log: None, caplog: pytest.LogCaptureFixture, rank: int, recomputes: bool, lines: int
 ) -> None:
-    WorkerHost(ConnectorOptions(cpu_bytes_to_use=PAGE), make_facts(rank=rank, recomputes=recomputes), BLOCKS)
+    WorkerHost(ConnectorOptions(cpu_bytes_to_use=PAGE), make_process(rank=rank, recomputes=recomputes), BLOCKS)
     assert sum("kv_load_failure_policy" in line for line in caplog.messages) == lines
 
 
@@ -372,7 +372,7 @@ def test_a_rank_whose_data_plane_cannot_be_made_reports_it_and_fails_its_loads(
     def fail(*_: object) -> None:
         raise RuntimeError("no pool today")
 
-    monkeypatch.setattr(plane, "build_plane", fail)
+    monkeypatch.setattr(rankdataplane, "build_plane", fail)
     worker.register(kv_caches())
     assert worker.side is not None
     report = worker.side.plane.report()
@@ -386,7 +386,7 @@ def test_what_the_user_has_to_change_is_raised(worker: WorkerHost, monkeypatch: 
     def refuse(*_: object) -> None:
         raise ConfigError("kv_caches", 1, "2")
 
-    monkeypatch.setattr(geometry, "kv_geometry", refuse)
+    monkeypatch.setattr(kvgeometry, "kv_geometry", refuse)
     with pytest.raises(ConfigError, match="kv_caches"):
         worker.register(kv_caches())
 
@@ -454,7 +454,7 @@ def test_a_rank_that_cannot_wake_up_serves_without_offload(
 
     worker.register(kv_caches())
     worker.suspend()
-    monkeypatch.setattr(geometry, "kv_geometry", fail)
+    monkeypatch.setattr(kvgeometry, "kv_geometry", fail)
     worker.resume()
     assert worker.side is not None
     report = worker.side.plane.report()

@@ -15,7 +15,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.keys import chain_keys
 from kvstow.messages import Completion, Op, RankReport
 from kvstow.testing.clock import FakeClock
-from kvstow_service.connectors.vllm.family import FAMILY, INFO, PREFIX
+from kvstow_service.connectors.vllm.offloadmetrics import FAMILY, INFO, PREFIX
 
 pytestmark = pytest.mark.vllm
 

@@ -27,11 +27,11 @@ CONNECTOR = "kvstow_service.connectors.vllm"
 
 
 def stores_do_not_hold_their_blocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{CONNECTOR}.sources.SourceBlocks.hold", lambda self, op_id, block_ids: None)
+    patch.setattr(f"{CONNECTOR}.gpublocks.SourceBlocks.hold", lambda self, op_id, block_ids: None)
 
 
 def stores_never_let_their_blocks_go(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{CONNECTOR}.sources.SourceBlocks.release", lambda self, op_id: None)
+    patch.setattr(f"{CONNECTOR}.gpublocks.SourceBlocks.release", lambda self, op_id: None)
 
 
 def stores_do_not_wait_for_the_forward(patch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def aborted_loads_are_not_reported(patch: pytest.MonkeyPatch) -> None:
 
 
 def requests_load_again_after_a_failure(patch: pytest.MonkeyPatch) -> None:
-    from kvstow_service.connectors.vllm.scheduler import SchedulerSide
+    from kvstow_service.connectors.vllm.schedulerside import SchedulerSide
 
     find_hit = SchedulerSide.find_hit
 
@@ -113,7 +113,7 @@ def windows_fail_by_block(patch: pytest.MonkeyPatch) -> None:
 
 
 def windows_lack_a_block(patch: pytest.MonkeyPatch) -> None:
-    from kvstow_service.connectors.vllm.groups import KVGroup
+    from kvstow_service.connectors.vllm.kvgroups import KVGroup
 
     first_block = KVGroup.first_block
 
@@ -124,7 +124,7 @@ def windows_lack_a_block(patch: pytest.MonkeyPatch) -> None:
 
 
 def resets_keep_the_keys(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{CONNECTOR}.scheduler.SchedulerSide.reset", lambda self: True)
+    patch.setattr(f"{CONNECTOR}.schedulerside.SchedulerSide.reset", lambda self: True)
 
 
 def dead_boots_are_served(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from kvstow.control.acceptance import BypassStatus, DrainStatus
 from kvstow.messages import DesiredState
 from kvstow.stats import RankStatus, Readiness
 from kvstow_api.health import Verdict
-from kvstow_api.hostfacts import HostFacts
+from kvstow_api.hostfacts import VLLMProcess
 from kvstow_api.views.doctor import FindingView, Severity
 from kvstow_api.views.history import SampleView
 
@@ -26,7 +26,7 @@ class Evidence(NamedTuple):
     bypass: BypassStatus
     samples: Sequence[SampleView]
     clock_offsets: Mapping[int, float]
-    host: HostFacts | None
+    host: VLLMProcess | None
     certificate_seconds_left: float | None
     exposed_files: Mapping[str, str] | None
 

@@ -41,9 +41,9 @@ LEFT_ALONE: dict[str, str] = {
 """Hooks of vLLM's connector that KVStow leaves as they are, and why."""
 
 PROTOCOLS: dict[tuple[str, str], tuple[str, str]] = {
-    ("requests", "Request"): ("vllm.v1.request", "Request"),
-    ("scheduler", "Step"): ("vllm.v1.core.sched.output", "SchedulerOutput"),
-    ("sources", "BlockPool"): ("vllm.v1.core.block_pool", "BlockPool"),
+    ("trackedrequests", "Request"): ("vllm.v1.request", "Request"),
+    ("schedulerside", "Step"): ("vllm.v1.core.sched.output", "SchedulerOutput"),
+    ("gpublocks", "BlockPool"): ("vllm.v1.core.block_pool", "BlockPool"),
 }
 """Our protocols, by module and name, and vLLM's classes that they stand for."""
 

@@ -47,9 +47,9 @@ class Host:
             failure_rate=setup.failure_rate,
             bad_slots=setup.bad_slots,
         )
-        patch.setattr(f"{CONNECTOR}.plane.CpuDevice", device)
-        patch.setattr(f"{CONNECTOR}.plane.fence_of", lambda device: stream.fence)
-        patch.setattr(f"{CONNECTOR}.plane.DataPlane", self._make_worker)
+        patch.setattr(f"{CONNECTOR}.rankdataplane.CpuDevice", device)
+        patch.setattr(f"{CONNECTOR}.rankdataplane.fence_of", lambda device: stream.fence)
+        patch.setattr(f"{CONNECTOR}.rankdataplane.DataPlane", self._make_worker)
         patch.setattr(f"{CONNECTOR}.connector._TELLS_FAILED_REQUESTS", setup.hooks != "0.26")
         patch.setattr(f"{CONNECTOR}.hosting.OffloadEngine", self._make_engine)
         patch.setattr(f"{CONNECTOR}.hosting.SchedulerHost._step_blocks", setup.step_blocks)

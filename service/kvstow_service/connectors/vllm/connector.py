@@ -16,15 +16,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.core.sched import output
 
-from kvstow_service.connectors.vllm.events import event_feed
-from kvstow_service.connectors.vllm.facts import HostFacts, hash_block_tokens
-from kvstow_service.connectors.vllm.groups import kv_groups
 from kvstow_service.connectors.vllm.hosting import SchedulerHost, WorkerHost
+from kvstow_service.connectors.vllm.kvevents import event_feed
+from kvstow_service.connectors.vllm.kvgroups import kv_groups
 from kvstow_service.connectors.vllm.logs import join_vllm_log
 from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankNews
 from kvstow_service.connectors.vllm.metrics import KVStowPromMetrics, KVStowStats
 from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
-from kvstow_service.connectors.vllm.worker import FinishedLoads
+from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, hash_block_tokens
+from kvstow_service.connectors.vllm.workerside import FinishedLoads
 
 if TYPE_CHECKING:
     import torch
@@ -47,12 +47,12 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         join_vllm_log()
         options = ConnectorOptions.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         engine_config = get_current_vllm_config_or_none() or vllm_config  # vLLM sets it for its workers only
-        facts = HostFacts.of(vllm_config, kv_cache_config, engine_config.kv_transfer_config)
+        process = VLLMProcess.of(vllm_config, kv_cache_config, engine_config.kv_transfer_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         groups = kv_groups(
             specs,
             hash_block_tokens(vllm_config, kv_cache_config),
-            facts.context_parallel,
+            process.context_parallel,
             hands_states_over=hasattr(output, "KVConnectorBlockState"),
         )
         if groups.has_states and options.lazy_offload:
@@ -71,13 +71,13 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             self._scheduler = SchedulerHost(
                 options,
-                facts,
+                process,
                 groups,
                 build={"vllm": vllm.__version__},
                 make_events=lambda engine: event_feed(vllm_config, engine, specs),
             )
         else:
-            self._worker = WorkerHost(options, facts, kv_cache_config.num_blocks)
+            self._worker = WorkerHost(options, process, kv_cache_config.num_blocks)
 
     # -- both halves ----------------------------------------------------------------------------------------
 

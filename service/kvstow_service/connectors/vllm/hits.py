@@ -6,9 +6,9 @@ import time
 from itertools import accumulate
 
 from kvstow.control.engine import OffloadEngine
-from kvstow_service.connectors.vllm.family import Observe
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.requests import Hit, TrackedRequest
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.offloadmetrics import Observe
+from kvstow_service.connectors.vllm.trackedrequests import Hit, TrackedRequest
 
 
 class HitFinder:

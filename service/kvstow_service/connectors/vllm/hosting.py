@@ -17,15 +17,15 @@ from kvstow.errors import ConfigError, InsufficientMemoryError, KvstowError
 from kvstow.messageorder import ReportSequence
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.agent import AdminAddress, RankAgent
-from kvstow_service.connectors.vllm.events import EventFeed
-from kvstow_service.connectors.vllm.facts import HostFacts, this_node
-from kvstow_service.connectors.vllm.groups import KVGroups
+from kvstow_service.connectors.vllm.gpublocks import BlockPool
+from kvstow_service.connectors.vllm.kvevents import EventFeed
+from kvstow_service.connectors.vllm.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
 from kvstow_service.connectors.vllm.metrics import StatsFeed
 from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
-from kvstow_service.connectors.vllm.scheduler import STEP_BLOCKS, SchedulerSide
-from kvstow_service.connectors.vllm.sources import BlockPool
-from kvstow_service.connectors.vllm.worker import DataPlane, NoDataPlane, PlaneSource, WorkerSide
+from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS, SchedulerSide
+from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, this_node
+from kvstow_service.connectors.vllm.workerside import DataPlane, NoDataPlane, PlaneSource, WorkerSide
 from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
 from kvstow_service.rendezvous import Rendezvous
 from kvstow_service.tls import TlsFiles
@@ -45,7 +45,7 @@ class SchedulerHost:
     def __init__(
         self,
         options: ConnectorOptions,
-        facts: HostFacts,
+        process: VLLMProcess,
         groups: KVGroups,
         *,
         build: Mapping[str, str],
@@ -57,9 +57,9 @@ class SchedulerHost:
         self.side: SchedulerSide | None = None
         self.engine: OffloadEngine | None = None
         self.admin: EmbeddedAdmin | None = None
-        self._options, self._facts, self._groups = options, facts, groups
+        self._options, self._process, self._groups = options, process, groups
         self._build, self._make_events = build, make_events
-        self._admin_options = _admin_options(options, facts)
+        self._admin_options = _admin_options(options, process)
         self._pool: BlockPool | None = None
         self._hellos: dict[int, RankHello] = {}
         self._desired: dict[int, DesiredState] = {}  # answers to what ranks have reported with their steps
@@ -134,11 +134,11 @@ class SchedulerHost:
             self.engine.close()
 
     def _build_when_known(self) -> None:
-        if self.side is not None or self._pool is None or len(self._hellos) < self._facts.num_ranks:
+        if self.side is not None or self._pool is None or len(self._hellos) < self._process.num_ranks:
             return
         if self._has_failed:  # when ranks were heard of with a step
             return
-        hellos = [self._hellos[rank] for rank in range(self._facts.num_ranks)]
+        hellos = [self._hellos[rank] for rank in range(self._process.num_ranks)]
         sizes = [hello.slot_bytes for hello in hellos]
         self._spans_nodes = {hello.node for hello in hellos} != {this_node()}
         self.engine = OffloadEngine(self._options.engine_config(sizes, self._groups.alignment))
@@ -157,10 +157,10 @@ class SchedulerHost:
         self.admin = EmbeddedAdmin(
             self.engine,
             self._admin_options,
-            identity=self._facts.engine_id,
+            identity=self._process.engine_id,
             mode="vllm",
             max_capacity_slots=self._max_slots(hellos),
-            settings={**self._options.public(), "model": self._facts.model, "engine_id": self._facts.engine_id},
+            settings={**self._options.public(), "model": self._process.model, "engine_id": self._process.engine_id},
             build=self._build,
             node_host=get_ip() if self._spans_nodes else "",
             head_start=_HEAD_START_SECONDS,
@@ -187,14 +187,14 @@ class SchedulerHost:
     @property
     def _blocks_per_step(self) -> int:
         """How many blocks one step can take from the GPU's free queue, or complete."""
-        return sum(-(-self._facts.max_batched_tokens // group.block_tokens) for group in self._groups.groups)
+        return sum(-(-self._process.max_batched_tokens // group.block_tokens) for group in self._groups.groups)
 
     @property
     def _step_blocks(self) -> int:
         return max(STEP_BLOCKS, 2 * self._blocks_per_step)
 
 
-def _admin_options(options: ConnectorOptions, facts: HostFacts) -> EmbeddedOptions:
+def _admin_options(options: ConnectorOptions, process: VLLMProcess) -> EmbeddedOptions:
     """Each data-parallel engine has a port of its own."""
     tls = None
     if options.tls_cert is not None:
@@ -204,7 +204,7 @@ def _admin_options(options: ConnectorOptions, facts: HostFacts) -> EmbeddedOptio
     try:
         return EmbeddedOptions(
             admin_host=options.admin_host,
-            admin_port=options.admin_port + facts.data_parallel_index if options.admin_port else 0,
+            admin_port=options.admin_port + process.data_parallel_index if options.admin_port else 0,
             admin_uds=options.admin_uds,
             token_file=options.token_file,
             viewer_token_file=options.viewer_token_file,
@@ -223,19 +223,19 @@ class WorkerHost:
     reports it, and vLLM serving without offload.
     """
 
-    def __init__(self, options: ConnectorOptions, facts: HostFacts, num_blocks: int) -> None:
+    def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int) -> None:
         """Raises `InsufficientMemoryError`; takes nothing."""
-        from kvstow_service.connectors.vllm.plane import require_memory
+        from kvstow_service.connectors.vllm.rankdataplane import require_memory
 
-        if not facts.recomputes and facts.rank == 0:
+        if not process.recomputes and process.rank == 0:
             logger.warning(
                 "kv_load_failure_policy is 'fail': a request whose load fails ends with an error; with 'recompute' "
                 "it is computed instead"
             )
-        self._options, self._facts, self._num_blocks = options, facts, num_blocks
-        self._node_bytes = require_memory(options, facts)
+        self._options, self._process, self._num_blocks = options, process, num_blocks
+        self._node_bytes = require_memory(options, process)
         self._max_bytes = options.reserved_bytes_of_rank(self._node_bytes)
-        self._rendezvous = Rendezvous(facts.engine_id)
+        self._rendezvous = Rendezvous(process.engine_id)
         self._sender = ReportSequence()
         self._kv_caches: Mapping[str, Any] = {}
         self._source: PlaneSource | None = None
@@ -251,13 +251,13 @@ class WorkerHost:
         self._kv_caches = kv_caches
         plane, slot_bytes = self._build(refusals=(ConfigError, InsufficientMemoryError))
         max_slots = self._max_bytes // slot_bytes
-        self.hello = RankHello(self._facts.rank, slot_bytes, max_slots, this_node(), self._node_bytes)
-        from kvstow_service.connectors.vllm.plane import device_of, fence_of
+        self.hello = RankHello(self._process.rank, slot_bytes, max_slots, this_node(), self._node_bytes)
+        from kvstow_service.connectors.vllm.rankdataplane import device_of, fence_of
 
         fence = fence_of(device_of(kv_caches))
-        self.side = WorkerSide(self._facts.rank, plane, fence=fence, loads_wait=not self._facts.frees_late)
+        self.side = WorkerSide(self._process.rank, plane, fence=fence, loads_wait=not self._process.frees_late)
         self._source = PlaneSource(self.side)
-        self.agent = RankAgent(self._facts.rank, self._source, self._rendezvous)
+        self.agent = RankAgent(self._process.rank, self._source, self._rendezvous)
         self.agent.start()
         self._start(plane)
 
@@ -272,19 +272,19 @@ class WorkerHost:
 
     def follow(self, desired: Mapping[int, DesiredState]) -> None:
         """What the agent would do with the answer to its report."""
-        own = desired.get(self._facts.rank)
+        own = desired.get(self._process.rank)
         if own is None or self._source is None:
             return
         try:
             self._source.apply(own)
         except Exception:  # vLLM's step goes on; the next report is answered again
-            logger.exception("rank %d: what is wanted of it cannot be done", self._facts.rank)
+            logger.exception("rank %d: what is wanted of it cannot be done", self._process.rank)
 
     def suspend(self) -> None:
         """vLLM is about to take its KV cache away."""
         if self.hello is not None:
             slot_bytes = self.hello.slot_bytes
-            self._change(lambda: NoDataPlane(self._facts.rank, slot_bytes, None, None, self._sender))
+            self._change(lambda: NoDataPlane(self._process.rank, slot_bytes, None, None, self._sender))
 
     def resume(self) -> None:
         """The KV cache is back, with nothing in it; the rank starts anew."""
@@ -304,7 +304,7 @@ class WorkerHost:
         if self.side is None or self._source is None:
             return None
         if not self.side.close_plane():
-            logger.error("rank %d: its data plane does not end; vLLM serves without offload", self._facts.rank)
+            logger.error("rank %d: its data plane does not end; vLLM serves without offload", self._process.rank)
             return None
         plane = make()
         self._source.switch(plane)
@@ -312,26 +312,26 @@ class WorkerHost:
 
     def _build(self, refusals: tuple[type[Exception], ...]) -> tuple[DataPlane, int]:
         """(the data plane, or what stands for it; the size of its slots). Raises the `refusals`."""
-        from kvstow_service.connectors.vllm.geometry import kv_geometry
-        from kvstow_service.connectors.vllm.plane import build_plane
+        from kvstow_service.connectors.vllm.kvgeometry import kv_geometry
+        from kvstow_service.connectors.vllm.rankdataplane import build_plane
 
-        facts, slot_bytes = self._facts, self.hello.slot_bytes if self.hello is not None else 1
+        process, slot_bytes = self._process, self.hello.slot_bytes if self.hello is not None else 1
         try:
             geometry = kv_geometry(self._kv_caches, self._num_blocks)
             slot_bytes = geometry.layout.slot_bytes
-            pool_bytes = self._options.bytes_of_rank(facts.num_ranks)
+            pool_bytes = self._options.bytes_of_rank(process.num_ranks)
             most, options = self._max_bytes, self._options
-            return build_plane(facts.rank, pool_bytes, most, options, geometry, self._sender), slot_bytes
+            return build_plane(process.rank, pool_bytes, most, options, geometry, self._sender), slot_bytes
         except refusals:
             raise
         except Exception as error:
-            logger.exception("rank %d has no data plane; vLLM serves without offload", facts.rank)
+            logger.exception("rank %d has no data plane; vLLM serves without offload", process.rank)
             reason = getattr(error, "code", "internal")
-            return NoDataPlane(facts.rank, slot_bytes, reason, repr(error), self._sender), slot_bytes
+            return NoDataPlane(process.rank, slot_bytes, reason, repr(error), self._sender), slot_bytes
 
     def _start(self, plane: DataPlane) -> None:
         from kvstow.dataplane import DataPlane
-        from kvstow_service.connectors.vllm.plane import wait_until_pinned
+        from kvstow_service.connectors.vllm.rankdataplane import wait_until_pinned
 
         waits = not self._options.async_register_cache
         plane.start(at_ease=not waits)  # the rest of vLLM's start took 0.3 to 1.5 s longer beside the full pace

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import LeaseError
 from kvstow.messages import Op
-from kvstow_service.connectors.vllm.groups import KVGroups
-from kvstow_service.connectors.vllm.requests import Hit, TrackedRequest
+from kvstow_service.connectors.vllm.kvgroups import KVGroups
+from kvstow_service.connectors.vllm.trackedrequests import Hit, TrackedRequest
 
 logger = logging.getLogger("kvstow.vllm")
 

@@ -14,12 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstow.messages import Completion, DesiredState, RankReport
 from kvstow_service.agent import AdminAddress
-from kvstow_service.connectors.vllm.scheduler import PlannedStep
+from kvstow_service.connectors.vllm.schedulerside import PlannedStep
 
 
 @dataclass(frozen=True)
 class RankHello(KVConnectorHandshakeMetadata):
-    """What a rank is. `max_slots`: its pool has address space for them. `node`: where it runs (`facts.this_node`);
+    """What a rank is. `max_slots`: how many its address space has room for. `node`: where it runs (`this_node`);
     `node_bytes`: what the pools of all ranks there could have together."""
 
     rank: int

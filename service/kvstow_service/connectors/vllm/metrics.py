@@ -20,7 +20,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvstow.control.engine import OffloadEngine
-from kvstow_service.connectors.vllm.family import FAMILY, INFO, PREFIX, Reading, merge, watched
+from kvstow_service.connectors.vllm.offloadmetrics import FAMILY, INFO, PREFIX, Reading, merge, watched
 
 _PERIOD = 0.1  # seconds
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class KVStowStats(KVConnectorStats):
-    """What changed in the engine's counters. `data` is `family.Changes`: plain values, under names of the family."""
+    """What changed in the engine's counters. `data` is `Changes`: plain values, under names of the family."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}

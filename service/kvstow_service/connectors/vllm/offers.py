@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 from kvstow.keys import make_key
-from kvstow_service.connectors.vllm.groups import KVGroup
+from kvstow_service.connectors.vllm.kvgroups import KVGroup
 
 _GROUP_ID_BYTES = 4  # at the end of a GPU block's hash
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from functools import cached_property
 
-from kvstow_service.connectors.vllm.groups import KVGroup
-from kvstow_service.connectors.vllm.requests import TrackedRequest
+from kvstow_service.connectors.vllm.kvgroups import KVGroup
+from kvstow_service.connectors.vllm.trackedrequests import TrackedRequest
 
 
 class WrittenBlocks:

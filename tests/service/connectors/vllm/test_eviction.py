@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.service.connectors.vllm.vllmhost import FULL, ONE_GROUP, FakeRequest, VllmHost
 
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 
 PROMPT = "abcdefghijklmnopqrstuvwxy"  # 24 tokens can be loaded
 FULL_KINDS = {

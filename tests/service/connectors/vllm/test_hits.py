@@ -12,9 +12,9 @@ from tests.service.connectors.vllm.vllmhost import FULL, ONE_GROUP, FakeRequest,
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.hits import HitFinder
-from kvstow_service.connectors.vllm.requests import TrackedRequest
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.trackedrequests import TrackedRequest
 
 PROMPT = string.ascii_lowercase
 WINDOW = KVGroup(1, 2, 1, window=5)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 from tests.service.connectors.vllm.vllmhost import FULL, ONE_GROUP, FakeRequest, VllmHost, keys_of
 
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 
 WINDOW = KVGroup(1, 2, 1, window=3)
 WITH_WINDOW = KVGroups((FULL, WINDOW), 2)

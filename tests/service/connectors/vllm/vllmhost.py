@@ -18,8 +18,8 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.scheduler import STEP_BLOCKS, PlannedStep, SchedulerSide
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS, PlannedStep, SchedulerSide
 
 HASH_TOKENS = 2
 FULL = KVGroup(0, 2, 1)

@@ -1,14 +1,14 @@
-"""Facts of a vLLM engine of one rank, for tests."""
+"""A vLLM process with one rank, for tests."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvstow_service.connectors.vllm.facts import HostFacts
+from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess
 
 
-def make_facts(**changes: Any) -> HostFacts:
-    facts: dict[str, Any] = {
+def make_process(**changes: Any) -> VLLMProcess:
+    process: dict[str, Any] = {
         "engine_id": "hosting",
         "model": "model",
         "rank": 0,
@@ -19,6 +19,5 @@ def make_facts(**changes: Any) -> HostFacts:
         "max_batched_tokens": 2048,
         "frees_late": False,
         "recomputes": True,
-        "has_kv_events": False,
     }
-    return HostFacts(**(facts | changes))
+    return VLLMProcess(**(process | changes))

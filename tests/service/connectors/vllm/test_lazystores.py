@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.service.connectors.vllm.vllmhost import FULL, FakeRequest, VllmHost, keys_of
 
 from kvstow.messages import Op
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 
 LARGE = KVGroup(1, 6, 3)
 

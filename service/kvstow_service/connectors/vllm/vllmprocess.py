@@ -1,4 +1,4 @@
-"""Facts: what the connector needs to know of a vLLM process, read in one place from its configuration."""
+"""What the connector reads from the configuration of the vLLM process that it runs in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstow.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class HostFacts:
+class VLLMProcess:
     """One vLLM engine, as seen from one of its processes. Sizes in tokens.
 
     `engine_id` is the same in all processes of the engine and no other's. `rank` counts the workers of the engine, over
@@ -29,10 +29,9 @@ class HostFacts:
     max_batched_tokens: int
     frees_late: bool
     recomputes: bool
-    has_kv_events: bool
 
     @classmethod
-    def of(cls, config: Any, kv_cache_config: Any, engine_transfer: Any) -> HostFacts:
+    def of(cls, config: Any, kv_cache_config: Any, engine_transfer: Any) -> VLLMProcess:
         """Read a `VllmConfig` and a `KVCacheConfig`. `engine_transfer`: the `KVTransferConfig` that vLLM's scheduler
         goes by; a child of MultiConnector has one of its own in `config`. Raises `ConfigError` for what KVStow cannot
         work with, and says what would do."""
@@ -59,7 +58,6 @@ class HostFacts:
             max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             frees_late=config.max_concurrent_batches > 1 and engine_transfer.is_kv_consumer and not writes_late,
             recomputes=engine_transfer.kv_load_failure_policy == "recompute",
-            has_kv_events=bool(config.kv_events_config and config.kv_events_config.enable_kv_cache_events),
         )
 
 

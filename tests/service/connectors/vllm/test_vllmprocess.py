@@ -1,4 +1,4 @@
-"""Facts of a vLLM process, and what of its configuration is refused."""
+"""A vLLM process, and what of its configuration is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstow.errors import ConfigError
-from kvstow_service.connectors.vllm.facts import HostFacts, hash_block_tokens, this_node
+from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, hash_block_tokens, this_node
 
 
 def make_config(**changes: Any) -> SimpleNamespace:
@@ -32,7 +32,6 @@ def make_config(**changes: Any) -> SimpleNamespace:
         speculative_config=None,
         max_concurrent_batches=2,
         instance_id="process",
-        kv_events_config=None,
     )
     for name, value in changes.items():
         part, _, field = name.partition("__")
@@ -40,15 +39,15 @@ def make_config(**changes: Any) -> SimpleNamespace:
     return config
 
 
-def facts_of(zeroes: bool = False, engine: dict[str, Any] | None = None, **changes: Any) -> HostFacts:
+def process_of(zeroes: bool = False, engine: dict[str, Any] | None = None, **changes: Any) -> VLLMProcess:
     """`engine`: what vLLM's own `KVTransferConfig` says otherwise."""
     config = make_config(**changes)
     transfer = SimpleNamespace(**vars(config.kv_transfer_config) | (engine or {}))
-    return HostFacts.of(config, SimpleNamespace(needs_kv_cache_zeroing=zeroes), transfer)
+    return VLLMProcess.of(config, SimpleNamespace(needs_kv_cache_zeroing=zeroes), transfer)
 
 
-def test_facts_are_read_from_the_configuration() -> None:
-    assert facts_of() == HostFacts(
+def test_a_process_is_read_from_the_configuration() -> None:
+    assert process_of() == VLLMProcess(
         engine_id="process-engine",
         model="model",
         rank=1,
@@ -59,18 +58,18 @@ def test_facts_are_read_from_the_configuration() -> None:
         max_batched_tokens=2048,
         frees_late=True,
         recomputes=True,
-        has_kv_events=False,
     )
 
 
 def test_ranks_of_later_data_parallel_engines_count_from_zero() -> None:
-    assert facts_of(parallel_config__rank=5).rank == 1
+    assert process_of(parallel_config__rank=5).rank == 1
 
 
 @pytest.mark.parametrize(("uses_ray", "known"), [(False, 1), (True, 1)])
 def test_ranks_that_may_be_on_another_node_are_not_reckoned_with(uses_ray: bool, known: int) -> None:
     local = 2 if uses_ray else 1
-    assert facts_of(parallel_config__local_world_size=local, parallel_config__use_ray=uses_ray).ranks_per_node == known
+    process = process_of(parallel_config__local_world_size=local, parallel_config__use_ray=uses_ray)
+    assert process.ranks_per_node == known
 
 
 def test_a_node_has_one_name() -> None:
@@ -87,12 +86,7 @@ def test_a_node_has_one_name() -> None:
     ],
 )
 def test_loads_may_not_rely_on_late_frees(changes: dict[str, Any]) -> None:
-    assert not facts_of(**changes).frees_late
-
-
-@pytest.mark.parametrize(("enabled", "has"), [(True, True), (False, False)])
-def test_kv_events_are_wanted_where_vllm_sends_them(enabled: bool, has: bool) -> None:
-    assert facts_of(kv_events_config=SimpleNamespace(enable_kv_cache_events=enabled)).has_kv_events is has
+    assert not process_of(**changes).frees_late
 
 
 @pytest.mark.parametrize(
@@ -109,18 +103,22 @@ def test_kv_events_are_wanted_where_vllm_sends_them(enabled: bool, has: bool) ->
 )
 def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        facts_of(**changes)
+        process_of(**changes)
 
 
 def test_one_rank_of_an_external_launcher_has_its_own_scheduler() -> None:
-    facts = facts_of(parallel_config__distributed_executor_backend="external_launcher", parallel_config__world_size=1)
-    assert (facts.rank, facts.num_ranks) == (0, 1)
+    changes: dict[str, Any] = {
+        "parallel_config__distributed_executor_backend": "external_launcher",
+        "parallel_config__world_size": 1,
+    }
+    process = process_of(**changes)
+    assert (process.rank, process.num_ranks) == (0, 1)
 
 
 def test_the_policy_is_that_of_the_engine_and_not_of_a_child_of_multiconnector() -> None:
     engine = {"kv_load_failure_policy": "recompute"}
-    assert facts_of(kv_transfer_config__kv_load_failure_policy="fail", engine=engine).recomputes
-    assert not facts_of(engine={"kv_load_failure_policy": "fail"}).recomputes
+    assert process_of(kv_transfer_config__kv_load_failure_policy="fail", engine=engine).recomputes
+    assert not process_of(engine={"kv_load_failure_policy": "fail"}).recomputes
 
 
 def test_the_tokens_of_a_hash_are_those_that_vllm_has_settled() -> None:

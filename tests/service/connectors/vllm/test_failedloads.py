@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.service.connectors.vllm.vllmhost import FULL, FakeRequest, VllmHost, keys_of
 
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 
 PROMPT = "abcdefghi"  # 8 tokens can be loaded
 SHORT = KVGroups((FULL, KVGroup(1, 2, 1, window=3)), 2)

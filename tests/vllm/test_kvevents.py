@@ -11,8 +11,8 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
 from kvstow.messages import Completion, RankReport
-from kvstow_service.connectors.vllm.events import event_feed
-from kvstow_service.connectors.vllm.groups import KVGroup
+from kvstow_service.connectors.vllm.kvevents import event_feed
+from kvstow_service.connectors.vllm.kvgroups import KVGroup
 
 pytestmark = pytest.mark.vllm
 

@@ -12,9 +12,9 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
 from kvstow.messages import Completion, RankReport
-from kvstow_service.connectors.vllm import events
-from kvstow_service.connectors.vllm.events import EventFeed, Kind, Vocabulary
-from kvstow_service.connectors.vllm.groups import KVGroup
+from kvstow_service.connectors.vllm import kvevents
+from kvstow_service.connectors.vllm.kvevents import EventFeed, Kind, Vocabulary
+from kvstow_service.connectors.vllm.kvgroups import KVGroup
 
 SLOT = 4096
 HASHES = [bytes([i]) * 32 for i in range(1, 13)]
@@ -227,7 +227,7 @@ def test_after_lost_events_a_block_that_is_there_is_told() -> None:
 
 
 def test_a_block_that_was_found_is_not_told_again_by_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "_BATCHES_PER_TAKE", 1)
+    monkeypatch.setattr(kvevents, "_BATCHES_PER_TAKE", 1)
     host = Host(event_buffer=2)
     lose_events(host)
     host.store(0, 1)
@@ -238,7 +238,7 @@ def test_a_block_that_was_found_is_not_told_again_by_the_log(monkeypatch: pytest
 
 
 def test_looking_again_goes_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "_CHECKS_PER_TAKE", 2)
+    monkeypatch.setattr(kvevents, "_CHECKS_PER_TAKE", 2)
     host = Host(event_buffer=2)
     host.store(0, 5)
     host.feed.take()
@@ -278,7 +278,7 @@ def test_nothing_is_kept_of_what_was_told() -> None:
 
 
 def test_descriptions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_PLANNED", 2)
+    monkeypatch.setattr(kvevents, "MAX_PLANNED", 2)
     host = Host()
     host.store(0, 3)
     first, rest = host.feed.take()

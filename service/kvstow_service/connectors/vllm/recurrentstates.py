@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from kvstow_service.connectors.vllm.gpublocks import BlockPool
 from kvstow_service.connectors.vllm.offers import Offer, keys_of
-from kvstow_service.connectors.vllm.sources import BlockPool
 
 
-class StateStores:
+class RecurrentStates:
     """Stores the states that vLLM hands over at block boundaries (vLLM 0.30, `mamba_cache_mode` "align").
 
     vLLM hands a state over with the step that computes it, so it is read one step later; until then it is referenced.

@@ -6,9 +6,9 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from kvstow_service.connectors.vllm.backlog import Backlog
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.offers import Offer, OfferObserver, keys_of
-from kvstow_service.connectors.vllm.requests import TrackedRequest
+from kvstow_service.connectors.vllm.trackedrequests import TrackedRequest
 from kvstow_service.connectors.vllm.written import WrittenBlocks
 
 

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple, Protocol
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion, Op, StepPlan
 from kvstow_service.connectors.vllm.backlog import RetryPause
-from kvstow_service.connectors.vllm.family import Observe
-from kvstow_service.connectors.vllm.groups import KVGroups
+from kvstow_service.connectors.vllm.eagerstores import EagerStores
+from kvstow_service.connectors.vllm.failedloads import Rewinds
+from kvstow_service.connectors.vllm.gpublocks import BlockPool, SourceBlocks
 from kvstow_service.connectors.vllm.hits import HitFinder
-from kvstow_service.connectors.vllm.lazy import LazyStores
+from kvstow_service.connectors.vllm.kvgroups import KVGroups
+from kvstow_service.connectors.vllm.lazystores import LazyStores
 from kvstow_service.connectors.vllm.loads import Loads
 from kvstow_service.connectors.vllm.offers import Offer, OfferObserver
-from kvstow_service.connectors.vllm.requests import Request, TrackedRequest
-from kvstow_service.connectors.vllm.rewinds import Rewinds
-from kvstow_service.connectors.vllm.sources import BlockPool, SourceBlocks
-from kvstow_service.connectors.vllm.states import StateStores
-from kvstow_service.connectors.vllm.stores import EagerStores
+from kvstow_service.connectors.vllm.offloadmetrics import Observe
+from kvstow_service.connectors.vllm.recurrentstates import RecurrentStates
+from kvstow_service.connectors.vllm.trackedrequests import Request, TrackedRequest
 from kvstow_service.connectors.vllm.written import WrittenBlocks
 
 STEP_BLOCKS = 1024
@@ -98,7 +98,7 @@ class SchedulerSide:
             self._finder = EagerStores(groups, pool.blocks, observer, step_blocks)
         else:
             self._finder = LazyStores(engine, pool, lazy_blocks, step_blocks)
-        self._states = StateStores(pool) if groups.has_states else None
+        self._states = RecurrentStates(pool) if groups.has_states else None
         self._observer, self._observe, self._step_blocks = observer, observe, step_blocks
         self._pause = RetryPause()
         self._planned_stores: list[Op] = []
@@ -228,7 +228,7 @@ class SchedulerSide:
         handed_over = step.kv_connector_block_state.boundary_state_offloads
         return [block_id for states in handed_over.values() for _, block_id, _ in states]
 
-    def _follow_states(self, states: StateStores, step: Any) -> None:
+    def _follow_states(self, states: RecurrentStates, step: Any) -> None:
         states.take_computed(self._store)
         if step.kv_connector_block_state is not None:
             gone = {*(step.preempted_req_ids or ()), *step.finished_req_ids}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.service.connectors.vllm.hostfacts import make_facts
+from tests.service.connectors.vllm.processes import make_process
 
 from kvstow.dataplane import DataPlane
 from kvstow.devices.cpu import MlockRegistrar
@@ -21,10 +21,16 @@ from kvstow.memory.pool import HostPool
 from kvstow.messages import Completion, Op, StepPlan
 from kvstow.testing.device import FakeDevice
 from kvstow.testing.registrar import FakeRegistrar
-from kvstow_service.connectors.vllm import plane
-from kvstow_service.connectors.vllm.geometry import KVGeometry, kv_geometry
+from kvstow_service.connectors.vllm import rankdataplane
+from kvstow_service.connectors.vllm.kvgeometry import KVGeometry, kv_geometry
 from kvstow_service.connectors.vllm.options import ConnectorOptions
-from kvstow_service.connectors.vllm.plane import build_plane, device_of, fence_of, require_memory, wait_until_pinned
+from kvstow_service.connectors.vllm.rankdataplane import (
+    build_plane,
+    device_of,
+    fence_of,
+    require_memory,
+    wait_until_pinned,
+)
 
 BLOCKS, PAGE = 4, 4096
 
@@ -40,7 +46,7 @@ def available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "advised": MemoryLimits(meminfo, tmp_path / "none", tmp_path),
         "reserved": HugePageLimits(meminfo, tmp_path / "none", tmp_path, tmp_path),
     }
-    monkeypatch.setattr(plane, "limits_of", limits.__getitem__)
+    monkeypatch.setattr(rankdataplane, "limits_of", limits.__getitem__)
     return meminfo
 
 
@@ -106,7 +112,7 @@ def test_a_plane_that_cannot_be_built_leaves_nothing_behind(
         pools.append(pool)
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(plane, "CpuDevice", refuse)
+    monkeypatch.setattr(rankdataplane, "CpuDevice", refuse)
     with pytest.raises(RuntimeError, match="no device"):
         build_plane(0, 10 * PAGE, 0, ConnectorOptions(lock=False), kv[1])
     assert pools[0].status().state == "closed"
@@ -128,8 +134,8 @@ def test_a_worker_that_cannot_be_made_leaves_neither_device_nor_pool(
     def refuse(*_: object, **__: object) -> DataPlane:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(plane, path, build)
-    monkeypatch.setattr(plane, "DataPlane", refuse)
+    monkeypatch.setattr(rankdataplane, path, build)
+    monkeypatch.setattr(rankdataplane, "DataPlane", refuse)
     place = SimpleNamespace(device=torch.device(path.removeprefix("_on_")))
     geometry = KVGeometry(kv[1].layout, (place,))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -186,32 +192,32 @@ def test_waiting_ends_where_the_pool_stops_growing(kv: tuple[dict[str, torch.Ten
 @pytest.mark.usefixtures("available")
 def test_pools_of_a_node_that_fit_together_may_have_all_that_it_can_give() -> None:
     options = ConnectorOptions(cpu_bytes_to_use=1 << 29)
-    assert require_memory(options, make_facts(num_ranks=2, ranks_per_node=2)) == 1 << 30
-    assert require_memory(options, make_facts(num_ranks=4, ranks_per_node=2)) == 1 << 30
+    assert require_memory(options, make_process(num_ranks=2, ranks_per_node=2)) == 1 << 30
+    assert require_memory(options, make_process(num_ranks=4, ranks_per_node=2)) == 1 << 30
 
 
 @pytest.mark.usefixtures("available")
 def test_pools_of_a_node_that_do_not_fit_together_are_refused() -> None:
     options = ConnectorOptions(cpu_bytes_to_use_per_rank=600 << 20)
-    assert require_memory(options, make_facts(num_ranks=1, ranks_per_node=1)) == 1 << 30
+    assert require_memory(options, make_process(num_ranks=1, ranks_per_node=1)) == 1 << 30
     with pytest.raises(InsufficientMemoryError, match="2 x 600 MiB of pool cannot fit"):
-        require_memory(options, make_facts(num_ranks=2, ranks_per_node=2))
-    assert require_memory(options, make_facts(num_ranks=2, ranks_per_node=1)) == 1 << 30
+        require_memory(options, make_process(num_ranks=2, ranks_per_node=2))
+    assert require_memory(options, make_process(num_ranks=2, ranks_per_node=1)) == 1 << 30
 
 
 @pytest.mark.usefixtures("available")
 def test_pools_of_a_node_share_its_reserved_huge_pages() -> None:
-    facts = make_facts(num_ranks=2, ranks_per_node=2)
+    process = make_process(num_ranks=2, ranks_per_node=2)
     options = ConnectorOptions(cpu_bytes_to_use_per_rank=7 << 20, huge_pages="reserved")
-    assert require_memory(options, facts) == 16 << 20
+    assert require_memory(options, process) == 16 << 20
     options = ConnectorOptions(cpu_bytes_to_use_per_rank=9 << 20, huge_pages="reserved")
     with pytest.raises(InsufficientMemoryError, match="2 x 9 MiB of pool cannot fit: 20 MiB are needed in reserved"):
-        require_memory(options, facts)
+        require_memory(options, process)
 
 
 def test_where_no_limit_can_be_read_nothing_is_known_to_be_left(available: Path) -> None:
     available.unlink()
-    assert require_memory(ConnectorOptions(cpu_bytes_to_use=1000), make_facts()) == 0
+    assert require_memory(ConnectorOptions(cpu_bytes_to_use=1000), make_process()) == 0
 
 
 def test_a_rank_with_large_slots_begins_with_one_where_its_equal_share_is_less(

@@ -6,8 +6,8 @@ import pytest
 from tests.service.connectors.vllm.vllmhost import FULL, FakeRequest, VllmHost, keys_of
 
 from kvstow.messages import Mark
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.scheduler import PlannedStep
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.schedulerside import PlannedStep
 
 PROMPT = "abcdefgh"
 WINDOW = KVGroup(1, 2, 1, window=3)

@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from kvstow.control.engine import OffloadEngine
-from kvstow_service.connectors.vllm.groups import KVGroup
+from kvstow_service.connectors.vllm.kvgroups import KVGroup
 
 logger = logging.getLogger(__name__)
 

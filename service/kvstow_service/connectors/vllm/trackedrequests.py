@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from kvstow.control.leases import Lease
 from kvstow.keys import make_key
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 
 
 class Request(Protocol):

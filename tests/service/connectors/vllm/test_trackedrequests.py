@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.service.connectors.vllm.vllmhost import FULL, FakeRequest, hashes_of, keys_of
 
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.requests import TrackedRequest
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.trackedrequests import TrackedRequest
 
 LARGE = KVGroup(1, 6, 3)
 GROUPS = KVGroups((FULL, LARGE), 6)

@@ -12,7 +12,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.keys import chain_keys
 from kvstow.messages import Completion, Op, RankReport
 from kvstow.testing.clock import FakeClock
-from kvstow_service.connectors.vllm.family import INFO, Changes, Reading, merge, watched
+from kvstow_service.connectors.vllm.offloadmetrics import INFO, Changes, Reading, merge, watched
 
 SLOT = 1 << 20
 KEYS = list(chain_keys([bytes([i]) for i in range(16)]))

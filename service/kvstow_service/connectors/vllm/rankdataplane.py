@@ -22,21 +22,21 @@ from kvstow.memory.limits import limits_of
 from kvstow.memory.pool import HostPool
 from kvstow.memory.region import round_up
 from kvstow.messageorder import ReportSequence
-from kvstow_service.connectors.vllm.facts import HostFacts
-from kvstow_service.connectors.vllm.geometry import KVGeometry
+from kvstow_service.connectors.vllm.kvgeometry import KVGeometry
 from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
+from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess
 
 
-def require_memory(options: ConnectorOptions, facts: HostFacts) -> int:
+def require_memory(options: ConnectorOptions, process: VLLMProcess) -> int:
     """Bytes that the pools of this node's ranks could have together; 0 where no limit can be read. Raises
     `InsufficientMemoryError` if they do not fit. Call it before any of them has begun to pin."""
     limits = limits_of(options.huge_pages)
     shortage = limits.shortage(
-        round_up(options.bytes_of_rank(facts.num_ranks), limits.page_bytes) * facts.ranks_per_node
+        round_up(options.bytes_of_rank(process.num_ranks), limits.page_bytes) * process.ranks_per_node
     )
     if shortage is not None:
         raise InsufficientMemoryError(
-            f"{facts.ranks_per_node} x {format_size(options.bytes_of_rank(facts.num_ranks))} of pool cannot fit: "
+            f"{process.ranks_per_node} x {format_size(options.bytes_of_rank(process.num_ranks))} of pool cannot fit: "
             f"{shortage.message}"
         )
     headroom = limits.headroom()

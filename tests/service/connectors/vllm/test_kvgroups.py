@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow.errors import ConfigError
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups, kv_groups
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups, kv_groups
 
 
 @dataclass

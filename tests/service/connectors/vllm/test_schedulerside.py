@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.service.connectors.vllm.vllmhost import FULL, ONE_GROUP, Cached, FakeRequest, Output, VllmHost, keys_of
 
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 
 PROMPT = "abcdefghi"  # 8 tokens can be loaded
 WITH_WINDOW = KVGroups((FULL, KVGroup(1, 2, 1, window=3)), 2)

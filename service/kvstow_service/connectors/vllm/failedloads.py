@@ -6,8 +6,8 @@ import logging
 from collections.abc import Collection, Mapping
 
 from kvstow.control.engine import OffloadEngine
-from kvstow_service.connectors.vllm.groups import KVGroups
-from kvstow_service.connectors.vllm.requests import TrackedRequest
+from kvstow_service.connectors.vllm.kvgroups import KVGroups
+from kvstow_service.connectors.vllm.trackedrequests import TrackedRequest
 
 logger = logging.getLogger("kvstow.vllm")
 

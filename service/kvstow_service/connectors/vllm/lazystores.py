@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstow.control.engine import OffloadEngine
+from kvstow_service.connectors.vllm.gpublocks import BlockPool
 from kvstow_service.connectors.vllm.offers import Offer, keys_of
-from kvstow_service.connectors.vllm.sources import BlockPool
 
 
 class LazyStores:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.service.connectors.vllm.blockpool import FakeBlockPool
 
-from kvstow_service.connectors.vllm.sources import SourceBlocks
+from kvstow_service.connectors.vllm.gpublocks import SourceBlocks
 
 
 def test_a_held_block_is_not_handed_out() -> None:

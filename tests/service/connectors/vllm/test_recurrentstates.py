@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from tests.service.connectors.vllm.vllmhost import FULL, Cached, FakeRequest, Output, VllmHost, gpu_hashes, keys_of
 
-from kvstow_service.connectors.vllm.groups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 
 STATE = KVGroup(1, 4, 2, is_state=True)
 GROUPS = KVGroups((FULL, STATE), 4)
