@@ -9,7 +9,7 @@ from kvstow.bytesize import format_size
 from kvstow.control.acceptance import BypassStatus, DrainStatus
 from kvstow.stats import RankStatus
 from kvstow.stats import TransferView as TransferStatus
-from kvstow_api.figures import counted, duration, percent, rate
+from kvstow_api.numberformat import counted, duration, percent, rate
 from kvstow_api.views.gate import BypassView, DrainView
 from kvstow_api.views.history import NowView
 from kvstow_api.views.ranks import RankView

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from kvstow.bytesize import format_size
 from kvstow.stats import SLOT_STATES, EngineStats, RankStatus, SlotState
-from kvstow_api.figures import duration, percent, rate
 from kvstow_api.health import Finding
+from kvstow_api.numberformat import duration, percent, rate
 from kvstow_api.page.chart import Chart, polylines
 from kvstow_api.series import METRICS, lines_of
 from kvstow_api.services import Services

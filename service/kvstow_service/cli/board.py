@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvstow.bytesize import format_size
 from kvstow.stats import SLOT_STATES
-from kvstow_api.figures import counted, duration, percent, rate
+from kvstow_api.numberformat import counted, duration, percent, rate
 from kvstow_api.series import METRICS, lines_of
 from kvstow_api.views.ranks import ReadinessView
 from kvstow_api.words import (
@@ -24,7 +24,7 @@ from kvstow_api.words import (
     rank_trouble,
     transfer_wait,
 )
-from kvstow_service.cli.figures import STATE_STYLES
+from kvstow_service.cli.output import STATE_STYLES
 from kvstow_service.cli.snapshot import Snapshot
 from kvstow_service.cli.sparkline import sparkline
 

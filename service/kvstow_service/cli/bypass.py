@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kvstow_api.figures import duration
+from kvstow_api.numberformat import duration
 from kvstow_service.cli.asking import dry_run_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.output import Format, emit, format_flag, print_table

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvstow_api.figures import counted
+from kvstow_api.numberformat import counted
 from kvstow_service.cli.asking import ask, dry_run_flag, yes_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.details import details_of

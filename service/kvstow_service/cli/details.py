@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from kvstow_api.figures import duration
+from kvstow_api.numberformat import duration, field_text
 from kvstow_api.views.stats import HistogramView, StatsView
-from kvstow_service.cli.figures import figure
 
 _UNIT = re.compile(r"_(bytes_per_second|seconds|bytes)(?=_left$|$)")
 
@@ -38,7 +37,7 @@ def entry_of(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]
             yield label, ""
             yield from details_of(value, depth + 1)
         case _:
-            yield label, "-" if value == {} else figure(name, value)
+            yield label, "-" if value == {} else field_text(name, value)
 
 
 def _fields(view: Any) -> Iterator[tuple[str, Any]]:
@@ -55,4 +54,4 @@ def _summary(name: str, histogram: HistogramView) -> str:
     if not histogram.count:
         return "none"
     mean = histogram.sum / histogram.count
-    return f"{histogram.count:,}, mean {figure(name, mean) if 'bytes' in name else duration(mean)}"
+    return f"{histogram.count:,}, mean {field_text(name, mean) if 'bytes' in name else duration(mean)}"

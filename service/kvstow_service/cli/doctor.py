@@ -6,11 +6,10 @@ from typing import Any
 
 import click
 
-from kvstow_api.figures import counted
+from kvstow_api.numberformat import counted
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.exits import ExitCode
-from kvstow_service.cli.figures import STATE_STYLES
-from kvstow_service.cli.output import Format, console, emit, format_flag
+from kvstow_service.cli.output import STATE_STYLES, Format, console, emit, format_flag
 
 
 @click.command()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstow_api.numberformat import moment
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.figures import moment
 from kvstow_service.cli.output import Format, format_flag
 
 if TYPE_CHECKING:

@@ -11,14 +11,28 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import click
 
-from kvstow_service.cli.figures import STATE_STYLES
-
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kvstow_api.views.base import View
 
 Format = Literal["table", "wide", "json", "yaml"]
+
+STATE_STYLES = {
+    "ready": "green",
+    "succeeded": "green",
+    "pinning": "cyan",
+    "running": "cyan",
+    "starting": "cyan",
+    "draining": "yellow",
+    "degraded": "yellow",
+    "warning": "yellow",
+    "stuck": "red",
+    "failed": "red",
+    "error": "red",
+    "stopped": "red",
+}
+"""Colours of the names of states, on a terminal."""
 
 _PIPE_WIDTH = 1000  # no line is folded that another program is to read
 

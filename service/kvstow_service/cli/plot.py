@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstow.bytesize import format_size
-from kvstow_api.figures import ABSENT, percent, rate
+from kvstow_api.numberformat import ABSENT, percent, rate
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.exits import CommandError
 from kvstow_service.cli.output import Format, console, emit, format_flag

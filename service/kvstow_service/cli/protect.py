@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from kvstow_api.figures import counted
+from kvstow_api.numberformat import counted
 from kvstow_service.cli.asking import dry_run_flag, keys_of, presence
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.exits import CommandError, ExitCode

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstow.bytesize import format_size
-from kvstow_api.figures import counted
+from kvstow_api.numberformat import counted
 from kvstow_service.cli.asking import ask
 from kvstow_service.cli.connection import Connection
 from kvstow_service.cli.output import Format, emit

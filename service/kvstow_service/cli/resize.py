@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstow.bytesize import format_size
-from kvstow_api.figures import counted
+from kvstow_api.numberformat import counted
 from kvstow_service.cli.asking import ask, dry_run_flag, yes_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.exits import CommandError, ExitCode

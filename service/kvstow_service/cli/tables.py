@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstow.bytesize import format_size
-from kvstow_api.figures import ABSENT, duration, percent, rate
+from kvstow_api.numberformat import ABSENT, duration, field_text, moment, percent, rate
 from kvstow_api.views.blocks import BlockView
 from kvstow_api.views.config import LogLevelView
 from kvstow_api.views.gate import BypassView, DrainView
@@ -11,13 +11,12 @@ from kvstow_api.views.operations import OperationView
 from kvstow_api.views.pools import PoolView
 from kvstow_api.views.ranks import RankView, ReadinessView
 from kvstow_api.words import waits_for
-from kvstow_service.cli.figures import figure, moment
 from kvstow_service.cli.output import Column
 
 
 def _field(title: str, name: str, *, wide: bool = False) -> Column:
     """A field as it is."""
-    return Column(title, lambda item: figure(name, getattr(item, name)), wide)
+    return Column(title, lambda item: field_text(name, getattr(item, name)), wide)
 
 
 def _error(item: RankView) -> str:

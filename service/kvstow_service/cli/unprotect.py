@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kvstow_api.figures import counted
+from kvstow_api.numberformat import counted
 from kvstow_service.cli.asking import ask, dry_run_flag, keys_of, presence, yes_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.output import Format, emit, format_flag
