@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from kvstow.devices.base import Device, Fence, TicketState
+from kvstow.devices.base import Device, Fence, TicketState, begin_load
 from kvstow.errors import CopyError, DataPlaneFailedError
 from kvstow.memory.pool import Hold
 from kvstow.messages import Completion, Direction, Op
@@ -207,13 +207,14 @@ class CopyThread:
 
     def _begin(self, copy: RunningOp) -> Completion | None:
         if copy.ticket is None:
+            op, after = copy.op, copy.queued.after
             copy.queue_seconds = self._clock() - copy.queued.submitted
-            op, begin = copy.op, self._device.begin_load
-            if op.direction == "store":
-                begin = self._device.begin_store
             try:
                 copy.hold = self._hold(max(op.slots, default=-1) + 1)
-                copy.ticket = begin(op.op_id, op.blocks, op.slots, copy.queued.after)
+                if op.direction == "store":
+                    copy.ticket = self._device.begin_store(op.op_id, op.blocks, op.slots, after)
+                else:
+                    copy.ticket = begin_load(self._device, op.op_id, op.blocks, op.slots, after)
             except Exception as error:  # noqa: BLE001 - the failure of one op, reported by its completion
                 return _failed(op, error)
         return None

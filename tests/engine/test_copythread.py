@@ -84,6 +84,17 @@ def test_an_op_that_does_not_begin_holds_nothing(harness: Harness) -> None:
     assert harness.held == []
 
 
+def test_a_load_that_cannot_be_launched_is_closed_and_the_next_one_runs(harness: Harness) -> None:
+    harness.device.begin_error = CopyError("no")
+    harness.submit(7, direction="load")
+    assert harness.completions(1)[0].mark == "failed"
+    assert (harness.device.prepared, harness.held) == ({}, [])
+    harness.submit(8, direction="load")
+    harness.device.ticket(8).finish()
+    assert harness.completions(1)[0].mark == "done"
+    assert harness.device.prepared == {}
+
+
 def test_a_store_that_is_done_at_once_says_only_that(harness: Harness) -> None:
     harness.submit(1, 2)
     for op_id in (1, 2):

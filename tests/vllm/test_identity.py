@@ -59,12 +59,12 @@ class Gate:
         self._has_come = False
         original = getattr(cpu.CpuDevice, method)
 
-        def begin(device: cpu.CpuDevice, op_id: int, *what: Any) -> object:
+        def begin(device: cpu.CpuDevice, op: object, *what: Any) -> object:
             *others, after = what
             if not self._has_come:
                 self._has_come = True
                 after = _Both(self.latch, after)
-            return original(device, op_id, *others, after)
+            return original(device, op, *others, after)
 
         patch.setattr(cpu.CpuDevice, method, begin)
 
@@ -88,7 +88,7 @@ class _Both:
 
 @pytest.fixture
 def held_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(monkeypatch, "begin_load")
+    gate = Gate(monkeypatch, "launch_load")
     yield gate
     gate.latch.open()
 

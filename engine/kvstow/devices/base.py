@@ -1,16 +1,20 @@
-"""The device protocol: what a data plane offers, whatever moves the bytes (CPU, CUDA, later JAX).
+"""The device protocol: what a data plane needs from whatever moves the bytes (CPU, CUDA, later JAX).
 
-Threads. `begin_store`, `begin_load`, `advance` and every `Ticket.poll` are called by one thread at a time: the
-worker's copy thread, or the host's where the device copies alone. A `Fence` is made by the host on any thread.
+Threads. All calls of a device and of its tickets are made by one thread at a time: the copy thread, or the host's
+thread where the device copies without help. The host makes a `Fence` on any thread.
 
-Ordering. A store reads its blocks only after the compute work that `after` names. A load may fetch the bytes of its
-slots at once; it writes its blocks only after `after`. No compute work ever waits for a store.
+Ordering. A store reads its blocks only after the compute work that `after` names. A load may read its slots at once;
+it writes its blocks only after `after`. Compute work never waits for a store.
 
-Slots. From `begin_store` or `begin_load` to the ticket's final state the slots belong to the op: the control plane does
-not reuse them, and the caller holds their memory (`HostPool.hold`).
+Slots. From `begin_store` or `prepare_load` to the final state of the ticket, or until the prepared load is closed, the
+slots belong to the op: the control plane does not reuse them, and the caller holds their memory (`HostPool.hold`).
 
-Errors. The failure of one op is in its ticket. `advance` raises if the device can no longer tell what is under way:
-its caller closes the device, and only then have the ops ended.
+Loads. They take two calls, because JAX launches work on another thread than it stages on, and because a load layer by
+layer is prepared once. A prepared load has nothing that another op may need, so one that is never launched cannot
+hold up others.
+
+Errors. The failure of one op is in its ticket. `advance` raises if the device no longer knows what is under way: then
+the caller closes the device, and its ops have ended only after that.
 """
 
 from __future__ import annotations
@@ -40,22 +44,29 @@ class Ticket(Protocol):
     """The progress of one copy."""
 
     def poll(self) -> TicketState:
-        """The state as of the last `advance`; never waits for the device. Where the device has no engine of its own
-        (CPU), a due copy is done inside this call. Raises nothing: errors become `FAILED`."""
+        """The state as of the last `advance`. Never waits for the device. A device without a copy engine (CPU) copies
+        inside this call. Never raises: errors become `FAILED`."""
 
     @property
     def error(self) -> BaseException | None:
-        """Why the copy failed, once `poll()` said so."""
+        """Why the copy failed, once `poll` has returned `FAILED`."""
 
     @property
     def seconds(self) -> float:
-        """Time of the copy itself, as the device saw it; final with the final state."""
+        """Time of the copy itself, measured by the device; final with the final state."""
+
+
+class PreparedLoad(Protocol):
+    """The slots of a load, checked. Its owner launches it once or closes it."""
+
+    def close(self) -> None:
+        """Free what `prepare_load` has taken. Idempotent; does nothing after a launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """`kv_in_place`: the KV cache is one set of buffers for life (false for JAX, which replaces arrays).
-    `pin_mode`: what pinning means here. `copies_alone`: it moves bytes by itself, and `poll` only looks."""
+    """`kv_in_place`: the KV cache stays in the same buffers (false for JAX, which replaces arrays).
+    `pin_mode`: what pinning means here. `copies_alone`: the device moves bytes without the CPU; `poll` only checks."""
 
     name: str
     kv_in_place: bool
@@ -70,16 +81,30 @@ class Device(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:
-        """Take on the copy of block `blocks[i]` to slot `slots[i]`, once `after` has finished. Touches neither; after
-        an error nothing was taken on."""
+        """Queue the copy of block `blocks[i]` to slot `slots[i]`, to start once `after` has finished. Touches neither.
+        After an error nothing is queued."""
 
-    def begin_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:
-        """Take on the copy of slot `slots[i]` to block `blocks[i]`, which is written once `after` has finished. Touches
-        neither; after an error nothing was taken on."""
+    def prepare_load(self, op_id: int, slots: Sequence[int]) -> PreparedLoad:
+        """Begin a load from these slots. May start to copy them into staging memory of this load alone; touches no
+        block. After an error nothing is left behind."""
+
+    def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> Ticket:
+        """Queue the copy of the prepared slot `i` to block `blocks[i]`, which is written once `after` has finished.
+        Touches neither. After an error nothing is queued, and `load` is still to be closed."""
 
     def advance(self) -> None:
-        """Start what may start, loads before stores, and see what has finished. Never waits for the device, and
-        starts a bounded amount of work, since its caller may be a host in the middle of a step."""
+        """Start queued work, loads before stores, and notice what has finished. Never waits for the device, and starts
+        a bounded amount of work, since its caller may be a host in the middle of a step."""
 
     def close(self) -> None:
-        """Wait for copies under way and free what the device holds; idempotent. The pool is not closed."""
+        """Wait for copies under way and free what the device holds. Idempotent. The pool stays open."""
+
+
+def begin_load(device: Device, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:
+    """Prepare a load and launch it. After an error nothing is queued or left behind."""
+    load = device.prepare_load(op_id, slots)
+    try:
+        return device.launch_load(load, blocks, after)
+    except BaseException:
+        load.close()
+        raise

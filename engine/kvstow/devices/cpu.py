@@ -1,4 +1,4 @@
-"""The CPU device: copies between torch tensors and a pool, and `mlock` in the place of pinning."""
+"""The CPU device: copies between torch tensors and a pool, with `mlock` as pinning."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
-from kvstow.devices.base import Capabilities, Fence, TicketState
+from kvstow.devices.base import Capabilities, Fence, PreparedLoad, TicketState
 from kvstow.devices.tensors import check_tensors
 from kvstow.errors import CopyError, PinError
 from kvstow.layout import KVLayout
@@ -44,7 +45,7 @@ def merge_runs(blocks: Sequence[int], slots: Sequence[int]) -> Iterator[Run]:
 
 
 class CpuTicket:
-    """A copy that is done inside the first `poll()` after its fence. Used by one thread."""
+    """A copy that runs inside the first `poll` after its fence. Used by one thread."""
 
     def __init__(self, copy: Callable[[], None], after: Fence | None) -> None:
         self._copy, self._after = copy, after
@@ -78,6 +79,16 @@ class CpuTicket:
         self._state = TicketState.DONE
 
 
+@dataclass(frozen=True, slots=True)
+class CpuLoad:
+    """A `PreparedLoad`."""
+
+    slots: Sequence[int]
+
+    def close(self) -> None:
+        """There is nothing to free."""
+
+
 class CpuDevice:
     """Moves blocks between `tensors` and `pool`.
 
@@ -99,8 +110,12 @@ class CpuDevice:
     def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuTicket:
         return CpuTicket(lambda: self._move(blocks, slots, _store_run), after)
 
-    def begin_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuTicket:
-        return CpuTicket(lambda: self._move(blocks, slots, _load_run), after)
+    def prepare_load(self, op_id: int, slots: Sequence[int]) -> CpuLoad:
+        return CpuLoad(slots)
+
+    def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> CpuTicket:
+        assert isinstance(load, CpuLoad)
+        return CpuTicket(lambda: self._move(blocks, load.slots, _load_run), after)
 
     def advance(self) -> None:
         """Copies are done where their tickets are polled."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvstow.config import PoolConfig
-from kvstow.devices.base import Ticket
+from kvstow.devices.base import Ticket, begin_load
 from kvstow.devices.cuda import CudaDevice, CudaFence, CudaOptions, CudaRegistrar
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.driver import Driver
@@ -380,7 +380,7 @@ class CudaRank:
         return self._looked_at(self.device.begin_store(1, blocks, slots, after))
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], after: Any = None) -> Polled:
-        return self._looked_at(self.device.begin_load(2, blocks, slots, after))
+        return self._looked_at(begin_load(self.device, 2, blocks, slots, after))
 
     def _looked_at(self, ticket: Ticket) -> Polled:
         self.device.advance()

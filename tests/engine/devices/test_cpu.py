@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow.config import PoolConfig
-from kvstow.devices.base import Device, Ticket, TicketState
+from kvstow.devices.base import Device, Ticket, TicketState, begin_load
 from kvstow.devices.cpu import CpuDevice, MlockRegistrar, Run, cpu_registrar, merge_runs
 from kvstow.errors import ConfigError, CopyError, PinError
 from kvstow.layout import KVLayout, Region
@@ -57,7 +57,7 @@ class Rank:
         return self.device.begin_store(1, blocks, slots, None)
 
     def load(self, slots: Sequence[int], blocks: Sequence[int]) -> Ticket:
-        return self.device.begin_load(2, blocks, slots, None)
+        return begin_load(self.device, 2, blocks, slots, None)
 
     def close(self) -> None:
         self.device.close()
@@ -147,7 +147,7 @@ def test_a_kv_cache_made_in_inference_mode_is_written_too(eventually: Eventually
     with torch.inference_mode():
         kv = torch.ones((4, 4096), dtype=torch.uint8)
     device: Device = CpuDevice(pool, KVLayout((Region("kv", 4, 4096, 4096),)), [kv])
-    ticket = device.begin_load(1, [1, 3], [0, 5], None)
+    ticket = begin_load(device, 1, [1, 3], [0, 5], None)
     assert ticket.poll() is TicketState.DONE
     assert kv.sum(dim=1).tolist() == [4096, 0, 4096, 0]
 
@@ -167,12 +167,20 @@ def test_a_fence_holds_the_copy_back_and_only_then_are_the_bytes_read(make_rank:
 def test_a_load_touches_no_block_before_its_fence(make_rank: Callable[[], Rank]) -> None:
     rank, latch = make_rank(), Latch()
     before = rank.block(5)
-    ticket = rank.device.begin_load(1, [5], [3], latch)
+    ticket = begin_load(rank.device, 1, [5], [3], latch)
     assert ticket.poll() is TicketState.PENDING
     assert rank.block(5) == before
     latch.open()
     assert ticket.poll() is TicketState.DONE
     assert rank.block(5) == bytes(rank.pool.slot_bytes)
+
+
+def test_a_load_that_is_never_launched_holds_up_no_other(make_rank: Callable[[], Rank]) -> None:
+    rank = make_rank()
+    prepared = rank.device.prepare_load(1, [3])
+    assert rank.load([3], [5]).poll() is TicketState.DONE
+    prepared.close()
+    prepared.close()
 
 
 def test_seconds_are_those_of_the_copy_and_stand_still_after_it(make_rank: Callable[[], Rank]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from kvstow.devices.base import Fence
+from kvstow.devices.base import Fence, PreparedLoad
 from kvstow.devices.cpu import CpuDevice
 from kvstow.devices.cuda import DriverUnavailableError
 from kvstow_service import ranks
@@ -59,12 +59,10 @@ def test_the_trace_may_come_from_standard_input_and_be_cut(trace: str) -> None:
 
 
 def test_wrong_bytes_end_with_status_1(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = CpuDevice.begin_load
+    launch = CpuDevice.launch_load
 
-    def flip_a_byte(
-        self: CpuDevice, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None
-    ) -> object:
-        ticket = begin(self, op_id, blocks, slots, after)
+    def flip_a_byte(self: CpuDevice, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> object:
+        ticket = launch(self, load, blocks, after)
         poll = ticket.poll
 
         class Flipping:
@@ -86,7 +84,7 @@ def test_wrong_bytes_end_with_status_1(trace: str, monkeypatch: pytest.MonkeyPat
         init(self, pool, layout, kv)  # type: ignore[arg-type]
 
     monkeypatch.setattr(CpuDevice, "__init__", remember)
-    monkeypatch.setattr(CpuDevice, "begin_load", flip_a_byte)
+    monkeypatch.setattr(CpuDevice, "launch_load", flip_a_byte)
     outcome = invoke(trace, "--slot-size", "1KiB", "--json")
     assert outcome.exit_code == 1
     result = json.loads(outcome.stdout)

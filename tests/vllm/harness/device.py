@@ -9,7 +9,7 @@ from random import Random
 
 import torch
 
-from kvstow.devices.base import Capabilities, Fence, TicketState
+from kvstow.devices.base import Capabilities, Fence, PreparedLoad, TicketState
 from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import CopyError
 from kvstow.layout import KVLayout
@@ -48,6 +48,15 @@ class SimulatedTicket:
         return self.due[not is_first] <= tick and not (fenced and self.after is not None and not self.after.query())
 
 
+@dataclass(frozen=True)
+class SimulatedLoad:
+    op_id: int
+    slots: Sequence[int]
+
+    def close(self) -> None:
+        """There is nothing to free."""
+
+
 class SimulatedDevice:
     """A device over the memory of the CPU device. The copies happen in `tick`, on the caller's thread: nothing
     depends on when the copy thread gets its turn, which only hears of them."""
@@ -84,10 +93,12 @@ class SimulatedDevice:
     ) -> SimulatedTicket:
         return self._begin(op_id, "store", blocks, slots, after)
 
-    def begin_load(
-        self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None
-    ) -> SimulatedTicket:
-        return self._begin(op_id, "load", blocks, slots, after)
+    def prepare_load(self, op_id: int, slots: Sequence[int]) -> SimulatedLoad:
+        return SimulatedLoad(op_id, slots)
+
+    def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> SimulatedTicket:
+        assert isinstance(load, SimulatedLoad)
+        return self._begin(load.op_id, "load", blocks, load.slots, after)
 
     def advance(self) -> None:
         """Copies are done in `tick`."""

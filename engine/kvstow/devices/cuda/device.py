@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from kvstow.config import COPY_STRATEGIES, CopyStrategy
-from kvstow.devices.base import Capabilities, Fence
+from kvstow.devices.base import Capabilities, Fence, PreparedLoad
 from kvstow.devices.cuda.calibration import CANDIDATES, direct_threshold
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.copier import LoadCopier, StoreCopier
 from kvstow.devices.cuda.driver import Driver, Int64Array
 from kvstow.devices.cuda.kernels import PageKernels
-from kvstow.devices.cuda.plan import SlotArea, Split
+from kvstow.devices.cuda.plan import BatchedCopies, SlotArea, Split
 from kvstow.devices.cuda.registrar import CudaRegistrar
 from kvstow.devices.cuda.transfer import Transfer
 from kvstow.devices.tensors import check_tensors
@@ -58,6 +58,19 @@ class CudaOptions:
             value = getattr(self, key)
             if (type(value) is not int or value < 1) and not (key == "threshold_bytes" and value is None):
                 raise ConfigError(key, value, "a whole number, 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSlots:
+    """The slots of an op in ascending order, where each was in the order given, and the copies between them and staging
+    buffers. Also a `PreparedLoad`."""
+
+    slots: Int64Array
+    order: Int64Array
+    staged: BatchedCopies
+
+    def close(self) -> None:
+        """There is nothing to free: loads share the staging buffers, and use them from the launch on."""
 
 
 class CudaDevice:
@@ -121,12 +134,16 @@ class CudaDevice:
         return self._context.driver.notice
 
     def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
-        transfer = self._planned(blocks, slots, after)
+        transfer = self._planned(self._planned_slots(slots), blocks, after)
         self._stores.submit(transfer)
         return transfer
 
-    def begin_load(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
-        transfer = self._planned(blocks, slots, after)
+    def prepare_load(self, op_id: int, slots: Sequence[int]) -> PlannedSlots:
+        return self._planned_slots(slots)
+
+    def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> Transfer:
+        assert isinstance(load, PlannedSlots)
+        transfer = self._planned(load, blocks, after)
         self._loads.submit(transfer)
         return transfer
 
@@ -147,19 +164,23 @@ class CudaDevice:
             rest.callback(self._stores.drain)
             context.enter_context(self._context.current())
 
-    def _planned(self, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
+    def _planned_slots(self, slots: Sequence[int]) -> PlannedSlots:
+        places = self._checked_slots(slots)
+        order = np.argsort(places)  # consecutive slots are copied in one piece
+        places = places[order]
+        return PlannedSlots(places, order, self._split.staged_copies(places, self._area, self._registrar.starts()))
+
+    def _planned(self, where: PlannedSlots, blocks: Sequence[int], after: Fence | None) -> Transfer:
         """An op with all that its batches need. No copier has it yet, so an error here leaves nothing behind."""
-        places, targets = self._checked_slots(slots), self._checked_blocks(blocks, len(slots))
-        order = np.argsort(places)  # neighbouring slots that follow one another are copied as one
-        places, targets = places[order], targets[order]
-        split, area, seams = self._split, self._area, self._registrar.starts()
-        staged = split.staged_copies(places, area, seams)
-        direct = split.direct_copies(targets, places, area, seams)
-        return Transfer(targets, split.num_batches(len(places)), staged, direct, after)
+        targets = self._checked_blocks(blocks, len(where.slots))[where.order]
+        direct = self._split.direct_copies(targets, where.slots, self._area, self._registrar.starts())
+        return Transfer(targets, self._split.num_batches(len(targets)), where.staged, direct, after)
 
     def _checked_blocks(self, blocks: Sequence[int], num_slots: int) -> Int64Array:
         if len(blocks) != num_slots:
             raise CopyError(f"{len(blocks)} blocks and {num_slots} slots; allowed: as many of each")
+        if self._closed:
+            raise CopyError("the device is closed")
         values = np.array(blocks, np.int64)
         if len(values) and not 0 <= values.min() <= values.max() < self._num_blocks:
             raise CopyError(f"blocks {values.min()} to {values.max()}; allowed: 0 to {self._num_blocks - 1}")
