@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError
 from kvstow_api.checks import INFORMATIONAL_CHECKS
-from kvstow_api.hostfacts import VLLMProcess
+from kvstow_api.measurements import HostMemory
 
 HealthCheck = Callable[[], str | None]
 """What is wrong, in words; None when nothing is. Called on the event loop: it must not block."""
@@ -33,7 +33,7 @@ class ApiContext:
     agent report, nothing else; without it only an admin's credential can. `readiness_require`: checks of
     `INFORMATIONAL_CHECKS` that fail `/readyz`. `startup_grace`: seconds for which a rank may be silent before its
     first report. `live_checks` fail `/livez`: only for what a restart cures, such as a dead thread; `ready_checks` and
-    `startup_checks` fail the probes of their name. `host_facts`: what the host can measure of its machine, called on a
+    `startup_checks` fail the probes of their name. `host_memory`: what the host can measure of its machine, called on a
     thread.
     """
 
@@ -53,7 +53,7 @@ class ApiContext:
     readiness_require: tuple[str, ...] = ()
     startup_grace: float = 10.0
     live_checks: Mapping[str, HealthCheck] = field(default_factory=dict)
-    host_facts: Callable[[], VLLMProcess] | None = None
+    host_memory: Callable[[], HostMemory] | None = None
     ready_checks: Mapping[str, HealthCheck] = field(default_factory=dict)
     startup_checks: Mapping[str, HealthCheck] = field(default_factory=dict)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)

@@ -14,10 +14,10 @@ from kvstow_api.auth import Credentials
 from kvstow_api.context import ApiContext
 from kvstow_api.eventstream import EventStreams
 from kvstow_api.health import Health
-from kvstow_api.hostfacts import RankClocks
 from kvstow_api.journal import Journal
 from kvstow_api.loglevels import LogLevels
 from kvstow_api.loop import LoopMonitor
+from kvstow_api.measurements import RankClocks
 from kvstow_api.operations import Operations
 from kvstow_api.requests import HttpCounters
 from kvstow_api.watch import Watch

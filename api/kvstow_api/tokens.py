@@ -7,11 +7,10 @@ import ipaddress
 from pathlib import Path
 
 from kvstow.errors import ConfigError
-from kvstow_api.filestamp import FileStamp
-from kvstow_api.regularfile import RegularFile, exposure
+from kvstow_api.regularfile import FileStamp, RegularFile, exposure
 
 MAX_TOKENS = 100
-"""In one file; each request is compared with all of them."""
+"""Per file: each request is compared with all of them."""
 
 
 def require_token(host: str | None, token_file: Path | None, *, certificates: bool = False) -> None:
@@ -29,10 +28,10 @@ def is_loopback(host: str) -> bool:
 
 
 class TokenFile:
-    """The tokens in a file, one a line (two while one replaces the other).
+    """The tokens in a file, one per line (two while one replaces the other).
 
-    Raises `ConfigError` when made if the file cannot be read or holds no token. `renew` reads the file, which may
-    take any time: call it off the event loop, and on one thread at a time. All else is quick.
+    The constructor raises `ConfigError` if the file cannot be read or has no token. `renew` reads the file, which can
+    take any time: call it off the event loop, and on one thread at a time. All else is fast.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +43,7 @@ class TokenFile:
         self._require()
 
     def renew(self) -> None:
-        """Read the file if it has changed. Raises nothing: `accepts` does."""
+        """Read the file if it has changed. Raises nothing: `accepts` raises what went wrong."""
         try:
             if FileStamp.of(self._path) == self._stamp:
                 return
@@ -60,13 +59,13 @@ class TokenFile:
         self._tokens, self._stamp = tokens, read.stamp
 
     def accepts(self, token: bytes) -> bool:
-        """Whether the file had this token when it was last read. Raises `ConfigError` if it could not be used."""
+        """Whether the file had this token when it was last read. Raises `ConfigError` if the file was not usable."""
         self._require()
-        return sum(hmac.compare_digest(token, known) for known in self._tokens) > 0  # compares with all of them
+        return sum(hmac.compare_digest(token, known) for known in self._tokens) > 0  # in constant time
 
     @property
     def exposure(self) -> str | None:
-        """Which other users may read or change the tokens, in words; None if none may."""
+        """Describes the access that other users have to the file; None if they have none."""
         return None if self._stamp is None else exposure(self._stamp.mode)
 
     def _require(self) -> None:

@@ -15,7 +15,7 @@ import kvstow
 from kvstow.control.engine import OffloadEngine
 from kvstow.memory.limits import HugePageLimits, MemoryLimits, limits_of
 from kvstow_api.context import ApiContext
-from kvstow_api.hostfacts import VLLMProcess
+from kvstow_api.measurements import HostMemory
 from kvstow_api.tokens import is_loopback
 from kvstow_service.sockets import AdminSockets
 from kvstow_service.ticker import Ticker
@@ -55,7 +55,7 @@ def make_context(
         allowed_hosts=allowed_hosts if listeners.host and is_loopback(listeners.host) else None,
         client_certificates=client_certificates,
         certificate_ends=certificate_ends,
-        host_facts=partial(measure_host, limits_of(settings.get("huge_pages", "advised"))),
+        host_memory=partial(measure_memory, limits_of(settings.get("huge_pages", "advised"))),
         agent_token=agent_token,
         readiness_require=readiness_require,
         ready_checks={"ticker": ticker.check},
@@ -64,12 +64,12 @@ def make_context(
     )
 
 
-def measure_host(limits: MemoryLimits | None = None, huge_pages: Path = _HUGE_PAGES) -> VLLMProcess:
+def measure_memory(limits: MemoryLimits | None = None, huge_pages: Path = _HUGE_PAGES) -> HostMemory:
     """Reads the kernel's files on each call, in less than a millisecond. `limits` apply to the pools; the default is
     memory in general. `huge_pages` is a parameter for tests."""
     limits = limits or MemoryLimits()
     headroom = limits.headroom()
-    return VLLMProcess(
+    return HostMemory(
         headroom_bytes=None if headroom is None else headroom.num_bytes,
         limit="" if headroom is None else headroom.limit,
         reserve_bytes=limits.reserve_bytes,

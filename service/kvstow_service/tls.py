@@ -1,4 +1,4 @@
-"""TLS of the admin server's TCP socket; its Unix sockets stay plain, guarded by their mode."""
+"""TLS of the admin server's TCP socket. Its Unix sockets have no TLS: their file mode protects them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstow.errors import ConfigError
-from kvstow_api.filestamp import FileStamp
-from kvstow_api.regularfile import RegularFile
+from kvstow_api.regularfile import FileStamp, RegularFile
 from kvstow_service.certificate import certificates_in, end_of
 
 logger = logging.getLogger("kvstow.tls")
 
 
 class TlsContent(NamedTuple):
-    """What the files held at one time. `certificates`: PEM, without the key. `ends`: when the server's own does, the
-    first of them, in seconds since the epoch."""
+    """The TLS files as they were read. `certificates`: PEM, without the key. `ends`: when the server's own certificate,
+    the first of them, ends, in seconds since the epoch."""
 
     context: ssl.SSLContext
     certificates: str
@@ -31,15 +30,15 @@ class TlsContent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files. `key` may be in `cert`. With `client_ca`, a client may show a certificate that one of these
-    authorities has signed; one that is shown and is not is refused."""
+    """PEM files. `key` is None if `cert` contains it. With `client_ca`, clients may present a certificate signed by one
+    of these authorities; any other certificate is refused."""
 
     cert: Path
     key: Path | None = None
     client_ca: Path | None = None
 
     def read(self) -> TlsContent:
-        """Raises `ConfigError` naming the file that cannot be used."""
+        """Raises `ConfigError` naming the file that is not usable."""
         cert = _content("tls_cert", self.cert)
         key = None if self.key is None else _content("tls_key", self.key)
         context = self._context(cert, key)
@@ -55,7 +54,7 @@ class TlsFiles:
         return TlsContent(context, "\n".join(certificates), ends)
 
     def stamps(self) -> list[FileStamp | None]:
-        """Differ when a file has; None is for one that cannot be read."""
+        """Differ if a file has changed. None stands for a file that cannot be read."""
         return [_stamp(path) for path in (self.cert, self.key, self.client_ca) if path is not None]
 
     def _context(self, cert: bytes, key: bytes | None) -> ssl.SSLContext:
@@ -64,7 +63,7 @@ class TlsFiles:
             cert_path = stack.enter_context(_in_memory(cert))
             key_path = None if key is None else stack.enter_context(_in_memory(key))
             try:
-                context.load_cert_chain(cert_path, key_path, password="")  # or it would prompt for one on the terminal
+                context.load_cert_chain(cert_path, key_path, password="")  # None would prompt on the terminal
             except (OSError, ssl.SSLError) as error:
                 files = str(self.cert) if self.key is None else f"{self.cert}, {self.key}"
                 raise ConfigError("tls_cert", files, f"a certificate and its key, as PEM ({error})") from None
@@ -72,13 +71,13 @@ class TlsFiles:
 
 
 def _trust(context: ssl.SSLContext, client_ca: Path) -> None:
-    """Let clients show a certificate of these authorities."""
+    """Accept client certificates that these authorities have signed."""
     try:
         context.load_verify_locations(cadata=_content("tls_client_ca", client_ca).decode("ascii", "replace"))
     except (OSError, ssl.SSLError, ValueError) as error:
         allowed = f"certificates of authorities, as PEM ({error})"
         raise ConfigError("tls_client_ca", str(client_ca), allowed) from None
-    context.verify_mode = ssl.CERT_OPTIONAL  # probes have none; changes need one, or a token
+    context.verify_mode = ssl.CERT_OPTIONAL  # probes have none; changes need a certificate or a token
     context.num_tickets = 0  # a resumed session is not checked against the current authorities
 
 
@@ -91,7 +90,7 @@ def _content(setting: str, path: Path) -> bytes:
 
 @contextmanager
 def _in_memory(pem: bytes) -> Iterator[str]:
-    """A path to these bytes. `ssl` takes only paths, and a second open might find another file."""
+    """A path to these bytes: `ssl` takes paths only, and opening the original again could find another file."""
     with open(os.memfd_create("kvstow-tls", os.MFD_CLOEXEC), "wb") as file:
         file.write(pem)
         file.flush()
@@ -99,31 +98,31 @@ def _in_memory(pem: bytes) -> Iterator[str]:
 
 
 class ServerTls:
-    """The TLS of a running server: what the files held when they could last be used.
+    """The TLS of a running server, from the last usable version of the files.
 
-    Call `renew` now and then, on one thread; all else is safe on any.
+    Call `renew` periodically, on one thread. Everything else is thread-safe.
     """
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises `ConfigError`."""
         self._files = files
-        self._stamps = files.stamps()  # first: what changes while it is read is read again
+        self._stamps = files.stamps()  # before reading: a change meanwhile is read by the next `renew`
         self._content = files.read()
         self.context = self._content.context
-        """For listeners. Each handshake takes what is used at its time."""
+        """For listening sockets. Each handshake uses the latest content."""
         self.context.sni_callback = self._choose
 
     @property
     def certificates(self) -> str:
-        """What the server shows, as PEM."""
+        """The certificates that the server presents, as PEM."""
         return self._content.certificates
 
     def ends(self) -> float:
-        """When the server's certificate does, in seconds since the epoch."""
+        """When the server's certificate ends, in seconds since the epoch."""
         return self._content.ends
 
     def renew(self) -> None:
-        """Read files that have changed. What cannot be used, or is half written, is logged once; the old stays."""
+        """Read files that have changed. Files that are not usable are logged once, and the old content stays."""
         stamps = self._files.stamps()
         if stamps == self._stamps:
             return
@@ -131,14 +130,16 @@ class ServerTls:
             content = self._files.read()
         except ConfigError as error:
             self._stamps = stamps
-            logger.warning("new TLS files are not used, the old stay until %s: %s", _date(self.ends()), error)
+            logger.warning(
+                "the new TLS files are not usable; the old ones stay in use until %s: %s", _date(self.ends()), error
+            )
             return
-        if self._files.stamps() == stamps:  # else it may be of two times
+        if self._files.stamps() == stamps:  # otherwise they may have changed while they were read
             self._stamps, self._content = stamps, content
-            logger.info("new TLS files are used; the certificate ends %s", _date(self.ends()))
+            logger.info("loaded new TLS files; the certificate ends %s", _date(self.ends()))
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        # Not one context that loads anew: no authority can be taken away from it, and half of a pair would stay in it.
+        # A new context each time: a context cannot forget an authority, and reloading it may fail halfway.
         connection.context = self._content.context
 
 

@@ -17,11 +17,11 @@ from kvstow.stats import RankStatus, Readiness
 from kvstow.testing.clock import FakeClock
 from kvstow_api.doctor import CHECKS, Evidence, examine
 from kvstow_api.health import Finding, Verdict
-from kvstow_api.hostfacts import RankClocks, VLLMProcess
+from kvstow_api.measurements import HostMemory, RankClocks
 from kvstow_api.views.history import SampleView
 
 GIB = 1 << 30
-HOST = VLLMProcess(headroom_bytes=64 * GIB, limit="64 GiB are left", reserve_bytes=64 << 20, huge_pages="madvise")
+HOST = HostMemory(headroom_bytes=64 * GIB, limit="64 GiB are left", reserve_bytes=64 << 20, huge_pages="madvise")
 RANK = RankStatus(
     rank=0,
     boot_id="b",
@@ -208,7 +208,7 @@ def test_clocks_are_compared_when_they_are_told() -> None:
 
 @pytest.mark.anyio
 async def test_the_route_gathers_the_facts(launch: Any, ranks: Any) -> None:
-    hosts = {"host_facts": lambda: HOST._replace(huge_pages="never"), "certificate_ends": lambda: time.time() + DAY}
+    hosts = {"host_memory": lambda: HOST._replace(huge_pages="never"), "certificate_ends": lambda: time.time() + DAY}
     client: httpx.AsyncClient = await launch(**hosts)
     headers = {**AGENT, "X-KVStow-Clock": "0"}
     await client.post("/v1/ranks/0/report", json=ranks.make_report(0).to_json(), headers=headers)

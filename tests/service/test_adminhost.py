@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
-from kvstow_service.adminhost import make_context, measure_host
+from kvstow_service.adminhost import make_context, measure_memory
 
 
 @pytest.mark.parametrize(
@@ -18,25 +18,25 @@ def test_the_kernels_word_on_huge_pages_is_read(tmp_path: Path, content: str | N
     path = tmp_path / "enabled"
     if content is not None:
         path.write_text(content)
-    assert measure_host(huge_pages=path).huge_pages == word
+    assert measure_memory(huge_pages=path).huge_pages == word
 
 
 def test_the_tightest_limit_is_told(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemAvailable: 1024 kB\n")
-    facts = measure_host(MemoryLimits(meminfo=tmp_path / "meminfo", own_cgroups=tmp_path / "none"))
+    facts = measure_memory(MemoryLimits(meminfo=tmp_path / "meminfo", own_cgroups=tmp_path / "none"))
     assert (facts.headroom_bytes, facts.reserve_bytes) == (1 << 20, RESERVE_BYTES)
     assert "1 MiB" in facts.limit
 
 
 def test_where_no_limit_can_be_read_none_is_told(tmp_path: Path) -> None:
-    facts = measure_host(MemoryLimits(meminfo=tmp_path / "none", own_cgroups=tmp_path / "none"))
+    facts = measure_memory(MemoryLimits(meminfo=tmp_path / "none", own_cgroups=tmp_path / "none"))
     assert (facts.headroom_bytes, facts.limit) == (None, "")
 
 
 def test_pools_in_reserved_huge_pages_have_their_limits(tmp_path: Path) -> None:
     for name, pages in {"free_hugepages": 3, "resv_hugepages": 0}.items():
         (tmp_path / name).write_text(str(pages))
-    facts = measure_host(HugePageLimits(own_cgroups=tmp_path / "none", pages=tmp_path))
+    facts = measure_memory(HugePageLimits(own_cgroups=tmp_path / "none", pages=tmp_path))
     assert (facts.headroom_bytes, facts.reserve_bytes, facts.huge_pages) == (6 << 20, 0, "reserved")
 
 
@@ -46,5 +46,5 @@ def test_the_server_measures_what_its_settings_call_for(settings: dict[str, str]
     context = make_context(
         parts, parts, parts, mode="standalone", max_capacity_slots=1, settings=settings, agent_token="t"
     )
-    assert context.host_facts is not None
-    assert (context.host_facts().huge_pages == "reserved") == (settings.get("huge_pages") == "reserved")
+    assert context.host_memory is not None
+    assert (context.host_memory().huge_pages == "reserved") == (settings.get("huge_pages") == "reserved")

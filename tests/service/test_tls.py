@@ -129,7 +129,7 @@ def test_a_renewed_certificate_is_shown_to_who_comes_after(
         shown(listeners, authority)
     assert (tls.ends(), tls.certificates) == (later.timestamp(), issued.cert_chain_pems[0].bytes().decode().strip())
     tls.renew()
-    assert caplog.messages.count("new TLS files are used; the certificate ends 2099-01-02 03:04+00:00") == 1
+    assert caplog.messages.count("loaded new TLS files; the certificate ends 2099-01-02 03:04+00:00") == 1
 
 
 def test_half_of_a_pair_is_not_used_until_the_other_half_is_there(
@@ -148,7 +148,7 @@ def test_half_of_a_pair_is_not_used_until_the_other_half_is_there(
         tls.renew()
         assert shown(listeners, authority).is_success
     (line,) = caplog.messages
-    assert "the old stay until" in line
+    assert "the old ones stay in use until" in line
     assert f"tls_cert is '{cert}, {key}'" in line
     replace(key, issued.private_key_pem)
     tls.renew()
@@ -296,4 +296,4 @@ def test_a_file_that_cannot_be_read_to_its_end_is_waited_for_by_nobody(
     tls.renew()
     tls.renew()
     assert tls.certificates == before
-    assert ["new TLS files are not used" in record.message for record in caplog.records] == [True]
+    assert ["the new TLS files are not usable" in record.message for record in caplog.records] == [True]

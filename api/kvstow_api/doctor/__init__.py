@@ -1,4 +1,4 @@
-"""The doctor: measured facts in, findings in words out. Nothing is asked and nothing changed here."""
+"""The doctor: turns measured evidence into findings. It gathers no evidence and changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the checks look at, and what they say."""
+"""The input and the output of the checks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kvstow.control.acceptance import BypassStatus, DrainStatus
 from kvstow.messages import DesiredState
 from kvstow.stats import RankStatus, Readiness
 from kvstow_api.health import Verdict
-from kvstow_api.hostfacts import VLLMProcess
+from kvstow_api.measurements import HostMemory
 from kvstow_api.views.doctor import FindingView, Severity
 from kvstow_api.views.history import SampleView
 
 
 class Evidence(NamedTuple):
-    """All that the checks look at. `verdict` is that of /readyz; `host` is None where the host measures nothing,
-    `certificate_seconds_left` if the server does not use TLS. `exposed_files`: which other users may use each token
-    file, by the name of its setting; None if none is set."""
+    """The input of all checks. `verdict` is that of /readyz. `host` is None if the host measures nothing,
+    `certificate_seconds_left` if the server does not use TLS. `exposed_files` describes the access that other users
+    have to each token file, by the name of its setting; None if no token file is set."""
 
     verdict: Verdict
     readiness: Readiness
@@ -26,13 +26,13 @@ class Evidence(NamedTuple):
     bypass: BypassStatus
     samples: Sequence[SampleView]
     clock_offsets: Mapping[int, float]
-    host: VLLMProcess | None
+    host: HostMemory | None
     certificate_seconds_left: float | None
     exposed_files: Mapping[str, str] | None
 
     @property
     def reporting(self) -> list[RankStatus]:
-        """The ranks that have reported. Raises `NothingToMeasure` where none has."""
+        """The ranks that have reported. Raises `NothingToMeasure` if none has."""
         ranks = [rank for rank in self.readiness.ranks if rank.boot_id is not None]
         if not ranks:
             raise NothingToMeasure("no rank has reported")
@@ -40,7 +40,7 @@ class Evidence(NamedTuple):
 
 
 class NothingToMeasure(Exception):
-    """Raised by a check that has no facts; says which it lacks."""
+    """Raised by a check that lacks evidence; the message says which."""
 
 
 def make_finding(check: str, severity: Severity, what: str, why: str, fix: str, **evidence: float) -> FindingView:

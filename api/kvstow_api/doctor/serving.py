@@ -1,4 +1,4 @@
-"""Serving: what keeps traffic away, and what an operator has switched off."""
+"""Checks of serving: what keeps traffic away, and what an operator has switched off."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from kvstow_api.views.doctor import FindingView
 from kvstow_api.words import bypassed
 
 _READINESS_FIXES = {
-    "engine": "the log says when it began and why; restart the process",
-    "ranks": "see the rank's log (kvstow.agent); one that has failed comes back only with a restart of its process",
-    "transfers": "`kvstow get transfers` names the ranks they wait for: see their logs and GPUs; if it is the "
-    "host, see the log of the process that plans transfers; if they do not go on, restart",
+    "engine": "the log has the time and the reason; restart the process",
+    "ranks": "see the rank's log (kvstow.agent); a rank that has failed needs a restart of its process",
+    "transfers": "`kvstow get transfers` names what they wait for: check the logs and GPUs of these ranks or, if it is "
+    "the host, the log of the process that plans transfers; restart it if they stay stuck",
     "pool": "`kvstow get ranks` shows how far each rank is",
     "pinned": "`kvstow get ranks` shows how far each rank is",
-    "loop": "give the process more CPU, or find what keeps it busy",
-    "ticker": "`kvstow bypass --load --store`, keep the log, then restart the process",
+    "loop": "give the process more CPU, or find out what keeps it busy",
+    "ticker": "run `kvstow bypass --load --store`, save the log, and restart the process",
 }
-"""By the name of a check of /readyz."""
+"""By the name of the check of /readyz."""
 _SEE_LOG = "see the log of the process"
 CERTIFICATE_DAYS = 7
 _DAY_SECONDS = 86_400
 
 
 def check_readiness(evidence: Evidence) -> Iterator[FindingView]:
-    """What fails /readyz, but for a drain: that is a switch."""
+    """Failed checks of /readyz, except for a drain, which `check_switches` reports."""
     readiness = evidence.readiness
     for one in evidence.verdict.findings:
         if one.fails_probe and not (one.name == "engine" and evidence.drain.active):
             yield make_finding(
                 "readiness",
                 "error",
-                f"/readyz fails: {one.name}: {one.failure}",
-                "traffic is kept away from here, or served without the cache",
+                f"/readyz fails at {one.name}: {one.failure}",
+                "load balancers send no traffic here, or requests are served without the cache",
                 _READINESS_FIXES.get(one.name, _SEE_LOG),
                 usable_slots=readiness.usable_slots,
                 capacity_slots=readiness.capacity_slots,
@@ -41,20 +41,20 @@ def check_readiness(evidence: Evidence) -> Iterator[FindingView]:
 
 
 def check_certificate(evidence: Evidence) -> Iterator[FindingView]:
-    """A TLS certificate that has ended, or is about to."""
+    """A TLS certificate that has expired, or is about to."""
     left = evidence.certificate_seconds_left
     if left is None:
-        raise NothingToMeasure("the admin server speaks no TLS")
+        raise NothingToMeasure("the admin server does not use TLS")
     days = left / _DAY_SECONDS
     if days < CERTIFICATE_DAYS:
         yield make_finding(
             "certificate",
             "warning" if left > 0 else "error",
-            f"the certificate of the admin server ends in {days:.1f} days"
+            f"the certificate of the admin server expires in {days:.1f} days"
             if left > 0
-            else f"the certificate of the admin server ended {-days:.1f} days ago",
-            "without a valid one nobody who checks it reaches the server: Prometheus, operators, ranks on other nodes",
-            "renew the files: they are read again when they change, and the log (kvstow.tls) says if they are refused",
+            else f"the certificate of the admin server expired {-days:.1f} days ago",
+            "clients that verify it cannot connect: Prometheus, operators, ranks on other nodes",
+            "renew the files; they are reloaded when they change, and the log (kvstow.tls) says if they are not usable",
             seconds_left=round(left),
         )
 
@@ -68,8 +68,8 @@ def check_token_files(evidence: Evidence) -> Iterator[FindingView]:
             "token_files",
             "warning",
             f"{setting}: {exposure}",
-            "a user who can read a token can do what its owner can, and one who can change the file can add tokens",
-            "chmod 600 (in Kubernetes: defaultMode 0440 of the volume, beside an fsGroup)",
+            "whoever reads a token has its rights, and whoever writes the file can add tokens",
+            "chmod 600 (in Kubernetes: defaultMode 0440 for the volume, with an fsGroup)",
             exposed_files=len(evidence.exposed_files),
         )
 
@@ -83,18 +83,18 @@ def check_switches(evidence: Evidence) -> Iterator[FindingView]:
         yield make_finding(
             "switches",
             "info" if left is not None else "warning",
-            f"{' and '.join(off)} are bypassed" + ("" if left is None else f" for {left:.0f} s more"),
-            "the cache saves nothing in that direction",
-            "`kvstow bypass --off`, when the reason is gone",
+            f"{' and '.join(off)} are bypassed" + ("" if left is None else f" for another {left:.0f} s"),
+            "the cache has no effect in that direction",
+            "run `kvstow bypass --off` when the bypass is no longer needed",
             bypassed_directions=len(off),
         )
     if evidence.drain.active:
         yield make_finding(
             "switches",
             "warning",
-            f"the engine is being drained (mode {evidence.drain.mode})",
-            "the cache takes nothing new, and /readyz fails",
-            "`kvstow undrain`, if the process is to go on",
+            f"the engine is draining (mode {evidence.drain.mode})",
+            "the cache accepts nothing new, and /readyz fails",
+            "run `kvstow undrain` to keep this process in service",
             pending_transfers=evidence.drain.pending_transfers,
         )
     if evidence.desired.paused:
@@ -104,7 +104,7 @@ def check_switches(evidence: Evidence) -> Iterator[FindingView]:
             "warning" if readiness.usable_slots < readiness.capacity_slots else "info",
             "pinning is paused",
             f"the pool stays at {readiness.usable_slots} of {readiness.capacity_slots} slots",
-            "`kvstow pinning resume`, when the reason is gone",
+            "run `kvstow pinning resume` when the pause is no longer needed",
             usable_slots=readiness.usable_slots,
             capacity_slots=readiness.capacity_slots,
         )

@@ -1,4 +1,4 @@
-"""Speed: clocks, links, and whether what is stored is of use."""
+"""Checks of speed: clocks, links, and whether stored blocks are used."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding
 from kvstow_api.views.doctor import FindingView
 
 CLOCK_SECONDS = 1.0
-LINK_BYTES = 1 << 30  # moved by a rank before its rate says something
+LINK_BYTES = 1 << 30  # below this a rank's rate means little
 LINK_RATIO = 0.5
 THRASHING_WINDOW = timedelta(minutes=10)
 THRASHING_REUSE = 0.1
 
 
 def check_clocks(evidence: Evidence) -> Iterator[FindingView]:
-    """Clocks of ranks that are not the server's."""
+    """Ranks whose clock differs from the server's."""
     if not evidence.clock_offsets:
-        raise NothingToMeasure("no rank has told its time")
+        raise NothingToMeasure("no rank has sent its time")
     for rank, offset in sorted(evidence.clock_offsets.items()):
         if abs(offset) > CLOCK_SECONDS:
             yield make_finding(
                 "clocks",
                 "warning",
-                f"the clock of rank {rank} is {offset:+.1f} s from the server's",
-                "lines of the two logs cannot be put in order; KVStow itself does not depend on it",
-                "let NTP or chrony keep the time on that node",
+                f"the clock of rank {rank} differs from the server's by {offset:+.1f} s",
+                "log lines of the two cannot be ordered by time; KVStow itself does not depend on clocks",
+                "synchronize the clock of that node (NTP, chrony)",
                 rank=rank,
                 offset_seconds=round(offset, 3),
             )
@@ -49,8 +49,8 @@ def check_links(evidence: Evidence) -> Iterator[FindingView]:
                     "warning",
                     f"rank {number} {direction}s at {format_size(int(rate))}/s, "
                     f"the fastest rank at {format_size(int(fastest))}/s",
-                    "every transfer ends with its slowest rank, so this one holds all of them up",
-                    "compare PCIe width and generation (nvidia-smi -q), NUMA binding, and what else uses the link",
+                    "a transfer ends when its slowest rank has finished, so this rank slows all of them down",
+                    "compare PCIe width and generation (nvidia-smi -q), NUMA binding, and other users of the link",
                     rank=number,
                     bytes_per_second=rate,
                     fastest_bytes_per_second=fastest,
@@ -58,7 +58,7 @@ def check_links(evidence: Evidence) -> Iterator[FindingView]:
 
 
 def _rates(ranks: Iterable[RankStatus], direction: str) -> dict[int, float]:
-    """Bytes per busy second, of ranks that have moved enough."""
+    """Bytes per busy second, of the ranks that have moved at least `LINK_BYTES`."""
     moved = {
         rank.rank: (rank.load_bytes_total, rank.load_busy_seconds)
         if direction == "load"
@@ -69,10 +69,10 @@ def _rates(ranks: Iterable[RankStatus], direction: str) -> dict[int, float]:
 
 
 def check_thrashing(evidence: Evidence) -> Iterator[FindingView]:
-    """A pool whose whole content is replaced before it is of use."""
+    """A pool that evicts blocks before they are reused."""
     samples = evidence.samples
     if len(samples) < 2:
-        raise NothingToMeasure("the server has not watched the counters for long enough")
+        raise NothingToMeasure("the server has not sampled its counters for long enough")
     last = samples[-1]
     first = next(sample for sample in samples if last.time - sample.time <= THRASHING_WINDOW)
     evicted, hits = last.evicted_blocks - first.evicted_blocks, last.hit_blocks - first.hit_blocks
@@ -82,8 +82,8 @@ def check_thrashing(evidence: Evidence) -> Iterator[FindingView]:
             "thrashing",
             "warning",
             f"in {seconds:.0f} s {evicted} blocks were evicted from {last.usable_slots} slots, for {hits} hits",
-            "blocks leave before their prefix comes again: stores cost bandwidth, and hardly anything is saved",
-            "make the pool larger, route requests with a common prefix to the same engine, or bypass stores",
+            "blocks are evicted before their prefix is requested again, so stores cost bandwidth and save little",
+            "enlarge the pool, route requests with a common prefix to the same engine, or bypass stores",
             evicted_blocks=evicted,
             hit_blocks=hits,
             usable_slots=last.usable_slots,

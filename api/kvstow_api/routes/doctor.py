@@ -29,6 +29,6 @@ async def get_doctor(use: Use) -> DoctorView:
         clock_offsets=use.clocks.offsets(),
         certificate_seconds_left=use.context.certificate_ends() - time.time() if use.context.certificate_ends else None,
         exposed_files=use.credentials.exposures,
-        host=await run_in_threadpool(use.context.host_facts) if use.context.host_facts else None,
+        host=await run_in_threadpool(use.context.host_memory) if use.context.host_memory else None,
     )
     return examine(evidence)
