@@ -39,7 +39,7 @@ _BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
 
 
 class Sweeping(Protocol):
-    """What an operation needs of a `kvstow.control.sweep.Sweep`."""
+    """What an operation needs of a `kvstow.control.sweeps.Sweep`."""
 
     @property
     def total(self) -> int: ...

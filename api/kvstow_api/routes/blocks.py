@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Response
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.sweep import SLICE_SLOTS
+from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.errors import NotFoundError
 from kvstow.keys import format_key
 from kvstow.stats import BlockPage

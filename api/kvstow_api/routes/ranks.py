@@ -47,5 +47,5 @@ async def report(use: Use, rank: RankNumber, body: Report, clock: Clock = None) 
     if message.rank != rank:
         raise InvalidRequestError(f"RankReport.rank is {message.rank}; allowed: {rank}, as in the path")
     use.clocks.note(rank, clock)
-    # takes as long as removing all blocks does when the rank has started anew
+    # takes as long as removing all blocks does when the rank has restarted
     return DesiredView.of(await run_in_threadpool(use.engine.report, message))

@@ -9,10 +9,10 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from kvstow.config import POLICIES
-from kvstow.control import eviction
+from kvstow.control import sweeps
 from kvstow.control.acceptance import BypassStatus, DrainMode, DrainStatus, Refusal
 from kvstow.control.state import ControlState
-from kvstow.control.sweep import Sweep
+from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from kvstow.keys import format_key
 
@@ -60,8 +60,8 @@ class Administrator:
         _exactly_one(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds)
         if idle_seconds is not None:
             wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
-            return eviction.scan(self._state, "evict", "operator", dry_run, wanted)
-        return eviction.evict_next(self._state, "evict", "operator", self._count_of(slots, num_bytes), dry_run)
+            return sweeps.scan(self._state, "evict", "operator", dry_run, wanted)
+        return sweeps.evict_next(self._state, "evict", "operator", self._count_of(slots, num_bytes), dry_run)
 
     def purge(
         self,
@@ -90,21 +90,21 @@ class Administrator:
             bytes=num_bytes,
         )
         if everything:
-            return eviction.purge_matching(self._state, lambda key: True, dry_run)
+            return sweeps.purge_matching(self._state, lambda key: True, dry_run)
         if key_prefixes is not None:
             prefixes = tuple(key_prefixes)
             if not prefixes or not all(prefixes):
                 raise InvalidRequestError("key_prefixes is empty or has an empty prefix; allowed: non-empty prefixes")
-            return eviction.purge_matching(self._state, lambda key: key.startswith(prefixes), dry_run)
+            return sweeps.purge_matching(self._state, lambda key: key.startswith(prefixes), dry_run)
         if keys is not None:
-            return eviction.purge_keys(self._state, keys, dry_run)
+            return sweeps.purge_keys(self._state, keys, dry_run)
         if idle_seconds is not None:
             wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
-            return eviction.scan(self._state, "purge", "purge", dry_run, wanted)
+            return sweeps.scan(self._state, "purge", "purge", dry_run, wanted)
         if age_seconds is not None:
             wanted = self._evictable_since("stored", age_seconds, "age_seconds")
-            return eviction.scan(self._state, "purge", "purge", dry_run, wanted)
-        return eviction.evict_next(self._state, "purge", "purge", self._count_of(slots, num_bytes), dry_run)
+            return sweeps.scan(self._state, "purge", "purge", dry_run, wanted)
+        return sweeps.evict_next(self._state, "purge", "purge", self._count_of(slots, num_bytes), dry_run)
 
     def remove(self, key: bytes) -> None:
         """Remove one block. Raises `NotFoundError`, or `ConflictError` if it is leased, protected or being loaded."""
@@ -137,7 +137,7 @@ class Administrator:
                 raise InvalidRequestError(f"{name} is {value}; allowed: 1 or more")
         return slots if slots is not None else -(-(num_bytes or 0) // self._state.config.slot_bytes)
 
-    def _evictable_since(self, what: Literal["stored", "used"], seconds: float, name: str) -> eviction.Wanted:
+    def _evictable_since(self, what: Literal["stored", "used"], seconds: float, name: str) -> sweeps.Wanted:
         if not 0 <= seconds < inf:
             raise InvalidRequestError(f"{name} is {seconds}; allowed: 0 or more seconds")
         state, index = self._state, self._state.index
@@ -299,7 +299,7 @@ class Administrator:
     def drain_status(self) -> DrainStatus:
         state = self._state
         with state.lock:
-            gate, pending, leases = state.acceptance, len(state.ledger), len(state.leases)
+            gate, pending, leases = state.acceptance, len(state.ops), len(state.leases)
             left = None if gate.drain_deadline == inf else max(0.0, gate.drain_deadline - state.clock())
             active = gate.drain_mode is not None
             return DrainStatus(active, gate.drain_mode, left, active and not pending and not leases, pending, leases)

@@ -64,6 +64,8 @@ class Counters:
         self.transfer_size = {direction: Histogram(_SIZES) for direction in DIRECTIONS}
         self.queue_seconds = {direction: Histogram(_SECONDS) for direction in DIRECTIONS}
         self.lookup_seconds = Histogram(_LOOKUP_SECONDS)
+        self.stale_completions = 0
+        self.duplicate_completions = 0
         self.stale_reports = 0
         self.rank_restarts = 0
         self.errors = dict.fromkeys(ERRORS, 0)

@@ -8,13 +8,14 @@ from dataclasses import replace
 from itertools import chain
 
 from kvstow.config import EngineConfig
-from kvstow.control import settlement, views
+from kvstow.control import snapshots
 from kvstow.control.administration import Administrator
 from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.leases import Lease
+from kvstow.control.ops import Settled
 from kvstow.control.placement import StoreGrant, place_store, store_room
-from kvstow.control.state import ControlState, Settled
-from kvstow.control.sweep import SLICE_SLOTS
+from kvstow.control.state import ControlState
+from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.errors import IntegrityError, InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.stats import BlockPage, BlockView, EngineStats, Readiness, TransferView
@@ -140,7 +141,7 @@ class OffloadEngine:
                 raise LeaseError(f"lease {lease.lease_id} is broken: a rank has lost its memory since it was given")
             state.leases.end(lease)
             end = first + len(blocks)
-            return state.ledger.open(
+            return state.ops.start(
                 "load",
                 tuple(blocks),
                 lease.slots[first:end],
@@ -186,29 +187,29 @@ class OffloadEngine:
         state = self._state
         with state.lock:
             if state.ranks.boot_id(rank) != boot_id:
-                state.ledger.stale += len(completions)
+                state.counters.stale_completions += len(completions)
                 return
             for completion in completions:
-                settlement.record(state, rank, completion)
+                state.ops.complete(rank, completion)
         state.write_log()
 
     def take_settled(self) -> list[Settled]:
         """All that became final since the last call, in order: one consistent snapshot of done and failed."""
         state = self._state
         with state.lock:
-            settled = list(state.settled)
-            state.settled.clear()
+            settled = list(state.ops.settled)
+            state.ops.settled.clear()
             return settled
 
     @property
     def open_transfers(self) -> int:
-        """Ops of which a rank has not spoken its last word, be they given up. O(1)."""
-        return len(self._state.ledger)
+        """Ops that some rank has not finished, including abandoned ones. O(1)."""
+        return len(self._state.ops)
 
     @property
     def awaited_transfers(self) -> int:
-        """The `open_transfers` that were not given up: a host waits for their end. O(1)."""
-        return len(self._state.ledger) - self._state.ledger.num_given_up
+        """The `open_transfers` that are not abandoned: the host waits for them to end. O(1)."""
+        return len(self._state.ops) - self._state.ops.num_abandoned
 
     # -- ranks ----------------------------------------------------------------------------------------------
 
@@ -236,7 +237,10 @@ class OffloadEngine:
             restarted = state.ranks.update(report, state.clock())
             usable = state.ranks.usable_slots()
             if restarted:
-                settlement.fail_rank(state, report.rank)
+                state.counters.rank_restarts += 1
+                state.counters.errors["rank_restarted"] += 1
+                state.lose(0)
+                state.ops.fail_rank(report.rank)
             elif usable < before and usable < state.slots.top:
                 state.lose(usable)
             state.apply_limit()
@@ -263,7 +267,7 @@ class OffloadEngine:
         """Let time pass: protections end, transfers become stuck. Call it about once a second. O(what changes), with
         the lock held for no more than 1,024 protections, or one transfer, at a time."""
         now = self._state.clock()
-        while self._end_protections(now) or self._give_up_one(now):
+        while self._end_protections(now) or self._mark_stuck(now):
             pass
         self._state.write_log()
 
@@ -272,15 +276,13 @@ class OffloadEngine:
         with self._state.lock:
             return self._state.index.end_protections(now, self._state.slice_slots) == self._state.slice_slots
 
-    def _give_up_one(self, now: float) -> bool:
-        """Give up the oldest transfer that has become stuck; False if there is none."""
+    def _mark_stuck(self, now: float) -> bool:
+        """Mark the oldest transfer that has become stuck; False if there is none."""
         state = self._state
         with state.lock:
-            entry = state.ledger.mark_stuck(now - self.config.transfer_timeout)
-            if entry is not None:
-                settlement.give_up(state, entry, now)
+            found = state.ops.mark_stuck(now)
             state.refresh_acceptance()
-        return entry is not None
+        return found
 
     def count_error(self, code: str) -> None:
         """Count a failure of the host beside the engine's own; `code` is one of `counters.ERRORS`."""
@@ -303,31 +305,31 @@ class OffloadEngine:
 
     def stats(self) -> EngineStats:
         """One consistent view of all counters. O(1)."""
-        return views.stats(self._state)
+        return snapshots.stats(self._state)
 
     def readiness(self) -> Readiness:
         """Whether traffic can flow, why not, and how far each rank is. O(ranks)."""
-        return views.readiness(self._state)
+        return snapshots.readiness(self._state)
 
     def transfers(self, limit: int = 1000) -> list[TransferView]:
         """Ops in flight, oldest first."""
-        return views.transfers(self._state, limit)
+        return snapshots.transfers(self._state, limit)
 
     def block(self, key: bytes) -> BlockView | None:
         """The visible block under `key`."""
-        return views.block(self._state, key)
+        return snapshots.block(self._state, key)
 
     def blocks(self, start_slot: int = 0, limit: int = 100) -> BlockPage:
         """Visible blocks in order of their slots, from `start_slot` on. Looks at 1,024 slots at most: a page may
         be short, or empty, and still have a `next_slot`."""
-        return views.blocks(self._state, start_slot, limit)
+        return snapshots.blocks(self._state, start_slot, limit)
 
     def check_integrity(self) -> None:
         """Compare all books with each other. Raises `IntegrityError`. O(pool), with the lock held: 1 s for a
         million slots, so for tests and quiet hours."""
         state = self._state
         with state.lock:
-            defects = views.defects(state)
+            defects = snapshots.defects(state)
             state.integrity_error = "; ".join(defects) or None
             state.counters.errors["integrity"] += bool(defects)
         if defects:

@@ -51,7 +51,7 @@ def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int
             new_keys = tuple([keys[i] for i in fresh])
             state.index.pending_stores.add(new_keys, slots)
             moved = tuple([blocks[i] for i in fresh])
-            op = state.ledger.open("store", moved, tuple(slots), keys=new_keys, held=(), request_id=request_id, now=now)
+            op = state.ops.start("store", moved, tuple(slots), keys=new_keys, held=(), request_id=request_id, now=now)
     for outcome, count in outcomes.items():
         state.counters.store_blocks[outcome] += count
     return StoreGrant(op, tuple(fresh), outcomes, unplaced)

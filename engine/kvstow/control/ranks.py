@@ -72,7 +72,7 @@ class RankTable:
         return (report.rank, report.sender) in self._gone
 
     def update(self, report: RankReport, now: float) -> bool:
-        """Take a report that passed `check` and is not late; True if the rank has started anew."""
+        """Take a report that passed `check` and is not late; True if the rank has restarted."""
         record = self._ranks[report.rank]
         last, record.report, record.reported_at = record.report, report, now
         if last is None:

@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Lock
 
 from kvstow.config import EngineConfig
@@ -19,26 +19,13 @@ from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.counters import Counters
 from kvstow.control.index import Index, Removal
 from kvstow.control.leases import LeaseBook
-from kvstow.control.ledger import Ledger
+from kvstow.control.ops import OpsInFlight
 from kvstow.control.ranks import RankTable
 from kvstow.control.slots import SlotMap
-from kvstow.control.sweep import SLICE_SLOTS
-from kvstow.messages import DesiredState, Direction, Mark
+from kvstow.control.sweeps import SLICE_SLOTS
+from kvstow.messages import DesiredState
 
 logger = logging.getLogger("kvstow.engine")
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """Something final about an op, told once. For a store, `source_free` (its blocks may be overwritten on
-    every rank) may come before `done` or `failed`, which imply it."""
-
-    op_id: int
-    direction: Direction
-    mark: Mark
-    request_id: str
-    blocks: tuple[int, ...]
-    error: str | None
 
 
 class ControlState:
@@ -52,12 +39,11 @@ class ControlState:
         self.lock = Lock()
         self.slots = SlotMap()
         self.index = Index(config.policy)
-        self.ledger = Ledger(config.num_ranks)
+        self.ops = OpsInFlight(self)
         self.leases = LeaseBook()
         self.acceptance = Acceptance()
         self.counters = Counters()
         self.events = BlockEventLog(config.event_buffer, lambda: self.desired.capacity_slots)
-        self.settled: deque[Settled] = deque()
         self.desired = DesiredState(secrets.token_hex(8), config.capacity_slots, number=1)
         """The desired state of every rank; ranks give memory back only when its capacity is lowered. See `want`."""
         self.ranks = RankTable(config, self.desired)
@@ -88,7 +74,7 @@ class ControlState:
 
     def refresh_acceptance(self) -> None:
         """Open or close the gate after a change of the ranks or of what is stuck."""
-        self.acceptance.serving = self.ranks.can_copy() and not self.ledger.num_stuck and not self.host_error
+        self.acceptance.serving = self.ranks.can_copy() and not self.ops.num_stuck and not self.host_error
 
     def removed(self, removal: Removal, reason: str) -> None:
         """Account for blocks that left the index, and free their slots."""

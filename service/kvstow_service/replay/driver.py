@@ -19,7 +19,7 @@ from typing import Protocol
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.leases import Lease
-from kvstow.control.state import Settled
+from kvstow.control.ops import Settled
 from kvstow.devices.base import Fence
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.keys import BlockKey

@@ -6,7 +6,7 @@ import pytest
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.sweep import SLICE_SLOTS
+from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.testing.clock import FakeClock
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.ledger import Ledger, Verdict
+from kvstow.control.ops import OpenOp, OpsInFlight
 from kvstow.control.state import ControlState
 from kvstow.messages import Completion
 
@@ -19,7 +19,7 @@ def visible_at_submission(patch: pytest.MonkeyPatch) -> None:
         grant = begin_store(self, keys, blocks, **rest)
         if grant.op:
             state: ControlState = self._state
-            entry = state.ledger.get(grant.op.op_id)
+            entry = state.ops.get(grant.op.op_id)
             assert entry is not None
             state.index.publish(entry.keys, grant.op.slots, 0.0)
             entry.keys, entry.op = (), replace(grant.op, slots=())
@@ -29,10 +29,11 @@ def visible_at_submission(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_rank_decides(patch: pytest.MonkeyPatch) -> None:
-    record = Ledger.record
+    accept = OpsInFlight._accept
 
-    def settle_at_first_word(self: Ledger, rank: int, completion: Completion) -> Verdict:
-        verdict = record(self, rank, completion)
-        return Verdict.SETTLED if verdict is Verdict.PROGRESS and completion.mark != "source_free" else verdict
+    def end_at_first_completion(self: OpsInFlight, entry: OpenOp, rank: int, completion: Completion) -> None:
+        if completion.mark != "source_free":
+            entry.pending = {rank}
+        accept(self, entry, rank, completion)
 
-    patch.setattr(Ledger, "record", settle_at_first_word)
+    patch.setattr(OpsInFlight, "_accept", end_at_first_completion)

@@ -8,7 +8,7 @@ import pytest
 from kvstow.control.acceptance import BypassStatus
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.state import ControlState
-from kvstow.control.sweep import SLICE_SLOTS
+from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys, write_blocks

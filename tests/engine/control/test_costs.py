@@ -14,7 +14,7 @@ from kvstow.control.index import Index
 from kvstow.control.keymap import KeyMap
 from kvstow.control.pendingstores import PendingStores
 from kvstow.control.protections import Protections
-from kvstow.control.sweep import SLICE_SLOTS
+from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 

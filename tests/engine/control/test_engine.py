@@ -7,7 +7,7 @@ import pytest
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.leases import Lease
-from kvstow.control.state import Settled
+from kvstow.control.ops import Settled
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
 from kvstow.messages import Completion
 from kvstow.testing.clock import FakeClock

@@ -72,11 +72,11 @@ def miscount_leaving_slots(state: ControlState) -> None:
 
 
 def settle_in_secret(state: ControlState) -> None:
-    state.ledger._open.clear()
+    state.ops._open.clear()
 
 
 def forget_to_watch_a_transfer(state: ControlState) -> None:
-    state.ledger._moving.clear()
+    state.ops._moving.clear()
 
 
 def keep_the_blocks_of_a_dead_boot(state: ControlState) -> None:

@@ -8,7 +8,7 @@ import pytest
 from kvstow.control.administration import Administrator
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.state import ControlState
-from kvstow.control.sweep import Sweep
+from kvstow.control.sweeps import Sweep
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
 from kvstow.messages import RankReport
 from kvstow.testing.clock import FakeClock
@@ -112,7 +112,7 @@ def test_a_restart_fails_what_the_rank_owed_and_keeps_slots_others_still_use(mak
     assert engine.stats().slots.filling == 1, "rank 0 may still write the slot"
     ranks[0].run_all()
     (settled,) = engine.take_settled()
-    assert (settled.mark, settled.error) == ("failed", "rank 1: rank 1 has started anew")
+    assert (settled.mark, settled.error) == ("failed", "rank 1: rank 1 has restarted")
     assert engine.stats().slots.free == 4
 
 

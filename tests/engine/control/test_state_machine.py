@@ -16,16 +16,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.engine.control.mutants import first_rank_decides, visible_at_submission
 
 from kvstow.config import EngineConfig
-from kvstow.control import settlement
 from kvstow.control.acceptance import Acceptance
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.index import Index
 from kvstow.control.leases import Lease, LeaseBook
-from kvstow.control.ledger import Ledger, OpenOp, Verdict
+from kvstow.control.ops import OpenOp, OpsInFlight, Settled
 from kvstow.control.ranks import RankTable
 from kvstow.control.slots import SlotMap
-from kvstow.control.state import ControlState, Settled
-from kvstow.control.sweep import Sweep
+from kvstow.control.state import ControlState
+from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConflictError, LeaseError
 from kvstow.messageorder import NewestDesiredState
 from kvstow.messages import Completion, DesiredState, Mark, Op
@@ -366,44 +365,43 @@ def without_leases(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Index, "unhold", lambda self, slots: [])
 
 
-def repeated_words_count(patch: pytest.MonkeyPatch) -> None:
-    record = Ledger.record
+def repeated_completions_count(patch: pytest.MonkeyPatch) -> None:
+    complete = OpsInFlight.complete
 
-    def count_words(self: Ledger, rank: int, completion: Completion) -> Verdict:
-        entry: OpenOp | None = self.get(completion.op_id)
+    def count_repeats(self: OpsInFlight, rank: int, completion: Completion) -> None:
+        entry = self.get(completion.op_id)
         if entry and completion.mark != "source_free" and rank not in entry.pending:
             rank = min(entry.pending)
-        return record(self, rank, completion)
+        complete(self, rank, completion)
 
-    patch.setattr(Ledger, "record", count_words)
+    patch.setattr(OpsInFlight, "complete", count_repeats)
 
 
 def op_ids_are_reused(patch: pytest.MonkeyPatch) -> None:
-    close = Ledger.close
+    forget = OpsInFlight._forget
 
-    def forget(self: Ledger, op_id: int) -> OpenOp:
-        entry = close(self, op_id)
+    def number_again(self: OpsInFlight, entry: OpenOp) -> None:
+        forget(self, entry)
         if not len(self):
             self._last_op_id = 0
-        return entry
 
-    patch.setattr(Ledger, "close", forget)
+    patch.setattr(OpsInFlight, "_forget", number_again)
 
 
 def dead_boots_are_believed(patch: pytest.MonkeyPatch) -> None:
     """Where a boot numbers its ops from 1: unique op ids protect from late words, too."""
-    complete, fail_rank = OffloadEngine.complete, settlement.fail_rank
+    complete, fail_rank = OffloadEngine.complete, OpsInFlight.fail_rank
 
     def believe(self: OffloadEngine, rank: int, boot_id: str, completions: list[Completion]) -> None:
         complete(self, rank, self._state.ranks.boot_id(rank) or boot_id, completions)
 
-    def number_anew(state: ControlState, rank: int) -> None:
-        fail_rank(state, rank)
-        if len(state.ranks) == 1:
-            state.ledger._last_op_id = 0
+    def number_again(self: OpsInFlight, rank: int) -> None:
+        fail_rank(self, rank)
+        if len(self._ranks) == 1:
+            self._last_op_id = 0
 
     patch.setattr(OffloadEngine, "complete", believe)
-    patch.setattr(settlement, "fail_rank", number_anew)
+    patch.setattr(OpsInFlight, "fail_rank", number_again)
 
 
 def restarts_keep_the_index(patch: pytest.MonkeyPatch) -> None:
@@ -454,7 +452,7 @@ MUTANTS = [
     without_leases,
     visible_at_submission,
     first_rank_decides,
-    repeated_words_count,
+    repeated_completions_count,
     op_ids_are_reused,
     dead_boots_are_believed,
     restarts_keep_the_index,

@@ -12,8 +12,8 @@ import torch
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.leases import Lease
+from kvstow.control.ops import Settled
 from kvstow.control.placement import StoreGrant
-from kvstow.control.state import Settled
 from kvstow.devices.base import Fence
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, Op, RankReport, StepPlan

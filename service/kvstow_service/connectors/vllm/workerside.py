@@ -161,7 +161,7 @@ class WorkerSide:
 
 
 def _refusal(op_id: int) -> Completion:
-    return Completion(op_id, "failed", "this rank has started anew since the op was planned")
+    return Completion(op_id, "failed", "this rank has restarted since the op was planned")
 
 
 class NoDataPlane:

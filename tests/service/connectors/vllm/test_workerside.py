@@ -216,7 +216,7 @@ def test_ops_for_another_boot_are_refused() -> None:
     assert rank.plane.submitted == []
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
     every_news = rank.side.take_news()
-    # The rank may have started anew while the step was planned: its last ops are of the new boot then.
+    # The rank may have restarted while the step was planned: its last ops are of the new boot then.
     assert [news.boot_id for news in every_news] == ["before", rank.plane.boot_id]
     for news in every_news:
         assert {(word.op_id, word.mark) for word in news.completions} == {(1, "failed"), (2, "failed")}

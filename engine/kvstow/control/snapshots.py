@@ -7,10 +7,9 @@ from math import inf
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
-from kvstow.control.ledger import OpenOp
-from kvstow.control.settlement import idle_ranks, stuck_reason
+from kvstow.control.ops import OpenOp
 from kvstow.control.state import ControlState
-from kvstow.control.sweep import SLICE_SLOTS
+from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.stats import (
     BlockPage,
     BlockView,
@@ -60,8 +59,8 @@ def stats(state: ControlState) -> EngineStats:
             lifetime_seconds=counters.ages.lifetime.snapshot(),
             idle_seconds=counters.ages.idle.snapshot(),
             reuse_gap_seconds=counters.ages.reuse_gap.snapshot(),
-            stale_completions=state.ledger.stale,
-            duplicate_completions=state.ledger.duplicates,
+            stale_completions=counters.stale_completions,
+            duplicate_completions=counters.duplicate_completions,
             stale_reports=counters.stale_reports,
             rank_restarts=counters.rank_restarts,
             last_event=state.events.last_sequence,
@@ -79,7 +78,7 @@ def readiness(state: ControlState) -> Readiness:
 def transfers(state: ControlState, limit: int) -> list[TransferView]:
     with state.lock:
         now = state.clock()
-        return [_transfer(entry, state, now) for entry in islice(state.ledger, limit)]
+        return [_transfer(entry, state, now) for entry in islice(state.ops, limit)]
 
 
 def block(state: ControlState, key: bytes) -> BlockView | None:
@@ -124,11 +123,11 @@ def defects(state: ControlState) -> list[str]:
     counts = _slot_counts(state)
     if counts.usable != state.slots.in_service:
         found.append(f"the states {counts} do not add up to {state.slots.in_service}")
-    if not state.ledger.balances():
+    if not state.ops.balances():
         found.append("the transfers that may become stuck are not those that are not stuck")
-    stores = [entry for entry in state.ledger if entry.op.direction == "store"]
-    for name, given_up in (("filling", False), ("quarantined", True)):
-        owed = {slot for entry in stores if entry.given_up is given_up for slot in entry.op.slots}
+    stores = [entry for entry in state.ops if entry.op.direction == "store"]
+    for name, abandoned in (("filling", False), ("quarantined", True)):
+        owed = {slot for entry in stores if entry.abandoned is abandoned for slot in entry.op.slots}
         if owed != in_use[name]:
             found.append(f"the {name} slots are not those of the open stores")
     return found
@@ -151,17 +150,17 @@ def _slot_counts(state: ControlState) -> SlotCounts:
 
 
 def _pending(state: ControlState, now: float) -> PendingTransfers:
-    ledger, slot_bytes = state.ledger, state.config.slot_bytes
-    oldest = ledger.oldest()
+    ops, slot_bytes = state.ops, state.config.slot_bytes
+    oldest = ops.oldest()
     return PendingTransfers(
-        loads=ledger.ops["load"],
-        stores=ledger.ops["store"],
-        load_blocks=ledger.blocks["load"],
-        store_blocks=ledger.blocks["store"],
-        load_bytes=ledger.blocks["load"] * slot_bytes,
-        store_bytes=ledger.blocks["store"] * slot_bytes,
+        loads=ops.num_ops["load"],
+        stores=ops.num_ops["store"],
+        load_blocks=ops.num_blocks["load"],
+        store_blocks=ops.num_blocks["store"],
+        load_bytes=ops.num_blocks["load"] * slot_bytes,
+        store_bytes=ops.num_blocks["store"] * slot_bytes,
         oldest_seconds=now - oldest.started if oldest else 0.0,
-        stuck=ledger.num_stuck,
+        stuck=ops.num_stuck,
     )
 
 
@@ -187,8 +186,10 @@ def _trouble(state: ControlState, now: float) -> str:
         return f"the host has failed: {state.host_error}"
     if state.integrity_error:
         return f"the books do not balance: {state.integrity_error}"
-    if state.ledger.num_stuck:
-        return f"{state.ledger.num_stuck} transfers are stuck: {_oldest_reason(state, now)}"
+    if state.ops.num_stuck:
+        oldest = state.ops.oldest()
+        assert oldest is not None
+        return f"{state.ops.num_stuck} transfers are stuck: {state.ops.stuck_reason(oldest, now)}"
     for record in state.ranks.records():
         if record.report is None:
             continue
@@ -200,17 +201,10 @@ def _trouble(state: ControlState, now: float) -> str:
     return ""
 
 
-def _oldest_reason(state: ControlState, now: float) -> str:
-    """Who keeps the oldest op from ending."""
-    oldest = state.ledger.oldest()
-    assert oldest is not None
-    return stuck_reason(state, oldest, now)
-
-
 def _transfer(entry: OpenOp, state: ControlState, now: float) -> TransferView:
     op = entry.op
     phase: Literal["queued", "running", "stuck", "quarantined"] = "queued"
-    if entry.given_up:
+    if entry.abandoned:
         phase = "quarantined"
     elif entry.stuck:
         phase = "stuck"
@@ -224,7 +218,7 @@ def _transfer(entry: OpenOp, state: ControlState, now: float) -> TransferView:
         bytes=len(op.blocks) * state.config.slot_bytes,
         age_seconds=now - entry.started,
         pending_ranks=tuple(sorted(entry.pending)),
-        idle_ranks=tuple(idle_ranks(state, entry, now)),
+        idle_ranks=tuple(state.ops.idle_ranks(entry, now)),
         failed=entry.error is not None,
         request_id=entry.request_id,
     )

@@ -1,0 +1,254 @@
+"""Ops in flight, and what follows when a rank finishes one.
+
+An op is done when every rank has done it, and failed when one rank has failed. Either way it ends only when every rank
+has finished, because until then some rank may still read or write its slots and blocks.
+
+Completions are idempotent: one for an op that is not open, or from a rank that has finished it, is counted and changes
+nothing. Op ids are never reused, so a late completion cannot meet a later op.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from logging import ERROR, WARNING
+from typing import TYPE_CHECKING
+
+from kvstow.messages import Completion, Direction, Mark, Op
+
+if TYPE_CHECKING:
+    from kvstow.control.state import ControlState
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A final result of an op, reported to the host once. For a store, `source_free` (every rank has read its blocks)
+    may come before `done` or `failed`, which imply it."""
+
+    op_id: int
+    direction: Direction
+    mark: Mark
+    request_id: str
+    blocks: tuple[int, ...]
+    error: str | None
+
+
+@dataclass(slots=True)
+class OpenOp:
+    """An op that some rank has not finished.
+
+    `held`: slots that a load keeps from eviction. `pending`: ranks that have not finished. `reading`: ranks that may
+    still read the blocks of a store. `abandoned`: a stuck store that the host no longer waits for; its slots are
+    quarantined until it ends.
+    """
+
+    op: Op
+    keys: tuple[bytes, ...]
+    held: tuple[int, ...]
+    request_id: str
+    started: float
+    pending: set[int]
+    reading: set[int] = field(default_factory=set)
+    error: str | None = None
+    abandoned: bool = False
+    stuck: bool = False
+    seconds: float = 0.0
+    queue_seconds: float = 0.0
+
+
+class OpsInFlight:
+    """Open ops by id. Used with the lock of `state` held. O(1), or O(slots of the op) where it ends, unless a method
+    says otherwise."""
+
+    def __init__(self, state: ControlState) -> None:
+        self._state = state
+        self._ranks = frozenset(range(state.config.num_ranks))
+        self._open: dict[int, OpenOp] = {}
+        self._moving: dict[int, OpenOp] = {}
+        """Those that are not stuck. Like `_open`, in order of their start."""
+        self._last_op_id = 0
+        self.num_ops: dict[Direction, int] = {"store": 0, "load": 0}
+        self.num_blocks: dict[Direction, int] = {"store": 0, "load": 0}
+        self.num_stuck = 0
+        self.num_abandoned = 0
+        self.settled: deque[Settled] = deque()
+        """Results that the host has not taken."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[OpenOp]:
+        """Oldest first. No op may start or end meanwhile."""
+        return iter(self._open.values())
+
+    def get(self, op_id: int) -> OpenOp | None:
+        return self._open.get(op_id)
+
+    def oldest(self) -> OpenOp | None:
+        return next(iter(self._open.values()), None)
+
+    def start(
+        self,
+        direction: Direction,
+        blocks: tuple[int, ...],
+        slots: tuple[int, ...],
+        *,
+        keys: tuple[bytes, ...],
+        held: tuple[int, ...],
+        request_id: str,
+        now: float,
+    ) -> Op:
+        """Start an op with a new id, for every rank to finish."""
+        self._last_op_id += 1
+        op = Op(self._last_op_id, direction, blocks, slots)
+        reading = set(self._ranks) if direction == "store" else set()
+        entry = OpenOp(op, keys, held, request_id, now, set(self._ranks), reading)
+        self._open[op.op_id] = self._moving[op.op_id] = entry
+        self.num_ops[direction] += 1
+        self.num_blocks[direction] += len(blocks)
+        return op
+
+    # -- completion -----------------------------------------------------------------------------------------
+
+    def complete(self, rank: int, completion: Completion) -> None:
+        """Take a completion of `rank`; end the op if it was the last one."""
+        entry, faults = self._open.get(completion.op_id), self._state.counters
+        if entry is None:
+            faults.stale_completions += 1
+        elif rank not in (entry.reading if completion.mark == "source_free" else entry.pending):
+            faults.duplicate_completions += 1
+        else:
+            self._accept(entry, rank, completion)
+
+    def _accept(self, entry: OpenOp, rank: int, completion: Completion) -> None:
+        was_reading = bool(entry.reading)
+        entry.reading.discard(rank)
+        if completion.mark != "source_free":
+            entry.pending.discard(rank)
+            entry.seconds = max(entry.seconds, completion.seconds)
+            entry.queue_seconds = max(entry.queue_seconds, completion.queue_seconds)
+        if completion.mark == "failed":
+            entry.error = entry.error or f"rank {rank}: {completion.error or 'failed'}"
+            if entry.op.direction == "load":
+                # At the first failure: the request must not find these keys again and load in a circle.
+                self._state.remove(entry.op.slots, "load_failed")
+        if not entry.pending:
+            self._end(entry)
+        elif was_reading and not entry.reading and not entry.abandoned:
+            self._settle(entry, "source_free")
+
+    def _end(self, entry: OpenOp) -> None:
+        state, op = self._state, entry.op
+        self._forget(entry)
+        if op.direction == "load":
+            self._end_load(entry)
+        else:
+            self._end_store(entry)
+        if entry.error:
+            state.counters.transfers[op.direction, "error"] += 1
+            state.counters.errors[f"{op.direction}_failed"] += 1
+            state.log(WARNING, "%s %d of %d blocks failed: %s", op.direction, op.op_id, len(op.blocks), entry.error)
+        else:
+            num_bytes = len(op.blocks) * state.config.slot_bytes
+            state.counters.count_transfer(op.direction, len(op.blocks), num_bytes, entry.seconds, entry.queue_seconds)
+        if not entry.abandoned:
+            self._settle(entry, "failed" if entry.error else "done")
+        if entry.stuck:
+            state.refresh_acceptance()
+
+    def _forget(self, entry: OpenOp) -> None:
+        op = entry.op
+        del self._open[op.op_id]
+        self._moving.pop(op.op_id, None)
+        self.num_ops[op.direction] -= 1
+        self.num_blocks[op.direction] -= len(op.blocks)
+        self.num_stuck -= entry.stuck
+        self.num_abandoned -= entry.abandoned
+
+    def _end_load(self, entry: OpenOp) -> None:
+        self._state.unhold(entry.held)
+        if entry.error:
+            self._state.counters.miss_blocks["load_failed"] += len(entry.op.blocks)
+            self._state.counters.fallbacks["load_failed"] += 1
+
+    def _end_store(self, entry: OpenOp) -> None:
+        state, op = self._state, entry.op
+        outcomes = state.counters.store_blocks
+        if entry.abandoned:
+            state.index.end_quarantine(op.slots)
+            state.slots.release(op.slots)
+        elif entry.error:
+            state.index.pending_stores.remove(entry.keys, op.slots)
+            state.slots.release(op.slots)
+            outcomes["failed"] += len(op.slots)
+        else:
+            published = state.index.publish(entry.keys, op.slots, state.clock())
+            state.slots.release(published.freed)
+            state.events.add("stored", published.keys)
+            outcomes["stored"] += len(published.keys)
+            outcomes["dropped_purged"] += len(published.freed)
+            if state.slots.leaving:  # a resize has passed these slots already
+                state.remove([slot for slot in op.slots if slot >= state.slots.limit], "resize")
+
+    def _settle(self, entry: OpenOp, mark: Mark) -> None:
+        op = entry.op
+        self.settled.append(Settled(op.op_id, op.direction, mark, entry.request_id, op.blocks, entry.error))
+
+    # -- ranks that restart or hang -------------------------------------------------------------------------
+
+    def fail_rank(self, rank: int) -> None:
+        """Fail the ops of a rank that has restarted. O(open ops)."""
+        pending = [op_id for op_id, entry in self._open.items() if rank in entry.pending]
+        self._state.log(WARNING, "rank %d has restarted: its memory is lost, %d transfers fail", rank, len(pending))
+        for op_id in pending:
+            self.complete(rank, Completion(op_id, "failed", f"rank {rank} has restarted"))
+
+    def mark_stuck(self, now: float) -> bool:
+        """Mark the oldest op that has exceeded the transfer timeout; False if there is none.
+
+        A store fails now: its slots are quarantined, because the silent rank may still write them. A load keeps
+        waiting, because that rank may still write the host's blocks."""
+        state = self._state
+        entry = next(iter(self._moving.values()), None)
+        if entry is None or entry.started >= now - state.config.transfer_timeout:
+            return False
+        op = entry.op
+        del self._moving[op.op_id]
+        entry.stuck = True
+        self.num_stuck += 1
+        state.counters.errors["transfer_stuck"] += 1
+        reason = self.stuck_reason(entry, now)
+        state.log(
+            ERROR,
+            "%s %d is stuck after %g s: %s; loads and stores stop until it ends",
+            *(op.direction, op.op_id, state.config.transfer_timeout, reason),
+        )
+        if op.direction == "store":
+            entry.abandoned = True
+            self.num_abandoned += 1
+            entry.error = entry.error or reason
+            state.index.quarantine(entry.keys, op.slots)
+            state.counters.store_blocks["failed"] += len(op.slots)
+            self._settle(entry, "failed")
+        return True
+
+    def idle_ranks(self, entry: OpenOp, now: float) -> list[int]:
+        """Ranks that have not completed the op and have nothing under way: the host has not submitted the op to them,
+        or has not collected or passed on their completion."""
+        return [rank for rank in sorted(entry.pending) if self._state.ranks.idle_since(rank, entry.started, now)]
+
+    def stuck_reason(self, entry: OpenOp, now: float) -> str:
+        """What keeps the op from ending: ranks that work on it, or the host."""
+        idle = self.idle_ranks(entry, now)
+        busy = sorted(entry.pending.difference(idle))
+        reasons = [f"ranks {busy} have not finished it"] if busy else []
+        if idle:
+            missed = self._state.ranks.uncollected(idle)
+            fault = f"not collected {missed} completions" if missed else "not submitted it, or lost its answer"
+            reasons.append(f"the host has {fault}: ranks {idle} have nothing under way")
+        return "; ".join(reasons)
+
+    def balances(self) -> bool:
+        """Whether exactly the ops that are not stuck may become so. For integrity checks."""
+        return self._moving.keys() == {op_id for op_id, entry in self._open.items() if not entry.stuck}
