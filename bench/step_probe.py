@@ -21,7 +21,8 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion, Op
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.schedulerside import PlannedStep, SchedulerSide
+from kvstow_service.connectors.vllm.schedulerside import SchedulerSide
+from kvstow_service.connectors.vllm.stepplan import PlannedStep
 from kvstow_service.replay.simulated import SimulatedWorker
 
 _TOKENS = 16

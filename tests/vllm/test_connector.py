@@ -130,19 +130,19 @@ def raise_memory_error(*_: Any) -> None:
     raise MemoryError("injected")
 
 
-@pytest.mark.parametrize("broken", ["hear", "settle", "release"])
+@pytest.mark.parametrize("broken", ["hear", "settle", "continuing"])
 def test_nothing_that_goes_wrong_with_a_steps_output_reaches_vllm(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     """It would end vLLM's process. A request whose load may have failed is not let go on."""
     monkeypatch.setattr(connector, "_TELLS_FAILED_REQUESTS", False)
     setup = Setup("broken output", layers="hybrid")
     made = make(make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20}), setup, KVConnectorRole.SCHEDULER)
     failures: list[str] = []
-    works = {"hear": lambda *_: None, "settle": lambda: None, "release": set}
+    works = {"hear": lambda *_: None, "settle": lambda: None, "continuing": set}
     methods = {**works, broken: raise_memory_error}
     side = SimpleNamespace(
         settle=methods["settle"],
-        rewinds=SimpleNamespace(release=methods["release"]),
-        release_sources=lambda: None,
+        failed_loads=SimpleNamespace(continuing=methods["continuing"]),
+        release_gpu_blocks=lambda: None,
     )
     monkeypatch.setattr(made._host, "side", side)
     monkeypatch.setattr(made._host, "engine", SimpleNamespace(fail=failures.append))
@@ -153,7 +153,7 @@ def test_nothing_that_goes_wrong_with_a_steps_output_reaches_vllm(monkeypatch: p
     made.update_connector_output(output)
     assert len(failures) == 1
     assert failures[0].endswith("MemoryError('injected')")
-    assert output.finished_recving == (set() if broken == "release" else {"request"})
+    assert output.finished_recving == (set() if broken == "continuing" else {"request"})
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_nothing_that_goes_wrong_in_the_scheduler_reaches_vllm(
     made = make(make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20}), setup, KVConnectorRole.SCHEDULER)
 
     class Broken:
-        find_hit = admit = finish = reset = take = release_sources = staticmethod(raise_memory_error)
+        find_hit = admit = finish = reset = take = release_gpu_blocks = staticmethod(raise_memory_error)
         has_pending_stores = property(raise_memory_error)
 
     failures: list[str] = []

@@ -24,7 +24,7 @@ from kvstow_service.connectors.vllm.hosting import SchedulerHost, WorkerHost
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
 from kvstow_service.connectors.vllm.options import ConnectorOptions
-from kvstow_service.connectors.vllm.schedulerside import PlannedStep
+from kvstow_service.connectors.vllm.stepplan import PlannedStep
 from kvstow_service.connectors.vllm.vllmprocess import this_node
 from kvstow_service.connectors.vllm.workerside import NoDataPlane
 from kvstow_service.embedded import EmbeddedOptions

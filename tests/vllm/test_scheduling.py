@@ -110,14 +110,14 @@ class Breaking:
 @pytest.mark.parametrize(
     "broken",
     [
-        "hits.HitFinder.find",
-        "hits.HitFinder.count",
-        "loads.Loads._begin",
-        "stores.EagerStores.take_due",
-        "stores.EagerStores.take_last",
-        "scheduler.SchedulerSide.settle",
-        "scheduler.SchedulerSide._retry_room",
-        "scheduler.SchedulerSide._follow_tables",
+        "loads.Loads.find_hit",
+        "loads.Loads.count_hit",
+        "loads.Loads._load_hit",
+        "eagerstores.EagerStores.offer_due",
+        "eagerstores.EagerStores.offer_last",
+        "schedulerside.SchedulerSide.settle",
+        "stores.Stores.retry_room",
+        "eagerstores.EagerStores._follow_tables",
     ],
 )
 def test_an_engine_whose_connector_fails_serves_on(

@@ -27,11 +27,11 @@ CONNECTOR = "kvstow_service.connectors.vllm"
 
 
 def stores_do_not_hold_their_blocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{CONNECTOR}.gpublocks.SourceBlocks.hold", lambda self, op_id, block_ids: None)
+    patch.setattr(f"{CONNECTOR}.gpublocks.GPUBlocks.hold_sources", lambda self, op_id, block_ids: None)
 
 
 def stores_never_let_their_blocks_go(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{CONNECTOR}.gpublocks.SourceBlocks.release", lambda self, op_id: None)
+    patch.setattr(f"{CONNECTOR}.gpublocks.GPUBlocks.free_sources", lambda self, op_id, to_front=False: None)
 
 
 def stores_do_not_wait_for_the_forward(patch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def dead_boots_are_served(patch: pytest.MonkeyPatch) -> None:
 
 
 def ended_leases_are_not_released(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{CONNECTOR}.hits.HitFinder.release", lambda self, tracked: setattr(tracked, "hit", None))
+    patch.setattr(f"{CONNECTOR}.loads.Loads.release_hit", lambda self, tracked: setattr(tracked, "hit", None))
 
 
 class Mutant(NamedTuple):

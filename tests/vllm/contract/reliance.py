@@ -42,7 +42,7 @@ LEFT_ALONE: dict[str, str] = {
 
 PROTOCOLS: dict[tuple[str, str], tuple[str, str]] = {
     ("trackedrequests", "Request"): ("vllm.v1.request", "Request"),
-    ("schedulerside", "Step"): ("vllm.v1.core.sched.output", "SchedulerOutput"),
+    ("stepplan", "Step"): ("vllm.v1.core.sched.output", "SchedulerOutput"),
     ("gpublocks", "BlockPool"): ("vllm.v1.core.block_pool", "BlockPool"),
 }
 """Our protocols, by module and name, and vLLM's classes that they stand for."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
-from typing import Any
+from collections.abc import Iterable, Set
 
-from kvstow_service.connectors.vllm.offers import Offer, keys_of
+from kvstow_service.connectors.vllm.gpublocks import GPUBlocks, Offer
 
 _LONGEST_PAUSE = 256
 
@@ -14,32 +13,31 @@ _LONGEST_PAUSE = 256
 class Backlog:
     """GPU blocks whose store was refused, dropped or failed, or did not fit into a step. Used by one thread.
 
-    Nothing holds these blocks: the GPU may evict one before its turn comes. So a block is offered under the hash by
-    which vLLM caches it at that time, whatever it held when it was added, and not at all if vLLM caches nothing in
-    it. Each block waits at most once, so the backlog never holds more than the GPU has blocks.
+    Nothing holds these blocks: the GPU may evict one before it is offered. So a block is offered under the hash by
+    which vLLM caches it at that time, whatever it held when it was added, and not at all if vLLM caches nothing in it.
+    Each block waits at most once, so the backlog never holds more blocks than the GPU has.
     """
 
-    def __init__(self, gpu_blocks: Sequence[Any]) -> None:
-        """`gpu_blocks[block_id]` is vLLM's `KVCacheBlock`."""
-        self._gpu_blocks = gpu_blocks
+    def __init__(self, gpu: GPUBlocks) -> None:
+        self._gpu = gpu
         self._queue: deque[int] = deque()
         self._queued: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, block_ids: Iterable[int]) -> None:
-        """Append these. Those that already wait keep their place."""
+    def add_blocks(self, block_ids: Iterable[int]) -> None:
+        """Append these blocks. Those that already wait keep their place."""
         queued, new = self._queued, list(dict.fromkeys(block_ids))
         if queued:
             new = [block_id for block_id in new if block_id not in queued]
         queued.update(new)
         self._queue.extend(new)
 
-    def take(self, count: int, unwritten: Set[int], hash_bytes: int) -> Offer:
+    def take_cached(self, count: int, unwritten: Set[int]) -> Offer:
         """Offer those of the first `count` blocks that vLLM caches, and forget the others. Blocks that the step being
         planned has yet to write, the `unwritten`, stay in the backlog. O(count)."""
-        gpu_blocks, queue, queued = self._gpu_blocks, self._queue, self._queued
+        gpu_blocks, queue, queued = self._gpu.pool.blocks, self._queue, self._queued
         hashes: list[bytes] = []
         blocks: list[int] = []
         waiting: list[int] = []
@@ -54,7 +52,7 @@ class Backlog:
                 hashes.append(block_hash)
                 blocks.append(block_id)
         queue.extend(waiting)
-        return Offer(keys_of(hashes, hash_bytes), blocks)
+        return Offer(self._gpu.keys_of(hashes), blocks)
 
     def clear(self) -> None:
         self._queue.clear()

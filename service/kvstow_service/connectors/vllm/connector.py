@@ -261,7 +261,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         if side is not None and self._fails_requests and not _TELLS_FAILED_REQUESTS:
             ended, connector_output.finished_recving = connector_output.finished_recving or (), set()
             with self._host.guarding("loads that have ended"):
-                connector_output.finished_recving = side.rewinds.release(ended)
+                connector_output.finished_recving = side.failed_loads.continuing(ended)
 
     def _hear(self, metadata: KVStowWorkerMetadata) -> None:
         for rank, words in metadata.news.items():

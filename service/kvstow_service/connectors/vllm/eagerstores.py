@@ -2,59 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from kvstow_service.connectors.vllm.backlog import Backlog
+from kvstow_service.connectors.vllm.gpublocks import GPUBlocks, Offer, WrittenBlocks
+from kvstow_service.connectors.vllm.kvevents import EventFeed
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.offers import Offer, OfferObserver, keys_of
+from kvstow_service.connectors.vllm.stepplan import Step
+from kvstow_service.connectors.vllm.stores import Stores
 from kvstow_service.connectors.vllm.trackedrequests import TrackedRequest
-from kvstow_service.connectors.vllm.written import WrittenBlocks
 
 
 class EagerStores:
     """Finds the blocks that are complete and were not offered yet.
 
-    A request is looked at only while it has such blocks, or soon will: O(blocks), not O(requests) per step. A step
-    looks at no more than `step_blocks` of them. A running request's further blocks wait in its tables for the next
-    steps; blocks of finished requests, and blocks that were offered and not stored, wait in a `Backlog`. Used by the
-    scheduler's thread.
+    A request is visited only while it has such blocks, or soon will: O(blocks), not O(requests) per step. A step visits
+    at most `step_blocks` of them. A running request's further blocks wait in its tables for the next steps; blocks of
+    finished requests, and blocks that were offered and not stored, wait in a `Backlog`. Used by the scheduler's thread.
     """
 
     def __init__(
-        self, groups: KVGroups, gpu_blocks: Sequence[Any], observer: OfferObserver | None, step_blocks: int
+        self,
+        groups: KVGroups,
+        gpu: GPUBlocks,
+        stores: Stores,
+        requests: Mapping[str, TrackedRequest],
+        events: EventFeed | None,
+        step_blocks: int,
     ) -> None:
-        """`gpu_blocks[block_id]` is vLLM's `KVCacheBlock`."""
-        self.hash_bytes = 0
-        """Length of a request's block hash; 0 until the first request."""
+        """`requests`: those that vLLM has, by name; owned by the caller."""
         self._groups, self._alignment = groups.in_tables, groups.alignment
-        self._gpu_blocks, self._observer = gpu_blocks, observer
+        self._gpu, self._stores, self._requests, self._events = gpu, stores, requests, events
         self._stride_blocks = sum(self._alignment // group.block_tokens for group in self._groups) or 1
         self._late_tokens = max((group.late_tokens for group in self._groups), default=0)
         self._step_blocks = self._left_for_ends = step_blocks
         self._due: dict[str, TrackedRequest] = {}
-        self._backlog = Backlog(gpu_blocks)
+        self._backlog = Backlog(gpu)
 
     @property
     def has_backlog(self) -> bool:
-        """Whether blocks that no running request has wait to be offered."""
         return bool(self._backlog)
 
     def admitted(self, tracked: TrackedRequest) -> None:
-        """The request has its tables; what the GPU had cached of it is offered too: the pool may have lost it."""
+        """What the GPU had cached of the request is offered too: the pool may have lost it."""
         self._due[tracked.request.request_id] = tracked
 
-    def grown(self, tracked: TrackedRequest, new_blocks: Sequence[Sequence[int]]) -> None:
-        """The request got more GPU blocks, for tokens of the step that is being planned."""
-        for table, blocks in zip(tracked.tables, new_blocks, strict=True):
-            table.extend(blocks)
-        self._due[tracked.request.request_id] = tracked
-
-    def take_due(self, scheduled: Container[str], written: WrittenBlocks, room: int) -> Offer:
+    def offer_due(self, step: Step, number: int, written: WrittenBlocks, room: int) -> int:
         """What older steps have completed of the requests that run in this step, which is yet to write the `written`
-        blocks; and then, as far as the pool has `room`, of the backlog.
+        blocks; and then, as far as the pool has `room`, the backlog."""
+        self._follow_tables(step.scheduled_cached_reqs, number)
+        offer, left = self._completed(step.num_scheduled_tokens, written)
+        count = min(left, room - len(offer.keys))
+        if self._backlog and count > 0:
+            keys, blocks = self._backlog.take_cached(count, written.block_ids)
+            offer.keys.extend(keys)
+            offer.blocks.extend(blocks)
+        self._left_for_ends = self._step_blocks
+        self._backlog.add_blocks(self._stores.plan_store(offer))
+        return len(offer.keys)
 
-        A request that does not run has no blocks, if it was preempted."""
+    def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
+        """What is complete at the end of a request, whose blocks are in `tables`: it still references them. What is too
+        much for one step goes to the backlog.
+
+        vLLM has taken out of `tables` what left a window in the request's last step, though it still caches it. So of
+        a group with a window the blocks count that the request was given.
+        """
+        self._due.pop(tracked.request.request_id, None)
+        for group in self._groups:
+            if group.is_full:
+                tracked.tables[group.index] = list(tables[group.index])
+        offer = Offer([], [])
+        if self._left_for_ends > 0:
+            self._left_for_ends -= self._take_next(tracked, self._left_for_ends, WrittenBlocks(), offer)
+        self._backlog.add_blocks(self._take_rest(tracked))
+        self._backlog.add_blocks(self._stores.plan_store(offer, tracked.request.request_id))
+
+    def offer_again(self, block_ids: Sequence[int]) -> None:
+        self._backlog.add_blocks(block_ids)
+
+    def forget_blocks(self) -> None:
+        self._backlog.clear()
+
+    def _follow_tables(self, running: Any, number: int) -> None:
+        """Running requests got more GPU blocks, for tokens of the step that is being planned."""
+        for request_id, new_blocks in zip(running.req_ids, running.new_block_ids, strict=True):
+            if new_blocks is None:
+                continue
+            tracked = self._requests.get(request_id)
+            if tracked is None or tracked.admitted_at == number:  # at admission the whole table was given
+                continue
+            for table, blocks in zip(tracked.tables, new_blocks, strict=True):
+                table.extend(blocks)
+            self._due[request_id] = tracked
+
+    def _completed(self, scheduled: Container[str], written: WrittenBlocks) -> tuple[Offer, int]:
+        """Blocks of the requests that run, and how many more blocks this step may visit. A request that does not run
+        has no blocks, if it was preempted."""
         offer, left = Offer([], []), self._step_blocks
         for request_id, tracked in list(self._due.items()):
             if request_id not in scheduled:
@@ -64,42 +109,11 @@ class EagerStores:
                 continue
             if left <= 0:
                 continue
-            left -= self._take(tracked, left, written, offer)
+            left -= self._take_next(tracked, left, written, offer)
             del self._due[request_id]
             if self._expects_more(tracked):
-                self._due[request_id] = tracked  # behind the others: they have their turn first in the next step
-        count = min(left, room - len(offer.keys))
-        if self._backlog and count > 0:
-            keys, blocks = self._backlog.take(count, written.block_ids, self.hash_bytes)
-            offer.keys.extend(keys)
-            offer.blocks.extend(blocks)
-        self._left_for_ends = self._step_blocks
-        return offer
-
-    def take_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> Offer:
-        """What is complete at the end of a request, whose blocks these are: it still references them. What is too much
-        for one step goes to the backlog.
-
-        vLLM has taken out of `tables` what left a window in the request's last step, though it caches it still. So of
-        a group with a window the blocks count that the request was given.
-        """
-        self._due.pop(tracked.request.request_id, None)
-        for group in self._groups:
-            if group.is_full:
-                tracked.tables[group.index] = list(tables[group.index])
-        offer = Offer([], [])
-        if self._left_for_ends > 0:
-            self._left_for_ends -= self._take(tracked, self._left_for_ends, WrittenBlocks(), offer)
-        self._backlog.add(self._take_rest(tracked))
-        return offer
-
-    def offer_again(self, block_ids: Sequence[int]) -> None:
-        """These were offered and not stored."""
-        self._backlog.add(block_ids)
-
-    def forget(self) -> None:
-        """The pool was emptied."""
-        self._backlog.clear()
+                self._due[request_id] = tracked  # behind the others, which come first in the next step
+        return offer, left
 
     def _complete_tokens(self, tracked: TrackedRequest) -> int:
         """Up to where the request's blocks can be stored: whole strides of `alignment`, where hits end. Of a group
@@ -119,7 +133,7 @@ class EagerStores:
             return True
         return self._complete_tokens(tracked) >= stride_end
 
-    def _take(self, tracked: TrackedRequest, most: int, written: WrittenBlocks, offer: Offer) -> int:
+    def _take_next(self, tracked: TrackedRequest, most: int, written: WrittenBlocks, offer: Offer) -> int:
         """Add the request's next complete blocks to the offer, about `most` of them; how many were looked at."""
         alignment, start = self._alignment, tracked.offered_tokens
         strides = min((self._complete_tokens(tracked) - start) // alignment, max(1, most // self._stride_blocks))
@@ -152,13 +166,13 @@ class EagerStores:
     ) -> None:
         keys = tracked.keys(group, numbers.start, numbers.stop)
         blocks = tracked.tables[group.index][numbers.start : numbers.stop]
-        if self._observer is not None:
-            self._observer.offered(tracked.request, group, numbers.start, keys)
+        if self._events is not None:
+            self._events.offered(tracked.request, group, numbers.start, keys)
         if not group.is_full:
             pairs = zip(keys, blocks, numbers, strict=True)
             there = [pair for pair in pairs if self._caches(pair[1], pair[0])]
             if there and not written.block_ids.isdisjoint([block for _, block, _ in there]):
-                self._backlog.add([block for _, block, _ in there if block in written.block_ids])
+                self._backlog.add_blocks([block for _, block, _ in there if block in written.block_ids])
                 there = [pair for pair in there if pair[1] not in written.block_ids]
             keys, blocks = [key for key, _, _ in there], [block for _, block, _ in there]
             ends.extend([(number + 1) * group.block_tokens for _, _, number in there])
@@ -169,8 +183,8 @@ class EagerStores:
 
     def _caches(self, block: int, key: bytes) -> bool:
         """Whether vLLM caches this content in the block: one that has left the window may be anybody's by now."""
-        block_hash = self._gpu_blocks[block].block_hash
-        return block_hash is not None and keys_of([block_hash], self.hash_bytes) == [key]
+        block_hash = self._gpu.pool.blocks[block].block_hash
+        return block_hash is not None and self._gpu.keys_of([block_hash]) == [key]
 
     def _take_rest(self, tracked: TrackedRequest) -> list[int]:
         """All further complete blocks, the root of the prefix first. They count as offered."""

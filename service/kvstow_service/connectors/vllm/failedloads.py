@@ -1,4 +1,4 @@
-"""Rewinds: failed loads of requests that vLLM cannot be told of. Only versions before 0.30 need them."""
+"""Failed loads that vLLM cannot be told of by request. Only versions before 0.30 need this module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstow_service.connectors.vllm.trackedrequests import TrackedRequest
 logger = logging.getLogger("kvstow.vllm")
 
 
-class Rewinds:
+class FailedLoads:
     """Sends a request whose load failed back to what it had before. Used by the scheduler's thread.
 
     Before 0.30 vLLM takes bad blocks only, of models with one KV group; and where that has a window, it would go on
@@ -28,7 +28,7 @@ class Rewinds:
         self._engine, self._groups, self._null_block, self._requests = engine, groups, null_block, requests
         self._stranded: set[str] = set()
 
-    def release(self, ended: Collection[str]) -> set[str]:
+    def continuing(self, ended: Collection[str]) -> set[str]:
         """Of the requests whose loads have ended, those that vLLM may go on with; and those held back before that were
         aborted since."""
         failed = {name for name in ended if name in self._requests and self._requests[name].load_failed}

@@ -91,7 +91,7 @@ class SchedulerHost:
         """vLLM may be waiting for the GPU blocks of stores whose end is never heard of now."""
         try:
             if self.side is not None:
-                self.side.release_sources()
+                self.side.release_gpu_blocks()
         except Exception:
             logger.exception("some GPU blocks stay held until vLLM starts anew")
 
@@ -150,7 +150,7 @@ class SchedulerHost:
             self._groups,
             self._pool,
             lazy_blocks=2 * self._blocks_per_step if self._options.lazy_offload else None,
-            observer=self.events,
+            events=self.events,
             observe=self.stats.observe,
             step_blocks=self._step_blocks,
         )

@@ -6,72 +6,83 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstow.control.engine import OffloadEngine
-from kvstow_service.connectors.vllm.gpublocks import BlockPool
-from kvstow_service.connectors.vllm.offers import Offer, keys_of
+from kvstow_service.connectors.vllm.gpublocks import GPUBlocks, Offer, WrittenBlocks
+from kvstow_service.connectors.vllm.stepplan import Step
+from kvstow_service.connectors.vllm.stores import Stores
+from kvstow_service.connectors.vllm.trackedrequests import TrackedRequest
 
 
 class LazyStores:
-    """Keeps the first `ahead_blocks` of the GPU's free queue, the next to be evicted, in the pool too.
+    """Finds the first `ahead_blocks` of the GPU's free queue, the next to be evicted, and stores them.
 
-    Blocks that are stored go back to where they were in the queue: the GPU's order of eviction stays, and no more than
-    those first ones is ever stored. A step looks at the queue only if its head has changed since the last look, fewer
-    blocks were free then, or blocks wait that were offered in vain; 60 ns a block. It offers `step_blocks` at most.
-    Used by the scheduler's thread.
+    Stored blocks return to their old place in the queue, so the GPU's order of eviction does not change, and only those
+    first blocks are ever stored. A step reads the queue only if its head has changed since the last time, fewer
+    blocks were free then, or blocks wait that were not stored; 60 ns a block. It offers at most `step_blocks`. Used by
+    the scheduler's thread.
     """
 
-    def __init__(self, engine: OffloadEngine, pool: BlockPool, ahead_blocks: int, step_blocks: int) -> None:
-        self.hash_bytes = 0
-        """Length of a request's block hash; 0 until a request came."""
-        self._engine, self._pool = engine, pool
+    def __init__(
+        self, engine: OffloadEngine, gpu: GPUBlocks, stores: Stores, ahead_blocks: int, step_blocks: int
+    ) -> None:
+        self._engine, self._gpu, self._stores = engine, gpu, stores
         self._ahead_blocks, self._step_blocks = ahead_blocks, step_blocks
         self._head: Any = None
         self._offered: dict[int, bytes] = {}  # by block: the content that was offered
-        self._in_vain: dict[int, bytes] = {}  # likewise, but the pool did not take it
+        self._not_stored: dict[int, bytes] = {}  # likewise, but the pool did not take it
 
     @property
     def has_backlog(self) -> bool:
-        """Whether blocks that were not stored wait for another offer."""
-        return bool(self._in_vain)
+        return bool(self._not_stored)
 
-    def take_endangered(self, held: int, room: int) -> Offer:
-        """Blocks near eviction that were not offered yet and are not in the pool. `held` blocks are being stored, and
-        will be the first again. Those offered in vain come again if the pool has `room`, and no more than that."""
+    def admitted(self, tracked: TrackedRequest) -> None:
+        """Block tables do not matter here."""
+
+    def offer_due(self, step: Step, number: int, written: WrittenBlocks, room: int) -> int:
+        """Blocks near eviction that were not offered yet and are not in the pool. Blocks that are being stored will be
+        the first in the queue again. Those that were not stored come again if the pool has `room`, and no more."""
         most = self._step_blocks
         if room:
             most = min(most, room)
-            if self._in_vain:
-                self._in_vain, self._head = {}, None
-        queue = self._pool.free_block_queue
+            if self._not_stored:
+                self._not_stored, self._head = {}, None
+        offer = self._missing(self._next_evicted(most))
+        if offer.keys:
+            self.offer_again(self._stores.plan_store(offer))
+        return len(offer.keys)
+
+    def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
+        """The blocks of a request that has ended join the free queue."""
+
+    def offer_again(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            content = self._offered.pop(block_id, None)
+            if content is not None:
+                self._not_stored[block_id] = content
+
+    def forget_blocks(self) -> None:
+        self._offered.clear()
+        self._not_stored.clear()
+        self._head = None
+
+    def _next_evicted(self, most: int) -> Offer:
+        queue = self._gpu.pool.free_block_queue
         block, tail = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail
-        if block is self._head or not self.hash_bytes:
+        if block is self._head or not self._gpu.hash_bytes:
             return Offer([], [])
         self._head = block
         hashes: list[bytes] = []
         blocks: list[int] = []
-        for _ in range(self._ahead_blocks - held):
+        for _ in range(self._ahead_blocks - self._gpu.num_sources()):
             if block is None or block is tail or len(blocks) == most:
                 self._head = None  # what is freed next is near eviction at once; what is too much comes next
                 break
             content, block_id = block.block_hash, block.block_id
-            if content is not None and content not in (self._offered.get(block_id), self._in_vain.get(block_id)):
+            if content is not None and content not in (self._offered.get(block_id), self._not_stored.get(block_id)):
                 self._offered[block_id] = content
                 hashes.append(content)
                 blocks.append(block_id)
             block = block.next_free_block
-        return self._missing(Offer(keys_of(hashes, self.hash_bytes), blocks))
-
-    def offer_again(self, block_ids: Sequence[int]) -> None:
-        """These were offered and not stored."""
-        for block_id in block_ids:
-            content = self._offered.pop(block_id, None)
-            if content is not None:
-                self._in_vain[block_id] = content
-
-    def forget(self) -> None:
-        """The pool was emptied."""
-        self._offered.clear()
-        self._in_vain.clear()
-        self._head = None
+        return Offer(self._gpu.keys_of(hashes), blocks)
 
     def _missing(self, found: Offer) -> Offer:
         there = self._engine.contains(found.keys) if found.keys else ()

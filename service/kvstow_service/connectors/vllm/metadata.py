@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstow.messages import Completion, DesiredState, RankReport
 from kvstow_service.agent import AdminAddress
-from kvstow_service.connectors.vllm.schedulerside import PlannedStep
+from kvstow_service.connectors.vllm.stepplan import PlannedStep
 
 
 @dataclass(frozen=True)

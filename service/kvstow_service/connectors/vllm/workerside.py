@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from kvstow.devices.base import Fence
 from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
-from kvstow_service.connectors.vllm.schedulerside import PlannedStep
+from kvstow_service.connectors.vllm.stepplan import PlannedStep
 
 
 class DataPlane(Protocol):

@@ -7,7 +7,7 @@ from tests.service.connectors.vllm.vllmhost import FULL, FakeRequest, VllmHost, 
 
 from kvstow.messages import Mark
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.schedulerside import PlannedStep
+from kvstow_service.connectors.vllm.stepplan import PlannedStep
 
 PROMPT = "abcdefgh"
 WINDOW = KVGroup(1, 2, 1, window=3)

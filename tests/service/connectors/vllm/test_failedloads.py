@@ -34,7 +34,7 @@ def load(host: VllmHost, request: FakeRequest, local: int = 0, *, fail: bool) ->
 def test_a_request_whose_load_was_done_goes_on() -> None:
     host, request = make_host(SHORT)
     load(host, request, fail=False)
-    assert host.side.rewinds.release({"r", "unknown"}) == {"r", "unknown"}
+    assert host.side.failed_loads.continuing({"r", "unknown"}) == {"r", "unknown"}
     assert request.num_computed_tokens == 8
     assert not host.engine.admin.bypass.load
 
@@ -42,7 +42,7 @@ def test_a_request_whose_load_was_done_goes_on() -> None:
 def test_a_request_whose_load_failed_goes_on_from_what_the_gpu_had() -> None:
     host, request = make_host(LONG, local=4)
     load(host, request, 4, fail=True)
-    assert host.side.rewinds.release({"r"}) == {"r"}
+    assert host.side.failed_loads.continuing({"r"}) == {"r"}
     assert request.num_computed_tokens == 4
     assert not host.engine.admin.bypass.load
 
@@ -50,18 +50,18 @@ def test_a_request_whose_load_failed_goes_on_from_what_the_gpu_had() -> None:
 def test_a_request_that_has_lost_its_window_is_held_back() -> None:
     host, request = make_host(SHORT, local=4)
     load(host, request, 4, fail=True)
-    assert host.side.rewinds.release({"r", "unknown"}) == {"unknown"}
+    assert host.side.failed_loads.continuing({"r", "unknown"}) == {"unknown"}
     assert request.num_computed_tokens == 8
 
 
 def test_a_request_that_had_nothing_is_held_back_until_it_is_aborted() -> None:
     host, request = make_host(LONG)
     load(host, request, fail=True)
-    assert host.side.rewinds.release({"r"}) == set()
-    assert host.side.rewinds.release(set()) == set()
+    assert host.side.failed_loads.continuing({"r"}) == set()
+    assert host.side.failed_loads.continuing(set()) == set()
     host.side.finish(request, [[], []])
-    assert host.side.rewinds.release(set()) == {"r"}
-    assert host.side.rewinds.release(set()) == set()
+    assert host.side.failed_loads.continuing(set()) == {"r"}
+    assert host.side.failed_loads.continuing(set()) == set()
 
 
 def test_after_a_request_was_held_back_nothing_is_loaded_until_an_operator_says_so(
@@ -73,7 +73,7 @@ def test_after_a_request_was_held_back_nothing_is_loaded_until_an_operator_says_
         host.store(*keys_of(other.tokens, group))
     host.engine.admin.set_bypass(load=False, store=True, ttl_seconds=None)
     load(host, request, fail=True)
-    host.side.rewinds.release({"r"})
+    host.side.failed_loads.continuing({"r"})
     assert "requests r wait until they are aborted" in caplog.messages[-1]
     assert "kvstow bypass --off" in caplog.messages[-1]
     assert host.ask(other) == 0

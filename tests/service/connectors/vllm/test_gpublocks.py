@@ -1,63 +1,63 @@
-"""Source blocks: references that are taken once and given back once."""
+"""GPU blocks: references that are taken once and given back once."""
 
 from __future__ import annotations
 
 from tests.service.connectors.vllm.blockpool import FakeBlockPool
 
-from kvstow_service.connectors.vllm.gpublocks import SourceBlocks
+from kvstow_service.connectors.vllm.gpublocks import GPUBlocks
 
 
 def test_a_held_block_is_not_handed_out() -> None:
     pool = FakeBlockPool(4)
-    sources = SourceBlocks(pool)
-    sources.hold(7, [2, 1])
-    assert len(sources) == 1
+    gpu = GPUBlocks(pool)
+    gpu.hold_sources(7, [2, 1])
+    assert gpu.num_sources() == 2
     assert pool.free == [3]
     assert [block.ref_cnt for block in pool.blocks[1:]] == [1, 1, 0]
 
 
 def test_a_block_of_two_stores_is_free_after_both() -> None:
     pool = FakeBlockPool(4)
-    sources = SourceBlocks(pool)
-    sources.hold(7, [1])
-    sources.hold(8, [1, 2])
-    sources.release(7)
+    gpu = GPUBlocks(pool)
+    gpu.hold_sources(7, [1])
+    gpu.hold_sources(8, [1, 2])
+    gpu.free_sources(7)
     assert sorted(pool.free) == [3]
-    sources.release(8)
+    gpu.free_sources(8)
     assert sorted(pool.free) == [1, 2, 3]
-    assert len(sources) == 0
+    assert not gpu.has_sources
 
 
 def test_a_release_is_idempotent() -> None:
     pool = FakeBlockPool(4)
-    sources = SourceBlocks(pool)
-    sources.hold(7, [1])
+    gpu = GPUBlocks(pool)
+    gpu.hold_sources(7, [1])
     for _ in range(2):
-        sources.release(7)
-    sources.release(8)
+        gpu.free_sources(7)
+    gpu.free_sources(8)
     assert pool.blocks[1].ref_cnt == 0
 
 
-def three_held(num_blocks: int) -> tuple[FakeBlockPool, SourceBlocks]:
+def three_held(num_blocks: int) -> tuple[FakeBlockPool, GPUBlocks]:
     """A pool of blocks that vLLM knows by a hash; op 7 stores 1, 2 and 3."""
     pool = FakeBlockPool(num_blocks)
     for block in pool.blocks:
         block.block_hash = b"%d" % block.block_id
-    sources = SourceBlocks(pool)
-    sources.hold(7, [1, 2, 3])
-    return pool, sources
+    gpu = GPUBlocks(pool)
+    gpu.hold_sources(7, [1, 2, 3])
+    return pool, gpu
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
-    pool, sources = three_held(4)
-    sources.release(7)
+    pool, gpu = three_held(4)
+    gpu.free_sources(7)
     assert pool.free == [3, 2, 1]
 
 
 def test_what_was_next_to_be_evicted_is_so_again() -> None:
-    pool, sources = three_held(5)
+    pool, gpu = three_held(5)
     pool.touch([pool.blocks[2]])  # a request has found it meanwhile
     for _ in range(2):
-        sources.release_first(7)
+        gpu.free_sources(7, to_front=True)
     assert pool.free == [1, 3, 4]
     assert [block.ref_cnt for block in pool.blocks[1:]] == [0, 1, 0, 0]

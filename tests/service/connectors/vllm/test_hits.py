@@ -12,8 +12,9 @@ from tests.service.connectors.vllm.vllmhost import FULL, ONE_GROUP, FakeRequest,
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
-from kvstow_service.connectors.vllm.hits import HitFinder
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.loads import Loads
+from kvstow_service.connectors.vllm.stepplan import StepPlanner
 from kvstow_service.connectors.vllm.trackedrequests import TrackedRequest
 
 PROMPT = string.ascii_lowercase
@@ -36,12 +37,12 @@ KINDS = {
 
 
 class Pool:
-    """An engine that holds the blocks `present`, and a finder over it."""
+    """An engine that holds the blocks `present`, and loads over it."""
 
     def __init__(self, groups: KVGroups = ONE_GROUP, present: list[bytes] | None = None, num_ranks: int = 1) -> None:
         self.engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=256, num_ranks=num_ranks))
         self.ranks: list[FakeRank] = make_ranks(self.engine)
-        self.finder = HitFinder(self.engine, groups)
+        self.loads = Loads(self.engine, StepPlanner(self.engine), groups, null_block=0)
         self.groups = groups
         if present:
             store_keys(self.engine, self.ranks, present)
@@ -91,11 +92,11 @@ def test_a_hit_is_the_longest_that_serves_every_group(kind: str, data: st.DataOb
     present = set(blocks) - missing
     pool = Pool(groups, [keys_of(tokens, group)[number] for group, number in blocks if (group, number) in present])
     tracked = pool.track(tokens)
-    found = pool.finder.find(tracked, local)
+    found = pool.loads.find_hit(tracked, local)
     assert found == oracle(groups, len(tokens), local, present)
     wanted = {keys_of(tokens, group)[number] for group, number in needed(groups, local, local + found)}
     assert pool.held == wanted if found else pool.leases == 0
-    pool.finder.release(tracked)
+    pool.loads.release_hit(tracked)
     assert pool.leases == 0
     pool.engine.check_integrity()
 
@@ -103,7 +104,7 @@ def test_a_hit_is_the_longest_that_serves_every_group(kind: str, data: st.DataOb
 @pytest.mark.parametrize(("num_tokens", "found"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 2), (5, 4), (26, 24)])
 def test_the_last_token_is_always_computed(num_tokens: int, found: int) -> None:
     pool = Pool(KINDS["window"], [*keys_of(PROMPT), *keys_of(PROMPT, WINDOW)])
-    assert pool.finder.find(pool.track(PROMPT[:num_tokens]), 0) == found
+    assert pool.loads.find_hit(pool.track(PROMPT[:num_tokens]), 0) == found
 
 
 @pytest.mark.parametrize(("num_tokens", "found"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 4), (5, 4), (26, 26)])
@@ -111,21 +112,21 @@ def test_all_of_a_prompt_is_a_hit_where_nothing_but_the_last_token_is_computed_a
     num_tokens: int, found: int
 ) -> None:
     pool = Pool(present=keys_of(PROMPT))
-    assert pool.finder.find(pool.track(PROMPT[:num_tokens]), 0) == found
+    assert pool.loads.find_hit(pool.track(PROMPT[:num_tokens]), 0) == found
 
 
 def test_the_last_block_alone_is_not_worth_a_load_whatever_is_held() -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
-    assert pool.finder.find(tracked, 22) == 4
-    assert pool.finder.find(tracked, 24) == 0
+    assert pool.loads.find_hit(tracked, 22) == 4
+    assert pool.loads.find_hit(tracked, 24) == 0
     assert (tracked.hit, pool.leases) == (None, 0)
 
 
 def test_what_is_looked_for_is_counted_as_far_as_it_would_be_loaded() -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
-    pool.finder.count(tracked, pool.finder.find(tracked, 4))
+    pool.loads.count_hit(tracked, pool.loads.find_hit(tracked, 4))
     stats = pool.engine.stats()
     assert (stats.lookups["full"], stats.hit_blocks) == (1, 11)
 
@@ -136,9 +137,9 @@ def test_a_window_that_is_no_whole_number_of_blocks_needs_the_block_that_it_cuts
         groups = KVGroups((FULL, KVGroup(1, 2, 1, window=window)), 2)
         keys = keys_of(PROMPT, groups.groups[1])
         pool = Pool(groups, [*keys_of(PROMPT)[:5], *keys[first:5]])
-        assert pool.finder.find(pool.track(), 0) == 10
+        assert pool.loads.find_hit(pool.track(), 0) == 10
         pool = Pool(groups, [*keys_of(PROMPT)[:5], *keys[first + 1 : 5]])
-        assert pool.finder.find(pool.track(), 0) == 0
+        assert pool.loads.find_hit(pool.track(), 0) == 0
 
 
 def test_a_block_missing_out_of_the_window_does_not_matter_and_one_inside_moves_the_hit() -> None:
@@ -146,24 +147,24 @@ def test_a_block_missing_out_of_the_window_does_not_matter_and_one_inside_moves_
     keys = keys_of(PROMPT, WINDOW)
     for missing, found in ((9, 24), (10, 20), (11, 22), (8, 24)):
         pool = Pool(groups, [*keys_of(PROMPT), *keys[:missing], *keys[missing + 1 :]])
-        assert pool.finder.find(pool.track(), 0) == found
+        assert pool.loads.find_hit(pool.track(), 0) == found
 
 
 def test_what_a_purge_takes_away_ends_the_hit_there() -> None:
     pool = Pool(present=keys_of(PROMPT))
     pool.engine.admin.remove(keys_of(PROMPT)[5])
-    assert pool.finder.find(pool.track(), 0) == 10
-    assert pool.finder.find(pool.track(), 10) == 0
-    assert pool.finder.find(pool.track(), 12) == 14
+    assert pool.loads.find_hit(pool.track(), 0) == 10
+    assert pool.loads.find_hit(pool.track(), 10) == 0
+    assert pool.loads.find_hit(pool.track(), 12) == 14
 
 
 def test_asking_again_holds_nothing_twice() -> None:
     pool = Pool(KINDS["window"], [*keys_of(PROMPT), *keys_of(PROMPT, WINDOW)])
     tracked = pool.track()
-    assert pool.finder.find(tracked, 0) == 24
+    assert pool.loads.find_hit(tracked, 0) == 24
     hit, lookups = tracked.hit, pool.engine.stats().lookup_seconds
     for _ in range(5):
-        assert pool.finder.find(tracked, 0) == 24
+        assert pool.loads.find_hit(tracked, 0) == 24
     assert tracked.hit is hit
     assert pool.engine.stats().lookup_seconds == lookups
     assert pool.leases == 1
@@ -173,9 +174,9 @@ def test_asking_again_holds_nothing_twice() -> None:
 def test_a_local_prefix_that_grew_is_served_from_what_is_held() -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
-    pool.finder.find(tracked, 4)
+    pool.loads.find_hit(tracked, 4)
     hit = tracked.hit
-    assert pool.finder.find(tracked, 10) == 16
+    assert pool.loads.find_hit(tracked, 10) == 16
     assert tracked.hit is hit
     assert (tracked.start, pool.leases) == (10, 1)
 
@@ -183,8 +184,8 @@ def test_a_local_prefix_that_grew_is_served_from_what_is_held() -> None:
 def test_a_local_prefix_that_shrank_is_looked_up_anew() -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
-    assert pool.finder.find(tracked, 10) == 16
-    assert pool.finder.find(tracked, 4) == 22
+    assert pool.loads.find_hit(tracked, 10) == 16
+    assert pool.loads.find_hit(tracked, 4) == 22
     assert pool.held == set(keys_of(PROMPT)[2:])
     assert (tracked.start, pool.leases) == (4, 1)
 
@@ -192,8 +193,8 @@ def test_a_local_prefix_that_shrank_is_looked_up_anew() -> None:
 def test_a_local_prefix_beyond_the_hit_lets_it_go() -> None:
     pool = Pool(present=keys_of(PROMPT)[:5])
     tracked = pool.track()
-    assert pool.finder.find(tracked, 0) == 10
-    assert pool.finder.find(tracked, 10) == 0
+    assert pool.loads.find_hit(tracked, 0) == 10
+    assert pool.loads.find_hit(tracked, 10) == 0
     assert (tracked.hit, pool.leases) == (None, 0)
 
 
@@ -203,25 +204,25 @@ def test_a_local_prefix_within_a_block_is_a_miss_whatever_is_held(held: bool) ->
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
     if held:
-        pool.finder.find(tracked, 0)
-    assert pool.finder.find(tracked, 5) == 0
+        pool.loads.find_hit(tracked, 0)
+    assert pool.loads.find_hit(tracked, 5) == 0
     assert pool.leases == 0
 
 
 def test_a_hit_of_nothing_but_the_start_of_a_chunk_loads_nothing_and_is_none() -> None:
     pool = Pool(KINDS["chunked alone"])
     tracked = pool.track(PROMPT[:9])
-    assert pool.finder.find(tracked, 0) == 0
+    assert pool.loads.find_hit(tracked, 0) == 0
     assert tracked.hit is None
 
 
 def test_a_request_that_goes_on_with_another_prompt_is_looked_up_by_that() -> None:
     pool = Pool(present=[*keys_of("abcdefghi"), *keys_of("abXYefghi")])
     tracked = pool.track("abcdefghi")
-    assert pool.finder.find(tracked, 0) == 8
-    pool.finder.release(tracked)
+    assert pool.loads.find_hit(tracked, 0) == 8
+    pool.loads.release_hit(tracked)
     tracked.request.tokens = "abXYefghi"  # type: ignore[attr-defined]
-    assert pool.finder.find(tracked, 0) == 8
+    assert pool.loads.find_hit(tracked, 0) == 8
     assert pool.held == set(keys_of("abXYefghi"))
 
 
@@ -229,9 +230,9 @@ def test_a_request_with_a_hit_counts_once_when_it_is_admitted() -> None:
     pool = Pool(KINDS["two block sizes"], [*keys_of(PROMPT, KVGroup(0, 4, 2)), *keys_of(PROMPT, LARGE)])
     tracked = pool.track()
     for _ in range(3):
-        assert pool.finder.find(tracked, 0) == 24
+        assert pool.loads.find_hit(tracked, 0) == 24
     assert pool.engine.stats().query_blocks == 0
-    pool.finder.count(tracked, 24)
+    pool.loads.count_hit(tracked, 24)
     stats = pool.engine.stats()
     assert (stats.query_blocks, stats.hit_blocks, stats.lookups["full"]) == (2, 2, 1)
 
@@ -239,6 +240,6 @@ def test_a_request_with_a_hit_counts_once_when_it_is_admitted() -> None:
 def test_a_request_with_nothing_to_find_counts_as_no_lookup() -> None:
     pool = Pool()
     tracked = pool.track("ab")
-    pool.finder.find(tracked, 0)
-    pool.finder.count(tracked, 0)
+    pool.loads.find_hit(tracked, 0)
+    pool.loads.count_hit(tracked, 0)
     assert pool.engine.stats().lookups == {"full": 0, "partial": 0, "miss": 0}

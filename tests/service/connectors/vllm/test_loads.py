@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.service.connectors.vllm.vllmhost import FULL, ONE_GROUP, FakeRequest, VllmHost, keys_of
 
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.schedulerside import PlannedStep
+from kvstow_service.connectors.vllm.stepplan import PlannedStep
 
 PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
 WINDOW = KVGroup(1, 2, 1, window=5)

@@ -232,9 +232,9 @@ class Observer:
 
 
 def test_an_observer_hears_what_is_offered_and_what_is_being_stored() -> None:
-    observer = Observer()
-    host, request, keys = VllmHost(observer=observer), FakeRequest("r", PROMPT), keys_of(PROMPT)
+    events = Observer()
+    host, request, keys = VllmHost(events=events), FakeRequest("r", PROMPT), keys_of(PROMPT)
     host.store(keys[1])
     host.run(request)
     host.finish(request)
-    assert observer.heard == [("r 0 0", keys), ("granted", [keys[0], *keys[2:]])]
+    assert events.heard == [("r 0 0", keys), ("granted", [keys[0], *keys[2:]])]

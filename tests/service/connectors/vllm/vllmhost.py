@@ -19,7 +19,8 @@ from kvstow.keys import make_key
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS, PlannedStep, SchedulerSide
+from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS, SchedulerSide
+from kvstow_service.connectors.vllm.stepplan import PlannedStep
 
 HASH_TOKENS = 2
 FULL = KVGroup(0, 2, 1)
@@ -96,7 +97,7 @@ class VllmHost:
         slots: int = 64,
         num_ranks: int = 1,
         lazy_blocks: int | None = None,
-        observer: Any = None,
+        events: Any = None,
         pinned: int | None = None,
         step_blocks: int = STEP_BLOCKS,
     ) -> None:
@@ -114,7 +115,7 @@ class VllmHost:
             groups,
             self.pool,
             lazy_blocks=lazy_blocks,
-            observer=observer,
+            events=events,
             observe=lambda name, value: self.observed.append((name, value)),
             step_blocks=step_blocks,
         )
