@@ -17,6 +17,7 @@ from kvstow.stats import SLOT_STATES, EngineState
 from kvstow_api.health import Health
 from kvstow_api.loop import LoopMonitor
 from kvstow_service.adminhost import make_context
+from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.cli import app
 from kvstow_service.sockets import AdminSockets
 from kvstow_service.ticker import Ticker
@@ -76,6 +77,6 @@ def test_every_state_is_explained() -> None:
 def test_every_readiness_check_is_explained() -> None:
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
     context = make_context(
-        engine, Ticker(engine), AdminSockets(), mode="test", max_capacity_slots=4, settings={}, agent_token="token"
+        engine, Ticker(engine), AdminSockets(), AdminOptions(), mode="test", max_capacity_slots=4, agent_token="token"
     )
     assert explained("check") == set(Health(context, LoopMonitor()).probes["readyz"].checks)

@@ -6,7 +6,7 @@ import hmac
 import ipaddress
 from pathlib import Path
 
-from kvstow.errors import ConfigError
+from kvstow.errors import ConfigError, SettingError
 from kvstow_api.regularfile import FileStamp, RegularFile, exposure
 
 MAX_TOKENS = 100
@@ -14,10 +14,10 @@ MAX_TOKENS = 100
 
 
 def require_token(host: str | None, token_file: Path | None, *, certificates: bool = False) -> None:
-    """Raises `ConfigError` if `host` is reachable from outside, and neither a token nor client certificates guard it.
-    None: a Unix socket."""
+    """Raises `SettingError` if `host` is reachable from other machines without a token or a client certificate. None
+    stands for a Unix socket."""
     if token_file is None and not certificates and host is not None and not is_loopback(host):
-        raise ConfigError("token_file", None, f"a file with a token, because {host} is not a loopback address")
+        raise SettingError("host", host, "is reachable from other machines: set token_file or tls_client_ca")
 
 
 def is_loopback(host: str) -> bool:

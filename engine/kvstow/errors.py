@@ -20,11 +20,30 @@ class ConfigError(KvstowError):
     code = "invalid_config"
 
     def __init__(self, key: str, value: object, allowed: str) -> None:
-        super().__init__(f"{key} is {value!r}; allowed: {allowed}")
+        super().__init__(self._message(key, value, allowed))
         self.key, self.value, self.allowed = key, value, allowed
+
+    @staticmethod
+    def _message(key: str, value: object, allowed: str) -> str:
+        return f"{key} is {value!r}; allowed: {allowed}"
+
+    def renamed(self, key: str) -> ConfigError:
+        """The same error under the name by which its user knows the setting."""
+        return type(self)(key, self.value, self.allowed)
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
         return type(self), (self.key, self.value, self.allowed)
+
+
+class SettingError(ConfigError):
+    """A setting is unknown, contradicts another one, or needs one that is missing.
+
+    `allowed` completes the sentence that begins with the key and the value, if that is neither None nor a bool.
+    """
+
+    @staticmethod
+    def _message(key: str, value: object, allowed: str) -> str:
+        return f"{key} {allowed}" if value is None or isinstance(value, bool) else f"{key} {value} {allowed}"
 
 
 class InsufficientMemoryError(KvstowError):

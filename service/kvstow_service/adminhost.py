@@ -14,50 +14,69 @@ from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 import kvstow
 from kvstow.control.engine import OffloadEngine
 from kvstow.memory.limits import HugePageLimits, MemoryLimits, limits_of
+from kvstow_api.app import create_app
 from kvstow_api.context import ApiContext
 from kvstow_api.measurements import HostMemory
 from kvstow_api.tokens import is_loopback
+from kvstow_service.adminoptions import AdminOptions
+from kvstow_service.server import AdminServer
 from kvstow_service.sockets import AdminSockets
 from kvstow_service.ticker import Ticker
+from kvstow_service.tls import ServerTls
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CHOSEN = re.compile(r"\[(\w+)\]")
 
 
+def make_server(
+    context: ApiContext,
+    sockets: AdminSockets,
+    tls: ServerTls | None,
+    on_failure: Callable[[str], None],
+) -> AdminServer:
+    """The server of `context` on `sockets`; lost log lines are counted as errors of the engine."""
+    return AdminServer(
+        create_app(context),
+        sockets.sockets,
+        on_failure,
+        tls=None if tls is None else tls.context,
+        on_lost_line=partial(context.engine.count_error, "log_line_dropped"),
+    )
+
+
 def make_context(
     engine: OffloadEngine,
     ticker: Ticker,
-    listeners: AdminSockets,
+    sockets: AdminSockets,
+    options: AdminOptions,
     *,
     mode: str,
     max_capacity_slots: int,
-    settings: Mapping[str, Any],
     agent_token: str,
-    token_file: Path | None = None,
-    viewer_token_file: Path | None = None,
-    allowed_hosts: tuple[str, ...] = (),
-    client_certificates: bool = False,
-    certificate_ends: Callable[[], float] | None = None,
-    readiness_require: tuple[str, ...] = (),
+    tls: ServerTls | None = None,
+    settings: Mapping[str, Any] | None = None,
     build: Mapping[str, str] | None = None,
 ) -> ApiContext:
-    """The context of a server on `listeners`, with the figures of this process. `settings` are for every reader: no
-    secrets, no paths. `allowed_hosts` counts on loopback only: elsewhere any name leads to the server."""
+    """What the API serves on `sockets`. Every reader sees `settings`: no secrets, no paths.
+
+    Host names are restricted on loopback only: elsewhere any name may lead to the server.
+    """
+    settings = settings or {}
     return ApiContext(
         engine=engine,
         max_capacity_slots=max_capacity_slots,
         version=kvstow.__version__,
         mode=mode,
-        addresses=listeners.addresses,
+        addresses=sockets.addresses,
         settings=settings,
-        token_file=token_file,
-        viewer_token_file=viewer_token_file,
-        allowed_hosts=allowed_hosts if listeners.host and is_loopback(listeners.host) else None,
-        client_certificates=client_certificates,
-        certificate_ends=certificate_ends,
+        token_file=options.token_file,
+        viewer_token_file=options.viewer_token_file,
+        allowed_hosts=options.allowed_hosts if sockets.host and is_loopback(sockets.host) else None,
+        client_certificates=options.has_certificates,
+        certificate_ends=None if tls is None else tls.ends,
         host_memory=partial(measure_memory, limits_of(settings.get("huge_pages", "advised"))),
         agent_token=agent_token,
-        readiness_require=readiness_require,
+        readiness_require=options.readiness_require,
         ready_checks={"ticker": ticker.check},
         build={"torch": _installed("torch"), **(build or {})},
         registry=_registry(),

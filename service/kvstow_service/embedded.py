@@ -13,25 +13,22 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.errors import ConfigError, ConflictError, KvstowError
-from kvstow_api.checks import INFORMATIONAL_CHECKS
-from kvstow_api.hostnames import parse_host_names
-from kvstow_api.tokens import TokenFile, is_loopback, require_token
+from kvstow.errors import ConflictError, KvstowError
+from kvstow_api.tokens import is_loopback
+from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.agent import AdminAddress
 from kvstow_service.rendezvous import Rendezvous
 from kvstow_service.sockets import AdminSockets, PortTakenError, TcpAddress, tcp_url
 from kvstow_service.switchinterval import short_switch_interval
 from kvstow_service.ticker import Ticker
-from kvstow_service.tls import ServerTls, TlsFiles
+from kvstow_service.tls import ServerTls
 
 if TYPE_CHECKING:
-    from kvstow_api.context import ApiContext
     from kvstow_service.server import AdminServer
 
 logger = logging.getLogger("kvstow.admin")
@@ -40,47 +37,6 @@ _PORTS = 16  # tried from the one wanted on: two hosts of eight engines each on 
 _OPENING_SECONDS = 30.0  # importing FastAPI cannot be interrupted; it takes seconds on a cold disk
 _HEAD_START_SECONDS = 0.01  # an import that begins at once holds the interpreter: `start` would take 5 ms, not 0.5
 _ANY_ADDRESS = ("0.0.0.0", "::")
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddedOptions:
-    """Where the server listens, and whom it obeys; checked when made, without touching the network.
-
-    `admin_port`: the first of 16 that are tried; 0 takes any. `admin_uds`: a Unix socket as well, for people.
-    `token_file`: tokens that requests which change anything need; not optional where `admin_host` is not loopback.
-    `viewer_token_file`: tokens that are enough for reading, which then needs one. `tls`: TCP speaks TLS; ranks of
-    other nodes are told which certificate to trust. `readiness_require`: of pool and pinned, what must be well before
-    `/readyz` is. `allowed_hosts`: names, beside those of loopback, under which a server on loopback may be asked.
-    """
-
-    admin_host: str = "127.0.0.1"
-    admin_port: int = 9595
-    admin_uds: Path | None = None
-    token_file: Path | None = None
-    readiness_require: tuple[str, ...] = ()
-    viewer_token_file: Path | None = None
-    tls: TlsFiles | None = None
-    allowed_hosts: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if type(self.admin_port) is not int or not 0 <= self.admin_port < 1 << 16:
-            raise ConfigError("admin_port", self.admin_port, "0 (any free port) to 65535")
-        if not set(self.readiness_require) <= set(INFORMATIONAL_CHECKS):
-            raise ConfigError("readiness_require", self.readiness_require, " and ".join(INFORMATIONAL_CHECKS))
-        parse_host_names("allowed_hosts", self.allowed_hosts)
-        require_token(self.admin_host, self.token_file, certificates=self.has_certificates)
-        for path in (self.token_file, self.viewer_token_file):
-            if path is not None:
-                TokenFile(path)
-        if self.viewer_token_file is not None and self.token_file is None and not self.has_certificates:
-            raise ConfigError("viewer_token_file", str(self.viewer_token_file), "a file only beside a token_file")
-        if self.tls is not None:
-            self.tls.read()
-
-    @property
-    def has_certificates(self) -> bool:
-        """Whether a client's certificate counts as an admin's token."""
-        return self.tls is not None and self.tls.client_ca is not None
 
 
 class EmbeddedAdmin:
@@ -99,7 +55,7 @@ class EmbeddedAdmin:
     def __init__(
         self,
         engine: OffloadEngine,
-        options: EmbeddedOptions,
+        options: AdminOptions,
         *,
         identity: str,
         mode: str,
@@ -124,32 +80,15 @@ class EmbeddedAdmin:
         self._token = secrets.token_hex(16)
         self._tls: ServerTls | None = None
         self._ticker = Ticker(engine, checks_books=False, chore=None if options.tls is None else self._renew_tls)
-        self._listeners = AdminSockets(secure=options.tls is not None)
+        self._sockets = AdminSockets(secure=options.tls is not None)
         self._rendezvous = Rendezvous(identity, environ)
         self._server: AdminServer | None = None
-
-        def make() -> ApiContext:
-            # Only now: whoever imports prometheus_client decides for its whole process how its metrics are kept.
-            from kvstow_service.adminhost import make_context
-
-            return make_context(
-                engine,
-                self._ticker,
-                self._listeners,
-                mode=mode,
-                max_capacity_slots=max_capacity_slots,
-                settings=settings or {},
-                agent_token=self._token,
-                token_file=options.token_file,
-                viewer_token_file=options.viewer_token_file,
-                client_certificates=options.has_certificates,
-                certificate_ends=None if self._tls is None else self._tls.ends,
-                readiness_require=options.readiness_require,
-                allowed_hosts=options.allowed_hosts,
-                build=build,
-            )
-
-        self._make_context = make
+        self._description: dict[str, Any] = {
+            "mode": mode,
+            "max_capacity_slots": max_capacity_slots,
+            "settings": settings,
+            "build": build,
+        }
         self._warned = False
         self._failing = threading.Lock()
         self._stopping = threading.Event()
@@ -176,31 +115,31 @@ class EmbeddedAdmin:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where it answers, such as `http://127.0.0.1:9595` and `unix:/run/...`; empty before and after that."""
-        return self._listeners.addresses if self._server is not None and self.failure is None else ()
+        return self._sockets.addresses if self._server is not None and self.failure is None else ()
 
     @property
     def address_for_remote_ranks(self) -> AdminAddress | None:
         """How agents on other nodes reach it; None where, or as long as, they cannot. Ask only if there are some: an
         `admin_host` on which they never can is warned of, once. Reads no file: hosts ask in every step, which is how
         agents learn of a renewed certificate."""
-        host = self._listeners.host
-        if is_loopback(host or self._options.admin_host):
+        host = self._sockets.host
+        if is_loopback(host or self._options.host):
             self._warn_of_loopback()
             return None
         if not self.addresses or host is None:
             return None
         routable = (self._node_host or socket.gethostname()) if host in _ANY_ADDRESS else host
         if self._tls is None:
-            return AdminAddress(tcp_url(routable, self._listeners.port), self._token)
-        url = tcp_url(routable, self._listeners.port, "https")
+            return AdminAddress(tcp_url(routable, self._sockets.port), self._token)
+        url = tcp_url(routable, self._sockets.port, "https")
         return AdminAddress(url, self._token, certificate=self._tls.certificates)
 
     def _warn_of_loopback(self) -> None:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "ranks on other nodes cannot report to %s: set token_file, and admin_host to an address they can reach",
-                self._options.admin_host,
+                "ranks on other nodes cannot report to %s: set admin_host to a reachable address, and token_file",
+                self._options.host,
             )
 
     def _open(self) -> None:
@@ -218,22 +157,24 @@ class EmbeddedAdmin:
                 logger.exception("the admin server cannot be started")
             self._fail(f"the admin server cannot be started: {error!r}")
         else:
-            logger.info("KVStow admin server on %s", " and ".join(self._listeners.addresses))
+            logger.info("KVStow admin server on %s", " and ".join(self._sockets.addresses))
 
     def _make_server(self) -> AdminServer:
-        from kvstow_api.app import create_app
-        from kvstow_service.server import AdminServer
+        # Not earlier: the first import of prometheus_client decides how the whole process keeps its metrics.
+        from kvstow_service.adminhost import make_context, make_server
 
         self._tls = None if self._options.tls is None else ServerTls(self._options.tls)
-        self._listen()  # only now: who connects is answered at once
-        tls = None if self._tls is None else self._tls.context
-        return AdminServer(
-            create_app(self._make_context()),
-            self._listeners.sockets,
-            self._fail,
-            tls=tls,
-            on_lost_line=partial(self._engine.count_error, "log_line_dropped"),
+        self._listen()  # clients that connect now are answered soon
+        context = make_context(
+            self._engine,
+            self._ticker,
+            self._sockets,
+            self._options,
+            agent_token=self._token,
+            tls=self._tls,
+            **self._description,
         )
+        return make_server(context, self._sockets, self._tls, self._fail)
 
     def _renew_tls(self) -> None:
         if self._tls is not None:
@@ -241,12 +182,12 @@ class EmbeddedAdmin:
 
     def _listen(self) -> None:
         """On every socket that can be had. Raises `ConflictError` for none."""
-        options, listeners = self._options, self._listeners
+        options, sockets = self._options, self._sockets
         self._try(self._listen_on_tcp, "without TCP")
-        self._try(lambda: self._rendezvous.publish(listeners, self._token), "out of reach of the ranks of this machine")
-        if options.admin_uds is not None:
-            self._try(partial(listeners.listen_unix, options.admin_uds), "without admin_uds")
-        if not listeners.sockets:
+        self._try(lambda: self._rendezvous.publish(sockets, self._token), "out of reach of the ranks of this machine")
+        if options.uds is not None:
+            self._try(partial(sockets.listen_unix, options.uds), "without admin_uds")
+        if not sockets.sockets:
             raise ConflictError("no socket can be had; the log says why")
 
     def _try(self, listen: Callable[[], None], without: str) -> None:
@@ -257,11 +198,11 @@ class EmbeddedAdmin:
             logger.warning("the admin server stays %s: %s", without, error)
 
     def _listen_on_tcp(self) -> None:
-        wanted = TcpAddress.resolve(self._options.admin_host, self._options.admin_port)
+        wanted = TcpAddress.resolve(self._options.host, self._options.port)
         ports = range(wanted.port, min(wanted.port + _PORTS, 1 << 16)) if wanted.port else (0,)
         for port in ports:
             with suppress(PortTakenError):
-                self._listeners.listen_tcp(replace(wanted, port=port))
+                self._sockets.listen_tcp(replace(wanted, port=port))
                 if port != wanted.port:
                     logger.warning("port %d is taken: the admin server has port %d", wanted.port, port)
                 return
@@ -277,5 +218,5 @@ class EmbeddedAdmin:
         self._close()
 
     def _close(self) -> None:
-        self._listeners.close()
+        self._sockets.close()
         self._rendezvous.withdraw()

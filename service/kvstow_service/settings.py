@@ -16,12 +16,26 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvstow.bytesize import format_size
 from kvstow.config import POLICIES, CopyStrategy, EngineConfig, HugePages, PoolConfig
-from kvstow.errors import ConfigError
+from kvstow.errors import ConfigError, SettingError
 from kvstow.memory.pace import CHUNK_BYTES
+from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.environment import CLIENT_VARIABLES, ENV_PREFIX, is_service_link
 from kvstow_service.logformat import LogFormat, LogLevel
 from kvstow_service.place import Place
-from kvstow_service.settingtypes import Checks, Count, Duration, Flag, HostNames, Policy, Port, Rate, Shape, Size
+from kvstow_service.settingtypes import (
+    Checks,
+    Count,
+    Duration,
+    Flag,
+    HostNames,
+    Policy,
+    Port,
+    PositiveDuration,
+    PositiveSize,
+    Rate,
+    Shape,
+    Size,
+)
 from kvstow_service.shapes import SHAPES, DeviceName
 from kvstow_service.tls import TlsFiles
 
@@ -39,7 +53,7 @@ class Settings(BaseModel):
     device: DeviceName = Field("cpu", description="Device that holds the KV cache: cpu or cuda.")
     ranks: Count = Field(1, description="Ranks in this process.")
     pool_size: Size = Field(_written("8GiB"), description="Host memory of the pool, per rank.")
-    slot_size: Size = Field(_written("2MiB"), description="Bytes of one block, per rank.")
+    slot_size: PositiveSize = Field(_written("2MiB"), description="Bytes of one block, per rank.")
     shape: Shape = Field(None, description=f"KV cache of a known model in place of a slot size: {' or '.join(SHAPES)}.")
     copy_strategy: CopyStrategy = Field(
         "auto", description="On CUDA, copy page by page (direct), in packed blocks (staged), or as measured (auto)."
@@ -67,10 +81,10 @@ class Settings(BaseModel):
     pin_pace: Literal["adaptive", "fixed"] | None = Field(
         None, description="Pace of pinning; adaptive, unless a chunk or a pause is given."
     )
-    pin_latency_target: Duration | None = Field(
+    pin_latency_target: PositiveDuration | None = Field(
         None, description="What an adaptive pace may add to a step of the GPU's other users; 1ms if not given."
     )
-    pin_chunk: Size | None = Field(
+    pin_chunk: PositiveSize | None = Field(
         None, description="Fixed pace: memory made ready per step of pinning; 64MiB if not given."
     )
     pin_pause: Duration | None = Field(
@@ -93,7 +107,7 @@ class Settings(BaseModel):
         description="After SIGTERM, how long /readyz fails before anything stops, so that routers notice.",
     )
     drain_deadline: Duration = Field(_written("10s"), description="After that, how long traffic may take to drain.")
-    transfer_timeout: Duration = Field(_written("30s"), description="Age at which a transfer counts as stuck.")
+    transfer_timeout: PositiveDuration = Field(_written("30s"), description="Age at which a transfer counts as stuck.")
     replay: Path | None = Field(None, description="Drive the service with this request trace (JSON lines).")
     replay_requests: Count | None = Field(None, description="Replay only so many requests of the trace.")
     replay_concurrency: Count = Field(1, description="Requests of the replay in flight at once.")
@@ -110,57 +124,73 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _slot_of_shape(cls, given: Any) -> Any:
-        """A shape is also the size of a slot."""
+        """A shape also sets the size of a slot."""
         if not isinstance(given, dict) or given.get("shape") not in SHAPES:
             return given
         if "slot_size" in given:
-            raise _contradiction("slot_size", "a slot size or a shape, not both")
+            raise _conflict("slot_size", "cannot be combined with --shape, which sets it")
         return {**given, "slot_size": SHAPES[given["shape"]].slot_bytes}
 
     @model_validator(mode="after")
-    def _pin_settings_agree(self) -> Self:
-        if self.pin_chunk is not None and self.pin_chunk < 1:
-            raise _contradiction("pin_chunk", "more than 0 bytes")
-        if self.pin_latency_target is not None and not self.pin_latency_target:
-            raise _contradiction("pin_latency_target", "more than 0 seconds")
+    def _check_pace(self) -> Self:
         if self._is_pace_fixed and self.pin_latency_target is not None:
-            raise _contradiction("pin_latency_target", "none beside a fixed pace (a chunk or a pause)")
+            raise _conflict(
+                "pin_latency_target", "needs an adaptive pace: --pin-pace fixed, --pin-chunk and --pin-pause fix it"
+            )
         if self._is_pace_fixed and self.pin_pace == "adaptive":
-            raise _contradiction("pin_pace", "fixed beside a chunk or a pause")
+            raise _conflict("pin_pace", "cannot be combined with --pin-chunk or --pin-pause, which fix the pace")
         return self
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
-        if self.slot_size < 1:
-            raise _contradiction("slot_size", "more than 0 bytes")
+    def _check_sizes(self) -> Self:
         if self.pool_size < self.slot_size:
-            raise _contradiction("pool_size", f"at least one slot, {format_size(self.slot_size)}")
+            raise _conflict("pool_size", f"is less than one slot, {format_size(self.slot_size)}")
         if self.pool_max_size is not None and self.pool_max_size < self.pool_size:
-            raise _contradiction("pool_max_size", f"at least the pool's size, {format_size(self.pool_size)}")
+            raise _conflict("pool_max_size", f"is less than --pool-size {format_size(self.pool_size)}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_device(self) -> Self:
+        if self.device == "cuda" and not self.lock:
+            raise _conflict("lock", "cannot be combined with --device cuda: CUDA copies from registered memory only")
+        if self.device == "cpu" and self.copy_strategy != "auto":
+            raise _conflict("copy_strategy", "needs --device cuda")
+        return self
+
+    @model_validator(mode="after")
+    def _check_credentials(self) -> Self:
         for key in ("tls_key", "tls_client_ca"):
             if getattr(self, key) is not None and self.tls_cert is None:
-                raise _contradiction(key, "a file only beside a tls_cert")
+                raise _conflict(key, "needs --tls-cert")
         if self.viewer_token_file is not None and self.token_file is None and self.tls_client_ca is None:
-            raise _contradiction("viewer_token_file", "a file only beside a token_file or a tls_client_ca")
-        if self.device == "cuda" and not self.lock:
-            raise _contradiction("lock", "true on CUDA: it copies from registered memory")
-        if self.device == "cpu" and self.copy_strategy != "auto":
-            raise _contradiction("copy_strategy", "auto on the CPU")
-        if not self.transfer_timeout:
-            raise _contradiction("transfer_timeout", "more than 0 seconds")
+            raise _conflict("viewer_token_file", "needs --token-file or --tls-client-ca")
+        return self
+
+    @model_validator(mode="after")
+    def _check_replay(self) -> Self:
         if self.replay_rate is not None and self.replay_time_scale is not None:
-            raise _contradiction("replay_time_scale", "a rate or a time scale, not both")
+            raise _conflict("replay_time_scale", "cannot be combined with --replay-rate")
         if self.replay is None and self.exit_after_replay:
-            raise _contradiction("exit_after_replay", "true only with a replay")
+            raise _conflict("exit_after_replay", "needs --replay")
         return self
 
     @property
     def _is_pace_fixed(self) -> bool:
         return self.pin_pace == "fixed" or self.pin_chunk is not None or self.pin_pause is not None
 
-    @property
-    def tls(self) -> TlsFiles | None:
-        return None if self.tls_cert is None else TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
+    def admin_options(self, host: str) -> AdminOptions:
+        """`host` is the numeric address of `self.host`. Raises `ConfigError`."""
+        tls = None if self.tls_cert is None else TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
+        return AdminOptions(
+            host=host,
+            port=self.port,
+            uds=self.uds,
+            token_file=self.token_file,
+            viewer_token_file=self.viewer_token_file,
+            tls=tls,
+            readiness_require=self.readiness_require,
+            allowed_hosts=self.allowed_hosts,
+        )
 
     @property
     def place(self) -> Place:
@@ -230,9 +260,10 @@ def _from_file(path: Path | None) -> dict[str, _Given]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ExceptionGroup("settings", [ConfigError("--config", str(path), f"a TOML file ({error})")]) from error
+        problem = SettingError("--config", path, f"is not a readable TOML file: {error}")
+        raise ExceptionGroup("settings", [problem]) from error
     allowed = sorted(Settings.model_fields)
-    _refuse_unknown({f"{path}: {key}": value for key, value in values.items() if key not in allowed}, allowed)
+    _refuse_unknown([f"{path}: {key}" for key in values if key not in allowed], allowed)
     return {key: _Given(value, f"{path}: {key}") for key, value in values.items()}
 
 
@@ -244,22 +275,25 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, _Given]:
     }
     fields = {ENV_PREFIX + key.upper(): key for key in Settings.model_fields}
     allowed = [*sorted(fields), ENV_PREFIX + "CONFIG"]
-    _refuse_unknown({name: value for name, value in ours.items() if name not in allowed}, allowed)
+    _refuse_unknown([name for name in ours if name not in allowed], allowed)
     return {fields[name]: _Given(value, name) for name, value in ours.items() if name in fields}
 
 
-def _refuse_unknown(unknown: Mapping[str, object], allowed: list[str]) -> None:
+def _refuse_unknown(unknown: list[str], allowed: list[str]) -> None:
     if unknown:
-        choices = "no such setting; there are " + ", ".join(allowed)
-        raise ExceptionGroup("settings", [ConfigError(label, value, choices) for label, value in unknown.items()])
+        problem = "is not a setting; the settings are " + ", ".join(allowed)
+        raise ExceptionGroup("settings", [SettingError(label, None, problem) for label in unknown])
 
 
-def _contradiction(key: str, allowed: str) -> PydanticCustomError:
-    return PydanticCustomError("contradiction", "{allowed}", {"allowed": allowed, "key": key})
+def _conflict(key: str, problem: str) -> PydanticCustomError:
+    return PydanticCustomError("conflict", "{problem}", {"problem": problem, "key": key})
 
 
 def _explain(problem: ErrorDetails, given: Mapping[str, _Given]) -> ConfigError:
-    key = str(problem["ctx"]["key"] if problem["type"] == "contradiction" else problem["loc"][0])
+    context = problem.get("ctx", {})
+    key = str(context["key"] if problem["type"] == "conflict" else problem["loc"][0])
     raw = given.get(key, _Given(Settings.model_fields[key].default, flag_name(key)))
-    allowed = problem.get("ctx", {}).get("expected", problem["msg"])
-    return ConfigError(raw.label, raw.value, allowed)
+    if problem["type"] == "conflict":
+        label = f"--no-{raw.label[2:]}" if raw.value is False and raw.label == flag_name(key) else raw.label
+        return SettingError(label, raw.value, context["problem"])
+    return ConfigError(raw.label, raw.value, context.get("expected", problem["msg"]))

@@ -1,4 +1,4 @@
-"""Types of settings: each reads the raw value of a flag, a variable or a file, and says what it allows."""
+"""Types of settings: each parses the raw value of a flag, a variable or a file."""
 
 from __future__ import annotations
 
@@ -21,6 +21,18 @@ def _size(value: object) -> int:
     if not isinstance(value, (str, int)):
         raise ConfigError("", value, "a size such as 8GiB")
     return parse_size(value)
+
+
+def _positive_size(value: object) -> int:
+    if not (size := _size(value)):
+        raise ConfigError("", value, "more than 0 bytes")
+    return size
+
+
+def _positive_duration(value: object) -> float:
+    if not (seconds := parse_duration(value)):
+        raise ConfigError("", value, "more than 0 seconds")
+    return seconds
 
 
 def _count(value: object) -> int:
@@ -82,7 +94,7 @@ def _shape(value: object) -> str | None:
 
 
 def _reads(parse: Any) -> BeforeValidator:
-    """Run `parse` on the raw value; what it allows goes into the error."""
+    """`parse` as a validator of pydantic's; its `ConfigError` says what is allowed."""
 
     def validate(value: object) -> object:
         try:
@@ -94,9 +106,11 @@ def _reads(parse: Any) -> BeforeValidator:
 
 
 Size = Annotated[int, _reads(_size)]
+PositiveSize = Annotated[int, _reads(_positive_size)]
 Count = Annotated[int, _reads(_count)]
 Rate = Annotated[float, _reads(_rate)]
 Duration = Annotated[float, _reads(parse_duration)]
+PositiveDuration = Annotated[float, _reads(_positive_duration)]
 Port = Annotated[int, _reads(_port)]
 Flag = Annotated[bool, _reads(_flag)]
 Checks = Annotated[tuple[str, ...], _reads(_checks)]

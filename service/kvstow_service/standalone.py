@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from kvstow.bytesize import format_size
@@ -18,15 +17,13 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.region import round_up
-from kvstow_api.app import create_app
-from kvstow_api.tokens import TokenFile, require_token
-from kvstow_service.adminhost import make_context
+from kvstow_service.adminhost import make_context, make_server
+from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.agent import AdminAddress
 from kvstow_service.fleet import Fleet
 from kvstow_service.logformat import configure_logs
 from kvstow_service.rendezvous import Rendezvous
 from kvstow_service.replay.trace import BLOCK_TOKENS, TraceRequest
-from kvstow_service.server import AdminServer
 from kvstow_service.settings import Settings
 from kvstow_service.sockets import AdminSockets, TcpAddress
 from kvstow_service.stop import StopRequests
@@ -50,8 +47,8 @@ def run_service(settings: Settings) -> int:
         stops = running.enter_context(StopRequests())
         plan = _check(settings)
 
-        listeners = AdminSockets(plan.address, settings.uds, secure=plan.tls is not None)
-        running.callback(listeners.close)
+        sockets = AdminSockets(plan.address, settings.uds, secure=plan.tls is not None)
+        running.callback(sockets.close)
 
         engine = OffloadEngine(settings.engine_config(plan.block_tokens))
         running.callback(engine.close)
@@ -59,35 +56,22 @@ def run_service(settings: Settings) -> int:
         ticker.start()
         running.callback(ticker.stop)
 
-        agents_reach = _meet_agents(settings, listeners, running)
-        app = create_app(
-            make_context(
-                engine,
-                ticker,
-                listeners,
-                mode="standalone",
-                max_capacity_slots=plan.pool.max_slots,
-                settings=public_settings(settings),
-                agent_token=agents_reach.token,
-                token_file=settings.token_file,
-                viewer_token_file=settings.viewer_token_file,
-                client_certificates=settings.tls_client_ca is not None,
-                certificate_ends=None if plan.tls is None else plan.tls.ends,
-                readiness_require=settings.readiness_require,
-                allowed_hosts=settings.allowed_hosts,
-            )
+        agents_reach = _meet_agents(settings, sockets, running)
+        context = make_context(
+            engine,
+            ticker,
+            sockets,
+            plan.admin,
+            mode="standalone",
+            max_capacity_slots=plan.pool.max_slots,
+            agent_token=agents_reach.token,
+            tls=plan.tls,
+            settings=public_settings(settings),
         )
-        tls = None if plan.tls is None else plan.tls.context
-        server = AdminServer(
-            app,
-            listeners.sockets,
-            lambda reason: stops.request(reason, 1),
-            tls=tls,
-            on_lost_line=partial(engine.count_error, "log_line_dropped"),
-        )
+        server = make_server(context, sockets, plan.tls, lambda reason: stops.request(reason, 1))
         server.start()
         running.callback(server.stop)
-        _announce(settings, listeners)
+        _announce(settings, sockets)
 
         fleet = Fleet(settings.ranks, plan.pool, plan.kv_blocks, agents_reach, place=settings.place)
         fleet.start()
@@ -109,6 +93,7 @@ class _Plan:
     """What follows from the settings on this machine."""
 
     address: TcpAddress
+    admin: AdminOptions
     requests: Sequence[TraceRequest]
     kv_blocks: int
     pool: PoolConfig
@@ -123,27 +108,24 @@ class _Plan:
 def _check(settings: Settings) -> _Plan:
     """Refuse what can be refused before anything is taken."""
     address = TcpAddress.resolve(settings.host, settings.port)
-    require_token(address.host, settings.token_file, certificates=settings.tls_client_ca is not None)
-    for path in (settings.token_file, settings.viewer_token_file):
-        if path is not None:
-            TokenFile(path)
-    tls = None if settings.tls is None else ServerTls(settings.tls)
+    admin = settings.admin_options(address.host)
+    tls = None if admin.tls is None else ServerTls(admin.tls)
     requests = read_requests(settings)
     blocks = kv_blocks(settings, requests)
     memory_left = require_memory(settings, kv_blocks=blocks if requests else 0)
-    return _Plan(address, requests, blocks, settings.pool_config(memory_left), tls)
+    return _Plan(address, admin, requests, blocks, settings.pool_config(memory_left), tls)
 
 
-def _meet_agents(settings: Settings, listeners: AdminSockets, running: ExitStack) -> AdminAddress:
+def _meet_agents(settings: Settings, sockets: AdminSockets, running: ExitStack) -> AdminAddress:
     """How the ranks of this process reach the server: over a Unix socket that is there or that TLS calls for, else over
     loopback TCP."""
     token = secrets.token_hex(16)
     if settings.uds is not None:
         return AdminAddress("http://kvstow", token, settings.uds)
-    if settings.tls is None:
-        return AdminAddress(listeners.url, token)
+    if settings.tls_cert is None:
+        return AdminAddress(sockets.url, token)
     rendezvous = Rendezvous(f"serve-{os.getpid()}")
-    rendezvous.publish(listeners, token)
+    rendezvous.publish(sockets, token)
     running.callback(rendezvous.withdraw)
     found = rendezvous()
     assert found is not None, "published, and listening"
@@ -175,8 +157,8 @@ def public_settings(settings: Settings) -> dict[str, Any]:
     return settings.model_dump(mode="json", exclude=_PATHS)
 
 
-def _announce(settings: Settings, listeners: AdminSockets) -> None:
-    logger.info("admin server on %s", " and ".join(listeners.addresses))
+def _announce(settings: Settings, sockets: AdminSockets) -> None:
+    logger.info("admin server on %s", " and ".join(sockets.addresses))
     guarded = settings.token_file or settings.tls_client_ca
     logger.info("changes through it %s", "need a token" if guarded else "need no token: loopback only")
     each = f"{format_size(settings.pool_size)} in {settings.capacity_slots} slots"

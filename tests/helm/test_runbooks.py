@@ -25,6 +25,7 @@ from kvstow_api.services import Services
 from kvstow_api.views.stats import FaultStats, LookupStats, StatsView
 from kvstow_service import environment
 from kvstow_service.adminhost import make_context
+from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.cli import app
 from kvstow_service.sockets import AdminSockets
 from kvstow_service.ticker import Ticker
@@ -59,7 +60,7 @@ def code_words(text: str) -> Iterator[str]:
 def services() -> Services:
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
     context = make_context(
-        engine, Ticker(engine), AdminSockets(), mode="test", max_capacity_slots=4, settings={}, agent_token="token"
+        engine, Ticker(engine), AdminSockets(), AdminOptions(), mode="test", max_capacity_slots=4, agent_token="token"
     )
     return Services.of(context, HttpCounters(), Credentials())
 

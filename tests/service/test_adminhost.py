@@ -8,6 +8,7 @@ import pytest
 
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
 from kvstow_service.adminhost import make_context, measure_memory
+from kvstow_service.adminoptions import AdminOptions
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_pools_in_reserved_huge_pages_have_their_limits(tmp_path: Path) -> None:
 def test_the_server_measures_what_its_settings_call_for(settings: dict[str, str]) -> None:
     parts: Any = SimpleNamespace(addresses=(), host=None, check=None)
     context = make_context(
-        parts, parts, parts, mode="standalone", max_capacity_slots=1, settings=settings, agent_token="t"
+        parts, parts, parts, AdminOptions(), mode="standalone", max_capacity_slots=1, settings=settings, agent_token="t"
     )
     assert context.host_memory is not None
     assert (context.host_memory().huge_pages == "reserved") == (settings.get("huge_pages") == "reserved")

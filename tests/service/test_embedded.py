@@ -24,11 +24,13 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError
 from kvstow.messages import DesiredState, RankReport
-from kvstow_api import app as app_module
+from kvstow_api import app
 from kvstow_api.client import ApiError, calls
+from kvstow_service import adminhost
 from kvstow_service import embedded as embedded_module
+from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.agent import RankAgent
-from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
+from kvstow_service.embedded import EmbeddedAdmin
 from kvstow_service.rendezvous import Rendezvous
 from kvstow_service.server import AdminServer, _QuietServer
 from kvstow_service.sockets import AdminSockets, TcpAddress
@@ -39,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:unclosed <socket.socket fd=\d+,
 
 SLOT = 4096
 CAPACITY = 8
-ANY_PORT = EmbeddedOptions(admin_port=0)
+ANY_PORT = AdminOptions(port=0)
 
 
 class PinnedRank:
@@ -84,7 +86,7 @@ def stack() -> Iterator[ExitStack]:
 def make(engine: OffloadEngine, environ: dict[str, str], stack: ExitStack) -> Callable[..., EmbeddedAdmin]:
     """Makes servers, which are stopped at the end."""
 
-    def make_admin(options: EmbeddedOptions = ANY_PORT, **changes: Any) -> EmbeddedAdmin:
+    def make_admin(options: AdminOptions = ANY_PORT, **changes: Any) -> EmbeddedAdmin:
         given = {"identity": "engine", "mode": "vllm", "max_capacity_slots": CAPACITY, "environ": environ}
         admin = EmbeddedAdmin(changes.pop("engine", engine), options, **{**given, **changes})
         stack.callback(admin.stop)
@@ -176,13 +178,13 @@ def test_while_it_is_made_the_hosts_threads_wait_less_for_the_interpreter(
     launch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual, seen = sys.getswitchinterval(), list[float]()
-    create_app = app_module.create_app
+    create_app = app.create_app
 
     def create(context: Any) -> Any:
         seen.append(sys.getswitchinterval())
         return create_app(context)
 
-    monkeypatch.setattr(app_module, "create_app", create)
+    monkeypatch.setattr(adminhost, "create_app", create)
     launch()
     assert seen == [pytest.approx(0.0005)]
     assert sys.getswitchinterval() == usual
@@ -192,14 +194,14 @@ def test_start_returns_while_the_server_is_still_imported(
     make: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
     entered, release = threading.Event(), threading.Event()
-    create_app = app_module.create_app
+    create_app = app.create_app
 
     def create_slowly(context: Any) -> Any:
         entered.set()
         assert release.wait(30)
         return create_app(context)
 
-    monkeypatch.setattr(app_module, "create_app", create_slowly)
+    monkeypatch.setattr(adminhost, "create_app", create_slowly)
     admin = make()
     admin.start()
     assert entered.wait(30)
@@ -265,7 +267,7 @@ def test_the_ranks_need_no_tcp_and_no_token_of_the_file(
     """The server listens where agents do not look, and everybody else needs the file's token."""
     token = tmp_path / "token"
     token.write_text("of-people")
-    admin = launch(EmbeddedOptions(admin_host="0.0.0.0", admin_port=0, token_file=token))
+    admin = launch(AdminOptions(host="0.0.0.0", port=0, token_file=token))
     agent = report()
     eventually(lambda: agent.stats.sent, "a report")
     with over(uds_of(admin)) as client:
@@ -282,7 +284,7 @@ def test_a_port_that_is_taken_makes_it_take_the_next(launch: Any, taken: Any, ca
     port = free_ports(16)
     taken(port)
     taken(port + 1)
-    admin = launch(EmbeddedOptions(admin_port=port))
+    admin = launch(AdminOptions(port=port))
     assert admin.addresses[0] == f"http://127.0.0.1:{port + 2}"
     assert f"port {port} is taken: the admin server has port {port + 2}" in caplog.messages
 
@@ -293,7 +295,7 @@ def test_without_a_free_port_it_serves_on_the_unix_socket_alone(
     port = free_ports(16)
     for number in range(16):
         taken(port + number)
-    admin = launch(EmbeddedOptions(admin_port=port))
+    admin = launch(AdminOptions(port=port))
     assert [address.partition(":")[0] for address in admin.addresses] == ["unix"]
     agent = report()
     eventually(lambda: agent.stats.sent, "a report")
@@ -305,14 +307,14 @@ def test_without_a_free_port_it_serves_on_the_unix_socket_alone(
 def test_an_address_of_another_machine_leaves_the_unix_socket(launch: Any, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("t")
-    admin = launch(EmbeddedOptions(admin_host="192.0.2.1", admin_port=9595, token_file=token))
+    admin = launch(AdminOptions(host="192.0.2.1", port=9595, token_file=token))
     assert [address.partition(":")[0] for address in admin.addresses] == ["unix"]
     assert admin.address_for_remote_ranks is None
 
 
 def test_people_may_have_a_unix_socket_of_their_own(launch: Any, tmp_path: Path) -> None:
     uds = tmp_path / "people.sock"
-    launch(EmbeddedOptions(admin_port=0, admin_uds=uds))
+    launch(AdminOptions(port=0, uds=uds))
     with over(uds) as client:
         assert client.get("/livez").status_code == 200
 
@@ -324,7 +326,7 @@ def test_what_cannot_be_had_of_several_sockets_is_done_without(
     file = tmp_path / "file"
     file.write_text("")
     (tmp_path / f"kvstow-{os.geteuid()}").write_text("")
-    admin = launch(EmbeddedOptions(admin_port=0, admin_uds=file))
+    admin = launch(AdminOptions(port=0, uds=file))
     assert httpx.get(admin.addresses[0] + "/livez").status_code == 200
     assert len(admin.addresses) == 1
     starts = [message.partition(":")[0] for message in caplog.messages]
@@ -339,7 +341,7 @@ def test_with_no_socket_at_all_the_host_goes_on(
     port = free_ports(16)
     for number in range(16):
         taken(port + number)
-    admin = make(EmbeddedOptions(admin_port=port))
+    admin = make(AdminOptions(port=port))
     admin.start()
     eventually(lambda: admin.failure, "the failure")
     assert "no socket can be had" in admin.failure
@@ -361,7 +363,7 @@ def test_a_server_that_cannot_be_built_does_not_reach_the_host(
     def fail(context: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(app_module, "create_app", fail)
+    monkeypatch.setattr(adminhost, "create_app", fail)
     admin = make()
     admin.start()
     eventually(lambda: admin.failure, "the failure")
@@ -378,7 +380,7 @@ def test_a_server_that_does_not_come_up_is_told_of_once(
         await receive()
         await send({"type": "lifespan.startup.failed", "message": "no"})
 
-    monkeypatch.setattr(app_module, "create_app", lambda context: broken)
+    monkeypatch.setattr(adminhost, "create_app", lambda context: broken)
     admin = make()
     admin.start()
     eventually(lambda: admin.failure, "the failure")
@@ -431,7 +433,7 @@ def test_a_thread_that_cannot_be_had_does_not_reach_the_host(make: Any, monkeypa
 
 
 def test_stop_is_idempotent_and_leaves_nothing_behind(launch: Any, tmp_path: Path) -> None:
-    admin = launch(EmbeddedOptions(admin_port=0, admin_uds=tmp_path / "people.sock"))
+    admin = launch(AdminOptions(port=0, uds=tmp_path / "people.sock"))
     admin.stop()
     admin.stop()
     assert (admin.addresses, admin.failure) == ((), None)
@@ -485,8 +487,9 @@ import os
 from pathlib import Path
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
-options = EmbeddedOptions(admin_port=0, admin_uds=Path({str(tmp_path / "people.sock")!r}))
+from kvstow_service.adminoptions import AdminOptions
+from kvstow_service.embedded import EmbeddedAdmin
+options = AdminOptions(port=0, uds=Path({str(tmp_path / "people.sock")!r}))
 engine = OffloadEngine(EngineConfig(4096, 8))
 admin = EmbeddedAdmin(engine, options, identity="engine", mode="vllm", max_capacity_slots=8)
 admin.start()
@@ -505,7 +508,7 @@ os._exit(1)
     assert child.returncode == 1, child.stderr
     assert (tmp_path / "people.sock").exists()
     port = int(child.stdout)
-    admin = launch(EmbeddedOptions(admin_port=port, admin_uds=tmp_path / "people.sock"))
+    admin = launch(AdminOptions(port=port, uds=tmp_path / "people.sock"))
     assert admin.addresses[0] == f"http://127.0.0.1:{port}"
     assert len(admin.addresses) == 3
 
@@ -515,8 +518,8 @@ def test_two_engines_of_one_process_have_servers_of_their_own(
 ) -> None:
     other = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=CAPACITY))
     port = free_ports(16)
-    first = launch(EmbeddedOptions(admin_port=port), identity="e_dp0")
-    second = launch(EmbeddedOptions(admin_port=port + 1), identity="e_dp1", engine=other)
+    first = launch(AdminOptions(port=port), identity="e_dp0")
+    second = launch(AdminOptions(port=port + 1), identity="e_dp1", engine=other)
     report("e_dp1")
     eventually(lambda: other.stats().usable_slots, "the slots of the second engine")
     assert engine.stats().usable_slots == 0
@@ -537,9 +540,9 @@ def test_the_signal_handlers_of_the_host_stay(launch: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"admin_host": "0.0.0.0"}, "token_file is None; allowed: a file with a token, because 0.0.0.0"),
-        ({"admin_port": 65536}, r"admin_port is 65536; allowed: 0 \(any free port\) to 65535"),
-        ({"admin_port": True}, "admin_port is True"),
+        ({"host": "0.0.0.0"}, "host 0.0.0.0 is reachable from other machines: set token_file or tls_client_ca"),
+        ({"port": 65536}, r"port is 65536; allowed: 0 \(any free port\) to 65535"),
+        ({"port": True}, "port is True"),
         ({"allowed_hosts": ("ops:9595",)}, r"allowed_hosts is \('ops:9595',\); allowed: a list of host names"),
         ({"readiness_require": ("warm",)}, r"readiness_require is \('warm',\); allowed: pool and pinned"),
         ({"token_file": Path("/no/such/file")}, "token_file is '/no/such/file'; allowed: a readable file"),
@@ -547,7 +550,7 @@ def test_the_signal_handlers_of_the_host_stay(launch: Any) -> None:
 )
 def test_what_is_not_allowed_is_refused_before_anything_starts(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        EmbeddedOptions(**given)
+        AdminOptions(**given)
 
 
 def on_another_node() -> None:
@@ -559,7 +562,7 @@ def test_ranks_on_other_nodes_are_told_an_address_that_they_reach(
 ) -> None:
     token = tmp_path / "token"
     token.write_text("of-people")
-    options = EmbeddedOptions(admin_host="0.0.0.0", admin_port=0, token_file=token)
+    options = AdminOptions(host="0.0.0.0", port=0, token_file=token)
     admin = launch(options, node_host="127.0.0.1")
     port = admin.addresses[0].rpartition(":")[2]
     address = admin.address_for_remote_ranks
@@ -578,7 +581,7 @@ def test_ranks_on_other_nodes_trust_the_servers_certificate(
     authority.issue_cert("another.name").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "server.pem"))
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     tls = TlsFiles(tmp_path / "server.pem", client_ca=tmp_path / "ca.pem")
-    admin = launch(EmbeddedOptions(admin_host="0.0.0.0", admin_port=0, tls=tls), node_host="127.0.0.1")
+    admin = launch(AdminOptions(host="0.0.0.0", port=0, tls=tls), node_host="127.0.0.1")
     assert admin.addresses[0].startswith("https://")
     address = admin.address_for_remote_ranks
     (tmp_path / "server.pem").unlink()  # as while certificates are renewed: scheduling asks on
@@ -606,7 +609,7 @@ def test_ranks_on_other_nodes_learn_of_a_renewed_certificate(
         trustme.CA().issue_cert("another.name").private_key_and_cert_chain_pem.write_to_path(str(path))
 
     issue()
-    options = EmbeddedOptions(admin_host="0.0.0.0", admin_port=0, token_file=token, tls=TlsFiles(path))
+    options = AdminOptions(host="0.0.0.0", port=0, token_file=token, tls=TlsFiles(path))
     admin = launch(options, node_host="127.0.0.1")
     first = admin.address_for_remote_ranks
     running, late = (RankAgent(0, PinnedRank(), on_another_node, interval=0.02) for _ in range(2))
@@ -629,18 +632,18 @@ def test_ranks_on_other_nodes_learn_of_a_renewed_certificate(
 def test_viewers_need_a_token_where_there_is_one(launch: Any, tmp_path: Path) -> None:
     for name in ("admin", "viewer"):
         (tmp_path / name).write_text(name)
-    options = EmbeddedOptions(admin_port=0, token_file=tmp_path / "admin", viewer_token_file=tmp_path / "viewer")
+    options = AdminOptions(port=0, token_file=tmp_path / "admin", viewer_token_file=tmp_path / "viewer")
     url = launch(options).addresses[0]
     assert httpx.get(f"{url}/v1/info").status_code == 401
     assert httpx.get(f"{url}/v1/info", headers={"Authorization": "Bearer viewer"}).status_code == 200
     with pytest.raises(ConfigError, match="viewer_token_file"):
-        EmbeddedOptions(viewer_token_file=tmp_path / "viewer")
+        AdminOptions(viewer_token_file=tmp_path / "viewer")
 
 
 def test_all_addresses_are_this_machines_name_unless_the_host_knows_better(launch: Any, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("of-people")
-    admin = launch(EmbeddedOptions(admin_host="0.0.0.0", admin_port=0, token_file=token))
+    admin = launch(AdminOptions(host="0.0.0.0", port=0, token_file=token))
     assert admin.address_for_remote_ranks.url.startswith(f"http://{socket.gethostname()}:")
 
 
@@ -650,11 +653,11 @@ def test_a_loopback_address_is_none_for_other_nodes_which_is_said_once(
     admin = make()
     assert [admin.address_for_remote_ranks, admin.address_for_remote_ranks] == [None, None]
     assert caplog.messages == [
-        "ranks on other nodes cannot report to 127.0.0.1: set token_file, and admin_host to an address they can reach"
+        "ranks on other nodes cannot report to 127.0.0.1: set admin_host to a reachable address, and token_file"
     ]
 
 
 def test_before_it_listens_there_is_no_address_for_other_nodes(make: Any, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("of-people")
-    assert make(EmbeddedOptions(admin_host="0.0.0.0", token_file=token)).address_for_remote_ranks is None
+    assert make(AdminOptions(host="0.0.0.0", token_file=token)).address_for_remote_ranks is None

@@ -23,8 +23,9 @@ from kvstow.messages import Op, StepPlan
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.device import FakeDevice
 from kvstow.testing.registrar import FakeRegistrar
+from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.agent import RankAgent
-from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
+from kvstow_service.embedded import EmbeddedAdmin
 from kvstow_service.rendezvous import Rendezvous
 from kvstow_service.ticker import Ticker
 
@@ -59,7 +60,7 @@ class Site:
         environ = {"XDG_RUNTIME_DIR": str(folder)}
         self._rendezvous = Rendezvous("faults", environ)
         self._eventually, self._running = eventually, running
-        options = EmbeddedOptions(admin_port=0)
+        options = AdminOptions(port=0)
         admin = EmbeddedAdmin(
             self.engine, options, identity="faults", mode="vllm", max_capacity_slots=CAPACITY, environ=environ
         )

@@ -53,7 +53,7 @@ def test_a_public_bind_without_a_token_is_refused() -> None:
     result = serve(*SMALL, "--host", "0.0.0.0")
     assert result.exit_code == 2
     assert result.stderr == (
-        "kvstow serve: --token-file is None; allowed: a file with a token, because 0.0.0.0 is not a loopback address\n"
+        "kvstow serve: --host 0.0.0.0 is reachable from other machines: set --token-file or --tls-client-ca\n"
     )
 
 

@@ -48,7 +48,7 @@ def test_an_empty_variable_is_not_given() -> None:
     assert load_settings({}, {"KVSTOW_TOKEN_FILE": "", "KVSTOW_RANKS": ""}) == load_settings({}, {})
 
 
-def test_other_variables_are_none_of_our_business() -> None:
+def test_variables_without_the_prefix_are_ignored() -> None:
     assert load_settings({}, {"PATH": "/bin", "KVSTOWAGE": "1"}) == Settings()
 
 
@@ -70,26 +70,26 @@ def test_variables_by_which_kubernetes_describes_a_service_are_ignored(service: 
     assert load_settings({}, environ) == Settings()
 
 
-def test_variables_of_the_other_commands_may_be_there() -> None:
+def test_variables_of_the_other_commands_are_ignored() -> None:
     assert load_settings({}, {"KVSTOW_SERVER": "http://kvstow:9595", "KVSTOW_CONTEXT": "prod"}) == Settings()
 
 
 @pytest.mark.parametrize("name", ["KVSTOW_ADMIN_PORT", "KVSTOW_SERVERS"])
-def test_a_variable_that_is_nobodys_is_refused(name: str) -> None:
+def test_an_unknown_variable_is_refused(name: str) -> None:
     (error,) = errors_of({}, {name: "9595"})
-    assert error.startswith(f"{name} is '9595'")
+    assert error.startswith(f"{name} is not a setting")
 
 
 def test_an_unknown_variable_is_named_with_the_allowed_ones() -> None:
     (error,) = errors_of({}, {"KVSTOW_RANKZ": "2"})
-    assert error.startswith("KVSTOW_RANKZ is '2'; allowed: no such setting; there are ")
+    assert error.startswith("KVSTOW_RANKZ is not a setting; the settings are ")
     assert "KVSTOW_RANKS" in error
 
 
 def test_an_unknown_key_of_the_file_is_named_with_the_file_and_the_allowed_ones(config: Path) -> None:
     config.write_text("rankz = 2\n")
     (error,) = errors_of({}, {}, config)
-    assert error.startswith(f"{config}: rankz is 2;")
+    assert error.startswith(f"{config}: rankz is not a setting; ")
     assert "slot_size" in error
 
 
@@ -97,7 +97,7 @@ def test_an_unknown_key_of_the_file_is_named_with_the_file_and_the_allowed_ones(
 def test_a_file_that_is_no_toml_is_refused(config: Path, text: str) -> None:
     config.write_bytes(text.encode("latin-1"))
     (error,) = errors_of({}, {}, config)
-    assert error.startswith(f"--config is '{config}'; allowed: a TOML file (")
+    assert error.startswith(f"--config {config} is not a readable TOML file: ")
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
@@ -132,23 +132,23 @@ def test_every_wrong_value_gets_one_line_by_the_name_its_user_gave_it(config: Pa
         ({"slot_size": "0"}, "--slot-size is '0'; allowed: more than 0 bytes"),
         ({"pin_chunk": "0"}, "--pin-chunk is '0'; allowed: more than 0 bytes"),
         ({"transfer_timeout": "0s"}, "--transfer-timeout is '0s'; allowed: more than 0 seconds"),
-        ({"pool_size": "1MiB"}, "--pool-size is '1MiB'; allowed: at least one slot, 2 MiB"),
-        ({"slot_size": "16GiB"}, "--pool-size is '8GiB'; allowed: at least one slot, 16 GiB"),
-        ({"pool_max_size": "1GiB"}, "--pool-max-size is '1GiB'; allowed: at least the pool's size, 8 GiB"),
+        ({"pool_size": "1MiB"}, "--pool-size 1MiB is less than one slot, 2 MiB"),
+        ({"slot_size": "16GiB"}, "--pool-size 8GiB is less than one slot, 16 GiB"),
+        ({"pool_max_size": "1GiB"}, "--pool-max-size 1GiB is less than --pool-size 8 GiB"),
         ({"replay_rate": "-2"}, "--replay-rate is '-2'; allowed: a number, more than 0"),
         ({"replay_rate": "x"}, "--replay-rate is 'x'; allowed: a number, more than 0"),
         (
             {"replay_rate": "2", "replay_time_scale": "3"},
-            "--replay-time-scale is '3'; allowed: a rate or a time scale, not both",
+            "--replay-time-scale 3 cannot be combined with --replay-rate",
         ),
-        ({"exit_after_replay": True}, "--exit-after-replay is True; allowed: true only with a replay"),
+        ({"exit_after_replay": True}, "--exit-after-replay needs --replay"),
         ({"policy": "fifo"}, "--policy is 'fifo'; allowed: lru or arc"),
         ({"device": "tpu"}, "--device is 'tpu'; allowed: 'cpu' or 'cuda'"),
         (
             {"device": "cuda", "lock": False},
-            "--lock is False; allowed: true on CUDA: it copies from registered memory",
+            "--no-lock cannot be combined with --device cuda: CUDA copies from registered memory only",
         ),
-        ({"copy_strategy": "direct"}, "--copy-strategy is 'direct'; allowed: auto on the CPU"),
+        ({"copy_strategy": "direct"}, "--copy-strategy direct needs --device cuda"),
         ({"copy_strategy": "best"}, "--copy-strategy is 'best'; allowed: 'auto', 'staged' or 'direct'"),
         (
             {"shape": "gpt-2"},
@@ -156,28 +156,28 @@ def test_every_wrong_value_gets_one_line_by_the_name_its_user_gave_it(config: Pa
         ),
         (
             {"shape": "mla-18k", "slot_size": "2MiB"},
-            "--slot-size is '2MiB'; allowed: a slot size or a shape, not both",
+            "--slot-size 2MiB cannot be combined with --shape, which sets it",
         ),
-        ({"pool_size": "1MiB", "shape": "llama-3-8b"}, "--pool-size is '1MiB'; allowed: at least one slot, 2 MiB"),
+        ({"pool_size": "1MiB", "shape": "llama-3-8b"}, "--pool-size 1MiB is less than one slot, 2 MiB"),
         ({"pin_pace": "slow"}, "--pin-pace is 'slow'; allowed: 'adaptive' or 'fixed'"),
-        ({"tls_key": "k"}, "--tls-key is 'k'; allowed: a file only beside a tls_cert"),
-        ({"tls_client_ca": "c"}, "--tls-client-ca is 'c'; allowed: a file only beside a tls_cert"),
+        ({"tls_key": "k"}, "--tls-key k needs --tls-cert"),
+        ({"tls_client_ca": "c"}, "--tls-client-ca c needs --tls-cert"),
         (
             {"viewer_token_file": "v"},
-            "--viewer-token-file is 'v'; allowed: a file only beside a token_file or a tls_client_ca",
+            "--viewer-token-file v needs --token-file or --tls-client-ca",
         ),
         ({"pin_latency_target": "0"}, "--pin-latency-target is '0'; allowed: more than 0 seconds"),
         (
             {"pin_latency_target": "1ms", "pin_pause": "1ms"},
-            "--pin-latency-target is '1ms'; allowed: none beside a fixed pace (a chunk or a pause)",
+            "--pin-latency-target 1ms needs an adaptive pace: --pin-pace fixed, --pin-chunk and --pin-pause fix it",
         ),
         (
             {"pin_latency_target": "1ms", "pin_pace": "fixed"},
-            "--pin-latency-target is '1ms'; allowed: none beside a fixed pace (a chunk or a pause)",
+            "--pin-latency-target 1ms needs an adaptive pace: --pin-pace fixed, --pin-chunk and --pin-pause fix it",
         ),
         (
             {"pin_pace": "adaptive", "pin_chunk": "1MiB"},
-            "--pin-pace is 'adaptive'; allowed: fixed beside a chunk or a pause",
+            "--pin-pace adaptive cannot be combined with --pin-chunk or --pin-pause, which fix the pace",
         ),
         ({"pool_size": 1.5}, "--pool-size is 1.5; allowed: a size such as 8GiB"),
         ({"huge_pages": "never"}, "--huge-pages is 'never'; allowed: 'advised' or 'reserved'"),

@@ -19,6 +19,7 @@ from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.messages import Completion, DesiredState, Op, StepPlan
 from kvstow.testing.clock import FakeClock
 from kvstow.testing.rank import FakeRank
+from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.connectors.vllm import hosting, kvgeometry, rankdataplane
 from kvstow_service.connectors.vllm.hosting import SchedulerHost, WorkerHost
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
@@ -27,7 +28,6 @@ from kvstow_service.connectors.vllm.options import ConnectorOptions
 from kvstow_service.connectors.vllm.stepplan import PlannedStep
 from kvstow_service.connectors.vllm.vllmprocess import this_node
 from kvstow_service.connectors.vllm.workerside import NoDataPlane
-from kvstow_service.embedded import EmbeddedOptions
 
 pytestmark = pytest.mark.vllm
 
@@ -47,7 +47,7 @@ class FakeAdmin:
     address_for_remote_ranks = "an address"
     made: list[FakeAdmin]
 
-    def __init__(self, engine: Any, options: EmbeddedOptions, **facts: Any) -> None:
+    def __init__(self, engine: Any, options: AdminOptions, **facts: Any) -> None:
         self.options, self.facts = options, facts
         self.calls: list[str] = []
         self.made.append(self)
@@ -120,11 +120,11 @@ def test_each_data_parallel_engine_looks_for_a_port_of_its_own(admins: list[Fake
     host = scheduler_host(ConnectorOptions(admin_port=port), data_parallel_index=3)
     host.bind(FakeBlockPool(8))
     host.greet(make_hello(0, 100, 9))
-    assert admins[0].options.admin_port == wanted
+    assert admins[0].options.port == wanted
 
 
-def test_an_admin_server_that_everybody_could_command_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="kv_connector_extra_config: token_file is None"):
+def test_an_admin_server_open_to_other_machines_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"extra_config: admin_host 0\.0\.0\.0 is reachable from other machines"):
         scheduler_host(ConnectorOptions(admin_host="0.0.0.0"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,8 +37,14 @@ def _run(config: Path | None, flags: dict[str, str | bool | None]) -> int:
 
 
 def _named_as_flag(error: ConfigError) -> ConfigError:
-    is_setting = error.key in Settings.model_fields
-    return ConfigError(flag_name(error.key), error.value, error.allowed) if is_setting else error
+    """The error with flags in place of the settings' names."""
+    allowed = re.sub(r"\b[a-z]+(_[a-z]+)+\b", _flag_of, error.allowed)
+    key = flag_name(error.key) if error.key in Settings.model_fields else error.key
+    return type(error)(key, error.value, allowed)
+
+
+def _flag_of(match: re.Match[str]) -> str:
+    return flag_name(match[0]) if match[0] in Settings.model_fields else match[0]
 
 
 def _complain(errors: Sequence[Exception], status: int) -> int:

@@ -18,7 +18,8 @@ from tests.service.cli.terminal import Terminal
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.rank import make_ranks
-from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
+from kvstow_service.adminoptions import AdminOptions
+from kvstow_service.embedded import EmbeddedAdmin
 from kvstow_service.replay.generate import TraceShape, generate_trace
 
 SOCKET = "admin.sock"
@@ -49,7 +50,7 @@ def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16, num_ranks=2, report_timeout=3600.0))
     make_ranks(engine)
-    options = EmbeddedOptions(admin_port=0, admin_uds=tmp_path / SOCKET)
+    options = AdminOptions(port=0, uds=tmp_path / SOCKET)
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     admin = EmbeddedAdmin(engine, options, identity="engine", mode="vllm", max_capacity_slots=16, environ=environ)
     admin.start()

@@ -13,20 +13,21 @@ from vllm.utils.network_utils import get_ip
 import kvstow
 from kvstow.bytesize import format_size
 from kvstow.control.engine import OffloadEngine
-from kvstow.errors import ConfigError, InsufficientMemoryError, KvstowError
+from kvstow.errors import ConfigError, InsufficientMemoryError, KvstowError, SettingError
 from kvstow.messageorder import ReportSequence
 from kvstow.messages import DesiredState, RankReport
+from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.agent import AdminAddress, RankAgent
 from kvstow_service.connectors.vllm.gpublocks import BlockPool
 from kvstow_service.connectors.vllm.kvevents import EventFeed
 from kvstow_service.connectors.vllm.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
 from kvstow_service.connectors.vllm.metrics import StatsFeed
-from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
+from kvstow_service.connectors.vllm.options import ConnectorOptions
 from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, this_node
 from kvstow_service.connectors.vllm.workerside import DataPlane, NoDataPlane, PlaneSource, WorkerSide
-from kvstow_service.embedded import EmbeddedAdmin, EmbeddedOptions
+from kvstow_service.embedded import EmbeddedAdmin
 from kvstow_service.rendezvous import Rendezvous
 from kvstow_service.tls import TlsFiles
 
@@ -194,26 +195,27 @@ class SchedulerHost:
         return max(STEP_BLOCKS, 2 * self._blocks_per_step)
 
 
-def _admin_options(options: ConnectorOptions, process: VLLMProcess) -> EmbeddedOptions:
+def _admin_options(options: ConnectorOptions, process: VLLMProcess) -> AdminOptions:
     """Each data-parallel engine has a port of its own."""
     tls = None
     if options.tls_cert is not None:
         tls = TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)
     elif options.tls_key is not None or options.tls_client_ca is not None:
-        raise refusal("tls_cert", None, "a certificate, beside tls_key or tls_client_ca")
+        raise SettingError("kv_connector_extra_config: tls_cert", None, "is needed by tls_key and tls_client_ca")
     try:
-        return EmbeddedOptions(
-            admin_host=options.admin_host,
-            admin_port=options.admin_port + process.data_parallel_index if options.admin_port else 0,
-            admin_uds=options.admin_uds,
+        return AdminOptions(
+            host=options.admin_host,
+            port=options.admin_port + process.data_parallel_index if options.admin_port else 0,
+            uds=options.admin_uds,
             token_file=options.token_file,
             viewer_token_file=options.viewer_token_file,
             readiness_require=options.readiness_require,
             allowed_hosts=options.allowed_hosts,
             tls=tls,
         )
-    except ConfigError as error:  # it names them as users do
-        raise refusal(error.key, error.value, error.allowed) from None
+    except ConfigError as error:
+        key = f"admin_{error.key}" if error.key in ("host", "port") else error.key
+        raise error.renamed(f"kv_connector_extra_config: {key}") from None
 
 
 class WorkerHost:
