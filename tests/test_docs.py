@@ -15,7 +15,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import SLOT_STATES, EngineState
 from kvstow_api.health import Health
-from kvstow_api.loop import LoopMonitor
+from kvstow_api.looplag import LoopMonitor
 from kvstow_service.adminhost import make_context
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.cli import app

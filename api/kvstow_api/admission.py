@@ -1,4 +1,4 @@
-"""Which requests this server accepts at all: unambiguously framed, and addressed to one of its names."""
+"""Refuses ambiguous request framing, and Host names that are not the server's."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _CLOSE = {"Connection": "close"}
 
 
 class AdmissionMiddleware:
-    """Refuses what no honest client sends: with 400 and the end of the connection, or with 421.
+    """Answers 400 to ambiguous framing and closes the connection; answers 421 to an unknown Host name.
 
-    `allowed_hosts`: the Host names, besides those of loopback, that a server on loopback accepts over TCP. A web page
-    can point a name of its own at loopback (DNS rebinding), and would read what is open to this machine. None: any
-    name, as on other addresses, where probes use the address of a pod.
+    `allowed_hosts`: Host names, besides those of loopback, that a server on loopback accepts over TCP. A web page can
+    point a name of its own at loopback (DNS rebinding) and would then read what is open to this machine. None allows
+    any name, for servers on other addresses, where probes use the address of a pod.
     """
 
     def __init__(self, app: ASGIApp, *, allowed_hosts: Sequence[str] | None) -> None:
@@ -37,10 +37,10 @@ class AdmissionMiddleware:
         headers = dict(scope["headers"])
         chunked, length = b"transfer-encoding" in headers, headers.get(b"content-length")
         if chunked and length is not None:
-            detail = "the request has both Content-Length and Transfer-Encoding"  # a proxy might use the other one
+            detail = "the request has both Content-Length and Transfer-Encoding"  # a proxy might obey the other one
             return problem(scope, 400, detail, code="malformed_request", headers=_CLOSE)
         if scope["method"] in READING_METHODS and (chunked or length not in (None, b"0")):
-            detail = f"a {scope['method']} has no body here"
+            detail = f"{scope['method']} requests take no body"
             return problem(scope, 400, detail, code="malformed_request", headers=_CLOSE)
         if self._allowed is None or not _is_tcp(scope):
             return None
@@ -49,11 +49,11 @@ class AdmissionMiddleware:
         if name is None or name in self._allowed or is_loopback(name.strip("[]")):
             return None
         names = ", ".join(["localhost", "the address", *sorted(self._allowed)])
-        detail = f"the Host header names {name[:100]!r}; allowed: {names}. The setting allowed_hosts adds a name"
+        detail = f"unknown Host {name[:100]!r}; allowed: {names}. Add names with the setting allowed_hosts"
         return problem(scope, 421, detail, code="unknown_host")
 
 
 def _is_tcp(scope: Scope) -> bool:
-    """A Unix socket has no port: no browser can reach it."""
+    """A Unix socket has no port, and browsers cannot reach it."""
     server = scope.get("server")
     return server is not None and server[1] is not None

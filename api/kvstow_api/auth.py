@@ -1,11 +1,15 @@
-"""Who may read and who may change things: bearer tokens, and client certificates.
+"""Authentication: bearer tokens and client certificates.
 
-Probes and metrics are open. Reading is, too, unless there is a file of viewer tokens: then it needs one of those,
-an admin token or a client certificate. Changing needs an admin token or a certificate where either is configured.
-The method decides, so a new route is covered without doing anything. A rank's report always needs a credential, on
-every address: the agent's token, or what opens every change. The agent's token opens nothing else. Browsers, which
-send no bearer token, may give a token as the password of Basic authentication, for reading only: they would attach it
-to requests that another site's page makes, too.
+- Probes and metrics are open.
+- Other reads are open unless viewer tokens are configured. Then they need a viewer token, an admin token or a client
+  certificate.
+- Changes need an admin token or a client certificate if either is configured.
+- The report of a rank always needs a credential: the agents' token, or an admin's. The agents' token allows nothing
+  else.
+
+The method of a request decides which rule applies, so a new route needs no code here. Browsers send no bearer tokens,
+so reads also accept a token as the password of Basic authentication. Changes do not: a browser would attach the
+password to requests from pages of other sites, too.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ logger = logging.getLogger("kvstow.api")
 ACTOR = "kvstow.actor"
 """ASGI scope key of the actor: admin, certificate:SUBJECT, viewer, agent, or anonymous."""
 
-_NOBODY = frozenset({None, "anonymous", "-"})
+_UNKNOWN = frozenset({None, "anonymous", "-"})
 
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -44,12 +48,12 @@ CERTIFICATE = "client_certificate"
 _READING_POST = "/v1/lookup"  # a body, because a query has no room for a thousand keys
 _PROBE_PATH = re.compile(r"/(livez|readyz|health|healthz|startupz)(/[^/]*)?")
 _CERTIFICATE_ACTOR = "certificate:"
-_MAX_LOOK_SECONDS = 2.0  # at the token files
+_MAX_RENEWAL_SECONDS = 2.0
 _REPORT_PATH = re.compile(r"/v1/ranks/[^/]+/report")
 
 
 def is_reading(method: str, path: str) -> bool:
-    """Whether such a request changes nothing."""
+    """Whether a request with this method and path changes nothing."""
     return method in READING_METHODS or (method == "POST" and path == _READING_POST)
 
 
@@ -59,25 +63,25 @@ def is_probe(path: str) -> bool:
 
 
 def is_stranger(scope: Scope) -> bool:
-    """Whether the request has no admin's credential, and did not come through a Unix socket, which only the server's
+    """Whether the request neither has an admin's credential nor came through a Unix socket, which only the server's
     user can open."""
     client = scope.get("client")
     return bool(client and client[0]) and not is_admin(scope.get(ACTOR, ""))
 
 
 def is_admin(actor: str) -> bool:
-    """Whether this actor, as named in a scope, has shown a credential that allows every change."""
+    """Whether this actor, as named in a scope, may make every change."""
     return actor == "admin" or actor.startswith(_CERTIFICATE_ACTOR)
 
 
 def is_known(actor: object) -> bool:
-    """Whether `actor`, of a request's scope, has shown a credential."""
-    return actor not in _NOBODY
+    """Whether this actor, as named in a scope, presented a valid credential."""
+    return actor not in _UNKNOWN
 
 
 class Credentials(NamedTuple):
-    """Whom the API obeys. `admins` and `viewers` hold tokens; `certificates`: a verified client certificate counts as
-    an admin's token; `agent`: the token of the ranks' agents."""
+    """Credentials that the API accepts. `certificates`: whether a verified client certificate counts as an admin token.
+    `agent`: the token of the ranks' agents."""
 
     admins: TokenFile | None = None
     viewers: TokenFile | None = None
@@ -90,14 +94,14 @@ class Credentials(NamedTuple):
 
     @property
     def exposures(self) -> Mapping[str, str] | None:
-        """Which other users may use each token file, by the name of its setting. None if no file is set."""
+        """Describes the access that other users have to each token file, by setting. None if no file is set."""
         files = {"token_file": self.admins, "viewer_token_file": self.viewers}
         given = {name: file.exposure for name, file in files.items() if file is not None}
         return {name: what for name, what in given.items() if what is not None} if given else None
 
 
 class AuthMiddleware:
-    """Lets a request through with its actor in the scope, or answers 401, 403 or 503 (token file unusable)."""
+    """Puts the actor of a request into its scope, or answers 401, 403 or 503 (token file not usable)."""
 
     def __init__(self, app: ASGIApp, *, credentials: Credentials) -> None:
         self._app = app
@@ -118,30 +122,31 @@ class AuthMiddleware:
         await (refusal or self._app)(scope, receive, send)
 
     def _judge(self, scope: Scope, reading: bool, token: bytes | None) -> Response | None:
-        """Put the actor into the scope, or say why the request is refused."""
+        """Put the actor into the scope; return the response if the request is refused."""
         scope[ACTOR] = "anonymous"
         if reading and (self._credentials.viewers is None or _is_open(scope["path"])):
-            with suppress(ConfigError):  # no token is required here; one still identifies an admin
+            with suppress(ConfigError):  # no token is needed, but one still identifies an admin
                 scope[ACTOR] = self._actor(scope, token) or "anonymous"
             return None
         if not reading and _is_cross_site(scope):
-            return problem(scope, 403, "web pages of other sites may change nothing")
+            return problem(scope, 403, "web pages of other sites may not change anything")
         try:
             actor = self._actor(scope, token)
         except ConfigError as error:
-            self._unusable.log(logging.ERROR, "a token file cannot be used: %s", error)
-            return problem(scope, 503, "the token file cannot be used; the log says why", headers={"Retry-After": "5"})
+            self._unusable.log(logging.ERROR, "a token file is not usable: %s", error)
+            return problem(scope, 503, "the token file is not usable; see the log", headers={"Retry-After": "5"})
         scope[ACTOR] = actor or "-"
         if actor is None:
             return _unauthorized(scope, reading, token is not None)
         if actor == "agent" and not _REPORT_PATH.fullmatch(scope["path"]):
-            return problem(scope, 403, "an agent's token opens only the report route")
+            return problem(scope, 403, "an agent's token allows only the report of a rank")
         if actor == "viewer" and not reading:
-            return problem(scope, 403, "a viewer's token opens only what reads")
+            return problem(scope, 403, "a viewer's token allows only reading")
         return None
 
     def _actor(self, scope: Scope, token: bytes | None) -> str | None:
-        """Who asks; None for nobody who is known. Raises `ConfigError` for a token file that has none any more."""
+        """The actor of the request; None if it lacks a valid credential. Raises `ConfigError` if a token file is not
+        usable."""
         known = self._credentials
         certificate = scope.get("state", {}).get(CERTIFICATE) if known.certificates else None
         if certificate is not None:
@@ -162,20 +167,20 @@ class AuthMiddleware:
 
 
 class _Renewal:
-    """Renews the token files on a thread: a file system may make its readers wait. All waiting requests share one
-    renewal, so a slow one occupies one thread. Used on one event loop."""
+    """Renews the token files on a thread, as file systems can block. All waiting requests share one renewal, so a slow
+    file system occupies one thread. Used on one event loop."""
 
     def __init__(self, files: Sequence[TokenFile]) -> None:
         self._files = files
-        self._look: asyncio.Task[None] | None = None
+        self._renewal: asyncio.Task[None] | None = None
 
     async def renew(self) -> None:
-        """Waits at most two seconds: then the tokens stay as they were, and a later request may see the new ones."""
+        """Waits at most two seconds. After that the tokens stay as they were, and later requests see the new ones."""
         if not self._files:
             return
-        if self._look is None or self._look.done():
-            self._look = asyncio.create_task(run_in_threadpool(self._renew_all))
-        await asyncio.wait([self._look], timeout=_MAX_LOOK_SECONDS)
+        if self._renewal is None or self._renewal.done():
+            self._renewal = asyncio.create_task(run_in_threadpool(self._renew_all))
+        await asyncio.wait([self._renewal], timeout=_MAX_RENEWAL_SECONDS)
 
     def _renew_all(self) -> None:
         for file in self._files:
@@ -187,9 +192,9 @@ def _is_open(path: str) -> bool:
 
 
 def _is_cross_site(scope: Scope) -> bool:
-    """Whether a browser sends this on behalf of another site: loopback does not keep such requests out, and the
-    browser adds a client certificate by itself. Names that a site points at loopback are refused earlier
-    (`AdmissionMiddleware`)."""
+    """Whether a browser sends this for a page of another site. Such requests reach loopback addresses, too, and the
+    browser adds client certificates to them. Host names that a site points at loopback have been refused by
+    `AdmissionMiddleware`."""
     headers = dict(scope["headers"])
     if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
         return True
@@ -200,7 +205,7 @@ def _is_cross_site(scope: Scope) -> bool:
 def _unauthorized(scope: Scope, reading: bool, has_token: bool) -> Response:
     challenge = 'Bearer realm="kvstow"' + (', error="invalid_token"' if has_token else "")
     challenge += ', Basic realm="kvstow"' if reading else ""
-    detail = "the token is not valid" if has_token else "this needs the header `Authorization: Bearer TOKEN`"
+    detail = "invalid token" if has_token else "a token is needed: `Authorization: Bearer TOKEN`"
     return problem(scope, 401, detail, headers={"WWW-Authenticate": challenge})
 
 
@@ -217,7 +222,7 @@ def _token(scope: Scope, reading: bool) -> bytes | None:
 
 
 def _password(given: bytes) -> bytes:
-    """Of `user:password` in base64; empty for what is none."""
+    """The password of base64-encoded `user:password`; empty if malformed."""
     try:
         return base64.b64decode(given, validate=True).partition(b":")[2]
     except binascii.Error:

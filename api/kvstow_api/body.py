@@ -1,4 +1,4 @@
-"""Request bodies: JSON, of a bounded size, and there in time."""
+"""Request bodies: JSON of limited size, received within a limited time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvstow_api.problems import problem
 
 MAX_BODY_BYTES = 1 << 20
 MAX_READING_BODY_BYTES = 64 << 10
-"""Limit of an unauthenticated request that only reads: 10 ms to parse, where 1 MiB takes 150."""
+"""For unauthenticated requests that only read: parsing takes 10 ms, and 150 ms for 1 MiB."""
 MAX_BODY_SECONDS = 10.0
 
 BODY = "kvstow.body"
-"""Key in an ASGI scope of the body, once it has been read."""
+"""ASGI scope key of the body, once it has been read."""
 
 _JSON = "application/json"
 _MERGE_PATCH = "application/merge-patch+json"
 
 
 class BodyMiddleware:
-    """Reads the body before the route runs: 413 above `limit` bytes (or `reading_limit`, for unauthenticated requests
-    that only read), 408 if it has not arrived within `seconds`, 415 if it is not declared as JSON. Runs after the
-    middleware that identifies the actor."""
+    """Reads the body before the route runs. Answers 413 above `limit` bytes (`reading_limit` for unauthenticated
+    requests that only read), 408 if the body takes longer than `seconds`, and 415 if its content type is not JSON.
+    Needs the actor, so it runs after `AuthMiddleware`."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class BodyMiddleware:
             async with asyncio.timeout(self._seconds):
                 body = await _read(scope, receive, limit)
         except ClientDisconnect:
-            return  # half of a body must not be taken for the whole
+            return  # an incomplete body must not reach the route
         except TimeoutError:
-            detail = f"the body did not arrive in {self._seconds:g} s"
+            detail = f"the body did not arrive within {self._seconds:g} s"
             await problem(scope, 408, detail, headers={"Connection": "close"})(scope, receive, send)
             return
         if body is None:
-            detail = f"the body is too large; allowed: {limit} bytes"
+            detail = f"the body is larger than {limit} bytes"
             if is_bounded:
-                detail += f", or {self._limit} with an admin's credential or on the Unix socket"
+                detail += f" (limit for admins and the Unix socket: {self._limit} bytes)"
             await problem(scope, 413, detail, headers={"Connection": "close"})(scope, receive, send)
         elif body and not _is_json(scope):
             given = _header(scope, b"content-type").decode("latin-1")[:100]
@@ -69,7 +69,7 @@ class BodyMiddleware:
 
 
 async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:
-    """The whole body, or None as soon as it is known to be too large. Raises `ClientDisconnect`."""
+    """The whole body; None as soon as it exceeds the limit. Raises `ClientDisconnect`."""
     declared = _header(scope, b"content-length")
     if declared.isdigit() and int(declared) > limit:
         return None
@@ -100,7 +100,7 @@ def _is_json(scope: Scope) -> bool:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives `body`, then what comes after it (the client leaving)."""
+    """A `receive` that returns `body`, and then what follows it (a disconnect)."""
     pending = [body]
 
     async def replay() -> Message:

@@ -1,4 +1,4 @@
-"""HEAD: the answer to GET, without its body."""
+"""HEAD requests: the response to GET without its body."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class HeadMiddleware:
-    """Runs next to the routes, which know nothing of HEAD. A stream ends after its head: its body would never end."""
+    """Lets routes that define only GET answer HEAD. Ends a stream after its headers, as its body would never end."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,7 +1,7 @@
-"""Probes and the checks behind them.
+"""Probes and their checks.
 
-A probe fails when one of its required checks does; informational checks are shown, and fail nothing.
-Liveness asks only for what a restart cures. Every check is O(ranks).
+A probe fails if one of its required checks fails. Informational checks are shown, and never fail a probe. Liveness
+checks only what a restart repairs. Every check is O(ranks).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvstow.stats import RankStatus
 from kvstow_api.context import ApiContext, HealthCheck
-from kvstow_api.loop import LoopMonitor
+from kvstow_api.looplag import LoopMonitor
 
 logger = logging.getLogger("kvstow.api")
 
@@ -27,16 +27,16 @@ class Check:
     required: bool = True
 
     def run(self) -> str | None:
-        """As `failure`; a check that raises has failed."""
+        """Why the check fails, None if it passes. A check that raises has failed."""
         try:
             return self.failure()
-        except Exception as error:  # a check of the host may raise anything, and a probe must still answer
+        except Exception as error:  # the probe must answer whatever a host's check raises
             logger.exception("health check %s raised", self.name)
             return f"the check raised {type(error).__name__}"
 
 
 class Finding(NamedTuple):
-    """What one check said."""
+    """The result of one check."""
 
     name: str
     failure: str | None
@@ -75,11 +75,11 @@ class Probe:
         self.checks = {check.name: check for check in checks}
 
     def run(self, exclude: Collection[str] = _NO_EXCLUSION) -> Verdict:
-        """Run all checks but those of `exclude`."""
+        """Run all checks except those in `exclude`."""
         return Verdict(self.name, tuple(_find(check, check.name in exclude) for check in self.checks.values()))
 
     def run_one(self, name: str) -> Verdict:
-        """Run one of `checks`, which counts even if it is informational."""
+        """Run one of `checks`, which is required here even if it is informational."""
         check = self.checks[name]
         return Verdict(f"{self.name}/{name}", (Finding(name, check.run(), required=True, excluded=False),))
 
@@ -89,7 +89,7 @@ def _find(check: Check, excluded: bool) -> Finding:
 
 
 class Health:
-    """The probes `livez`, `readyz` and `startupz` of one server, from the moment it was made."""
+    """The probes `livez`, `readyz` and `startupz` of one server. The start-up grace begins when it is created."""
 
     def __init__(self, context: ApiContext, loop: LoopMonitor) -> None:
         self._context, self._engine = context, context.engine
@@ -115,7 +115,7 @@ class Health:
         if readiness.state in ("draining", "stopped"):
             return f"the engine is {readiness.state}: {readiness.reason}"
         if readiness.state == "degraded" and not self._ranks_failure() and not self._transfers_failure():
-            return f"the engine is degraded: {readiness.reason}"  # for a reason that no other check names
+            return f"the engine is degraded: {readiness.reason}"  # for a reason that no other check reports
         return None
 
     def _ranks_failure(self) -> str | None:
@@ -146,7 +146,7 @@ def _host_checks(checks: Mapping[str, HealthCheck]) -> list[Check]:
 
 
 def rank_failure(rank: RankStatus, report_timeout: float, in_grace: bool = False) -> str | None:
-    """Why `rank` cannot be trusted to serve, None when it can. In the grace it may be silent so far."""
+    """Why `rank` is not ready, None if it is. During the start-up grace it need not have reported."""
     age = rank.last_report_age_seconds
     if age is None:
         return None if in_grace else f"rank {rank.rank} has never reported"

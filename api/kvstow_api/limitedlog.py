@@ -1,4 +1,4 @@
-"""Log lines for events that a client may cause a thousand times a second."""
+"""Rate-limited log lines, for events that a client can cause a thousand times a second."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _INTERVAL_SECONDS = 60.0
 
 
 class LimitedLog:
-    """Writes at most `burst` lines a minute to `logger`. A line that follows suppressed ones says how many there were.
+    """Writes at most `burst` lines a minute to `logger`. The next line after suppressed ones gives their number.
 
-    One object for each kind of event. Not thread-safe: used on one event loop.
+    One object per kind of event. Not thread-safe: used on one event loop.
     """
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic, *, burst: int = 1) -> None:
@@ -36,5 +36,5 @@ class LimitedLog:
         self._written += 1
         suppressed, self._suppressed = self._suppressed, 0
         if suppressed:
-            message, args = message + " (and %d times more since the last such line)", (*args, suppressed)
+            message, args = message + " (%d more were suppressed)", (*args, suppressed)
         self._logger.log(level, message, *args, exc_info=exc_info)

@@ -1,7 +1,7 @@
 """Errors as `application/problem+json` (RFC 9457).
 
-One table turns the engine's errors into statuses. What is a defect of ours answers 500 without a word
-of the inside; the log has it, under the request id that the answer carries as `instance`.
+A table maps the engine's errors to statuses. Internal errors answer 500 without details: these are in the log, under
+the request id that the response has as `instance`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger("kvstow.api")
 
 MEDIA_TYPE = "application/problem+json"
 REQUEST_ID = "kvstow.request_id"
-"""Key of the request id in an ASGI scope."""
+"""ASGI scope key of the request id."""
 
 _STATUS_OF: dict[type[KvstowError], int] = {
     InvalidRequestError: 422,
@@ -68,7 +68,7 @@ _CODE_OF: dict[int, str] = {
     507: "insufficient_memory",
 }
 
-_MAX_ECHO = 200  # characters of a refused value that the answer repeats
+_MAX_ECHO = 200  # characters of an invalid value that the response repeats
 
 
 def problem(
@@ -80,7 +80,7 @@ def problem(
     errors: Sequence[Mapping[str, Any]] = (),
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """The problem response for the request of `scope`. `Retry-After` of `headers` also enters the body."""
+    """The problem response to the request of `scope`. A `Retry-After` header is repeated in the body."""
     code = code or _CODE_OF.get(status, "error")
     retry_after = (headers or {}).get("Retry-After")
     body = {
@@ -93,18 +93,18 @@ def problem(
         "errors": list(errors),
         "retry_after": int(retry_after) if retry_after else None,
     }
-    # ASCII: a refused value may hold what UTF-8 cannot carry, such as half of a surrogate pair
+    # ASCII, because an invalid value may have characters that UTF-8 cannot encode, such as lone surrogates
     content = json.dumps(body, ensure_ascii=True, allow_nan=False)
     return Response(content, status, dict(headers or {}), MEDIA_TYPE)
 
 
 def internal_problem(scope: Scope) -> Response:
-    """The answer to an error that nobody expected; its caller has logged it."""
-    return problem(scope, 500, "internal error; the log has it under this request id")
+    """The response to an unexpected error, which the caller has logged."""
+    return problem(scope, 500, "internal error; see the log for this request id")
 
 
 def install(app: FastAPI) -> None:
-    """Make every error that a route of `app` raises a problem."""
+    """Answer errors that the routes of `app` raise with problems."""
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(KvstowError, _on_kvstow)
@@ -114,7 +114,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     detail = error.detail
     if error.status_code == 404 and detail == HTTPStatus.NOT_FOUND.phrase:
-        detail = f"there is no {request.url.path[:_MAX_ECHO]}"
+        detail = f"{request.url.path[:_MAX_ECHO]} does not exist"
     if error.status_code == 405:
         detail = f"{request.method} is not allowed here; allowed: {(error.headers or {}).get('Allow', '')}"
     return problem(request.scope, error.status_code, detail, headers=error.headers)
@@ -148,7 +148,7 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 
 def _describe(item: Mapping[str, Any], scope: Scope) -> dict[str, Any]:
-    """One error of pydantic as field, message, value and what is allowed."""
+    """One error of pydantic as field, message, value and allowed values."""
     where, *path = item["loc"]
     field = ".".join(str(part) for part in path) or str(where)
     context, message = item.get("ctx", {}), item["msg"]
@@ -156,10 +156,10 @@ def _describe(item: Mapping[str, Any], scope: Scope) -> dict[str, Any]:
     if item["type"] == "extra_forbidden":
         allowed = ", ".join(names_beside(scope["endpoint"], item["loc"]))
         noun = "query parameter" if where == "query" else "field"
-        message = f"There is no {noun} of this name; there are: {allowed}"
+        message = f"Unknown {noun}; known: {allowed}"
     if item["type"] == "missing" and not path:
         allowed = ", ".join(names_beside(scope["endpoint"], (where, "")))
-        message = f"There must be a JSON object; its fields: {allowed}"
+        message = f"A JSON object is needed; its fields: {allowed}"
     value = None if item["type"] == "missing" else _echo(item.get("input"))
     return {"field": field, "message": message, "value": value, "allowed": str(allowed)}
 
@@ -170,7 +170,7 @@ def _in_words(error: Mapping[str, Any]) -> str:
 
 
 def _echo(value: Any) -> Any:
-    """`value` as JSON that is safe to repeat: short, and finite."""
+    """`value` in a form that is safe to repeat: short, and valid JSON."""
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and isfinite(value)):
         return value
     text = value if isinstance(value, str) else json.dumps(value, default=repr)

@@ -1,4 +1,4 @@
-"""Every request: its id, its place in the counters and the audit log, and the errors that nobody caught."""
+"""Request ids, request metrics, the audit log, and the handling of unexpected errors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ logger = logging.getLogger("kvstow.api")
 audit_logger = logging.getLogger("kvstow.audit")
 
 CHANGED_NOTHING = "kvstow.changed_nothing"
-"""Key in an ASGI scope: true of a dry run, and of an answer that is given again."""
+"""ASGI scope key: true for a dry run, and for the replay of a stored response."""
 
 UNMATCHED = "unmatched"
-CLIENT_CLOSED = 499  # as nginx counts a client that left before the answer
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response
 
-_REFUSALS_A_MINUTE = 60  # lines about unauthenticated requests, of which there may be any number
+_REFUSALS_A_MINUTE = 60  # log lines about refused unauthenticated requests
 _BOUNDS = (0.01, 0.1, 1.0, 10.0)
 _MAX_SHOWN = 500  # characters of a body in the audit log
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -43,8 +43,9 @@ class RouteKey(NamedTuple):
 
 
 class HttpCounters:
-    """Requests by method, route template and status, once there has been one: zeros for all possible ones were two
-    thirds of a scrape. Bounded by the routes and their statuses. Counted on the event loop; any thread may read."""
+    """Requests by method, route template and status. A series begins with its first request: zeros for all possible
+    ones made up two thirds of a scrape. Bounded by the number of routes and statuses. Counted on the event loop, read
+    on any thread."""
 
     def __init__(self) -> None:
         self._requests: dict[tuple[RouteKey, int], int] = {}
@@ -58,7 +59,7 @@ class HttpCounters:
         self._seconds[key].observe(seconds)
 
     def requests(self) -> list[tuple[RouteKey, int, int]]:
-        """Route, status, count."""
+        """Route, status and count."""
         return [(key, status, count) for (key, status), count in list(self._requests.items())]
 
     def seconds(self) -> list[tuple[RouteKey, HistogramSnapshot]]:
@@ -66,7 +67,7 @@ class HttpCounters:
 
 
 class RequestMiddleware:
-    """The outermost layer of the application."""
+    """The outermost middleware."""
 
     def __init__(self, app: ASGIApp, *, counters: HttpCounters, journal: Journal) -> None:
         self._app = app
@@ -92,7 +93,7 @@ class RequestMiddleware:
                 self._audit(scope, key, answer.status)
 
     def _audit(self, scope: Scope, key: RouteKey, status: int) -> None:
-        """One line per change that was asked for, and an entry in the journal for one that was made."""
+        """Log each request for a change, and add each change that was made to the journal."""
         changed = status < 400 and not scope.get(CHANGED_NOTHING)
         routine = key.route == _REPORT_ROUTE and status < 400  # every rank, every second
         if is_known(scope.get(ACTOR)) or status < 400:
@@ -112,15 +113,15 @@ class RequestMiddleware:
     async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         try:
             await self._app(scope, receive, answer)
-        except Exception:  # the last resort: whatever a route raised becomes a 500 and a line in the log
+        except Exception:  # no error of a route may leave a request unanswered
             logger.exception("request %s failed: %s %s", scope[REQUEST_ID], scope["method"], _path(scope))
             if answer.started:
-                raise  # half an answer is out: let the server cut the connection
+                raise  # the response has begun: the server closes the connection
             await internal_problem(scope)(scope, receive, answer)
 
 
 class _Answer:
-    """A `send` that adds our headers and remembers the status."""
+    """A `send` that adds headers and records the status."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -137,14 +138,14 @@ class _Answer:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's id without what could break a log line, or a new one."""
+    """The client's request id, without characters that are unsafe in a log line, or a new id."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     return _NOT_IN_ID.sub("", given.decode("latin-1"))[:64] or secrets.token_hex(8)
 
 
 def _template(scope: Scope) -> str:
-    """The template of the route that took the request, or would have if it had not been refused before."""
-    route = scope.get("route")  # as the router has left it
+    """The template of the route that handled the request, or that matches it if a middleware answered."""
+    route = scope.get("route")  # set by the router
     if route is None:
         routes = scope["app"].router.routes
         route = next((route for route in routes if route.matches(scope)[0] is Match.FULL), None)
@@ -152,7 +153,7 @@ def _template(scope: Scope) -> str:
 
 
 def _path(scope: Scope) -> str:
-    """The path as it came over the wire: percent-encoded, so that it cannot break a log line."""
+    """The path as received: percent-encoded, which is safe in a log line."""
     raw = scope.get("raw_path") or scope["path"].encode()
     return ascii(raw.decode("latin-1"))[1:-1]
 
@@ -176,6 +177,6 @@ def _write_audit(log: Callable[..., None], scope: Scope, key: RouteKey, status: 
 
 
 def _shown(text: bytes) -> str:
-    """What a client sent, as the log may have it: short, and on one line."""
+    """What a client sent, shortened and on one line."""
     shown = ascii(text[: _MAX_SHOWN + 1].decode("utf-8", "replace"))[1:-1]
     return (shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}...") or "-"

@@ -16,7 +16,7 @@ from kvstow_api.eventstream import EventStreams
 from kvstow_api.health import Health
 from kvstow_api.journal import Journal
 from kvstow_api.loglevels import LogLevels
-from kvstow_api.loop import LoopMonitor
+from kvstow_api.looplag import LoopMonitor
 from kvstow_api.measurements import RankClocks
 from kvstow_api.operations import Operations
 from kvstow_api.requests import HttpCounters

@@ -1,4 +1,4 @@
-"""How many streams a server keeps open: in total and for each client, with places reserved for admins."""
+"""Limits on open streams: in total and per client, with places reserved for admins."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _MEDIA_TYPE = "text/event-stream"
 
 
 class StreamLimit:
-    """`most` streams at once. Unauthenticated clients (`is_stranger`) get all but `reserved` of them, at most
-    `per_client` from one IP address. Used on the event loop."""
+    """At most `most` streams at a time. Unauthenticated clients (`is_stranger`) get all but `reserved` of them, and at
+    most `per_client` from one IP address. Used on the event loop."""
 
     def __init__(self, noun: str, *, most: int, reserved: int, per_client: int) -> None:
-        """`noun`: what is counted, in the plural, for the text of a refusal."""
+        """`noun`: the streams in the plural, for the error message."""
         self._noun = noun
         self._most, self._public_most, self._per_client = most, most - reserved, per_client
-        self._clients: Counter[str] = Counter()  # streams of strangers, by address
+        self._clients: Counter[str] = Counter()  # open streams of unauthenticated clients, by address
         self.open = 0
 
     @contextmanager
     def place(self, scope: Scope) -> Iterator[None]:
-        """Counts one more stream for as long as the context lasts. Raises `QueueFullError` where there is no room."""
+        """Counts one more stream while the context is open. Raises `QueueFullError` if a limit is reached."""
         client: str | None = scope["client"][0] if is_stranger(scope) else None
         self._check(client)
         self.open += 1
@@ -46,22 +46,22 @@ class StreamLimit:
     def _check(self, client: str | None) -> None:
         noun = self._noun
         if self.open >= self._most:
-            raise QueueFullError(f"{self._most} {noun} are open; no more may")
+            raise QueueFullError(f"too many open {noun} (limit {self._most})")
         if client is None:
             return
         if self._clients[client] >= self._per_client:
-            raise QueueFullError(f"{self._per_client} {noun} of {client} are open; one client may have no more")
+            raise QueueFullError(f"too many open {noun} from {client} (limit {self._per_client})")
         if self._clients.total() >= self._public_most:
             raise QueueFullError(
-                f"{self._public_most} {noun} are open; more are only for admins and on the Unix socket"
+                f"too many open {noun} (limit {self._public_most}, and {self._most} for admins and the Unix socket)"
             )
 
 
 class LimitedStream(StreamingResponse):
-    """Server-sent events that hold a place from before the first byte until the client has gone.
+    """Server-sent events that occupy a place from before the first byte until the client disconnects.
 
-    The place is taken where the answer is sent, not where it is made, so that an answer that is never sent holds none,
-    and no two requests see the same last place."""
+    The place is taken when the response is sent, not when it is created: a response that is never sent takes none, and
+    two requests cannot both get the last place."""
 
     def __init__(self, content: AsyncIterable[bytes], limit: StreamLimit) -> None:
         super().__init__(content, media_type=_MEDIA_TYPE)

@@ -1,4 +1,7 @@
-"""Routes that take what they ask for, and nothing else: no unknown names, and nothing that only looks like a number."""
+"""Routes that refuse everything that they do not define: unknown parameters, unexpected bodies, ambiguous JSON.
+
+pydantic's JSON parser is not used: it keeps the last of duplicate names, and has no setting to refuse them.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,12 @@ from starlette.responses import Response
 
 _MAX_INTEGER = 1 << 63
 MAX_ERRORS = 20
-"""Of one request, told in one answer: a body of 1 MiB could hold half a million."""
+"""Errors in one response: a body of 1 MiB could have half a million."""
 
 
 class StrictRoute(APIRoute):
-    """Reads its body as `StrictRequest` does; where it asks for no body or no query, a request that brings one is
-    refused: `?dry_run=true` must not be overlooked by what then changes something. Described under its function's
-    name."""
+    """Parses the body as a `StrictRequest`, and refuses a body or query parameters if the endpoint has none: a change
+    must not ignore `?dry_run=true`. The operation id is the name of the endpoint."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, endpoint, **{**options, "operation_id": endpoint.__name__})
@@ -44,7 +46,7 @@ class StrictRoute(APIRoute):
             if unwanted:
                 raise RequestValidationError([_unwanted(where, text) for where, text in unwanted])
             if "body" in wanted and await strict.body():
-                with suppress(json.JSONDecodeError):  # the handler reads it again, and answers that
+                with suppress(json.JSONDecodeError):  # the handler parses it again, and answers the error
                     await strict.json()
             return await handler(strict)
 
@@ -52,7 +54,7 @@ class StrictRoute(APIRoute):
 
 
 def names_beside(endpoint: Callable[..., Any], where: Sequence[str]) -> list[str]:
-    """The names that `endpoint` knows in the place of an unknown one: `where` is body or query, and the path to it."""
+    """The names that `endpoint` defines beside an unknown one. `where`: body or query, and the path to that name."""
     part, *path = where[:-1]
     model = _models(endpoint)[part]
     for name in path:
@@ -62,7 +64,7 @@ def names_beside(endpoint: Callable[..., Any], where: Sequence[str]) -> list[str
 
 @cache
 def _models(endpoint: Callable[..., Any]) -> Mapping[str, Any]:
-    """The types of the endpoint's query and body, where it has them."""
+    """The types of the endpoint's query and body, if it has them."""
     found: dict[str, Any] = {}
     for hint in get_type_hints(endpoint, include_extras=True).values():
         marks = getattr(hint, "__metadata__", ())
@@ -79,22 +81,22 @@ def _is_model(hint: Any) -> bool:
 
 
 def _unwanted(where: tuple[str, ...], text: str) -> dict[str, Any]:
-    message = f"This takes no {'query parameters' if where[0] == 'query' else 'body'}"
+    message = f"No {'query parameters are' if where[0] == 'query' else 'body is'} allowed here"
     return {"type": "unwanted", "loc": where, "msg": message, "input": text}
 
 
 class StrictRequest(Request):
-    """A request whose JSON has only finite numbers, integers of 64 bits, and each name once."""
+    """A request that accepts only JSON with finite numbers, 64-bit integers and no duplicate names."""
 
     async def json(self) -> Any:
-        """Raises `JSONDecodeError`, and `RequestValidationError` for a number that is too large."""
+        """Raises `JSONDecodeError`, or `RequestValidationError` for numbers that are too large."""
         if not hasattr(self, "_json"):
             self._json = _parse(await self.body())
         return self._json
 
 
 class _TooLarge(NamedTuple):
-    """Stands where the number stood."""
+    """Takes the place of a number in the parsed value."""
 
     text: str
     allowed: str
@@ -119,7 +121,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{name[:40]!r} is there twice")
+        raise ValueError(f"duplicate name {name[:40]!r}")
     return value
 
 
@@ -135,7 +137,7 @@ def _finite(text: str) -> float | _TooLarge:
 def _integer(text: str) -> int | _TooLarge:
     if len(text) <= 20 and -_MAX_INTEGER <= int(text) < _MAX_INTEGER:
         return int(text)
-    return _TooLarge(text, "an integer of 64 bits")
+    return _TooLarge(text, "a 64-bit integer")
 
 
 def _too_large(value: Any, where: tuple[int | str, ...]) -> Iterator[dict[str, Any]]:

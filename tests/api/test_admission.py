@@ -70,7 +70,7 @@ def test_a_name_that_is_led_to_loopback_reads_nothing(serve: Any, host: str, pat
     answer = httpx.get(f"{listeners.url}{path}", headers={"Host": host})
     assert (answer.status_code, answer.json()["code"]) == (421, "unknown_host")
     assert answer.json()["detail"].endswith(
-        "allowed: localhost, the address, ops.example. The setting allowed_hosts adds a name"
+        "allowed: localhost, the address, ops.example. Add names with the setting allowed_hosts"
     )
 
 
@@ -93,7 +93,7 @@ def test_names_are_given_as_a_list_or_as_text() -> None:
     assert parse_host_names("k", "a.example, B.example.") == ("a.example", "b.example")
     assert parse_host_names("k", ["a"]) == ("a",)
     for wrong in ("a:80", "http://a", ["a b"], [1], 1, "*"):
-        with pytest.raises(ConfigError, match=r"k is .*; allowed: a list of host names, each without a port"):
+        with pytest.raises(ConfigError, match=r"k is .*; allowed: a list of host names without ports"):
             parse_host_names("k", wrong)
 
 
@@ -116,7 +116,7 @@ def test_a_reading_request_brings_no_body(serve: Any, framing: bytes) -> None:
     """Nobody would read it, least of all beside a stream."""
     answer = ask(serve().url, b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n" + framing + b"\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
-    assert b"a GET has no body here" in answer
+    assert b"GET requests take no body" in answer
 
 
 async def test_an_empty_body_is_none(client: httpx.AsyncClient, ranks: Any) -> None:

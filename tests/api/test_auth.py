@@ -366,7 +366,7 @@ async def test_a_lost_token_file_is_logged_once_a_minute(
     for _ in range(5):
         await guarded.delete("/v1/drain", headers={"Authorization": "Bearer guess"})
     (line,) = (record for record in caplog.records if record.name == "kvstow.api")
-    assert "a token file cannot be used: token_file" in line.getMessage()
+    assert "a token file is not usable: token_file" in line.getMessage()
 
 
 def test_a_token_file_has_at_most_a_hundred_tokens(tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ async def test_a_slow_file_system_keeps_nobody_else_waiting(
 async def test_a_file_system_that_hangs_leaves_the_tokens_as_they_were(
     guarded: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auth, "_MAX_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(auth, "_MAX_RENEWAL_SECONDS", 0.01)
     release = threading.Event()
     monkeypatch.setattr(TokenFile, "renew", lambda self: release.wait(30.0))
     try:

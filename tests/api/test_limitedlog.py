@@ -23,7 +23,7 @@ def test_so_many_lines_a_minute_and_how_many_there_were(caplog: pytest.LogCaptur
     log.warning("again: %d", 11)
     log.warning("again: %d", 12)
     messages = [record.message for record in caplog.records]
-    assert messages == ["again: 0", "again: 1", "again: 11 (and 9 times more since the last such line)", "again: 12"]
+    assert messages == ["again: 0", "again: 1", "again: 11 (9 more were suppressed)", "again: 12"]
 
 
 @pytest.mark.anyio

@@ -106,7 +106,7 @@ async def test_an_error_in_the_middle_of_an_answer_is_logged_and_cuts_it(
 
 async def test_unknown_paths_and_methods_are_problems(client: httpx.AsyncClient) -> None:
     absent = await client.get("/v1/nothing")
-    assert (absent.status_code, absent.json()["detail"]) == (404, "there is no /v1/nothing")
+    assert (absent.status_code, absent.json()["detail"]) == (404, "/v1/nothing does not exist")
     wrong = await client.post("/v1/info")
     assert wrong.status_code == 405
     assert wrong.headers["allow"] == "GET"

@@ -62,7 +62,7 @@ async def test_a_body_where_none_is_wanted_is_refused(
     before = told(ranks.engine)
     answer = await client.request(method, path, json={"dry_run": True})
     (error,) = answer.json()["errors"]
-    assert (answer.status_code, error["field"], error["message"]) == (422, "body", "This takes no body")
+    assert (answer.status_code, error["field"], error["message"]) == (422, "body", "No body is allowed here")
     assert told(ranks.engine) == before
 
 
@@ -83,12 +83,12 @@ async def test_the_body_of_a_get_is_refused_unread(client: httpx.AsyncClient) ->
 @pytest.mark.parametrize(
     ("path", "content", "field", "allowed"),
     [
-        (EVICT, b'{"slots": 9223372036854775808}', "slots", "an integer of 64 bits"),
-        (EVICT, b'{"slots": -9223372036854775809}', "slots", "an integer of 64 bits"),
-        (EVICT, b'{"slots": ' + b"9" * 10_000 + b"}", "slots", "an integer of 64 bits"),
+        (EVICT, b'{"slots": 9223372036854775808}', "slots", "a 64-bit integer"),
+        (EVICT, b'{"slots": -9223372036854775809}', "slots", "a 64-bit integer"),
+        (EVICT, b'{"slots": ' + b"9" * 10_000 + b"}", "slots", "a 64-bit integer"),
         (EVICT, b'{"idle_seconds": 1e999}', "idle_seconds", "a finite number"),
         ("/v1/pools/host/protect", b'{"keys": ["00", 1e999]}', "keys.1", "a finite number"),
-        ("/v1/ranks/0/report", b'{"pin_failures": {"driver": 99999999999999999999}}', "pin_failures.driver", "64 bits"),
+        ("/v1/ranks/0/report", b'{"pin_failures": {"driver": 99999999999999999999}}', "pin_failures.driver", "64-bit"),
     ],
 )
 async def test_a_number_that_is_too_large_is_named(

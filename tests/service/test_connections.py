@@ -139,7 +139,7 @@ def test_a_flood_is_one_line_a_minute(clock: FakeClock, caplog: pytest.LogCaptur
     assert len(caplog.records) == 1
     clock.advance(61.0)
     registry.admit("192.0.2.1", trusted=False, wait=Wait.HEAD)
-    assert "(and 999 times more since the last such line)" in caplog.records[1].message
+    assert "(999 more were suppressed)" in caplog.records[1].message
 
 
 @pytest.mark.parametrize(("soft", "limit"), [(64, 16), (128, 16), (1024, 128), (1 << 20, 256), (-1, 256)])

@@ -49,7 +49,7 @@ class StatusPage:
         self._document: bytes | None = None  # of the present version
         self._state = ""
         self.limit = StreamLimit(
-            "live status pages", most=MAX_STREAMS, reserved=RESERVED_STREAMS, per_client=STREAMS_PER_CLIENT
+            "status pages", most=MAX_STREAMS, reserved=RESERVED_STREAMS, per_client=STREAMS_PER_CLIENT
         )
         """Each stream holds a place here while it is sent."""
 

@@ -96,7 +96,7 @@ def test_everything_given_is_kept() -> None:
         ("admin_uds", "", "a non-empty string"),
         ("token_file", 7, "a non-empty string"),
         ("readiness_require", ["loop"], "a list of pool and pinned"),
-        ("allowed_hosts", ["a:80"], "a list of host names, each without a port"),
+        ("allowed_hosts", ["a:80"], "a list of host names without ports"),
         ("readiness_require", [{}], "a list of pool and pinned"),
     ],
 )

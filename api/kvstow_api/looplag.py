@@ -1,4 +1,4 @@
-"""How late the event loop runs what is due."""
+"""The lag of the event loop."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections import deque
 from kvstow.stats import Histogram, HistogramSnapshot
 
 _INTERVAL = 0.25
-_WINDOW = 20  # ticks: the worst lag of the last 5 s counts, so that a probe right after a stall still sees it
+_WINDOW = 20  # samples: a probe right after a stall still sees the worst lag of the last 5 s
 _BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 
 
 class LoopMonitor:
-    """Measures the lag of the event loop that runs `run`. Everything happens on that loop."""
+    """Measures how late the running event loop wakes its tasks. Used on that loop."""
 
     def __init__(self, allowed: float = 1.0) -> None:
         self._allowed = allowed
@@ -35,12 +35,12 @@ class LoopMonitor:
         self._histogram.observe(lag)
 
     def failure(self) -> str | None:
-        """Why the loop is not well, None when it is."""
+        """Why the check `loop` fails; None if it passes."""
         if self._task is not None and self._task.done():
-            return "the lag of the event loop is no longer measured"
+            return "the measurement of the event loop has stopped"
         worst = max(self._recent, default=0.0)
         if worst > self._allowed:
-            return f"the event loop was late by {worst:.2f} s within the last seconds (allowed: {self._allowed:g} s)"
+            return f"the event loop lagged by {worst:.2f} s in the last 5 s (allowed: {self._allowed:g} s)"
         return None
 
     def snapshot(self) -> HistogramSnapshot:
