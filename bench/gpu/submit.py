@@ -113,8 +113,8 @@ class MeteredDevice:
         self._meter, self._device = meter, CudaDevice(*arguments, **keywords)
         self._transfers: list[Transfer] = []
 
-    def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
-        return self._begun(self._meter.give(self._device.begin_store, op_id, blocks, slots, after))
+    def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
+        return self._begun(self._meter.give(self._device.launch_store, op_id, blocks, slots, after))
 
     def prepare_load(self, op_id: int, slots: Sequence[int]) -> PreparedLoad:
         return self._meter.give(self._device.prepare_load, op_id, slots)

@@ -1,14 +1,14 @@
-"""The thread that drives a device: it starts ops, watches their tickets and collects their completions.
+"""The thread that drives a device: it starts ops, polls their tickets and collects their completions.
 
 Guarantees
-- `submit` never blocks, and each op that it was given ends in exactly one `done` or `failed` completion.
+- `submit` never blocks, and each submitted op ends in exactly one `done` or `failed` completion.
 - `failed` means that the device no longer reads or writes the op's blocks and slots.
-- The memory of an op's slots is held from before the device begins with them until the op is complete.
-- The end of the thread is never silent: its ops fail, `failure` says why, and ops submitted later fail at once.
+- The memory of an op's slots is held from before the device uses it until the op is complete.
+- If the thread ends, its ops fail, `failure` says why, and ops submitted later fail immediately.
 
 Assumes
 - The control plane does not reuse a slot before the op on it is complete. So ops may overtake one another, and a
-  store whose fence is not reached holds up no load.
+  store whose fence is not reached delays no load.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from kvstow.devices.base import Device, Fence, TicketState, begin_load
+from kvstow.devices.base import Device, Fence, TicketState, start_load
 from kvstow.errors import CopyError, DataPlaneFailedError
 from kvstow.memory.pool import Hold
 from kvstow.messages import Completion, Direction, Op
 from kvstow.opqueues import OpQueues, RunningOp
 
-# Seconds between two looks at fences and tickets. A staging buffer of 32 MiB is on the link for 0.6 ms: looking every
-# 1 ms cost a fifth of the rate (43 of 54 GB/s), every 0.2 ms next to nothing, and 5 ms of CPU per 2 GiB.
+# Seconds between two polls of fences and tickets. A staging buffer of 32 MiB is on the link for 0.6 ms: polling every
+# 1 ms cost a fifth of the rate (43 of 54 GB/s); every 0.2 ms costs almost nothing, and 5 ms of CPU per 2 GiB.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 0.2e-3
-# Beside a host that drives the copies itself: each look takes the interpreter from it. A thread of small torch ops lost
-# a quarter of its speed to looks every 0.2 ms, and 4 % to one every 1 ms.
+# The same while the host drives the copies: each poll takes the interpreter from it. A thread of small torch ops lost a
+# quarter of its speed to polls every 0.2 ms, and 4 % to polls every 1 ms.
 _DRIVEN_PAUSE, _DRIVEN_FOR = 1e-3, 0.1
-_TURN_PATIENCE = 1e-3  # seconds that `drive` waits while this thread is at it
+_TURN_TIMEOUT = 1e-3  # seconds that `drive` waits for this thread to finish its turn
 _STUCK_GRACE = 5.0  # seconds that one copy may outlast the timeout of `close`
 
 logger = logging.getLogger("kvstow.dataplane")
@@ -39,25 +39,25 @@ logger = logging.getLogger("kvstow.dataplane")
 
 @dataclass(frozen=True, slots=True)
 class CopyStatistics:
-    """`pending_ops`, the queued ops among them and `uncollected` completions are current values; the others only
-    grow. Bytes and seconds count ops that were done."""
+    """Of one rank. `pending_ops`, `queued_*` (included in it) and `uncollected_completions` are current values; the
+    others only grow, and count ops that were done."""
 
     pending_ops: int = 0
-    uncollected: int = 0
     queued_stores: int = 0
     queued_loads: int = 0
-    store_bytes: int = 0
-    load_bytes: int = 0
-    store_seconds: float = 0.0
-    load_seconds: float = 0.0
+    uncollected_completions: int = 0
+    store_bytes_total: int = 0
+    load_bytes_total: int = 0
+    store_busy_seconds: float = 0.0
+    load_busy_seconds: float = 0.0
 
 
 class CopyThread:
     """Owns `device` and closes it. `hold` keeps the memory of the slots below a number in place (`HostPool.hold`).
-    `on_failure` is called on the thread when it has failed.
+    `on_failure` is called on this thread after it has failed.
 
-    Thread-safe. `_lock` guards all fields; the device is called outside of it, by whoever has the `_turn`: this thread,
-    or one that calls `drive`. `_turn` comes before `_lock`.
+    Thread-safe. `_lock` guards all fields. The device is called without it, by the thread that holds `_turn`: this one,
+    or one that calls `drive`. `_turn` is taken before `_lock`.
     """
 
     def __init__(
@@ -100,18 +100,18 @@ class CopyThread:
             self._work.notify()
 
     def drive(self) -> None:
-        """Do now, on the caller's thread, what the copy thread would do next. For a host that computes in Python:
-        after each driver call the copy thread waits up to 5 ms for the interpreter, in which time the link moves 256
-        MiB. If the copy thread is at work, waiting a moment gives it the interpreter."""
+        """Do the copy thread's next turn on the caller's thread. For a host that computes in Python: after each driver
+        call the copy thread waits up to 5 ms for the interpreter, in which time the link moves 256 MiB. If the copy
+        thread has the turn, waiting briefly gives it the interpreter."""
         self._driven_at = self._clock()
-        if not self._turn.acquire(timeout=_TURN_PATIENCE):
+        if not self._turn.acquire(timeout=_TURN_TIMEOUT):
             return
         try:
             with self._lock:
                 idle = self._stop_at is not None or not (self._ops.num_queued() or self._ops.num_running())
             if not idle:
-                with suppress(Exception):  # it ends the copy thread, which reports it, and not the caller's
-                    self._look()
+                with suppress(Exception):  # it ends the copy thread, which reports it
+                    self._take_turn()
         finally:
             self._turn.release()
             with self._lock:
@@ -132,14 +132,14 @@ class CopyThread:
             return replace(
                 self._statistics,
                 pending_ops=self._ops.num_queued() + self._ops.num_running(),
-                uncollected=len(self._completions),
+                uncollected_completions=len(self._completions),
                 queued_stores=self._ops.num_queued("store"),
                 queued_loads=self._ops.num_queued("load"),
             )
 
     def close(self, timeout: float) -> bool:
-        """Fail what is queued, give running ops `timeout` seconds, close the device. False when a copy outlasts even
-        the grace period: the device is open then, and its memory must stay where it is."""
+        """Fail the queued ops, give running ones `timeout` seconds, close the device. False if a copy is still running
+        after a further grace period: then the device stays open, and its memory must not move."""
         with self._lock:
             if self._stop_at is None:
                 self._stop_at = self._clock() + timeout
@@ -155,18 +155,18 @@ class CopyThread:
             pause = 0.0
             while self._wait_for_work(pause):
                 with self._turn:
-                    moved = self._look()
+                    moved = self._take_turn()
                 pause = 0.0 if moved else min(max(2 * pause, _SHORTEST_PAUSE), self._longest_pause())
         except BaseException as error:
             logger.exception("the copy thread has failed")
             with self._lock:
                 self._failure = f"the copy thread has failed: {error!r}"
                 self._stop_at = self._clock() if self._stop_at is None else self._stop_at
-                self._defect = None  # its traceback holds on to the ops and their fences
+                self._defect = None  # its traceback keeps the ops and their fences alive
         self._end()
 
     def _wait_for_work(self, pause: float) -> bool:
-        """Wait until an op can start; while some run, at most `pause`: fences and tickets can only be asked. False
+        """Wait until an op can start; while some run, for `pause` at most, as fences and tickets must be polled. False
         when it is time to end."""
         with self._lock:
             if self._ops.num_running():
@@ -180,30 +180,30 @@ class CopyThread:
     def _longest_pause(self) -> float:
         return _DRIVEN_PAUSE if self._clock() < self._driven_at + _DRIVEN_FOR else _LONGEST_PAUSE
 
-    def _look(self) -> bool:
-        """Begin what has room, let the device advance, and poll each running op; True if one of them has made
-        progress. After an error only `_end` may follow: what is under way is unknown then."""
+    def _take_turn(self) -> bool:
+        """Begin ops that have room, advance the device, and poll each running op; True if one of them has made
+        progress. After an error the state of the device is unknown, and only `_end` may follow."""
         if self._defect is not None:
             raise self._defect
         try:
             with self._lock:
                 self._ops.admit()
-            moved = self._tell(self._begin)
+            moved = self._publish_each(self._begin)
             self._device.advance()
-            return self._tell(self._news_of) or moved
+            return self._publish_each(self._poll) or moved
         except BaseException as error:
             self._defect = error
             raise
 
-    def _tell(self, look: Callable[[RunningOp], Completion | None]) -> bool:
-        """Publish what `look` returns for each running op; True if there was something."""
-        told = False
+    def _publish_each(self, step: Callable[[RunningOp], Completion | None]) -> bool:
+        """Publish the completions that `step` returns for running ops; True if there were any."""
+        published = False
         for copy in self._ops.running():
-            completion = look(copy)
+            completion = step(copy)
             if completion is not None:
-                told = True
-                self._record(copy, completion)
-        return told
+                published = True
+                self._finish(copy, completion)
+        return published
 
     def _begin(self, copy: RunningOp) -> Completion | None:
         if copy.ticket is None:
@@ -212,15 +212,15 @@ class CopyThread:
             try:
                 copy.hold = self._hold(max(op.slots, default=-1) + 1)
                 if op.direction == "store":
-                    copy.ticket = self._device.begin_store(op.op_id, op.blocks, op.slots, after)
+                    copy.ticket = self._device.launch_store(op.op_id, op.blocks, op.slots, after)
                 else:
-                    copy.ticket = begin_load(self._device, op.op_id, op.blocks, op.slots, after)
+                    copy.ticket = start_load(self._device, op.op_id, op.blocks, op.slots, after)
             except Exception as error:  # noqa: BLE001 - the failure of one op, reported by its completion
                 return _failed(op, error)
         return None
 
-    def _news_of(self, copy: RunningOp) -> Completion | None:
-        """What has become of `copy` and was not published yet."""
+    def _poll(self, copy: RunningOp) -> Completion | None:
+        """The completion that is not published yet, if there is one."""
         assert copy.ticket is not None
         state = copy.ticket.poll()
         if state is TicketState.DONE:
@@ -233,18 +233,18 @@ class CopyThread:
             return Completion(copy.op.op_id, "source_free")
         return None
 
-    def _record(self, copy: RunningOp, completion: Completion) -> None:
-        """In this order: whatever raises, the op is reported once, now or when the thread ends."""
+    def _finish(self, copy: RunningOp, completion: Completion) -> None:
+        """The order matters: if a step raises, the op is still reported once, now or when the thread ends."""
         with self._lock:
             if completion.mark == "done":
                 self._statistics = _counted(self._statistics, copy.op.direction, completion)
             self._publish([completion])
             if completion.mark != "source_free":
-                self._ops.remove(copy)
-                copy.release()
+                self._ops.discard_running(copy)
+                copy.drop_memory()
 
     def _end(self) -> None:
-        """Only a closed device touches no memory any more: close it before ops are called failed."""
+        """Close the device before its ops fail: until then it may still access their memory."""
         with self._lock:
             self._stop_at = self._clock() if self._stop_at is None else self._stop_at
             reason = self._failure or "the worker was closed while the op ran"
@@ -258,7 +258,7 @@ class CopyThread:
             running = self._ops.running()
             self._publish([_failed(copy.op, DataPlaneFailedError(reason)) for copy in running])
             for copy in running:
-                copy.release()
+                copy.drop_memory()
             self._ops.clear_running()
         if self._failure is not None:
             self._on_failure()
@@ -266,10 +266,10 @@ class CopyThread:
     # Under `_lock`.
 
     def _take(self, op: Op, after: Fence | None, now: float) -> Completion | None:
-        """Queue the op, or say why not."""
+        """Queue the op, or return its failure."""
         try:
             self._enqueue(op, after, now)
-        except Exception as error:  # noqa: BLE001 - the failure of one op: the others, and the host's step, go on
+        except Exception as error:  # noqa: BLE001 - the failure of one op; the others and the host's step continue
             return _failed(op, error)
         return None
 
@@ -296,14 +296,5 @@ def _failed(op: Op, error: BaseException) -> Completion:
 
 
 def _counted(statistics: CopyStatistics, direction: Direction, done: Completion) -> CopyStatistics:
-    if direction == "store":
-        return replace(
-            statistics,
-            store_bytes=statistics.store_bytes + done.num_bytes,
-            store_seconds=statistics.store_seconds + done.seconds,
-        )
-    return replace(
-        statistics,
-        load_bytes=statistics.load_bytes + done.num_bytes,
-        load_seconds=statistics.load_seconds + done.seconds,
-    )
+    totals = {f"{direction}_bytes_total": done.num_bytes, f"{direction}_busy_seconds": done.seconds}
+    return replace(statistics, **{name: getattr(statistics, name) + value for name, value in totals.items()})

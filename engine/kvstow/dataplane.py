@@ -1,6 +1,6 @@
-"""One rank's data plane: it takes ops, moves their bytes, says what became of them and how the pool is.
+"""One rank's data plane: it takes ops, moves their bytes, and reports completions and the state of its pool.
 
-What it guarantees of ops and of its copy thread, and what it assumes, stands in `kvstow.copythread`.
+`kvstow.copythread` states what it guarantees and assumes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 from kvstow.callbacks import Callbacks
 from kvstow.copythread import CopyThread
@@ -22,10 +23,7 @@ logger = logging.getLogger("kvstow.dataplane")
 
 
 class DataPlane:
-    """Owns `pool` and `device` and closes both. The host calls `start` when pinning may begin.
-
-    Thread-safe.
-    """
+    """Owns `pool` and `device` and closes both. The host calls `start` when pinning may begin. Thread-safe."""
 
     def __init__(
         self,
@@ -33,17 +31,17 @@ class DataPlane:
         pool: HostPool,
         device: Device,
         *,
-        sender: ReportSequence | None = None,
+        reports: ReportSequence | None = None,
         max_queued: int = 65536,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """If this raises, the caller still owns pool and device. `sender`: that of the boot before in this process."""
+        """If this raises, the caller still owns pool and device. `reports`: of the previous boot in this process."""
         self.rank = rank
         self.boot_id = secrets.token_hex(8)
         self.pool = pool
         self._listeners = Callbacks()
         self._newest = NewestDesiredState()
-        self._sender = sender or ReportSequence()
+        self._reports = reports or ReportSequence()
         self._excess: str | None = None
         self._closed = False
         name = f"kvstow-copy-{rank}"
@@ -53,59 +51,59 @@ class DataPlane:
         self._copies = CopyThread(name, device, pool.hold, pool.slot_bytes, max_queued, clock, self._listeners.call)
 
     def start(self, *, at_ease: bool = False) -> None:
-        """Pin the pool, in the background; idempotent. `at_ease`: take longer about it, until called without, as a host
-        does that is starting up itself."""
+        """Pin the pool in the background. Idempotent. `at_ease`: pin slowly until called without it, while the host
+        itself is starting."""
         self.pool.start(at_ease=at_ease)
 
     def begin_step(self) -> None:
-        """The host begins to give its device the work of a step: pinning yields to it. O(1); see `HostSteps`."""
+        """The host begins to launch the work of a step; pinning yields to it. O(1); see `HostSteps`."""
         self.pool.steps.begin()
 
     def launched(self) -> None:
-        """The step's work has been given to the device."""
+        """The host has launched the work of the step."""
         self.pool.steps.launched()
 
     def end_step(self) -> None:
-        """The host has ended a step, with or without work for its device."""
+        """The step has ended, with or without work for the device."""
         self.pool.steps.end()
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
-        """Start the ops of `plan` once `after` is reached. Never blocks, never raises: an op that cannot be taken
-        (queue full, worker failed or closed) comes back as a failed completion."""
+        """Start the ops of `plan` once `after` is reached. Never blocks or raises: an op that cannot be taken (queue
+        full, copy thread failed or closed) comes back as a failed completion."""
         self._copies.submit(plan.ops, after)
 
     def drive(self) -> None:
-        """Advance the copies on the caller's thread, if the device copies by itself: for hosts whose thread keeps the
-        interpreter busy. Optional. Waits at most 1 ms, for the copy thread. Never raises, except what interrupts the
-        caller anyway: a signal handler's exception."""
+        """Advance the copies on the caller's thread, if the device needs no CPU to copy. Optional; for hosts whose
+        thread keeps the interpreter busy. Waits for the copy thread for 1 ms at most. Raises nothing but exceptions of
+        signal handlers."""
         if self._may_drive:
             self._copies.drive()
 
     def take_completions(self) -> list[Completion]:
-        """All completions since the last call, in one atomic snapshot; also after `close`."""
+        """All completions since the last call, as one atomic snapshot; also after `close`."""
         return self._copies.take_completions()
 
     def wait_completions(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds; True when there are completions to take."""
+        """Wait up to `timeout` seconds; True if there are completions to take."""
         return self._copies.wait_completions(timeout)
 
     def add_listener(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, on any thread, after the report has changed otherwise than by traffic. It must neither
-        block nor close the worker."""
+        """Call `callback`, on any thread, after the report has changed for a reason other than traffic. It must not
+        block or close the data plane."""
         self._listeners.register(callback)
 
     def apply(self, desired: DesiredState) -> None:
-        """Make the pool follow `desired`, unless it already follows this or a newer one. A capacity above the pool's
+        """Apply `desired` to the pool, unless this or a newer one is applied already. A capacity above the pool's
         `max_slots` is met as far as possible, and the report says so."""
-        if self._newest.apply_if_newer(desired, self._put_into_effect):
+        if self._newest.apply_if_newer(desired, self._apply):
             self._listeners.call()
 
     @property
     def applied(self) -> DesiredState:
-        """The desired state that is in effect."""
+        """The desired state in effect."""
         return self._newest.applied
 
-    def _put_into_effect(self, desired: DesiredState) -> None:
+    def _apply(self, desired: DesiredState) -> None:
         before = self._newest.applied
         wanted, most = desired.capacity_slots, self.pool.max_slots
         excess = f"the capacity is {wanted} slots; max_bytes of this rank's pool allows {most}"
@@ -116,10 +114,10 @@ class DataPlane:
             self.pool.retry()
 
     def report(self) -> RankReport:
-        """The current state. Reports are numbered in the order in which they are made, whichever path they take."""
-        return self._sender.next_report(self._look)
+        """The current state. Reports are numbered in the order in which they are made, whatever path they take."""
+        return self._reports.next_report(self._make_report)
 
-    def _look(self) -> RankReport:
+    def _make_report(self) -> RankReport:
         applied = self._newest.applied  # before the slots are counted: a newer one may arrive meanwhile
         pool, copies, failure = self.pool.status(), self._copies.statistics(), self._copies.failure
         reason, error = self._trouble(pool, failure)
@@ -143,14 +141,7 @@ class DataPlane:
             error_reason=reason,
             error=error,
             notice=pool.notice,
-            pending_ops=copies.pending_ops,
-            queued_stores=copies.queued_stores,
-            queued_loads=copies.queued_loads,
-            uncollected_completions=copies.uncollected,
-            store_bytes_total=copies.store_bytes,
-            load_bytes_total=copies.load_bytes,
-            store_busy_seconds=copies.store_seconds,
-            load_busy_seconds=copies.load_seconds,
+            **asdict(copies),
             pin_failures=pool.pin_failures,
             numa_bytes={str(node): num_bytes for node, num_bytes in pool.numa_bytes.items()},
             engine_id=applied.engine_id,
@@ -162,14 +153,14 @@ class DataPlane:
 
     def close(self, timeout: float = 5.0) -> bool:
         """Take no more ops, let running ones finish for `timeout` seconds, fail the rest, close device and pool.
-        Idempotent. False while a copy hangs in the device: its memory is left as it is, as taking it away would crash,
-        and its op is not complete."""
+        Idempotent. False if a copy hangs in the device: then the memory stays mapped, as unmapping it would crash, and
+        the op is not complete."""
         self._closed = True
         ended = self._copies.close(timeout)
         if ended:
             self.pool.close()
         else:
-            logger.error("rank %d: a copy hangs in the device; its pool is not given back", self.rank)
+            logger.error("rank %d: a copy hangs in the device; its pool is not freed", self.rank)
         self._listeners.call()
         return ended
 
@@ -185,7 +176,7 @@ class DataPlane:
         return "pinning" if pool.pinned_slots else "starting"
 
     def _trouble(self, pool: PoolStatus, failure: str | None) -> tuple[str | None, str | None]:
-        """Reason and text of the worst that has happened."""
+        """Reason and text of the worst failure."""
         if failure is not None:
             return "copy_thread", failure
         if pool.error is not None:

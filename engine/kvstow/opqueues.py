@@ -1,4 +1,4 @@
-"""The ops of a rank that its device has not completed: those that wait, and those that it has begun."""
+"""The ops of a rank that are not complete: queued ones, and those that run on the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class QueuedOp:
 
 @dataclass(slots=True)
 class RunningOp:
-    """`ticket` is None until the device was told to begin."""
+    """`ticket` is None until the device has the op."""
 
     queued: QueuedOp
     hold: Hold | None = None
@@ -36,8 +36,8 @@ class RunningOp:
     def op(self) -> Op:
         return self.queued.op
 
-    def release(self) -> None:
-        """The device no longer touches the memory of the op's slots."""
+    def drop_memory(self) -> None:
+        """Let go of the memory of the op's slots, which the device no longer accesses."""
         if self.hold is not None:
             self.hold.release()
 
@@ -45,8 +45,8 @@ class RunningOp:
 class OpQueues:
     """Ops by direction, first in, first out. At most two of each direction run at a time.
 
-    Loads come first wherever both directions are looked at: a request waits for a load, and nobody for a store. Not
-    locked: the copy thread's lock guards it.
+    Loads come before stores: a request waits for a load, and nothing waits for a store. Not locked: the copy thread's
+    lock guards it.
     """
 
     def __init__(self, max_queued: int) -> None:
@@ -74,7 +74,7 @@ class OpQueues:
     def queued(self) -> list[QueuedOp]:
         return [*self._queued["load"], *self._queued["store"]]
 
-    def remove(self, running: RunningOp) -> None:
+    def discard_running(self, running: RunningOp) -> None:
         self._running[running.op.direction].remove(running)
 
     def clear_queued(self) -> None:

@@ -19,7 +19,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.leases import Lease
 from kvstow.messages import Completion, Mark, Op, RankReport
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow_api.app import create_app
 from kvstow_api.context import ApiContext
 from kvstow_api.loglevels import LogLevels

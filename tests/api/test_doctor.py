@@ -14,7 +14,7 @@ from tests.api.conftest import AGENT
 from kvstow.control.acceptance import BypassStatus, DrainStatus
 from kvstow.messages import DesiredState
 from kvstow.stats import RankStatus, Readiness
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow_api.doctor import CHECKS, Evidence, examine
 from kvstow_api.health import Finding, Verdict
 from kvstow_api.measurements import HostMemory, RankClocks

@@ -9,7 +9,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow_api.auth import ACTOR
 from kvstow_api.idempotency import KEPT_SECONDS, MAX_BYTES, MAX_KEYS, IdempotencyMiddleware
 

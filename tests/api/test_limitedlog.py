@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow_api.limitedlog import LimitedLog
 
 _logger = logging.getLogger("kvstow.test")

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.anyio
 

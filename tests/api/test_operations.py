@@ -10,7 +10,7 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, NotFoundError, QueueFullError
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
 from kvstow_api.operations import MAX_RUNNING, Operation, Operations
 from kvstow_api.views.operations import OperationView, ProgressView

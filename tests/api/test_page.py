@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow_api.page.chart import polylines
 from kvstow_api.page.facts import Facts, look
 from kvstow_api.page.live import INTERVAL, StatusPage

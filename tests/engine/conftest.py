@@ -11,7 +11,7 @@ import pytest
 from kvstow.config import PoolConfig
 from kvstow.memory.limits import HugePageLimits, MemoryLimits
 from kvstow.memory.pool import HostPool
-from kvstow.testing.registrar import FakeRegistrar
+from kvstow.testing.fakes import FakeRegistrar
 
 Eventually = Callable[[Callable[[], object]], None]
 

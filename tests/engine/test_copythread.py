@@ -13,8 +13,7 @@ from kvstow.devices.base import TicketState
 from kvstow.errors import CopyError
 from kvstow.memory.pool import Hold
 from kvstow.messages import Completion, Direction, Op
-from kvstow.testing.clock import FakeClock
-from kvstow.testing.device import FakeDevice, FakeTicket
+from kvstow.testing.fakes import FakeClock, FakeDevice, FakeTicket
 
 if TYPE_CHECKING:
     Eventually = Callable[[Callable[[], object]], None]
@@ -155,8 +154,8 @@ def test_totals_count_what_was_done_by_direction(harness: Harness) -> None:
     harness.device.ticket(3).finish(0.5)
     harness.completions(3)
     totals = harness.copies.statistics()
-    assert (totals.store_bytes, totals.store_seconds) == (100, 1.5)
-    assert (totals.load_bytes, totals.load_seconds) == (100, 0.5)
+    assert (totals.store_bytes_total, totals.store_busy_seconds) == (100, 1.5)
+    assert (totals.load_bytes_total, totals.load_busy_seconds) == (100, 0.5)
 
 
 def test_what_does_not_fit_into_the_queue_comes_back_failed(eventually: Eventually) -> None:
@@ -326,7 +325,7 @@ def test_a_copy_that_hangs_is_told_to_whoever_closes(harness: Harness, monkeypat
         hanging.set()
         go_on.wait(10)
 
-    monkeypatch.setattr(harness.device, "begin_store", hang)
+    monkeypatch.setattr(harness.device, "launch_store", hang)
     harness.submit(1)
     assert hanging.wait(10)
     assert not harness.copies.close(0)
@@ -400,14 +399,14 @@ def test_what_a_host_finds_done_is_told_once(harness: Harness) -> None:
 
 def test_a_host_does_not_wait_for_a_thread_that_is_at_the_device(harness: Harness) -> None:
     entered, leave = threading.Event(), threading.Event()
-    begin = harness.device.begin_store
+    begin = harness.device.launch_store
 
     def slow_begin(*arguments: Any) -> FakeTicket:
         entered.set()
         assert leave.wait(10)
         return begin(*arguments)
 
-    harness.device.begin_store = slow_begin  # type: ignore[method-assign, assignment]
+    harness.device.launch_store = slow_begin  # type: ignore[method-assign, assignment]
     harness.submit(1)
     assert entered.wait(10)
     host = threading.Thread(target=harness.copies.drive)

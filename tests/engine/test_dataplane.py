@@ -16,9 +16,7 @@ from kvstow.layout import KVLayout, Region
 from kvstow.memory.pool import HostPool
 from kvstow.memory.status import PoolStatus
 from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
-from kvstow.testing.device import FakeDevice
-from kvstow.testing.latch import Latch
-from kvstow.testing.registrar import FakeRegistrar
+from kvstow.testing.fakes import FakeDevice, FakeRegistrar, Latch
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]
@@ -419,14 +417,14 @@ def test_the_pool_outlives_a_copy_that_hangs(
         hanging.set()
         go_on.wait(10)
 
-    monkeypatch.setattr(device, "begin_store", hang)
+    monkeypatch.setattr(device, "launch_store", hang)
     worker = make_worker(device=device)
     worker.submit(plan(1, "store", (0,), (0,)))
     assert hanging.wait(10)
     with caplog.at_level(logging.ERROR):
         worker.close(0)
     assert worker.pool.status().state != "closed"
-    assert "a copy hangs in the device; its pool is not given back" in caplog.text
+    assert "a copy hangs in the device; its pool is not freed" in caplog.text
     go_on.set()
     monkeypatch.undo()
     worker.close(0)

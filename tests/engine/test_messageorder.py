@@ -39,7 +39,7 @@ def test_another_engine_counts_from_the_start_and_one_that_is_over_is_not_obeyed
     assert rank.hear(2, "another")
 
 
-def test_what_could_not_be_put_into_effect_is_tried_again() -> None:
+def test_a_state_that_could_not_be_applied_is_tried_again() -> None:
     rank = Rank()
     rank.error = RuntimeError("no such pool")
     with pytest.raises(RuntimeError):

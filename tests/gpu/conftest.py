@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from kvstow.config import PoolConfig
-from kvstow.devices.base import Ticket, TicketState, begin_load
+from kvstow.devices.base import Ticket, TicketState, start_load
 from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.kernels import pointers_to_fields
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.pool import HostPool
-from kvstow.testing.device import Polled
+from kvstow.testing.fakes import Polled
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -144,10 +144,10 @@ class GpuRank:
         return np.frombuffer(b"".join(texts), np.uint8).reshape(len(texts), size)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int], after: Any = None) -> Ticket:
-        return self._looked_at(self.device.begin_store(next(self._ids), blocks, slots, after))
+        return self._looked_at(self.device.launch_store(next(self._ids), blocks, slots, after))
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], after: Any = None) -> Ticket:
-        return self._looked_at(begin_load(self.device, next(self._ids), blocks, slots, after))
+        return self._looked_at(start_load(self.device, next(self._ids), blocks, slots, after))
 
     def _looked_at(self, ticket: Ticket) -> Ticket:
         self.device.advance()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvstow.dataplane import DataPlane
-from kvstow.devices.base import TicketState, begin_load
+from kvstow.devices.base import TicketState, start_load
 from kvstow.devices.cuda import CudaRegistrar, DriverError
 from kvstow.devices.cuda.context import primary_context
 from kvstow.errors import CopyError, PinError
@@ -96,8 +96,8 @@ def test_blocks_that_do_not_exist_are_refused(make_rank: MakeRank, finish: Finis
 
 def test_ops_of_a_closed_device_fail(make_rank: MakeRank, finish: Finish) -> None:
     rank = make_rank()
-    begin_load(rank.device, 1, [0], [0], None)
-    never_begun = rank.device.begin_store(2, [0], [0], None)
+    start_load(rank.device, 1, [0], [0], None)
+    never_begun = rank.device.launch_store(2, [0], [0], None)
     rank.device.close()
     assert finish(never_begun) is TicketState.FAILED
     with pytest.raises(CopyError, match="closed"):

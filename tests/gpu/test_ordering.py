@@ -18,7 +18,7 @@ from kvstow.dataplane import DataPlane
 from kvstow.devices.base import TicketState
 from kvstow.devices.cuda import CudaFence, CudaOptions
 from kvstow.messages import StepPlan
-from kvstow.testing.latch import Latch
+from kvstow.testing.fakes import Latch
 
 MakeRank = Callable[..., Any]
 Finish = Callable[[Any], TicketState]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow_service.connections import Connection, Connections, Wait, connection_limit
 
 

@@ -20,9 +20,7 @@ from kvstow.dataplane import DataPlane
 from kvstow.errors import PinError
 from kvstow.memory.pool import HostPool
 from kvstow.messages import Op, StepPlan
-from kvstow.testing.clock import FakeClock
-from kvstow.testing.device import FakeDevice
-from kvstow.testing.registrar import FakeRegistrar
+from kvstow.testing.fakes import FakeClock, FakeDevice, FakeRegistrar
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.agent import RankAgent
 from kvstow_service.embedded import EmbeddedAdmin

@@ -164,7 +164,7 @@ def test_a_copy_thread_that_dies_turns_readiness_red_with_the_reason(
     assert ranks is not None
     eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
     eventually(lambda: ranks[1].worker.pool.pinned_slots, "a slot to store into")
-    monkeypatch.setattr(CpuDevice, "begin_store", die)
+    monkeypatch.setattr(CpuDevice, "launch_store", die)
     ranks[1].worker.submit(StepPlan((Op(1, "store", (0,), (0,)),)))
     eventually(lambda: client.get("/readyz").status_code == 503, "a red readiness")
     text = client.get("/readyz?verbose").text

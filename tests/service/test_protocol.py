@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow_api.auth import ACTOR
 from kvstow_service import acceptor as acceptor_module
 from kvstow_service import server as server_module

@@ -8,7 +8,7 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import IntegrityError
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow_service import ticker as ticker_module
 from kvstow_service.ticker import Ticker
 

@@ -17,7 +17,7 @@ from tests.service.connectors.vllm.processes import make_process
 from kvstow.dataplane import DataPlane
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.messages import Completion, DesiredState, Op, StepPlan
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.connectors.vllm import hosting, kvgeometry, rankdataplane

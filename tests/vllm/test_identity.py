@@ -37,7 +37,7 @@ from tests.vllm.engines import (
 
 from kvstow.devices import cpu
 from kvstow.devices.base import Fence
-from kvstow.testing.latch import Latch
+from kvstow.testing.fakes import Latch
 
 pytestmark = pytest.mark.vllm
 
@@ -95,7 +95,7 @@ def held_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.fixture
 def held_stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(monkeypatch, "begin_store")
+    gate = Gate(monkeypatch, "launch_store")
     yield gate
     gate.latch.open()
 

@@ -14,7 +14,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import chain_keys
 from kvstow.messages import Completion, Op, RankReport
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.vllm.offloadmetrics import FAMILY, INFO, PREFIX
 
 pytestmark = pytest.mark.vllm

@@ -6,7 +6,7 @@ thread where the device copies without help. The host makes a `Fence` on any thr
 Ordering. A store reads its blocks only after the compute work that `after` names. A load may read its slots at once;
 it writes its blocks only after `after`. Compute work never waits for a store.
 
-Slots. From `begin_store` or `prepare_load` to the final state of the ticket, or until the prepared load is closed, the
+Slots. From `launch_store` or `prepare_load` to the final state of the ticket, or until the prepared load is closed, the
 slots belong to the op: the control plane does not reuse them, and the caller holds their memory (`HostPool.hold`).
 
 Loads. They take two calls, because JAX launches work on another thread than it stages on, and because a load layer by
@@ -80,7 +80,7 @@ class Device(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
-    def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:
+    def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:
         """Queue the copy of block `blocks[i]` to slot `slots[i]`, to start once `after` has finished. Touches neither.
         After an error nothing is queued."""
 
@@ -100,7 +100,7 @@ class Device(Protocol):
         """Wait for copies under way and free what the device holds. Idempotent. The pool stays open."""
 
 
-def begin_load(device: Device, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:
+def start_load(device: Device, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:
     """Prepare a load and launch it. After an error nothing is queued or left behind."""
     load = device.prepare_load(op_id, slots)
     try:

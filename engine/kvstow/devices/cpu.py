@@ -107,7 +107,7 @@ class CpuDevice:
         self._pages = list(zip(tensors, host, strict=True))
         self._closed = False
 
-    def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuTicket:
+    def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuTicket:
         return CpuTicket(lambda: self._move(blocks, slots, _store_run), after)
 
     def prepare_load(self, op_id: int, slots: Sequence[int]) -> CpuLoad:

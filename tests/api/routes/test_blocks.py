@@ -7,7 +7,7 @@ import pytest
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.anyio
 

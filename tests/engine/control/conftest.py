@@ -7,7 +7,7 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.sweeps import SLICE_SLOTS
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 
 
 @pytest.fixture

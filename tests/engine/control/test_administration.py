@@ -10,7 +10,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.control.state import ControlState
 from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys, write_blocks
 
 MakeEngine = Callable[..., OffloadEngine]

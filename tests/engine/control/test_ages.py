@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import HistogramSnapshot
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
 
 MakeEngine = Callable[..., OffloadEngine]

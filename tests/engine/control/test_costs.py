@@ -15,7 +15,7 @@ from kvstow.control.keymap import KeyMap
 from kvstow.control.pendingstores import PendingStores
 from kvstow.control.protections import Protections
 from kvstow.control.sweeps import SLICE_SLOTS
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 
 MakeEngine = Callable[..., OffloadEngine]

@@ -10,7 +10,7 @@ from kvstow.control.leases import Lease
 from kvstow.control.ops import Settled
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
 from kvstow.messages import Completion
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys, write_blocks
 
 MakeEngine = Callable[..., OffloadEngine]

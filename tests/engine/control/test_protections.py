@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.protections import Protections
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
 
 

@@ -11,7 +11,7 @@ from kvstow.control.state import ControlState
 from kvstow.control.sweeps import Sweep
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
 from kvstow.messages import RankReport
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys, write_blocks
 
 MakeEngine = Callable[..., OffloadEngine]

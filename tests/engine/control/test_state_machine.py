@@ -28,7 +28,7 @@ from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConflictError, LeaseError
 from kvstow.messageorder import NewestDesiredState
 from kvstow.messages import Completion, DesiredState, Mark, Op
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, write_blocks
 
 MAX_SLOTS = 6
@@ -436,8 +436,8 @@ def resize_does_not_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def late_desired_states_are_obeyed(patch: pytest.MonkeyPatch) -> None:
-    def obey(self: NewestDesiredState, desired: DesiredState, put_into_effect: Callable[[DesiredState], None]) -> bool:
-        put_into_effect(desired)
+    def obey(self: NewestDesiredState, desired: DesiredState, apply: Callable[[DesiredState], None]) -> bool:
+        apply(desired)
         self.applied = desired
         return True
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from kvstow.config import PoolConfig
-from kvstow.devices.base import Ticket, begin_load
+from kvstow.devices.base import Ticket, start_load
 from kvstow.devices.cuda import CudaDevice, CudaFence, CudaOptions, CudaRegistrar
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.driver import Driver
 from kvstow.devices.cuda.plan import PIECE
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.pool import HostPool
-from kvstow.testing.device import Polled
+from kvstow.testing.fakes import Polled
 
 _NOT_READY, _INVALID_VALUE = 600, 1
 _ERRORS = {1: "CUDA_ERROR_INVALID_VALUE", 2: "CUDA_ERROR_OUT_OF_MEMORY", 100: "CUDA_ERROR_NO_DEVICE"}
@@ -377,10 +377,10 @@ class CudaRank:
         return ctypes.string_at(self.pool.address + slot * self.pool.slot_stride, self.pool.slot_bytes)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int], after: Any = None) -> Polled:
-        return self._looked_at(self.device.begin_store(1, blocks, slots, after))
+        return self._looked_at(self.device.launch_store(1, blocks, slots, after))
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], after: Any = None) -> Polled:
-        return self._looked_at(begin_load(self.device, 2, blocks, slots, after))
+        return self._looked_at(start_load(self.device, 2, blocks, slots, after))
 
     def _looked_at(self, ticket: Ticket) -> Polled:
         self.device.advance()

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstow.config import PoolConfig
-from kvstow.devices.base import Device, Ticket, TicketState, begin_load
+from kvstow.devices.base import Device, Ticket, TicketState, start_load
 from kvstow.devices.cpu import CpuDevice, MlockRegistrar, Run, cpu_registrar, merge_runs
 from kvstow.errors import ConfigError, CopyError, PinError
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.pinning import PopulateOnly
 from kvstow.memory.pool import HostPool
 from kvstow.memory.region import HostRegion
-from kvstow.testing.latch import Latch
+from kvstow.testing.fakes import Latch
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]
@@ -54,10 +54,10 @@ class Rank:
         return ctypes.string_at(self.pool.address + slot * self.pool.slot_stride, self.pool.slot_bytes)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
-        return self.device.begin_store(1, blocks, slots, None)
+        return self.device.launch_store(1, blocks, slots, None)
 
     def load(self, slots: Sequence[int], blocks: Sequence[int]) -> Ticket:
-        return begin_load(self.device, 2, blocks, slots, None)
+        return start_load(self.device, 2, blocks, slots, None)
 
     def close(self) -> None:
         self.device.close()
@@ -147,14 +147,14 @@ def test_a_kv_cache_made_in_inference_mode_is_written_too(eventually: Eventually
     with torch.inference_mode():
         kv = torch.ones((4, 4096), dtype=torch.uint8)
     device: Device = CpuDevice(pool, KVLayout((Region("kv", 4, 4096, 4096),)), [kv])
-    ticket = begin_load(device, 1, [1, 3], [0, 5], None)
+    ticket = start_load(device, 1, [1, 3], [0, 5], None)
     assert ticket.poll() is TicketState.DONE
     assert kv.sum(dim=1).tolist() == [4096, 0, 4096, 0]
 
 
 def test_a_fence_holds_the_copy_back_and_only_then_are_the_bytes_read(make_rank: Callable[[], Rank]) -> None:
     rank, latch = make_rank(), Latch()
-    ticket = rank.device.begin_store(1, [2], [0], latch)
+    ticket = rank.device.launch_store(1, [2], [0], latch)
     assert ticket.poll() is TicketState.PENDING
     assert rank.slot(0) == bytes(rank.pool.slot_bytes)
     for tensor in rank.tensors:
@@ -167,7 +167,7 @@ def test_a_fence_holds_the_copy_back_and_only_then_are_the_bytes_read(make_rank:
 def test_a_load_touches_no_block_before_its_fence(make_rank: Callable[[], Rank]) -> None:
     rank, latch = make_rank(), Latch()
     before = rank.block(5)
-    ticket = begin_load(rank.device, 1, [5], [3], latch)
+    ticket = start_load(rank.device, 1, [5], [3], latch)
     assert ticket.poll() is TicketState.PENDING
     assert rank.block(5) == before
     latch.open()
@@ -221,7 +221,7 @@ def test_a_fence_that_raises_fails_the_copy(make_rank: Callable[[], Rank]) -> No
         def query(self) -> bool:
             raise OSError("the stream is gone")
 
-    ticket = make_rank().device.begin_store(1, [0], [0], BrokenFence())
+    ticket = make_rank().device.launch_store(1, [0], [0], BrokenFence())
     assert ticket.poll() is TicketState.FAILED
     assert str(ticket.error) == "the stream is gone"
 

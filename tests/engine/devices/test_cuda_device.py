@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from kvstow.config import PoolConfig
-from kvstow.devices.base import TicketState, begin_load
+from kvstow.devices.base import TicketState, start_load
 from kvstow.devices.cuda import CudaDevice, CudaOptions, DriverError
 from kvstow.devices.cuda.calibration import CANDIDATES, NEVER, choose_threshold
 from kvstow.devices.cuda.context import primary_context
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.pool import HostPool
-from kvstow.testing.device import Polled
-from kvstow.testing.latch import Latch
+from kvstow.testing.fakes import Latch, Polled
 
 MakeRank = Callable[..., Any]
 NewFence = Callable[[], Any]
@@ -169,7 +168,7 @@ def test_no_more_batches_are_queued_than_asked_for(
 def test_a_look_adds_no_more_loads_than_it_may_to_those_under_way(cuda: Any, make_cuda_rank: MakeRank) -> None:
     """What has finished is replaced on top, so that the queue never gets shorter for want of a look."""
     rank = make_cuda_rank([4096], blocks=40, slots=40, staging_bytes=1, loads_per_look=3)
-    ticket: Any = begin_load(rank.device, 1, range(40), range(40), None)
+    ticket: Any = start_load(rank.device, 1, range(40), range(40), None)
     begun = []
     for _ in range(3):
         rank.device.advance()
@@ -194,8 +193,8 @@ def test_a_device_gets_on_with_loads_before_stores(
         launch(name, *rest)
 
     monkeypatch.setattr(driver, "launch", noted)
-    rank.device.begin_store(1, [0], [0], None)
-    begin_load(rank.device, 2, [1], [1], None)
+    rank.device.launch_store(1, [0], [0], None)
+    start_load(rank.device, 2, [1], [1], None)
     rank.device.advance()
     assert launched == ["scatter", "gather"]
 
@@ -394,7 +393,7 @@ def test_an_op_of_no_blocks_is_done(make_cuda_rank: MakeRank) -> None:
 def test_closing_waits_for_what_is_under_way_and_fails_the_rest(cuda: Any, make_cuda_rank: MakeRank) -> None:
     rank = make_cuda_rank([4096], staging_bytes=1)
     short, long = rank.store([0, 1], [0, 1]), rank.store(range(2, 8), range(2, 8))
-    never_begun = begin_load(rank.device, 1, [0], [0], None)
+    never_begun = start_load(rank.device, 1, [0], [0], None)
     expected = rank.block(1)
     rank.device.close()
     rank.device.close()

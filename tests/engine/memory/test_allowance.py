@@ -5,7 +5,7 @@ import pytest
 from kvstow.errors import PinError
 from kvstow.memory.allowance import Allowance
 from kvstow.memory.limits import Shortage
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 
 MIB, GIB = 1 << 20, 1 << 30
 CHUNK = 64 * MIB

@@ -7,7 +7,7 @@ import pytest
 
 from kvstow.errors import PinError
 from kvstow.memory.hoststeps import IDLE_SECONDS, HostSteps
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 
 Eventually = Callable[[Callable[[], object]], None]
 

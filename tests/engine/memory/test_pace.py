@@ -6,7 +6,7 @@ from kvstow.config import PoolConfig
 from kvstow.errors import ConfigError
 from kvstow.memory.hoststeps import HostSteps
 from kvstow.memory.pace import AdaptivePace, FixedPace, Pace, pace_of
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 
 MIB = 1 << 20
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from kvstow.memory.pinning import PinProgress
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 
 
 def test_the_rate_is_what_was_pinned_over_the_time_that_it_took_and_stays() -> None:

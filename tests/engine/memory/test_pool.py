@@ -19,8 +19,7 @@ from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.pool import HostPool
 from kvstow.memory.region import HostRegion
 from kvstow.memory.status import PoolState
-from kvstow.testing.clock import FakeClock
-from kvstow.testing.registrar import FakeRegistrar
+from kvstow.testing.fakes import FakeClock, FakeRegistrar
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]

@@ -17,7 +17,7 @@ from kvstow.memory.limits import HugePageLimits
 from kvstow.memory.pinning import PopulateOnly
 from kvstow.memory.pool import HostPool
 from kvstow.memory.region import HUGE_PAGE_BYTES, HostRegion
-from kvstow.testing.registrar import FakeRegistrar
+from kvstow.testing.fakes import FakeRegistrar
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]

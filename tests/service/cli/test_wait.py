@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.service.cli.terminal import Terminal
 
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow_service.cli.wait import _Lines, _Look
 
 

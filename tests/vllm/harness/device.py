@@ -88,7 +88,7 @@ class SimulatedDevice:
         self._begun: set[int] = set()
         self._changed = threading.Condition()
 
-    def begin_store(
+    def launch_store(
         self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None
     ) -> SimulatedTicket:
         return self._begin(op_id, "store", blocks, slots, after)

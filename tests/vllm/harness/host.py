@@ -17,7 +17,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.devices.base import Device
 from kvstow.memory.pool import HostPool
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow_service.agent import AgentStats
 
 CONNECTOR = "kvstow_service.connectors.vllm"

@@ -133,7 +133,7 @@ class CudaDevice:
         """A sentence for people where copies are slower than they could be."""
         return self._context.driver.notice
 
-    def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
+    def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
         transfer = self._planned(self._planned_slots(slots), blocks, after)
         self._stores.submit(transfer)
         return transfer

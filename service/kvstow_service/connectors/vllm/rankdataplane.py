@@ -65,7 +65,7 @@ def build_plane(
         else:
             raise ConfigError("device of the KV cache", str(device), "cuda or cpu")
         undo.callback(mover.close)
-        worker = DataPlane(rank, pool, mover, sender=sender)
+        worker = DataPlane(rank, pool, mover, reports=sender)
         undo.pop_all()
     return worker
 

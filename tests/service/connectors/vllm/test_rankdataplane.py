@@ -19,8 +19,7 @@ from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
 from kvstow.memory.pool import HostPool
 from kvstow.messages import Completion, Op, StepPlan
-from kvstow.testing.device import FakeDevice
-from kvstow.testing.registrar import FakeRegistrar
+from kvstow.testing.fakes import FakeDevice, FakeRegistrar
 from kvstow_service.connectors.vllm import rankdataplane
 from kvstow_service.connectors.vllm.kvgeometry import KVGeometry, kv_geometry
 from kvstow_service.connectors.vllm.options import ConnectorOptions

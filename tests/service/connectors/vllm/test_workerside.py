@@ -8,7 +8,7 @@ import pytest
 
 from kvstow.devices.base import Fence
 from kvstow.messages import Completion, DesiredState, Direction, Mark, Op, RankReport, StepPlan
-from kvstow.testing.latch import Latch
+from kvstow.testing.fakes import Latch
 from kvstow_service.connectors.vllm.stepplan import PlannedStep
 from kvstow_service.connectors.vllm.workerside import FinishedLoads, NoDataPlane, PlaneSource, WorkerSide
 

@@ -16,7 +16,7 @@ from tests.service.connectors.vllm.blockpool import Block, FakeBlockPool
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
-from kvstow.testing.clock import FakeClock
+from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS, SchedulerSide

@@ -1,4 +1,4 @@
-"""A device that moves nothing and finishes when a test says so, and tickets that advance a real one."""
+"""Doubles under the control of a test: a clock, a fence, a registrar, and a device with its tickets."""
 
 from __future__ import annotations
 
@@ -6,10 +6,90 @@ import threading
 from collections.abc import Sequence
 
 from kvstow.devices.base import Capabilities, Device, Fence, PreparedLoad, Ticket, TicketState
+from kvstow.errors import PinError
+
+
+class FakeClock:
+    """Replaces `time.monotonic`, in seconds; time passes only in `advance`."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
+
+    def __call__(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds
+
+
+class Latch:
+    """A `Fence` that is reached after `open()`, so that tests of ordering need no sleeps. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._is_open = False
+        self._queries = 0
+
+    def query(self) -> bool:
+        with self._condition:
+            self._queries += 1
+            self._condition.notify_all()
+            return self._is_open
+
+    def open(self) -> None:
+        with self._condition:
+            self._is_open = True
+
+    def wait_queried(self, times: int = 1, timeout: float = 10.0) -> bool:
+        """Wait until `query` was called `times` more times: by then the caller has seen the closed fence."""
+        with self._condition:
+            wanted = self._queries + times
+            return self._condition.wait_for(lambda: self._queries >= wanted, timeout)
+
+
+class FakeRegistrar:
+    """Records what is registered. `failures` maps the number of a `register` call (from 0) to its error. The call with
+    the number `wait_at` sets `waiting`, then waits for `go_on`."""
+
+    mode = "fake"
+    notice: str | None = None
+
+    def __init__(self, failures: dict[int, Exception] | None = None, *, wait_at: int | None = None) -> None:
+        self.failures = failures or {}
+        self.waiting, self.go_on = threading.Event(), threading.Event()
+        self.registered: dict[int, int] = {}
+        self.calls = 0
+        self.prepared_by: list[str] = []
+        self.unregister_error: Exception | None = None
+        self._wait_at = wait_at
+
+    @property
+    def locked_bytes(self) -> int:
+        return sum(tuple(self.registered.values()))
+
+    def prepare_thread(self) -> None:
+        self.prepared_by.append(threading.current_thread().name)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        call, self.calls = self.calls, self.calls + 1
+        if call == self._wait_at:
+            self.waiting.set()
+            self.go_on.wait(timeout=30)
+        if call in self.failures:
+            raise self.failures[call]
+        if address in self.registered:
+            raise PinError("driver", f"memory at {address:#x} is registered already")
+        self.registered[address] = num_bytes
+
+    def unregister(self, address: int, num_bytes: int) -> None:
+        if self.unregister_error is not None:
+            raise self.unregister_error
+        if self.registered.pop(address, None) != num_bytes:
+            raise PinError("driver", f"{num_bytes} bytes at {address:#x} are not registered as one range")
 
 
 class FakeTicket:
-    """Stays where the test puts it. `poll_error` makes `poll` break its promise to raise nothing."""
+    """Its state is what the test sets. `poll_error` makes `poll` raise, against its contract."""
 
     def __init__(self) -> None:
         self.state = TicketState.PENDING
@@ -47,7 +127,7 @@ class FakeLoad:
 
 
 class FakeDevice:
-    """Hands out `FakeTicket`s by op id. `begin_error` is raised by the next `begin_store` or `launch_load`,
+    """Hands out `FakeTicket`s by op id. `begin_error` is raised by the next `launch_store` or `launch_load`,
     `advance_error` by each `advance`. `prepared`: loads that were neither launched nor closed."""
 
     capabilities = Capabilities(name="fake", kv_in_place=True, pin_mode="fake")
@@ -61,7 +141,7 @@ class FakeDevice:
         self._tickets: dict[int, FakeTicket] = {}
         self._begun = threading.Condition()
 
-    def begin_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> FakeTicket:
+    def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> FakeTicket:
         return self._begin(op_id)
 
     def prepare_load(self, op_id: int, slots: Sequence[int]) -> FakeLoad:
