@@ -1,7 +1,7 @@
-"""The `kvstow` command: `serve`, `replay` and `trace` on this machine, all others against a server.
+"""The `kvstow` command: `serve`, `replay` and `trace` run on this machine, all others against a server.
 
-Each subcommand is a module of this package that imports its machinery when it runs, so that the command line itself
-starts without torch, FastAPI or pydantic.
+The modules of this package import their dependencies when a command runs, so that the command line starts without
+torch, FastAPI or pydantic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvstow_service.cli.commands import LazyGroup
 @click.group("kvstow", cls=LazyGroup)
 @click.version_option(kvstow.__version__, prog_name="kvstow")
 def app() -> None:
-    """KV-cache offload for LLM inference: run it, see it, steer it."""
+    """KV-cache offload for LLM inference: run, watch and control it."""
 
 
 def main() -> None:

@@ -1,46 +1,54 @@
-"""The subcommands by name: help lists them, and the module of the one that runs is all that is imported."""
+"""The subcommands by name: --help lists them all, and only the module of the one that runs is imported."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
+from click.shell_completion import get_completion_class
+
+
+class _Command(NamedTuple):
+    """A module of this package, and the first line of the command's help."""
+
+    module: str
+    help: str
+
 
 COMMANDS = {
-    "serve": "Run the service: engine, data plane, admin server.",
-    "replay": "Replay a request trace and verify every loaded byte.",
-    "trace": "Make request traces.",
-    "get": "Show what there is: pools, ranks, blocks, transfers, ...",
-    "describe": "Show one thing at full length.",
-    "top": "Watch the server live.",
-    "plot": "Draw figures of the last hour.",
-    "events": "Print what happens, as it happens, until Ctrl-C.",
-    "doctor": "Say what is not as it should be, and what mends it.",
-    "wait": "Wait until the server is ready, pinned or drained.",
-    "evict": "Remove the coldest blocks.",
-    "purge": "Remove blocks by key, age or number, protected ones included.",
-    "protect": "Protect blocks from eviction.",
-    "unprotect": "Let blocks be evicted again.",
-    "resize": "Give the pool of every rank SIZE bytes, such as 16GiB.",
-    "pinning": "Pause, resume or retry the pinning of memory.",
-    "drain": "Let what is in flight end, and take nothing new.",
-    "undrain": "Take traffic again.",
-    "bypass": "Switch loads or stores off, and leave the pool as it is.",
-    "cancel": "End a long-running operation; what it has done stays done.",
-    "config": "Show and change the server's settings.",
-    "context": "Give servers names, and choose the one that commands ask.",
-    "completion": "Print a script that makes the shell complete commands.",
+    "serve": _Command("serve", "Run the service: engine, data plane, admin server."),
+    "replay": _Command("replay", "Replay a request trace and verify every loaded byte."),
+    "trace": _Command("replay", "Generate request traces."),
+    "get": _Command("get", "List pools, ranks, blocks, transfers, operations or log levels."),
+    "describe": _Command("describe", "Show one thing in full: the server, a pool, a rank, ..."),
+    "top": _Command("top", "Watch the server live."),
+    "plot": _Command("plot", "Plot metrics of the last hour."),
+    "events": _Command("events", "Print events as they happen, until Ctrl-C."),
+    "doctor": _Command("doctor", "Diagnose problems and suggest fixes."),
+    "wait": _Command("wait", "Wait until the server is ready, pinned or drained."),
+    "evict": _Command("blockcommands", "Remove the least recently used blocks."),
+    "purge": _Command("blockcommands", "Remove blocks by key, age or number, protected ones included."),
+    "protect": _Command("blockcommands", "Protect blocks from eviction."),
+    "unprotect": _Command("blockcommands", "Let blocks be evicted again."),
+    "resize": _Command("livesettings", "Set the pool size of every rank to SIZE bytes, such as 16GiB."),
+    "config": _Command("livesettings", "Show and change the server's settings."),
+    "pinning": _Command("switches", "Pause, resume or retry the pinning of memory."),
+    "drain": _Command("switches", "Finish what is in flight, and accept nothing new."),
+    "undrain": _Command("switches", "Accept traffic again."),
+    "bypass": _Command("switches", "Switch loads or stores off without touching the pool."),
+    "cancel": _Command("following", "Stop a long-running operation. What it has done so far stays done."),
+    "context": _Command("contexts", "Name servers, and choose the one that commands use."),
+    "completion": _Command("commands", "Print a script that makes the shell complete commands."),
 }
-"""Module of this package, which has a command of its name, and the first line of that command's help."""
 
 
 class LazyGroup(click.Group):
-    """Knows the subcommands by name and by a line of help, until one is called."""
+    """Knows the subcommands by name and first line of help, and imports the one that is called."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
-        self.commands = {name: click.Command(name, help=line) for name, line in COMMANDS.items()}
+        self.commands = {name: click.Command(name, help=command.help) for name, command in COMMANDS.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -53,10 +61,25 @@ class LazyGroup(click.Group):
 
 
 def load(name: str) -> click.Command:
-    """The subcommand `name`, with all its flags."""
+    """The subcommand `name` with all its flags."""
     try:
-        command: click.Command = getattr(import_module(f"kvstow_service.cli.{name}"), name)
+        command: click.Command = getattr(import_module(f"kvstow_service.cli.{COMMANDS[name].module}"), name)
     except ModuleNotFoundError as error:
-        needs = f"`kvstow {name}` needs the package {error.name}; this comes with it: pip install 'kvstow[service,cli]'"
+        needs = f"`kvstow {name}` needs the package {error.name}: pip install 'kvstow[service,cli]'"
         raise click.ClickException(needs) from error
     return command
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print a script that makes the shell complete commands.
+
+    \b
+    bash  source <(kvstow completion bash)
+    zsh   source <(kvstow completion zsh)
+    fish  kvstow completion fish | source
+    """
+    maker = get_completion_class(shell)
+    assert maker is not None
+    click.echo(maker(click.get_current_context().find_root().command, {}, "kvstow", "_KVSTOW_COMPLETE").source())

@@ -1,32 +1,39 @@
-"""`kvstow describe`: one thing at full length."""
+"""`kvstow describe`: everything about one thing, a line for each field."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import click
 
+from kvstow_api.numberformat import duration, field_text
+from kvstow_api.views.ranks import ReadinessView
+from kvstow_api.views.stats import HistogramView, StatsView
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.output import print_pairs
+from kvstow_service.cli.output import emit, output_option, pairs, table
 
 
 @click.group()
 def describe() -> None:
-    """Show one thing at full length."""
+    """Show one thing in full: the server, a pool, a rank, ..."""
 
 
 def _noun(name: str) -> Callable[[Callable[..., None]], click.Command]:
-    return lambda function: describe.command(name)(remote(function))
+    flag = output_option(("table", "json", "yaml"), "Output format.")
+    return lambda function: describe.command(name)(flag(remote(function)))
 
 
 @_noun("server")
-def server(connection: Connection) -> None:
-    """What the server is, how it is, and what it is doing."""
+def server(connection: Connection, style: str) -> None:
+    """The server: version, settings, readiness, switches, running operations."""
     from kvstow_api.client import calls
 
     _show(
         connection,
+        style,
         server=calls.info(),
         readiness=calls.readiness(),
         drain=calls.drain_status(),
@@ -35,49 +42,113 @@ def server(connection: Connection) -> None:
     )
 
 
-@_noun("pool")
-@click.argument("name", default="host")
-def pool(connection: Connection, name: str) -> None:
-    """A pool: its slots by state, and what became of blocks."""
+@_noun("stats")
+@click.option("--section", multiple=True, help="Only this one: pool, transfers, lookups, stores, evictions or faults.")
+def stats(connection: Connection, style: str, section: tuple[Any, ...]) -> None:
+    """Counters since the engine started."""
     from kvstow_api.client import calls
 
-    _show(connection, pool=calls.pool(name), blocks=calls.stats("stores", "evictions", "lookups"))
+    _show(connection, style, stats=calls.stats(*section))
+
+
+@_noun("pool")
+@click.argument("name", default="host")
+def pool(connection: Connection, style: str, name: str) -> None:
+    """A pool: its slots by state, and counters of its blocks."""
+    from kvstow_api.client import calls
+
+    _show(connection, style, pool=calls.pool(name), blocks=calls.stats("stores", "evictions", "lookups"))
 
 
 @_noun("rank")
 @click.argument("number", type=int)
-def rank(connection: Connection, number: int) -> None:
+def rank(connection: Connection, style: str, number: int) -> None:
     """A rank as it last reported."""
     from kvstow_api.client import calls
 
-    _show(connection, rank=calls.rank(number))
+    _show(connection, style, rank=calls.rank(number))
 
 
 @_noun("block")
 @click.argument("key")
-def block(connection: Connection, key: str) -> None:
+def block(connection: Connection, style: str, key: str) -> None:
     """A block in the pool."""
     from kvstow_api.client import calls
 
-    _show(connection, block=calls.block(key))
+    _show(connection, style, block=calls.block(key))
 
 
 @_noun("operation")
 @click.argument("operation_id", metavar="ID")
-def operation(connection: Connection, operation_id: str) -> None:
+def operation(connection: Connection, style: str, operation_id: str) -> None:
     """A long-running operation."""
     from kvstow_api.client import calls
 
-    _show(connection, operation=calls.operation(operation_id))
+    _show(connection, style, operation=calls.operation(operation_id))
 
 
-def _show(connection: Connection, **sections: Any) -> None:
-    """All or nothing: every section is there before the first is printed."""
-    from kvstow_service.cli.details import entry_of
-
+def _show(connection: Connection, style: str, **sections: Any) -> None:
+    """Prints nothing unless every section could be read."""
     with connection.client() as client:
         views = {title: client.send(call) for title, call in sections.items()}
-    for number, (title, view) in enumerate(views.items()):
-        if number:
-            click.echo()
-        print_pairs(entry_of(title, getattr(view, "items", view)))
+    (first, *more) = views.values()
+    emit(views if more else first, style, lambda _: "\n\n".join(_section(*each) for each in views.items()))
+
+
+def _section(title: str, view: Any) -> str:
+    if isinstance(view, ReadinessView):
+        from kvstow_service.cli.tables import RANKS
+
+        summary = {name: value for name, value in _fields(view) if name != "ranks"}
+        return f"{pairs(_entry(title, summary))}\n\n{table(view.ranks, RANKS)}"
+    return pairs(_entry(title, getattr(view, "items", view)))
+
+
+def details(view: Any) -> str:
+    """All fields of a view, and those within them."""
+    return pairs(_details(view))
+
+
+_UNIT = re.compile(r"_(bytes_per_second|seconds|bytes)(?=_left$|$)")  # the value shows it
+
+
+def _details(view: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
+    for name, value in _fields(view):
+        yield from _entry(name, value, depth)
+
+
+def _entry(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
+    label = "  " * depth + _UNIT.sub("", name).replace("_", " ")
+    match value:
+        case HistogramView():
+            yield label, _summary(name, value)
+        case Mapping() if value:
+            yield label, ""
+            for key, item in value.items():
+                yield from _entry(f"{key}_bytes" if name.endswith("_bytes") else key, item, depth + 1)
+        case [first, *_] if is_dataclass(first):
+            for number, item in enumerate(value):
+                yield f"{label} {number}", ""
+                yield from _details(item, depth + 1)
+        case _ if is_dataclass(value):
+            yield label, ""
+            yield from _details(value, depth + 1)
+        case _:
+            yield label, "-" if value == {} else field_text(name, value)
+
+
+def _fields(view: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(view, Mapping):
+        yield from view.items()
+        return
+    for one in fields(view):
+        value = getattr(view, one.name)
+        if value is not None or not isinstance(view, StatsView):  # a section that was not requested
+            yield one.name, value
+
+
+def _summary(name: str, histogram: HistogramView) -> str:
+    if not histogram.count:
+        return "none"
+    mean = histogram.sum / histogram.count
+    return f"{histogram.count:,}, mean {field_text(name, mean) if 'bytes' in name else duration(mean)}"

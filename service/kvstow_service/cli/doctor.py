@@ -1,46 +1,46 @@
-"""`kvstow doctor`: what is not as it should be, and what to do about it."""
+"""`kvstow doctor`: problems, and what to do about them."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import click
 
 from kvstow_api.numberformat import counted
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.exits import ExitCode
-from kvstow_service.cli.output import STATE_STYLES, Format, console, emit, format_flag
+from kvstow_service.cli.failures import ExitCode
+from kvstow_service.cli.output import STATE_STYLES, Format, emit, format_flag, styled
+
+if TYPE_CHECKING:
+    from kvstow_api.views.doctor import DoctorView
 
 
 @click.command()
 @format_flag
 @remote
 def doctor(connection: Connection, style: Format) -> None:
-    """Say what is not as it should be, and what mends it.
+    """Diagnose problems and suggest fixes.
 
-    Exit code 1 if there is a warning or an error. wide shows the numbers, and the checks that could not be made.
+    Exit code 1 if there is a warning or an error. wide shows the numbers, and the checks that could not run.
     """
     from kvstow_api.client import calls
 
     with connection.client() as client:
         view = client.send(calls.doctor())
-    emit(view, style, lambda view: _show(view, wide=style == "wide"))
+    emit(view, style, lambda view: "\n".join(_lines(view, wide=style == "wide")))
     click.get_current_context().exit(ExitCode.OK if view.healthy else ExitCode.ERROR)
 
 
-def _show(view: Any, *, wide: bool) -> None:
-    from rich.text import Text
-
-    out = console()
+def _lines(view: DoctorView, *, wide: bool) -> Iterator[str]:
     for finding in view.findings:
-        out.print(Text.assemble((finding.severity, STATE_STYLES.get(finding.severity, "")), f"  {finding.what}"))
-        out.print(Text(f"  why  {finding.why}\n  fix  {finding.fix}"))
+        yield f"{styled(finding.severity, STATE_STYLES.get(finding.severity))}  {finding.what}"
+        yield f"  why  {finding.why}"
+        yield f"  fix  {finding.fix}"
         if wide:
             numbers = ", ".join(f"{name} {value:,g}" for name, value in finding.evidence.items())
-            out.print(Text(f"  {finding.check}: {numbers or 'no numbers'}", style="dim"))
-        out.print()
-    found = counted(len(view.findings), "finding") if view.findings else "no findings"
-    out.print(Text(f"{counted(len(view.checks), 'check')}, {found}"))
+            yield f"  {finding.check}: {numbers or 'no numbers'}"
+        yield ""
+    yield f"{counted(len(view.checks), 'check')}, {counted(len(view.findings), 'finding')}"
     if wide:
-        for check, reason in view.skipped.items():
-            out.print(Text(f"not made: {check}: {reason}", style="dim"))
+        yield from (f"skipped: {check}: {reason}" for check, reason in view.skipped.items())

@@ -1,8 +1,7 @@
-"""`kvstow events`: what happens, as it happens."""
+"""`kvstow events`: the event stream."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -13,7 +12,7 @@ import click
 
 from kvstow_api.numberformat import moment
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.output import Format, format_flag
+from kvstow_service.cli.output import Format, format_flag, text_of
 
 if TYPE_CHECKING:
     from kvstow_api.client.eventstream import Subscription
@@ -23,16 +22,16 @@ _RETRY_SECONDS = 1.0
 
 
 @click.command()
-@click.option("--type", "types", multiple=True, metavar="TYPE", help="Only these: state, rank, operation, change, ...")
-@click.option("--recent", type=click.IntRange(0, 1000), default=10, show_default=True, help="Begin so many ago.")
-@click.option("--limit", type=click.IntRange(1), help="End after so many.")
+@click.option("--type", "types", multiple=True, metavar="TYPE", help="Only this type; repeatable.")
+@click.option("--recent", type=click.IntRange(0, 1000), default=10, show_default=True, help="Start with past events.")
+@click.option("--limit", type=click.IntRange(1), help="Stop after this many.")
 @format_flag
 @remote
 def events(connection: Connection, types: tuple[Any, ...], recent: int, limit: int | None, style: Format) -> None:
-    """Print what happens, as it happens, until Ctrl-C.
+    """Print events as they happen, until Ctrl-C.
 
-    Types are state, rank, operation, change and lost; stored and removed, one for each batch of blocks, come only
-    when asked for. Goes on where it was after the connection was lost. json is one object on each line.
+    Types: state, rank, operation, change, lost. Events of blocks, stored and removed, come only if --type names them.
+    After a lost connection the stream resumes where it was. json prints one object a line.
     """
     from kvstow_api.client.eventstream import Subscription
 
@@ -45,7 +44,7 @@ def events(connection: Connection, types: tuple[Any, ...], recent: int, limit: i
 
 
 def _stream(connection: Connection, subscription: Subscription) -> Iterator[EventView]:
-    """Over all connections that it takes. Raises `ApiError` if the first one fails, or the server refuses."""
+    """Events over as many connections as needed. Raises `ApiError` if the first one fails or the server refuses."""
     from dataclasses import replace
 
     from kvstow_api.client import ApiError
@@ -66,15 +65,12 @@ def _stream(connection: Connection, subscription: Subscription) -> Iterator[Even
 
 
 def _line(event: EventView, style: Format) -> str:
-    if style == "json":
-        return json.dumps({"id": event.id, "type": event.type, "data": event.data})
-    if style == "yaml":
-        import yaml
+    return text_of(event, style, lambda _: _words(event, with_id=style == "wide"), one_line=True)
 
-        text: str = yaml.safe_dump({"id": event.id, "type": event.type, "data": event.data}, sort_keys=False)
-        return "---\n" + text.rstrip()
+
+def _words(event: EventView, *, with_id: bool) -> str:
     data = dict(event.data)
     said = data.pop("time", None)
     when = moment(datetime.fromisoformat(said) if said else None)
     words = "  ".join(f"{name}={value}" for name, value in data.items() if value not in (None, ""))
-    return f"{when:25}  {event.type:9}  {words}" + (f"  id={event.id}" if style == "wide" else "")
+    return f"{when:25}  {event.type:9}  {words}" + (f"  id={event.id}" if with_id else "")

@@ -1,33 +1,73 @@
-"""`kvstow get`: what there is, as tables."""
+"""`kvstow get`: lists, once or watched."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from datetime import datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from kvstow_api.numberformat import moment
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.output import Column, Format, emit, format_flag, print_pairs, print_table
+from kvstow_service.cli.output import output_option, styled, table, text_of
+from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
-    from kvstow_api.client import Call, Client
+    from kvstow_api.client import Client
+    from kvstow_api.views.base import View
 
-_ALIASES = {
-    "pool": "pools",
-    "block": "blocks",
-    "rank": "ranks",
-    "transfer": "transfers",
-    "operation": "operations",
-    "op": "operations",
-    "ops": "operations",
-    "log-level": "log-levels",
-}
 _PAGE = 1000
 
 
+class _Noun(NamedTuple):
+    """One list: its options are those of the client's call of the same name. `described`: the noun of `kvstow describe`
+    that shows one item."""
+
+    name: str
+    singular: str
+    help: str
+    options: tuple[click.Option, ...] = ()
+    described: bool = True
+
+
+_LIMIT = click.Option(["--limit"], type=click.IntRange(1), default=100, show_default=True, help="At most this many.")
+_NOUNS = (
+    _Noun("pools", "pool", "Pools: size, use, policy."),
+    _Noun("ranks", "rank", "Ranks: process, device, state, pinned memory."),
+    _Noun("blocks", "block", "Blocks in the pool.", (_LIMIT,)),
+    _Noun(
+        "transfers",
+        "transfer",
+        "Loads and stores in flight, oldest first.",
+        (
+            click.Option(["--direction"], type=click.Choice(["load", "store"])),
+            click.Option(["--state"], type=click.Choice(["queued", "running", "stuck", "quarantined"])),
+            click.Option(["--slowest"], type=click.IntRange(1), help="Only this many, the oldest."),
+        ),
+        described=False,
+    ),
+    _Noun(
+        "operations",
+        "operation",
+        "Long-running operations, newest first.",
+        (
+            click.Option(["--kind"], type=click.Choice(["evict", "purge", "resize"])),
+            click.Option(["--state"], type=click.Choice(["running", "succeeded", "failed", "cancelled"])),
+            _LIMIT,
+        ),
+    ),
+    _Noun("log-levels", "log-level", "Levels of the server's loggers.", described=False),
+)
+_ALIASES = {"op": "operations", "ops": "operations", **{noun.singular: noun.name for noun in _NOUNS}}
+
+
 class _AliasGroup(click.Group):
-    """Knows its nouns in the singular, too."""
+    """Accepts its nouns in the singular as well."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, _ALIASES.get(cmd_name, cmd_name))
@@ -35,179 +75,112 @@ class _AliasGroup(click.Group):
 
 @click.group(cls=_AliasGroup)
 def get() -> None:
-    """Show what there is: pools, ranks, blocks, transfers, ..."""
+    """List pools, ranks, blocks, transfers, operations or log levels.
+
+    `kvstow describe` shows one of them in full.
+    """
 
 
-def _noun(name: str) -> Callable[[Callable[..., None]], click.Command]:
-    """Adds `kvstow get NAME`, with the flags that all of these have."""
-    return lambda function: get.command(name)(format_flag(remote(function)))
+def _command(noun: _Noun) -> click.Command:
+    @get.command(noun.name, help=noun.help)
+    @click.argument("extra", nargs=-1, metavar="")
+    @output_option(("table", "wide", "name", "json", "yaml"), "wide: more columns; name: only ids, one a line.")
+    @click.option("--watch", "-w", is_flag=True, help="Show the list again and again, until Ctrl-C.")
+    @click.option("--interval", type=TIME, default="2s", show_default=True, help="Time between two looks of --watch.")
+    @remote
+    def command(
+        connection: Connection, extra: tuple[str, ...], style: str, watch: bool, interval: float, **options: Any
+    ) -> None:
+        if extra and noun.described:
+            raise click.UsageError(f"this is a list; `kvstow describe {noun.singular} {extra[0]}` shows one")
+        if extra:
+            raise click.UsageError(f"unexpected argument {extra[0]}")
+        with connection.client() as client:
+            look = partial(_look, client, noun, style, options, one_line=watch)
+            if watch:
+                _watch(look, max(interval, 0.1), title=f"kvstow get {noun.name}  {connection.server}")
+            else:
+                click.echo(look(), nl=style != "name")
+
+    command.params[:0] = noun.options
+    return command
 
 
-_name = click.argument("name", required=False)
-_limit = click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="So many at most.")
+for _noun in _NOUNS:
+    _command(_noun)
 
 
-@_noun("info")
-def info(connection: Connection, style: Format) -> None:
-    """What the server is: version, mode, settings."""
-    _details(connection, style, lambda calls: calls.info())
+def _look(client: Client, noun: _Noun, style: str, options: dict[str, Any], *, one_line: bool) -> str:
+    from kvstow_service.cli.tables import LISTS
+
+    columns, identifier = LISTS[noun.name]
+    view: Any = _read(client, noun, **options)
+    if style == "name":
+        return "".join(f"{getattr(item, identifier)}\n" for item in view.items)
+    return text_of(view, style, lambda view: table(view.items, columns, wide=style == "wide"), one_line=one_line)
 
 
-@_noun("readiness")
-def readiness(connection: Connection, style: Format) -> None:
-    """Whether traffic can flow, and if not, why."""
-    from kvstow_service.cli.tables import READINESS
-
-    _one(connection, style, lambda calls: calls.readiness(), READINESS)
-
-
-@_noun("stats")
-@click.option("--section", multiple=True, help="Only this one: pool, transfers, lookups, stores, evictions or faults.")
-def stats(connection: Connection, style: Format, section: tuple[Any, ...]) -> None:
-    """Counters since the engine was made."""
-    _details(connection, style, lambda calls: calls.stats(*section))
-
-
-@_noun("pools")
-@_name
-def pools(connection: Connection, style: Format, name: str | None) -> None:
-    """Pools, or the one named NAME."""
-    from kvstow_service.cli.tables import POOLS
-
-    if name:
-        _one(connection, style, lambda calls: calls.pool(name), POOLS)
-    else:
-        _items(connection, style, lambda calls: calls.pools(), POOLS)
-
-
-@_noun("ranks")
-@click.argument("number", type=int, required=False)
-def ranks(connection: Connection, style: Format, number: int | None) -> None:
-    """Ranks and what they have pinned, or one NUMBER."""
-    from kvstow_service.cli.tables import RANKS
-
-    if number is not None:
-        _one(connection, style, lambda calls: calls.rank(number), RANKS)
-    else:
-        _items(connection, style, lambda calls: calls.ranks(), RANKS)
-
-
-@_noun("blocks")
-@click.argument("key", required=False)
-@_limit
-def blocks(connection: Connection, style: Format, key: str | None, limit: int) -> None:
-    """Blocks in the pool, or the one with this KEY."""
-    from kvstow_service.cli.tables import BLOCKS
-
-    if key:
-        _one(connection, style, lambda calls: calls.block(key), BLOCKS)
-    else:
-        _pages(connection, style, "blocks", {}, limit, BLOCKS)
-
-
-@_noun("transfers")
-@click.option("--direction", type=click.Choice(["load", "store"]))
-@click.option("--state", type=click.Choice(["queued", "running", "stuck", "quarantined"]))
-@click.option("--slowest", type=click.IntRange(1), help="Only so many, the oldest.")
-def transfers(connection: Connection, style: Format, **chosen: Any) -> None:
-    """Loads and stores in flight, the oldest first."""
-    from kvstow_service.cli.tables import TRANSFERS
-
-    _items(connection, style, lambda calls: calls.transfers(**chosen), TRANSFERS)
-
-
-@_noun("operations")
-@click.argument("operation_id", metavar="[ID]", required=False)
-@click.option("--kind", type=click.Choice(["evict", "purge", "resize"]))
-@click.option("--state", type=click.Choice(["running", "succeeded", "failed", "cancelled"]))
-@_limit
-def operations(connection: Connection, style: Format, operation_id: str | None, limit: int, **chosen: Any) -> None:
-    """Long-running operations, or the one with this ID."""
-    from kvstow_service.cli.tables import OPERATIONS
-
-    if operation_id:
-        _one(connection, style, lambda calls: calls.operation(operation_id), OPERATIONS)
-    else:
-        _pages(connection, style, "operations", chosen, limit, OPERATIONS)
-
-
-@_noun("drain")
-def drain(connection: Connection, style: Format) -> None:
-    """Whether a drain is on, and what is still in flight."""
-    from kvstow_service.cli.tables import DRAIN
-
-    _one(connection, style, lambda calls: calls.drain_status(), DRAIN)
-
-
-@_noun("bypass")
-def bypass(connection: Connection, style: Format) -> None:
-    """Whether loads or stores are switched off."""
-    from kvstow_service.cli.tables import BYPASS
-
-    _one(connection, style, lambda calls: calls.bypass_status(), BYPASS)
-
-
-@_noun("log-levels")
-def log_levels(connection: Connection, style: Format) -> None:
-    """Levels of the server's loggers."""
-    from kvstow_service.cli.tables import LOG_LEVELS
-
-    _items(connection, style, lambda calls: calls.log_levels(), LOG_LEVELS)
-
-
-def _ask(connection: Connection, make: Callable[[Any], Call[Any]]) -> Any:
+def _read(client: Client, noun: _Noun, *, limit: int | None = None, **chosen: Any) -> View:
+    """The list; of one that has pages, as many as `limit` items take. Says so if there are more."""
     from kvstow_api.client import calls
 
-    with connection.client() as client:
-        return client.send(make(calls))
-
-
-def _details(connection: Connection, style: Format, make: Callable[[Any], Call[Any]]) -> None:
-    from kvstow_service.cli.details import details_of
-
-    emit(_ask(connection, make), style, lambda view: print_pairs(details_of(view)))
-
-
-def _one(connection: Connection, style: Format, make: Callable[[Any], Call[Any]], columns: tuple[Column, ...]) -> None:
-    emit(_ask(connection, make), style, lambda view: print_table([view], columns, wide=style == "wide"))
-
-
-def _items(
-    connection: Connection, style: Format, make: Callable[[Any], Call[Any]], columns: tuple[Column, ...]
-) -> None:
-    _emit_items(_ask(connection, make), style, columns)
-
-
-def _emit_items(view: Any, style: Format, columns: tuple[Column, ...]) -> None:
-    emit(view, style, lambda view: print_table(view.items, columns, wide=style == "wide"))  # type: ignore[attr-defined]
-
-
-def _pages(
-    connection: Connection,
-    style: Format,
-    noun: str,
-    chosen: dict[str, Any],
-    limit: int,
-    columns: tuple[Column, ...],
-) -> None:
-    """As many pages as it takes; says so when there would be more."""
-    from dataclasses import replace
-
-    with connection.client() as client:
-        pages = list(_read_pages(client, noun, chosen, limit))
-    items = [item for page in pages for item in page.items]
-    _emit_items(replace(pages[-1], items=items), style, columns)
+    call: Callable[..., Any] = getattr(calls, noun.name.replace("-", "_"))
+    if limit is None:
+        view: View = client.send(call(**chosen))
+        return view
+    pages = list(_pages(client, partial(call, **chosen), limit))
     if pages[-1].next_page_token is not None:
-        click.echo(f"there are more than these {limit}: see them with --limit", err=True)
+        click.echo(f"there are more than {limit}; --limit shows them", err=True)
+    whole: View = replace(pages[-1], items=[item for page in pages for item in page.items])
+    return whole
 
 
-def _read_pages(client: Client, noun: str, chosen: dict[str, Any], limit: int) -> Iterator[Any]:
-    from kvstow_api.client import calls
-
+def _pages(client: Client, call: Callable[..., Any], limit: int) -> Iterator[Any]:
     token, left = None, limit
     while True:
-        page: Any = client.send(getattr(calls, noun)(**chosen, page_size=min(left, _PAGE), page_token=token))
+        page: Any = client.send(call(page_size=min(left, _PAGE), page_token=token))
         yield page
         token, left = page.next_page_token, left - len(page.items)
         if token is None or left <= 0:
             return
+
+
+def _watch(
+    look: Callable[[], str],
+    interval: float,
+    *,
+    title: str,
+    sleep: Callable[[float], object] = time.sleep,
+    now: Callable[[], datetime] = datetime.now,
+) -> None:
+    """Show `look()` until Ctrl-C: on a terminal each in place of the one before, elsewhere whenever it has changed.
+
+    Once the server has answered, a lost connection is reported and tried again. Raises `ApiError` before that, and if
+    the server refuses.
+    """
+    from kvstow_api.client import ApiError
+
+    on_terminal = sys.stdout.isatty()
+    shown: str | None = None
+    lost = ""
+    try:
+        while True:
+            before, lost_before = shown, lost
+            try:
+                shown, lost = look(), ""
+            except ApiError as error:
+                if error.problem is not None or shown is None:
+                    raise
+                lost = f"no answer: {error}; trying again"
+            if on_terminal:
+                click.clear()
+                click.echo(f"{styled(title, bold=True)}  {moment(now())}")
+                click.echo(f"{styled(lost, 'red')}\n{shown}")
+            else:
+                if lost != lost_before:
+                    click.echo(lost, err=True, nl=bool(lost))
+                if shown != before:
+                    click.echo(shown)
+            sleep(interval)
+    except KeyboardInterrupt:
+        return

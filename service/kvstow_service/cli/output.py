@@ -1,10 +1,11 @@
-"""What the commands print: tables for people, JSON and YAML for programs."""
+"""What commands print: tables and field lists for people, JSON and YAML for programs."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -12,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import click
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvstow_api.views.base import View
 
 Format = Literal["table", "wide", "json", "yaml"]
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 STATE_STYLES = {
     "ready": "green",
@@ -34,48 +34,54 @@ STATE_STYLES = {
 }
 """Colours of the names of states, on a terminal."""
 
-_PIPE_WIDTH = 1000  # no line is folded that another program is to read
+_GAP = "  "
 
-format_flag: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
-    "-o",
-    "--output",
-    "style",
-    type=click.Choice(get_args(Format)),
-    default="table",
-    show_default=True,
-    help="wide has more columns.",
-)
+
+def output_option(choices: Sequence[str], description: str) -> Decorator:
+    """The -o flag with these choices, the first of which is the default."""
+    return click.option(
+        "-o",
+        "--output",
+        "style",
+        type=click.Choice(choices),
+        default=choices[0],
+        show_default=True,
+        help=description,
+    )
+
+
+format_flag = output_option(get_args(Format), "Output format; wide shows more.")
 
 
 class Column(NamedTuple):
-    """One column of a table: what is written into it of an item. `wide`: only where there is room."""
+    """One column of a table and the text of its cells. `wide`: shown by -o wide only."""
 
     title: str
     cell: Callable[[Any], str]
     wide: bool = False
 
 
-def console() -> Console:
-    """Standard output: no colours with NO_COLOR or in a pipe."""
-    from rich.console import Console
-
-    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+def emit(view: View | Mapping[str, View], style: str, show: Callable[[Any], str]) -> None:
+    """Print `view` in the format `style`; `show` makes the text for people."""
+    click.echo(text_of(view, style, show))
 
 
-def emit(view: View, style: Format, show: Callable[[View], None]) -> None:
-    """Print `view` as it is, or as `show` does for people."""
+def text_of(view: View | Mapping[str, View], style: str, show: Callable[[Any], str], *, one_line: bool = False) -> str:
+    """`one_line`: JSON without line breaks, and YAML as a document of a stream."""
     if style == "json":
-        click.echo(json.dumps(plain(view), indent=2))
-    elif style == "yaml":
+        return json.dumps(plain(view), indent=None if one_line else 2)
+    if style == "yaml":
         import yaml
 
-        click.echo(yaml.safe_dump(plain(view), sort_keys=False), nl=False)
-    else:
-        show(view)
+        text: str = yaml.safe_dump(plain(view), sort_keys=False)
+        return ("---\n" if one_line else "") + text.rstrip("\n")
+    return show(view)
 
 
-def plain(view: View) -> Any:
-    """As JSON and YAML have it; the same as the API's answer."""
+def plain(view: View | Mapping[str, View]) -> Any:
+    """The view as JSON and YAML have it, equal to the API's answer."""
+    if isinstance(view, Mapping):
+        return {name: plain(one) for name, one in view.items()}
     return _plain(asdict(view))  # type: ignore[call-overload]
 
 
@@ -90,42 +96,46 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def print_table(items: Iterable[Any], columns: Sequence[Column], *, wide: bool = False) -> None:
-    """A line for each item, below the titles."""
-    from rich.table import Table
-    from rich.text import Text
-
+def table(items: Iterable[Any], columns: Sequence[Column], *, wide: bool = False) -> str:
+    """A line of titles, and one line for each item. Cells are never folded or cut: on a narrow terminal the line wraps,
+    and ids can still be copied."""
     chosen = [column for column in columns if wide or not column.wide]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in chosen:
-        table.add_column(column.title, no_wrap=not sys.stdout.isatty(), overflow="fold")
-    for item in items:
-        cells = [column.cell(item) for column in chosen]
-        table.add_row(*(Text(cell, style=STATE_STYLES.get(cell, "")) for cell in cells))
-    _print_lines(table)
+    rows = [[_printable(column.cell(item)) for column in chosen] for item in items]
+    titles = [column.title for column in chosen]
+    widths = [max(map(_width, cells)) for cells in zip(titles, *rows, strict=True)]
+    lines = [_line(titles, widths, lambda title: styled(title, bold=True))]
+    lines += [_line(row, widths, lambda cell: styled(cell, STATE_STYLES.get(cell))) for row in rows]
+    return "\n".join(lines)
 
 
-def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
-    """Names and values below each other; leading blanks of a name are its depth."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold", no_wrap=not sys.stdout.isatty())
-    for name, value in pairs:
-        table.add_row(
-            Text(name, style="" if name.startswith(" ") else "bold"), Text(value, STATE_STYLES.get(value, ""))
-        )
-    _print_lines(table)
+def pairs(rows: Iterable[tuple[str, str]]) -> str:
+    """Names and values, one pair a line. A name's leading blanks show its depth."""
+    named = [(name, _printable(value)) for name, value in rows]
+    width = max((_width(name) for name, _ in named), default=0)
+    return "\n".join(
+        _line((name, value), (width, 0), lambda cell: styled(cell, STATE_STYLES.get(cell))) for name, value in named
+    )
 
 
-def _print_lines(table: Any) -> None:
-    """In a pipe without the blanks that make columns equal on a screen."""
-    out = console()
-    if out.is_terminal:
-        out.print(table)
-        return
-    with out.capture() as lines:
-        out.print(table)
-    click.echo("\n".join(line.rstrip() for line in lines.get().splitlines()))
+def styled(text: str, colour: str | None = None, *, bold: bool = False) -> str:
+    """`text` in a colour, where standard output is a terminal and NO_COLOR is not set."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return click.style(text, fg=colour, bold=bold or None)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], style: Callable[[str], str]) -> str:
+    padded = (style(cell) + " " * (width - _width(cell)) for cell, width in zip(cells, widths, strict=True))
+    return _GAP.join(padded).rstrip()
+
+
+def _width(text: str) -> int:
+    """Columns that a terminal needs."""
+    from unicodedata import east_asian_width
+
+    return len(text) if text.isascii() else sum(2 if east_asian_width(char) in "WF" else 1 for char in text)
+
+
+def _printable(text: str) -> str:
+    """Without line breaks, tabs and terminal escapes: request ids and error texts come from elsewhere."""
+    return "".join(char if char.isprintable() else " " for char in text)

@@ -1,11 +1,13 @@
-"""`kvstow plot`: figures of the last hour."""
+"""`kvstow plot`: metrics of the last hour, as sparklines or as a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
 import click
@@ -13,36 +15,37 @@ import click
 from kvstow.bytesize import format_size
 from kvstow_api.numberformat import ABSENT, percent, rate
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.exits import CommandError
-from kvstow_service.cli.output import Format, console, emit, format_flag
-from kvstow_service.cli.values import TIME
+from kvstow_service.cli.failures import CommandError
+from kvstow_service.cli.output import Format, emit, format_flag
+from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
     from kvstow_api.series import Line, Unit
     from kvstow_api.views.history import NowView
 
 METRICS = ("hit-ratio", "bandwidth", "usage", "blocks", "pinned")
-_PIPE_WIDTH = 60
+_WORDS = 34  # columns for the numbers after a sparkline
+_PIPE_WIDTH = 26
 _UNITS: dict[Unit, tuple[float, str]] = {
     "ratio": (0.01, "%"),
     "bytes": (1 << 30, "GiB"),
     "bytes_per_second": (1 << 30, "GiB/s of each rank"),
     "blocks_per_second": (1.0, "blocks/s"),
 }
-"""What a picture's axis counts in: how much is one of it, and its name."""
+"""Units of a picture's axis: the value of one, and its name."""
 
 
 @click.command()
 @click.argument("metric", type=click.Choice(METRICS))
-@click.option("--since", type=TIME, default="10m", show_default=True, help="The last so much time; an hour is kept.")
-@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture into this file.")
+@click.option("--since", type=TIME, default="10m", show_default=True, help="How far back, at most an hour.")
+@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture into this file instead.")
 @format_flag
 @remote
 def plot(connection: Connection, metric: str, since: float, png: Path | None, style: Format) -> None:
-    """Draw figures of the last hour.
+    """Plot metrics of the last hour.
 
-    usage is the share of slots in use; blocks are those stored, evicted for room and dropped. "now" is the last 10 s,
-    as on the status page. A picture needs matplotlib: pip install 'kvstow[plot]'.
+    usage: share of slots in use; blocks: stored, evicted for capacity and dropped. "now" is the last 10 s, as on the
+    status page. A picture needs matplotlib: pip install 'kvstow[plot]'.
     """
     from kvstow_api.client import calls
     from kvstow_api.series import METRICS, lines_of
@@ -58,22 +61,20 @@ def plot(connection: Connection, metric: str, since: float, png: Path | None, st
     if png is not None:
         _draw(lines, chosen.unit, metric, png)
     else:
-        emit(history, style, lambda _: _show(lines, history.now, chosen.unit))
+        emit(history, style, lambda _: "\n".join(_lines(lines, history.now, chosen.unit)))
 
 
-def _show(lines: Sequence[Line], now: NowView, unit: Unit) -> None:
+def _lines(lines: Sequence[Line], now: NowView, unit: Unit) -> Iterator[str]:
     from kvstow_service.cli.sparkline import sparkline, squeeze
 
-    out = console()
     label = max(len(line.name) for line in lines)
-    width = (out.width if out.is_terminal else _PIPE_WIDTH + label) - label - 34
-    width = max(width, 10)
+    width = max(10, get_terminal_size().columns - label - _WORDS) if sys.stdout.isatty() else _PIPE_WIDTH
     top = 1.0 if unit == "ratio" else None
     for line in lines:
         points = squeeze(line.points, width)
         there = [point for point in line.points if point is not None]
         words = _words(getattr(now, line.figure), there, unit) if there else "nothing yet"
-        click.echo(f"{line.name:{label}}  {sparkline(points, width, top):{width}}  {words}")
+        yield f"{line.name:{label}}  {sparkline(points, width, top):{width}}  {words}"
 
 
 def _words(now: float | None, points: Sequence[float], unit: Unit) -> str:
@@ -115,5 +116,5 @@ def _draw(lines: Sequence[Line], unit: Unit, title: str, path: Path) -> None:
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise CommandError(f"{path} cannot be written: {error}", "name a file ending in .png") from error
+        raise CommandError(f"{path} cannot be written: {error}", "choose a writable file ending in .png") from error
     click.echo(str(path))

@@ -1,17 +1,17 @@
-"""`kvstow replay`: a request trace through the engine, without a server."""
+"""Commands on request traces: replay one through an engine of its own, or generate one."""
 
 from __future__ import annotations
 
 import json
 import sys
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, TextIO, cast
 
 import click
 
 from kvstow.config import CopyStrategy
 from kvstow.errors import ConfigError, KvstowError
-from kvstow_service.cli.exits import ExitCode
+from kvstow_service.cli.failures import ExitCode, reporting_failures
 from kvstow_service.place import Place
 from kvstow_service.shapes import SHAPES, DeviceName, Shape, even_shape, shape_named
 from kvstow_service.stop import StopRequests
@@ -164,3 +164,39 @@ def _print(result: ReplayResult, *, as_json: bool) -> None:
         click.echo(json.dumps(result.to_json()))
     else:
         print_rows(summary_rows(result), Console(), title="Replay")
+
+
+@click.group()
+def trace() -> None:
+    """Generate request traces."""
+
+
+@trace.command()
+@click.option("--sessions", type=int, default=100, show_default=True, help="Number of conversations.")
+@click.option("--turns", type=int, default=5, show_default=True, help="Average number of turns of a conversation.")
+@click.option("--requests", type=int, help="Only this many requests, the first.")
+@click.option(
+    "--shared-prompts",
+    type=int,
+    default=4,
+    show_default=True,
+    help="Number of shared system prompts.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed and options give the same trace.")
+@click.option("--output", default="-", show_default=True, help="File to write; - is standard output.")
+def generate(sessions: int, turns: int, requests: int | None, shared_prompts: int, seed: int, output: str) -> None:
+    """Generate multi-turn conversations with shared system prompts, as JSON lines."""
+    from kvstow_service.replay.generate import TraceShape, generate_trace
+
+    with reporting_failures():
+        shape = TraceShape(sessions=sessions, turns=turns, shared_prompts=shared_prompts, seed=seed)
+        found = generate_trace(shape, limit=requests)
+        with nullcontext(sys.stdout) if output == "-" else _open(output) as stream:
+            stream.writelines(f"{request.to_line()}\n" for request in found)
+
+
+def _open(path: str) -> TextIO:
+    try:
+        return open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--output", path, f"a writable file, or - ({error.strerror})") from error

@@ -1,4 +1,4 @@
-"""The columns of what `kvstow get` lists."""
+"""The columns of tables, and the lists of `kvstow get`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvstow_api.views.config import LogLevelView
 from kvstow_api.views.gate import BypassView, DrainView
 from kvstow_api.views.operations import OperationView
 from kvstow_api.views.pools import PoolView
-from kvstow_api.views.ranks import RankView, ReadinessView
+from kvstow_api.views.ranks import RankView
 from kvstow_api.words import waits_for
 from kvstow_service.cli.output import Column
 
 
 def _field(title: str, name: str, *, wide: bool = False) -> Column:
-    """A field as it is."""
+    """A column that shows one field."""
     return Column(title, lambda item: field_text(name, getattr(item, name)), wide)
 
 
@@ -41,20 +41,6 @@ def _removed(item: OperationView) -> str:
     if item.result is None:
         return ABSENT
     return f"{'would remove' if item.result.dry_run else 'removed'} {item.result.evicted_slots:,}"
-
-
-READINESS = (
-    Column("STATE", lambda item: str(item.state)),
-    _field("USABLE", "usable_slots"),
-    _field("SLOTS", "capacity_slots"),
-    Column("RANKS", lambda item: _states(item)),
-    _field("REASON", "reason"),
-)
-
-
-def _states(item: ReadinessView) -> str:
-    states = [rank.state for rank in item.ranks]
-    return ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
 
 
 POOLS = (
@@ -151,7 +137,7 @@ DRAIN = (
 def _bypass_left(item: BypassView) -> str:
     if not (item.load or item.store):
         return ABSENT
-    return "until switched on" if item.ttl_seconds_left is None else duration(item.ttl_seconds_left)
+    return "until --off" if item.ttl_seconds_left is None else duration(item.ttl_seconds_left)
 
 
 BYPASS = (
@@ -166,3 +152,13 @@ def _level_left(item: LogLevelView) -> str:
 
 
 LOG_LEVELS = (_field("LOGGER", "logger"), _field("LEVEL", "level"), Column("FOR", _level_left))
+
+LISTS = {
+    "pools": (POOLS, "name"),
+    "ranks": (RANKS, "rank"),
+    "blocks": (BLOCKS, "key"),
+    "transfers": (TRANSFERS, "op_id"),
+    "operations": (OPERATIONS, "id"),
+    "log-levels": (LOG_LEVELS, "logger"),
+}
+"""For each noun of `kvstow get` its columns, and the field that -o name prints: what other commands take."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.values import TIME
+from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
     from kvstow_api.client import Client

@@ -1,4 +1,4 @@
-"""`kvstow wait`: until a server is as it should be."""
+"""`kvstow wait`: wait for a state of the server."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import click
 
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.exits import CommandError, ExitCode, fix_of
-from kvstow_service.cli.values import TIME
+from kvstow_service.cli.failures import CommandError, ExitCode, hint_for
+from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
     from kvstow_api.client import ApiError, Client
@@ -23,11 +23,11 @@ Condition = Literal["ready", "pinned", "drained"]
 _POLL_SECONDS = 0.25
 _LINE_SECONDS = 5.0
 _PASSING = (429, 502, 503, 504)
-"""Statuses that may be over in a moment."""
+"""Statuses that may pass."""
 
 
 class _Look(NamedTuple):
-    """Whether it is so, and how it is. `error`: of a server that did not answer."""
+    """One look at the server: whether the condition is met, and the state in words. `error`: if it did not answer."""
 
     met: bool
     words: str
@@ -42,38 +42,38 @@ class _Look(NamedTuple):
     type=click.Choice(get_args(Condition)),
     default="ready",
     show_default=True,
-    help="ready: /readyz passes and the first slots are usable; pinned: the whole pool is; "
-    "drained: a drain is on and nothing is in flight.",
+    help="ready: /readyz passes and the first slots are usable; pinned: all slots are usable; "
+    "drained: the server is draining and nothing is in flight.",
 )
-@click.option("--timeout", type=TIME, default="5m", show_default=True, help="How long; 0 looks once.")
+@click.option("--timeout", type=TIME, default="5m", show_default=True, help="How long to wait; 0 checks once.")
 @remote
 def wait(connection: Connection, condition: Condition, timeout: float) -> None:
     """Wait until the server is ready, pinned or drained.
 
-    It may not even be there yet. Says what it waits for, on a terminal with the progress of each rank; exit code 3
-    when the time is over.
+    The server need not be running yet. Shows what it waits for, on a terminal with the progress of each rank. Exit
+    code 3 on timeout.
     """
     ends = time.monotonic() + timeout
     with connection.client() as client, _display() as show:
         while not (look := _look(client, condition)).met:
             left = ends - time.monotonic()
             if left <= 0:
-                raise CommandError(f"not {condition} after {timeout:g} s: {look.words}", _fix(look), ExitCode.NOT_READY)
+                raise CommandError(
+                    f"not {condition} after {timeout:g} s: {look.words}", _hint(look), ExitCode.NOT_READY
+                )
             show(look)
             time.sleep(min(_POLL_SECONDS, left))
     click.echo(look.words)
 
 
-def _fix(look: _Look) -> str:
-    why = "`kvstow doctor` says what is wrong, if something is"
-    if look.error is not None:
-        why = fix_of(look.error) or why
-    return f"{why}; or wait longer: --timeout"
+def _hint(look: _Look) -> str:
+    hint = look.error and hint_for(look.error)
+    return f"{hint or '`kvstow doctor` shows problems'}; --timeout waits longer"
 
 
 @contextmanager
 def _display() -> Iterator[Callable[[_Look], None]]:
-    """Shows on standard error what is waited for: a picture on a terminal, lines elsewhere."""
+    """Shows each look on standard error: in place on a terminal, as lines elsewhere."""
     if not sys.stderr.isatty():
         yield _Lines().show
         return
@@ -95,7 +95,7 @@ def _display() -> Iterator[Callable[[_Look], None]]:
 
 
 class _Lines:
-    """One line at once, and then no more than one in five seconds: a log is not flooded by the progress of hours."""
+    """Prints the first look at once, and then a line every five seconds at most, to spare logs."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._said, self._next = clock, "", clock()
@@ -107,7 +107,7 @@ class _Lines:
 
 
 def _look(client: Client, condition: Condition) -> _Look:
-    """A server that is away, or busy for a moment, is waited for; what it refuses for good is raised."""
+    """A server that is unreachable or busy is waited for. Raises `ApiError` for a refusal that will not pass."""
     from kvstow_api.client import ApiError
 
     try:
@@ -148,7 +148,7 @@ def _drained(client: Client) -> _Look:
 
     drain = client.send(calls.drain_status())
     if not drain.active:
-        return _Look(False, "no drain is on; `kvstow drain` starts one")
+        return _Look(False, "the server is not draining; `kvstow drain` starts that")
     if drain.drained:
         return _Look(True, "drained: nothing is in flight")
     return _Look(False, f"draining: {drain.pending_transfers} transfers and {drain.leases} leases are left")
@@ -158,6 +158,6 @@ _LOOKS = {"ready": _ready, "pinned": _pinned, "drained": _drained}
 
 
 def _state(readiness: ReadinessView) -> str:
-    """How many slots are usable, and in a state that is not on the way to all, why."""
+    """How many slots are usable; also the reason, if the state is not on its way to ready."""
     words = f"{readiness.state}: {readiness.usable_slots:,} of {readiness.capacity_slots:,} slots are usable"
     return words if readiness.state in ("ready", "pinning", "starting") else f"{words}; {readiness.reason}"

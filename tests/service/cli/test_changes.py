@@ -48,8 +48,8 @@ def test_destructive_work_needs_a_yes_and_can_be_tried(kvstow: Any, host: Any, a
     if left < 6:
         outcome = kvstow(*arguments)
         assert (outcome.exit_code, outcome.stdout) == (2, "")
-        assert "there is no terminal to ask on" in outcome.stderr
-        assert "fix: say --yes" in outcome.stderr
+        assert "there is no terminal to confirm it on" in outcome.stderr
+        assert "hint: --yes proceeds without a prompt" in outcome.stderr
     assert cached(host) == 6
     outcome = kvstow(*arguments, "--yes")
     assert outcome.exit_code == 0, outcome.stderr
@@ -99,14 +99,14 @@ def test_growing_asks_nothing(kvstow: Any, host: Any) -> None:
 
 
 def test_a_value_that_is_refused_names_what_is_allowed(kvstow: Any) -> None:
-    assert "\nfix: runtime.policy: 'lru' or 'arc'\n" in kvstow("config", "set", "policy=mru").stderr
+    assert "\nhint: runtime.policy: 'lru' or 'arc'\n" in kvstow("config", "set", "policy=mru").stderr
 
 
 def test_an_answer_may_be_an_operation_that_is_followed(kvstow: Any, host: Any) -> None:
     lease = host.engine.lease(KEYS)
     assert lease is not None
     identity = json.loads(kvstow("resize", "--slots", "2", "--yes", "--no-wait", "-o", "json").stdout)["id"]
-    assert "waiting" in kvstow("get", "op", identity).stdout
+    assert "waiting" in kvstow("get", "ops").stdout
     assert kvstow("config", "set", "capacity_slots=5", "--yes").exit_code == 5  # one at a time
     cancelled = kvstow("cancel", identity)
     assert "cancelled" in cancelled.stdout
@@ -125,7 +125,7 @@ def test_protections_come_and_go(kvstow: Any, host: Any) -> None:
     assert host.engine.stats().slots.protected == 0
     assert kvstow("protect", "-", "--ttl", "1h", stdin=f"{HEX[0]}\n{HEX[1]}\n").exit_code == 0
     assert host.engine.stats().slots.protected == 2
-    assert "protected" in kvstow("get", "block", HEX[0]).stdout
+    assert "protected" in kvstow("describe", "block", HEX[0]).stdout
     assert kvstow("unprotect", HEX[0], "--dry-run").exit_code == 0
     assert kvstow("unprotect", HEX[0]).exit_code == 0
     assert host.engine.stats().slots.protected == 1
@@ -135,7 +135,7 @@ def test_protections_come_and_go(kvstow: Any, host: Any) -> None:
     assert host.engine.stats().slots.protected == 0
 
 
-def test_pinning_what_is_not_there_is_exit_code_4(kvstow: Any) -> None:
+def test_protecting_what_is_not_there_is_exit_code_4(kvstow: Any) -> None:
     assert kvstow("protect", "00ff").exit_code == 4
 
 
@@ -152,7 +152,8 @@ def test_a_size_beyond_the_servers_maximum_is_told_in_words(kvstow: Any) -> None
 
 
 def test_a_drain_begins_and_ends(kvstow: Any, host: Any) -> None:
-    assert "would stop loads and stores, and fail /readyz" in kvstow("drain", "--dry-run").stdout
+    plan = "would stop loads and stores, and make /readyz fail; in flight: 0 transfers and 0 leases\n"
+    assert kvstow("drain", "--dry-run").stdout == plan
     assert kvstow("drain").exit_code == 2
     assert not host.engine.admin.drain_status.active
     assert kvstow("drain", "--mode", "stop-stores", "--deadline", "30s", "--yes").exit_code == 0
@@ -192,7 +193,7 @@ def test_settings_are_shown_and_changed(kvstow: Any, host: Any) -> None:
 
 def test_a_terminal_is_asked(host: Any, child_environ: dict[str, str]) -> None:
     host.store(*KEYS)
-    question = "Remove 2 blocks, 8 KiB of each rank? [y/N]"
+    question = f"Remove 2 blocks, 8 KiB of each rank on {host.url}? [y/N]"
     evict = ("evict", "--slots", "2", "--server", host.url)
     for answer, words, code, left in (("n", "nothing was changed", 1, 6), ("y", "removed 2 blocks", 0, 4)):
         with Terminal(*evict, environ=child_environ) as terminal:
@@ -233,5 +234,5 @@ def test_who_stops_following_is_told_that_it_goes_on(host: Any, held: Any, child
     with Terminal("resize", "--slots", "2", "--yes", "--server", host.url, environ=child_environ) as terminal:
         terminal.until("waiting for transfers")
         terminal.type("\x03")
-        terminal.until("goes on; `kvstow cancel resize-")
+        terminal.until("is still running; `kvstow cancel resize-")
         assert terminal.end() == 1

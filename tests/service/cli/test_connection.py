@@ -11,9 +11,9 @@ import trustme
 from kvstow.errors import ConfigError
 from kvstow_api.client import ApiError
 from kvstow_api.views.problem import ProblemView
-from kvstow_service.cli.connection import chosen
-from kvstow_service.cli.contextfile import Context, ContextFile
-from kvstow_service.cli.exits import exit_code_of
+from kvstow_service.cli.connection import Connection
+from kvstow_service.cli.contexts import Context, ContextFile
+from kvstow_service.cli.failures import exit_code_of
 from kvstow_service.tls import TlsFiles
 
 ASK = ("get", "pools")
@@ -25,6 +25,10 @@ def contexts(tmp_path: Path) -> dict[str, str]:
     path = tmp_path / "contexts.toml"
     ContextFile(path, {"prod": Context("http://prod:1", "/prod/token"), "dev": Context("http://dev:1")}, "prod").write()
     return {"KVSTOW_CONTEXTS": str(path)}
+
+
+def chosen(given: Context, name: str | None, environ: dict[str, str]) -> Context:
+    return Connection.choose(given, name, environ).context
 
 
 def test_a_flag_wins_over_a_variable_and_both_over_the_current_context(contexts: dict[str, str]) -> None:
@@ -42,6 +46,12 @@ def test_a_context_is_chosen_by_flag_or_variable(contexts: dict[str, str]) -> No
         chosen(Context(""), "qa", contexts)
     with pytest.raises(ConfigError, match="not both"):
         chosen(Context(SERVER), "dev", contexts)
+
+
+def test_a_context_is_named_with_its_server(contexts: dict[str, str]) -> None:
+    assert Connection.choose(Context(""), None, contexts).server == "http://prod:1 (context prod)"
+    assert Connection.choose(Context(""), "dev", contexts).server == "http://dev:1 (context dev)"
+    assert Connection.choose(Context(SERVER), None, contexts).server == SERVER
 
 
 def test_a_token_goes_only_to_the_server_that_it_belongs_to(contexts: dict[str, str]) -> None:
@@ -102,7 +112,7 @@ def test_a_server_that_is_away_is_named_with_what_to_do(run: Any) -> None:
     outcome = run(*ASK, "--server", "http://127.0.0.1:1")
     assert outcome.exit_code == 1
     assert outcome.stderr.startswith("kvstow get pools: http://127.0.0.1:1 cannot be reached: ")
-    assert "fix: see that KVStow's admin server runs there, or name another: --server" in outcome.stderr
+    assert "hint: check that KVStow's admin server runs there, or choose another: --server" in outcome.stderr
 
 
 def test_tokens_are_shown_and_a_viewers_is_not_enough_for_changes(run: Any, make_host: Any, tmp_path: Path) -> None:
@@ -115,7 +125,7 @@ def test_tokens_are_shown_and_a_viewers_is_not_enough_for_changes(run: Any, make
     outcome = run("undrain", "--server", url, environ={"KVSTOW_TOKEN_FILE": str(viewer)})
     assert outcome.exit_code == 1
     assert "Forbidden" in outcome.stderr
-    assert "fix: use an admin's token" in outcome.stderr
+    assert "hint: use an admin's token" in outcome.stderr
     assert run("undrain", "--server", url, environ={"KVSTOW_TOKEN_FILE": str(admin)}).exit_code == 0
     assert run("undrain", "--server", url, "--token-file", str(tmp_path / "none")).exit_code == 2
 

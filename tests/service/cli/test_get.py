@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import yaml
+from tests.service.cli.terminal import Terminal
+
+from kvstow_api.client import ApiError
+from kvstow_api.views.problem import ProblemView
+from kvstow_service.cli.get import _watch
 
 KEYS = [bytes([0, 0, number]) for number in range(6)]
 
@@ -24,11 +30,8 @@ def get(run: Any, host: Any) -> Callable[..., Any]:
         ("pools", "POLICY", "lru"),
         ("ranks", "PENDING", "64 KiB of 64 KiB (100.0 %)"),
         ("blocks", "IDLE", "cached"),
-        ("readiness", "REASON", "2 ready"),
         ("transfers", "REQUEST", ""),
         ("operations", "PROGRESS", ""),
-        ("drain", "LEASES", "off"),
-        ("bypass", "STORES", "on"),
         ("log-levels", "LOGGER", "kvstow.api"),
     ],
 )
@@ -47,29 +50,49 @@ def test_wide_has_more_columns(get: Any) -> None:
     assert "QUARANTINED" in get("pools", "-o", "wide").stdout
 
 
-@pytest.mark.parametrize("noun", ["info", "readiness", "stats", "pools", "ranks", "blocks", "transfers", "operations"])
-def test_json_and_yaml_are_the_same_answer(get: Any, noun: str) -> None:
-    as_json, as_yaml = json.loads(get(noun, "-o", "json").stdout), yaml.safe_load(get(noun, "-o", "yaml").stdout)
+@pytest.mark.parametrize(
+    "arguments", [["get", "pools"], ["get", "transfers"], ["describe", "server"], ["describe", "stats"]], ids=" ".join
+)
+def test_json_and_yaml_are_the_same_answer(run: Any, host: Any, arguments: list[str]) -> None:
+    as_json = json.loads(run(*arguments, "-o", "json", "--server", host.url).stdout)
+    as_yaml = yaml.safe_load(run(*arguments, "-o", "yaml", "--server", host.url).stdout)
     assert as_json.keys() == as_yaml.keys()
     assert as_json.keys()
 
 
-def test_one_thing_by_its_name(get: Any) -> None:
-    assert json.loads(get("rank", "1", "-o", "json").stdout)["rank"] == 1
-    assert json.loads(get("pool", "host", "-o", "json").stdout)["capacity_slots"] == 16
-    assert json.loads(get("block", KEYS[0].hex(), "-o", "json").stdout)["state"] == "cached"
+@pytest.mark.parametrize(
+    ("noun", "names"), [("pools", ["host"]), ("ranks", ["0", "1"]), ("blocks", [key.hex() for key in KEYS])]
+)
+def test_names_are_what_other_commands_take(run: Any, host: Any, get: Any, noun: str, names: list[str]) -> None:
+    listed = get(noun, "-o", "name").stdout.splitlines()
+    assert sorted(listed) == names
+    for name in listed:
+        assert run("describe", noun.removesuffix("s"), name, "--server", host.url).exit_code == 0
 
 
-@pytest.mark.parametrize("arguments", [["rank", "7"], ["pool", "gpu"], ["block", "00ff"], ["op", "evict-1"]])
-def test_what_is_not_there_is_exit_code_4(get: Any, arguments: list[str]) -> None:
-    outcome = get(*arguments)
+def test_an_empty_list_has_no_names(get: Any) -> None:
+    assert get("transfers", "-o", "name").stdout == ""
+    (titles,) = get("transfers").stdout.splitlines()
+    assert titles.startswith("OP  DIRECTION")
+
+
+def test_get_lists_and_points_to_describe(get: Any) -> None:
+    outcome = get("rank", "1")
+    assert outcome.exit_code == 2
+    assert "`kvstow describe rank 1` shows one" in outcome.stderr
+    assert get("log-levels", "kvstow").exit_code == 2
+
+
+@pytest.mark.parametrize("item", [["rank", "7"], ["pool", "gpu"], ["block", "00ff"], ["operation", "evict-1"]])
+def test_what_is_not_there_is_exit_code_4(run: Any, host: Any, item: list[str]) -> None:
+    outcome = run("describe", *item, "--server", host.url)
     assert (outcome.exit_code, outcome.stdout) == (4, "")
-    assert outcome.stderr.startswith("kvstow get ")
-    assert f"\nfix: `kvstow get {arguments[0]}` lists what there is\n" in outcome.stderr
+    assert outcome.stderr.startswith("kvstow describe ")
+    assert f"\nhint: `kvstow get {item[0]}s` lists what there is\n" in outcome.stderr
 
 
-def test_a_key_that_is_no_key_is_a_usage_error(get: Any) -> None:
-    assert get("block", "xyz").exit_code == 2
+def test_a_key_that_is_no_key_is_a_usage_error(run: Any, host: Any) -> None:
+    assert run("describe", "block", "xyz", "--server", host.url).exit_code == 2
 
 
 def test_pages_are_put_together_up_to_the_limit(get: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,14 +100,15 @@ def test_pages_are_put_together_up_to_the_limit(get: Any, monkeypatch: pytest.Mo
     assert len(json.loads(get("blocks", "-o", "json").stdout)["items"]) == 6
     outcome = get("blocks", "-o", "json", "--limit", "5")
     assert len(json.loads(outcome.stdout)["items"]) == 5
-    assert outcome.stderr == "there are more than these 5: see them with --limit\n"
+    assert outcome.stderr == "there are more than 5; --limit shows them\n"
 
 
-def test_stats_can_be_one_section(get: Any) -> None:
-    outcome = get("stats", "--section", "lookups")
+def test_stats_can_be_one_section(run: Any, host: Any) -> None:
+    stats = ("describe", "stats", "--server", host.url, "--section")
+    outcome = run(*stats, "lookups")
     assert "query blocks" in outcome.stdout
     assert "evictions" not in outcome.stdout
-    assert get("stats", "--section", "weather").exit_code == 2
+    assert run(*stats, "weather").exit_code == 2
 
 
 def test_transfers_in_flight_are_listed(get: Any, host: Any) -> None:
@@ -112,6 +136,78 @@ def test_describe_says_everything_of_one_thing(run: Any, host: Any, arguments: l
         assert f"\n{line}" in "\n" + outcome.stdout
 
 
-def test_describe_says_nothing_of_what_is_not_there(run: Any, host: Any) -> None:
-    outcome = run("describe", "rank", "9", "--server", host.url)
-    assert (outcome.exit_code, outcome.stdout) == (4, "")
+def test_describe_server_has_a_row_for_each_rank(run: Any, host: Any) -> None:
+    shown = run("describe", "server", "--server", host.url).stdout
+    (titles, first, second) = shown[shown.index("RANK") :].splitlines()[:3]
+    assert titles.split()[:2] == ["RANK", "STATE"]
+    assert (first.split()[:2], second.split()[:2]) == (["0", "ready"], ["1", "ready"])
+
+
+class Looks:
+    """Answers of a watched server, one for each look. Ctrl-C ends the last sleep."""
+
+    def __init__(self, *answers: str | ApiError) -> None:
+        self._answers = list(answers)
+        self.slept: list[float] = []
+
+    def look(self) -> str:
+        answer = self._answers.pop(0)
+        if isinstance(answer, ApiError):
+            raise answer
+        return answer
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        if not self._answers:
+            raise KeyboardInterrupt
+
+
+def watched(looks: Looks) -> None:
+    _watch(looks.look, 2.0, title="kvstow get ranks", sleep=looks.sleep)
+
+
+def test_watching_prints_what_has_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    looks = Looks("one", "one", "two")
+    watched(looks)
+    assert capsys.readouterr().out == "one\ntwo\n"
+    assert looks.slept == [2.0, 2.0, 2.0]
+
+
+def test_watching_goes_on_when_the_server_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+    watched(Looks("one", ApiError("it is away"), ApiError("it is away"), "one", "two"))
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("one\ntwo\n", "no answer: it is away; trying again\n")
+
+
+def test_watching_ends_where_there_is_nothing_to_wait_for() -> None:
+    with pytest.raises(ApiError, match="away"):
+        watched(Looks(ApiError("it is away")))
+    refusal = ProblemView(
+        type="t", title="t", status=403, detail="d", instance="i", code="c", errors=[], retry_after=None
+    )
+    with pytest.raises(ApiError, match="no"):
+        watched(Looks("one", ApiError("no", refusal)))
+
+
+def test_a_watched_list_is_one_json_object_a_line(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(seconds: float) -> None:
+        if host.engine.stats().policy == "arc":
+            raise KeyboardInterrupt
+        host.engine.admin.set_policy("arc")
+
+    monkeypatch.setattr("kvstow_service.cli.get._watch", partial(_watch, sleep=change))
+    outcome = run("get", "pools", "--watch", "-o", "json", "--server", host.url)
+    assert outcome.exit_code == 0, outcome.output
+    assert [json.loads(line)["items"][0]["policy"] for line in outcome.stdout.splitlines()] == ["lru", "arc"]
+
+
+def test_on_a_terminal_a_watched_list_is_replaced(host: Any, child_environ: dict[str, str]) -> None:
+    watch = ("get", "pools", "--watch", "--interval", "100ms", "--server", host.url)
+    with Terminal(*watch, environ=child_environ) as terminal:
+        assert terminal.until("kvstow get pools").endswith("\x1b[2J\x1b[1;1H\x1b[1m")
+        terminal.until(host.url)
+        terminal.until("lru")
+        host.engine.admin.set_policy("arc")
+        terminal.until("arc")
+        terminal.type("\x03")
+        assert terminal.end() == 0

@@ -46,4 +46,4 @@ def test_a_reader_that_has_enough_is_no_error(child_environ: dict[str, str]) -> 
 def test_a_file_that_cannot_be_written_ends_with_status_2(tmp_path: Path) -> None:
     outcome = invoke("--output", str(tmp_path / "none" / "trace.jsonl"))
     assert outcome.exit_code == 2
-    assert "a file that can be written, or - (No such file or directory)" in outcome.stderr
+    assert "a writable file, or - (No such file or directory)" in outcome.stderr

@@ -38,7 +38,7 @@ def test_a_draining_server_is_drained_and_not_ready(run: Any, host: Any) -> None
     drained = ("wait", "--for=drained", "--timeout=0", "--server", host.url)
     outcome = run(*drained)
     assert (outcome.exit_code, outcome.stdout) == (3, "")
-    assert "no drain is on" in outcome.stderr
+    assert "the server is not draining" in outcome.stderr
     host.engine.admin.drain("all", None)
     assert run(*drained).exit_code == 0
     outcome = run("wait", "--server", host.url, "--timeout=0")
@@ -69,7 +69,7 @@ def test_a_refusal_is_not_waited_out(run: Any, make_host: Any, tmp_path: Path) -
     outcome = run("wait", "--server", url, "--for=pinned")
     assert outcome.exit_code == 1
     assert "Unauthorized" in outcome.stderr
-    assert "fix: give a file with a token that is valid there: --token-file" in outcome.stderr
+    assert "hint: give a valid token: --token-file" in outcome.stderr
     assert run("wait", "--server", url, "--for=pinned", "--token-file", str(tmp_path / "viewer")).exit_code == 0
 
 

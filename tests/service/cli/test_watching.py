@@ -82,7 +82,7 @@ def diagnosis(*findings: FindingView) -> DoctorView:
 def test_a_healthy_server_is_exit_code_0(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstow_api.client.Client.send", lambda self, call: diagnosis())
     outcome = run("doctor", "--server", host.url)
-    assert (outcome.exit_code, outcome.stdout) == (0, "1 check, no findings\n")
+    assert (outcome.exit_code, outcome.stdout) == (0, "1 check, 0 findings\n")
 
 
 def test_findings_are_told_with_their_fix_and_are_exit_code_1(
@@ -98,7 +98,7 @@ def test_findings_are_told_with_their_fix_and_are_exit_code_1(
         "  memory: gib 2",
         "",
         "1 check, 1 finding",
-        "not made: clocks: no rank has told its time",
+        "skipped: clocks: no rank has told its time",
     ]
 
 
@@ -215,4 +215,4 @@ def test_without_matplotlib_the_fix_is_named(plot: Any, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "matplotlib.dates", None)
     outcome = plot("usage", "--png", str(tmp_path / "figure.png"))
     assert outcome.exit_code == 1
-    assert "fix: pip install 'kvstow[plot]'" in outcome.stderr
+    assert "hint: pip install 'kvstow[plot]'" in outcome.stderr

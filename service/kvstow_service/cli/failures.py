@@ -1,4 +1,4 @@
-"""Exit codes of the commands that ask a server, and how they say what went wrong."""
+"""How commands fail: an error with a hint on standard error, and an exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ExitCode(IntEnum):
-    """One for each thing that a script may want to tell apart."""
+    """The outcomes that a script may want to tell apart."""
 
     OK = 0
     ERROR = 1
@@ -27,16 +27,16 @@ class ExitCode(IntEnum):
 
 
 class CommandError(KvstowError):
-    """A command cannot do what it was asked to. `fix`: what its user can do about it."""
+    """A command cannot do what it was asked to; `hint` says what its user can do."""
 
     code = "command_failed"
 
-    def __init__(self, message: str, fix: str, exit_code: ExitCode = ExitCode.ERROR) -> None:
+    def __init__(self, message: str, hint: str, exit_code: ExitCode = ExitCode.ERROR) -> None:
         super().__init__(message)
-        self.fix, self.exit_code = fix, exit_code
+        self.hint, self.exit_code = hint, exit_code
 
     def __reduce__(self) -> tuple[type[CommandError], tuple[str, str, ExitCode]]:
-        return type(self), (str(self), self.fix, self.exit_code)
+        return type(self), (str(self), self.hint, self.exit_code)
 
 
 _CODES = {
@@ -47,17 +47,24 @@ _CODES = {
     422: ExitCode.USAGE,
     503: ExitCode.NOT_READY,
 }
-_FIXES = {
-    401: "give a file with a token that is valid there: --token-file, KVSTOW_TOKEN_FILE, or `kvstow context set`",
+_HINTS = {
+    401: "give a valid token: --token-file, KVSTOW_TOKEN_FILE, or `kvstow context set`",
     403: "use an admin's token: --token-file, KVSTOW_TOKEN_FILE, or `kvstow context set`",
-    409: "`kvstow describe server` shows what the server is doing; try again when it has ended",
-    412: "somebody else has changed the settings meanwhile: look again, then repeat",
+    409: "`kvstow describe server` shows what the server is doing; try again when that has ended",
+    412: "the settings changed in the meantime; check them and try again",
 }
 _UNREACHABLE = (
-    "see that KVStow's admin server runs there, or name another: --server, KVSTOW_SERVER, or `kvstow context use`"
+    "check that KVStow's admin server runs there, or choose another: --server, KVSTOW_SERVER, or `kvstow context use`"
 )
-_LISTED_BY = {"cancel": "operations"}
-"""Commands whose name is not that of what they look for, and the noun of `kvstow get` that lists it."""
+_LISTED_BY = {
+    "block": "blocks",
+    "pool": "pools",
+    "rank": "ranks",
+    "transfer": "transfers",
+    "operation": "operations",
+    "cancel": "operations",
+}
+"""The lists of `kvstow get`, by the command that looks for one of their items."""
 
 
 def exit_code_of(error: KvstowError) -> ExitCode:
@@ -67,26 +74,26 @@ def exit_code_of(error: KvstowError) -> ExitCode:
         case CommandError():
             return error.exit_code
         case ApiError():
-            # Without a problem it may be anybody's answer: a 404 of another server names nothing that is missing.
+            # Without a problem document another server may have answered: its 404 says nothing about ours.
             return _CODES.get(error.problem.status, ExitCode.ERROR) if error.problem else ExitCode.ERROR
         case ConfigError():
             return ExitCode.USAGE
     return ExitCode.ERROR
 
 
-def fix_of(error: KvstowError, command: str = "") -> str | None:
-    """What the user can do about it, as far as can be told from here. `command`: the name of the one that failed."""
+def hint_for(error: KvstowError, command: str = "") -> str | None:
+    """What the user can do, if that is known. `command`: the name of the command that failed."""
     from kvstow_api.client import ApiError
 
     match error:
         case CommandError():
-            return error.fix
+            return error.hint
         case ApiError():
-            return _fix_of_problem(error, command)
+            return _hint_for_problem(error, command)
     return None
 
 
-def _fix_of_problem(error: ApiError, command: str) -> str | None:
+def _hint_for_problem(error: ApiError, command: str) -> str | None:
     problem = error.problem
     if problem is None:
         return _UNREACHABLE
@@ -94,19 +101,19 @@ def _fix_of_problem(error: ApiError, command: str) -> str | None:
         return "; ".join(f"{one.field}: {one.allowed}" for one in problem.errors)
     if problem.retry_after is not None:
         return f"try again in {problem.retry_after} s"
-    if problem.status == 404:
-        return f"`kvstow get {_LISTED_BY.get(command, command)}` lists what there is"
-    return _FIXES.get(problem.status)
+    if problem.status == 404 and command in _LISTED_BY:
+        return f"`kvstow get {_LISTED_BY[command]}` lists what there is"
+    return _HINTS.get(problem.status)
 
 
 @contextmanager
-def complaining() -> Iterator[None]:
-    """KVStow's errors become words on standard error, what to do about them included, and the exit code."""
+def reporting_failures() -> Iterator[None]:
+    """Print KVStow's errors and their hints to standard error, and exit with their code."""
     try:
         yield
     except KvstowError as error:
         context = click.get_current_context()
         click.echo(f"{context.command_path}: {error}", err=True)
-        if fix := fix_of(error, context.info_name or ""):
-            click.echo(f"fix: {fix}", err=True)
+        if hint := hint_for(error, context.info_name or ""):
+            click.echo(f"hint: {hint}", err=True)
         context.exit(exit_code_of(error))

@@ -1,4 +1,4 @@
-"""Types of the command line's values: times and sizes written for people."""
+"""Value types of flags and arguments: times and sizes with units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstow_service.duration import parse_duration
 
 
 class _Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
-    """Whatever `parse` makes of a text; what it allows goes into the error."""
+    """A value that `parse` reads; its `ConfigError` names the allowed ones."""
 
     def __init__(self, name: str, parse: Callable[[str], float]) -> None:
         self.name = name

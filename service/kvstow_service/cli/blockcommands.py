@@ -1,0 +1,223 @@
+"""Commands on blocks: evict, purge, protect, unprotect."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstow.bytesize import format_size
+from kvstow_api.numberformat import counted
+from kvstow_service.cli.confirmation import Effect, confirm, dry_run_flag, yes_flag
+from kvstow_service.cli.connection import Connection, remote
+from kvstow_service.cli.failures import CommandError, ExitCode
+from kvstow_service.cli.following import follow, no_wait_flag, server_wait, started
+from kvstow_service.cli.output import Format, emit, format_flag
+from kvstow_service.cli.valuetypes import SIZE, TIME
+
+if TYPE_CHECKING:
+    from kvstow_api.client import Call, Client
+    from kvstow_api.views.operations import OperationView
+    from kvstow_api.views.pools import ProtectionView, RemovedView
+
+_KEYS_PER_LOOKUP = 256  # a lookup without an admin's credential may have 64 KiB
+
+
+@click.command()
+@click.option("--slots", type=click.IntRange(1), help="This many blocks.")
+@click.option("--size", type=SIZE, help="This many bytes of each rank, such as 2GiB.")
+@click.option("--idle", type=TIME, help="All blocks that were not used for this long.")
+@dry_run_flag
+@yes_flag
+@no_wait_flag
+@format_flag
+@remote
+def evict(
+    connection: Connection, slots: int | None, size: int | None, idle: float | None, style: Format, **flags: bool
+) -> None:
+    """Remove the least recently used blocks.
+
+    Leased and protected blocks stay. Give one of --slots, --size and --idle.
+    """
+    from kvstow_api.client import calls
+
+    if sum(given is not None for given in (slots, size, idle)) != 1:
+        raise click.UsageError("give one of --slots, --size and --idle")
+    make = partial(calls.evict, slots=slots, num_bytes=size, idle_seconds=idle)
+    _remove(connection, make, style, **flags)
+
+
+@click.command()
+@click.argument("keys", nargs=-1, metavar="[KEY]...")
+@click.option("--all", "everything", is_flag=True, help="All blocks.")
+@click.option("--key-prefix", "key_prefixes", multiple=True, metavar="HEX", help="Keys with this prefix; repeatable.")
+@click.option("--idle", type=TIME, help="All blocks that were not used for this long.")
+@click.option("--age", type=TIME, help="All blocks that were stored this long ago.")
+@click.option("--slots", type=click.IntRange(1), help="This many blocks, least recently used first.")
+@click.option("--size", type=SIZE, help="This many bytes of each rank, least recently used first.")
+@dry_run_flag
+@yes_flag
+@no_wait_flag
+@format_flag
+@remote
+def purge(
+    connection: Connection,
+    keys: tuple[str, ...],
+    everything: bool,
+    key_prefixes: tuple[str, ...],
+    idle: float | None,
+    age: float | None,
+    slots: int | None,
+    size: int | None,
+    style: Format,
+    **flags: bool,
+) -> None:
+    """Remove blocks by key, age or number, protected ones included.
+
+    A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input. Give one kind of selector.
+    """
+    from kvstow_api.client import calls
+
+    chosen: dict[str, Any] = {
+        "everything": everything or None,
+        "keys": _keys(keys) or None,
+        "key_prefixes": list(key_prefixes) or None,
+        "idle_seconds": idle,
+        "age_seconds": age,
+        "slots": slots,
+        "num_bytes": size,
+    }
+    given = {name: value for name, value in chosen.items() if value is not None}
+    if len(given) != 1:
+        raise click.UsageError("give one of KEY..., --all, --key-prefix, --idle, --age, --slots and --size")
+    _remove(connection, partial(calls.purge, **given), style, **flags)
+
+
+@click.command()
+@click.argument("keys", nargs=-1, required=True, metavar="KEY...")
+@click.option("--ttl", type=TIME, help="For this long; otherwise until `kvstow unprotect`.")
+@dry_run_flag
+@format_flag
+@remote
+def protect(connection: Connection, keys: tuple[str, ...], ttl: float | None, dry_run: bool, style: Format) -> None:
+    """Protect blocks from eviction.
+
+    A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input. Replaces any earlier
+    protection. Exit code 4 if none of the keys is in the pool.
+    """
+    from kvstow_api.client import calls
+
+    wanted = _keys(keys)
+    with connection.client() as client:
+        plan = _presence(client, wanted)
+        if not plan.changed:
+            raise CommandError(
+                f"none of the {counted(len(wanted), 'key')} is in the pool",
+                "`kvstow get blocks` lists the keys",
+                ExitCode.NOT_FOUND,
+            )
+        if dry_run:
+            emit(plan, style, partial(_changed, "would protect"))
+        else:
+            emit(client.send(calls.protect(wanted, ttl_seconds=ttl)), style, partial(_changed, "protected"))
+
+
+@click.command()
+@click.argument("keys", nargs=-1, metavar="[KEY]...")
+@click.option("--all", "everything", is_flag=True, help="All protected blocks.")
+@dry_run_flag
+@yes_flag
+@format_flag
+@remote
+def unprotect(
+    connection: Connection, keys: tuple[str, ...], everything: bool, dry_run: bool, yes: bool, style: Format
+) -> None:
+    """Let blocks be evicted again.
+
+    A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input.
+    """
+    from kvstow_api.client import calls
+
+    if bool(keys) == everything:
+        raise click.UsageError("give keys, or --all")
+    wanted = None if everything else _keys(keys)
+    with connection.client() as client:
+        plan = _protected(client) if wanted is None else _presence(client, wanted) if dry_run else None
+        if dry_run and plan is not None:
+            emit(plan, style, partial(_changed, "would unprotect" if everything else "would unprotect up to"))
+            return
+        if plan is not None:  # blocks named by their keys can be protected again
+            words = f"unprotect {counted(plan.changed, 'block')}"
+            confirm(Effect(words, lost_protections=plan.changed), connection, yes)
+        emit(client.send(calls.unprotect(wanted)), style, partial(_changed, "unprotected"))
+
+
+def _remove(
+    connection: Connection,
+    make: Callable[..., Call[RemovedView | OperationView]],
+    style: Format,
+    *,
+    dry_run: bool,
+    yes: bool,
+    no_wait: bool,
+) -> None:
+    """`make` takes `dry_run` and `wait`, and selects the blocks."""
+    with connection.client() as client:
+        effect = Effect("remove blocks", lost_blocks=None)
+        if dry_run or not yes:
+            planned = follow(client, make(dry_run=True, wait=server_wait()))
+            if dry_run:
+                emit(planned, style, _removed)
+                return
+            plan = _result(planned)
+            effect = Effect(f"remove {_amount(plan)}", lost_blocks=plan.evicted_slots)
+        confirm(effect, connection, yes)
+        answer = follow(client, make(wait=server_wait(no_wait)), no_wait=no_wait)
+        emit(answer, style, _removed)
+
+
+def _result(answer: Any) -> Any:
+    """The `RemovedView` of an answer, or of an operation that has ended."""
+    return getattr(answer, "result", answer)
+
+
+def _removed(answer: Any) -> str:
+    removed = _result(answer)
+    if removed is None:
+        return started(answer)
+    return f"{'would remove' if removed.dry_run else 'removed'} {_amount(removed)}"
+
+
+def _amount(removed: RemovedView) -> str:
+    return f"{counted(removed.evicted_slots, 'block')}, {format_size(removed.evicted_bytes)} of each rank"
+
+
+def _keys(arguments: Sequence[str]) -> list[str]:
+    """Keys given as arguments; - stands for those on standard input."""
+    return [key for argument in arguments for key in (sys.stdin.read().split() if argument == "-" else [argument])]
+
+
+def _presence(client: Client, keys: Sequence[str]) -> ProtectionView:
+    """How many of the keys are in the pool."""
+    from kvstow_api.client import calls
+    from kvstow_api.views.pools import ProtectionView
+
+    parts = (keys[start : start + _KEYS_PER_LOOKUP] for start in range(0, len(keys), _KEYS_PER_LOOKUP))
+    present = [is_there for part in parts for is_there in client.send(calls.lookup(part)).present]
+    return ProtectionView(changed=present.count(True), missing=present.count(False))
+
+
+def _protected(client: Client) -> ProtectionView:
+    """How many blocks are protected."""
+    from kvstow_api.client import calls
+    from kvstow_api.views.pools import ProtectionView
+
+    return ProtectionView(changed=client.send(calls.pool()).slots.protected, missing=0)
+
+
+def _changed(verb: str, view: ProtectionView) -> str:
+    missing = f"; not in the pool: {counted(view.missing, 'key')}" if view.missing else ""
+    return f"{verb} {counted(view.changed, 'block')}{missing}"

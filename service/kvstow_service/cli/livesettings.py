@@ -1,0 +1,154 @@
+"""Commands on settings of a running server: resize and config."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstow.bytesize import format_size
+from kvstow_api.numberformat import counted
+from kvstow_service.cli.confirmation import Effect, confirm, dry_run_flag, yes_flag
+from kvstow_service.cli.connection import Connection, remote
+from kvstow_service.cli.describe import details
+from kvstow_service.cli.failures import CommandError, ExitCode
+from kvstow_service.cli.following import follow, no_wait_flag, server_wait, started
+from kvstow_service.cli.output import Format, emit, format_flag, table
+from kvstow_service.cli.valuetypes import SIZE, TIME
+
+if TYPE_CHECKING:
+    from kvstow_api.views.pools import PlanView, PoolView
+
+
+@click.command()
+@click.argument("size", type=SIZE, required=False)
+@click.option("--slots", type=click.IntRange(1), help="Number of slots instead of a size.")
+@dry_run_flag
+@yes_flag
+@no_wait_flag
+@format_flag
+@remote
+def resize(
+    connection: Connection,
+    size: int | None,
+    slots: int | None,
+    dry_run: bool,
+    yes: bool,
+    no_wait: bool,
+    style: Format,
+) -> None:
+    """Set the pool size of every rank to SIZE bytes, such as 16GiB.
+
+    A larger pool is pinned in the background. A smaller one evicts the least recently used blocks first, and asks
+    before.
+    """
+    from kvstow_api.client import calls
+
+    if (size is None) == (slots is None):
+        raise click.UsageError("give a size, or --slots")
+    with connection.client() as client:
+        pool = client.send(calls.pool())
+        _check_size(size if size is not None else (slots or 0) * pool.slot_bytes, pool)
+        plan = client.send(calls.plan_resize(slots=slots, num_bytes=size))
+        if dry_run:
+            emit(plan, style, _would_resize)
+            return
+        words = f"shrink the pool to {plan.capacity_slots:,} slots and evict {_evicted(plan)},"
+        confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
+        change = calls.resize(slots=slots, num_bytes=size, if_match=pool.etag, wait=server_wait(no_wait))
+        answer = follow(client, change, no_wait=no_wait)
+        emit(answer, style, partial(_resized, pool.capacity_slots, plan.capacity_slots))
+
+
+def _check_size(size: int, pool: PoolView) -> None:
+    """The server refuses it as well, but counts in slots or bytes."""
+    if size > pool.max_capacity_bytes:
+        most = f"{format_size(pool.max_capacity_bytes)}, {counted(pool.max_capacity_slots, 'slot')}"
+        hint = "ask for less, or restart the server with a larger --pool-max-size (max_bytes inside vLLM)"
+        raise CommandError(f"{format_size(size)} is too much: each rank can hold {most}", hint, ExitCode.USAGE)
+
+
+def _evicted(plan: PlanView) -> str:
+    return f"{counted(plan.evicted_slots, 'block')}, {format_size(plan.evicted_bytes)} of each rank"
+
+
+def _would_resize(plan: PlanView) -> str:
+    return f"would set the capacity to {counted(plan.capacity_slots, 'slot')} and evict {_evicted(plan)}"
+
+
+def _resized(before: int, slots: int, answer: Any) -> str:
+    if getattr(answer, "state", "") == "running":
+        return started(answer)
+    return f"the pool has {counted(slots, 'slot')}{'; ranks pin the new ones in the background' * (slots > before)}"
+
+
+@click.group()
+def config() -> None:
+    """Show and change the server's settings."""
+
+
+@config.command()
+@format_flag
+@remote
+def view(connection: Connection, style: Format) -> None:
+    """Show the settings: those that can change now, and those of the start."""
+    from kvstow_api.client import calls
+
+    with connection.client() as client:
+        emit(client.send(calls.config()), style, details)
+
+
+@config.command("set")
+@click.argument("settings", nargs=-1, required=True, metavar="KEY=VALUE...")
+@dry_run_flag
+@yes_flag
+@no_wait_flag
+@format_flag
+@remote
+def set_values(
+    connection: Connection, settings: tuple[str, ...], dry_run: bool, yes: bool, no_wait: bool, style: Format
+) -> None:
+    """Change settings of the running server: capacity_slots, policy, pinning_paused."""
+    from kvstow_api.client import calls
+
+    runtime = dict(_parse(setting) for setting in settings)
+    with connection.client() as client:
+        etag = client.send(calls.config()).etag
+        plan = client.send(calls.plan_config(runtime))
+        if dry_run:
+            emit(plan, style, details)
+            return
+        words = f"change {', '.join(runtime)} and evict {_evicted(plan)},"
+        confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
+        change = calls.change_config(runtime, if_match=etag, wait=server_wait(no_wait))
+        answer = follow(client, change, no_wait=no_wait)
+        emit(answer, style, lambda view: details(getattr(view, "runtime", view)))
+
+
+@config.command("log-level")
+@click.argument("level")
+@click.option("--logger", default="kvstow", show_default=True, help="A logger of `kvstow get log-levels`.")
+@click.option("--ttl", type=TIME, help="For this long; otherwise until the server stops.")
+@format_flag
+@remote
+def log_level(connection: Connection, level: str, logger: str, ttl: float | None, style: Format) -> None:
+    """Set a logger's LEVEL: debug, info, warning or error."""
+    from kvstow_api.client import calls
+    from kvstow_service.cli.tables import LOG_LEVELS
+
+    with connection.client() as client:
+        answer = client.send(calls.set_log_level(level, logger=logger, ttl_seconds=ttl))
+    emit(answer, style, lambda view: table([view], LOG_LEVELS))
+
+
+def _parse(setting: str) -> tuple[str, Any]:
+    """A value that is not JSON is a string."""
+    key, equals, text = setting.partition("=")
+    if not key or not equals:
+        raise click.UsageError(f"{setting!r} is not KEY=VALUE")
+    try:
+        return key, json.loads(text)
+    except ValueError:
+        return key, text

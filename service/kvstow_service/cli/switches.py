@@ -1,0 +1,163 @@
+"""Commands that switch parts of the server off and on: drain, undrain, bypass, pinning."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstow_api.numberformat import counted, duration
+from kvstow_service.cli.confirmation import Effect, confirm, dry_run_flag, yes_flag
+from kvstow_service.cli.connection import Connection, remote
+from kvstow_service.cli.output import Format, emit, format_flag, table
+from kvstow_service.cli.valuetypes import TIME
+
+if TYPE_CHECKING:
+    from kvstow_api.views.gate import BypassView, DrainView
+
+_DRAINS = {
+    "all": "stop loads and stores, and make /readyz fail,",
+    "stop-stores": "stop stores, and make /readyz fail,",
+}
+
+
+@click.command()
+@click.option(
+    "--mode",
+    type=click.Choice(list(_DRAINS)),
+    default="all",
+    show_default=True,
+    help="all: no loads and no stores; stop-stores: no stores.",
+)
+@click.option("--deadline", type=TIME, help="Shown to those who wait for the drain. Nothing is aborted when it passes.")
+@dry_run_flag
+@yes_flag
+@format_flag
+@remote
+def drain(connection: Connection, mode: str, deadline: float | None, dry_run: bool, yes: bool, style: Format) -> None:
+    """Finish what is in flight, and accept nothing new.
+
+    Requests are still served, without the cache. /readyz fails until `kvstow undrain`; `kvstow wait --for=drained`
+    waits until nothing is in flight.
+    """
+    from kvstow_api.client import calls
+
+    wanted: Any = mode.replace("-", "_")
+    with connection.client() as client:
+        if dry_run:
+            emit(client.send(calls.drain_status()), style, partial(_would_drain, mode))
+            return
+        confirm(Effect(_DRAINS[mode], fails_readyz=True), connection, yes)
+        emit(client.send(calls.drain(mode=wanted, deadline_seconds=deadline)), style, _drain_table)
+
+
+@click.command()
+@dry_run_flag
+@format_flag
+@remote
+def undrain(connection: Connection, dry_run: bool, style: Format) -> None:
+    """Accept traffic again."""
+    from kvstow_api.client import calls
+
+    with connection.client() as client:
+        if dry_run:
+            emit(client.send(calls.drain_status()), style, _would_undrain)
+        else:
+            emit(client.send(calls.undrain()), style, _drain_table)
+
+
+def _would_drain(mode: str, now: DrainView) -> str:
+    left = f"{counted(now.pending_transfers, 'transfer')} and {counted(now.leases, 'lease')}"
+    return f"would {_DRAINS[mode].rstrip(',')}; in flight: {left}"
+
+
+def _would_undrain(now: DrainView) -> str:
+    return "would end the drain" if now.active else "would change nothing: there is no drain"
+
+
+def _drain_table(view: DrainView) -> str:
+    from kvstow_service.cli.tables import DRAIN
+
+    return table([view], DRAIN)
+
+
+@click.command()
+@click.option("--load", is_flag=True, help="Switch loads off: every lookup is a miss.")
+@click.option("--store", is_flag=True, help="Switch stores off.")
+@click.option("--off", is_flag=True, help="End the bypass: switch loads and stores on.")
+@click.option("--ttl", type=TIME, help="For this long; otherwise until --off.")
+@dry_run_flag
+@format_flag
+@remote
+def bypass(
+    connection: Connection, load: bool, store: bool, off: bool, ttl: float | None, dry_run: bool, style: Format
+) -> None:
+    """Switch loads or stores off without touching the pool.
+
+    Replaces any earlier bypass.
+    """
+    from kvstow_api.client import calls
+    from kvstow_api.views.gate import BypassView
+
+    if off == (load or store) or (off and ttl is not None):
+        raise click.UsageError("give --load, --store or both, with or without --ttl; or --off alone")
+    if dry_run:
+        emit(BypassView(load=load, store=store, ttl_seconds_left=ttl), style, _would_bypass)
+        return
+    with connection.client() as client:
+        emit(client.send(calls.bypass(load=load, store=store, ttl_seconds=ttl)), style, _bypass_table)
+
+
+def _would_bypass(plan: BypassView) -> str:
+    from kvstow_api.words import bypassed
+
+    off = bypassed(load=plan.load, store=plan.store)
+    if not off:
+        return "would switch loads and stores on"
+    ends = "" if plan.ttl_seconds_left is None else f" for {duration(plan.ttl_seconds_left)}"
+    return f"would switch {' and '.join(off)} off{ends}"
+
+
+def _bypass_table(view: BypassView) -> str:
+    from kvstow_service.cli.tables import BYPASS
+
+    return table([view], BYPASS)
+
+
+@click.group()
+def pinning() -> None:
+    """Pause, resume or retry the pinning of memory."""
+
+
+@pinning.command()
+@remote
+def pause(connection: Connection) -> None:
+    """Pin no further chunk of memory. What is pinned stays usable."""
+    from kvstow_api.client import calls
+
+    with connection.client() as client:
+        client.send(calls.pause_pinning())
+    click.echo("pinning is paused")
+
+
+@pinning.command()
+@remote
+def resume(connection: Connection) -> None:
+    """Continue a paused pinning."""
+    from kvstow_api.client import calls
+
+    with connection.client() as client:
+        client.send(calls.resume_pinning())
+    click.echo("pinning continues")
+
+
+@pinning.command()
+@remote
+def retry(connection: Connection) -> None:
+    """Let ranks whose pinning failed try again."""
+    from kvstow_api.client import calls
+
+    with connection.client() as client:
+        attempt = client.send(calls.retry_pinning()).pin_attempt
+    click.echo(f"ranks try again: attempt {attempt}")

@@ -1,0 +1,101 @@
+"""Destructive commands: what they are, that they ask, and that they name their server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import pytest
+
+from kvstow_service.cli.commands import COMMANDS, load
+from kvstow_service.cli.confirmation import Effect, confirm
+from kvstow_service.cli.connection import Connection
+from kvstow_service.cli.contexts import Context
+from kvstow_service.cli.failures import CommandError
+
+CONNECTION = Connection(Context("http://prod:1"), 1.0, "prod")
+PURGE = Effect("remove 2 blocks", lost_blocks=2)
+
+
+@pytest.mark.parametrize(
+    ("effect", "is_destructive"),
+    [
+        (Effect("grow the pool"), False),
+        (Effect("remove 0 blocks", lost_blocks=0), False),
+        (PURGE, True),
+        (Effect("remove blocks", lost_blocks=None), True),
+        (Effect("unprotect 2 blocks", lost_protections=2), True),
+        (Effect("drain", fails_readyz=True), True),
+    ],
+)
+def test_what_is_lost_for_good_or_fails_readyz_is_destructive(effect: Effect, is_destructive: bool) -> None:
+    assert effect.is_destructive == is_destructive
+
+
+def test_a_harmless_command_is_not_asked_about() -> None:
+    confirm(Effect("grow the pool"), CONNECTION, yes=False)
+
+
+def test_yes_names_the_server_and_asks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    confirm(PURGE, CONNECTION, yes=True)
+    assert capsys.readouterr().err == "server: http://prod:1 (context prod)\n"
+
+
+def test_the_question_names_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def answer(question: str, err: bool) -> bool:
+        asked.append(question)
+        return len(asked) == 1
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(click, "confirm", answer)
+    confirm(PURGE, CONNECTION, yes=False)
+    assert asked == ["Remove 2 blocks on http://prod:1 (context prod)?"]
+    with pytest.raises(CommandError, match="nothing was changed"):
+        confirm(PURGE, CONNECTION, yes=False)
+
+
+def test_without_a_terminal_a_flag_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
+    with pytest.raises(CommandError, match=r"would remove 2 blocks on http://prod:1 \(context prod\)") as refusal:
+        confirm(PURGE, CONNECTION, yes=False)
+    assert refusal.value.hint.startswith("--yes proceeds without a prompt")
+
+
+def with_yes(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    if isinstance(command, click.Group):
+        for child in command.commands.values():
+            yield from with_yes(f"{name} {child.name}", child)
+    elif any("--yes" in parameter.opts for parameter in command.params):
+        yield name, command
+
+
+def test_these_commands_can_be_destructive() -> None:
+    found = dict(pair for name in COMMANDS for pair in with_yes(name, load(name)))
+    assert set(found) == {"evict", "purge", "unprotect", "resize", "config set", "drain"}
+    for command in found.values():
+        assert any("--dry-run" in parameter.opts for parameter in command.params), "it can be tried first"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["evict", "--slots", "1"],
+        ["purge", "--all"],
+        ["unprotect", "--all"],
+        ["resize", "--slots", "1"],
+        ["config", "set", "capacity_slots=1"],
+        ["drain"],
+    ],
+    ids=" ".join,
+)
+def test_each_names_its_server(run: Any, host: Any, arguments: list[str]) -> None:
+    keys = [b"\x00\x01", b"\x00\x02"]
+    host.store(*keys)
+    host.engine.admin.protect(keys[1:] if arguments[0] == "unprotect" else [], None)
+    given = (*arguments, "--server", host.url)
+    assert f" on {host.url}, and there is no terminal" in run(*given).stderr
+    outcome = run(*given, "--yes")
+    assert (outcome.exit_code, outcome.stderr) == (0, f"server: {host.url}\n")

@@ -1,0 +1,78 @@
+"""Tables and field lists: nothing is folded or cut, on a terminal of any width."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from tests.service.cli.terminal import Terminal
+
+from kvstow_service.cli.output import Column, pairs, styled, table
+from kvstow_service.cli.tables import LISTS
+
+COLUMNS = (
+    Column("NAME", lambda item: str(item[0])),
+    Column("SIZE", lambda item: str(item[1])),
+    Column("MORE", lambda item: "m", wide=True),
+)
+
+
+def test_columns_are_as_wide_as_their_widest_cell() -> None:
+    assert table([("a", "1 GiB"), ("longer", "2")], COLUMNS) == "NAME    SIZE\na       1 GiB\nlonger  2"
+    assert table([("a", "1")], COLUMNS, wide=True) == "NAME  SIZE  MORE\na     1     m"
+    assert table([], COLUMNS) == "NAME  SIZE"
+
+
+def test_wide_characters_count_as_two_columns() -> None:
+    assert table([("日本", "1"), ("abcd", "2")], COLUMNS).splitlines()[1:] == ["日本  1", "abcd  2"]
+
+
+def test_a_cell_is_one_line_and_has_no_escapes() -> None:
+    assert table([("a\nb\x1b[31m", "1")], COLUMNS).splitlines()[1] == "a b [31m  1"
+    assert pairs([("error", "first\nsecond")]) == "error  first second"
+
+
+def test_names_are_aligned_with_their_depth() -> None:
+    assert pairs([("pool", ""), ("  size", "1 GiB")]) == "pool\n  size  1 GiB"
+    assert pairs([]) == ""
+
+
+def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert styled("ready", "green") == "ready"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert styled("ready", "green") == "\x1b[32mready\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert styled("ready", "green") == "ready"
+
+
+@pytest.fixture
+def crowded(host: Any, run: Any) -> Any:
+    """A host with something in each list, and long names everywhere."""
+    keys = [bytes([number]) * 32 for number in range(3)]
+    host.store(*keys)
+    host.engine.begin_store([b"\xff" * 32], [0], request_id="request-" + "0123456789abcdef" * 2)
+    host.ranks[1].state, host.ranks[1].error = "degraded", "the next chunk does not fit: 64 MiB are left"
+    host.ranks[1].report()
+    assert run("evict", "--slots", "1", "--yes", "--server", host.url).exit_code == 0
+    assert run("resize", "--slots", "1", "--yes", "--no-wait", "--server", host.url).exit_code == 0
+    return host
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+@pytest.mark.parametrize("noun", LISTS)
+def test_ids_can_be_copied_from_a_narrow_terminal(
+    crowded: Any, run: Any, child_environ: dict[str, str], noun: str, columns: int
+) -> None:
+    _, identifier = LISTS[noun]
+    items = json.loads(run("get", noun, "-o", "json", "--server", crowded.url).stdout)["items"]
+    assert items
+    with Terminal("get", noun, "--server", crowded.url, environ=child_environ, columns=columns) as terminal:
+        assert terminal.end() == 0
+        titles, *rows = re.sub(r"\x1b\[\d+m", "", terminal.text).splitlines()
+    titled = [column.title for column in LISTS[noun][0] if not column.wide]
+    assert [title for title in titled if title not in titles] == []
+    assert len(rows) == len(items), "a row is one line, which the terminal wraps"
+    assert {row.split()[0] for row in rows} == {str(item[identifier]) for item in items}
+    assert not any(line.endswith(" ") for line in (titles, *rows))
