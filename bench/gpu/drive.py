@@ -47,7 +47,7 @@ class Driving:
 
     shape: str
     host: str
-    per_look: int
+    per_advance: int
     burst_ms: float
     least_ms: float
     gb_per_second: float
@@ -114,32 +114,32 @@ def _drive(traffic: Traffic, drives: list[float]) -> None:
 def measure(shape: Shape, num_bytes: int, looks: Sequence[int]) -> list[Driving]:
     cache, steps = KVCache(shape, num_bytes), Steps()
     with ExitStack() as stack:
-        ways = {per_look: stack.enter_context(cache.worker(loads_per_look=per_look)) for per_look in looks}
+        ways = {per_advance: stack.enter_context(cache.worker(loads_per_advance=per_advance)) for per_advance in looks}
         return [
-            _summary(shape, host, per_look, cache.num_bytes, bursts)
+            _summary(shape, host, per_advance, cache.num_bytes, bursts)
             for host in _STEPS
-            for per_look, bursts in by_turns(ways, steps.step(host)).items()
+            for per_advance, bursts in by_turns(ways, steps.step(host)).items()
         ]
 
 
 def by_turns(ways: Mapping[int, Traffic], step: Callable[[], None]) -> dict[int, list[Burst]]:
-    bursts: dict[int, list[Burst]] = {per_look: [] for per_look in ways}
+    bursts: dict[int, list[Burst]] = {per_advance: [] for per_advance in ways}
     for number in range(_ROUNDS + 1):
-        for per_look, traffic in ways.items():
+        for per_advance, traffic in ways.items():
             found = burst(traffic, step)
             if number:  # the first warms up
-                bursts[per_look].append(found)
+                bursts[per_advance].append(found)
     return bursts
 
 
-def _summary(shape: Shape, host: str, per_look: int, num_bytes: int, bursts: Sequence[Burst]) -> Driving:
+def _summary(shape: Shape, host: str, per_advance: int, num_bytes: int, bursts: Sequence[Burst]) -> Driving:
     seconds = float(np.median([found.seconds for found in bursts]))
     calls = np.array([call for found in bursts for call in found.drives])
     p50, p99 = np.percentile(calls, (50, 99)).tolist()
     return Driving(
         str(shape),
         host,
-        per_look,
+        per_advance,
         1e3 * seconds,
         1e3 * min(found.seconds for found in bursts),
         _LOADS * num_bytes / seconds / 1e9,
@@ -157,7 +157,7 @@ def table(found: Sequence[Driving]) -> Table:
     rows = [
         [
             f"{entry.shape}, {entry.host}",
-            str(entry.per_look),
+            str(entry.per_advance),
             f"{entry.burst_ms:.1f}",
             f"{entry.least_ms:.1f}",
             f"{entry.gb_per_second:.1f}",
@@ -174,7 +174,7 @@ def table(found: Sequence[Driving]) -> Table:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2.0, help="bytes of one load")
-    parser.add_argument("--looks", type=int, nargs="+", default=LOOKS, help="values of loads_per_look")
+    parser.add_argument("--looks", type=int, nargs="+", default=LOOKS, help="values of loads_per_advance")
     figures.add_folder(parser)
     options = parser.parse_args(argv)
     found = [entry for shape in SHAPES for entry in measure(shape, int(options.gib * GIB), options.looks)]

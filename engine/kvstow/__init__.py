@@ -1,13 +1,13 @@
 """KVStow's engine: a host-memory tier for the KV cache of LLM inference.
 
-Who may import whom (held by `tests/test_layering.py`):
+Import rules (checked by `tests/test_layering.py`):
 
     kvstow_service -> kvstow_api -> kvstow
-    kvstow: errors, bytesize, keys, layout, config, messages, steering, stats   (no other module of kvstow below these)
-            control                                                     imports the above; never torch
-            memory                                                      imports the above; never torch
-            devices, worker                                             import memory and the above; never control
-            testing                                                     may import all of kvstow
+    kvstow: errors, bytesize, keys, layout, config,
+            messages, messageorder, callbacks, stats    import only each other
+            control, memory                             import the above; never torch
+            devices, opqueues, copythread, dataplane    import memory and the above; never control
+            testing                                     may import all of kvstow
 """
 
 from kvstow.config import EngineConfig, PoolConfig

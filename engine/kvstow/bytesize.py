@@ -23,7 +23,7 @@ _ALLOWED = "a number of bytes, or a number with one of KiB MiB GiB TiB (powers o
 
 
 def parse_size(text: str | int, key: str = "size") -> int:
-    """Bytes named by `text`. Raises `ConfigError` naming `key` for anything else, also for bool.
+    """The number of bytes that `text` stands for. Raises `ConfigError` with `key` for anything else, including bool.
 
     >>> parse_size("1.5KiB")
     1536
@@ -45,7 +45,7 @@ def parse_size(text: str | int, key: str = "size") -> int:
 
 
 def format_size(size: float) -> str:
-    """`size` bytes with the largest binary unit that keeps it at 1 or more.
+    """`size` in the largest binary unit in which it is at least 1.
 
     >>> format_size(1536)
     '1.5 KiB'

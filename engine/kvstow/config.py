@@ -1,4 +1,4 @@
-"""Settings of the engine and of a rank's pool: frozen, validated when they are made."""
+"""Settings of the engine and of a rank's pool, validated at construction."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ HUGE_PAGES: tuple[HugePages, ...] = ("advised", "reserved")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The control plane of one pool. Times in seconds.
+    """The control plane of one pool. Times are in seconds.
 
-    `rank_slot_bytes`: bytes of a slot on each rank, where they differ (pipeline stages of unlike depth); `slot_bytes`
-    is then the largest of them. Empty: `slot_bytes` on all. `capacity_slots`: slots wanted on every rank.
-    `block_tokens`: tokens of a block, for the counters of tokens; None where the host does not know.
-    `transfer_timeout`: an op older than this is stuck; a stuck
-    store is given up (its slots are quarantined until every rank has spoken), a stuck load keeps waiting,
-    because a rank may still write its blocks. `report_timeout`: a rank silent for longer is not ready.
-    `event_buffer`: stored/removed events kept for readers that lag, with as many keys, or two for each slot of the
-    pool if that is more.
+    `rank_slot_bytes`: bytes of a slot on each rank, if they differ (pipeline stages of different depth); `slot_bytes`
+    is then the largest of them. Empty: `slot_bytes` on all ranks. `capacity_slots`: slots wanted on every rank.
+    `block_tokens`: tokens in a block, for the counters of tokens; None if the host does not know. `transfer_timeout`:
+    an op older than this is stuck. A stuck store is abandoned, and its slots are quarantined until every rank has
+    finished it; a stuck load keeps waiting, because a rank may still write its blocks. `report_timeout`: a rank silent
+    for longer is not ready. `event_buffer`: stored/removed events kept for slow readers, with as many keys, or two keys
+    for each slot of the pool if that is more.
     """
 
     slot_bytes: int
@@ -71,16 +70,15 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """One rank's host pool. Sizes in bytes, times in seconds.
+    """One rank's host pool. Sizes are in bytes, times in seconds.
 
-    `pool_bytes` is taken down to whole slots, never rounded up. `max_bytes` bounds later growth: only address
-    space is reserved for it. `lock`: lock or register the memory; without it it is only populated.
-    `huge_pages`: `advised` asks the kernel for huge pages where it has some; `reserved` takes nothing but the 2 MiB
-    pages that the machine has set aside (Linux 5.18).
+    `pool_bytes` is rounded down to whole slots. `max_bytes` limits later growth: only address space is reserved for it.
+    `lock`: lock or register the memory; otherwise it is only populated. `huge_pages`: `advised` asks the kernel for
+    huge pages if it has any; `reserved` uses only the 2 MiB pages that the machine has set aside (Linux 5.18).
 
-    The pace of pinning is adaptive: `latency_target` is what it may add to a step of whoever shares the driver
-    (1.5 ms by default). With `chunk_bytes` (per call, at least one slot; 64 MiB by default) or `pause` (between two
-    calls; 2 ms by default) it is fixed instead.
+    The pace of pinning is adaptive: `latency_target` is how much it may add to a step of an engine that shares the
+    driver (1.5 ms by default). It is fixed instead if `chunk_bytes` (per call, at least one slot; 64 MiB by default) or
+    `pause` (between two calls; 2 ms by default) is given.
     """
 
     slot_bytes: int

@@ -1,6 +1,6 @@
 """Every error that KVStow raises, in one tree.
 
-Each class carries a stable `code` (snake case): the HTTP layer, counters and logs use it as it is.
+Each class has a stable `code` in snake case, which the HTTP layer, counters and logs use.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SettingError(ConfigError):
 
 
 class InsufficientMemoryError(KvstowError):
-    """The machine or the cgroup has less memory than the pool asks for."""
+    """The machine or the cgroup has less memory than the pool needs."""
 
     code = "insufficient_memory"
 
@@ -85,30 +85,30 @@ class DataPlaneFailedError(KvstowError):
 
 
 class InvalidRequestError(KvstowError):
-    """The arguments of a call contradict each other or name something that does not exist."""
+    """The arguments of a call are invalid or contradict each other."""
 
     code = "invalid_request"
 
 
 class NotFoundError(KvstowError):
-    """The block, rank, pool or operation that was named does not exist."""
+    """The block, rank, pool or operation does not exist."""
 
     code = "not_found"
 
 
 class ConflictError(KvstowError):
-    """The call is valid, but not in the present state."""
+    """The call is valid, but not in the current state."""
 
     code = "conflict"
 
 
 class LeaseError(KvstowError):
-    """The lease was released, used up by a load, or broken by a rank that lost its memory."""
+    """The lease was released, used by a load, or broken by a rank that lost its memory."""
 
     code = "lease_invalid"
 
 
 class IntegrityError(KvstowError):
-    """The control plane's books do not balance: a defect of KVStow, never of its user."""
+    """The control plane's records are inconsistent: a defect of KVStow, not of its user."""
 
     code = "integrity"

@@ -1,7 +1,7 @@
 """Keys: the bytes that name a block's content.
 
-A key is the id of the KV group (2 bytes, big endian) and a chained prefix hash. The chain covers all that
-shapes the content (tokens, model inputs, LoRA, cache salt), so equal keys mean equal bytes.
+A key is the id of the KV group (2 bytes, big endian) and a chained prefix hash. The chain covers everything that
+determines the content (tokens, model inputs, LoRA, cache salt), so equal keys mean equal bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def make_key(group: int, block_hash: bytes) -> BlockKey:
 
 
 def chain_keys(payloads: Iterable[bytes], *, group: int = 0, salt: bytes = b"") -> Iterator[BlockKey]:
-    """Keys of the consecutive blocks whose own content is `payloads`; each covers all before it."""
+    """Keys of consecutive blocks with the contents `payloads`; each key covers all blocks before its own."""
     parent = hashlib.blake2b(salt, digest_size=_DIGEST_BYTES).digest()
     for payload in payloads:
         parent = hashlib.blake2b(payload, key=parent, digest_size=_DIGEST_BYTES).digest()
@@ -30,12 +30,12 @@ def chain_keys(payloads: Iterable[bytes], *, group: int = 0, salt: bytes = b"") 
 
 
 def format_key(key: BlockKey) -> str:
-    """`key` as people and JSON see it: lower-case hex."""
+    """`key` in lower-case hex, as in JSON and in the command line."""
     return key.hex()
 
 
 def parse_key(text: str) -> BlockKey:
-    """Inverse of `format_key`; raises `InvalidRequestError` for what is not hex or is empty."""
+    """Inverse of `format_key`. Raises `InvalidRequestError` if `text` is empty or not hex."""
     try:
         key = bytes.fromhex(text)
     except ValueError:

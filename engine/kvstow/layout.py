@@ -1,4 +1,4 @@
-"""Where a block's bytes lie: its pages in the device regions, and their place in a host slot."""
+"""Where a block's bytes are: its pages in the regions of the device, and their place in a host slot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstow.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One strided device area `[num_blocks, page_bytes]`: block `b` lies at `b * stride_bytes`."""
+    """A strided area of the device, `[num_blocks, page_bytes]`: block `b` is at `b * stride_bytes`."""
 
     name: str
     num_blocks: int

@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 
 def merge_runs(blocks: Sequence[int], slots: Sequence[int]) -> Iterator[Run]:
-    """The pairs (`blocks[i]`, `slots[i]`) in order, as few runs."""
+    """The pairs (`blocks[i]`, `slots[i]`) in order, as few runs as possible."""
     start = 0
     for end in range(1, len(blocks) + 1):
         if end == len(blocks) or blocks[end] != blocks[end - 1] + 1 or slots[end] != slots[end - 1] + 1:
@@ -66,7 +66,7 @@ class CpuTicket:
             try:
                 if self._after is None or self._after.query():
                     self._run()
-            except Exception as error:  # noqa: BLE001 - poll raises nothing: the error travels in the ticket
+            except Exception as error:  # noqa: BLE001 - poll never raises: the ticket carries the error
                 self._state, self._error = TicketState.FAILED, error
         return self._state
 
@@ -118,10 +118,10 @@ class CpuDevice:
         return CpuTicket(lambda: self._move(blocks, load.slots, _load_run), after)
 
     def advance(self) -> None:
-        """Copies are done where their tickets are polled."""
+        """Copies run in `CpuTicket.poll`."""
 
     def close(self) -> None:
-        """Copies not yet begun fail from now on; none is under way, as the caller is the copy thread."""
+        """Copies not yet begun fail from now on. None is under way, because the copy thread is the caller."""
         self._closed = True
         self._pages = []
 
@@ -129,7 +129,7 @@ class CpuDevice:
         self, blocks: Sequence[int], slots: Sequence[int], copy: Callable[[torch.Tensor, torch.Tensor, Run], None]
     ) -> None:
         self._check(blocks, slots)
-        # KV tensors may have been made in inference mode; then they can be written in it alone.
+        # KV tensors that were created in inference mode can be written only in it.
         with torch.inference_mode():
             for run in merge_runs(blocks, slots):
                 for kv, host in self._pages:
@@ -157,15 +157,15 @@ def _load_run(kv: torch.Tensor, host: torch.Tensor, run: Run) -> None:
 
 
 def _slots_as_tensor(pool: HostPool) -> torch.Tensor:
-    """The pool's whole address space as `[max_slots, slot_stride]`; making it touches no memory."""
+    """The pool's whole address space as `[max_slots, slot_stride]`. Touches no memory."""
     num_bytes = pool.max_slots * pool.slot_stride
     memory = (ctypes.c_uint8 * num_bytes).from_address(pool.address)
     return torch.frombuffer(memory, dtype=torch.uint8).view(pool.max_slots, pool.slot_stride)
 
 
 class MlockRegistrar:
-    """Locks memory with `mlock`, as far as the process may. At the first refusal it locks no more: the memory is
-    populated and works, `mode` turns to "populate", and `notice` names the limit. One registrar per pool."""
+    """Locks memory with `mlock`, as far as the process may. After the first refusal it locks no more: the memory is
+    populated and usable, `mode` becomes "populate", and `notice` names the limit. One registrar per pool."""
 
     def __init__(self) -> None:
         self.locked_bytes = 0
@@ -177,12 +177,12 @@ class MlockRegistrar:
         return "mlock" if self.notice is None else "populate"
 
     def prepare_thread(self) -> None:
-        """Locking belongs to the process: a thread needs nothing."""
+        """Locks belong to the process, so there is nothing to do."""
 
     def register(self, address: int, num_bytes: int) -> None:
         if self.notice is not None:
             return
-        self._locked.add(address)  # before: it may raise
+        self._locked.add(address)  # before the call, which a signal handler may interrupt
         if _libc.mlock(address, num_bytes) == 0:
             self.locked_bytes += num_bytes
             return
@@ -207,7 +207,7 @@ class MlockRegistrar:
 
 
 class HugetlbRegistrar(PopulateOnly):
-    """For reserved huge pages: the machine swaps none of them, so nothing is left to lock, and no limit to ask."""
+    """For reserved huge pages: they are never swapped, so they need no lock and no limit applies."""
 
     mode = "hugetlb"
 
@@ -222,13 +222,13 @@ class HugetlbRegistrar(PopulateOnly):
 
 
 def cpu_registrar(config: PoolConfig) -> Registrar:
-    """What pins the memory of a pool that no device but the CPU copies from."""
+    """The registrar for a pool that only the CPU copies from."""
     return HugetlbRegistrar() if config.huge_pages == "reserved" else MlockRegistrar()
 
 
 def _forbidden(code: int, num_bytes: int) -> bool:
-    """Whether `mlock` failed for lack of permission: EPERM at a limit of 0, ENOMEM above a limit, which alone can
-    have other causes too."""
+    """Whether `mlock` failed for lack of permission: EPERM at a limit of 0, ENOMEM above a limit. ENOMEM alone can have
+    other causes."""
     limit = _memlock_limit()
     above_limit = limit != resource.RLIM_INFINITY and _locked_by_process() + num_bytes > limit
     return code == errno.EPERM or (code == errno.ENOMEM and above_limit)

@@ -1,4 +1,4 @@
-"""Whether torch tensors are the regions of a layout, as devices that address them by stride need it."""
+"""Checks that torch tensors match the regions of a layout, for devices that address them by stride."""
 
 from __future__ import annotations
 

@@ -165,9 +165,9 @@ def test_no_more_batches_are_queued_than_asked_for(
     assert [ticket.poll() for ticket in tickets] == [DONE, DONE]
 
 
-def test_a_look_adds_no_more_loads_than_it_may_to_those_under_way(cuda: Any, make_cuda_rank: MakeRank) -> None:
-    """What has finished is replaced on top, so that the queue never gets shorter for want of a look."""
-    rank = make_cuda_rank([4096], blocks=40, slots=40, staging_bytes=1, loads_per_look=3)
+def test_one_advance_adds_no_more_loads_than_allowed_to_those_under_way(cuda: Any, make_cuda_rank: MakeRank) -> None:
+    """Finished batches are replaced in addition, so that the queue never gets shorter."""
+    rank = make_cuda_rank([4096], blocks=40, slots=40, staging_bytes=1, loads_per_advance=3)
     ticket: Any = start_load(rank.device, 1, range(40), range(40), None)
     begun = []
     for _ in range(3):
@@ -465,7 +465,7 @@ def test_only_pages_that_could_be_direct_are_calibrated(
         {"staging_bytes": 0},
         {"num_buffers": True},
         {"loads_ahead": 0},
-        {"loads_per_look": 0},
+        {"loads_per_advance": 0},
         {"threshold_bytes": -1},
     ],
 )

@@ -1,4 +1,4 @@
-"""From which page size on direct copies are as fast as large ones: measured at start, in some 50 ms."""
+"""Measures, in about 50 ms at start, from which page size on direct copies are as fast as large ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from kvstow.devices.cuda.driver import AccessOrder, Driver
 from kvstow.devices.cuda.staging import Timer, new_stream
 
-CANDIDATES = (256 << 10, 512 << 10, 1 << 20, 2 << 20)  # bytes; below, direct copies reach 85 % at best
+CANDIDATES = (256 << 10, 512 << 10, 1 << 20, 2 << 20)  # bytes; smaller ones reach 85 % at best
 NEVER = 1 << 62  # larger than any page
 
 _BYTES = 32 << 20
@@ -22,8 +22,8 @@ logger = logging.getLogger("kvstow.cuda")
 
 
 def direct_threshold(driver: Driver) -> int:
-    """The least page size, in bytes, that is worth copying directly. Waits for the device, and takes 32 MiB of it and
-    of pinned host memory meanwhile."""
+    """The smallest page size, in bytes, that is worth copying directly. Waits for the device, and uses 32 MiB of its
+    memory and of pinned host memory meanwhile."""
     with ExitStack() as undo:
         probe = _Probe(driver, undo)
         large = probe.seconds(_BYTES)
@@ -33,7 +33,7 @@ def direct_threshold(driver: Driver) -> int:
 
 
 def choose_threshold(ratios: Mapping[int, float]) -> int:
-    """The least page size from which on every ratio is enough."""
+    """The smallest page size from which on every ratio is high enough."""
     threshold = NEVER
     for page, ratio in sorted(ratios.items(), reverse=True):
         if ratio < _ENOUGH:
@@ -43,7 +43,7 @@ def choose_threshold(ratios: Mapping[int, float]) -> int:
 
 
 class _Probe:
-    """Times copies of scattered pages between device and host memory of its own."""
+    """Times copies of scattered pages between its own device and host memory."""
 
     def __init__(self, driver: Driver, undo: ExitStack) -> None:
         self._driver = driver
@@ -54,7 +54,7 @@ class _Probe:
         self._stream, self._timer = new_stream(driver, undo), Timer(driver, undo)
 
     def seconds(self, page: int) -> float:
-        """To copy all pages to the host and back, at best."""
+        """The best time to copy all pages to the host and back."""
         return sum(min(self._once(page, order) for _ in range(_REPEATS)) for order in ("stream", "any"))
 
     def _once(self, page: int, order: AccessOrder) -> float:

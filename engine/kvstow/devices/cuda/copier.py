@@ -1,22 +1,22 @@
-"""The copies of one direction: batch by batch through a few staging buffers, by turns.
+"""The copies of one direction, in batches that take turns with a few staging buffers.
 
 Guarantees
-- A batch touches the KV cache after its op's fence, in the order in which ops were submitted. Work of the host
-  never waits for a batch.
-- A buffer is used again after its batch has finished: the device waits for that by itself, so more batches can be
-  given to it than there are buffers, and the link is not idle while this thread waits for the interpreter.
+- A batch accesses the KV cache after its op's fence, in the order in which ops were queued. Work of the host never
+  waits for a batch.
+- A buffer is reused after its batch has finished. The device waits for that on its own, so it can be given more batches
+  than there are buffers, and the link is not idle while this thread waits for the interpreter.
 - `advance` never waits for the device. It begins as many batches as have finished since the last call, and at most
-  `per_look` more: so the device's queue does not shrink between calls, and the cost of a call is bounded by the time
-  since the last (a batch costs the host 50 us and keeps the link busy for 0.9 ms) plus `per_look` batches.
-- After an error no further batch of the op is begun, and those under way are waited for before it counts as failed.
-  If the driver refuses even the events that would tell, it waits until the streams are idle.
+  `per_advance` more: so the device's queue does not shrink between calls, and the cost of a call is bounded by the time
+  since the last one (a batch costs the host 50 us and keeps the link busy for 0.9 ms) plus `per_advance` batches.
+- After an error no further batch of the op begins, and the op fails only when those under way have finished. If the
+  driver refuses even to record the events that show this, the streams must become idle first.
 
-Assumes one thread, which has made the context current. An error that is not the driver's comes out of `advance`: what
-is under way is unknown then, and only `drain` may follow.
+Assumes one thread, which has made the context current. If `advance` raises an error that is not the driver's, the state
+of the device is unknown, and only `drain` may follow.
 
-A batch has two halves on two streams: a store's are on `kv` the kernel that gathers pages, then on its buffer's
-`link` the copies; a load's are on `link` the copies, then on `kv` the kernel that scatters pages (and the direct
-copies, as they write the KV cache). So the kernel of one batch runs while another's copies do.
+A batch has two halves on two streams. A store's: the kernel that gathers pages on `kv`, then the copies on its buffer's
+`link`. A load's: the copies on `link`, then the kernel that scatters pages on `kv` (with the direct copies, as they
+write the KV cache). So the kernel of one batch runs during the copies of another.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(slots=True)
 class Batch:
-    """`is_marked`: whether the event `finished` comes after all that the batch gave to the device."""
+    """`is_marked`: whether the event `finished` was recorded after all work of the batch."""
 
     transfer: Transfer
     number: int
@@ -52,7 +52,7 @@ class Batch:
 
 
 class Copier(ABC):
-    """`undo` frees what the copier holds; call `drain` before. `kernels` is None where no region is staged."""
+    """`undo` frees what the copier holds; call `drain` first. `kernels` is None if no region is staged."""
 
     _kernel: Literal["gather", "scatter"]
     _order: AccessOrder
@@ -65,36 +65,36 @@ class Copier(ABC):
         *,
         num_buffers: int,
         batches_ahead: int,
-        per_look: int,
+        per_advance: int,
         undo: ExitStack,
     ) -> None:
-        self._per_look = per_look
+        self._per_advance = per_advance
         self._driver, self._split, self._kernels = driver, split, kernels
         self._kv = new_stream(driver, undo, urgent=True)  # the kernels are short, and the link waits for them
         self._buffers = deque(StagingBuffer(driver, split.staging_bytes, undo) for _ in range(num_buffers))
         self._marks = deque(BatchMarks(driver, undo) for _ in range(batches_ahead))
-        self._last_copied: Handle | None = None  # the event after the copies that were queued last
+        self._last_copied: Handle | None = None  # recorded after the copies that were queued last
         self._waiting: deque[Transfer] = deque()
         self._flying: deque[Batch] = deque()  # begun and not finished
-        self._unended: deque[Batch] = deque()  # the last of them, whose second halves the device has not yet
+        self._unended: deque[Batch] = deque()  # the last of them: their second halves are not queued yet
 
-    def submit(self, transfer: Transfer) -> None:
+    def queue(self, transfer: Transfer) -> None:
         """Queue a transfer; `advance` starts it."""
         self._waiting.append(transfer)
 
     def advance(self) -> None:
-        """Take back what has finished, then give the device what it may have."""
-        left = self._take_back() + self._per_look
+        """Reclaim finished batches, then begin new ones."""
+        left = self._reclaim() + self._per_advance
         self._end_begun()
-        while left and self._marks and self._is_buffer_given_back() and (transfer := self._next()) is not None:
+        while left and self._marks and self._has_buffer() and (transfer := self._next()) is not None:
             self._begin(Batch(transfer, transfer.begun, self._buffers[0], self._marks.popleft()))
             self._buffers.rotate(-1)
             self._end_begun()
             left -= 1
 
     def drain(self) -> None:
-        """Wait for what is under way; what is not complete then has failed. Raises `DriverError` after all was tried:
-        the device is lost then, and touches no memory."""
+        """Wait for batches under way; ops that are not complete then have failed. Raises `DriverError` after trying
+        everything: then the device is lost, and accesses no memory."""
         unbegun = [transfer for transfer in self._waiting if transfer.begun < transfer.num_batches]
         for transfer in [*unbegun, *(batch.transfer for batch in self._unended)]:
             transfer.fail(CopyError("the device was closed before the copy was complete"))
@@ -102,11 +102,11 @@ class Copier(ABC):
         while self._unended:
             self._end(self._unended.popleft())
         with ExitStack() as attempts:
-            attempts.callback(self._take_back)
+            attempts.callback(self._reclaim)
             for stream in (self._kv, *(buffer.link for buffer in self._buffers)):
                 attempts.callback(_twice, partial(self._driver.synchronize, stream))
 
-    # What the directions differ in.
+    # Where the directions differ.
 
     @abstractmethod
     def _streams(self, batch: Batch) -> tuple[Handle, Handle]:
@@ -138,8 +138,8 @@ class Copier(ABC):
             self._waiting.popleft()
         return None
 
-    def _is_buffer_given_back(self) -> bool:
-        """Whether the device knows, if not now then in order, when the next buffer is free: batches take turns."""
+    def _has_buffer(self) -> bool:
+        """Whether the next buffer is free, or will be at an event that the device can wait for."""
         return len(self._unended) < len(self._buffers)
 
     def _begin(self, batch: Batch) -> None:
@@ -158,13 +158,13 @@ class Copier(ABC):
             self._end(self._unended.popleft())
 
     def _end(self, batch: Batch) -> None:
-        """A failed batch ends too: `finished` then says that nothing of it is under way any more."""
+        """A failed batch ends too: `finished` then shows that none of it is under way."""
         _, second = self._streams(batch)
         _mark(batch, lambda batch: self._driver.wait_event(second, batch.marks.halfway))
         _attempt(batch, self._second_half)
         _mark(batch, lambda batch: self._driver.record_event(batch.marks.finished, second))
 
-    def _take_back(self) -> int:
+    def _reclaim(self) -> int:
         """How many batches have finished since the last call."""
         count = 0
         while len(self._flying) > len(self._unended) and self._has_finished(self._flying[0]):
@@ -190,16 +190,16 @@ class Copier(ABC):
     # The halves.
 
     def _wait_fence(self, transfer: Transfer) -> None:
-        """Let the stream of work on the KV cache wait for the op's fence."""
+        """Make the stream of work on the KV cache wait for the op's fence."""
         if isinstance(transfer.after, CudaFence) and not transfer.fence_queued:
             transfer.after.hold_back(self._kv)
             transfer.fence_queued = True
 
     def _take_turn(self, batch: Batch, copied: Handle) -> None:
-        """Let a batch's copies follow those before them; `copied` will be recorded after them.
+        """Order a batch's copies after the previous ones; `copied` is recorded after them.
 
-        A copy engine stays with a stream until that has no more work: with all batches on one stream, a sampled
-        token's copy waited for a whole store, 39 ms for 2 GiB, and with a stream for each buffer 0.9 ms at most.
+        A copy engine stays with a stream as long as it has work: with all batches on one stream, the copy of a sampled
+        token waited for a whole store, 39 ms for 2 GiB; with one stream per buffer it waits 0.9 ms at most.
         """
         if self._last_copied is not None:
             self._driver.wait_event(batch.buffer.link, self._last_copied)
@@ -263,7 +263,7 @@ class StoreCopier(Copier):
 
 
 class LoadCopier(Copier):
-    """Host to device. The slots of a waiting load belong to its op, so reading them may begin before all else."""
+    """Host to device. The slots belong to the op, so copying them may begin before the fence."""
 
     _kernel, _order = "scatter", "any"
 
@@ -287,7 +287,7 @@ class LoadCopier(Copier):
 
 
 def _attempt(batch: Batch, step: Callable[[Batch], None]) -> None:
-    """Do a step of a batch, unless one has failed before; its failure is the transfer's."""
+    """Do a step of a batch unless an earlier one has failed. Its failure fails the transfer."""
     if batch.transfer.error is None:
         try:
             step(batch)
@@ -296,7 +296,7 @@ def _attempt(batch: Batch, step: Callable[[Batch], None]) -> None:
 
 
 def _mark(batch: Batch, step: Callable[[Batch], None]) -> None:
-    """Do a step that gives the batch's events their meaning, even after a failure."""
+    """Do a step that the batch's events depend on, even after a failure."""
     try:
         step(batch)
     except Exception as error:  # noqa: BLE001 - as above
@@ -305,8 +305,8 @@ def _mark(batch: Batch, step: Callable[[Batch], None]) -> None:
 
 
 def _twice(call: Callable[[], _Value]) -> _Value:
-    """Calls that wait or query also report errors of earlier work, and then have not waited. If the second attempt
-    fails too, the device is lost."""
+    """Calls that wait or query may report errors of earlier work without waiting. If the second attempt fails too, the
+    device is lost."""
     try:
         return call()
     except DriverError:

@@ -35,13 +35,12 @@ class CudaOptions:
     `strategy`: "staged" packs pages on the device and copies whole blocks, "direct" copies page by page, "auto"
     decides per region by its page size: direct from `threshold_bytes` on, which is measured when it is None.
     `staging_bytes`: the size of a batch and of a staging buffer; at least one block, where a block is larger.
-    `num_buffers`: staging buffers per direction. Of stores as many batches are given to the device at a time; their
-    size together is what another copy to the host, say of a sampled token, may have to wait for.
-    `loads_ahead`: batches of loads that are given to the device at a time, though they take turns with the buffers: the
-    link goes on while the host's interpreter is busy. Copies of others to the device do not wait for them.
-    `loads_per_look`: how many of them one `advance` may add to those under way, since the host's thread may pay for
-    it within a step: 50 us each, 0.8 ms by default. They keep the link busy for 14 ms, in which the next call adds
-    more.
+    `num_buffers`: staging buffers per direction. As many batches of stores are queued at a time; another copy to the
+    host, say of a sampled token, may have to wait for all of them.
+    `loads_ahead`: batches of loads queued at a time, though they take turns with the buffers: the link stays busy while
+    the host's interpreter is. Other copies to the device do not wait for them.
+    `loads_per_advance`: how many of them one `advance` may add to those under way, since the host's thread may pay for
+    it within a step: 50 us each, 0.8 ms by default. They keep the link busy for 14 ms, until the next call adds more.
     """
 
     strategy: CopyStrategy = "auto"
@@ -49,12 +48,12 @@ class CudaOptions:
     staging_bytes: int = 48 << 20
     num_buffers: int = 2
     loads_ahead: int = 64
-    loads_per_look: int = 16
+    loads_per_advance: int = 16
 
     def __post_init__(self) -> None:
         if self.strategy not in COPY_STRATEGIES:
             raise ConfigError("strategy", self.strategy, " or ".join(COPY_STRATEGIES))
-        for key in ("staging_bytes", "num_buffers", "loads_ahead", "loads_per_look", "threshold_bytes"):
+        for key in ("staging_bytes", "num_buffers", "loads_ahead", "loads_per_advance", "threshold_bytes"):
             value = getattr(self, key)
             if (type(value) is not int or value < 1) and not (key == "threshold_bytes" and value is None):
                 raise ConfigError(key, value, "a whole number, 1 or more")
@@ -80,8 +79,8 @@ class CudaDevice:
     stride between them. They are written and read in place; the caller keeps them alive. The pool is borrowed;
     `registrar` is the one that pins it.
 
-    Ops of a direction run in the order in which they were begun. A fence that is a `CudaFence` is waited for on the
-    device. Any other is asked by `advance`: until it is reached it holds up the later ops of its direction.
+    Ops of a direction run in the order of their launch. The device waits for a `CudaFence`. `advance` queries any other
+    fence; until it is reached, it delays the later ops of its direction.
     """
 
     capabilities = Capabilities(name="cuda", kv_in_place=True, pin_mode="cuda")
@@ -95,8 +94,8 @@ class CudaDevice:
         registrar: CudaRegistrar,
         options: CudaOptions | None = None,
     ) -> None:
-        """Allocates up to four staging buffers on the device, and may calibrate (`CudaOptions`). Raises
-        `ConfigError`, `DriverUnavailableError` and `DriverError`, and leaves nothing behind then."""
+        """Allocates up to four staging buffers on the device, and may calibrate (`CudaOptions`). Raises `ConfigError`,
+        `DriverUnavailableError` and `DriverError`, and then leaves nothing behind."""
         check_tensors(pool, layout, tensors, "cuda")
         if pool.status().pin_mode != registrar.mode:
             raise ConfigError("lock", False, "true: CUDA copies from registered memory only")
@@ -116,7 +115,7 @@ class CudaDevice:
         kernels = PageKernels(self._context, split.pieces, split.staged_bytes, undo) if split.staged_bytes else None
         buffers = options.num_buffers
         self._stores = StoreCopier(
-            driver, split, kernels, num_buffers=buffers, batches_ahead=buffers, per_look=buffers, undo=undo
+            driver, split, kernels, num_buffers=buffers, batches_ahead=buffers, per_advance=buffers, undo=undo
         )
         self._loads = LoadCopier(
             driver,
@@ -124,18 +123,18 @@ class CudaDevice:
             kernels,
             num_buffers=buffers,
             batches_ahead=options.loads_ahead,
-            per_look=options.loads_per_look,
+            per_advance=options.loads_per_advance,
             undo=undo,
         )
 
     @property
     def notice(self) -> str | None:
-        """A sentence for people where copies are slower than they could be."""
+        """A message for operators if copies are slower than they could be."""
         return self._context.driver.notice
 
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:
         transfer = self._planned(self._planned_slots(slots), blocks, after)
-        self._stores.submit(transfer)
+        self._stores.queue(transfer)
         return transfer
 
     def prepare_load(self, op_id: int, slots: Sequence[int]) -> PlannedSlots:
@@ -144,17 +143,17 @@ class CudaDevice:
     def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> Transfer:
         assert isinstance(load, PlannedSlots)
         transfer = self._planned(load, blocks, after)
-        self._loads.submit(transfer)
+        self._loads.queue(transfer)
         return transfer
 
     def advance(self) -> None:
         if not self._closed:
             with self._context.current():
-                self._loads.advance()  # first: a request waits for a load, and nobody for a store
+                self._loads.advance()  # first: a request waits for a load, and nothing waits for a store
                 self._stores.advance()
 
     def close(self) -> None:
-        """Also waits for the fences that copies under way wait for. Raises `DriverError` after all was tried."""
+        """Also waits for the fences of copies under way. Raises `DriverError` after trying everything."""
         if self._closed:
             return
         self._closed = True
@@ -171,7 +170,7 @@ class CudaDevice:
         return PlannedSlots(places, order, self._split.staged_copies(places, self._area, self._registrar.starts()))
 
     def _planned(self, where: PlannedSlots, blocks: Sequence[int], after: Fence | None) -> Transfer:
-        """An op with all that its batches need. No copier has it yet, so an error here leaves nothing behind."""
+        """An op with everything its batches need. No copier has it yet, so an error leaves nothing behind."""
         targets = self._checked_blocks(blocks, len(where.slots))[where.order]
         direct = self._split.direct_copies(targets, where.slots, self._area, self._registrar.starts())
         return Transfer(targets, self._split.num_batches(len(targets)), where.staged, direct, after)
@@ -197,7 +196,7 @@ class CudaDevice:
 
 
 def _direct_regions(driver: Driver, layout: KVLayout, options: CudaOptions) -> list[bool]:
-    """Which regions are copied directly."""
+    """For each region, whether it is copied directly."""
     pages = [region.page_bytes for region in layout.regions]
     if options.strategy != "auto":
         return [options.strategy == "direct"] * len(pages)

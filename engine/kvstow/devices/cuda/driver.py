@@ -1,6 +1,6 @@
 """The one file that calls the CUDA driver and NVRTC, each call checked in one place.
 
-Only the driver API is used: its errors do not stick to the process as those of the runtime API do, so torch goes on
+Only the driver API is used: its errors do not stick to the process as those of the runtime API do, so torch keeps
 working after one. Handles are opaque objects of cuda-bindings; addresses, sizes and counts are ints. Unless a
 method says otherwise, the caller has made the context current (`Context.current`), and no method waits.
 """
@@ -74,7 +74,7 @@ class Driver:
 
     @property
     def notice(self) -> str | None:
-        """A sentence for people where this driver makes copies slower than they could be."""
+        """A message for operators if this driver makes copies slower than they could be."""
         if self._copy_batch is not None:
             return None
         return (
@@ -94,7 +94,7 @@ class Driver:
         self._call("cuCtxPopCurrent")
 
     def relax_capture(self) -> Handle:
-        """Let this thread call what a graph capture of another thread would forbid. Returns the mode before."""
+        """Allow this thread calls that a graph capture of another thread would forbid. Returns the previous mode."""
         return self.exchange_capture_mode(self._cu.CUstreamCaptureMode(_CAPTURE_RELAXED))
 
     def exchange_capture_mode(self, mode: Handle) -> Handle:
@@ -107,7 +107,7 @@ class Driver:
         return int(major), int(self._call("cuDeviceGetAttribute", attribute(_COMPUTE_MINOR), device))
 
     def host_numa_node(self, ordinal: int) -> int | None:
-        """The NUMA node of the host that is nearest to the GPU; None where there is none, or nobody knows."""
+        """The host's NUMA node nearest to the GPU; None if there is none or it is unknown."""
         try:
             attribute = self._cu.CUdevice_attribute(_HOST_NUMA_ID)
             node = int(self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", ordinal)))
@@ -118,8 +118,8 @@ class Driver:
     # Streams and events.
 
     def create_stream(self, *, urgent: bool) -> Handle:
-        """A stream that the default stream does not wait for; of the highest priority where `urgent`, else of the one
-        that streams have by default."""
+        """A stream that the default stream does not wait for, of the highest priority if `urgent`, else of the default
+        priority."""
         _, highest = self._call("cuCtxGetStreamPriorityRange")
         return self._call("cuStreamCreateWithPriority", _STREAM_NON_BLOCKING, highest if urgent else 0)
 
@@ -135,14 +135,14 @@ class Driver:
         return self._is_done("cuStreamQuery", stream)
 
     def wait_event(self, stream: Handle, event: Handle) -> None:
-        """Work given to `stream` from now on waits, on the device, for what `event` has recorded."""
+        """Make work queued on `stream` from now on wait, on the device, for what `event` has recorded."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def create_event(self, *, timing: bool) -> Handle:
         return self._call("cuEventCreate", 0 if timing else _EVENT_NO_TIMING)
 
     def destroy_event(self, event: Handle) -> None:
-        """Needs no current context. The device may still be on its way to the event."""
+        """Needs no current context. The device need not have reached the event."""
         self._call("cuEventDestroy", event)
 
     def record_event(self, event: Handle, stream: Handle) -> None:
@@ -173,7 +173,7 @@ class Driver:
         self._call("cuMemFreeHost", address)
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """For all contexts. Holds a lock of the driver: other CUDA calls of the process wait meanwhile."""
+        """For all contexts. Holds a lock of the driver meanwhile: other CUDA calls of the process wait."""
         self._call("cuMemHostRegister", address, num_bytes, _HOST_PORTABLE)
 
     def unregister_host(self, address: int) -> None:
@@ -186,12 +186,12 @@ class Driver:
     def copy(
         self, target: Int64Array, source: Int64Array, size: Int64Array, order: AccessOrder, stream: Handle
     ) -> None:
-        """Copy `size[i]` bytes from `source[i]` to `target[i]`, host and device addresses alike, in no order.
+        """Copy `size[i]` bytes from `source[i]` to `target[i]` (host or device addresses), in no particular order.
 
-        "stream": sources are read in stream order. "any": they may be read at once, before work given to the
-        stream earlier. After an error some copies may be under way: synchronise before reusing their memory.
+        "stream": sources are read in stream order. "any": they may be read before earlier work on the stream. After
+        an error some copies may be under way: synchronise before reusing their memory.
         """
-        if self._copy_batch is None or len(size) == 1:  # one alone is cheaper so
+        if self._copy_batch is None or len(size) == 1:  # cheaper for a single copy
             for copy in zip(target.tolist(), source.tolist(), size.tolist(), strict=True):
                 self._call("cuMemcpyAsync", *copy, stream)
             return
@@ -268,14 +268,14 @@ class Driver:
         self._nvrtc_call("nvrtcGetProgramLog", program, log)
         return DriverError("nvrtcCompileProgram", int(status), str(status), log.decode(errors="replace").strip(" \0\n"))
 
-    # At the start.
+    # Initialisation.
 
     def _start(self) -> int:
         """Initialise the driver; its version, say 13000 for CUDA 13.0."""
         try:
             self._call("cuInit", 0)
             version = int(self._call("cuDriverGetVersion"))
-        except RuntimeError as error:  # how cuda-bindings says that there is no libcuda.so
+        except RuntimeError as error:  # cuda-bindings found no libcuda.so
             raise DriverUnavailableError(f"no CUDA driver on this machine: {error}") from error
         except DriverError as error:
             raise DriverUnavailableError(f"the CUDA driver does not start: {error}") from error
@@ -287,8 +287,8 @@ class Driver:
         return version
 
     def _find_batch_copy(self) -> Any:
-        """cuMemcpyBatchAsync as CUDA 12.8 defined it, which CUDA 13 still offers beside its own; None without it.
-        Called through ctypes: cuda-bindings turns lists into arrays item by item."""
+        """cuMemcpyBatchAsync with the signature of CUDA 12.8, which CUDA 13 still offers; None if it is missing. Called
+        through ctypes: cuda-bindings would convert lists item by item."""
         if self.version < _BATCH_COPY:
             return None
         address, *_ = self._call("cuGetProcAddress", b"cuMemcpyBatchAsync", _BATCH_COPY, 0)
@@ -313,7 +313,7 @@ def _attributes_for_all(order: int) -> tuple[Any, Any]:
 
 
 _ATTRIBUTES = {"stream": _attributes_for_all(1), "any": _attributes_for_all(3)}
-_FAILED_INDEX = ctypes.pointer(ctypes.c_size_t(0))  # the driver wants a place for it; nobody reads it
+_FAILED_INDEX = ctypes.pointer(ctypes.c_size_t(0))  # the driver requires it; it is never read
 
 
 def _version_text(version: int) -> str:

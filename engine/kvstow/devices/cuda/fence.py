@@ -9,10 +9,10 @@ from kvstow.devices.cuda.driver import Handle
 
 
 class CudaFence:
-    """Names the work that a stream held when the fence was recorded. Copies wait for it on the device.
+    """Stands for the work that a stream held when the fence was recorded. Copies wait for it on the device.
 
-    Thread-safe. Its event belongs to it alone while it lives, and is never passed on: whatever may still query or
-    wait holds the fence, and so the event. Afterwards the event returns to the context's pool.
+    Thread-safe. The fence alone owns its event and never hands it out: code that may still query it or wait for it
+    holds the fence. When the fence is collected, the event returns to the context's pool.
     """
 
     __slots__ = ("_context", "_event")
@@ -36,11 +36,11 @@ class CudaFence:
             return self._context.driver.is_reached(self._event)
 
     def hold_back(self, stream: Handle) -> None:
-        """Work given to `stream` from now on waits, on the device, for the work that the fence names. The caller has
-        made the context current."""
+        """Make work queued on `stream` from now on wait, on the device, for the fence. The caller has made the context
+        current."""
         self._context.driver.wait_event(stream, self._event)
 
     def __del__(self) -> None:
-        event = getattr(self, "_event", None)  # creating one may have failed
+        event = getattr(self, "_event", None)  # its creation may have failed
         if event is not None:
             self._context.events.give_back(event)

@@ -1,4 +1,4 @@
-"""The kernels that pack pages into a staging buffer and unpack them again."""
+"""The kernels that pack pages into a staging buffer and unpack them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvstow.devices.cuda.context import Context
 from kvstow.devices.cuda.driver import Driver, Handle, Int64Array
 
-MAX_BLOCKS = 1000  # per launch; with them the arguments just fit into the 4 KiB that a kernel may have
+MAX_BLOCKS = 1000  # per launch; the arguments then just fit into a kernel's limit of 4 KiB
 _THREADS = 128
 
 
@@ -37,8 +37,8 @@ class _Arguments(ctypes.Structure):
 
 
 class PageKernels:
-    """Moves the pages described by `pieces` (dtype `plan.PIECE`) between the KV cache and staging buffers, in which a
-    block has `block_bytes`. Used by one thread. `undo` frees what the device holds."""
+    """Moves the pages described by `pieces` (dtype `plan.PIECE`) between the KV cache and staging buffers, where a
+    block takes `block_bytes`. Used by one thread. `undo` frees the memory on the device."""
 
     def __init__(self, context: Context, pieces: npt.NDArray[np.void], block_bytes: int, undo: ExitStack) -> None:
         driver = self._driver = context.driver
@@ -65,7 +65,7 @@ class PageKernels:
 
 
 def pointers_to_fields(arguments: ctypes.Structure) -> ctypes.Array[ctypes.c_uint64]:
-    """What `Driver.launch` takes; `arguments` has to outlive it."""
+    """What `Driver.launch` takes; `arguments` must outlive it."""
     start = ctypes.addressof(arguments)
     offsets = [getattr(type(arguments), field[0]).offset for field in arguments._fields_]
     return (ctypes.c_uint64 * len(offsets))(*(start + offset for offset in offsets))

@@ -1,5 +1,5 @@
-"""Which bytes an op copies, as arrays: computed for a whole op at once, because work per page in Python would cost
-more than the copy. Knows addresses and sizes, no driver.
+"""Which bytes an op copies, as arrays for a whole op: Python work per page would cost more than the copy. Knows
+addresses and sizes, but no driver.
 
 A copy is *direct* (between a page and its place in the slot) or *staged* (between a stretch of a slot and a staging
 buffer, where a block's staged pages lie back to back as in the slot; kernels move them to and from the pages).
@@ -22,7 +22,7 @@ PIECE = np.dtype([("page", np.uint64), ("stride", np.int64), ("offset", np.uint6
 
 
 class Stretch(NamedTuple):
-    """Bytes that every block has: of block `b` they lie at `device + b * stride`, in its slot at `offset`."""
+    """Bytes that every block has: those of block `b` are at `device + b * stride`, and at `offset` in its slot."""
 
     device: int
     stride: int
@@ -64,8 +64,8 @@ class SlotArea:
 class Split:
     """A layout divided into staged and direct regions, and the size of a batch.
 
-    `bases[i]` is the address of region `i`; `direct[i]` says that it is copied directly. A batch holds about
-    `batch_bytes`, and at least one block (where all is direct: one page).
+    `bases[i]` is the address of region `i`; `direct[i]` says whether it is copied directly. A batch holds about
+    `batch_bytes`, and at least one block (or one page if all regions are direct).
     """
 
     def __init__(self, layout: KVLayout, bases: Sequence[int], direct: Sequence[bool], batch_bytes: int) -> None:
@@ -87,7 +87,7 @@ class Split:
 
     @property
     def staging_bytes(self) -> int:
-        """What a staging buffer must hold."""
+        """Size of a staging buffer."""
         return self.batch_blocks * self.staged_bytes
 
     def num_batches(self, num_blocks: int) -> int:
@@ -107,13 +107,13 @@ class Split:
         return _batched(self._direct, blocks, area.addresses(slots), batches, seams)
 
     def _direct_batches(self, num_blocks: int) -> Int64Array:
-        """The batch of each page that is copied directly. Where all are, a batch need not hold whole blocks: those
-        of large pages are far larger than a batch should be."""
+        """The batch of each page that is copied directly. If all regions are direct, a batch need not hold whole
+        blocks: blocks of large pages are far larger than a batch should be."""
         if self.staged_bytes:
             units: Int64Array = np.arange(num_blocks, dtype=np.int64)
             return np.repeat(units // self.batch_blocks, len(self._direct))
         sizes = np.tile(np.array([stretch.size for stretch in self._direct], np.int64), num_blocks)
-        full = (np.cumsum(sizes) - sizes) // self.batch_bytes  # with gaps, where a page is larger than a batch
+        full = (np.cumsum(sizes) - sizes) // self.batch_bytes  # with gaps if a page is larger than a batch
         return np.concatenate((np.zeros(min(1, len(full)), np.int64), np.cumsum(full[1:] != full[:-1])))
 
 
@@ -135,7 +135,7 @@ def _batched(
 
 
 def _merged(copies: Copies, batches: Int64Array, seams: Int64Array) -> BatchedCopies:
-    """Join copies that are neighbours on both sides, within a batch and never across a seam."""
+    """Merge copies that are adjacent on both sides, within a batch and never across a seam."""
     device, host, size = copies
     joined = (device[1:] == (device + size)[:-1]) & (host[1:] == (host + size)[:-1]) & (batches[1:] == batches[:-1])
     inner = np.flatnonzero(joined)
@@ -152,7 +152,7 @@ def _is_among(values: Int64Array, ascending: Int64Array) -> npt.NDArray[np.bool_
 
 
 def _stretches_of_slot(staged: Sequence[Stretch], staged_bytes: int) -> list[Stretch]:
-    """Staged pages that are neighbours in the slot, as one stretch each, with their place in a staging buffer."""
+    """Adjacent staged pages of the slot as one stretch each, with their place in a staging buffer."""
     stretches: list[Stretch] = []
     for page in staged:
         last = stretches[-1] if stretches else None
@@ -165,7 +165,7 @@ def _stretches_of_slot(staged: Sequence[Stretch], staged_bytes: int) -> list[Str
 
 
 def _pieces(staged: Sequence[Stretch]) -> npt.NDArray[np.void]:
-    """The staged pages cut into what one thread block moves."""
+    """The staged pages, cut into pieces for one thread block each."""
     rows, packed = [], 0
     for page in staged:
         for start in range(0, page.size, PIECE_BYTES):

@@ -1,4 +1,4 @@
-"""Pinning host memory for CUDA."""
+"""Pinning of host memory for CUDA."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvstow.errors import PinError
 class CudaRegistrar:
     """Registers ranges with the CUDA driver. One registrar per pool.
 
-    While any thread captures a CUDA graph, registering in the default mode fails and breaks that capture (error 900).
-    So each call is made in relaxed capture mode, and works beside captures.
+    While a thread captures a CUDA graph, registering in the default mode fails and breaks the capture (error 900), so
+    each call uses the relaxed capture mode.
     """
 
     mode = "cuda"
     notice: str | None = None
 
     def __init__(self, ordinal: int = 0, *, context: Context | None = None) -> None:
-        """`ordinal`: the GPU that copies, as torch counts them. Raises `DriverUnavailableError`, `DriverError`."""
+        """`ordinal`: the GPU that copies, in torch's numbering. Raises `DriverUnavailableError`, `DriverError`."""
         self._context = context or primary_context(ordinal)
         self._home = threading.local()
         self.locked_bytes = 0
@@ -31,12 +31,12 @@ class CudaRegistrar:
 
     @property
     def numa_node(self) -> int | None:
-        """The node whose memory the GPU reaches best, where there is more than one."""
+        """The node whose memory is nearest to the GPU, if there is more than one."""
         return self._context.driver.host_numa_node(self._context.ordinal)
 
     def prepare_thread(self) -> None:
-        """The calling thread works in the context for good: each call of the driver lets go of the interpreter, and a
-        busy host has it back after up to 5 ms."""
+        """Make the context current on this thread for good: each driver call releases the interpreter, and getting it
+        back from a busy host takes up to 5 ms."""
         try:
             self._context.settle()
         except DriverError as error:
@@ -77,6 +77,5 @@ class CudaRegistrar:
         self.locked_bytes -= num_bytes
 
     def starts(self) -> Int64Array:
-        """Where registered ranges begin, ascending: one copy must not run over from a range into the next.
-        Thread-safe; not to be written to."""
+        """Where registered ranges begin, ascending: a copy must not span two ranges. Thread-safe; read-only."""
         return self._starts

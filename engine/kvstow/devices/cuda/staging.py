@@ -1,4 +1,4 @@
-"""What batches of copies need, made once and used again and again."""
+"""Buffers, streams, events and timers of copy batches, created once and reused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvstow.devices.cuda.driver import Driver, Handle
 
 
 class Timer:
-    """The device's time between two places of a stream."""
+    """Measures the device's time between two points of a stream."""
 
     def __init__(self, driver: Driver, undo: ExitStack) -> None:
         self._driver = driver
@@ -23,7 +23,7 @@ class Timer:
         self._used = True
 
     def take(self) -> float:
-        """Seconds, once both places are reached; 0 where nothing was timed since the last call."""
+        """Seconds, once both points are reached; 0 if nothing was timed since the last call."""
         used, self._used = self._used, False
         return self._driver.seconds_between(self._start, self._stop) if used else 0.0
 
@@ -40,7 +40,7 @@ class StagingBuffer:
 
 
 class BatchMarks:
-    """What tells how far one batch is. Events: `halfway` between its two streams, `finished` after all of it."""
+    """The events and timers of one batch. `halfway` is between its two streams, `finished` after all of it."""
 
     def __init__(self, driver: Driver, undo: ExitStack) -> None:
         self.halfway, self.finished = (new_event(driver, undo, timing=False) for _ in range(2))

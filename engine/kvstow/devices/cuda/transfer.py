@@ -1,4 +1,4 @@
-"""One op on its way through a copier."""
+"""One op in a copier."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from kvstow.devices.cuda.plan import BatchedCopies
 
 
 class Transfer:
-    """The ticket of an op, fully built before a copier takes it. Its batches are begun in order and finish in order.
-
-    Used by one thread.
-    """
+    """The ticket of an op, complete before a copier takes it. Its batches begin and finish in order. Used by one
+    thread."""
 
     def __init__(
         self,
@@ -22,7 +20,7 @@ class Transfer:
         direct: BatchedCopies,
         after: Fence | None,
     ) -> None:
-        """`blocks`, `staged` and `direct` in the order of the slots in memory."""
+        """`blocks`, `staged` and `direct` are in the order of the slots in memory."""
         self.blocks, self.num_batches, self.staged, self.direct = blocks, num_batches, staged, direct
         self.after = after
         self.begun = self.finished = 0
@@ -32,13 +30,13 @@ class Transfer:
         self.seconds = 0.0
 
     def may_touch_blocks(self) -> bool:
-        """Whether work on the KV cache may be given to the device. A CUDA fence is waited for there; any other has to
-        be reached before. A fence that raises fails the transfer."""
+        """Whether work on the KV cache may be queued. The device waits for a CUDA fence; any other must be reached
+        first. A fence that raises fails the transfer."""
         if self.after is None or isinstance(self.after, CudaFence):
             return True
         try:
             reached = self.after.query()
-        except Exception as error:  # noqa: BLE001 - the failure of one op, which its ticket tells
+        except Exception as error:  # noqa: BLE001 - the failure of one op, reported by its ticket
             self.fail(error)
             return False
         if reached:
@@ -46,7 +44,7 @@ class Transfer:
         return reached
 
     def fail(self, error: BaseException) -> None:
-        """Begin no further batch. The first error stays, without its traceback: that would keep the op and its fence
+        """Begin no further batch. Keeps the first error, without its traceback, which would keep the op and its fence
         alive until a garbage collection."""
         self.error = self.error or error.with_traceback(None)
 
