@@ -29,7 +29,7 @@ _KEYS_PER_LOOKUP = 256  # a lookup without an admin's credential may have 64 KiB
 @click.command()
 @click.option("--slots", type=click.IntRange(1), help="This many blocks.")
 @click.option("--size", type=SIZE, help="This many bytes of each rank, such as 2GiB.")
-@click.option("--idle", type=TIME, help="All blocks that were not used for this long.")
+@click.option("--idle", type=TIME, help="All blocks that were not used for at least this long.")
 @dry_run_flag
 @yes_flag
 @no_wait_flag
@@ -38,7 +38,7 @@ _KEYS_PER_LOOKUP = 256  # a lookup without an admin's credential may have 64 KiB
 def evict(
     connection: Connection, slots: int | None, size: int | None, idle: float | None, style: Format, **flags: bool
 ) -> None:
-    """Remove the least recently used blocks.
+    """Remove the coldest blocks.
 
     Leased and protected blocks stay. Give one of --slots, --size and --idle.
     """
@@ -54,10 +54,10 @@ def evict(
 @click.argument("keys", nargs=-1, metavar="[KEY]...")
 @click.option("--all", "everything", is_flag=True, help="All blocks.")
 @click.option("--key-prefix", "key_prefixes", multiple=True, metavar="HEX", help="Keys with this prefix; repeatable.")
-@click.option("--idle", type=TIME, help="All blocks that were not used for this long.")
-@click.option("--age", type=TIME, help="All blocks that were stored this long ago.")
-@click.option("--slots", type=click.IntRange(1), help="This many blocks, least recently used first.")
-@click.option("--size", type=SIZE, help="This many bytes of each rank, least recently used first.")
+@click.option("--idle", type=TIME, help="All blocks that were not used for at least this long.")
+@click.option("--age", type=TIME, help="All blocks that were stored at least this long ago.")
+@click.option("--slots", type=click.IntRange(1), help="This many blocks, the coldest.")
+@click.option("--size", type=SIZE, help="This many bytes of each rank, the coldest.")
 @dry_run_flag
 @yes_flag
 @no_wait_flag

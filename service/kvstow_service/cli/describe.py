@@ -13,7 +13,7 @@ from kvstow_api.numberformat import duration, field_text
 from kvstow_api.views.ranks import ReadinessView
 from kvstow_api.views.stats import HistogramView, StatsView
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.output import emit, output_option, pairs, table
+from kvstow_service.cli.output import Format, emit, format_flag, pairs, table
 
 
 @click.group()
@@ -22,13 +22,12 @@ def describe() -> None:
 
 
 def _noun(name: str) -> Callable[[Callable[..., None]], click.Command]:
-    flag = output_option(("table", "json", "yaml"), "Output format.")
-    return lambda function: describe.command(name)(flag(remote(function)))
+    return lambda function: describe.command(name)(format_flag(remote(function)))
 
 
 @_noun("server")
-def server(connection: Connection, style: str) -> None:
-    """The server: version, settings, readiness, switches, running operations."""
+def server(connection: Connection, style: Format) -> None:
+    """The server: version, settings, readiness, ranks, operations."""
     from kvstow_api.client import calls
 
     _show(
@@ -44,7 +43,7 @@ def server(connection: Connection, style: str) -> None:
 
 @_noun("stats")
 @click.option("--section", multiple=True, help="Only this one: pool, transfers, lookups, stores, evictions or faults.")
-def stats(connection: Connection, style: str, section: tuple[Any, ...]) -> None:
+def stats(connection: Connection, style: Format, section: tuple[Any, ...]) -> None:
     """Counters since the engine started."""
     from kvstow_api.client import calls
 
@@ -53,7 +52,7 @@ def stats(connection: Connection, style: str, section: tuple[Any, ...]) -> None:
 
 @_noun("pool")
 @click.argument("name", default="host")
-def pool(connection: Connection, style: str, name: str) -> None:
+def pool(connection: Connection, style: Format, name: str) -> None:
     """A pool: its slots by state, and counters of its blocks."""
     from kvstow_api.client import calls
 
@@ -62,7 +61,7 @@ def pool(connection: Connection, style: str, name: str) -> None:
 
 @_noun("rank")
 @click.argument("number", type=int)
-def rank(connection: Connection, style: str, number: int) -> None:
+def rank(connection: Connection, style: Format, number: int) -> None:
     """A rank as it last reported."""
     from kvstow_api.client import calls
 
@@ -71,7 +70,7 @@ def rank(connection: Connection, style: str, number: int) -> None:
 
 @_noun("block")
 @click.argument("key")
-def block(connection: Connection, style: str, key: str) -> None:
+def block(connection: Connection, style: Format, key: str) -> None:
     """A block in the pool."""
     from kvstow_api.client import calls
 
@@ -80,14 +79,14 @@ def block(connection: Connection, style: str, key: str) -> None:
 
 @_noun("operation")
 @click.argument("operation_id", metavar="ID")
-def operation(connection: Connection, style: str, operation_id: str) -> None:
+def operation(connection: Connection, style: Format, operation_id: str) -> None:
     """A long-running operation."""
     from kvstow_api.client import calls
 
     _show(connection, style, operation=calls.operation(operation_id))
 
 
-def _show(connection: Connection, style: str, **sections: Any) -> None:
+def _show(connection: Connection, style: Format, **sections: Any) -> None:
     """Prints nothing unless every section could be read."""
     with connection.client() as client:
         views = {title: client.send(call) for title, call in sections.items()}

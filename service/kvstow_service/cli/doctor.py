@@ -10,14 +10,14 @@ import click
 from kvstow_api.numberformat import counted
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.failures import ExitCode
-from kvstow_service.cli.output import STATE_STYLES, Format, emit, format_flag, styled
+from kvstow_service.cli.output import STATE_STYLES, Format, emit, styled, wide_format_flag
 
 if TYPE_CHECKING:
     from kvstow_api.views.doctor import DoctorView
 
 
 @click.command()
-@format_flag
+@wide_format_flag
 @remote
 def doctor(connection: Connection, style: Format) -> None:
     """Diagnose problems and suggest fixes.

@@ -12,7 +12,7 @@ import click
 
 from kvstow_api.numberformat import moment
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.output import Format, format_flag, text_of
+from kvstow_service.cli.output import Format, text_of, wide_format_flag
 
 if TYPE_CHECKING:
     from kvstow_api.client.eventstream import Subscription
@@ -23,9 +23,11 @@ _RETRY_SECONDS = 1.0
 
 @click.command()
 @click.option("--type", "types", multiple=True, metavar="TYPE", help="Only this type; repeatable.")
-@click.option("--recent", type=click.IntRange(0, 1000), default=10, show_default=True, help="Start with past events.")
+@click.option(
+    "--recent", type=click.IntRange(0, 1000), default=10, show_default=True, help="Number of past events to start with."
+)
 @click.option("--limit", type=click.IntRange(1), help="Stop after this many.")
-@format_flag
+@wide_format_flag
 @remote
 def events(connection: Connection, types: tuple[Any, ...], recent: int, limit: int | None, style: Format) -> None:
     """Print events as they happen, until Ctrl-C.

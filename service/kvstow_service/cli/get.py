@@ -14,7 +14,7 @@ import click
 
 from kvstow_api.numberformat import moment
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.output import output_option, styled, table, text_of
+from kvstow_service.cli.output import Format, format_option, styled, table, text_of
 from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class _AliasGroup(click.Group):
 
 @click.group(cls=_AliasGroup)
 def get() -> None:
-    """List pools, ranks, blocks, transfers, operations or log levels.
+    """List pools, ranks, blocks, transfers, operations, ...
 
     `kvstow describe` shows one of them in full.
     """
@@ -84,12 +84,12 @@ def get() -> None:
 def _command(noun: _Noun) -> click.Command:
     @get.command(noun.name, help=noun.help)
     @click.argument("extra", nargs=-1, metavar="")
-    @output_option(("table", "wide", "name", "json", "yaml"), "wide: more columns; name: only ids, one a line.")
-    @click.option("--watch", "-w", is_flag=True, help="Show the list again and again, until Ctrl-C.")
-    @click.option("--interval", type=TIME, default="2s", show_default=True, help="Time between two looks of --watch.")
+    @format_option(("table", "wide", "name", "json", "yaml"), "wide shows more columns, name only ids.")
+    @click.option("--watch", "-w", is_flag=True, help="Repeat until Ctrl-C.")
+    @click.option("--interval", type=TIME, default="2s", show_default=True, help="How often --watch asks the server.")
     @remote
     def command(
-        connection: Connection, extra: tuple[str, ...], style: str, watch: bool, interval: float, **options: Any
+        connection: Connection, extra: tuple[str, ...], style: Format, watch: bool, interval: float, **options: Any
     ) -> None:
         if extra and noun.described:
             raise click.UsageError(f"this is a list; `kvstow describe {noun.singular} {extra[0]}` shows one")
@@ -110,7 +110,7 @@ for _noun in _NOUNS:
     _command(_noun)
 
 
-def _look(client: Client, noun: _Noun, style: str, options: dict[str, Any], *, one_line: bool) -> str:
+def _look(client: Client, noun: _Noun, style: Format, options: dict[str, Any], *, one_line: bool) -> str:
     from kvstow_service.cli.tables import LISTS
 
     columns, identifier = LISTS[noun.name]

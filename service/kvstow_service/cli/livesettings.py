@@ -41,8 +41,7 @@ def resize(
 ) -> None:
     """Set the pool size of every rank to SIZE bytes, such as 16GiB.
 
-    A larger pool is pinned in the background. A smaller one evicts the least recently used blocks first, and asks
-    before.
+    A larger pool is pinned in the background. A smaller one evicts the coldest blocks.
     """
     from kvstow_api.client import calls
 

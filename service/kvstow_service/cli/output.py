@@ -8,14 +8,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
 if TYPE_CHECKING:
     from kvstow_api.views.base import View
 
-Format = Literal["table", "wide", "json", "yaml"]
+Format = Literal["table", "wide", "name", "json", "yaml"]
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 STATE_STYLES = {
@@ -37,8 +37,8 @@ STATE_STYLES = {
 _GAP = "  "
 
 
-def output_option(choices: Sequence[str], description: str) -> Decorator:
-    """The -o flag with these choices, the first of which is the default."""
+def format_option(choices: Sequence[Format], description: str) -> Decorator:
+    """The -o flag with these choices; the first is the default."""
     return click.option(
         "-o",
         "--output",
@@ -50,7 +50,8 @@ def output_option(choices: Sequence[str], description: str) -> Decorator:
     )
 
 
-format_flag = output_option(get_args(Format), "Output format; wide shows more.")
+format_flag = format_option(("table", "json", "yaml"), "Output format.")
+wide_format_flag = format_option(("table", "wide", "json", "yaml"), "Output format; wide shows more.")
 
 
 class Column(NamedTuple):
@@ -61,12 +62,14 @@ class Column(NamedTuple):
     wide: bool = False
 
 
-def emit(view: View | Mapping[str, View], style: str, show: Callable[[Any], str]) -> None:
+def emit(view: View | Mapping[str, View], style: Format, show: Callable[[Any], str]) -> None:
     """Print `view` in the format `style`; `show` makes the text for people."""
     click.echo(text_of(view, style, show))
 
 
-def text_of(view: View | Mapping[str, View], style: str, show: Callable[[Any], str], *, one_line: bool = False) -> str:
+def text_of(
+    view: View | Mapping[str, View], style: Format, show: Callable[[Any], str], *, one_line: bool = False
+) -> str:
     """`one_line`: JSON without line breaks, and YAML as a document of a stream."""
     if style == "json":
         return json.dumps(plain(view), indent=None if one_line else 2)

@@ -36,7 +36,7 @@ _UNITS: dict[Unit, tuple[float, str]] = {
 
 
 @click.command()
-@click.argument("metric", type=click.Choice(METRICS))
+@click.argument("metric", type=click.Choice(METRICS), metavar="METRIC")
 @click.option("--since", type=TIME, default="10m", show_default=True, help="How far back, at most an hour.")
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture into this file instead.")
 @format_flag
@@ -44,8 +44,8 @@ _UNITS: dict[Unit, tuple[float, str]] = {
 def plot(connection: Connection, metric: str, since: float, png: Path | None, style: Format) -> None:
     """Plot metrics of the last hour.
 
-    usage: share of slots in use; blocks: stored, evicted for capacity and dropped. "now" is the last 10 s, as on the
-    status page. A picture needs matplotlib: pip install 'kvstow[plot]'.
+    METRIC is hit-ratio, bandwidth, usage (share of slots in use), blocks (stored, evicted for capacity, dropped) or
+    pinned. "now" is the last 10 s, as on the status page. A picture needs matplotlib: pip install 'kvstow[plot]'.
     """
     from kvstow_api.client import calls
     from kvstow_api.series import METRICS, lines_of

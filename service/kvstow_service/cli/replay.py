@@ -30,23 +30,23 @@ _SLOT_SIZE = "256KiB"
 
 @click.command()
 @click.argument("trace")
-@click.option("--pool-slots", type=int, default=1000, show_default=True, help="Slots of the pool, per rank.")
-@click.option("--slot-size", help="Bytes of one block, per rank; 256KiB if neither this nor a shape is given.")
-@click.option("--shape", help=f"KV cache of a known model in place of a slot size: {' or '.join(SHAPES)}.")
+@click.option("--pool-slots", type=int, default=1000, show_default=True, help="Slots of the pool of each rank.")
+@click.option("--slot-size", help="Bytes of one block on each rank. Default: 256KiB.")
+@click.option("--shape", help=f"KV cache of a known model instead of a slot size: {', '.join(SHAPES)}.")
 @click.option("--device", default="cpu", show_default=True, help="Device that holds the KV cache: cpu or cuda.")
 @click.option(
     "--copy-strategy",
     default="auto",
     show_default=True,
-    help="On CUDA, copy page by page (direct), in packed blocks (staged), or as measured (auto).",
+    help="On CUDA: direct copies pages, staged copies packed blocks, auto measures which is faster.",
 )
-@click.option("--requests", type=click.IntRange(1), help="Replay so many requests at most.")
+@click.option("--requests", type=click.IntRange(1), help="Replay at most this many requests.")
 @click.option("--ranks", type=int, default=1, show_default=True, help="Ranks in this process.")
 @click.option("--policy", default="lru", show_default=True, help="Order of eviction: lru or arc.")
-@click.option("--rate", type=float, help="Requests started per second; default: all at once.")
-@click.option("--time-scale", type=float, help="Start requests by their timestamps, so many times as fast as recorded.")
+@click.option("--rate", type=float, help="Requests started per second. Default: all at once.")
+@click.option("--time-scale", type=float, help="Start requests by their timestamps, this many times as fast.")
 @click.option("--concurrency", type=int, default=1, show_default=True, help="Requests in flight at once.")
-@click.option("--kv-blocks", type=int, help="Blocks of the device's KV cache; default: what the trace needs.")
+@click.option("--kv-blocks", type=int, help="Blocks of the device's KV cache. Default: what the trace needs.")
 @click.option("--no-data", is_flag=True, help="Replay the control plane only; move no bytes.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def replay(
@@ -68,10 +68,10 @@ def replay(
 ) -> None:
     """Replay a request trace and verify every loaded byte.
 
-    Each request is looked up, loaded as far as it is there, computed, and stored. TRACE has JSON lines; - reads
-    standard input.
+    Each request is looked up, its hits are loaded, the rest is computed and stored. TRACE is a file of JSON lines; -
+    reads standard input.
 
-    Exit codes: 0 every loaded byte was right, 1 some was wrong, 2 bad input or not enough memory.
+    Exit codes: 0 all loaded bytes were correct, 1 some were not, 2 bad input or not enough memory.
     """
     from kvstow.config import EngineConfig
     from kvstow_service.replay.pace import ReplayOptions
@@ -101,7 +101,7 @@ def _shape(name: str | None, slot_size: str | None) -> Shape:
     from kvstow.bytesize import parse_size
 
     if name is not None and slot_size is not None:
-        raise ConfigError("--slot-size", slot_size, "a slot size or a shape, not both")
+        raise ConfigError("--slot-size", slot_size, "--slot-size or --shape, not both")
     return shape_named(name) if name else even_shape(parse_size(slot_size or _SLOT_SIZE, "--slot-size"))
 
 
@@ -112,7 +112,7 @@ def _run(
     kv_blocks: int | None,
     place: Place | None,
 ) -> ReplayResult:
-    """Without a place for a KV cache, the control plane alone."""
+    """`place`: None replays the control plane alone."""
     from kvstow_service.replay.driver import ReplayDriver, blocks_needed
     from kvstow_service.replay.session import local_session, simulated_session
 
@@ -146,7 +146,7 @@ def _run(
 
 
 def _progress() -> Progress:
-    """Bars on standard error, so that --json stays clean; nothing where that is no terminal."""
+    """Progress bars on standard error, if it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

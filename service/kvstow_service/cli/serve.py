@@ -14,11 +14,11 @@ from pydantic.fields import FieldInfo
 from kvstow.errors import ConfigError, InvalidRequestError, KvstowError
 from kvstow_service.settings import Settings, flag_name, load_settings
 
-_CONFIG_HELP = "TOML file with settings, under the flags' names with underscores. KVSTOW_CONFIG names it, too."
+_CONFIG_HELP = "TOML file with settings, named like the flags but with underscores. Default: KVSTOW_CONFIG."
 
 
 def _run(config: Path | None, flags: dict[str, str | bool | None]) -> int:
-    """The exit status: 2 for a wrong setting, 1 for anything else that keeps the service from running."""
+    """Returns the exit status: 2 for an invalid setting, 1 for any other failure."""
     try:
         settings = load_settings(flags, os.environ, config)
     except ExceptionGroup as group:
@@ -37,7 +37,7 @@ def _run(config: Path | None, flags: dict[str, str | bool | None]) -> int:
 
 
 def _named_as_flag(error: ConfigError) -> ConfigError:
-    """The error with flags in place of the settings' names."""
+    """The error with flags instead of the names of settings."""
     allowed = re.sub(r"\b[a-z]+(_[a-z]+)+\b", _flag_of, error.allowed)
     key = flag_name(error.key) if error.key in Settings.model_fields else error.key
     return type(error)(key, error.value, allowed)
@@ -54,7 +54,7 @@ def _complain(errors: Sequence[Exception], status: int) -> int:
 
 
 def _option(key: str, field: FieldInfo) -> click.Option:
-    """The flag of one setting. Values stay text, so that every source is read by the same rules."""
+    """The flag of one setting. Its value stays text, so that flags, variables and files are read by the same rules."""
     flag, is_switch = flag_name(key), field.annotation is bool
     default = "" if field.default in (None, (), False) else f" Default: {field.default}."
     return click.Option(
@@ -68,8 +68,8 @@ def _option(key: str, field: FieldInfo) -> click.Option:
 def _serve(config: str | None, **flags: str | bool | None) -> None:
     """Run the service: engine, data plane, admin server.
 
-    All in one process. Every flag is also a variable (KVSTOW_POOL_SIZE) and a key of the --config file (pool_size);
-    flags win over variables, variables over the file.
+    All in one process. Every flag is also a variable (KVSTOW_POOL_SIZE) and a key of the --config file (pool_size).
+    Flags override variables, and variables override the file.
     """
     sys.exit(_run(None if config is None else Path(config), flags))
 

@@ -98,7 +98,7 @@ def test_wrong_bytes_end_with_status_1(trace: str, monkeypatch: pytest.MonkeyPat
         (("--pool-slots", "0"), "capacity_slots is 0"),
         (("--slot-size", "lots"), "--slot-size is 'lots'"),
         (("--shape", "gpt-2"), "--shape is 'gpt-2'; allowed: llama-3-8b or llama-3-70b-tp8 or mla-18k or gpt-oss-32k"),
-        (("--shape", "mla-18k", "--slot-size", "1KiB"), "--slot-size is '1KiB'; allowed: a slot size or a shape"),
+        (("--shape", "mla-18k", "--slot-size", "1KiB"), "--slot-size is '1KiB'; allowed: --slot-size or --shape"),
         (("--device", "tpu"), "--device is 'tpu'; allowed: cpu or cuda"),
         (
             ("--copy-strategy", "direct"),

@@ -107,7 +107,7 @@ def test_a_server_that_is_not_ready_is_not_healthy(run: Any, host: Any) -> None:
     host.ranks[1].report()
     outcome = run("doctor", "--server", host.url)
     assert outcome.exit_code == 1
-    assert "error  /readyz fails: ranks: rank 1 is failed" in outcome.stdout
+    assert "error  /readyz fails at ranks: rank 1 is failed" in outcome.stdout
 
 
 def test_a_real_server_is_examined(run: Any, host: Any) -> None:
