@@ -14,19 +14,19 @@ from kvstow_service.connections import Connection, Connections, Wait
 
 logger = logging.getLogger("kvstow.server")
 
-# Per turn of the event loop, and no more than the limit: connections dropped to make room close in the next turn.
-# Accepting is quick, so a probe does not wait behind a flood in the kernel's queue.
-_ACCEPTS_PER_TURN = 64
+# Per iteration of the event loop, and never more than the limit: connections dropped to make room close in the next
+# iteration. Accepting is quick, so a probe does not wait behind a flood in the kernel's queue.
+_ACCEPTS_PER_ITERATION = 64
 _PAUSE_SECONDS = 1.0
 
 MakeProtocol = Callable[[Connection], asyncio.BaseProtocol]
 
 
 class Acceptor:
-    """Replaces asyncio's own servers, which accept thousands of connections before the first of them can be counted,
-    and log a traceback for each that they cannot accept.
+    """Accepts connections in place of asyncio's servers, which accept thousands before the first can be counted, and
+    log a traceback for each that they cannot accept.
 
-    A connection counts from `accept` on, so a stalled TLS handshake counts too. All methods run on the event loop.
+    A connection counts from `accept` on, including a stalled TLS handshake. All methods run on the event loop.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Acceptor:
             self._loop.add_reader(listener, self._accept, listener)
 
     def stop(self) -> None:
-        """Accept no more, and drop connections whose handshake has not ended. Idempotent."""
+        """Stop accepting, and drop connections whose handshake has not finished. Idempotent."""
         self._pause()
         for task in self._opening:
             task.cancel()
@@ -64,7 +64,7 @@ class Acceptor:
             self._loop.remove_reader(listener)
 
     def _accept(self, listener: socket) -> None:
-        for _ in range(min(_ACCEPTS_PER_TURN, self._connections.limit)):
+        for _ in range(min(_ACCEPTS_PER_ITERATION, self._connections.limit)):
             try:
                 accepted, peer = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

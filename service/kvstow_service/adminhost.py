@@ -84,7 +84,7 @@ def make_context(
 
 
 def measure_memory(limits: MemoryLimits | None = None, huge_pages: Path = _HUGE_PAGES) -> HostMemory:
-    """Reads the kernel's files on each call, in less than a millisecond. `limits` apply to the pools; the default is
+    """Read the kernel's files on each call, in less than a millisecond. `limits` apply to the pools; the default is
     memory in general. `huge_pages` is a parameter for tests."""
     limits = limits or MemoryLimits()
     headroom = limits.headroom()
@@ -106,7 +106,7 @@ def _chosen(path: Path) -> str:
 
 
 def _installed(distribution: str) -> str:
-    """Its version, from the metadata: importing torch here would hold up the start."""
+    """Its version from the package metadata: importing torch would delay the start."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -114,7 +114,7 @@ def _installed(distribution: str) -> str:
 
 
 def _registry() -> CollectorRegistry:
-    """For figures of this process beside the engine's own."""
+    """Metrics of this process; the API adds the engine's."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)

@@ -1,4 +1,4 @@
-"""The agent of one rank: tells the admin server how the rank is, and the rank what the server wants of it."""
+"""The agent of one rank: reports the rank's state to the admin server and applies the desired state it returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from kvstow.errors import KvstowError, NotFoundError
 from kvstow.messages import DesiredState, RankReport, RankState
 from kvstow_service.switchinterval import short_switch_interval
 
-if TYPE_CHECKING:  # 0.3 s: left to the agent's thread, for every process of an inference engine imports this module
+if (
+    TYPE_CHECKING
+):  # takes 0.3 s: imported on the agent's thread, as every process of an inference engine imports this module
     import ssl
 
     from kvstow_api.client import Client
@@ -24,8 +26,8 @@ logger = logging.getLogger("kvstow.agent")
 
 _TIMEOUT_SECONDS = 5.0
 _NEWS = ("boot_id", "state", "error", "notice", "target_slots", "engine_id", "applied")
-_MIN_GAP_SECONDS = 0.2  # between two looks at the rank, however fast chunks are pinned
-_NEWS_PARTS = 10  # of the pool: one more of them is worth a report, which takes 2 to 4 ms of Python on both sides
+_MIN_GAP_SECONDS = 0.2  # between two reports taken from the rank, however fast chunks are pinned
+_NEWS_PARTS = 10  # a tenth of the pool is worth a report, which costs 2 to 4 ms of Python on both sides
 
 
 class ReportingRank(Protocol):
@@ -40,9 +42,11 @@ class ReportingRank(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdminAddress:
-    """Where agents find the admin server: over the Unix socket when there is one, else over TCP. Picklable; shows no
-    token. `certificate` (PEM), if there is one, is what a TLS server must show, whatever name is in it; a server that
-    has renewed it has another address."""
+    """Where agents find the admin server: the Unix socket if there is one, otherwise TCP. Picklable; its repr hides the
+    token.
+
+    A TLS server must show `certificate` (PEM), whatever name is in it. A renewed certificate makes a new address.
+    """
 
     url: str
     token: str = field(repr=False)
@@ -67,12 +71,12 @@ class AdminAddress:
 
 
 FindAdmin = Callable[[], AdminAddress | None]
-"""Looks for the admin server; None while there is none. Called on the agent's thread, at most 5 times a second."""
+"""Finds the admin server; None while there is none. Called on the agent's thread, at most 5 times a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentStats:
-    """`failed` counts beats that did not reach the server or the rank; `failing` says whether the last one did not."""
+    """`failed` counts attempts to report that raised an error; `failing`: whether the last one did."""
 
     sent: int
     failed: int
@@ -80,17 +84,16 @@ class AgentStats:
 
 
 class RankAgent:
-    """Reports once a second and on change (of the memory, a tenth of the pool), and applies the desired state of every
-    answer.
+    """Reports every `interval` seconds and on change, and applies the desired state in each response. A change in
+    pinned memory counts if it is a tenth of the pool.
 
-    `server` may be a way to look for a server that comes later: until it is found the agent waits, and that is
-    no failure. After a failure it is looked for again.
+    `server` may be a function that finds a server started later: until then the agent waits, and that is no failure.
+    After a failure it is called again.
 
-    Guarantees: no failure ends the thread, neither of the server nor of the rank: the next beat tries again,
-    and only the first failure and the recovery are logged, and each change of the rank's state. `stop` is
-    idempotent and never waits: a server may take seconds to answer, and neither the release of the rank's memory nor
-    the end of the process may be delayed by it.
-    A beat under way ends on the agent's own thread, and its answer is not applied.
+    Guarantees: no failure of the server or the rank ends the thread; the next attempt follows after `interval`. Only
+    the first failure, the recovery and each change of the rank's state are logged. `stop` is idempotent and never
+    waits: a server may take seconds to answer, which must delay neither the release of the rank's memory nor the end of
+    the process. A report in progress ends on the agent's thread, and its response is not applied.
     """
 
     def __init__(
@@ -100,10 +103,10 @@ class RankAgent:
         self._source = source
         self._find: FindAdmin = (lambda: server) if isinstance(server, AdminAddress) else server
         self._offered: AdminAddress | None = None
-        self._taken: AdminAddress | None = None  # the one that was offered, if the connection is to that
+        self._used_offer: AdminAddress | None = None  # the offered address, if the connection uses it
         self._client: Client | None = None
         self._interval = interval
-        self._told: RankReport | None = None
+        self._reported: RankReport | None = None
         self._due_at = 0.0
         self._sent = 0
         self._failed = 0
@@ -122,13 +125,13 @@ class RankAgent:
         self._wake.set()
 
     def offer(self, address: AdminAddress) -> None:
-        """Use this address where the server is not found otherwise. Safe on any thread, and cheap to repeat."""
+        """Use this address if the server is not found otherwise. Thread-safe, and cheap to repeat."""
         if address != self._offered:
             self._offered = address
             self.address_changed()
 
     def address_changed(self) -> None:
-        """Look for the server now, not at the next beat. Safe on any thread."""
+        """Report now instead of after `interval`. Thread-safe."""
         self._due_at = 0.0
         self._wake.set()
 
@@ -140,35 +143,35 @@ class RankAgent:
         while not self._stopping.is_set():
             self._wake.clear()  # before the report is taken: a change after it wakes the loop again
             started = time.monotonic()
-            self._beat(is_due=started >= self._due_at)
+            self._report_and_apply(is_due=started >= self._due_at)
             self._wake.wait(max(0.0, self._due_at - time.monotonic()))
             self._stopping.wait(max(0.0, _MIN_GAP_SECONDS - (time.monotonic() - started)))
-        self._hang_up()
+        self._disconnect()
 
-    def _beat(self, *, is_due: bool) -> None:
+    def _report_and_apply(self, *, is_due: bool) -> None:
         try:
             report = self._source.report()
             self._log_change(report)
-            if not is_due and not _is_news(report, self._told):
+            if not is_due and not _is_news(report, self._reported):
                 return
-            self._due_at, self._told = time.monotonic() + self._interval, None
+            self._due_at, self._reported = time.monotonic() + self._interval, None
             client = self._connect()
             if client is None:
                 return
-            from kvstow_api.client import calls  # not before there is a server: the host is starting, too
+            from kvstow_api.client import calls  # only once there is a server: the host is starting, too
 
             desired = client.send(calls.report(report, clock=time.time()))
             if self._stopping.is_set():
                 return
             self._source.apply(desired)
-            self._told = report
-        except Exception as error:  # whatever it is, the thread goes on
+            self._reported = report
+        except Exception as error:  # nothing may end the thread
             self._due_at = time.monotonic() + self._interval
             self._failed += 1
             if not self._failing and not self._stopping.is_set():
-                logger.warning("rank %d: report failed, trying on: %s", self._rank, error, exc_info=_if_defect(error))
+                logger.warning("rank %d: report failed, will retry: %s", self._rank, error, exc_info=_if_defect(error))
             self._failing = True
-            self._hang_up()
+            self._disconnect()
         else:
             self._sent += 1
             if self._failing:
@@ -176,23 +179,23 @@ class RankAgent:
             self._failing = False
 
     def _connect(self) -> Client | None:
-        """The open connection, or a new one; None while the server has not come yet."""
-        if self._taken is not None and self._taken != self._offered:
-            self._hang_up()
+        """The open connection or a new one; None while the server has not started."""
+        if self._used_offer is not None and self._used_offer != self._offered:
+            self._disconnect()
         if self._client is None:
             found, offered = self._find(), self._offered
             address = found or offered
             if address is not None:
                 self._client = address.connect()
-                self._taken = offered if found is None else None
+                self._used_offer = offered if found is None else None
             elif self._sent:
                 raise NotFoundError("the admin server is gone")
         return self._client
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._client is not None:
             self._client.close()
-            self._client = self._taken = None
+            self._client = self._used_offer = None
 
     def _log_change(self, report: RankReport) -> None:
         if report.state == self._state:
@@ -210,16 +213,16 @@ class RankAgent:
         )
 
 
-def _is_news(report: RankReport, told: RankReport | None) -> bool:
-    """Whether somebody waits for it: all but a little more memory. Figures come along with the next beat."""
-    if told is None or any(getattr(report, name) != getattr(told, name) for name in _NEWS):
+def _is_news(report: RankReport, reported: RankReport | None) -> bool:
+    """Whether the change is worth a report of its own: any but a little more memory and new counters."""
+    if reported is None or any(getattr(report, name) != getattr(reported, name) for name in _NEWS):
         return True
-    change = abs(report.pinned_slots - told.pinned_slots)
-    return change * _NEWS_PARTS >= report.target_slots > 0 or (change > 0 and not told.pinned_slots)
+    change = abs(report.pinned_slots - reported.pinned_slots)
+    return change * _NEWS_PARTS >= report.target_slots > 0 or (change > 0 and not reported.pinned_slots)
 
 
 def _if_defect(error: Exception) -> Exception | None:
-    """A traceback helps with defects of ours, not with a server that is away."""
+    """Log a traceback only for defects of KVStow, not for a server that cannot be reached."""
     from kvstow_api.client import ApiError
 
     return None if isinstance(error, (ApiError, KvstowError, OSError)) else error

@@ -1,4 +1,4 @@
-"""The open connections of the admin server: how many there may be, and how long each may keep the server waiting."""
+"""The admin server's open connections: their number is limited, and each has a deadline while the server waits."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from kvstow_api.limitedlog import LimitedLog
 
 logger = logging.getLogger("kvstow.server")
 
-_MOST_CONNECTIONS = 256
-_FEWEST_CONNECTIONS = 16
-_IDLE_SECONDS = 1.0  # a younger connection has had no time to send its request
-_SHARE_OF_DESCRIPTORS = 8  # the other seven eighths are the engine's
+_MAX_CONNECTIONS = 256
+_MIN_CONNECTIONS = 16
+_IDLE_SECONDS = 1.0  # a younger connection may not have had time to send its request
+_SHARE_OF_DESCRIPTORS = 8  # the engine keeps the other seven eighths
 
 
 class Wait(Enum):
     """What the server waits for on a connection."""
 
     HANDSHAKE = auto()
-    """The client's part of a TLS handshake."""
+    """The client must finish the TLS handshake."""
     HEAD = auto()
-    """A whole request head: the first one, or the next one after an answer."""
+    """The client must send a whole request head, its first or its next."""
     READER = auto()
-    """The client is too slow to read what has been written."""
+    """The client must read what has been written."""
     CLOSE = auto()
-    """The connection is closed as soon as the client has read the rest."""
+    """The client must read the rest before the connection closes."""
 
     @property
     def seconds(self) -> float:
-        """How long the server waits."""
+        """Time limit."""
         return _SECONDS[self]
 
 
@@ -41,10 +41,10 @@ _SECONDS = {Wait.HANDSHAKE: 10.0, Wait.HEAD: 10.0, Wait.READER: 30.0, Wait.CLOSE
 
 
 class Connection:
-    """One accepted socket, from the moment it is accepted until it is closed.
+    """One accepted socket, until it is closed.
 
-    `client`: the address of its peer. `trusted`: it has shown a credential, or came through a Unix socket, which only
-    this user can open. `drop` closes it at once, without an answer.
+    `client`: the peer's address. `trusted`: it has shown a credential, or came through a Unix socket, which only this
+    user can open. `drop` closes it at once, without a response.
     """
 
     __slots__ = ("_clock", "_close", "client", "drop", "opened", "since", "trusted", "wait")
@@ -61,8 +61,8 @@ class Connection:
         self.opened = self.since = clock()
 
     def wait_for(self, wait: Wait | None) -> None:
-        """What the server waits for from now on; None while it works on a request. Naming the same thing again does
-        not extend the time."""
+        """Set what the server waits for; None while it handles a request. Repeating the same `wait` does not extend the
+        deadline."""
         if wait is not self.wait:
             self.wait = wait
             self.since = self._clock()
@@ -73,7 +73,7 @@ class Connection:
 
 
 class Connections:
-    """Never more than `limit`. All methods run on the event loop, and cost at most O(limit).
+    """At most `limit` connections. All methods run on the event loop and cost at most O(limit).
 
     At the limit, a new connection replaces an untrusted one from the address with the most of them: the one idle
     longest, or else the oldest. If none is untrusted, it replaces an idle trusted one; it is refused only when all
@@ -91,12 +91,12 @@ class Connections:
 
     @property
     def crowded(self) -> bool:
-        """An untrusted connection then serves one request: with pipelined requests, the server would always be busy
-        with all of them, and a probe would wait for each."""
+        """Above half the limit an untrusted connection serves one request: otherwise pipelined requests would keep the
+        server busy, and a probe would wait for each of them."""
         return len(self._open) > self.limit // 2
 
     def admit(self, client: str, *, trusted: bool, wait: Wait) -> Connection | None:
-        """The record of a socket that has been accepted, or None if it must be closed."""
+        """The record of an accepted socket, or None if the caller must close it."""
         if len(self._open) >= self.limit:
             made_room = self.make_room()
             self._full.warning(
@@ -119,7 +119,7 @@ class Connections:
         return True
 
     def expire(self) -> None:
-        """Drop connections that are past their deadline; call it about once a second."""
+        """Drop connections past their deadline. Call it about once a second."""
         now = self._clock()
         for connection in list(self._open):
             if connection.wait is not None and now - connection.since > connection.wait.seconds:
@@ -148,5 +148,5 @@ class Connections:
 def connection_limit() -> int:
     """How many connections the server may hold: few enough to leave most of the process's descriptors to the engine."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    share = _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else soft // _SHARE_OF_DESCRIPTORS
-    return max(_FEWEST_CONNECTIONS, min(_MOST_CONNECTIONS, share))
+    share = _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft // _SHARE_OF_DESCRIPTORS
+    return max(_MIN_CONNECTIONS, min(_MAX_CONNECTIONS, share))

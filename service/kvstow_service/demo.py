@@ -1,8 +1,8 @@
-"""The main job in half a minute: `python -m kvstow_service.demo`, or `make demo`.
+"""A demo of half a minute: `python -m kvstow_service.demo`, or `make demo`.
 
-Starts a real `kvstow serve` with a pool that is pinned slowly enough to watch, has it replay a generated trace
-meanwhile, follows it over HTTP, and ends it with SIGTERM. Exit code 0 only if every loaded byte was right, there
-were some, and the service left cleanly.
+Starts a real `kvstow serve` whose pool is pinned slowly enough to watch, replays a generated trace meanwhile, follows
+it over HTTP and stops it with SIGTERM. The exit code is 0 only if some bytes were loaded, all of them were correct, and
+the service exited cleanly.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _POLL = 0.01
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message says why."""
+    """The demo cannot continue."""
 
 
 class Service:
@@ -67,22 +67,22 @@ class Service:
 
     @property
     def seconds(self) -> float:
-        """Since the process started."""
+        """Time since the process started."""
         return time.monotonic() - self.started
 
     def result(self) -> ReplayResult | None:
-        """The result of the replay, once it is there."""
+        """The result of the replay; None before its end."""
         return ReplayResult(**json.loads(self._lines[0])) if self._lines else None
 
     def check(self) -> None:
-        """Raises `DemoError` when the process has ended or the demo takes too long."""
+        """Raises `DemoError` if the process has ended or the demo takes too long."""
         if self._process.poll() is not None:
             raise DemoError(f"the service ended with exit code {self._process.returncode}:\n{self._log.read_text()}")
         if self.seconds > _DEADLINE:
             raise DemoError(f"no result after {_DEADLINE:.0f} s:\n{self._log.read_text()}")
 
     def stop(self) -> int:
-        """SIGTERM; the exit code. A process that does not leave is killed."""
+        """Send SIGTERM and return the exit code. Kills a process that does not exit."""
         self._process.send_signal(signal.SIGTERM)
         try:
             return self._process.wait(timeout=30.0)
@@ -100,7 +100,7 @@ class Service:
 
 
 class Moment(NamedTuple):
-    """What the service said of itself at one time. Bytes are summed over the ranks."""
+    """State of the service at one time. Bytes are summed over the ranks."""
 
     pinned: int
     target: int
@@ -118,7 +118,7 @@ class Moment(NamedTuple):
 def main() -> int:
     """Exit code of the demo."""
     parser = argparse.ArgumentParser(prog="python -m kvstow_service.demo", description="Run KVStow's demo.")
-    parser.add_argument("--svg", type=Path, help="write what the demo shows to this file, too")
+    parser.add_argument("--svg", type=Path, help="also write the output to this SVG file")
     svg: Path | None = parser.parse_args().svg
     console = Console(record=True, force_terminal=True, width=100) if svg else Console()
     try:
@@ -172,8 +172,8 @@ def _answers(client: httpx.Client, probe: str) -> bool:
 
 
 def _follow(service: Service, client: httpx.Client, console: Console, line: Live | None) -> ReplayResult:
-    """Until the replay has ended and all is pinned: a live line, and lines to keep at the first slot and at every
-    quarter pinned."""
+    """Show a live line until the replay has ended and the pool is pinned. The first slot and every quarter pinned
+    print a line that stays."""
     _wait_for_slots(service, client, console)
     quarter = 0
     while True:
@@ -216,9 +216,9 @@ def _get(client: httpx.Client, path: str) -> Any:
 def _verdict(result: ReplayResult, exit_code: int, console: Console) -> bool:
     verified = result.ok and 0 < result.loaded_bytes == result.verified_bytes
     if verified and exit_code == 0:
-        console.print("Every loaded byte was right, and the service left cleanly.", style="green")
+        console.print("Every loaded byte was correct, and the service exited cleanly.", style="green")
         return True
-    console.print("Not every loaded byte was right, or the service did not leave cleanly.", style="red")
+    console.print("Not every loaded byte was correct, or the service did not exit cleanly.", style="red")
     return False
 
 

@@ -1,4 +1,4 @@
-"""Times written for people: `2ms`, `30s`, `0.5`."""
+"""Parsing of durations such as `2ms`, `30s` and `0.5`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ALLOWED = "0 or more seconds, or a number with one of us ms s m h"
 
 
 def parse_duration(value: object, key: str = "duration") -> float:
-    """Seconds named by `value`, a number or text. Raises `ConfigError` naming `key` for anything else.
+    """`value`, a number or text, in seconds. Raises `ConfigError` for `key` if it is neither.
 
     >>> parse_duration("2ms")
     0.002

@@ -1,6 +1,6 @@
-"""The admin server of an engine that lives in somebody else's process.
+"""The admin server inside a host process, such as an inference engine.
 
-Importing this module imports neither FastAPI nor uvicorn: that takes half a second, which no host should wait for.
+Importing this module imports neither FastAPI nor uvicorn, which take half a second: no host should wait for that.
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvstow.admin")
 
-_PORTS = 16  # tried from the one wanted on: two hosts of eight engines each on one machine
+_PORTS = 16  # tried, starting with the requested one: enough for two hosts with eight engines each on one machine
 _OPENING_SECONDS = 30.0  # importing FastAPI cannot be interrupted; it takes seconds on a cold disk
-_HEAD_START_SECONDS = 0.01  # an import that begins at once holds the interpreter: `start` would take 5 ms, not 0.5
+_HEAD_START_SECONDS = (
+    0.01  # if the import began at once, it would hold the GIL, and `start` would take 5 ms instead of 0.5
+)
 _ANY_ADDRESS = ("0.0.0.0", "::")
 
 
 class EmbeddedAdmin:
-    """Serves the admin API of `engine`, and ticks it, on threads of its own.
+    """Serves the admin API of `engine`, and ticks the engine, on separate threads.
 
-    `identity` is what the agents of the engine's ranks make their `Rendezvous` of: any text that no other engine on
-    this machine has. `node_host` is this machine's name or address on other nodes, wanted where `admin_host` means all
-    addresses. `settings` (no secrets) and `build` are shown by the API.
+    `identity` is any text that no other engine on this machine uses; the ranks' agents use it for their `Rendezvous`.
+    `node_host` is this machine's name or address for other nodes, needed if the server listens on all addresses.
+    `settings` (no secrets) and `build` are shown by the API. `options.port` is the first of 16 ports that are tried.
 
-    Guarantees. `start` returns at once and raises nothing; nothing that goes wrong later reaches the host: it is
-    logged, counted (error `admin_server` of the engine) and kept in `failure`. The host's signal handlers stay. One of
-    several sockets that cannot be had is logged and done without. `stop` is idempotent; a host that dies without it
-    leaves nothing that a successor does not replace. Properties may be read on any thread at any time.
+    Guarantees: `start` returns at once and raises nothing. Later errors do not reach the host: they are logged, counted
+    (the engine's error `admin_server`) and kept in `failure`. The host keeps its signal handlers. If one of several
+    sockets cannot be opened, that is logged, and the others serve. `stop` is idempotent; a successor replaces whatever
+    a host leaves that dies without it. Properties may be read on any thread at any time.
     """
 
     def __init__(
@@ -67,19 +69,21 @@ class EmbeddedAdmin:
         freezes_heap: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """Opens nothing, starts nothing.
+        """Opens and starts nothing.
 
-        `head_start`: seconds from `start` on in which the host has the interpreter for itself; then FastAPI is
-        imported, which takes turns with it for half a second. `freezes_heap`: `gc.freeze()` once that has been done,
-        for hosts that have frozen theirs: else full collections walk all of it, again and again.
+        `head_start`: seconds between `start` and the import of FastAPI, which competes with the host for the GIL for
+        half a second. `freezes_heap`: call `gc.freeze()` after the import, for hosts that have frozen their own heap;
+        otherwise each full collection walks all imported objects.
         """
         self.failure: str | None = None
-        """Why nobody is served; None while the server starts, serves or was stopped."""
+        """Why the server does not serve; None while it starts or serves, and after `stop`."""
         self._engine, self._options, self._node_host = engine, options, node_host
         self._head_start, self._freezes_heap = head_start, freezes_heap
         self._token = secrets.token_hex(16)
         self._tls: ServerTls | None = None
-        self._ticker = Ticker(engine, checks_books=False, chore=None if options.tls is None else self._renew_tls)
+        self._ticker = Ticker(
+            engine, checks_integrity=False, renew_tls=None if options.tls is None else self._renew_tls
+        )
         self._sockets = AdminSockets(secure=options.tls is not None)
         self._rendezvous = Rendezvous(identity, environ)
         self._server: AdminServer | None = None
@@ -89,7 +93,7 @@ class EmbeddedAdmin:
             "settings": settings,
             "build": build,
         }
-        self._warned = False
+        self._warned_of_loopback = False
         self._failing = threading.Lock()
         self._stopping = threading.Event()
         self._opening = threading.Thread(target=self._open, name="kvstow-admin-start", daemon=True)
@@ -98,11 +102,11 @@ class EmbeddedAdmin:
         try:
             self._ticker.start()
             self._opening.start()
-        except RuntimeError as error:  # no thread can be had
+        except RuntimeError as error:  # no thread can be started
             self._fail(f"the admin server cannot be started: {error}")
 
     def stop(self) -> None:
-        """Waits for responses under way, 2 s at most, and for a start that is under way."""
+        """Waits up to 2 s for responses in progress, and for a start in progress."""
         self._stopping.set()
         if self._opening.ident is not None:
             self._opening.join(_OPENING_SECONDS)
@@ -114,14 +118,16 @@ class EmbeddedAdmin:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it answers, such as `http://127.0.0.1:9595` and `unix:/run/...`; empty before and after that."""
+        """Where it serves, such as `http://127.0.0.1:9595` and `unix:/run/...`; empty while it does not."""
         return self._sockets.addresses if self._server is not None and self.failure is None else ()
 
     @property
     def address_for_remote_ranks(self) -> AdminAddress | None:
-        """How agents on other nodes reach it; None where, or as long as, they cannot. Ask only if there are some: an
-        `admin_host` on which they never can is warned of, once. Reads no file: hosts ask in every step, which is how
-        agents learn of a renewed certificate."""
+        """How agents on other nodes reach the server; None if they cannot, or cannot yet.
+
+        Ask only if there are such agents: an address that they can never reach is logged once as a warning. Hosts ask
+        in every step, which is how agents learn of a renewed certificate, so this reads no file.
+        """
         host = self._sockets.host
         if is_loopback(host or self._options.host):
             self._warn_of_loopback()
@@ -135,8 +141,8 @@ class EmbeddedAdmin:
         return AdminAddress(url, self._token, certificate=self._tls.certificates)
 
     def _warn_of_loopback(self) -> None:
-        if not self._warned:
-            self._warned = True
+        if not self._warned_of_loopback:
+            self._warned_of_loopback = True
             logger.warning(
                 "ranks on other nodes cannot report to %s: set admin_host to a reachable address, and token_file",
                 self._options.host,
@@ -152,7 +158,7 @@ class EmbeddedAdmin:
                 gc.freeze()
             server.start()
             self._server = server
-        except Exception as error:  # the host goes on without
+        except Exception as error:  # the host continues without the server
             if not isinstance(error, KvstowError):
                 logger.exception("the admin server cannot be started")
             self._fail(f"the admin server cannot be started: {error!r}")
@@ -181,21 +187,21 @@ class EmbeddedAdmin:
             self._tls.renew()
 
     def _listen(self) -> None:
-        """On every socket that can be had. Raises `ConflictError` for none."""
+        """Open every socket that can be opened. Raises `ConflictError` if none can."""
         options, sockets = self._options, self._sockets
-        self._try(self._listen_on_tcp, "without TCP")
-        self._try(lambda: self._rendezvous.publish(sockets, self._token), "out of reach of the ranks of this machine")
+        self._try(self._listen_on_tcp, "has no TCP socket")
+        self._try(lambda: self._rendezvous.publish(sockets, self._token), "cannot be reached by this machine's ranks")
         if options.uds is not None:
-            self._try(partial(sockets.listen_unix, options.uds), "without admin_uds")
+            self._try(partial(sockets.listen_unix, options.uds), "does not listen on admin_uds")
         if not sockets.sockets:
-            raise ConflictError("no socket can be had; the log says why")
+            raise ConflictError("no socket can be opened; the log says why")
 
-    def _try(self, listen: Callable[[], None], without: str) -> None:
+    def _try(self, listen: Callable[[], None], consequence: str) -> None:
         try:
             listen()
         except (KvstowError, OSError) as error:
             self._engine.count_error("admin_server")
-            logger.warning("the admin server stays %s: %s", without, error)
+            logger.warning("the admin server %s: %s", consequence, error)
 
     def _listen_on_tcp(self) -> None:
         wanted = TcpAddress.resolve(self._options.host, self._options.port)
@@ -204,16 +210,16 @@ class EmbeddedAdmin:
             with suppress(PortTakenError):
                 self._sockets.listen_tcp(replace(wanted, port=port))
                 if port != wanted.port:
-                    logger.warning("port %d is taken: the admin server has port %d", wanted.port, port)
+                    logger.warning("port %d is taken: the admin server uses port %d", wanted.port, port)
                 return
         raise PortTakenError(f"ports {ports[0]} to {ports[-1]} of {wanted.host} are taken")
 
     def _fail(self, reason: str) -> None:
-        """The first reason counts: a server that does not start tells twice."""
+        """Keep the first reason: a server that does not start reports twice."""
         with self._failing:
             if self.failure is None:
                 self._engine.count_error("admin_server")
-                logger.error("%s; serving goes on without it", reason)
+                logger.error("%s; the engine continues without it", reason)
                 self.failure = reason
         self._close()
 

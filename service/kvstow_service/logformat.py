@@ -1,6 +1,6 @@
-"""Log lines of the standalone process: text for people, or one JSON object a line for machines.
+"""Log format of the standalone process: text, or one JSON object a line.
 
-Only the loggers "kvstow" and "uvicorn" are configured; the root logger stays as it is.
+Only the loggers "kvstow" and "uvicorn" are configured; the root logger is left alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 class JsonFormatter(logging.Formatter):
-    """`time` (UTC), `level`, `logger`, `message`, then what the caller gave as `extra`, then `exception`."""
+    """Writes `time` (UTC), `level`, `logger`, `message`, the fields of `extra`, and `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -35,7 +35,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logs(log_format: LogFormat, level: LogLevel) -> None:
-    """Send both loggers to stderr; calling it again replaces what it did before."""
+    """Send both loggers to stderr. A second call replaces the first one's handler."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
     for name, threshold in (("kvstow", level), ("uvicorn", "debug" if level == "debug" else "warning")):

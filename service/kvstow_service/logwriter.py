@@ -1,4 +1,4 @@
-"""Writes the event loop's log lines on another thread, so that a log that nobody reads cannot block the loop."""
+"""Writes the event loop's log lines on another thread, so that a blocked log cannot block the loop."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LOGGERS = ("kvstow", "uvicorn", "asyncio")
 
 
 class LogWriter:
-    """Between `start` and `stop`, lines that are logged on the thread that called `start` are written by another one.
+    """Between `start` and `stop`, lines logged on the thread that called `start` are written by another thread.
 
-    A handler may block for as long as a full pipe stays full. Up to 1000 lines wait for it; further ones are dropped,
-    and `on_drop` is called for each. Handlers and levels remain the host's: this is a filter on the loggers that the
-    event loop uses, and it passes lines of other threads.
+    A handler may block for as long as a pipe is full. Up to 1000 lines wait; further ones are dropped, and `on_drop` is
+    called for each. The host keeps its handlers and levels: this is a filter on the loggers that the event loop uses,
+    and it lets lines of other threads pass.
     """
 
     def __init__(self, on_drop: Callable[[], None] = lambda: None) -> None:
@@ -39,7 +39,7 @@ class LogWriter:
             one.addFilter(self._take)
 
     def stop(self) -> None:
-        """Write the waiting lines, for at most a second. Idempotent; does nothing if it was not started."""
+        """Write the waiting lines, for at most one second. Idempotent; does nothing without `start`."""
         for one in self._loggers:
             one.removeFilter(self._take)
         if self._thread.is_alive():
@@ -48,10 +48,10 @@ class LogWriter:
             self._thread.join(_STOP_SECONDS)
 
     def _take(self, record: logging.LogRecord) -> bool:
-        """Whether the line is to be written at once, on this thread."""
+        """A logging filter: True writes the line at once, on this thread."""
         if threading.get_ident() != self._guarded:
             return True
-        record.msg, record.args = record.getMessage(), None  # its arguments may change before it is written
+        record.msg, record.args = record.getMessage(), None  # the arguments may change before it is written
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
@@ -64,13 +64,11 @@ class LogWriter:
             logging.getLogger(record.name).handle(record)
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
-                logger.warning(
-                    "%d log lines of the admin server were dropped: the log is not read fast enough", dropped
-                )
+                logger.warning("dropped %d log lines of the admin server: the log is not read fast enough", dropped)
 
 
 def _loggers() -> Iterator[logging.Logger]:
-    """The existing loggers: a filter acts only on the logger that a line is logged with."""
+    """The existing loggers of these families: a filter acts only on the logger that a line is logged with."""
     for name, found in list(logging.root.manager.loggerDict.items()):
         if isinstance(found, logging.Logger) and name.partition(".")[0] in _LOGGERS:
             yield found

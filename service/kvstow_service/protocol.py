@@ -1,8 +1,8 @@
-"""The admin server's HTTP/1.1: uvicorn's protocol over h11, with bounds.
+"""HTTP/1.1 of the admin server: uvicorn's h11 protocol with limits.
 
-h11 even where httptools is installed: h11 reads one request at a time and limits the size of a head. httptools does
-not limit heads, and creates an object for each of the thousands of pipelined requests that one read may bring.
-A request costs 50 us more with h11; rendering the metrics costs twenty times as much.
+h11 is used even if httptools is installed: it reads one request at a time and limits the size of a head. httptools does
+not limit heads, and creates an object for each of the thousands of pipelined requests that one read may contain. A
+request costs 50 us more with h11; rendering the metrics costs twenty times as much.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from kvstow_service.requestqueue import RequestQueue
 MAX_HEAD_BYTES = 16 << 10
 MAX_HEADERS = 100
 
-# Per turn of the event loop: the result of one read is parsed in one go, at 2 us a byte for the smallest chunks.
+# The bytes of one read are parsed in one iteration of the event loop, at 2 us a byte for the smallest chunks.
 _READ_BYTES, _TRUSTED_READ_BYTES = 4 << 10, 64 << 10
-_MAX_UNREAD_BYTES = 64 << 10  # of a body that arrives after its answer, which did not need it
+_MAX_UNREAD_BYTES = 64 << 10  # of a body that arrives after a response that did not need it
 
 _CODE_OF = {431: "head_too_large"}
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 _logger = logging.getLogger("kvstow.server.requests")
-_logger.setLevel(logging.ERROR)  # uvicorn warns of each malformed request, and any client can send a million of them
+_logger.setLevel(logging.ERROR)  # uvicorn logs a warning for each malformed request, and any client can send a million
 
 
 class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
-    """One connection. It reports what it waits for to its `Connection`, which has the deadlines.
+    """One connection. It sets what the server waits for on its `Connection`, which has the deadlines.
 
-    It tells the application which certificate the client has shown. Requests are not logged here: uvicorn's option
+    The application state contains the subject of the client's certificate. Requests are not logged: uvicorn's option
     for that removes the handlers of a logger that the host's own server may use.
     """
 
@@ -110,14 +110,14 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
         self._update_wait()
 
     def shutdown(self) -> None:
-        """Close streams, which would not end by themselves. Other answers that were written are still sent."""
+        """Close streams, which would never end. Other responses that were written are still sent."""
         super().shutdown()
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer malformed input with the status that fits. Called while h11's error is handled."""
-        if self.cycle is None or self.cycle.response_complete:  # else half an answer is out
+        """Answer malformed input. Called while h11's error is being handled."""
+        if self.cycle is None or self.cycle.response_complete:  # otherwise half a response has been sent
             error = sys.exception()
             self.transport.write(_refusal(getattr(error, "error_status_hint", 400), str(error)))
         self.transport.close()
@@ -126,7 +126,7 @@ class AdminProtocol(H11Protocol, asyncio.BufferedProtocol):
         cycle = self.cycle
         if not self._connection.trusted:
             await self._queue.wait(probe=is_probe(scope["path"]))
-        if not cycle.disconnected:  # else nobody would read the answer
+        if not cycle.disconnected:  # otherwise no client would read the response
             await self._app(scope, receive, send)
 
     def _update_wait(self) -> None:
@@ -153,9 +153,9 @@ class _BoundedHeads(h11.Connection):
 
 
 def _refusal(status: int, reason: str) -> bytes:
-    """A complete answer to malformed input."""
+    """A complete response to malformed input."""
     allowed = f"the request head is too large; allowed: {MAX_HEAD_BYTES} bytes with {MAX_HEADERS} headers"
-    detail = allowed if status == 431 else f"no HTTP/1.1: {reason}"
+    detail = allowed if status == 431 else f"not HTTP/1.1: {reason}"
     answer = problem({}, status, detail, code=_CODE_OF.get(status, "malformed_request"))
     answer.headers["Connection"] = "close"
     lines = [

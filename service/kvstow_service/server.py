@@ -1,4 +1,4 @@
-"""The admin server: uvicorn on a thread and an event loop of its own, inside a process that owns the signals."""
+"""The admin server: uvicorn on its own thread and event loop. The host process handles signals."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ _TICK_SECONDS = 1.0  # between updates of the Date header and checks of the conn
 
 
 class AdminServer:
-    """Serves one ASGI app on sockets that are bound already.
+    """Serves an ASGI app on sockets that are already bound.
 
-    Guarantees: `start` returns when requests are answered; `stop` is idempotent, ends the thread and closes
-    the sockets; the process's signal handlers, loggers and event loop policy stay untouched; `on_failure` is
-    called, on the server's thread, when the server ends without `stop`. With `tls`, TCP sockets speak it; Unix
-    sockets never do. Clients cost bounded memory, time and descriptors (`AdminProtocol`, `Connections`), and bounded
-    lines in the log.
+    Guarantees: `start` returns when the server answers requests. `stop` is idempotent, ends the thread and closes the
+    sockets. The process's signal handlers, loggers and event loop policy are left alone. `on_failure` is called on the
+    server's thread if the server ends without `stop`. With `tls`, TCP sockets use it; Unix sockets never do. Clients
+    can use only a bounded amount of memory, time, descriptors and log lines (`AdminProtocol`, `Connections`).
     """
 
     def __init__(
@@ -50,12 +49,12 @@ class AdminServer:
         on_lost_line: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_lost_line` is called, on the server's thread, for a dropped log line (`LogWriter`)."""
+        """`on_lost_line` is called on the server's thread for each dropped log line (`LogWriter`)."""
         self.connections = Connections(connection_limit(), clock)
         self._sockets = list(sockets)
         self._on_failure = on_failure
         self._log = LogWriter(on_lost_line)
-        self._server = _QuietServer(
+        self._server = _EmbeddedUvicorn(
             uvicorn.Config(
                 app,
                 http=AdminProtocol,
@@ -74,7 +73,7 @@ class AdminServer:
         self._thread = threading.Thread(target=self._run, name="kvstow-admin", daemon=True)
 
     def start(self) -> None:
-        """Raises `ConflictError` when the server does not come up."""
+        """Raises `ConflictError` if the server does not start."""
         self._thread.start()
         if not self._server.answering.wait(_START_SECONDS) or not self._server.started:
             self.stop()
@@ -101,10 +100,10 @@ class AdminServer:
             self._on_failure(f"the admin server ended: {reason}")
 
 
-class _QuietServer(uvicorn.Server):
-    """uvicorn without signal handlers; `answering` is set once it listens on all sockets.
+class _EmbeddedUvicorn(uvicorn.Server):
+    """uvicorn without signal handlers; `answering` is set when it listens on all sockets.
 
-    It is told when to end: uvicorn's own loop looks ten times a second, which took the interpreter for 2 ms of each.
+    `end` wakes it up. uvicorn's own loop polls ten times a second and held the GIL for 2 ms of each.
     """
 
     def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, connections: Connections) -> None:
@@ -118,10 +117,10 @@ class _QuietServer(uvicorn.Server):
         self.answering = threading.Event()
 
     def end(self) -> None:
-        """Stop serving; on any thread, at any time."""
+        """Stop serving. Thread-safe, at any time."""
         self.should_exit = True
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it is closed: the server has ended
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
                 self._loop.call_soon_threadsafe(self._ending.set)
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
@@ -156,7 +155,7 @@ class _QuietServer(uvicorn.Server):
                     async with asyncio.timeout(_TICK_SECONDS):
                         await self._ending.wait()
         except Exception:
-            await self.shutdown()  # or clients would wait for answers that never come
+            await self.shutdown()  # otherwise clients would wait for responses that never come
             raise
 
     @contextlib.contextmanager
@@ -165,7 +164,7 @@ class _QuietServer(uvicorn.Server):
 
 
 def _report_once_a_minute() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """A handler for exceptions that reach the event loop. A client may cause one of them any number of times."""
+    """A handler for exceptions that reach the event loop; a client may be able to cause one repeatedly."""
     log = LimitedLog(logger)
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Settings of `kvstow serve`: one frozen model, filled from flags, `KVSTOW_*` variables and a TOML file.
+"""Settings of `kvstow serve`: one frozen model, read from flags, `KVSTOW_*` variables and a TOML file.
 
-A field `pool_size` is the flag `--pool-size`, the variable `KVSTOW_POOL_SIZE` and the key `pool_size` of the
-file; flags win over variables, variables over the file, the file over the defaults.
+The field `pool_size` is the flag `--pool-size`, the variable `KVSTOW_POOL_SIZE` and the key `pool_size` of the
+file. Flags win over variables, variables over the file, and the file over the defaults.
 """
 
 from __future__ import annotations
@@ -41,85 +41,93 @@ from kvstow_service.tls import TlsFiles
 
 
 def _written(text: str) -> Any:
-    """A default as people write it; it is read like any other value."""
+    """A default in the form users write; it is parsed like any other value."""
     return text
 
 
 class Settings(BaseModel):
-    """All of it, validated. Sizes in bytes, times in seconds."""
+    """All settings, validated. Sizes are in bytes, times in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     device: DeviceName = Field("cpu", description="Device that holds the KV cache: cpu or cuda.")
-    ranks: Count = Field(1, description="Ranks in this process.")
-    pool_size: Size = Field(_written("8GiB"), description="Host memory of the pool, per rank.")
+    ranks: Count = Field(1, description="Number of ranks in this process.")
+    pool_size: Size = Field(_written("8GiB"), description="Host memory for the pool, per rank.")
     slot_size: PositiveSize = Field(_written("2MiB"), description="Bytes of one block, per rank.")
-    shape: Shape = Field(None, description=f"KV cache of a known model in place of a slot size: {' or '.join(SHAPES)}.")
+    shape: Shape = Field(
+        None, description=f"Use a known model's KV cache layout, which sets the slot size: {' or '.join(SHAPES)}."
+    )
     copy_strategy: CopyStrategy = Field(
-        "auto", description="On CUDA, copy page by page (direct), in packed blocks (staged), or as measured (auto)."
+        "auto",
+        description="How CUDA copies: page by page (direct), in packed blocks (staged), or the faster one (auto).",
     )
     pool_max_size: Size | None = Field(
         None,
-        description="How far the pool may grow at runtime, per rank; by default the ranks' share of the machine.",
+        description="Size to which the pool may grow at runtime, per rank; by default a share of the machine's memory.",
     )
-    policy: Policy = Field("lru", description=f"Order of eviction: {' or '.join(POLICIES)}.")
-    host: str = Field("127.0.0.1", description="Address of the admin server; other than loopback needs a token file.")
-    port: Port = Field(9595, description="Port of the admin server; 0 takes any free one.")
-    uds: Path | None = Field(None, description="Listen on this Unix socket (mode 0600) as well.")
-    token_file: Path | None = Field(None, description="File with the bearer token that changing requests need.")
+    policy: Policy = Field("lru", description=f"Eviction policy: {' or '.join(POLICIES)}.")
+    host: str = Field(
+        "127.0.0.1",
+        description="Address of the admin server; other than loopback, it needs --token-file or --tls-client-ca.",
+    )
+    port: Port = Field(9595, description="Port of the admin server; 0 picks a free one.")
+    uds: Path | None = Field(None, description="Also listen on this Unix socket (mode 0600).")
+    token_file: Path | None = Field(
+        None, description="File with the bearer token that requests need to change anything."
+    )
     viewer_token_file: Path | None = Field(
-        None, description="File with the bearer token that is enough for reading; without, reading is open."
+        None, description="File with a bearer token for reading only; without it, reading needs no token."
     )
     allowed_hosts: HostNames = Field(
-        (), description="Names beside localhost under which clients may ask a server on loopback (Host header)."
+        (), description="Host headers, besides localhost, that a server on loopback accepts."
     )
-    tls_cert: Path | None = Field(None, description="Certificate (PEM) of the admin server: TCP then speaks TLS.")
-    tls_key: Path | None = Field(None, description="Key (PEM) of the certificate, unless it is in the same file.")
+    tls_cert: Path | None = Field(None, description="Certificate (PEM) of the admin server; turns on TLS for TCP.")
+    tls_key: Path | None = Field(
+        None, description="Private key (PEM) of the certificate, unless it is in the same file."
+    )
     tls_client_ca: Path | None = Field(
-        None, description="Authorities (PEM) whose client certificates count as the admin's token."
+        None, description="CA certificates (PEM); a client certificate that they signed counts as an admin token."
     )
     pin_pace: Literal["adaptive", "fixed"] | None = Field(
-        None, description="Pace of pinning; adaptive, unless a chunk or a pause is given."
+        None, description="Pace of pinning; adaptive unless --pin-chunk or --pin-pause is given."
     )
     pin_latency_target: PositiveDuration | None = Field(
-        None, description="What an adaptive pace may add to a step of the GPU's other users; 1ms if not given."
+        None,
+        description="Adaptive pace: how much longer pinning may make a step of the GPU's other users. Default: 1ms.",
     )
-    pin_chunk: PositiveSize | None = Field(
-        None, description="Fixed pace: memory made ready per step of pinning; 64MiB if not given."
-    )
+    pin_chunk: PositiveSize | None = Field(None, description="Fixed pace: memory pinned per step. Default: 64MiB.")
     pin_pause: Duration | None = Field(
-        None, description="Fixed pace: rest between two steps of pinning; 2ms if not given."
+        None, description="Fixed pace: pause between two steps of pinning. Default: 2ms."
     )
-    lock: Flag = Field(True, description="Lock the pool in memory; without, it is only populated.")
+    lock: Flag = Field(True, description="Lock the pool in memory; otherwise it is only populated.")
     huge_pages: HugePages = Field(
         "advised",
-        description="Ask the kernel for huge pages where it has some (advised), or take the pool from the 2 MiB pages "
-        "that the machine has reserved (reserved).",
+        description="Ask the kernel for transparent huge pages (advised), or use the 2 MiB pages that the machine has "
+        "reserved (reserved).",
     )
     kv_blocks: Count | None = Field(
-        None, description="Blocks of the device's KV cache, per rank; by default as many as the replay needs."
+        None, description="Number of blocks in the device's KV cache, per rank; by default as many as the replay needs."
     )
     readiness_require: Checks = Field(
-        (), description="Checks that must pass before /readyz does: pool (first slots), pinned (all of them)."
+        (),
+        description="Further checks that /readyz needs: pool (the first slots are usable), pinned (all of them are).",
     )
     shutdown_delay: Duration = Field(
         _written("500ms"),
-        description="After SIGTERM, how long /readyz fails before anything stops, so that routers notice.",
+        description="How long /readyz fails after SIGTERM before anything stops, so that load balancers notice.",
     )
-    drain_deadline: Duration = Field(_written("10s"), description="After that, how long traffic may take to drain.")
+    drain_deadline: Duration = Field(_written("10s"), description="How long traffic may take to drain after that.")
     transfer_timeout: PositiveDuration = Field(_written("30s"), description="Age at which a transfer counts as stuck.")
-    replay: Path | None = Field(None, description="Drive the service with this request trace (JSON lines).")
-    replay_requests: Count | None = Field(None, description="Replay only so many requests of the trace.")
-    replay_concurrency: Count = Field(1, description="Requests of the replay in flight at once.")
+    replay: Path | None = Field(None, description="Replay this request trace (JSON lines) against the service.")
+    replay_requests: Count | None = Field(None, description="Replay only this many requests of the trace.")
+    replay_concurrency: Count = Field(1, description="Number of replayed requests in flight.")
     replay_rate: Rate | None = Field(
-        None, description="Requests the replay starts per second; by default as fast as possible."
+        None, description="Replayed requests started per second; by default as fast as possible."
     )
-    replay_time_scale: Rate | None = Field(
-        None, description="Replay by the trace's timestamps, this many times as fast."
-    )
-    exit_after_replay: Flag = Field(False, description="Stop once the replay has ended.")
-    log_format: LogFormat = Field("text", description="Log lines for people (text) or machines (json).")
-    log_level: LogLevel = Field("info", description="Least level logged: debug, info, warning or error.")
+    replay_time_scale: Rate | None = Field(None, description="Follow the trace's timestamps, this many times as fast.")
+    exit_after_replay: Flag = Field(False, description="Stop when the replay ends.")
+    log_format: LogFormat = Field("text", description="Format of log lines: text or json.")
+    log_level: LogLevel = Field("info", description="Lowest level that is logged: debug, info, warning or error.")
 
     @model_validator(mode="before")
     @classmethod
@@ -211,7 +219,7 @@ class Settings(BaseModel):
         )
 
     def pool_config(self, memory_left: int) -> PoolConfig:
-        """One rank's pool; unless a bound is set, the ranks may grow into `memory_left` bytes together."""
+        """One rank's pool. Without `pool_max_size` all ranks together may grow into `memory_left` bytes."""
         return PoolConfig(
             slot_bytes=self.slot_size,
             pool_bytes=self.pool_size,
@@ -225,17 +233,17 @@ class Settings(BaseModel):
 
 
 class _Given(NamedTuple):
-    """A raw value and what its user calls it."""
+    """A raw value and the name under which the user gave it."""
 
     value: object
     label: str
 
 
 def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], config: Path | None = None) -> Settings:
-    """Settings from `flags` (by field name; None is not given), `environ` and the file `config`, which
-    `KVSTOW_CONFIG` may name instead. An empty variable is not given.
+    """Settings from `flags` (by field name; None means not given), `environ` and the file `config` or, if that is
+    None, the one that `KVSTOW_CONFIG` names. An empty variable counts as not given.
 
-    Raises a group of `ConfigError`, one for each wrong key or value, by the name its user gave it.
+    Raises an `ExceptionGroup` with one `ConfigError` for each wrong key or value, under the name that the user gave it.
     """
     if config is None and environ.get(ENV_PREFIX + "CONFIG"):
         config = Path(environ[ENV_PREFIX + "CONFIG"])

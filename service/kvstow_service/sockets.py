@@ -1,4 +1,4 @@
-"""The sockets of the admin server, bound and listening before anything slow starts."""
+"""The admin server's listening sockets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PortTakenError(ConflictError):
 
 @dataclass(frozen=True, slots=True)
 class TcpAddress:
-    """A numeric address to bind; port 0 means any free one."""
+    """A numeric address to bind. Port 0 picks a free one."""
 
     family: socket.AddressFamily
     host: str
@@ -41,14 +41,15 @@ class TcpAddress:
 
 
 class AdminSockets:
-    """Bound, listening sockets, and the files of those that are Unix sockets. `close` is idempotent.
+    """Bound, listening sockets, at most one of them TCP, and the files of the Unix sockets.
 
-    Made with an address and a path, or added to one by one; what cannot be added changes nothing. `sockets` are
-    the caller's to serve; they stay this object's to close. `secure`: who serves them speaks TLS over TCP.
+    The sockets are opened at once, or added later with `listen_tcp` and `listen_unix`; a call that fails changes
+    nothing. The caller serves `sockets`; `close`, which is idempotent, closes them and removes the files. `secure`: TCP
+    clients use TLS.
     """
 
     def __init__(self, address: TcpAddress | None = None, uds: Path | None = None, *, secure: bool = False) -> None:
-        """Raises `ConflictError` for a port or a path that is taken or may not be used."""
+        """Raises `ConflictError` if the port or the path is taken or not permitted."""
         self.sockets: list[socket.socket] = []
         self._tcp: _Bound | None = None
         self._scheme = "https" if secure else "http"
@@ -62,29 +63,29 @@ class AdminSockets:
             undo.pop_all()
 
     def listen_tcp(self, address: TcpAddress) -> None:
-        """At most once. Raises `ConflictError` (`PortTakenError` if that is why)."""
+        """Call at most once. Raises `ConflictError`, or its subclass `PortTakenError`."""
         listener = _bind_tcp(address)
         self._tcp = _Bound(*listener.getsockname()[:2])
         self.sockets.append(listener)
 
     def listen_unix(self, path: Path) -> None:
-        """A Unix socket of mode 0600. Replaces the file of a process that is gone; raises `ConflictError`."""
+        """Open a Unix socket of mode 0600. Replaces a file that a dead process left. Raises `ConflictError`."""
         self.sockets.append(_bind_uds(path))
         self._files[path] = _file_id(path)
 
     @property
     def host(self) -> str | None:
-        """Numeric address that the TCP socket is bound to; None without one."""
+        """Numeric address of the TCP socket; None without one."""
         return self._tcp.host if self._tcp else None
 
     @property
     def port(self) -> int:
-        """Of the TCP socket; 0 without one."""
+        """Port of the TCP socket; 0 without one."""
         return self._tcp.port if self._tcp else 0
 
     @property
     def url(self) -> str:
-        """Reaches the server over TCP from this machine. Raises `ConflictError` without a TCP socket."""
+        """The server's URL on this machine. Raises `ConflictError` without a TCP socket."""
         if self._tcp is None:
             raise ConflictError("the admin server has no TCP address")
         loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -92,14 +93,14 @@ class AdminSockets:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """For people: where the server listens."""
+        """Where the server listens, for display."""
         tcp = [tcp_url(*self._tcp, self._scheme)] if self._tcp else []
         return (*tcp, *(f"unix:{path}" for path in self._files))
 
     def close(self) -> None:
         for listener in self.sockets:
             listener.close()
-        # A successor may have replaced a file already: that one is not ours to remove.
+        # A successor may have replaced the file: that one is not ours to remove.
         for path, file_id in self._files.items():
             if file_id is not None and _file_id(path) == file_id:
                 with suppress(FileNotFoundError):
@@ -111,7 +112,7 @@ def tcp_url(host: str, port: int, scheme: str = "http") -> str:
 
 
 def is_listening(path: Path) -> bool:
-    """Whether a process listens on this Unix socket. Raises `OSError` if that cannot be told."""
+    """Whether a process listens on this Unix socket. Raises `OSError` if that cannot be determined."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -131,11 +132,11 @@ _FileId = tuple[int, int] | None
 
 
 def _bind_tcp(address: TcpAddress) -> socket.socket:
-    # Only with the protocol named does asyncio set TCP_NODELAY; without it each kept-alive answer waits 40 ms.
+    # asyncio sets TCP_NODELAY only if the protocol is named; without it, each kept-alive response waits 40 ms.
     listener = socket.socket(address.family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        # A restart must not wait for the old connections' TIME_WAIT. Listening at once matters: Linux lets two
-        # sockets with this option share a port until one of them listens.
+        # A restart must not wait for TIME_WAIT of old connections. Listen at once: Linux lets two sockets with this
+        # option bind a port until one of them listens.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address.host, address.port))
         listener.listen(_BACKLOG)
@@ -152,7 +153,7 @@ def _bind_uds(path: Path) -> socket.socket:
         try:
             _remove_stale(path)
             listener.bind(str(path))
-            os.chmod(path, _UDS_MODE)  # before listen: nobody can have connected
+            os.chmod(path, _UDS_MODE)  # before listen: no client can have connected
             listener.listen(_BACKLOG)
         except OSError as error:
             raise ConflictError(f"cannot listen on unix:{path}: {error.strerror or error}") from error
@@ -161,7 +162,7 @@ def _bind_uds(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove what a killed process left; raises `ConflictError` for a live socket or any other file."""
+    """Remove the socket of a dead process. Raises `ConflictError` for a live socket or any other file."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

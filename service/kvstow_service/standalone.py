@@ -52,7 +52,7 @@ def run_service(settings: Settings) -> int:
 
         engine = OffloadEngine(settings.engine_config(plan.block_tokens))
         running.callback(engine.close)
-        ticker = Ticker(engine, chore=None if plan.tls is None else plan.tls.renew)
+        ticker = Ticker(engine, renew_tls=None if plan.tls is None else plan.tls.renew)
         ticker.start()
         running.callback(ticker.stop)
 

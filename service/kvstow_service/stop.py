@@ -1,4 +1,4 @@
-"""Why and when the process stops: signals, and whatever else asks for it."""
+"""Requests to stop the process: signals and failures."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stop(NamedTuple):
-    """A reason for people, and the exit status it leads to."""
+    """A reason for the log, and the exit status."""
 
     reason: str
     status: int
 
 
 class StopRequests:
-    """Takes SIGTERM and SIGINT over while it is entered, on the main thread. The first request counts; a signal is
-    one with status 0. A second signal ends the process at once, with 128 + its number.
+    """A context manager, for the main thread, that turns SIGTERM and SIGINT into requests with status 0.
 
-    Guarantees: no signal is lost or late, whatever the main thread waits for. A Python handler alone does not give
-    that: a signal that arrives just before the main thread starts to wait for a lock is handled after that wait.
-    So the C handler writes the signal's number to a socket, and a thread of our own reads it.
+    The first request counts. A second signal ends the process at once, with status 128 + its number.
+
+    No signal is lost or delayed while the main thread waits. A Python handler cannot guarantee that: a signal that
+    arrives just before the main thread blocks on a lock is handled only after that wait. So the C handler writes the
+    signal's number to a socket, which a separate thread reads.
     """
 
     def __init__(self) -> None:
         self.requested = threading.Event()
-        """Set with the first request; never by a signal handler, which might hold the event's own lock."""
+        """Set by the first request, but never in a signal handler, which could interrupt a holder of the lock."""
         self._requests: SimpleQueue[Stop] = SimpleQueue()
         self._receiver, self._sender = socket.socketpair()
-        self._sender.setblocking(False)  # what set_wakeup_fd asks for
+        self._sender.setblocking(False)  # required by set_wakeup_fd
         self._thread = threading.Thread(target=self._watch, name="kvstow-signals", daemon=True)
 
     def __enter__(self) -> Self:
@@ -54,12 +55,12 @@ class StopRequests:
         self._receiver.close()
 
     def request(self, reason: str, status: int) -> None:
-        """Safe on any thread."""
+        """Ask the process to stop. Thread-safe."""
         self._requests.put(Stop(reason, status))
         self.requested.set()
 
     def wait(self) -> Stop:
-        """The first request."""
+        """Wait for the first request."""
         return self._requests.get()
 
     def _watch(self) -> None:
@@ -75,4 +76,4 @@ class StopRequests:
 
 
 def _leave_to_watcher(number: int, frame: FrameType | None) -> None:
-    """A signal needs a handler of Python's for its number to be written to the socket."""
+    """Python writes a signal's number to the socket only if it has a Python handler."""

@@ -1,4 +1,4 @@
-"""The engine's periodic work: one thread ticks the engine and checks its integrity, another checks files."""
+"""Periodic work of a host: one thread ticks the engine and checks its integrity, another renews TLS files."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from kvstow.errors import IntegrityError
 logger = logging.getLogger("kvstow.ticker")
 
 _TICKS_PER_CHECK = 60
-_STILL_SECONDS = 10.0
+_OVERDUE_SECONDS = 10.0
 _JOIN_SECONDS = 1.0
-# The check holds the engine's lock while it walks the pool, 1 us a slot: larger pools do without it.
-_MOST_CHECKED_SLOTS = 65_536
+# The check holds the engine's lock for 1 us per slot, so larger pools are not checked.
+_MAX_CHECKED_SLOTS = 65_536
 
 
 class Ticker:
-    """Ticks once a second until `stop`, which is idempotent. No failure ends the thread.
+    """Ticks the engine every `interval` seconds until `stop`, which is idempotent. No exception ends the thread.
 
-    Once a minute, in a quiet moment, it checks the books of a pool that is not too large for that. `problem` says
-    what is wrong with them, or None; it stays, for only a restart cures that. Without `checks_books` it does not:
-    beside a scheduler no moment is quiet, as each of its steps takes the engine's lock.
+    With `checks_integrity`, it runs `check_integrity` once a minute if the engine is idle and the pool is not too
+    large. `problem` says what the check found and stays set, because only a restart repairs it. Hosts with a scheduler
+    turn the check off: their steps take the engine's lock all the time.
 
-    `chore` is done as often, on a thread of its own: it may read files, and a file system may take any time.
+    `renew_tls` is called as often, on a separate thread: it reads files, and a file system may block.
     """
 
     def __init__(
@@ -34,31 +34,31 @@ class Ticker:
         engine: OffloadEngine,
         *,
         interval: float = 1.0,
-        checks_books: bool = True,
-        chore: Callable[[], None] | None = None,
+        checks_integrity: bool = True,
+        renew_tls: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.problem: str | None = None
         self._engine = engine
-        self._checks_books = checks_books
+        self._checks_integrity = checks_integrity
         self._ticks = 0
         self._stopping = threading.Event()
-        self._beats = [_Beat("the engine's ticker", self._tick, interval, self._stopping, clock)]
-        if chore is not None:
-            self._beats.append(_Beat("the check of the TLS files", chore, interval, self._stopping, clock))
+        self._threads = [_Repeating("the engine's ticker", self._tick, interval, self._stopping, clock)]
+        if renew_tls is not None:
+            self._threads.append(_Repeating("the check of the TLS files", renew_tls, interval, self._stopping, clock))
 
     def start(self) -> None:
-        for beat in self._beats:
-            beat.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         self._stopping.set()
-        for beat in self._beats:
-            beat.join()
+        for thread in self._threads:
+            thread.join()
 
     def check(self) -> str | None:
-        """The health check: `problem`, or which periodic work has stopped."""
-        return self.problem or next(filter(None, (beat.failure() for beat in self._beats)), None)
+        """Health check: `problem`, or which periodic work has stopped."""
+        return self.problem or next(filter(None, (thread.failure() for thread in self._threads)), None)
 
     def _tick(self) -> None:
         self._ticks += 1
@@ -71,15 +71,15 @@ class Ticker:
             logger.error("%s", self.problem)
 
     def _may_check(self) -> bool:
-        if not self._checks_books:
+        if not self._checks_integrity:
             return False
         stats = self._engine.stats()
         idle = not (stats.pending.loads or stats.pending.stores or stats.leases)
-        return idle and stats.usable_slots <= _MOST_CHECKED_SLOTS
+        return idle and stats.usable_slots <= _MAX_CHECKED_SLOTS
 
 
-class _Beat:
-    """Repeats one piece of work on a thread of its own, whatever it raises, and knows when it last ran."""
+class _Repeating:
+    """A thread that repeats a call, whatever it raises, and knows when the call last returned."""
 
     def __init__(
         self, name: str, act: Callable[[], None], interval: float, stopping: threading.Event, clock: Callable[[], float]
@@ -95,16 +95,16 @@ class _Beat:
         self._thread.start()
 
     def join(self) -> None:
-        """Abandons work that hangs for more than a second: the thread is a daemon."""
+        """Waits for a second at most; the thread is a daemon."""
         if self._thread.ident is not None:
             self._thread.join(_JOIN_SECONDS)
 
     def failure(self) -> str | None:
-        """Says that the work has stopped; None while it has not."""
+        """How the work has stopped, or None."""
         if not self._thread.is_alive():
             return f"{self._name} has stopped"
-        silent = self._clock() - self._last
-        return f"{self._name} has not run for {silent:.0f} s" if silent > _STILL_SECONDS + self._interval else None
+        age = self._clock() - self._last
+        return f"{self._name} has not run for {age:.0f} s" if age > _OVERDUE_SECONDS + self._interval else None
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval):

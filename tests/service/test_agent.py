@@ -410,7 +410,7 @@ def test_a_search_that_raises_is_a_failure_like_any_other(
 
     agent = start(find, interval=0.01)
     eventually(lambda: agent.stats.failed >= 2, "failures")
-    assert "rank 1: report failed, trying on: not for you" in caplog.text
+    assert "rank 1: report failed, will retry: not for you" in caplog.text
 
 
 def test_an_address_travels_and_shows_no_token() -> None:

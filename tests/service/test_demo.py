@@ -33,7 +33,7 @@ def test_the_demo_verifies_every_byte_while_the_pool_pins(
         assert f"{probe} is 200 after" in shown
     assert "slots are usable after" in shown
     assert "16 MiB of 16 MiB pinned, 256 slots usable" in shown
-    assert "Every loaded byte was right" in shown
+    assert "Every loaded byte was correct" in shown
     assert "</svg>" in (tmp_path / "demo.svg").read_text()
 
 
@@ -45,7 +45,10 @@ def test_the_demo_shows_why_the_service_did_not_start(
     monkeypatch.setattr(sys, "argv", ["demo"])
     monkeypatch.setattr(demo, "_POOL", "1KiB")
     assert demo.main() == 1
-    assert "the service ended with exit code 2:\nkvstow serve: --pool-size is '1KiB'" in capsys.readouterr().out
+    assert (
+        "the service ended with exit code 2:\nkvstow serve: --pool-size 1KiB is less than one slot"
+        in capsys.readouterr().out
+    )
 
 
 def result(*, loaded: int, verified: int, mismatches: int = 0) -> ReplayResult:

@@ -32,7 +32,7 @@ from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.agent import RankAgent
 from kvstow_service.embedded import EmbeddedAdmin
 from kvstow_service.rendezvous import Rendezvous
-from kvstow_service.server import AdminServer, _QuietServer
+from kvstow_service.server import AdminServer, _EmbeddedUvicorn
 from kvstow_service.sockets import AdminSockets, TcpAddress
 from kvstow_service.tls import TlsFiles
 
@@ -286,7 +286,7 @@ def test_a_port_that_is_taken_makes_it_take_the_next(launch: Any, taken: Any, ca
     taken(port + 1)
     admin = launch(AdminOptions(port=port))
     assert admin.addresses[0] == f"http://127.0.0.1:{port + 2}"
-    assert f"port {port} is taken: the admin server has port {port + 2}" in caplog.messages
+    assert f"port {port} is taken: the admin server uses port {port + 2}" in caplog.messages
 
 
 def test_without_a_free_port_it_serves_on_the_unix_socket_alone(
@@ -299,7 +299,7 @@ def test_without_a_free_port_it_serves_on_the_unix_socket_alone(
     assert [address.partition(":")[0] for address in admin.addresses] == ["unix"]
     agent = report()
     eventually(lambda: agent.stats.sent, "a report")
-    words = f"the admin server stays without TCP: ports {port} to {port + 15} of 127.0.0.1 are taken"
+    words = f"the admin server has no TCP socket: ports {port} to {port + 15} of 127.0.0.1 are taken"
     assert words in caplog.messages
     assert engine.stats().errors["admin_server"] == 1
 
@@ -330,8 +330,8 @@ def test_what_cannot_be_had_of_several_sockets_is_done_without(
     assert httpx.get(admin.addresses[0] + "/livez").status_code == 200
     assert len(admin.addresses) == 1
     starts = [message.partition(":")[0] for message in caplog.messages]
-    assert "the admin server stays out of reach of the ranks of this machine" in starts
-    assert "the admin server stays without admin_uds" in starts
+    assert "the admin server cannot be reached by this machine's ranks" in starts
+    assert "the admin server does not listen on admin_uds" in starts
 
 
 def test_with_no_socket_at_all_the_host_goes_on(
@@ -344,7 +344,7 @@ def test_with_no_socket_at_all_the_host_goes_on(
     admin = make(AdminOptions(port=port))
     admin.start()
     eventually(lambda: admin.failure, "the failure")
-    assert "no socket can be had" in admin.failure
+    assert "no socket can be opened" in admin.failure
     assert admin.addresses == ()
     assert engine.stats().errors["admin_server"] == 3
     engine.lookup([b"key"])
@@ -368,7 +368,7 @@ def test_a_server_that_cannot_be_built_does_not_reach_the_host(
     admin.start()
     eventually(lambda: admin.failure, "the failure")
     assert str(error) in admin.failure
-    assert f"{admin.failure}; serving goes on without it" in caplog.messages
+    assert f"{admin.failure}; the engine continues without it" in caplog.messages
     assert engine.stats().errors["admin_server"] == 1
     eventually(lambda: Rendezvous("engine", environ)() is None, "the end of the Unix socket")
 
@@ -386,7 +386,7 @@ def test_a_server_that_does_not_come_up_is_told_of_once(
     eventually(lambda: admin.failure, "the failure")
     admin.stop()
     assert engine.stats().errors["admin_server"] == 1
-    assert sum("serving goes on without it" in message for message in caplog.messages) == 1
+    assert sum("the engine continues without it" in message for message in caplog.messages) == 1
 
 
 def test_a_server_that_dies_is_seen_and_lets_go_of_its_sockets(
@@ -400,12 +400,12 @@ def test_a_server_that_dies_is_seen_and_lets_go_of_its_sockets(
 ) -> None:
     dying = threading.Event()
 
-    async def tick(self: _QuietServer, counter: int) -> bool:
+    async def tick(self: _EmbeddedUvicorn, counter: int) -> bool:
         if dying.is_set():
             raise RuntimeError("the loop broke")
         return self.should_exit
 
-    monkeypatch.setattr(_QuietServer, "on_tick", tick)
+    monkeypatch.setattr(_EmbeddedUvicorn, "on_tick", tick)
     admin = launch()
     port = int(admin.addresses[0].rpartition(":")[2])
     agent = report()

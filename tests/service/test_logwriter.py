@@ -66,7 +66,7 @@ def test_a_log_that_nobody_reads_stops_no_request(
     eventually(lambda: len(pipe.lines) >= 12)
     server.stop()
     written = [f"actor={number}" for number in range(11)]
-    dropped = "389 log lines of the admin server were dropped: the log is not read fast enough"
+    dropped = "dropped 389 log lines of the admin server: the log is not read fast enough"
     assert [line for line in pipe.lines if line.startswith("actor")] == written
     assert dropped in pipe.lines
 

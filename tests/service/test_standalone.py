@@ -24,7 +24,7 @@ from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import HugePageLimits, MemoryLimits
 from kvstow_service import ranks, standalone
 from kvstow_service.replay.driver import ReplayDriver
-from kvstow_service.server import _QuietServer
+from kvstow_service.server import _EmbeddedUvicorn
 from kvstow_service.settings import Settings
 from kvstow_service.sockets import AdminSockets, TcpAddress
 from kvstow_service.standalone import _meet_agents, public_settings, require_memory, run_service
@@ -286,10 +286,10 @@ def test_a_replay_with_a_defect_is_told(
 def test_a_server_that_ends_by_itself_ends_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def broken_tick(self: _QuietServer, counter: int) -> bool:
+    async def broken_tick(self: _EmbeddedUvicorn, counter: int) -> bool:
         raise RuntimeError("the loop broke")
 
-    monkeypatch.setattr(_QuietServer, "on_tick", broken_tick)
+    monkeypatch.setattr(_EmbeddedUvicorn, "on_tick", broken_tick)
     assert run_service(Settings(**BASE)) == 1
     assert "stopping: the admin server ended: RuntimeError" in capfd.readouterr().err
 

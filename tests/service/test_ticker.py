@@ -51,7 +51,7 @@ def test_a_tick_that_raises_does_not_end_it(
     assert "RuntimeError: out of step" in caplog.text
 
 
-def test_its_chore_is_done_at_each_tick_whatever_fails(
+def test_tls_files_are_renewed_at_each_tick_although_the_engine_fails(
     engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     done: list[int] = []
@@ -64,7 +64,7 @@ def test_its_chore_is_done_at_each_tick_whatever_fails(
         raise OSError("no such file")
 
     monkeypatch.setattr(engine, "tick", tick)
-    ticker = Ticker(engine, interval=FAST, chore=chore)
+    ticker = Ticker(engine, interval=FAST, renew_tls=chore)
     ticker.start()
     eventually(lambda: len(done) > 3)
     assert ticker.check() is None
@@ -119,7 +119,7 @@ def test_books_are_left_alone_beside_a_scheduler(
     checks: list[int] = []
     monkeypatch.setattr(engine, "tick", lambda: ticks.append(1))
     monkeypatch.setattr(engine, "check_integrity", lambda: checks.append(1))
-    ticker = Ticker(engine, interval=FAST, checks_books=False)
+    ticker = Ticker(engine, interval=FAST, checks_integrity=False)
     ticker.start()
     eventually(lambda: len(ticks) > 6)
     ticker.stop()
@@ -161,7 +161,7 @@ def test_a_chore_that_does_not_come_back_stops_no_tick(
 
     monkeypatch.setattr(engine, "tick", lambda: ticks.append(1))
     clock = FakeClock()
-    ticker = Ticker(engine, interval=FAST, chore=chore, clock=clock)
+    ticker = Ticker(engine, interval=FAST, renew_tls=chore, clock=clock)
     ticker.start()
     assert hangs.wait(30.0)
     clock.advance(11.0)

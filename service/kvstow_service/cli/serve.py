@@ -66,10 +66,10 @@ def _option(key: str, field: FieldInfo) -> click.Option:
 
 
 def _serve(config: str | None, **flags: str | bool | None) -> None:
-    """Run the service: engine, data plane, admin server.
+    """Run the service: engine, data plane and admin server in one process.
 
-    All in one process. Every flag is also a variable (KVSTOW_POOL_SIZE) and a key of the --config file (pool_size).
-    Flags override variables, and variables override the file.
+    Every flag is also a variable (KVSTOW_POOL_SIZE) and a key of the --config file (pool_size). Flags override
+    variables, and variables override the file.
     """
     sys.exit(_run(None if config is None else Path(config), flags))
 
