@@ -93,7 +93,6 @@ class CheckedKVStowConnector(KVStowConnector):
 
     def _write(self) -> None:
         side = self._rank.side
-        assert side is not None
         path = Path(os.environ[FOLDER]) / f"{side.rank}.json"
         counts = dict(zip(("blocks", "wrong", "told_apart"), self._counts.tolist(), strict=True))
         path.with_suffix(".new").write_text(json.dumps(counts))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvstow.errors import ConfigError
 from kvstow.messages import DesiredState
 from kvstow_service.agent import AdminAddress
-from kvstow_service.connectors.vllm import connector, hosting
+from kvstow_service.connectors.vllm import connector, schedulerhost, workerhost
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankNews
 from kvstow_service.connectors.vllm.vllmprocess import this_node
@@ -47,7 +46,7 @@ def test_a_child_of_multiconnector_goes_by_what_vllm_does_for_its_parent(
 ) -> None:
     """vLLM defers frees for consumers, and reads the role and the policy of the connector that it knows."""
     facts: list[Any] = []
-    monkeypatch.setattr(connector, "WorkerHost", lambda options, given, num_blocks: facts.append(given))
+    monkeypatch.setattr(workerhost, "WorkerHost", lambda options, given, num_blocks: facts.append(given))
     setup = Setup("child", asynchronous=True)
     config = make_vllm_config(setup, MODULE, {})
     config.kv_transfer_config = KVTransferConfig(
@@ -91,7 +90,7 @@ def test_a_cache_owes_no_delivery_and_may_sleep() -> None:
 
 def test_ranks_of_all_stages_are_heard_and_what_others_say_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's default refuses ranks of later pipeline stages; beside other connectors theirs may come, too."""
-    monkeypatch.setattr(hosting, "EmbeddedAdmin", NoThread)
+    monkeypatch.setattr(schedulerhost, "EmbeddedAdmin", NoThread)
     setup = Setup("stages", ranks=2)
     config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20})
     made = make(config, setup, KVConnectorRole.SCHEDULER)
@@ -100,9 +99,9 @@ def test_ranks_of_all_stages_are_heard_and_what_others_say_is_not(monkeypatch: p
     made.set_xfer_handshake_metadata_pp_aware({(0, 0): hellos[0], (0, 1): object()})
     assert made.build_connector_meta(None) == KVStowMetadata()
     made.set_xfer_handshake_metadata_pp_aware({(1, 0): hellos[1]})
-    assert made._host.engine.config.rank_slot_bytes == (1024, 2048)
+    assert made._host.offload.engine.config.rank_slot_bytes == (1024, 2048)
     made.shutdown()
-    assert made._host.engine.readiness().state == "stopped"
+    assert made._host.offload.engine.readiness().state == "stopped"
 
 
 def test_news_of_ranks_add_up() -> None:
@@ -119,7 +118,7 @@ def test_vllm_is_told_what_its_side_says(monkeypatch: pytest.MonkeyPatch, answer
     setup = Setup("told")
     made = make(make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20}), setup, KVConnectorRole.SCHEDULER)
     side = SimpleNamespace(has_pending_stores=answer, holds_gpu_blocks=answer, reset=lambda: answer)
-    monkeypatch.setattr(made._host, "side", side)
+    made._host.offload = SimpleNamespace(side=side)
     assert made.has_pending_push_work() is answer
     assert made.has_pending_block_frees() is answer
     assert made.reset_cache() is answer
@@ -144,8 +143,7 @@ def test_nothing_that_goes_wrong_with_a_steps_output_reaches_vllm(monkeypatch: p
         failed_loads=SimpleNamespace(continuing=methods["continuing"]),
         release_gpu_blocks=lambda: None,
     )
-    monkeypatch.setattr(made._host, "side", side)
-    monkeypatch.setattr(made._host, "engine", SimpleNamespace(fail=failures.append))
+    made._host.offload = SimpleNamespace(side=side, engine=SimpleNamespace(fail=failures.append))
     monkeypatch.setattr(made._host, "_take", methods["hear"])
     output = SimpleNamespace(
         kv_connector_worker_meta=KVStowWorkerMetadata({0: [RankNews()]}), finished_recving={"request"}
@@ -180,9 +178,8 @@ def test_nothing_that_goes_wrong_in_the_scheduler_reaches_vllm(
         has_pending_stores = property(raise_memory_error)
 
     failures: list[str] = []
-    for part in ("side", "events", "stats"):
-        monkeypatch.setattr(made._host, part, Broken())
-    monkeypatch.setattr(made._host, "engine", SimpleNamespace(fail=failures.append))
+    engine = SimpleNamespace(fail=failures.append)
+    made._host.offload = SimpleNamespace(side=Broken(), events=Broken(), stats=Broken(), engine=engine)
     assert getattr(made, hook)(*arguments) == answer
     assert len(failures) == 1
 
@@ -221,13 +218,12 @@ def test_what_ranks_without_a_server_have_to_know_comes_with_the_steps() -> None
     address, offered = AdminAddress("http://node-0:9595", "token"), list[AdminAddress]()
     wanted, followed = {0: DesiredState("engine", 1, number=1)}, list[dict[int, DesiredState]]()
     answers = iter([wanted, {}])
-    scheduler._scheduler = SimpleNamespace(
-        side=SimpleNamespace(plan_step=lambda step: None, take_planned=lambda: None),
-        guarding=nullcontext,
+    scheduler._host = SimpleNamespace(
+        ask=lambda what, call, otherwise: otherwise,
         address_for_remote_ranks=address,
         take_desired=lambda: next(answers),
     )
-    worker._worker = SimpleNamespace(agent=SimpleNamespace(offer=offered.append), side=None, follow=followed.append)
+    worker._rank = SimpleNamespace(agent=SimpleNamespace(offer=offered.append), follow=followed.append)
     for hook in (worker.handle_preemptions, worker.bind_connector_metadata):
         hook(scheduler.build_connector_meta(None))
     assert offered == [address, address]

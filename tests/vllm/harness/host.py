@@ -48,13 +48,13 @@ class Host:
             bad_slots=setup.bad_slots,
         )
         patch.setattr(f"{CONNECTOR}.rankdataplane.CpuDevice", device)
-        patch.setattr(f"{CONNECTOR}.rankdataplane.fence_of", lambda device: stream.fence)
+        patch.setattr(f"{CONNECTOR}.workerhost.fence_of", lambda device: stream.fence)
         patch.setattr(f"{CONNECTOR}.rankdataplane.DataPlane", self._make_worker)
         patch.setattr(f"{CONNECTOR}.connector._TELLS_FAILED_REQUESTS", setup.hooks != "0.26")
-        patch.setattr(f"{CONNECTOR}.hosting.OffloadEngine", self._make_engine)
-        patch.setattr(f"{CONNECTOR}.hosting.SchedulerHost._step_blocks", setup.step_blocks)
-        patch.setattr(f"{CONNECTOR}.hosting.RankAgent", BusyAgent)
-        patch.setattr(f"{CONNECTOR}.hosting.EmbeddedAdmin", NoThread)
+        patch.setattr(f"{CONNECTOR}.schedulerhost.OffloadEngine", self._make_engine)
+        patch.setattr(f"{CONNECTOR}.schedulerhost.SchedulerHost._step_blocks", setup.step_blocks)
+        patch.setattr(f"{CONNECTOR}.workerhost.RankAgent", BusyAgent)
+        patch.setattr(f"{CONNECTOR}.schedulerhost.EmbeddedAdmin", NoThread)
 
     def exchange_reports(self) -> None:
         """Let a moment pass; every rank reports, and does what is wanted of it."""

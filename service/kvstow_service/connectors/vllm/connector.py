@@ -16,18 +16,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.core.sched import output
 
-from kvstow_service.connectors.vllm.hosting import SchedulerHost, WorkerHost
 from kvstow_service.connectors.vllm.kvevents import event_feed
 from kvstow_service.connectors.vllm.kvgroups import kv_groups
 from kvstow_service.connectors.vllm.logs import join_vllm_log
 from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankNews
 from kvstow_service.connectors.vllm.metrics import KVStowPromMetrics, KVStowStats
 from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
+from kvstow_service.connectors.vllm.schedulerhost import Offload, SchedulerHost
 from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, hash_block_tokens
 from kvstow_service.connectors.vllm.workerside import FinishedLoads
 
 if TYPE_CHECKING:
     import torch
+
+    from kvstow_service.connectors.vllm.workerhost import WorkerHost
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -41,6 +43,10 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     the scheduler's with the ranks' handshake. Raises `ConfigError` for options or a model that KVStow does not work
     with.
     """
+
+    _half: SchedulerHost | WorkerHost
+    _host: SchedulerHost  # of the scheduler's half alone
+    _rank: WorkerHost  # of a worker's half alone
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -58,8 +64,6 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         if groups.has_states and options.lazy_offload:
             raise refusal("lazy_offload", True, "false with recurrent layers")
         self._fails_requests = not groups.is_plain  # and not blocks
-        self._scheduler: SchedulerHost | None = None
-        self._worker: WorkerHost | None = None
         self._finished = FinishedLoads(set(), set(), set())
         self._has_greeted = False
         if role == KVConnectorRole.SCHEDULER:
@@ -69,7 +73,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
                     "such request waits until it is aborted, and loads are bypassed from then on; 0.30 computes it",
                     vllm.__version__,
                 )
-            self._scheduler = SchedulerHost(
+            self._half = self._host = SchedulerHost(
                 options,
                 process,
                 groups,
@@ -77,14 +81,14 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
                 make_events=lambda engine: event_feed(vllm_config, engine, specs),
             )
         else:
-            self._worker = WorkerHost(options, process, kv_cache_config.num_blocks)
+            from kvstow_service.connectors.vllm.workerhost import WorkerHost  # 11 ms: only ranks need it
+
+            self._half = self._rank = WorkerHost(options, process, kv_cache_config.num_blocks)
 
     # -- both halves ----------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        for half in (self._worker, self._scheduler):
-            if half is not None:
-                half.close()
+        self._half.close()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -139,13 +143,10 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Nothing to wait for: no step computes into a block that is being stored. vLLM calls this when it has
         launched a forward pass: the moment at which pinning may use its thread."""
-        if self._rank.side is not None:
-            self._rank.side.launched()
+        self._rank.side.launched()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        side = self._rank.side
-        if side is not None:
-            self._finished = side.take_finished_loads()
+        self._finished = self._rank.side.take_finished_loads()
         return None, self._finished.done or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -161,17 +162,10 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVStowWorkerMetadata | None:
         rank = self._rank
-        if rank.side is None:
-            return None
         hello = None if self._has_greeted else rank.hello  # a handshake reaches only one of several connectors
-        self._has_greeted = True
+        self._has_greeted |= hello is not None
         news = RankNews(tuple(rank.side.take_news()), hello, rank.report_without_agent())
         return KVStowWorkerMetadata({rank.side.rank: [news]}) if any(news) else None
-
-    @property
-    def _rank(self) -> WorkerHost:
-        assert self._worker is not None, "this half is the scheduler's"
-        return self._worker
 
     def _begin_step(self, metadata: KVStowMetadata) -> None:
         rank = self._rank
@@ -179,7 +173,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             rank.agent.offer(metadata.admin)
         if metadata.desired:
             rank.follow(metadata.desired)
-        if metadata.plan is not None and rank.side is not None:
+        if metadata.plan is not None:
             rank.side.begin_step(metadata.plan)
 
     # -- scheduler: what the engine is made of --------------------------------------------------------------
@@ -198,30 +192,22 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             if isinstance(hello, RankHello):
                 self._host.greet(hello)
 
-    @property
-    def _host(self) -> SchedulerHost:
-        assert self._scheduler is not None, "this half is a worker's"
-        return self._scheduler
-
     # -- scheduler: requests --------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        side, found = self._host.side, 0
-        if side is not None:
-            with self._host.guarding("look-up"):
-                found = side.find_hit(request, num_computed_tokens)
+        found = self._host.ask("look-up", lambda offload: offload.side.find_hit(request, num_computed_tokens), 0)
         return found, found > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        side, is_admitted = self._host.side, False
-        if side is None:
-            return
-        with self._host.guarding("admission"):
-            side.admit(request, blocks.get_block_ids(), num_external_tokens)
-            is_admitted = True
-        if num_external_tokens and not is_admitted:
-            with self._host.guarding("load"):
-                side.lose(request, blocks.get_block_ids(), num_external_tokens)
+        def admit(offload: Offload) -> bool:
+            offload.side.admit(request, blocks.get_block_ids(), num_external_tokens)
+            return True
+
+        def lose(offload: Offload) -> None:
+            offload.side.lose(request, blocks.get_block_ids(), num_external_tokens)
+
+        if not self._host.ask("admission", admit, otherwise=False) and num_external_tokens:
+            self._host.ask("load", lose, None)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -235,70 +221,46 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Its blocks may be freed at once: those that are stored have references of their own."""
-        side = self._host.side
-        if side is not None:
-            with self._host.guarding("end of a request"):
-                side.finish(request, block_ids)
+        self._host.ask("end of a request", lambda offload: offload.side.finish(request, block_ids), None)
         return False, None
 
     # -- scheduler: one step --------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: Any) -> KVStowMetadata:
-        host, side, plan = self._host, self._host.side, None
-        if side is None:
-            return KVStowMetadata()
-        with host.guarding("plan of a step"):
-            plan = side.plan_step(scheduler_output)
+        host = self._host
+        plan = host.ask("plan of a step", lambda offload: offload.side.plan_step(scheduler_output), None)
         if plan is None:  # vLLM waits for the loads of the requests that it has admitted
-            plan = side.take_planned()
+            plan = host.ask("loads of a step", lambda offload: offload.side.take_planned(), None)
         return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired())
 
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, KVStowWorkerMetadata):
-            self._hear(metadata)
-        side = self._host.side
-        if side is not None and self._fails_requests and not _TELLS_FAILED_REQUESTS:
-            ended, connector_output.finished_recving = connector_output.finished_recving or (), set()
-            with self._host.guarding("loads that have ended"):
-                connector_output.finished_recving = side.failed_loads.continuing(ended)
-
-    def _hear(self, metadata: KVStowWorkerMetadata) -> None:
-        for rank, words in metadata.news.items():
-            for news in words:
-                self._host.hear(rank, news)
-        if self._host.side is not None:
-            with self._host.guarding("transfers that have ended"):
-                self._host.side.settle()
+            for rank, every_news in metadata.news.items():
+                for news in every_news:
+                    self._host.hear(rank, news)
+            self._host.ask("transfers that have ended", lambda offload: offload.side.settle(), None)
+        if self._fails_requests and not _TELLS_FAILED_REQUESTS and self._host.offload is not None:
+            ended, nothing = connector_output.finished_recving or (), set[str]()
+            connector_output.finished_recving = self._host.ask(
+                "loads that have ended", lambda offload: offload.side.failed_loads.continuing(ended), nothing
+            )
 
     def has_pending_push_work(self) -> bool:
-        side = self._host.side
-        if side is not None:
-            with self._host.guarding("stores under way"):
-                return side.has_pending_stores
-        return False
+        return self._host.ask("stores under way", lambda offload: offload.side.has_pending_stores, otherwise=False)
 
     def has_pending_block_frees(self) -> bool:
-        side = self._host.side
-        return side is not None and side.holds_gpu_blocks
+        return self._host.ask("GPU blocks of stores", lambda offload: offload.side.holds_gpu_blocks, otherwise=False)
 
     def take_events(self) -> Iterable[Any]:
-        if self._host.events is not None:
-            with self._host.guarding("KV events"):
-                return self._host.events.take()
-        return ()
+        return self._host.ask("KV events", lambda offload: offload.events.take() if offload.events else (), ())
 
     def get_kv_connector_stats(self) -> KVStowStats | None:
-        host = self._scheduler
-        if host is not None and host.stats is not None:
-            with host.guarding("statistics"):
-                return host.stats.take()
+        """vLLM asks both halves; a worker's has none."""
+        if isinstance(self._half, SchedulerHost):
+            return self._half.ask("statistics", lambda offload: offload.stats.take(), None)
         return None
 
     def reset_cache(self) -> bool | None:
-        side = self._host.side
-        if side is None:
-            return True
-        with self._host.guarding("reset"):
-            return side.reset()
-        return False
+        is_empty = self._host.offload is None
+        return self._host.ask("reset", lambda offload: offload.side.reset(), otherwise=is_empty)

@@ -1,13 +1,15 @@
-"""The data plane of one vLLM worker: its pool and device, made around vLLM's KV cache.
+"""The data plane of one rank: made around the KV cache of a vLLM worker, or a stand-in where there is none.
 
 Importing this module imports torch.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +23,87 @@ from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.memory.limits import limits_of
 from kvstow.memory.pool import HostPool
 from kvstow.memory.region import round_up
-from kvstow.messageorder import ReportSequence
+from kvstow.messageorder import NewestDesiredState, ReportSequence
+from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
 from kvstow_service.connectors.vllm.kvgeometry import KVGeometry
 from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
 from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess
+
+
+class NoDataPlane:
+    """Stands for the data plane of a rank that has none: not yet, no more, or because of the error that it reports.
+
+    It fails every op, so vLLM is told of every load. Used like a `DataPlane`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        slot_bytes: int,
+        reason: str | None = None,
+        error: str | None = None,
+        sender: ReportSequence | None = None,
+    ) -> None:
+        self.boot_id = secrets.token_hex(8)
+        self._report = RankReport(
+            rank=rank,
+            boot_id=self.boot_id,
+            state="stopped" if error is None else "failed",
+            slot_bytes=slot_bytes,
+            pinned_slots=0,
+            target_slots=0,
+            pinned_bytes=0,
+            target_bytes=0,
+            error_reason=reason,
+            error=error,
+            sender="",
+            number=0,
+        )
+        self._newest = NewestDesiredState()
+        self._sender = sender or ReportSequence()
+        self._completions: list[Completion] = []
+
+    def start(self, *, at_ease: bool = False) -> None:
+        """There is nothing to pin."""
+
+    def begin_step(self) -> None:
+        """There is nothing to pin, and no copy is under way."""
+
+    launched = end_step = drive = begin_step
+
+    def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
+        self._completions += [Completion(op.op_id, "failed", "this rank has no data plane") for op in plan.ops]
+
+    def take_completions(self) -> list[Completion]:
+        completions, self._completions = self._completions, []
+        return completions
+
+    def report(self) -> RankReport:
+        return self._sender.next_report(self._current_report)
+
+    def _current_report(self) -> RankReport:
+        applied = self._newest.applied
+        return replace(
+            self._report, engine_id=applied.engine_id, applied=applied.number, stale_desired_states=self._newest.stale
+        )
+
+    def apply(self, desired: DesiredState) -> None:
+        """Remember it: the next data plane begins with it."""
+        self._newest.apply_if_newer(desired, lambda _: None)
+
+    @property
+    def applied(self) -> DesiredState:
+        return self._newest.applied
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """The report never changes."""
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """It holds nothing."""
+        return True
+
+
+RankDataPlane = DataPlane | NoDataPlane
 
 
 def require_memory(options: ConnectorOptions, process: VLLMProcess) -> int:

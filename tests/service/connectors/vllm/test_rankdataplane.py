@@ -18,12 +18,13 @@ from kvstow.devices.cpu import MlockRegistrar
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
 from kvstow.memory.pool import HostPool
-from kvstow.messages import Completion, Op, StepPlan
+from kvstow.messages import Completion, DesiredState, Op, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar
 from kvstow_service.connectors.vllm import rankdataplane
 from kvstow_service.connectors.vllm.kvgeometry import KVGeometry, kv_geometry
 from kvstow_service.connectors.vllm.options import ConnectorOptions
 from kvstow_service.connectors.vllm.rankdataplane import (
+    NoDataPlane,
     build_plane,
     device_of,
     fence_of,
@@ -242,3 +243,31 @@ def test_memory_in_reserved_huge_pages_needs_no_lock(
     worker = build_plane(0, 10 * PAGE, 0, ConnectorOptions(huge_pages="reserved"), kv[1])
     assert worker.report().pin_mode == "hugetlb"
     worker.close()
+
+
+# -- without a data plane --------------------------------------------------------------------------------------
+
+
+def test_a_rank_without_data_plane_numbers_its_reports_and_keeps_what_is_wanted() -> None:
+    plane = NoDataPlane(3, 64)
+    for number in (2, 1):
+        plane.apply(DesiredState("engine", 1, number=number))
+    first, second = plane.report(), plane.report()
+    assert (first.number, second.number) == (1, 2)
+    assert (second.engine_id, second.applied, second.stale_desired_states) == ("engine", 2, 1)
+    assert plane.applied.number == 2
+
+
+def test_a_rank_without_data_plane_fails_every_op() -> None:
+    rank = NoDataPlane(3, 64, "cuda", "no device")
+    rank.submit(StepPlan((Op(1, "store", (4,), (0,)), Op(2, "load", (5,), (0,)))))
+    assert [(word.op_id, word.mark) for word in rank.take_completions()] == [(1, "failed"), (2, "failed")]
+    assert rank.take_completions() == []
+
+
+def test_a_rank_without_data_plane_says_why() -> None:
+    report = NoDataPlane(3, 64, "cuda", "no device").report()
+    assert (report.rank, report.state, report.error_reason, report.error) == (3, "failed", "cuda", "no device")
+    assert (report.slot_bytes, report.pinned_slots, report.target_slots) == (64, 0, 0)
+    asleep = NoDataPlane(3, 64).report()
+    assert (asleep.state, asleep.error) == ("stopped", None)

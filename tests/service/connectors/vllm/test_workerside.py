@@ -9,16 +9,18 @@ import pytest
 from kvstow.devices.base import Fence
 from kvstow.messages import Completion, DesiredState, Direction, Mark, Op, RankReport, StepPlan
 from kvstow.testing.fakes import Latch
+from kvstow_service.connectors.vllm.rankdataplane import NoDataPlane
 from kvstow_service.connectors.vllm.stepplan import PlannedStep
-from kvstow_service.connectors.vllm.workerside import FinishedLoads, NoDataPlane, PlaneSource, WorkerSide
+from kvstow_service.connectors.vllm.workerside import FinishedLoads, WorkerSide
 
 NOTHING = FinishedLoads(set(), set(), set())
 
 
-class FakePlane:
+class FakePlane(NoDataPlane):
     """A data plane that completes what a test says."""
 
     def __init__(self, boot_id: str = "boot") -> None:
+        super().__init__(0, 64)
         self.boot_id = boot_id
         self.submitted: list[tuple[tuple[int, ...], Fence | None]] = []
         self.completions: list[Completion] = []
@@ -57,14 +59,11 @@ class FakePlane:
         return RankReport(0, self.boot_id, "ready", 64, 1, 1, 64, 64, sender="process", number=1)
 
     def apply(self, desired: DesiredState) -> None:
+        super().apply(desired)
         self.desired.append(desired)
 
     def add_listener(self, callback: Callable[[], None]) -> None:
         self.listeners.append(callback)
-
-    @property
-    def applied(self) -> DesiredState:
-        return self.desired[-1] if self.desired else DesiredState("", 0, number=0)
 
     def close(self, timeout: float = 5.0) -> bool:
         self.at_close()
@@ -80,7 +79,8 @@ class Rank:
 
     def __init__(self, *, loads_wait: bool = True) -> None:
         self.plane, self.fence, self.fences = FakePlane(), Latch(), 0
-        self.side = WorkerSide(0, self.plane, fence=self.record, loads_wait=loads_wait)
+        self.side = WorkerSide(0, self.plane, loads_wait=loads_wait)
+        self.side.fence = self.record
 
     def record(self) -> Fence:
         self.fences += 1
@@ -227,22 +227,23 @@ def test_another_plane_takes_over_and_what_was_under_way_fails() -> None:
     rank.side.begin_step(step(1, loads={"r": LOAD}))
     rank.plane.fails_at_close = (2,)
     assert rank.side.close_plane()
-    PlaneSource(rank.side).switch(FakePlane("again"))
+    again = FakePlane("again")
+    rank.side.replace_plane(again)
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
     assert [news.boot_id for news in rank.side.take_news()] == [old_news]
     rank.side.begin_step(step(2, loads={"q": op(3, "load", 7)}, boot="again"))
-    assert rank.side.plane.submitted == [((3,), rank.fence)]  # type: ignore[attr-defined]
+    assert again.submitted == [((3,), rank.fence)]
 
 
 def test_the_old_boot_is_the_visible_one_until_its_data_plane_has_ended() -> None:
     """A new boot tells the engine that the old one touches nothing any more: it then calls loads failed."""
     rank = Rank()
-    source, seen = PlaneSource(rank.side), list[str]()
-    rank.plane.at_close = lambda: seen.append(source.report().boot_id)
+    seen = list[str]()
+    rank.plane.at_close = lambda: seen.append(rank.side.report().boot_id)
     assert rank.side.close_plane()
-    seen.append(source.report().boot_id)
-    source.switch(FakePlane("again"))
-    seen.append(source.report().boot_id)
+    seen.append(rank.side.report().boot_id)
+    rank.side.replace_plane(FakePlane("again"))
+    seen.append(rank.side.report().boot_id)
     assert seen == ["boot", "boot", "again"]
 
 
@@ -258,53 +259,25 @@ def test_a_data_plane_that_does_not_end_is_said_so_and_heard_still() -> None:
 
 def test_a_new_data_plane_begins_with_what_is_wanted_before_anybody_sees_it() -> None:
     rank = Rank()
-    source, again = PlaneSource(rank.side), FakePlane("again")
-    source.switch(FakePlane("between"))
-    assert rank.side.plane.desired == [], "nothing was wanted yet"  # type: ignore[attr-defined]
+    between, again = FakePlane("between"), FakePlane("again")
+    rank.side.replace_plane(between)
+    assert between.desired == [], "nothing was wanted yet"
     desired = DesiredState("engine", 3, number=7)
-    source.apply(desired)
-    source.switch(again)
+    rank.side.apply(desired)
+    rank.side.replace_plane(again)
     assert again.desired == [desired]
-
-
-def test_a_rank_without_data_plane_numbers_its_reports_and_keeps_what_is_wanted() -> None:
-    plane = NoDataPlane(3, 64, None, None)
-    for number in (2, 1):
-        plane.apply(DesiredState("engine", 1, number=number))
-    first, second = plane.report(), plane.report()
-    assert (first.number, second.number) == (1, 2)
-    assert (second.engine_id, second.applied, second.stale_desired_states) == ("engine", 2, 1)
-    assert plane.applied.number == 2
-
-
-def test_a_rank_without_data_plane_fails_every_op() -> None:
-    plane = NoDataPlane(3, 64, "cuda", "no device")
-    side = WorkerSide(0, plane, fence=lambda: None, loads_wait=True)
-    side.begin_step(step(1, stores=(STORE,), loads={"r": LOAD}, boot=plane.boot_id))
-    assert side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
-    (news,) = side.take_news()
-    assert (news.boot_id, [word.mark for word in news.completions]) == (plane.boot_id, ["failed", "failed"])
-
-
-def test_a_rank_without_data_plane_says_why() -> None:
-    report = NoDataPlane(3, 64, "cuda", "no device").report()
-    assert (report.rank, report.state, report.error_reason, report.error) == (3, "failed", "cuda", "no device")
-    assert (report.slot_bytes, report.pinned_slots, report.target_slots) == (64, 0, 0)
-    asleep = NoDataPlane(3, 64, None, None).report()
-    assert (asleep.state, asleep.error) == ("stopped", None)
 
 
 def test_the_agent_speaks_for_the_plane_that_there_is() -> None:
     rank, calls = Rank(), []
-    source = PlaneSource(rank.side)
-    source.add_listener(lambda: calls.append(source.report().boot_id))
+    rank.side.add_listener(lambda: calls.append(rank.side.report().boot_id))
     rank.plane.listeners[0]()
     again = FakePlane("again")
-    source.switch(again)
+    rank.side.replace_plane(again)
     again.listeners[0]()
     assert calls == ["boot", "again", "again"]
     desired = DesiredState("engine", 1, number=1)
-    source.apply(desired)
+    rank.side.apply(desired)
     assert (again.desired, rank.plane.desired) == ([desired], [])
     assert again.at_ease == [False], "a server that answers has started"
 

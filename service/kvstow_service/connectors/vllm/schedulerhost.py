@@ -1,0 +1,223 @@
+"""The scheduler's half as vLLM's process hosts it: the engine, its scheduler side and its admin server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
+
+from vllm.utils.network_utils import get_ip
+
+import kvstow
+from kvstow.bytesize import format_size
+from kvstow.control.engine import OffloadEngine
+from kvstow.errors import ConfigError, KvstowError, SettingError
+from kvstow.messages import DesiredState
+from kvstow_service.adminoptions import AdminOptions
+from kvstow_service.agent import AdminAddress
+from kvstow_service.connectors.vllm.gpublocks import BlockPool
+from kvstow_service.connectors.vllm.kvevents import EventFeed
+from kvstow_service.connectors.vllm.kvgroups import KVGroups
+from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
+from kvstow_service.connectors.vllm.metrics import StatsFeed
+from kvstow_service.connectors.vllm.options import ConnectorOptions
+from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS, SchedulerSide
+from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, this_node
+from kvstow_service.embedded import EmbeddedAdmin
+from kvstow_service.tls import TlsFiles
+
+_HEAD_START_SECONDS = 1.0  # of vLLM's start, which ends soon after; until then ranks report with the steps
+
+logger = logging.getLogger("kvstow.vllm")
+
+T = TypeVar("T")
+
+
+class Offload(NamedTuple):
+    """What there is once every rank is known. `events`: None where vLLM publishes no KV events."""
+
+    engine: OffloadEngine
+    side: SchedulerSide
+    stats: StatsFeed
+    events: EventFeed | None
+    admin: EmbeddedAdmin
+
+
+class SchedulerHost:
+    """Makes the engine, its scheduler side and its admin server, as soon as every rank has reported its slot size.
+
+    Used by the scheduler's thread. Until then every request is a miss.
+    """
+
+    def __init__(
+        self,
+        options: ConnectorOptions,
+        process: VLLMProcess,
+        groups: KVGroups,
+        *,
+        build: Mapping[str, str],
+        make_events: Callable[[OffloadEngine], EventFeed | None],
+    ) -> None:
+        """Starts nothing. Raises `ConfigError` for options with which no admin server may be started."""
+        self.offload: Offload | None = None
+        self._options, self._process, self._groups = options, process, groups
+        self._build, self._make_events = build, make_events
+        self._admin_options = _admin_options(options, process)
+        self._pool: BlockPool | None = None
+        self._hellos: dict[int, RankHello] = {}
+        self._desired: dict[int, DesiredState] = {}  # answers to what ranks have reported with their steps
+        self._spans_nodes = self._has_failed = False
+
+    def bind(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._make_when_known()
+
+    def greet(self, hello: RankHello) -> None:
+        self._hellos.setdefault(hello.rank, hello)
+        self._make_when_known()
+
+    def ask(self, what: str, call: Callable[[Offload], T], otherwise: T) -> T:
+        """What `call` returns; `otherwise` while a rank is unknown, or if `call` raises. The error would end vLLM's
+        process. So vLLM goes on without offload, and log, counter and readiness report the error in `what`."""
+        if self.offload is None:
+            return otherwise
+        try:
+            return call(self.offload)
+        except Exception as error:  # noqa: BLE001 - whatever it is, vLLM goes on
+            self._fail(what, error)
+            return otherwise
+
+    def hear(self, rank: int, news: RankNews) -> None:
+        """Process what a rank sends after a step. Never raises."""
+        try:
+            self._take(rank, news)
+        except Exception as error:  # noqa: BLE001 - whatever it is, vLLM goes on
+            self._fail(f"news of rank {rank}", error)
+
+    def take_desired(self) -> Mapping[int, DesiredState]:
+        """The desired states of the ranks that have reported with a step since the last call."""
+        desired, self._desired = self._desired, {}
+        return desired
+
+    @property
+    def address_for_remote_ranks(self) -> AdminAddress | None:
+        """For the agents of other nodes, which cannot look for it themselves."""
+        if self.offload is None or not self._spans_nodes:
+            return None
+        return self.offload.admin.address_for_remote_ranks
+
+    def close(self) -> None:
+        """Idempotent; vLLM does not always call it."""
+        if self.offload is not None:
+            self.offload.admin.stop()
+            self.offload.engine.close()
+
+    def _take(self, rank: int, news: RankNews) -> None:
+        if news.hello is not None:
+            self.greet(news.hello)
+        if self.offload is None:
+            return
+        if news.report is not None:
+            try:
+                self._desired[rank] = self.offload.engine.report(news.report)
+            except KvstowError as error:
+                self.offload.engine.count_error("rank_report")
+                logger.warning("rank %d: its report is not accepted: %s", rank, error)
+        for boot_id, completions in news.completions:
+            self.offload.side.complete(rank, boot_id, completions)
+
+    def _fail(self, what: str, error: Exception) -> None:
+        if not self._has_failed:
+            logger.error("%s: KVStow has failed; vLLM serves without offload until it restarts", what, exc_info=error)
+        self._has_failed = True
+        if self.offload is None:
+            return
+        self.offload.engine.fail(f"{what}: {error!r}")
+        try:  # vLLM may be waiting for the GPU blocks of stores whose end nobody reports now
+            self.offload.side.release_gpu_blocks()
+        except Exception:
+            logger.exception("some GPU blocks stay held until vLLM restarts")
+
+    def _make_when_known(self) -> None:
+        if self.offload is not None or self._pool is None or len(self._hellos) < self._process.num_ranks:
+            return
+        if self._has_failed:  # when ranks were heard of with a step
+            return
+        hellos = [self._hellos[rank] for rank in range(self._process.num_ranks)]
+        sizes = [hello.slot_bytes for hello in hellos]
+        self._spans_nodes = {hello.node for hello in hellos} != {this_node()}
+        engine = OffloadEngine(self._options.engine_config(sizes, self._groups.alignment))
+        events = self._make_events(engine)
+        slot_tokens = self._groups.alignment if len(self._groups.groups) == 1 else None
+        stats = StatsFeed(engine, sum(sizes), slot_tokens)
+        side = SchedulerSide(
+            engine,
+            self._groups,
+            self._pool,
+            lazy_blocks=2 * self._blocks_per_step if self._options.lazy_offload else None,
+            events=events,
+            observe=stats.observe,
+            step_blocks=self._step_blocks,
+        )
+        admin = EmbeddedAdmin(
+            engine,
+            self._admin_options,
+            identity=self._process.engine_id,
+            mode="vllm",
+            max_capacity_slots=self._max_slots(hellos),
+            settings={**self._options.public(), "model": self._process.model, "engine_id": self._process.engine_id},
+            build=self._build,
+            node_host=get_ip() if self._spans_nodes else "",
+            head_start=_HEAD_START_SECONDS,
+            freezes_heap=True,
+        )
+        self.offload = Offload(engine, side, stats, events, admin)
+        admin.start()
+        slots = engine.config.capacity_slots
+        logger.info(
+            "KVStow %s keeps %d blocks of %d tokens in %s of host memory, over %d ranks; stores are %s",
+            *(kvstow.__version__, slots, self._groups.alignment, format_size(slots * sum(sizes)), len(sizes)),
+            "lazy" if self._options.lazy_offload else "eager",
+        )
+
+    def _max_slots(self, hellos: list[RankHello]) -> int:
+        """The largest size of a resize: on each node, the slots of its ranks share the available memory."""
+        fitting = [
+            min(hello.node_bytes for hello in ranks) // sum(hello.slot_bytes for hello in ranks)
+            for node in {hello.node for hello in hellos}
+            if (ranks := [hello for hello in hellos if hello.node == node])
+        ]
+        wanted = self._options.max_slots([hello.slot_bytes for hello in hellos], min(fitting))
+        return min(wanted, *(hello.max_slots for hello in hellos))
+
+    @property
+    def _blocks_per_step(self) -> int:
+        """How many blocks one step can take from the GPU's free queue, or complete."""
+        return sum(-(-self._process.max_batched_tokens // group.block_tokens) for group in self._groups.groups)
+
+    @property
+    def _step_blocks(self) -> int:
+        return max(STEP_BLOCKS, 2 * self._blocks_per_step)
+
+
+def _admin_options(options: ConnectorOptions, process: VLLMProcess) -> AdminOptions:
+    """Each data-parallel engine has a port of its own."""
+    tls = None
+    if options.tls_cert is not None:
+        tls = TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)
+    elif options.tls_key is not None or options.tls_client_ca is not None:
+        raise SettingError("kv_connector_extra_config: tls_cert", None, "is needed by tls_key and tls_client_ca")
+    try:
+        return AdminOptions(
+            host=options.admin_host,
+            port=options.admin_port + process.data_parallel_index if options.admin_port else 0,
+            uds=options.admin_uds,
+            token_file=options.token_file,
+            viewer_token_file=options.viewer_token_file,
+            readiness_require=options.readiness_require,
+            allowed_hosts=options.allowed_hosts,
+            tls=tls,
+        )
+    except ConfigError as error:
+        key = f"admin_{error.key}" if error.key in ("host", "port") else error.key
+        raise error.renamed(f"kv_connector_extra_config: {key}") from None

@@ -1,0 +1,298 @@
+"""The scheduler's half as vLLM's process hosts it: what is made when, and what an error leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.service.connectors.vllm.blockpool import FakeBlockPool
+from tests.service.connectors.vllm.processes import make_process
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.dataplane import DataPlane
+from kvstow.errors import ConfigError
+from kvstow.messages import Completion
+from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import FakeRank
+from kvstow_service.adminoptions import AdminOptions
+from kvstow_service.connectors.vllm import schedulerhost, workerhost
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
+from kvstow_service.connectors.vllm.options import ConnectorOptions
+from kvstow_service.connectors.vllm.rankdataplane import NoDataPlane, wait_until_pinned
+from kvstow_service.connectors.vllm.schedulerhost import SchedulerHost
+from kvstow_service.connectors.vllm.vllmprocess import this_node
+from kvstow_service.connectors.vllm.workerhost import WorkerHost
+
+pytestmark = pytest.mark.vllm
+
+BLOCKS, PAGE = 4, 4096
+GROUPS = KVGroups((KVGroup(0, 16, 1),), 16)
+
+
+def make_hello(
+    rank: int = 0, slot_bytes: int = 100, max_slots: int = 9, node: str | None = None, node_bytes: int = 1 << 40
+) -> RankHello:
+    return RankHello(rank, slot_bytes, max_slots, node or this_node(), node_bytes)
+
+
+class FakeAdmin:
+    """Serves nothing."""
+
+    address_for_remote_ranks = "an address"
+    made: list[FakeAdmin]
+
+    def __init__(self, engine: Any, options: AdminOptions, **arguments: Any) -> None:
+        self.options, self.arguments = options, arguments
+        self.calls: list[str] = []
+        self.made.append(self)
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+@pytest.fixture(autouse=True)
+def admins(monkeypatch: pytest.MonkeyPatch) -> list[FakeAdmin]:
+    monkeypatch.setattr(FakeAdmin, "made", [], raising=False)
+    monkeypatch.setattr(schedulerhost, "EmbeddedAdmin", FakeAdmin)
+    return FakeAdmin.made
+
+
+def make_host(options: ConnectorOptions | None = None, **process: Any) -> SchedulerHost:
+    """A host that knows vLLM's block pool, and no rank."""
+    options = options or ConnectorOptions(cpu_bytes_to_use=1000)
+    host = SchedulerHost(options, make_process(**process), GROUPS, build={"vllm": "1"}, make_events=lambda _: None)
+    host.bind(FakeBlockPool(8))
+    return host
+
+
+def make_options(**given: Any) -> ConnectorOptions:
+    """Of ranks that pin at once, and make vLLM wait for it."""
+    return ConnectorOptions(**given, lock=False, pin_pause=0.0, async_register_cache=False)
+
+
+def engine_of(host: SchedulerHost) -> OffloadEngine:
+    assert host.offload is not None
+    return host.offload.engine
+
+
+@pytest.mark.parametrize("pool_first", [True, False])
+def test_the_engine_is_made_when_every_rank_and_the_pool_are_known(admins: list[FakeAdmin], pool_first: bool) -> None:
+    host = make_host(num_ranks=2)
+    if pool_first:
+        host.bind(FakeBlockPool(8))
+    for rank in (1, 1):
+        host.greet(make_hello(rank, 50, 7))
+    assert host.offload is None
+    host.greet(make_hello())
+    if not pool_first:
+        assert host.offload is None
+        host.bind(FakeBlockPool(8))
+    config = engine_of(host).config
+    assert (config.capacity_slots, config.rank_slot_bytes, config.block_tokens) == (6, (100, 50), 16)
+    (admin,) = admins
+    assert admin.calls == ["start"]
+    assert (admin.arguments["identity"], admin.arguments["max_capacity_slots"]) == ("hosting", 7)
+    assert admin.arguments["settings"]["cpu_bytes_to_use"] == 1000
+
+
+def test_an_engine_is_made_once(admins: list[FakeAdmin]) -> None:
+    host = make_host()
+    host.greet(make_hello())
+    engine = engine_of(host)
+    host.greet(make_hello(0, 10, 9))
+    host.bind(FakeBlockPool(8))
+    assert engine_of(host) is engine
+    assert len(admins) == 1
+
+
+def test_a_resize_may_go_as_far_as_each_node_has_room_for_the_slots_of_its_ranks(admins: list[FakeAdmin]) -> None:
+    host = make_host(num_ranks=3)
+    host.bind(FakeBlockPool(8))
+    host.greet(make_hello(0, 30, 1000, "small", 2050))
+    host.greet(make_hello(1, 20, 1000, "small", 2000))
+    host.greet(make_hello(2, 50, 1000, "large", 10_000))
+    assert admins[0].arguments["max_capacity_slots"] == 40
+
+
+@pytest.mark.parametrize(("port", "wanted"), [(9000, 9003), (0, 0)])
+def test_each_data_parallel_engine_looks_for_a_port_of_its_own(admins: list[FakeAdmin], port: int, wanted: int) -> None:
+    host = make_host(ConnectorOptions(admin_port=port), data_parallel_index=3)
+    host.greet(make_hello())
+    assert admins[0].options.port == wanted
+
+
+def test_an_admin_server_open_to_other_machines_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"extra_config: admin_host 0\.0\.0\.0 is reachable from other machines"):
+        make_host(ConnectorOptions(admin_host="0.0.0.0"))
+
+
+def test_less_than_a_block_is_refused_when_its_size_is_known() -> None:
+    host = make_host()
+    host.bind(FakeBlockPool(8))
+    with pytest.raises(ConfigError, match="at least one block, 1001 bytes"):
+        host.greet(make_hello(0, 1001, 9))
+
+
+@pytest.mark.parametrize(("node", "address"), [(None, None), ("another", "an address")])
+def test_only_ranks_of_other_nodes_are_sent_an_address(
+    admins: list[FakeAdmin], node: str | None, address: str | None
+) -> None:
+    host = make_host(num_ranks=2)
+    assert host.address_for_remote_ranks is None
+    host.bind(FakeBlockPool(8))
+    for rank in range(2):
+        host.greet(make_hello(rank, 100, 9, node if rank else None))
+    assert host.address_for_remote_ranks == address
+    assert bool(admins[0].arguments["node_host"]) == bool(address)
+
+
+@pytest.mark.parametrize(("lazy", "blocks"), [(False, None), (True, 2 * (63 + 32))])
+def test_lazy_stores_are_two_steps_ahead_of_eviction(
+    monkeypatch: pytest.MonkeyPatch, lazy: bool, blocks: int | None
+) -> None:
+    """1,000 tokens a step are at most 63 blocks of 16 and 32 of 32."""
+    made: list[int | None] = []
+    monkeypatch.setattr(schedulerhost, "SchedulerSide", lambda *_, lazy_blocks, **__: made.append(lazy_blocks))
+    groups = KVGroups((KVGroup(0, 16, 1), KVGroup(1, 32, 2)), 32)
+    options = ConnectorOptions(cpu_bytes_to_use=1000, lazy_offload=lazy)
+    host = SchedulerHost(options, make_process(max_batched_tokens=1000), groups, build={}, make_events=lambda _: None)
+    host.greet(make_hello())
+    assert made == [blocks]
+
+
+def test_what_a_rank_says_reaches_the_engine() -> None:
+    host = make_host()
+    host.bind(FakeBlockPool(8))
+    early = Completion(1, "done")
+    host.hear(0, RankNews((("boot", (early,)),)))  # nobody to hear it yet
+    host.hear(0, RankNews(hello=make_hello()))
+    rank = FakeRank(engine_of(host))
+    rank.pin(10)
+    op = engine_of(host).begin_store([b"key"], [1]).op
+    assert op is not None
+    host.hear(0, RankNews(((rank.boot_id, (Completion(op.op_id, "done"),)),)))
+    assert engine_of(host).lookup([b"key"]) == 1
+
+
+def test_a_report_that_comes_with_a_step_counts_and_a_wrong_one_is_counted() -> None:
+    host = make_host()
+    host.greet(make_hello())
+    rank = NoDataPlane(0, 100, "cuda", "no device")
+    host.hear(0, RankNews(report=rank.report()))
+    assert engine_of(host).boot_ids() == (rank.boot_id,)
+    host.hear(0, RankNews(report=NoDataPlane(7, 100).report()))
+    assert engine_of(host).stats().errors["rank_report"] == 1
+    assert engine_of(host).boot_ids() == (rank.boot_id,)
+
+
+def test_a_host_that_cannot_be_built_in_a_step_leaves_vllm_without_offload(caplog: pytest.LogCaptureFixture) -> None:
+    """The handshake reaches only one of several connectors; then the news of a step bring what a rank is."""
+    host = make_host()
+    host.bind(FakeBlockPool(8))
+    for _ in range(3):
+        host.hear(0, RankNews(hello=make_hello(0, 1001, 9)))
+    assert host.offload is None
+    assert [record.message for record in caplog.records if "serves without offload" in record.message] == [
+        "news of rank 0: KVStow has failed; vLLM serves without offload until it restarts"
+    ]
+
+
+@pytest.mark.parametrize("method", ["report", "complete"])
+def test_what_goes_wrong_with_news_of_a_step_closes_the_gate(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = make_host()
+    host.greet(make_hello())
+    rank = FakeRank(engine_of(host))
+    rank.pin(10)
+    assert engine_of(host).store_room() == 10
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(engine_of(host), method, fail)
+    report = NoDataPlane(0, 100).report()
+    for _ in range(2):
+        host.hear(0, RankNews(((rank.boot_id, (Completion(1, "done"),)),), report=report))
+    assert engine_of(host).store_room() == 0
+    assert engine_of(host).stats().errors["host"] == 2
+    readiness = engine_of(host).readiness()
+    assert (readiness.state, readiness.reason) == (
+        "degraded",
+        "the host has failed: news of rank 0: MemoryError('injected')",
+    )
+
+
+def test_closing_stops_what_there_is(admins: list[FakeAdmin]) -> None:
+    host = make_host()
+    host.close()
+    host.greet(make_hello())
+    host.close()
+    host.close()
+    assert engine_of(host).readiness().state == "stopped"
+    assert set(admins[0].calls) == {"start", "stop"}
+
+
+# -- both halves ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents look for their server where there is none."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def test_ranks_of_unlike_slots_all_reach_the_capacity(admins: list[FakeAdmin]) -> None:
+    """10 pages over slots of 3 and 2: two slots on each rank, although half of 10 pages is one slot of 3."""
+    options = make_options(cpu_bytes_to_use=10 * PAGE, max_bytes=10 * PAGE)
+    host = make_host(options, num_ranks=2)
+    workers = [WorkerHost(options, make_process(rank=rank, num_ranks=2), BLOCKS) for rank in (0, 1)]
+    try:
+        for worker, pages in zip(workers, (3, 2), strict=True):
+            worker.register({"layer": torch.zeros(BLOCKS, pages * PAGE, dtype=torch.uint8)})
+            assert worker.hello is not None
+            host.greet(worker.hello)
+        assert engine_of(host).config.capacity_slots == admins[0].arguments["max_capacity_slots"] == 2
+        for rank, worker in enumerate(workers):
+            worker.follow({rank: engine_of(host).report(worker.side.report())})
+            assert isinstance(worker.side.plane, DataPlane)
+            wait_until_pinned(worker.side.plane.pool)
+            engine_of(host).report(worker.side.report())
+        assert (engine_of(host).readiness().state, engine_of(host).stats().usable_slots) == ("ready", 2)
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def test_a_rank_whose_agent_finds_no_server_is_resized_with_the_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = FakeClock(100.0)
+    monkeypatch.setattr(workerhost, "time", SimpleNamespace(monotonic=clock))
+    options = make_options(cpu_bytes_to_use=5 * PAGE)
+    worker = WorkerHost(options, make_process(), BLOCKS)
+    worker.register({"layer": torch.zeros(BLOCKS, PAGE, dtype=torch.uint8)})
+    assert worker.agent is not None
+    worker.agent.stop()
+    host = make_host(options)
+    host.greet(make_hello(0, PAGE, 5))
+
+    def step() -> None:
+        clock.advance(1.6)
+        host.hear(0, RankNews(report=worker.report_without_agent()))
+        worker.follow(host.take_desired())
+
+    step()
+    assert engine_of(host).stats().usable_slots == 5
+    nothing = host.take_desired()
+    engine_of(host).admin.resize(3).run()
+    step()
+    said = worker.side.report()
+    worker.close()
+    assert (said.target_slots, said.pinned_slots, said.applied) == (3, 3, 2)
+    assert nothing == {}, "what was handed over belongs to its step"

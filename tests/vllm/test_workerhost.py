@@ -1,0 +1,246 @@
+"""The worker's half as a vLLM process hosts it: what is made when, and what an error leaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.service.connectors.vllm.processes import make_process
+
+from kvstow.dataplane import DataPlane
+from kvstow.errors import ConfigError, InsufficientMemoryError
+from kvstow.messages import DesiredState, Op, StepPlan
+from kvstow.testing.fakes import FakeClock
+from kvstow_service.connectors.vllm import workerhost
+from kvstow_service.connectors.vllm.options import ConnectorOptions
+from kvstow_service.connectors.vllm.stepplan import PlannedStep
+from kvstow_service.connectors.vllm.workerhost import WorkerHost
+
+pytestmark = pytest.mark.vllm
+
+BLOCKS, PAGE = 4, 4096
+
+
+@pytest.fixture(autouse=True)
+def rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents look for their server where there is none."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerHost]:
+    """A rank with room for five slots, which pins when it is told to and makes vLLM wait for it."""
+    options = ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False, pin_pause=0.0, async_register_cache=False)
+    host = WorkerHost(options, make_process(), BLOCKS)
+    yield host
+    host.close()
+
+
+def kv_caches() -> dict[str, torch.Tensor]:
+    return {"layer": torch.zeros(BLOCKS, PAGE, dtype=torch.uint8)}
+
+
+def load(number: int, boot: str) -> PlannedStep:
+    op = Op(number, "load", (1,), (0,))
+    return PlannedStep(number, (boot,), StepPlan(), StepPlan((op,)), ("r",), {})
+
+
+def test_a_registered_rank_says_what_it_is_and_is_pinned(worker: WorkerHost) -> None:
+    worker.register(kv_caches())
+    assert worker.hello is not None
+    assert (worker.hello.rank, worker.hello.slot_bytes) == (0, PAGE)
+    assert worker.hello.max_slots >= 5
+    report = worker.side.report()
+    assert (report.state, report.pinned_slots) == ("ready", 5)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_pinning_is_at_ease_while_vllm_starts_and_does_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    started: list[bool] = []
+    start = DataPlane.start
+
+    def note(self: DataPlane, *, at_ease: bool = False) -> None:
+        started.append(at_ease)
+        start(self)
+
+    monkeypatch.setattr(DataPlane, "start", note)
+    options = ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False, pin_pause=0.0, async_register_cache=not waits)
+    host = WorkerHost(options, make_process(), BLOCKS)
+    host.register(kv_caches())
+    host.close()
+    assert started == [not waits]
+
+
+def test_the_data_plane_closes_while_the_agent_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may take seconds to answer it, or to refuse."""
+    looking, looked = threading.Event(), threading.Event()
+    closed: list[bool] = []
+
+    def look() -> None:
+        looking.set()
+        deadline = time.monotonic() + 5
+        while host.side.report().state != "stopped" and time.monotonic() < deadline:
+            time.sleep(0.001)
+        closed.append(host.side.report().state == "stopped")
+        looked.set()
+
+    monkeypatch.setattr(workerhost, "Rendezvous", lambda _: look)
+    host = WorkerHost(ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False), make_process(), BLOCKS)
+    host.register(kv_caches())
+    assert looking.wait(10)
+    host.close()
+    assert looked.wait(10)
+    assert closed == [True]
+
+
+def test_a_machine_without_the_memory_refuses_before_anything_is_taken() -> None:
+    with pytest.raises(InsufficientMemoryError, match="cannot fit"):
+        WorkerHost(ConnectorOptions(cpu_bytes_to_use=1 << 50), make_process(), BLOCKS)
+
+
+@pytest.mark.parametrize(("rank", "recomputes", "lines"), [(0, False, 1), (1, False, 0), (0, True, 0)])
+def test_a_policy_that_fails_requests_is_warned_of_once(
+    own_log: None, caplog: pytest.LogCaptureFixture, rank: int, recomputes: bool, lines: int
+) -> None:
+    WorkerHost(ConnectorOptions(cpu_bytes_to_use=PAGE), make_process(rank=rank, recomputes=recomputes), BLOCKS)
+    assert sum("kv_load_failure_policy" in line for line in caplog.messages) == lines
+
+
+def test_a_rank_whose_data_plane_cannot_be_made_reports_it_and_fails_its_loads(
+    own_log: None, worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no pool today")
+
+    monkeypatch.setattr(workerhost, "build_plane", fail)
+    worker.register(kv_caches())
+    report = worker.side.report()
+    assert (report.state, report.slot_bytes, report.error) == ("failed", PAGE, "RuntimeError('no pool today')")
+    assert "rank 0 has no data plane" in caplog.text
+    worker.side.begin_step(load(1, report.boot_id))
+    assert worker.side.take_finished_loads().failed == {"r"}
+
+
+def test_what_the_user_has_to_change_is_raised(worker: WorkerHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError("kv_caches", 1, "2")
+
+    monkeypatch.setattr(workerhost, "kv_geometry", refuse)
+    with pytest.raises(ConfigError, match="kv_caches"):
+        worker.register(kv_caches())
+
+
+def test_a_rank_that_sleeps_fails_loads_and_wakes_as_another(worker: WorkerHost) -> None:
+    worker.register(kv_caches())
+    before = worker.side.plane.boot_id
+    worker.suspend()
+    asleep = worker.side.report()
+    assert (asleep.state, asleep.slot_bytes, asleep.pinned_slots) == ("stopped", PAGE, 0)
+    worker.side.begin_step(load(1, before))
+    assert worker.side.take_finished_loads().failed == {"r"}
+    worker.resume()
+    awake = worker.side.report()
+    assert (awake.state, awake.pinned_slots) == ("ready", 5)
+    assert len({before, asleep.boot_id, awake.boot_id}) == 3
+    assert asleep.sender == awake.sender
+    assert asleep.number < awake.number
+
+
+def test_a_rank_sleeps_only_when_its_data_plane_has_ended(
+    own_log: None, worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another boot would tell the engine that no copy of this one writes any more."""
+    worker.register(kv_caches())
+    plane, close, seen = worker.side.plane, DataPlane.close, list[str]()
+
+    def hang(self: DataPlane, timeout: float = 5.0) -> bool:
+        seen.append(worker.side.plane.boot_id)
+        return False
+
+    monkeypatch.setattr(DataPlane, "close", hang)
+    worker.suspend()
+    worker.resume()
+    assert worker.side.plane is plane
+    assert "its data plane does not end" in caplog.text
+    monkeypatch.setattr(DataPlane, "close", close)
+    worker.resume()
+    assert worker.side.plane.boot_id != plane.boot_id
+    assert seen == [plane.boot_id] * 2
+
+
+def test_a_rank_that_wakes_pins_what_is_wanted_by_then(worker: WorkerHost) -> None:
+    worker.register(kv_caches())
+    worker.follow({0: DesiredState("engine", 5, number=1)})
+    worker.suspend()
+    worker.follow({0: DesiredState("engine", 3, number=2)})
+    worker.resume()
+    report = worker.side.report()
+    assert (report.applied, report.target_slots, report.pinned_slots) == (2, 3, 3)
+
+
+@pytest.mark.parametrize(
+    "error", [InsufficientMemoryError("somebody took it"), ConfigError("kv_caches", 1, "2"), RuntimeError("no")]
+)
+def test_a_rank_that_cannot_wake_up_serves_without_offload(
+    worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    worker.register(kv_caches())
+    worker.suspend()
+    monkeypatch.setattr(workerhost, "kv_geometry", fail)
+    worker.resume()
+    report = worker.side.report()
+    assert (report.state, report.slot_bytes, report.error) == ("failed", PAGE, repr(error))
+
+
+def test_a_rank_that_was_never_registered_neither_sleeps_nor_wakes(worker: WorkerHost) -> None:
+    worker.suspend()
+    worker.resume()
+    worker.close()
+    assert worker.report_without_agent() is None
+
+
+def test_a_rank_reports_with_its_steps_while_its_agent_finds_no_server(
+    worker: WorkerHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.register(kv_caches())
+    assert worker.agent is not None
+    worker.agent.stop()
+    clock = FakeClock(100.0)
+    monkeypatch.setattr(workerhost, "time", SimpleNamespace(monotonic=clock))
+    for _ in range(2):
+        clock.advance(1.6)
+        report = worker.report_without_agent()
+        assert report is not None
+        assert report.pinned_slots == 5
+        assert worker.report_without_agent() is None
+    monkeypatch.setattr(worker, "agent", SimpleNamespace(stats=SimpleNamespace(sent=1), stop=worker.agent.stop))
+    clock.advance(1.6)
+    assert worker.report_without_agent() is None
+    clock.advance(1.6)
+    assert worker.report_without_agent() is not None
+
+
+def test_a_rank_follows_what_is_wanted_of_itself_and_lets_no_failure_into_a_step(
+    own_log: None, worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.follow({0: DesiredState("engine", 1, number=1)})
+    worker.register(kv_caches())
+    worker.follow({1: DesiredState("engine", 1, number=1)})
+    assert worker.side.report().target_slots == 5
+
+    def fail(self: DataPlane, desired: DesiredState) -> None:
+        raise RuntimeError("no such pool")
+
+    monkeypatch.setattr(DataPlane, "apply", fail)
+    worker.follow({0: DesiredState("engine", 1, number=1)})
+    assert "rank 0 cannot apply the desired state" in caplog.text
