@@ -64,11 +64,14 @@ def admins(monkeypatch: pytest.MonkeyPatch) -> list[FakeAdmin]:
     return FakeAdmin.made
 
 
-def make_host(options: ConnectorOptions | None = None, **process: Any) -> SchedulerHost:
-    """A host that knows vLLM's block pool, and no rank."""
+def make_host(
+    options: ConnectorOptions | None = None, groups: KVGroups = GROUPS, *, binds: bool = True, **process: Any
+) -> SchedulerHost:
+    """A host that knows no rank, and vLLM's block pool unless not `binds`."""
     options = options or ConnectorOptions(cpu_bytes_to_use=1000)
-    host = SchedulerHost(options, make_process(**process), GROUPS, build={"vllm": "1"}, make_events=lambda _: None)
-    host.bind(FakeBlockPool(8))
+    host = SchedulerHost(options, make_process(**process), groups, build={"vllm": "1"}, make_events=lambda _: None)
+    if binds:
+        host.bind(FakeBlockPool(8))
     return host
 
 
@@ -84,9 +87,7 @@ def engine_of(host: SchedulerHost) -> OffloadEngine:
 
 @pytest.mark.parametrize("pool_first", [True, False])
 def test_the_engine_is_made_when_every_rank_and_the_pool_are_known(admins: list[FakeAdmin], pool_first: bool) -> None:
-    host = make_host(num_ranks=2)
-    if pool_first:
-        host.bind(FakeBlockPool(8))
+    host = make_host(num_ranks=2, binds=pool_first)
     for rank in (1, 1):
         host.greet(make_hello(rank, 50, 7))
     assert host.offload is None
@@ -114,7 +115,6 @@ def test_an_engine_is_made_once(admins: list[FakeAdmin]) -> None:
 
 def test_a_resize_may_go_as_far_as_each_node_has_room_for_the_slots_of_its_ranks(admins: list[FakeAdmin]) -> None:
     host = make_host(num_ranks=3)
-    host.bind(FakeBlockPool(8))
     host.greet(make_hello(0, 30, 1000, "small", 2050))
     host.greet(make_hello(1, 20, 1000, "small", 2000))
     host.greet(make_hello(2, 50, 1000, "large", 10_000))
@@ -135,7 +135,6 @@ def test_an_admin_server_open_to_other_machines_is_refused_at_once() -> None:
 
 def test_less_than_a_block_is_refused_when_its_size_is_known() -> None:
     host = make_host()
-    host.bind(FakeBlockPool(8))
     with pytest.raises(ConfigError, match="at least one block, 1001 bytes"):
         host.greet(make_hello(0, 1001, 9))
 
@@ -146,7 +145,6 @@ def test_only_ranks_of_other_nodes_are_sent_an_address(
 ) -> None:
     host = make_host(num_ranks=2)
     assert host.address_for_remote_ranks is None
-    host.bind(FakeBlockPool(8))
     for rank in range(2):
         host.greet(make_hello(rank, 100, 9, node if rank else None))
     assert host.address_for_remote_ranks == address
@@ -161,15 +159,13 @@ def test_lazy_stores_are_two_steps_ahead_of_eviction(
     made: list[int | None] = []
     monkeypatch.setattr(schedulerhost, "SchedulerSide", lambda *_, lazy_blocks, **__: made.append(lazy_blocks))
     groups = KVGroups((KVGroup(0, 16, 1), KVGroup(1, 32, 2)), 32)
-    options = ConnectorOptions(cpu_bytes_to_use=1000, lazy_offload=lazy)
-    host = SchedulerHost(options, make_process(max_batched_tokens=1000), groups, build={}, make_events=lambda _: None)
+    host = make_host(ConnectorOptions(cpu_bytes_to_use=1000, lazy_offload=lazy), groups, max_batched_tokens=1000)
     host.greet(make_hello())
     assert made == [blocks]
 
 
 def test_what_a_rank_says_reaches_the_engine() -> None:
     host = make_host()
-    host.bind(FakeBlockPool(8))
     early = Completion(1, "done")
     host.hear(0, RankNews((("boot", (early,)),)))  # nobody to hear it yet
     host.hear(0, RankNews(hello=make_hello()))
@@ -195,7 +191,6 @@ def test_a_report_that_comes_with_a_step_counts_and_a_wrong_one_is_counted() -> 
 def test_a_host_that_cannot_be_built_in_a_step_leaves_vllm_without_offload(caplog: pytest.LogCaptureFixture) -> None:
     """The handshake reaches only one of several connectors; then the news of a step bring what a rank is."""
     host = make_host()
-    host.bind(FakeBlockPool(8))
     for _ in range(3):
         host.hear(0, RankNews(hello=make_hello(0, 1001, 9)))
     assert host.offload is None
