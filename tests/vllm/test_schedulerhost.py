@@ -99,7 +99,7 @@ def test_the_engine_is_made_when_every_rank_and_the_pool_are_known(admins: list[
     assert (config.capacity_slots, config.rank_slot_bytes, config.block_tokens) == (6, (100, 50), 16)
     (admin,) = admins
     assert admin.calls == ["start"]
-    assert (admin.arguments["identity"], admin.arguments["max_capacity_slots"]) == ("hosting", 7)
+    assert (admin.arguments["identity"], admin.arguments["max_capacity_slots"]) == ("engine", 7)
     assert admin.arguments["settings"]["cpu_bytes_to_use"] == 1000
 
 

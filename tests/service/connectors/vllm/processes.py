@@ -9,7 +9,7 @@ from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess
 
 def make_process(**changes: Any) -> VLLMProcess:
     process: dict[str, Any] = {
-        "engine_id": "hosting",
+        "engine_id": "engine",
         "model": "model",
         "rank": 0,
         "num_ranks": 1,
