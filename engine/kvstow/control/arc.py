@@ -1,7 +1,7 @@
 """ARC (Megiddo, Modha: "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003) over slots.
 
-Blocks used once and blocks used again live in two lists. The keys evicted of late from either are remembered;
-a store of such a key says which list was too short, and moves the target size of the first.
+Blocks used once and blocks used again are in two lists. Recently evicted keys of either list are remembered as ghosts;
+a store of such a key shows which list was too short, and changes the target size of the first.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvstow.control.recency import Links, RecencyList
 
 
 class ArcPolicy:
-    """Resists scans: blocks that were used twice are not flushed by blocks that are used once.
+    """Resists scans: blocks that are used once do not displace blocks that were used twice.
 
-    `key_of[slot]` is the key of a slot's content: read when slots are admitted and evicted. The ghosts hold
-    up to one key per slot of the pool. When the pool shrinks, later calls forget the excess ghosts: two, or four when
-    they evict, for each slot given.
+    `key_of[slot]` is the key in a slot, read when slots are admitted and evicted. There is up to one ghost per slot of
+    the pool. When the pool shrinks, later calls forget the excess: two ghosts, or four when they evict, for each slot
+    given.
     """
 
     name = "arc"
@@ -37,7 +37,7 @@ class ArcPolicy:
 
     @property
     def num_ghosts(self) -> int:
-        """Keys that were evicted of late and are remembered."""
+        """Recently evicted keys that are remembered."""
         return len(self._recent_ghosts) + len(self._frequent_ghosts)
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class ArcPolicy:
         return self.num_ghosts > 0
 
     def _recall(self, key: bytes | None) -> bool:
-        """Whether `key` was evicted of late; if so, learn from it and forget it."""
+        """Whether `key` is a ghost. If so, adapt the target size and forget it."""
         recent, frequent = self._recent_ghosts, self._frequent_ghosts
         if key in recent:
             self._target = min(float(self._capacity), self._target + max(1.0, len(frequent) / len(recent)))
@@ -127,7 +127,7 @@ class ArcPolicy:
         return False
 
     def _by_list(self, slots: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Those of the slots that are in the recent list, and those in the frequent one."""
+        """The slots in the recent list, and those in the frequent one."""
         marks = list(map(self._is_frequent.__getitem__, slots))
         again = marks.count(1)
         if not again:
@@ -137,12 +137,12 @@ class ArcPolicy:
         return list(compress(slots, map(not_, marks))), list(compress(slots, marks))
 
     def _trim_recent_ghosts(self, limit: int) -> None:
-        """Forget the oldest recent ghosts beyond what the recent list leaves room for, at most `limit`."""
+        """Forget the oldest recent ghosts beyond the capacity left by the recent list, at most `limit`."""
         for _ in range(min(limit, len(self._recent_ghosts) - max(0, self._capacity - len(self._recent)))):
             self._recent_ghosts.popitem(last=False)
 
     def _trim_ghosts(self, limit: int) -> None:
-        """Forget the oldest ghosts beyond the capacity, at most `limit`. A call that evicts adds half as many, so the
-        calls after a shrink remove the excess."""
+        """Forget the oldest ghosts beyond the capacity, at most `limit`. A call that evicts adds half as many, so calls
+        after a shrink remove the excess."""
         for _ in range(min(limit, self.num_ghosts - self._capacity)):
             (self._frequent_ghosts or self._recent_ghosts).popitem(last=False)

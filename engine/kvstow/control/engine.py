@@ -90,7 +90,7 @@ class OffloadEngine:
             hits = len(slots)
             if count:
                 counters.count_lookup(len(keys), hits, refusal)
-            lease = state.leases.add(tuple(keys[:hits]), tuple(slots)) if slots else _NOTHING
+            lease = state.leases.grant(tuple(keys[:hits]), tuple(slots)) if slots else _NOTHING
             counters.lookup_seconds.observe(time.perf_counter() - begun)
         return lease
 
@@ -112,7 +112,7 @@ class OffloadEngine:
                 return None
             state.index.times.mark_used((slots,), now)
             state.index.hold(slots)
-            return state.leases.add(tuple(keys), tuple(slots))
+            return state.leases.grant(tuple(keys), tuple(slots))
 
     def release(self, lease: Lease) -> None:
         """End a lease. Idempotent, also after a load has used the lease up."""
@@ -135,7 +135,7 @@ class OffloadEngine:
                 f"allowed: 1 or more, within the {len(lease.slots)} leased"
             )
         with state.lock:
-            if not state.leases.is_out(lease):
+            if not state.leases.is_open(lease):
                 raise LeaseError(f"lease {lease.lease_id} was released or used up")
             if state.leases.is_broken(lease):
                 raise LeaseError(f"lease {lease.lease_id} is broken: a rank has lost its memory since it was given")

@@ -1,9 +1,9 @@
-"""The index: which key lies in which slot, and which slots are in use.
+"""The index: which key is in which slot, and how each slot is used.
 
 Every used slot is in exactly one of these sets:
 
     filling      a store is writing it; its key is invisible
-    cached       visible and evictable: these, and no others, are in the eviction policy
+    cached       visible and evictable; exactly these are in the eviction policy
     held         leased (by `hold`); visible, or an orphan whose key was removed meanwhile
     protected    visible and protected by an operator (may be held too)
     quarantined  a store was given up while some rank may still write it
@@ -29,7 +29,7 @@ from kvstow.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Keys that left the index, and the slots that are free for other use because of it."""
+    """Keys that left the index, and the slots that this has freed."""
 
     keys: tuple[bytes, ...]
     freed: list[int]
@@ -38,7 +38,7 @@ class Removal:
 class Index:
     """Keys and the use of slots. Not locked; each call is O(keys or slots given).
 
-    Sequences of keys and slots are in prefix order, root first: the order in which they stay longest.
+    Sequences of keys and slots are in prefix order, root first; the root is evicted last.
     """
 
     def __init__(self, policy: str) -> None:
@@ -83,21 +83,21 @@ class Index:
         return self._protections.end_of(slot)
 
     def holds(self, slot: int) -> int:
-        """How many holds are on the slot."""
+        """The number of holds on the slot."""
         return self._held.count(slot)
 
     # -- holds ----------------------------------------------------------------------------------------------
 
     def hold(self, slots: list[int]) -> None:
         """Keep visible slots from eviction until `unhold` with the same slots."""
-        slots = self._held.add(slots)
+        slots = self._held.increment(slots)
         unprotected = self._protections.unprotected(slots)
         self._held_and_protected += len(slots) - len(unprotected)
         self.policy.detach(unprotected)
 
     def unhold(self, slots: list[int]) -> list[int]:
-        """End a hold. Returns the slots that are free now, because their keys were removed meanwhile."""
-        slots = self._held.remove(slots)
+        """End a hold. Returns the slots that this frees, because their keys were removed meanwhile."""
+        slots = self._held.decrement(slots)
         freed: list[int] = []
         if self._orphans:
             freed = [slot for slot in slots if slot in self._orphans]
@@ -114,12 +114,12 @@ class Index:
         self.policy.use(self._evictable(runs))
 
     def refresh(self, runs: Sequence[Sequence[int]], now: float) -> None:
-        """Evict these visible slots as late as if just stored; held or protected ones once released."""
+        """Mark these visible slots as just used. Held and protected ones return to the policy as just used anyway."""
         self.times.mark_used(runs, now)
         self.policy.refresh(self._evictable(runs))
 
     def _evictable(self, runs: Sequence[Sequence[int]]) -> list[int]:
-        """Those of the slots that the policy has, without repeats."""
+        """The slots among these that the policy has, without repeats."""
         slots = list(chain.from_iterable(runs))
         if len(set(slots)) < len(slots):
             slots = list(dict.fromkeys(slots))
@@ -128,12 +128,10 @@ class Index:
     # -- stores ---------------------------------------------------------------------------------------------
 
     def publish(self, keys: Sequence[bytes], slots: Sequence[int], now: float) -> Removal:
-        """Filling slots, in ascending order, hold valid bytes: their keys become visible. Those disowned meanwhile are
-        freed.
-
-        Returns the keys that were published, and the freed slots.
+        """Make the keys of filling slots, in ascending order, visible: the slots hold valid bytes. Frees the slots of
+        keys that were disowned meanwhile. Returns the published keys and the freed slots.
         """
-        disowned = self.pending_stores.remove(keys, slots)
+        disowned = self.pending_stores.finish(keys, slots)
         if disowned:
             keys = [key for key, slot in zip(keys, slots, strict=True) if slot not in disowned]
             slots = [slot for slot in slots if slot not in disowned]
@@ -143,35 +141,35 @@ class Index:
         return Removal(tuple(keys), list(disowned))
 
     def lose_contents(self, low: int, now: float) -> None:
-        """The contents of the slots from `low` on are lost. Those being stored do not become visible; visible blocks
-        are removed by the caller."""
+        """The contents of the slots from `low` on are lost. Stores in flight to them do not become visible; the caller
+        removes visible blocks."""
         self.pending_stores.disown_from(low)
         if low == 0:
             self.times.mark_lost(now)
 
     def quarantine(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """A store was given up, but some rank may still write its slots."""
-        self.pending_stores.remove(keys, slots)
+        """A store was abandoned, but some rank may still write its slots."""
+        self.pending_stores.finish(keys, slots)
         self._quarantined.update(slots)
 
     def end_quarantine(self, slots: Iterable[int]) -> None:
-        """No rank writes these slots any more: the caller frees them."""
+        """No rank can write these slots any more. The caller frees them."""
         self._quarantined.difference_update(slots)
 
     def needs_all(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> bool:
-        """Whether these keys, which lie in `slots`, are all new and different."""
+        """Whether none of these keys is visible or being stored, and none repeats. `slots`: where they are visible."""
         absent = slots.count(None) == len(keys) and self.pending_stores.isdisjoint(keys)
         return absent and len(set(keys)) == len(keys)
 
     # -- removal --------------------------------------------------------------------------------------------
 
     def evict(self, num_slots: int) -> Removal:
-        """Remove up to `num_slots` evictable blocks, in the policy's order; their slots are free."""
+        """Remove up to `num_slots` evictable blocks in the policy's order; frees their slots."""
         slots = self.policy.evict(num_slots)
         return Removal(tuple(self.keys.take(slots)), slots)
 
     def remove(self, slots: Iterable[int]) -> Removal:
-        """Remove visible blocks, whatever holds them. A held slot stays in use until its last `unhold`."""
+        """Remove visible blocks, also held and protected ones. A held slot stays in use until its last `unhold`."""
         key_of = self.keys.key_of
         visible = [slot for slot in dict.fromkeys(slots) if key_of[slot] is not None]
         freed: list[int] = []
@@ -235,8 +233,8 @@ class Index:
     # -- policy and size ------------------------------------------------------------------------------------
 
     def set_policy(self, name: str) -> EvictionPolicy | None:
-        """Change the order of eviction without touching a slot: the new policy starts from the present order. Returns
-        the policy that was replaced, if any."""
+        """Change the eviction policy in O(1): the new policy starts from the current order. Returns the replaced
+        policy, if any."""
         if name == self.policy.name:
             return None
         replaced = self.policy
@@ -245,7 +243,7 @@ class Index:
         return replaced
 
     def set_num_slots(self, num_slots: int) -> None:
-        """The pool has the slots below `num_slots`; blocks above it are removed by the caller."""
+        """The pool has the slots below `num_slots`; the caller removes blocks above."""
         self._num_slots = num_slots
         self._links.grow(num_slots)
         self.keys.grow(num_slots)
@@ -272,12 +270,8 @@ class Index:
             "quarantined": set(self._quarantined),
         }
 
-    def outlived_a_loss(self, slot: int) -> bool:
-        """Whether the block in `slot` was stored before all contents were lost."""
-        return self.times.outlived_a_loss(slot)
-
     def defects(self) -> list[str]:
-        """What does not balance within the index. O(pool): for integrity checks."""
+        """Inconsistencies within the index. O(pool): for integrity checks."""
         found = self.keys.defects()
         visible = self.keys.slots()
         held, protected = self._held.slots(), self._protections.slots()

@@ -1,4 +1,4 @@
-"""Which key lies in which slot."""
+"""Which key is in which slot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHORT = 8
 class KeyMap:
     """Visible keys by slot and slots by key. Not locked; each call is O(keys or slots given).
 
-    `key_of[slot]` is the key in a slot, or None; others read it only.
+    `key_of[slot]` is the key in a slot, or None; read-only for callers.
     """
 
     __slots__ = ("_slot_of", "key_of")
@@ -28,7 +28,7 @@ class KeyMap:
 
     @property
     def num_slots(self) -> int:
-        """No slot at or above it has ever existed."""
+        """One above the highest slot that has ever existed."""
         return len(self.key_of)
 
     def grow(self, num_slots: int) -> None:
@@ -36,11 +36,11 @@ class KeyMap:
         self.key_of.extend(repeat(None, max(0, num_slots - len(self.key_of))))
 
     def leading_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
-        """Slots of the keys up to the first that is not visible, as runs of neighbours; of a few keys, as one list.
+        """Slots of the keys up to the first that is not visible, as runs of neighbours; for a few keys, as one list.
 
-        Blocks of a prefix mostly lie in neighbouring slots (`place_store` sees to it). Where they do, comparing
-        keys slot by slot reads memory in order and computes no hash: a look-up among a million slots is three times
-        as fast as by the dictionary alone.
+        Blocks of a prefix are mostly in neighbouring slots (see `place_store`). Then comparing keys slot by slot reads
+        memory in order and computes no hash: a look-up among a million slots is three times as fast as with the
+        dictionary alone.
         """
         key_of, slot_of = self.key_of, self._slot_of
         if len(keys) < _SHORT:
@@ -65,9 +65,9 @@ class KeyMap:
         return runs
 
     def _run_length(self, keys: Sequence[bytes], at: int, slot: int) -> int:
-        """How many keys from `at` on lie in the slots from `slot` on; the first two do."""
+        """How many keys from `at` on are in the slots from `slot` on; the first two are."""
         run = window = 2
-        while run == window and at + run < len(keys):  # all of the window matched: look at one four times as long
+        while run == window and at + run < len(keys):  # the whole window matched: try one four times as long
             window = min(4 * window, len(keys) - at)
             wanted, found = keys[at + run : at + window], self.key_of[slot + run : slot + window]
             same = wanted == found  # three times as fast as the search for a difference
@@ -75,9 +75,9 @@ class KeyMap:
         return run
 
     def present_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
-        """Slots of all keys that are visible, in their order, as runs of neighbours where they are such."""
+        """Slots of all visible keys in the order given, as runs of neighbours where possible."""
         runs: list[Sequence[int]] = [*self.leading_runs(keys)]
-        rest = sum(map(len, runs)) + 1  # the key before it is not visible
+        rest = sum(map(len, runs)) + 1  # the key before `rest` is not visible
         if rest < len(keys):
             runs.append([slot for slot in self.slots_of(keys[rest:]) if slot is not None])
         return runs
@@ -90,7 +90,7 @@ class KeyMap:
         return [(slot, key) for slot, key in enumerate(self.key_of[low:high], low) if key is not None]
 
     def put(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Make keys visible, each in its slot, which has none."""
+        """Make keys visible, each in its slot, which has no key."""
         key_of, slot_of = self.key_of, self._slot_of
         for key, slot in zip(keys, slots, strict=True):
             slot_of[key] = slot
@@ -113,7 +113,7 @@ class KeyMap:
         return set(self._slot_of.values())
 
     def defects(self) -> list[str]:
-        """What is inconsistent. O(pool): for integrity checks."""
+        """Inconsistencies. O(pool): for integrity checks."""
         visible = {slot for slot, key in enumerate(self.key_of) if key is not None}
         if visible != self.slots() or len(visible) != len(self._slot_of):
             return ["keys by slot and slots by key differ"]

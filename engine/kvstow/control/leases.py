@@ -1,4 +1,4 @@
-"""Leases: slots that a host keeps from eviction between its look-up and its load."""
+"""Leases: slots that a host keeps from eviction between a look-up and its load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Keys that were present, and where. Ends by `release`, or by the load that uses it up."""
+    """Keys that were present, and their slots. Ends when it is released, or when a load uses it."""
 
     lease_id: int
     keys: tuple[bytes, ...]
@@ -15,9 +15,9 @@ class Lease:
 
 
 class LeaseBook:
-    """The leases that are out. Not locked; O(1).
+    """The leases that have not ended. Not locked; O(1).
 
-    `epoch` grows when a rank loses its memory: leases made before are broken, though they still hold slots.
+    `epoch` grows when a rank loses its memory: older leases are broken, though they still hold slots.
     """
 
     def __init__(self) -> None:
@@ -28,17 +28,17 @@ class LeaseBook:
     def __len__(self) -> int:
         return len(self._epoch_of)
 
-    def add(self, keys: tuple[bytes, ...], slots: tuple[int, ...]) -> Lease:
+    def grant(self, keys: tuple[bytes, ...], slots: tuple[int, ...]) -> Lease:
         self._last_id += 1
         self._epoch_of[self._last_id] = self.epoch
         return Lease(self._last_id, keys, slots)
 
-    def is_out(self, lease: Lease) -> bool:
+    def is_open(self, lease: Lease) -> bool:
         return lease.lease_id in self._epoch_of
 
     def is_broken(self, lease: Lease) -> bool:
         return self._epoch_of.get(lease.lease_id) != self.epoch
 
     def end(self, lease: Lease) -> bool:
-        """Take the lease out of the book; False if it had ended before."""
+        """End the lease; False if it had ended before."""
         return self._epoch_of.pop(lease.lease_id, None) is not None

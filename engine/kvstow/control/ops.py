@@ -177,14 +177,14 @@ class OpsInFlight:
         outcomes = state.counters.store_blocks
         if entry.abandoned:
             state.index.end_quarantine(op.slots)
-            state.slots.release(op.slots)
+            state.slots.deallocate(op.slots)
         elif entry.error:
-            state.index.pending_stores.remove(entry.keys, op.slots)
-            state.slots.release(op.slots)
+            state.index.pending_stores.finish(entry.keys, op.slots)
+            state.slots.deallocate(op.slots)
             outcomes["failed"] += len(op.slots)
         else:
             published = state.index.publish(entry.keys, op.slots, state.clock())
-            state.slots.release(published.freed)
+            state.slots.deallocate(published.freed)
             state.events.add("stored", published.keys)
             outcomes["stored"] += len(published.keys)
             outcomes["dropped_purged"] += len(published.freed)

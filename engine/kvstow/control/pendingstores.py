@@ -1,4 +1,4 @@
-"""The slots that stores are writing, and the keys that shall become visible with them."""
+"""The slots that stores are writing, and the keys that become visible when they are done."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 class PendingStores:
     """Keys being stored, each with its slot. Not locked; each call is O(keys given).
 
-    A key can be disowned while its slot is written: then it does not become visible, and may be stored anew
-    elsewhere at the same time.
+    A key can be disowned while its slot is written: then it does not become visible, and may be stored in another slot
+    at the same time.
     """
 
     __slots__ = ("_disowned", "_num_slots", "_slot_of")
@@ -20,7 +20,7 @@ class PendingStores:
         self._num_slots = 0
 
     def __len__(self) -> int:
-        """Slots being written, those of disowned keys too."""
+        """Slots being written, including those of disowned keys."""
         return self._num_slots
 
     def __contains__(self, key: bytes) -> bool:
@@ -36,13 +36,13 @@ class PendingStores:
     def slots(self) -> set[int]:
         return {*self._slot_of.values(), *self._disowned}
 
-    def add(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Begin to write slots with keys that are not being stored."""
+    def start(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """A store of these keys, none of which is being stored, begins to write the slots."""
         self._slot_of.update(zip(keys, slots, strict=True))
         self._num_slots += len(slots)
 
-    def remove(self, keys: Sequence[bytes], slots: Sequence[int]) -> set[int]:
-        """The store that `add` began with these is over; returns the slots whose keys were disowned."""
+    def finish(self, keys: Sequence[bytes], slots: Sequence[int]) -> set[int]:
+        """The store that was started with these has ended. Returns the slots whose keys were disowned."""
         self._num_slots -= len(slots)
         disowned = self._disowned.intersection(slots) if self._disowned else set()
         self._disowned -= disowned
@@ -52,15 +52,14 @@ class PendingStores:
         return disowned
 
     def disown(self, keys: Iterable[bytes]) -> None:
-        """Those of the keys that are being stored shall not become visible."""
+        """Keep those of the keys that are being stored from becoming visible."""
         for key in keys:
             slot = self._slot_of.pop(key, None)
             if slot is not None:
                 self._disowned.add(slot)
 
     def disown_from(self, slot: int) -> None:
-        """The keys that are being stored in the slots from `slot` on do not become visible. O(slots being
-        written)."""
+        """Disown all keys that are being stored in the slots from `slot` on. O(slots being written)."""
         if slot == 0:
             self._disowned.update(self._slot_of.values())
             self._slot_of.clear()

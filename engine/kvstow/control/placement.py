@@ -49,7 +49,7 @@ def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int
             del fresh[len(slots) :]
         if fresh:
             new_keys = tuple([keys[i] for i in fresh])
-            state.index.pending_stores.add(new_keys, slots)
+            state.index.pending_stores.start(new_keys, slots)
             moved = tuple([blocks[i] for i in fresh])
             op = state.ops.start("store", moved, tuple(slots), keys=new_keys, held=(), request_id=request_id, now=now)
     for outcome, count in outcomes.items():

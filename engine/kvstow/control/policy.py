@@ -1,4 +1,4 @@
-"""Order of eviction: which of the slots that may go goes first."""
+"""Eviction policies: the order in which evictable slots are evicted."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvstow.control.recency import RecencyList
 class EvictionPolicy(Protocol):
     """Holds exactly the evictable slots. Called under the engine's lock; each call is O(slots given).
 
-    Sequences of slots are in prefix order (root first) without repeats. A slot that is leased or protected is not
-    here: it was detached, and comes back by `attach`.
+    Sequences of slots are in prefix order (root first) without repeats. A leased or protected slot is detached, and
+    returns by `attach`.
     """
 
     @property
@@ -21,39 +21,39 @@ class EvictionPolicy(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[int]:
-        """In order of eviction, as far as it can be told in advance."""
+        """In the order of eviction, as far as it is known in advance."""
 
     def admit(self, slots: Sequence[int]) -> None:
-        """New content was stored in these slots."""
+        """Add slots with new content."""
 
     def detach(self, slots: Sequence[int]) -> None:
-        """Take these slots out: they are in use, or their content goes."""
+        """Remove slots that are in use or lose their content."""
 
     def attach(self, slots: Sequence[int]) -> None:
-        """Slots that were detached for use come back: they have just been used."""
+        """Add slots that were detached for use; they have just been used."""
 
     def use(self, slots: Sequence[int]) -> None:
-        """These slots, which are here, have just been used: as `detach` and `attach`."""
+        """Mark slots as just used: `detach` and `attach` in one."""
 
     def refresh(self, slots: Sequence[int]) -> None:
-        """These slots, which are here, go as late as if they had been stored or used last only now."""
+        """Evict these slots as late as if they had been stored just now."""
 
     def evict(self, count: int) -> list[int]:
-        """Take out up to `count` slots to be overwritten."""
+        """Remove and return up to `count` slots, to be overwritten."""
 
     def set_capacity(self, num_slots: int) -> None:
         """The pool now has this many slots."""
 
     def hand_over(self) -> RecencyList:
-        """Give up all slots, coldest first, in O(1): another policy takes over."""
+        """Hand all slots, coldest first, to another policy. O(1)."""
 
     def forget(self, limit: int) -> bool:
-        """Drop up to `limit` of the keys that it remembers of blocks that are gone; False once there are none. Called
-        without the lock, on a policy that has handed over: to free a million keys at once takes 70 ms."""
+        """Drop up to `limit` remembered keys of evicted blocks; False once there are none. Called without the lock
+        after `hand_over`: freeing a million keys at once takes 70 ms."""
 
 
 class LruPolicy:
-    """Evicts the slot whose last use is longest ago."""
+    """Evicts the least recently used slot."""
 
     name = "lru"
 

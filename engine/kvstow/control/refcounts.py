@@ -1,12 +1,12 @@
-"""A multiset of slots: how many holders each one has."""
+"""The number of holders of each slot."""
 
 from __future__ import annotations
 
 
 class RefCounts:
-    """Counts holders per slot, in set operations that run in C (30 ns a slot). Not locked.
+    """Counts the holders of each slot, in set operations that run in C (30 ns a slot). Not locked.
 
-    `add` and `remove` come in pairs with the same slots; repeats within one call count once.
+    `increment` and `decrement` come in pairs with the same slots; repeats within one call count once.
     """
 
     __slots__ = ("_extra", "_held")
@@ -25,8 +25,8 @@ class RefCounts:
     def count(self, slot: int) -> int:
         return self._extra.get(slot, 0) + 1 if slot in self._held else 0
 
-    def add(self, slots: list[int]) -> list[int]:
-        """One more holder for each slot; returns those that had none, in the order given."""
+    def increment(self, slots: list[int]) -> list[int]:
+        """Add a holder to each slot. Returns the slots that had none, in the order given."""
         wanted = set(slots)
         if len(wanted) < len(slots):
             slots = list(dict.fromkeys(slots))
@@ -38,8 +38,8 @@ class RefCounts:
             self._extra[slot] = self._extra.get(slot, 0) + 1
         return [slot for slot in slots if slot not in again]
 
-    def remove(self, slots: list[int]) -> list[int]:
-        """One holder less for each slot; returns those that have none left, in the order given."""
+    def decrement(self, slots: list[int]) -> list[int]:
+        """Take a holder from each slot. Returns the slots that have none left, in the order given."""
         leaving = set(slots)
         if len(leaving) < len(slots):
             slots = list(dict.fromkeys(slots))
@@ -55,13 +55,13 @@ class RefCounts:
         return [slot for slot in slots if slot in leaving] if again else slots
 
     def free_of(self, slots: list[int]) -> list[int]:
-        """Those of the slots that have no holder, in the order given."""
+        """The slots without a holder, in the order given."""
         if not self._held or self._held.isdisjoint(slots):
             return slots
         return [slot for slot in slots if slot not in self._held]
 
     def slots(self) -> set[int]:
-        """A copy of the slots that have a holder. O(held)."""
+        """A copy of the slots with a holder. O(held)."""
         return set(self._held)
 
     def balances(self) -> bool:

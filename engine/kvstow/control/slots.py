@@ -1,4 +1,4 @@
-"""Which slots exist and which of them are free."""
+"""Which slots exist, and which of them are free."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _ENLIST = bytes.maketrans(bytes([_ABSENT]), bytes([_FREE]))
 
 
 class SlotMap:
-    """One byte a slot: absent, free or used. Not locked.
+    """One byte per slot: absent, free or used. Not locked.
 
-    Slots at or above `limit` are on their way out: free ones are gone at once, used ones go when they are
-    released. `in_service` counts the free and the used ones, wherever they lie.
+    Slots at or above `limit` leave the service: free ones at once, used ones when they are deallocated. `in_service`
+    counts free and used slots, including used ones above the limit.
     """
 
     __slots__ = ("_cursor", "_states", "free", "in_service", "leaving", "limit")
@@ -28,10 +28,10 @@ class SlotMap:
         """Used slots at or above the limit."""
 
     def allocate(self, count: int) -> list[int]:
-        """`count` free slots, which become used; `count` is at most `free`.
+        """Mark `count` free slots as used; `count` is at most `free`.
 
-        They are found by a memchr from where the last search ended, neighbours first (copies of neighbours are
-        merged). It passes over 1 million used slots in 25 us, and only where free slots are rare but exist.
+        A memchr from the end of the last search finds them, so they are often neighbours, whose copies are merged. It
+        passes 1 million used slots in 25 us, and only if free slots are rare but exist.
         """
         states, find = self._states, self._states.find
         at = self._cursor
@@ -46,8 +46,8 @@ class SlotMap:
         self.free -= count
         return slots
 
-    def release(self, slots: Iterable[int]) -> None:
-        """Used slots become free, or leave the service if they lie above the limit."""
+    def deallocate(self, slots: Iterable[int]) -> None:
+        """Mark used slots as free; those above the limit leave the service."""
         states, limit = self._states, self.limit
         kept = left = 0
         for slot in slots:
@@ -62,7 +62,7 @@ class SlotMap:
         self.in_service -= left
 
     def set_limit(self, limit: int) -> None:
-        """Slots exist below `limit` from now on. O(slots between the limits) bytes at the speed of memcpy."""
+        """Make exactly the slots below `limit` usable. O(slots between the limits) bytes at the speed of memcpy."""
         low, high = sorted((limit, self.limit))
         states = self._states
         if limit > len(states):
@@ -79,14 +79,14 @@ class SlotMap:
 
     @property
     def top(self) -> int:
-        """No slot at or above it is in use. A search from the end, at the speed of memchr."""
+        """One above the highest used slot. A search from the end, at the speed of memchr."""
         return self._states.rfind(_USED) + 1
 
     def used_slots(self) -> set[int]:
-        """All used slots, also those on their way out. O(pool): for integrity checks."""
+        """All used slots, including those above the limit. O(pool): for integrity checks."""
         return {slot for slot, state in enumerate(self._states) if state == _USED}
 
     def counted(self) -> tuple[int, int]:
-        """(free, in service), counted afresh. O(pool): for integrity checks."""
+        """(free, in service), counted again. O(pool): for integrity checks."""
         free = self._states.count(_FREE)
         return free, free + self._states.count(_USED)

@@ -78,7 +78,7 @@ class ControlState:
 
     def removed(self, removal: Removal, reason: str) -> None:
         """Account for blocks that left the index, and free their slots."""
-        self.slots.release(removal.freed)
+        self.slots.deallocate(removal.freed)
         self.counters.evicted_blocks[reason] += len(removal.keys)
         self.events.add("removed", removal.keys, reason)
 
@@ -92,12 +92,12 @@ class ControlState:
         """Of used slots that lost their content, those that may be filled again; the others leave the service."""
         limit = self.slots.limit
         if self.slots.leaving:
-            self.slots.release([slot for slot in slots if slot >= limit])
+            self.slots.deallocate([slot for slot in slots if slot >= limit])
             return [slot for slot in slots if slot < limit]
         return slots
 
     def unhold(self, slots: Iterable[int]) -> None:
-        self.slots.release(self.index.unhold(list(slots)))
+        self.slots.deallocate(self.index.unhold(list(slots)))
 
     @property
     def capacity(self) -> int:

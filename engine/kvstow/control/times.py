@@ -9,14 +9,14 @@ from math import inf, nextafter
 from operator import ge
 
 _SHORT = 8
-"""Runs of fewer slots are written one by one: making a slice takes as long."""
+"""Runs of fewer slots are written one by one: creating a slice takes as long."""
 
 
 class SlotTimes:
-    """Two moments of the engine's clock for each slot. Not locked; 16 bytes a slot.
+    """Two times of the engine's clock for each slot. Not locked; 16 bytes a slot.
 
-    A run is a `range` of neighbouring slots, or any other sequence of slots. Ranges are written as slices: the cost of
-    a run hardly depends on its length.
+    A run is a `range` of neighbouring slots, or any other sequence of slots. A range is written as a slice, so its cost
+    hardly depends on its length.
     """
 
     __slots__ = ("_lost_at", "_stored_at", "_used_at")
@@ -39,8 +39,8 @@ class SlotTimes:
         return self._used_at[slot]
 
     def mark_stored(self, slots: Sequence[int], now: float) -> None:
-        """The slots, in ascending order, have new content, which counts as a use. It counts as stored after any loss,
-        even where the clock has not moved since."""
+        """The slots, in ascending order, have new content, which counts as a use, and as stored after any loss even if
+        the clock has not moved since."""
         if now <= self._lost_at:
             now = nextafter(self._lost_at, inf)
         stored_at, used_at = self._stored_at, self._used_at

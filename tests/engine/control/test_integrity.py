@@ -60,7 +60,7 @@ def put_a_slot_into_two_states(state: ControlState) -> None:
 
 
 def free_a_used_slot(state: ControlState) -> None:
-    state.slots.release([0])
+    state.slots.deallocate([0])
 
 
 def miscount_free_slots(state: ControlState) -> None:

@@ -10,7 +10,7 @@ def test_free_neighbours_are_given_out_together() -> None:
     slots = SlotMap()
     slots.set_limit(6)
     assert slots.allocate(4) == [0, 1, 2, 3]
-    slots.release([1, 2])
+    slots.deallocate([1, 2])
     assert slots.allocate(4) == [4, 5, 1, 2]
     assert slots.free == 0
 
@@ -21,7 +21,7 @@ def test_a_used_slot_above_the_limit_leaves_when_it_is_released() -> None:
     slots.allocate(3)
     slots.set_limit(1)
     assert (slots.in_service, slots.free, slots.leaving) == (3, 0, 2)
-    slots.release([0, 2])
+    slots.deallocate([0, 2])
     assert (slots.in_service, slots.free, slots.leaving) == (2, 1, 1)
 
 
@@ -45,7 +45,7 @@ def test_counts_follow_the_slots(steps: list[tuple[str, int]]) -> None:
             assert all(slot < slots.limit for slot in given_out)
             used += given_out
         elif action == "release":
-            slots.release(used[:number])
+            slots.deallocate(used[:number])
             del used[:number]
         else:
             slots.set_limit(number)
