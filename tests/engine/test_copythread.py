@@ -53,7 +53,7 @@ def harness() -> Iterator[Harness]:
     harness.copies.close(0)
 
 
-def test_a_store_says_when_its_blocks_are_free_and_when_its_bytes_are_there(harness: Harness) -> None:
+def test_a_store_reports_when_its_blocks_are_free_and_when_it_is_done(harness: Harness) -> None:
     harness.submit(1)
     ticket = harness.device.ticket(1)
     ticket.free_source()
@@ -94,7 +94,7 @@ def test_a_load_that_cannot_be_launched_is_closed_and_the_next_one_runs(harness:
     assert harness.device.prepared == {}
 
 
-def test_a_store_that_is_done_at_once_says_only_that(harness: Harness) -> None:
+def test_a_store_that_is_done_at_once_reports_only_done(harness: Harness) -> None:
     harness.submit(1, 2)
     for op_id in (1, 2):
         harness.device.ticket(op_id).finish()
@@ -116,7 +116,7 @@ def test_at_most_two_ops_of_a_direction_run_and_the_other_direction_is_not_held_
     assert harness.copies.statistics().pending_ops == 5
 
 
-def test_in_one_look_loads_begin_before_stores(harness: Harness) -> None:
+def test_in_one_turn_loads_begin_before_stores(harness: Harness) -> None:
     """A request waits for a load, and nobody for a store."""
     ops = [Op(1, "store", (1,), (1,)), Op(2, "store", (2,), (2,)), Op(3, "load", (3,), (3,)), Op(4, "load", (4,), (4,))]
     harness.copies.submit(ops, None)
@@ -124,7 +124,7 @@ def test_in_one_look_loads_begin_before_stores(harness: Harness) -> None:
     assert harness.device.begun == (3, 4, 1, 2)
 
 
-def test_waiting_for_a_place_counts_as_queue_time(harness: Harness) -> None:
+def test_waiting_for_room_counts_as_queue_time(harness: Harness) -> None:
     harness.submit(1, 2, 3)
     first = harness.device.ticket(1)
     harness.device.ticket(2)
@@ -146,7 +146,7 @@ def test_an_op_that_fails_on_the_device_or_at_its_begin_does_not_stop_the_next(h
     assert harness.copies.failure is None
 
 
-def test_totals_count_what_was_done_by_direction(harness: Harness) -> None:
+def test_totals_count_done_ops_by_direction(harness: Harness) -> None:
     harness.submit(1, 2)
     harness.submit(3, direction="load")
     harness.device.ticket(1).finish(1.5)
@@ -158,7 +158,7 @@ def test_totals_count_what_was_done_by_direction(harness: Harness) -> None:
     assert (totals.load_bytes_total, totals.load_busy_seconds) == (100, 0.5)
 
 
-def test_what_does_not_fit_into_the_queue_comes_back_failed(eventually: Eventually) -> None:
+def test_ops_that_do_not_fit_into_the_queue_fail(eventually: Eventually) -> None:
     harness = Harness(max_queued=2)
     harness.submit(1, 2)
     harness.device.ticket(2)
@@ -171,7 +171,9 @@ def test_what_does_not_fit_into_the_queue_comes_back_failed(eventually: Eventual
     harness.copies.close(0)
 
 
-def test_the_end_of_the_thread_fails_every_op_and_is_told(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_of_the_thread_fails_every_op_and_is_reported(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
     harness.submit(1, 2, 3)
     harness.device.ticket(2)
     harness.device.ticket(1).poll_error = RuntimeError("a defect")
@@ -189,7 +191,7 @@ def test_the_end_of_the_thread_fails_every_op_and_is_told(harness: Harness, capl
 
 
 @pytest.mark.parametrize("is_driven", [False, True])
-def test_a_device_that_cannot_say_what_is_under_way_is_closed_before_its_ops_fail(
+def test_a_device_in_an_unknown_state_is_closed_before_its_ops_fail(
     is_driven: bool, harness: Harness, eventually: Eventually
 ) -> None:
     harness.submit(1)
@@ -203,7 +205,7 @@ def test_a_device_that_cannot_say_what_is_under_way_is_closed_before_its_ops_fai
     eventually(harness.failed.is_set)
 
 
-def test_after_an_error_the_device_is_asked_for_nothing_more(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_error_the_device_is_not_called_again(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host drives at the very moment at which the thread fails: what is under way is unknown by then."""
     calls: list[str] = []
 
@@ -247,7 +249,7 @@ def test_a_signal_that_interrupts_a_host_while_it_drives_reaches_it_and_ends_the
     assert harness.device.closed
 
 
-def test_an_op_that_no_memory_is_left_to_queue_comes_back_failed_and_the_others_go_on(
+def test_an_op_that_cannot_be_queued_for_lack_of_memory_fails_alone(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queued = opqueues.QueuedOp
@@ -263,7 +265,7 @@ def test_an_op_that_no_memory_is_left_to_queue_comes_back_failed_and_the_others_
     assert harness.device.ticket(3)
 
 
-def test_running_ops_are_called_failed_only_after_the_device_was_closed(harness: Harness) -> None:
+def test_running_ops_fail_only_after_the_device_was_closed(harness: Harness) -> None:
     seen_at_close: list[bool] = []
     close = harness.device.close
 
@@ -294,7 +296,7 @@ def test_closing_lets_running_ops_finish_and_fails_the_queued_ones(harness: Harn
     assert harness.device.closed
 
 
-def test_closing_fails_what_is_not_finished_in_time_and_what_comes_later(harness: Harness) -> None:
+def test_closing_fails_ops_that_are_not_finished_in_time_and_later_ones(harness: Harness) -> None:
     harness.submit(1)
     harness.device.ticket(1)
     assert harness.copies.close(0)
@@ -306,7 +308,7 @@ def test_closing_fails_what_is_not_finished_in_time_and_what_comes_later(harness
     ]
 
 
-def test_a_device_that_does_not_close_is_logged_and_holds_up_nothing(
+def test_a_device_that_does_not_close_is_logged_and_delays_nothing(
     harness: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness.device.close_error = OSError("busy")
@@ -317,7 +319,7 @@ def test_a_device_that_does_not_close_is_logged_and_holds_up_nothing(
     assert harness.completions(1)[0].mark == "failed"
 
 
-def test_a_copy_that_hangs_is_told_to_whoever_closes(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_reports_a_copy_that_hangs(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstow.copythread._STUCK_GRACE", 0.01)
     hanging, go_on = threading.Event(), threading.Event()
 
@@ -377,7 +379,7 @@ class PollWitness:
         return self._poll()
 
 
-def test_a_host_moves_the_copies_on_by_its_own_thread(harness: Harness, eventually: Eventually) -> None:
+def test_a_host_advances_the_copies_on_its_own_thread(harness: Harness, eventually: Eventually) -> None:
     harness.submit(1)
     witness = PollWitness(harness.device.ticket(1))
 
@@ -388,7 +390,7 @@ def test_a_host_moves_the_copies_on_by_its_own_thread(harness: Harness, eventual
     eventually(driven)
 
 
-def test_what_a_host_finds_done_is_told_once(harness: Harness) -> None:
+def test_a_copy_that_the_host_finds_done_is_reported_once(harness: Harness) -> None:
     harness.submit(1)
     harness.device.ticket(1).finish()
     harness.copies.drive()
@@ -397,7 +399,7 @@ def test_what_a_host_finds_done_is_told_once(harness: Harness) -> None:
     assert not harness.copies.wait_completions(0)
 
 
-def test_a_host_does_not_wait_for_a_thread_that_is_at_the_device(harness: Harness) -> None:
+def test_a_host_does_not_wait_for_a_thread_that_has_the_turn(harness: Harness) -> None:
     entered, leave = threading.Event(), threading.Event()
     begin = harness.device.launch_store
 
@@ -429,7 +431,7 @@ def test_a_host_that_drives_is_interrupted_less_often(
     eventually(lambda: rounds[-1] == 0.2e-3)
 
 
-def test_a_defect_met_by_a_host_ends_the_thread_and_not_the_host(harness: Harness, eventually: Eventually) -> None:
+def test_an_error_during_drive_ends_the_thread_and_not_the_host(harness: Harness, eventually: Eventually) -> None:
     harness.submit(1)
     ticket, host = harness.device.ticket(1), threading.get_ident()
 

@@ -76,7 +76,7 @@ def make_rank(make_pool: MakePool, make_worker: MakeWorker, eventually: Eventual
     return lambda: CpuRank(make_pool(), make_worker, eventually)
 
 
-def test_blocks_go_to_slots_and_come_back(make_rank: Callable[[], CpuRank]) -> None:
+def test_blocks_survive_a_store_and_a_load(make_rank: Callable[[], CpuRank]) -> None:
     rank = make_rank()
     rank.worker.submit(plan(1, "store", (5, 2), (0, 9)))
     stored = wait_for(rank.worker, 1)[1]
@@ -90,9 +90,7 @@ def test_blocks_go_to_slots_and_come_back(make_rank: Callable[[], CpuRank]) -> N
     assert report.store_busy_seconds == stored.seconds
 
 
-def test_a_report_counts_what_the_host_has_not_collected(
-    make_rank: Callable[[], CpuRank], eventually: Eventually
-) -> None:
+def test_a_report_counts_uncollected_completions(make_rank: Callable[[], CpuRank], eventually: Eventually) -> None:
     worker = make_rank().worker
     worker.submit(plan(1, "store", (5,), (0,)))
     eventually(lambda: worker.report().pending_ops == 0)
@@ -122,7 +120,7 @@ def test_a_load_writes_its_blocks_only_after_the_fence(make_rank: Callable[[], C
     assert rank.kv[3].tolist() == [0] * 4096
 
 
-def test_a_fence_that_is_not_reached_holds_up_no_other_op(make_rank: Callable[[], CpuRank]) -> None:
+def test_a_fence_that_is_not_reached_delays_no_other_op(make_rank: Callable[[], CpuRank]) -> None:
     rank, latch = make_rank(), Latch()
     rank.worker.submit(plan(1, "store", (1,), (1,)), latch)
     rank.worker.submit(plan(2, "load", (7,), (2,)))
@@ -149,9 +147,7 @@ def test_a_copy_that_fails_in_the_middle_of_the_queue_leaves_the_others_right(ma
     assert (rank.slot(1)[0], rank.slot(4)[0]) == (1, 4)
 
 
-def test_an_op_on_slots_that_are_not_pinned_yet_fails_and_crashes_nothing(
-    make_pool: MakePool, make_worker: MakeWorker
-) -> None:
+def test_an_op_on_slots_that_are_not_pinned_fails(make_pool: MakePool, make_worker: MakeWorker) -> None:
     pool = make_pool()
     kv = torch.zeros((BLOCKS, 4096), dtype=torch.uint8)
     worker = make_worker(pool, CpuDevice(pool, KVLayout((Region("kv", BLOCKS, 4096, 4096),)), [kv]))
@@ -238,7 +234,7 @@ def test_the_pool_follows_the_desired_capacity_and_pause(
     eventually(lambda: worker.report().state == "ready")
 
 
-def test_a_report_counts_the_slots_after_what_it_names_was_applied(
+def test_a_report_counts_slots_after_it_reads_the_applied_state(
     make_pool: MakePool, make_worker: MakeWorker, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = make_pool()
@@ -278,7 +274,7 @@ def test_a_report_counts_the_slots_after_what_it_names_was_applied(
     ],
     ids=["shrink", "growth", "pause"],
 )
-def test_a_late_desired_state_is_counted_and_takes_nothing_back(
+def test_a_late_desired_state_is_counted_and_reverts_nothing(
     make_worker: MakeWorker, newer: DesiredState, late: DesiredState
 ) -> None:
     worker = make_worker()
@@ -294,7 +290,7 @@ def test_a_late_desired_state_is_counted_and_takes_nothing_back(
     assert (worker.report().target_slots, worker.report().applied) == (16, 1)
 
 
-def test_reports_are_numbered_in_the_order_in_which_they_are_taken(
+def test_reports_are_numbered_in_the_order_in_which_they_are_made(
     make_pool: MakePool, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads report: what the larger number says must be the newer state."""
@@ -328,7 +324,7 @@ def test_reports_are_numbered_in_the_order_in_which_they_are_taken(
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_memory_under_a_copy_is_given_back_only_when_the_copy_has_ended(
+def test_memory_under_a_copy_is_freed_only_after_the_copy(
     make_worker: MakeWorker, eventually: Eventually, direction: Direction
 ) -> None:
     """Whatever makes the pool smaller meanwhile: a device that copies by itself would write to memory that is gone."""
@@ -345,7 +341,7 @@ def test_memory_under_a_copy_is_given_back_only_when_the_copy_has_ended(
     eventually(lambda: pool.status().chunks_done == 0)
 
 
-def test_a_copy_to_memory_that_is_not_there_fails_before_the_device_hears_of_it(make_worker: MakeWorker) -> None:
+def test_a_copy_to_unmapped_memory_fails_before_it_reaches_the_device(make_worker: MakeWorker) -> None:
     device = FakeDevice()
     worker = make_worker(device=device)
     worker.submit(plan(1, "store", (0,), (16,)))
@@ -353,7 +349,7 @@ def test_a_copy_to_memory_that_is_not_there_fails_before_the_device_hears_of_it(
     assert not device.begun
 
 
-def test_a_capacity_beyond_the_reserved_space_is_met_in_part_and_said(
+def test_a_capacity_beyond_the_reserved_space_is_met_in_part_and_reported(
     make_worker: MakeWorker, eventually: Eventually
 ) -> None:
     worker = make_worker()
@@ -367,7 +363,7 @@ def test_a_capacity_beyond_the_reserved_space_is_met_in_part_and_said(
     assert worker.report().state == "ready"
 
 
-def test_the_death_of_the_copy_thread_is_reported_and_told_to_listeners(make_worker: MakeWorker) -> None:
+def test_the_end_of_the_copy_thread_is_reported_and_listeners_are_called(make_worker: MakeWorker) -> None:
     device, told = FakeDevice(), threading.Event()
     worker = make_worker(device=device)
     worker.add_listener(told.set)
@@ -382,7 +378,7 @@ def test_the_death_of_the_copy_thread_is_reported_and_told_to_listeners(make_wor
     assert wait_for(worker, 2)[2].mark == "failed"
 
 
-def test_ops_beyond_the_queue_come_back_failed(make_worker: MakeWorker) -> None:
+def test_ops_beyond_the_queue_fail(make_worker: MakeWorker) -> None:
     device = FakeDevice()
     worker = make_worker(device=device, max_queued=1)
     for op_id in (1, 2):

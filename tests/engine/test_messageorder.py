@@ -23,14 +23,14 @@ class Rank:
         self.obeyed.append(desired.capacity_slots)
 
 
-def test_each_newer_state_is_followed_once() -> None:
+def test_each_newer_state_is_applied_once() -> None:
     rank = Rank()
     assert [rank.hear(number) for number in (1, 1, 3, 2, 3, 4)] == [True, False, True, False, False, True]
     assert rank.obeyed == [10, 30, 40]
     assert (rank.newest.applied.number, rank.newest.stale) == (4, 1)
 
 
-def test_another_engine_counts_from_the_start_and_one_that_is_over_is_not_obeyed_again() -> None:
+def test_another_engine_counts_from_the_start_and_a_replaced_one_is_ignored() -> None:
     rank = Rank()
     rank.hear(5)
     assert rank.hear(1, "another")

@@ -70,7 +70,7 @@ def host(make_pool: MakePool, eventually: Eventually) -> Iterator[Host]:
     host.worker.close(0)
 
 
-def test_slots_given_back_are_not_given_out_before_they_are_pinned_again(host: Host, eventually: Eventually) -> None:
+def test_freed_slots_are_not_used_before_they_are_pinned_again(host: Host, eventually: Eventually) -> None:
     host.beat()
     host.shrink_and_grow()
     assert host.store() == (FEW, "done")
@@ -81,7 +81,7 @@ def test_slots_given_back_are_not_given_out_before_they_are_pinned_again(host: H
     assert host.store() == (SLOTS, "done")
 
 
-def test_a_shrink_that_is_forgotten_is_noticed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forgotten_shrink_is_noticed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RankTable, "_all_have_applied", lambda self, desired: True)
     host.beat()
     host.shrink_and_grow()
@@ -98,7 +98,7 @@ def test_a_report_from_before_a_shrink_may_come_after_it(host: Host) -> None:
     assert host.store() == (FEW, "done")
 
 
-def test_a_report_from_before_a_shrink_changes_nothing_that_a_later_one_has_said(host: Host) -> None:
+def test_a_report_from_before_a_shrink_does_not_override_a_later_one(host: Host) -> None:
     early = host.beat()
     host.shrink_and_grow()
     host.engine.admin.pause_pinning(True)
@@ -108,7 +108,7 @@ def test_a_report_from_before_a_shrink_changes_nothing_that_a_later_one_has_said
     assert host.store() == (FEW, "done")
 
 
-def test_listeners_are_told_that_a_shrink_is_applied(host: Host) -> None:
+def test_listeners_are_called_when_a_shrink_is_applied(host: Host) -> None:
     """So that the agent reports at once, and the engine need not wait a beat to count on what has been kept."""
     host.beat()
     told_on: list[threading.Thread] = []

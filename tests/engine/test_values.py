@@ -21,18 +21,18 @@ REPORT = RankReport(0, "boot", "ready", 4096, 8, 8, 1 << 15, 1 << 15, sender="pr
     ("text", "size"),
     [("4096", 4096), (4096, 4096), ("8GiB", 8 << 30), (" 2 mib ", 2 << 20), ("1.5KiB", 1536), ("60GB", 60 * 10**9)],
 )
-def test_sizes_are_read(text: str | int, size: int) -> None:
+def test_sizes_are_parsed(text: str | int, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "8 GiB 2", "1e3", "0.3B", "8XB", -1, True])
-def test_what_is_no_size_is_refused_by_name(text: str | int) -> None:
+def test_an_invalid_size_is_refused_by_name(text: str | int) -> None:
     with pytest.raises(ConfigError, match=r"pool_size is .*; allowed: "):
         parse_size(text, "pool_size")
 
 
 @pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (8 << 30, "8 GiB"), (3 << 40, "3 TiB")])
-def test_sizes_are_written(size: int, text: str) -> None:
+def test_sizes_are_formatted(size: int, text: str) -> None:
     assert format_size(size) == text
 
 
@@ -57,7 +57,7 @@ def test_a_slot_holds_a_blocks_pages_back_to_back() -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "page", "stride"), [(0, 8, 8), (1, 0, 8), (2, 8, 7)])
-def test_a_region_that_cannot_be_is_refused(num_blocks: int, page: int, stride: int) -> None:
+def test_an_impossible_region_is_refused(num_blocks: int, page: int, stride: int) -> None:
     with pytest.raises(ConfigError, match="region x"):
         Region("x", num_blocks, page, stride)
 

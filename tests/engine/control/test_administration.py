@@ -34,7 +34,7 @@ def test_eviction_by_bytes_frees_at_least_as_much(make_engine: MakeEngine) -> No
     assert engine.admin.evict(num_bytes=65).run().evicted_slots == 2
 
 
-def test_eviction_ends_when_nothing_more_may_go(make_engine: MakeEngine) -> None:
+def test_eviction_ends_when_nothing_is_evictable(make_engine: MakeEngine) -> None:
     engine = make_engine()
     store_keys(engine, make_ranks(engine), [A, B, C])
     lease = engine.acquire([A])
@@ -144,7 +144,7 @@ def test_a_purge_reaches_stores_in_flight(make_engine: MakeEngine) -> None:
     engine.check_integrity()
 
 
-def test_bulk_work_goes_in_slices_that_free_the_lock(make_engine: MakeEngine) -> None:
+def test_bulk_work_is_done_in_slices_that_release_the_lock(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=3 * SLICE_SLOTS)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [n.to_bytes(4, "big") for n in range(3 * SLICE_SLOTS)])
@@ -159,7 +159,7 @@ def test_bulk_work_goes_in_slices_that_free_the_lock(make_engine: MakeEngine) ->
     engine.check_integrity()
 
 
-def test_protected_blocks_stay_until_their_time_is_over(make_engine: MakeEngine, clock: FakeClock) -> None:
+def test_protected_blocks_stay_until_their_protection_ends(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine(slots=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B])
@@ -217,7 +217,7 @@ def test_growing_is_finished_at_once_and_the_ranks_follow(make_engine: MakeEngin
     assert (engine.stats().usable_slots, engine.readiness().state) == (5, "ready")
 
 
-def test_shrinking_removes_first_and_only_then_tells_the_ranks(make_engine: MakeEngine) -> None:
+def test_shrinking_removes_blocks_before_the_ranks_unpin(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=4)
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], [A, B, C])
@@ -252,7 +252,7 @@ def test_shrinking_waits_for_leases_and_transfers_above(make_engine: MakeEngine)
     engine.check_integrity()
 
 
-def test_no_new_block_goes_where_a_resize_clears(make_engine: MakeEngine) -> None:
+def test_no_new_block_is_stored_where_a_resize_clears(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=4)
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], [A, B, C])
@@ -320,7 +320,7 @@ def test_the_policy_changes_under_traffic_without_losing_a_block(make_engine: Ma
         engine.admin.set_policy("fifo")
 
 
-def test_draining_refuses_new_work_and_says_when_it_is_done(make_engine: MakeEngine, clock: FakeClock) -> None:
+def test_draining_refuses_new_work_and_reports_when_it_is_done(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], [A])
@@ -353,7 +353,7 @@ def test_draining_stores_only_still_serves_loads(make_engine: MakeEngine) -> Non
         engine.admin.drain("all", -1.0)
 
 
-def test_bypass_switches_each_direction_off_for_a_time(make_engine: MakeEngine, clock: FakeClock) -> None:
+def test_bypass_switches_off_each_direction_until_its_ttl_ends(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine()
     store_keys(engine, make_ranks(engine), [A])
     engine.admin.set_bypass(load=True, store=False, ttl_seconds=10.0)
@@ -416,7 +416,7 @@ def test_a_resize_that_fails_puts_the_capacity_back(make_engine: MakeEngine, mon
     engine.check_integrity()
 
 
-def test_a_block_above_the_size_to_come_cannot_be_protected(make_engine: MakeEngine) -> None:
+def test_a_block_above_the_new_size_cannot_be_protected(make_engine: MakeEngine) -> None:
     engine = make_engine(slice_slots=1)
     store_keys(engine, make_ranks(engine), [A, B, C, D])
     sweep = engine.admin.resize(2)

@@ -20,7 +20,7 @@ def observed(snapshot: HistogramSnapshot) -> dict[float, int]:
     return {bound: count for bound, count in zip(bounds, snapshot.counts, strict=True) if count}
 
 
-def test_evicted_blocks_tell_how_long_they_stayed_and_were_idle(make_engine: MakeEngine, clock: FakeClock) -> None:
+def test_lifetime_and_idle_time_of_evicted_blocks_are_observed(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine(slots=61)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, keys_of(0, 61))
@@ -35,7 +35,7 @@ def test_evicted_blocks_tell_how_long_they_stayed_and_were_idle(make_engine: Mak
     assert stats.idle_seconds.total == 5.0
 
 
-def test_a_look_up_tells_how_long_its_blocks_were_idle(make_engine: MakeEngine, clock: FakeClock) -> None:
+def test_a_look_up_observes_how_long_its_blocks_were_idle(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine(slots=61)
     store_keys(engine, make_ranks(engine), keys_of(0, 61))
     clock.advance(20.0)
@@ -46,7 +46,7 @@ def test_a_look_up_tells_how_long_its_blocks_were_idle(make_engine: MakeEngine, 
     assert engine.stats().reuse_gap_seconds.total == 220.0
 
 
-def test_one_block_in_61_is_looked_at_however_they_are_given(make_engine: MakeEngine) -> None:
+def test_one_block_in_61_is_sampled_for_any_batch_size(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=610)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, keys_of(0, 610))
@@ -58,7 +58,7 @@ def test_one_block_in_61_is_looked_at_however_they_are_given(make_engine: MakeEn
     assert sum(engine.stats().lifetime_seconds.counts) == 10
 
 
-def test_what_an_operator_removes_made_no_room(make_engine: MakeEngine) -> None:
+def test_blocks_that_an_operator_removes_are_not_sampled(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=122)
     store_keys(engine, make_ranks(engine), keys_of(0, 122))
     sweep = engine.admin.purge(everything=True)

@@ -10,7 +10,7 @@ def batch(count: int) -> tuple[bytes, ...]:
     return tuple(number.to_bytes(4, "big") for number in range(count))
 
 
-def test_readers_keep_their_own_place() -> None:
+def test_readers_keep_their_own_cursor() -> None:
     log = BlockEventLog(buffer=10, num_slots=lambda: 4)
     for n in range(4):
         log.add("stored", (bytes([n]),))
@@ -21,7 +21,7 @@ def test_readers_keep_their_own_place() -> None:
     assert log.read(after=4) == ([], 4, 0)
 
 
-def test_a_reader_that_lags_is_told_how_much_it_lost() -> None:
+def test_a_slow_reader_learns_how_many_events_it_lost() -> None:
     log = BlockEventLog(buffer=2, num_slots=lambda: 4)
     for n in range(5):
         log.add("removed", (bytes([n]),), "capacity")
@@ -29,14 +29,14 @@ def test_a_reader_that_lags_is_told_how_much_it_lost() -> None:
     assert ([event.sequence for event in page.events], page.lost) == ([4, 5], 2)
 
 
-def test_nothing_is_no_event() -> None:
+def test_an_empty_batch_is_no_event() -> None:
     log = BlockEventLog(buffer=2, num_slots=lambda: 4)
     log.add("stored", ())
     assert log.last_sequence == 0
     assert log.read(0) == ([], 0, 0)
 
 
-def test_what_is_kept_follows_the_size_of_the_pool() -> None:
+def test_the_number_of_kept_keys_follows_the_size_of_the_pool() -> None:
     log = BlockEventLog(buffer=100, num_slots=lambda: 1000)
     for _ in range(50):
         log.add("stored", batch(500))
@@ -52,7 +52,7 @@ def test_a_small_pool_keeps_a_key_for_each_event_of_the_buffer() -> None:
     assert log.num_keys == 100
 
 
-def test_what_one_call_drops_is_bounded_when_the_pool_has_shrunk() -> None:
+def test_after_a_shrink_one_call_drops_a_bounded_number_of_events() -> None:
     slots = 100_000
     log = BlockEventLog(buffer=10_000, num_slots=lambda: slots)
     for _ in range(200):
@@ -65,7 +65,7 @@ def test_what_one_call_drops_is_bounded_when_the_pool_has_shrunk() -> None:
         kept = log.num_keys
 
 
-def test_one_key_events_do_not_keep_the_log_from_its_bound() -> None:
+def test_events_of_one_key_do_not_exceed_the_bound_of_the_log() -> None:
     log = BlockEventLog(buffer=1000, num_slots=lambda: 1000)
     for _ in range(1000):
         log.add("stored", batch(1))
@@ -107,7 +107,7 @@ class Walked(deque):  # type: ignore[type-arg]
         return super().__iter__()
 
 
-def test_a_reader_that_is_nearly_current_walks_past_nothing() -> None:
+def test_a_nearly_current_reader_skips_no_events() -> None:
     log = BlockEventLog(buffer=4096, num_slots=lambda: 4096)
     for _ in range(4096):
         log.add("stored", batch(1))

@@ -178,7 +178,7 @@ def test_a_key_that_is_refreshed_twice_is_refreshed_once(make_engine: MakeEngine
     assert engine.contains(keys) == [True, False, True]
 
 
-def test_protections_that_are_over_end_slice_by_slice(
+def test_expired_protections_end_slice_by_slice(
     make_engine: MakeEngine,
     clock: FakeClock,
     monkeypatch: pytest.MonkeyPatch,
@@ -201,7 +201,7 @@ def test_protections_that_are_over_end_slice_by_slice(
     engine.check_integrity()
 
 
-def test_unprotecting_all_goes_slice_by_slice(
+def test_unprotecting_all_is_done_slice_by_slice(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, count_by_holding: Callable[[OffloadEngine], Holding]
 ) -> None:
     engine = make_engine(slots=3000)
@@ -215,7 +215,7 @@ def test_unprotecting_all_goes_slice_by_slice(
     engine.check_integrity()
 
 
-def test_a_resize_counts_protections_above_it_without_a_look_at_each(
+def test_a_resize_counts_protections_above_it_without_visiting_each(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(slots=8192)
@@ -228,7 +228,7 @@ def test_a_resize_counts_protections_above_it_without_a_look_at_each(
     assert sum(looked) <= SLICE_SLOTS
 
 
-def test_stuck_transfers_are_given_up_one_by_one(
+def test_stuck_transfers_are_marked_one_by_one(
     make_engine: MakeEngine,
     clock: FakeClock,
     monkeypatch: pytest.MonkeyPatch,

@@ -28,7 +28,7 @@ def load(engine: OffloadEngine, ranks: list[FakeRank], lease: Lease) -> list[byt
     return [ranks[0].blocks.get(block) for block in blocks]
 
 
-def test_what_was_stored_is_found_and_loaded(make_engine: MakeEngine) -> None:
+def test_stored_blocks_are_found_and_loaded(make_engine: MakeEngine) -> None:
     engine = make_engine()
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B, C])
@@ -198,7 +198,7 @@ def test_a_store_never_evicts_blocks_of_its_own_prefix(make_engine: MakeEngine) 
     engine.check_integrity()
 
 
-def test_what_finds_no_slot_is_dropped_from_the_end(make_engine: MakeEngine) -> None:
+def test_keys_without_a_slot_are_dropped_from_the_end(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=2)
     ranks = make_ranks(engine)
     grant = engine.begin_store([A, B, C], range(3))
@@ -211,7 +211,7 @@ def test_what_finds_no_slot_is_dropped_from_the_end(make_engine: MakeEngine) -> 
     assert engine.lookup([A, B, C]) == 2
 
 
-def test_settled_ops_are_told_once_with_blocks_and_request(make_engine: MakeEngine) -> None:
+def test_settled_ops_are_reported_once_with_blocks_and_request(make_engine: MakeEngine) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)
     op = engine.begin_store([A], [5], request_id="r1").op
@@ -226,7 +226,7 @@ def test_settled_ops_are_told_once_with_blocks_and_request(make_engine: MakeEngi
     assert engine.take_settled() == []
 
 
-def test_the_source_is_free_only_when_every_rank_says_so(make_engine: MakeEngine) -> None:
+def test_the_source_is_free_only_when_it_is_on_every_rank(make_engine: MakeEngine) -> None:
     engine = make_engine(ranks=2)
     ranks = make_ranks(engine)
     op = engine.begin_store([A], [5]).op
@@ -258,7 +258,7 @@ def test_a_failed_store_publishes_nothing_and_frees_its_slots(make_engine: MakeE
     assert engine.stats().transfers["store", "error"] == 1
 
 
-def test_a_failed_load_removes_its_keys_at_the_first_word(make_engine: MakeEngine) -> None:
+def test_a_failed_load_removes_its_keys_at_the_first_failure(make_engine: MakeEngine) -> None:
     engine = make_engine(ranks=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B])
@@ -275,7 +275,7 @@ def test_a_failed_load_removes_its_keys_at_the_first_word(make_engine: MakeEngin
     engine.check_integrity()
 
 
-def test_late_and_repeated_words_are_counted_and_not_believed(make_engine: MakeEngine) -> None:
+def test_late_and_repeated_completions_are_counted_and_ignored(make_engine: MakeEngine) -> None:
     engine = make_engine(ranks=2)
     ranks = make_ranks(engine)
     op = engine.begin_store([A], [0]).op
@@ -294,7 +294,7 @@ def test_late_and_repeated_words_are_counted_and_not_believed(make_engine: MakeE
     assert engine.lookup([A]) == 1
 
 
-def test_a_word_of_an_unknown_rank_is_an_error(make_engine: MakeEngine) -> None:
+def test_a_completion_of_an_unknown_rank_is_an_error(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with pytest.raises(NotFoundError, match="rank is 3; allowed: 0 to 0"):
         engine.complete(3, "x", [Completion(1, "done")])
@@ -328,7 +328,7 @@ def test_a_store_is_refused_as_not_ready_while_no_slot_is_pinned(make_engine: Ma
     assert engine.begin_store([A], [0]).accepted == (0,)
 
 
-def test_nothing_is_awaited_of_a_store_that_was_given_up(make_engine: MakeEngine, clock: FakeClock) -> None:
+def test_an_abandoned_store_is_not_awaited(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine(slots=2, transfer_timeout=10.0)
     (rank,) = make_ranks(engine)
     op = engine.begin_store([A], [0]).op
@@ -341,7 +341,7 @@ def test_nothing_is_awaited_of_a_store_that_was_given_up(make_engine: MakeEngine
     assert (engine.awaited_transfers, engine.open_transfers) == (0, 0)
 
 
-def test_a_host_that_has_failed_gets_nothing_any_more(make_engine: MakeEngine) -> None:
+def test_a_failed_host_gets_no_more_hits_or_stores(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A])
@@ -367,7 +367,7 @@ def test_op_ids_are_never_reused(make_engine: MakeEngine) -> None:
         rank.run(op.op_id, fail=n % 2 == 0)
 
 
-def test_a_stuck_store_is_given_up_and_its_slots_wait_in_quarantine(make_engine: MakeEngine, clock: FakeClock) -> None:
+def test_a_stuck_store_is_abandoned_and_its_slots_wait_in_quarantine(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine(slots=2, ranks=2, transfer_timeout=10.0)
     ranks = make_ranks(engine)
     write_blocks(ranks, [0], [A])
@@ -393,7 +393,7 @@ def test_a_stuck_store_is_given_up_and_its_slots_wait_in_quarantine(make_engine:
     engine.check_integrity()
 
 
-def test_what_the_host_has_not_collected_is_not_laid_to_the_ranks(
+def test_ranks_are_not_blamed_for_completions_that_the_host_has_not_collected(
     make_engine: MakeEngine, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(slots=4, ranks=2, transfer_timeout=10.0)
@@ -452,7 +452,7 @@ def test_an_idle_report_from_before_the_op_or_from_long_ago_clears_no_rank(
     assert settled.error == "ranks [0] have not finished it"
 
 
-def test_a_stuck_load_goes_on_waiting(make_engine: MakeEngine, clock: FakeClock) -> None:
+def test_a_stuck_load_keeps_waiting(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine(transfer_timeout=10.0)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A])
@@ -471,7 +471,7 @@ def test_a_stuck_load_goes_on_waiting(make_engine: MakeEngine, clock: FakeClock)
     assert engine.lookup([A]) == 1
 
 
-def test_counters_tell_what_happened(make_engine: MakeEngine) -> None:
+def test_counters_count_what_happened(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B])
@@ -534,7 +534,7 @@ def test_blocks_are_listed_in_pages(make_engine: MakeEngine, clock: FakeClock) -
     assert engine.block(D) is None
 
 
-def test_events_tell_what_came_and_went(make_engine: MakeEngine) -> None:
+def test_events_list_stored_and_removed_blocks(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B])

@@ -110,7 +110,9 @@ def keep_blocks_above_the_usable_slots(state: ControlState) -> None:
         (keep_blocks_above_the_usable_slots, "blocks above the usable slots are visible"),
     ],
 )
-def test_disorder_is_seen(make_engine: Callable[..., OffloadEngine], disorder: Disorder, complaint: str) -> None:
+def test_every_inconsistency_is_found(
+    make_engine: Callable[..., OffloadEngine], disorder: Disorder, complaint: str
+) -> None:
     engine = make_engine(slots=8)
     (rank,) = make_ranks(engine)
     write_blocks([rank], range(4), [b"A", b"B", b"C", b"D"])

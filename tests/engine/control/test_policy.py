@@ -74,14 +74,14 @@ def test_used_slots_outlive_unused_ones(pool: Pool) -> None:
     assert pool.policy.evict(2) == [1, 0]
 
 
-def test_refreshed_slots_go_last_and_the_first_of_them_last_of_all(pool: Pool) -> None:
+def test_refreshed_slots_are_evicted_last_and_the_first_of_them_last_of_all(pool: Pool) -> None:
     for slots in ([0, 1], [2, 3], [4, 5]):
         pool.policy.admit(slots)
     pool.policy.refresh([0, 1, 2, 3])
     assert pool.policy.evict(6) == [5, 4, 3, 2, 1, 0]
 
 
-def test_to_use_is_to_take_out_and_put_back(pool: Pool) -> None:
+def test_use_equals_detach_and_attach(pool: Pool) -> None:
     other = Pool(pool.policy.name)
     for each in (pool, other):
         for slots in ([0, 1, 2], [3, 4], [5, 6, 7]):
@@ -96,7 +96,7 @@ def test_to_use_is_to_take_out_and_put_back(pool: Pool) -> None:
     assert pool.policy.evict(8) == other.policy.evict(8)
 
 
-def test_to_refresh_is_not_to_use_again() -> None:
+def test_refresh_does_not_count_as_a_second_use() -> None:
     """A scan that is refreshed as it goes flushes ARC no more than one that is not."""
     pool = Pool("arc")
     hot = [bytes([1, n]) for n in range(4)]
@@ -108,7 +108,7 @@ def test_to_refresh_is_not_to_use_again() -> None:
     assert sum(key in pool.keys for key in hot) == 4
 
 
-def test_handing_over_gives_all_slots_in_order_of_eviction(pool: Pool) -> None:
+def test_hand_over_gives_all_slots_in_order_of_eviction(pool: Pool) -> None:
     pool.policy.admit([0, 1, 2])
     pool.policy.detach([2])
     pool.policy.attach([2])

@@ -37,7 +37,7 @@ def test_renewing_protections_takes_no_memory(make_engine: Callable[..., Offload
     engine.check_integrity()
 
 
-def test_protections_that_end_together_go_back_in_the_order_of_protecting() -> None:
+def test_protections_that_end_together_return_in_the_order_of_protecting() -> None:
     protections = Protections()
     for slot in (7, 3, 5, 1):
         protections.add(slot, 10.0)
@@ -66,7 +66,7 @@ def test_a_prefix_whose_protections_end_keeps_its_order(
         max_size=60,
     )
 )
-def test_protections_are_what_a_plain_dict_says(steps: list[tuple[str, int, float]]) -> None:
+def test_protections_behave_like_a_plain_dict(steps: list[tuple[str, int, float]]) -> None:
     protections, expected = Protections(), dict[int, float]()
     for what, slot, end in steps:
         if what == "add":

@@ -55,7 +55,7 @@ def test_readiness_shows_each_rank(make_engine: MakeEngine, clock: FakeClock) ->
 @pytest.mark.parametrize(
     ("state", "reason"), [("degraded", "rank 0 is degraded: no memory"), ("failed", "rank 0 is failed: no memory")]
 )
-def test_a_rank_in_trouble_degrades_the_whole(make_engine: MakeEngine, state: str, reason: str) -> None:
+def test_a_failing_rank_degrades_the_engine(make_engine: MakeEngine, state: str, reason: str) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)
     rank.state, rank.error = state, "no memory"  # type: ignore[assignment]
@@ -77,7 +77,7 @@ def test_a_rank_without_its_copy_thread_gets_no_traffic(make_engine: MakeEngine)
     assert engine.lookup([A]) == 1, "its memory is still there"
 
 
-def test_a_silent_rank_degrades_the_whole_until_it_speaks(make_engine: MakeEngine, clock: FakeClock) -> None:
+def test_a_silent_rank_degrades_the_engine_until_it_reports(make_engine: MakeEngine, clock: FakeClock) -> None:
     engine = make_engine(report_timeout=5.0)
     (rank,) = make_ranks(engine)
     clock.advance(5.5)
@@ -100,7 +100,9 @@ def test_a_restarted_rank_loses_everything_on_all_ranks(make_engine: MakeEngine)
     assert engine.lookup([A]) == 1
 
 
-def test_a_restart_fails_what_the_rank_owed_and_keeps_slots_others_still_use(make_engine: MakeEngine) -> None:
+def test_a_restart_fails_unfinished_ops_of_the_rank_and_keeps_slots_that_others_still_use(
+    make_engine: MakeEngine,
+) -> None:
     engine = make_engine(ranks=2)
     ranks = make_ranks(engine)
     write_blocks(ranks, [0], [A])
@@ -145,7 +147,7 @@ def test_a_lease_breaks_when_a_rank_loses_its_memory(make_engine: MakeEngine) ->
     engine.check_integrity()
 
 
-def test_a_late_report_of_a_dead_boot_is_not_believed(make_engine: MakeEngine) -> None:
+def test_a_late_report_of_a_former_boot_is_ignored(make_engine: MakeEngine) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)
     dead = rank.boot_id
@@ -176,7 +178,7 @@ def test_a_late_report_of_the_same_boot_is_counted_and_changes_nothing(make_engi
     assert engine.readiness().state == "ready"
 
 
-def test_a_late_report_of_a_boot_that_nobody_saw_is_no_restart(make_engine: MakeEngine) -> None:
+def test_a_late_report_of_a_boot_that_never_reported_is_no_restart(make_engine: MakeEngine) -> None:
     """A rank slept and woke while the report of its sleep was held up: taken for a restart, it would cut off the boot
     that lives."""
     engine = make_engine()
@@ -193,7 +195,7 @@ def test_a_late_report_of_a_boot_that_nobody_saw_is_no_restart(make_engine: Make
     assert engine.stats().stale_reports == 1
 
 
-def test_every_change_of_what_is_wanted_has_a_larger_number(make_engine: MakeEngine) -> None:
+def test_every_new_desired_state_has_a_larger_number(make_engine: MakeEngine) -> None:
     engine = make_engine()
     make_ranks(engine)
     numbers = [engine.desired().number]
@@ -211,7 +213,7 @@ def test_every_change_of_what_is_wanted_has_a_larger_number(make_engine: MakeEng
     assert engine.desired().number == numbers[-1], "nothing changed"
 
 
-def test_memory_that_a_rank_takes_back_unasked_is_not_served(make_engine: MakeEngine) -> None:
+def test_slots_that_a_rank_unpins_unasked_are_not_served(make_engine: MakeEngine) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], [A, B])
@@ -234,7 +236,7 @@ SWEEPS: dict[str, Callable[[Administrator], Sweep]] = {
 
 @pytest.mark.parametrize("end", ["cancel", "run"])
 @pytest.mark.parametrize("kind", SWEEPS)
-def test_a_restart_loses_everything_whatever_sweep_is_under_way(make_engine: MakeEngine, kind: str, end: str) -> None:
+def test_a_restart_loses_everything_during_any_sweep(make_engine: MakeEngine, kind: str, end: str) -> None:
     engine = make_engine(slots=12, slice_slots=2)
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], KEYS)
@@ -255,7 +257,7 @@ def test_a_restart_loses_everything_whatever_sweep_is_under_way(make_engine: Mak
     engine.check_integrity()
 
 
-def test_a_restart_loses_everything_whatever_the_policy_turns_to(make_engine: MakeEngine) -> None:
+def test_a_restart_loses_everything_while_the_policy_changes(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=12, slice_slots=2)
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], KEYS)
@@ -268,7 +270,7 @@ def test_a_restart_loses_everything_whatever_the_policy_turns_to(make_engine: Ma
     engine.check_integrity()
 
 
-def test_a_removal_that_breaks_off_is_finished_before_anything_is_served(
+def test_an_interrupted_removal_is_finished_before_anything_is_served(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(slots=12, slice_slots=2)
@@ -293,7 +295,7 @@ def test_a_removal_that_breaks_off_is_finished_before_anything_is_served(
     engine.check_integrity()
 
 
-def test_memory_taken_back_unasked_is_lost_also_under_a_shrink(make_engine: MakeEngine) -> None:
+def test_slots_unpinned_unasked_are_lost_also_during_a_shrink(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=12, slice_slots=2)
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], KEYS)
@@ -305,7 +307,7 @@ def test_memory_taken_back_unasked_is_lost_also_under_a_shrink(make_engine: Make
     engine.check_integrity()
 
 
-def test_stores_and_leases_of_memory_taken_back_unasked_are_lost(make_engine: MakeEngine) -> None:
+def test_stores_and_leases_of_slots_unpinned_unasked_are_lost(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=4, ranks=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B])
@@ -327,7 +329,7 @@ def test_stores_and_leases_of_memory_taken_back_unasked_are_lost(make_engine: Ma
     engine.check_integrity()
 
 
-def test_what_a_rank_gives_back_does_not_count_when_the_pool_grows_again(make_engine: MakeEngine) -> None:
+def test_slots_that_a_rank_unpins_do_not_count_when_the_pool_grows_again(make_engine: MakeEngine) -> None:
     engine = make_engine(ranks=2)
     ranks = make_ranks(engine)
     early = ranks[0].sent[-1]
@@ -358,7 +360,7 @@ def test_growth_alone_leaves_the_known_slots_as_they_are(make_engine: MakeEngine
     assert engine.stats().usable_slots == 3
 
 
-def test_a_rank_that_starts_anew_in_a_small_pool_counts_no_more_when_it_grows(make_engine: MakeEngine) -> None:
+def test_a_rank_that_restarts_in_a_small_pool_counts_no_more_when_it_grows(make_engine: MakeEngine) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)
     engine.admin.resize(1).run()
@@ -370,7 +372,7 @@ def test_a_rank_that_starts_anew_in_a_small_pool_counts_no_more_when_it_grows(ma
     assert engine.stats().usable_slots == 1
 
 
-def test_a_first_report_counts_whole_when_what_is_wanted_was_applied(make_engine: MakeEngine) -> None:
+def test_a_first_report_counts_in_full_if_it_has_applied_the_desired_state(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.admin.resize(1).run()
     engine.admin.resize(4).run()
@@ -381,7 +383,7 @@ def test_a_first_report_counts_whole_when_what_is_wanted_was_applied(make_engine
     assert engine.stats().usable_slots == 4
 
 
-def test_what_a_rank_applied_of_another_engine_says_nothing_here(make_engine: MakeEngine) -> None:
+def test_desired_states_of_another_engine_do_not_count_as_applied(make_engine: MakeEngine) -> None:
     engine = make_engine()
     (rank,) = make_ranks(engine)
     elsewhere = replace(rank.sent[-1], boot_id="elsewhere", engine_id="another", applied=2)
@@ -417,7 +419,7 @@ def test_each_rank_has_slots_of_its_own_size(make_engine: MakeEngine) -> None:
         engine.report(wrong)
 
 
-def test_ranks_are_told_what_is_wanted(make_engine: MakeEngine) -> None:
+def test_ranks_get_the_desired_state(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=4)
     rank = FakeRank(engine)
     desired = rank.pin(4)

@@ -26,7 +26,7 @@ def test_later_appends_are_hotter() -> None:
     assert list(make_list([0, 1], [2, 3])) == [1, 0, 3, 2]
 
 
-def test_a_run_that_was_taken_out_goes_back_whole() -> None:
+def test_a_removed_run_returns_as_a_whole() -> None:
     order = make_list([0, 1, 2], [3], [4, 5])
     order.remove([0, 1, 2])
     order.append([0, 1, 2])

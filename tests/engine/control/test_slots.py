@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kvstow.control.slots import SlotMap
 
 
-def test_free_neighbours_are_given_out_together() -> None:
+def test_free_neighbours_are_allocated_together() -> None:
     slots = SlotMap()
     slots.set_limit(6)
     assert slots.allocate(4) == [0, 1, 2, 3]
@@ -15,7 +15,7 @@ def test_free_neighbours_are_given_out_together() -> None:
     assert slots.free == 0
 
 
-def test_a_used_slot_above_the_limit_leaves_when_it_is_released() -> None:
+def test_a_used_slot_above_the_limit_leaves_when_it_is_deallocated() -> None:
     slots = SlotMap()
     slots.set_limit(4)
     slots.allocate(3)
@@ -25,7 +25,7 @@ def test_a_used_slot_above_the_limit_leaves_when_it_is_released() -> None:
     assert (slots.in_service, slots.free, slots.leaving) == (2, 1, 1)
 
 
-def test_a_slot_on_its_way_out_stays_when_the_limit_rises_again() -> None:
+def test_a_used_slot_above_the_limit_stays_if_the_limit_rises_again() -> None:
     slots = SlotMap()
     slots.set_limit(3)
     slots.allocate(3)

@@ -28,14 +28,14 @@ class Counting(array):  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("runs", [[range(3, 30)], [range(3, 5), [7, 6], range(20, 30)], [[9]], []])
-def test_runs_are_marked_and_nothing_else(times: SlotTimes, runs: list[range | list[int]]) -> None:
+def test_only_the_given_runs_are_marked(times: SlotTimes, runs: list[range | list[int]]) -> None:
     times.mark_used(runs, 5.0)
     assert [slot for slot in range(40) if times.used_at(slot) == 5.0] == sorted(slot for run in runs for slot in run)
     assert {times.stored_at(slot) for slot in range(40)} == {0.0}
 
 
 @pytest.mark.parametrize("slots", [[], [5], [5, 6, 7], [5, 7, 8, 12], [3, 4, 6]])
-def test_what_is_stored_is_used(times: SlotTimes, slots: list[int]) -> None:
+def test_a_store_counts_as_a_use(times: SlotTimes, slots: list[int]) -> None:
     times.mark_stored(slots, 5.0)
     assert [slot for slot in range(40) if times.stored_at(slot) == 5.0] == slots
     assert [slot for slot in range(40) if times.used_at(slot) == 5.0] == slots

@@ -129,7 +129,7 @@ def test_any_layout_survives_the_way_to_the_pool_and_back(
 
 
 @given(pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=20))
-def test_runs_say_the_same_pairs_in_order_and_are_as_long_as_can_be(pairs: list[tuple[int, int]]) -> None:
+def test_runs_keep_the_pairs_in_order_and_are_as_long_as_possible(pairs: list[tuple[int, int]]) -> None:
     runs = list(merge_runs([block for block, _ in pairs], [slot for _, slot in pairs]))
     assert [(run.block + i, run.slot + i) for run in runs for i in range(run.length)] == pairs
     for left, right in pairwise(runs):
@@ -152,7 +152,7 @@ def test_a_kv_cache_made_in_inference_mode_is_written_too(eventually: Eventually
     assert kv.sum(dim=1).tolist() == [4096, 0, 4096, 0]
 
 
-def test_a_fence_holds_the_copy_back_and_only_then_are_the_bytes_read(make_rank: Callable[[], Rank]) -> None:
+def test_a_copy_reads_its_bytes_only_after_its_fence(make_rank: Callable[[], Rank]) -> None:
     rank, latch = make_rank(), Latch()
     ticket = rank.device.launch_store(1, [2], [0], latch)
     assert ticket.poll() is TicketState.PENDING
@@ -175,7 +175,7 @@ def test_a_load_touches_no_block_before_its_fence(make_rank: Callable[[], Rank])
     assert rank.block(5) == bytes(rank.pool.slot_bytes)
 
 
-def test_a_load_that_is_never_launched_holds_up_no_other(make_rank: Callable[[], Rank]) -> None:
+def test_a_load_that_is_never_launched_delays_no_other(make_rank: Callable[[], Rank]) -> None:
     rank = make_rank()
     prepared = rank.device.prepare_load(1, [3])
     assert rank.load([3], [5]).poll() is TicketState.DONE
@@ -183,7 +183,7 @@ def test_a_load_that_is_never_launched_holds_up_no_other(make_rank: Callable[[],
     prepared.close()
 
 
-def test_seconds_are_those_of_the_copy_and_stand_still_after_it(make_rank: Callable[[], Rank]) -> None:
+def test_seconds_are_those_of_the_copy_and_do_not_change_after_it(make_rank: Callable[[], Rank]) -> None:
     rank = make_rank()
     ticket = rank.store([0], [0])
     assert ticket.seconds == 0
@@ -204,7 +204,7 @@ def test_seconds_are_those_of_the_copy_and_stand_still_after_it(make_rank: Calla
         ([0, 1], [0], "2 blocks and 1 slots; allowed: as many of each"),
     ],
 )
-def test_what_lies_outside_fails_and_moves_nothing(
+def test_an_op_out_of_range_fails_and_moves_nothing(
     make_rank: Callable[[], Rank], blocks: list[int], slots: list[int], message: str
 ) -> None:
     rank = make_rank()
@@ -273,7 +273,7 @@ def test_locking_is_counted_and_undone(make_pool: MakePool, eventually: Eventual
     assert registrar.locked_bytes == 0
 
 
-def test_memory_that_is_not_there_cannot_be_locked_and_that_is_an_error() -> None:
+def test_locking_unmapped_memory_is_an_error() -> None:
     region = HostRegion(4096)
     region.close()
     registrar = MlockRegistrar()
@@ -283,7 +283,7 @@ def test_memory_that_is_not_there_cannot_be_locked_and_that_is_an_error() -> Non
     assert registrar.locked_bytes == 0
 
 
-def test_reserved_huge_pages_count_as_locked_and_ask_no_limit(make_pool: MakePool, eventually: Eventually) -> None:
+def test_reserved_huge_pages_count_as_locked_and_need_no_limit(make_pool: MakePool, eventually: Eventually) -> None:
     registrar = cpu_registrar(PoolConfig(4096, 4096, huge_pages="reserved"))
     pool = make_pool(registrar)
     pool.start()
@@ -316,7 +316,7 @@ for limit in (0, 64 << 10):
 """
 
 
-def test_where_memlock_is_refused_the_memory_is_populated_and_the_report_says_so() -> None:
+def test_without_permission_to_lock_the_memory_is_populated_and_the_report_says_so() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", _FORBIDDEN]
     run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)

@@ -45,7 +45,9 @@ def _queued(cuda: Any) -> list[str]:
 
 @strategies
 @pytest.mark.parametrize("staging_bytes", [1, 12_000, 1 << 20])
-def test_blocks_come_back_elsewhere(options: Any, staging_bytes: int, cuda: Any, make_cuda_rank: MakeRank) -> None:
+def test_stored_blocks_can_be_loaded_elsewhere(
+    options: Any, staging_bytes: int, cuda: Any, make_cuda_rank: MakeRank
+) -> None:
     rank = make_cuda_rank([4096, 1000, 3000, 5], staging_bytes=staging_bytes, **options)
     sources, slots, targets = [3, 1, 7, 0, 5], [2, 6, 4, 5, 3], [0, 2, 4, 6, 7]
     expected = [rank.block(block) for block in sources]
@@ -75,7 +77,7 @@ def test_a_store_waits_on_the_device_for_the_work_before_its_fence(
 
 
 @strategies
-def test_a_load_fetches_at_once_but_lands_after_its_fence(
+def test_a_load_copies_at_once_but_writes_its_blocks_after_its_fence(
     options: Any, cuda: Any, make_cuda_rank: MakeRank, new_fence: NewFence
 ) -> None:
     rank = make_cuda_rank(**options)
@@ -121,7 +123,7 @@ def test_a_fence_that_raises_fails_its_op_alone(direction: str, cuda: Any, make_
 
 
 @directions
-def test_only_kernels_are_urgent(direction: str, cuda: Any, make_cuda_rank: MakeRank) -> None:
+def test_only_kernels_have_high_priority(direction: str, cuda: Any, make_cuda_rank: MakeRank) -> None:
     """Copies have the priority that the host's streams have by default."""
     rank = make_cuda_rank([4096])
     assert _finish(cuda, rank.store([0], [0])) is DONE
@@ -134,7 +136,7 @@ def test_only_kernels_are_urgent(direction: str, cuda: Any, make_cuda_rank: Make
 
 
 @directions
-def test_copies_follow_one_another_on_streams_of_their_own(direction: str, cuda: Any, make_cuda_rank: MakeRank) -> None:
+def test_copies_run_one_after_another_on_separate_streams(direction: str, cuda: Any, make_cuda_rank: MakeRank) -> None:
     """A copy engine leaves a stream for the host's only when that has no more work."""
     rank = make_cuda_rank([4096], staging_bytes=1)
     ticket = getattr(rank, direction)(range(2), range(2))
@@ -150,7 +152,7 @@ def test_copies_follow_one_another_on_streams_of_their_own(direction: str, cuda:
 @directions
 @strategies
 @pytest.mark.parametrize("ahead", [1, 2, 5])
-def test_no_more_batches_are_queued_than_asked_for(
+def test_no_more_batches_are_queued_than_configured(
     ahead: int, options: Any, direction: str, cuda: Any, make_cuda_rank: MakeRank
 ) -> None:
     """Stores: as many as there are buffers, since a sampled token's copy waits for all that is queued."""
@@ -181,7 +183,7 @@ def test_one_advance_adds_no_more_loads_than_allowed_to_those_under_way(cuda: An
     assert ticket.poll() is DONE
 
 
-def test_a_device_gets_on_with_loads_before_stores(
+def test_a_device_starts_loads_before_stores(
     cuda: Any, make_cuda_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank, launched = make_cuda_rank(), list[str]()
@@ -201,7 +203,7 @@ def test_a_device_gets_on_with_loads_before_stores(
 
 @directions
 @pytest.mark.parametrize("step", ["staged_copies", "direct_copies"])
-def test_an_op_that_cannot_be_planned_is_not_begun_and_holds_up_no_other(
+def test_an_op_that_cannot_be_planned_does_not_begin_and_delays_no_other(
     step: str, direction: str, cuda: Any, make_cuda_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -216,7 +218,7 @@ def test_an_op_that_cannot_be_planned_is_not_begun_and_holds_up_no_other(
     assert _finish(cuda, getattr(rank, direction)([0], [0])) is DONE
 
 
-def test_a_staging_buffer_is_filled_again_when_its_batch_has_left_it(cuda: Any, make_cuda_rank: MakeRank) -> None:
+def test_a_staging_buffer_is_reused_when_its_batch_has_finished(cuda: Any, make_cuda_rank: MakeRank) -> None:
     rank = make_cuda_rank([4096], staging_bytes=1)
     expected = [rank.block(block) for block in range(6)]
     assert _finish(cuda, rank.store(range(6), range(6))) is DONE
@@ -243,7 +245,7 @@ def test_a_staging_buffer_whose_batch_waits_for_the_host_is_left_alone(cuda: Any
     assert [rank.block(block) for block in range(6)] == expected
 
 
-def test_the_source_is_free_when_it_is_gathered_and_not_before(cuda: Any, make_cuda_rank: MakeRank) -> None:
+def test_the_source_is_free_only_after_the_gather(cuda: Any, make_cuda_rank: MakeRank) -> None:
     rank = make_cuda_rank([4096], staging_bytes=1)
     ticket = rank.store(range(3), range(3))
     gathering, link = next((a, b) for a, b in zip(cuda.streams, cuda.streams[1:], strict=False) if "gather" in a.names)
@@ -273,7 +275,7 @@ def test_the_source_of_direct_copies_is_free_when_they_are_done(
     raise AssertionError("the copy does not end")
 
 
-def test_the_time_is_the_devices_and_of_copies_alone(cuda: Any, make_cuda_rank: MakeRank) -> None:
+def test_the_time_is_the_devices_and_covers_copies_only(cuda: Any, make_cuda_rank: MakeRank) -> None:
     rank = make_cuda_rank([4096], staging_bytes=1)
     ticket = rank.store(range(3), range(3))
     assert _finish(cuda, ticket) is DONE
@@ -283,7 +285,7 @@ def test_the_time_is_the_devices_and_of_copies_alone(cuda: Any, make_cuda_rank: 
 @directions
 @strategies
 @pytest.mark.parametrize("number", [0, 2])
-def test_a_refused_copy_fails_its_op_when_nothing_of_it_is_under_way(
+def test_a_refused_copy_fails_its_op_after_the_rest_has_finished(
     number: int, options: Any, direction: str, cuda: Any, make_cuda_rank: MakeRank
 ) -> None:
     rank = make_cuda_rank([4096], staging_bytes=1, **options)
@@ -318,7 +320,7 @@ def test_a_lost_device_fails_what_was_under_way(cuda: Any, make_cuda_rank: MakeR
     assert ticket.error.status == 700
 
 
-def test_an_error_of_other_work_that_a_query_tells_of_ends_no_copy(cuda: Any, make_cuda_rank: MakeRank) -> None:
+def test_an_error_of_other_work_that_a_query_reports_ends_no_copy(cuda: Any, make_cuda_rank: MakeRank) -> None:
     rank = make_cuda_rank()
     ticket = rank.store([0], [0])
     cuda.failures["cuEventQuery"] = (cuda.calls.get("cuEventQuery", 0), 700)
@@ -326,7 +328,7 @@ def test_an_error_of_other_work_that_a_query_tells_of_ends_no_copy(cuda: Any, ma
     assert _finish(cuda, ticket) is DONE
 
 
-def test_a_context_that_cannot_be_entered_tells_nothing_of_the_copies(cuda: Any, make_cuda_rank: MakeRank) -> None:
+def test_a_context_that_cannot_be_entered_does_not_fail_the_copies(cuda: Any, make_cuda_rank: MakeRank) -> None:
     rank = make_cuda_rank()
     ticket = rank.store([0], [0])
     cuda.failures["cuCtxPushCurrent"] = (cuda.calls["cuCtxPushCurrent"], 700)
@@ -348,7 +350,7 @@ def test_bad_slots_and_blocks_are_refused_before_anything_is_queued(cuda: Any, m
 
 
 @strategies
-def test_a_load_that_is_never_launched_holds_up_no_other_and_takes_nothing(
+def test_a_load_that_is_never_launched_delays_no_other_and_takes_nothing(
     options: Any, cuda: Any, make_cuda_rank: MakeRank
 ) -> None:
     rank = make_cuda_rank([4096], staging_bytes=1, **options)
@@ -404,7 +406,7 @@ def test_closing_waits_for_what_is_under_way_and_fails_the_rest(cuda: Any, make_
         rank.store([0], [0])
 
 
-def test_closing_gives_back_all_that_the_device_held(cuda: Any, make_cuda_rank: MakeRank) -> None:
+def test_closing_frees_everything_that_the_device_held(cuda: Any, make_cuda_rank: MakeRank) -> None:
     rank = make_cuda_rank(**_MIXED)
     assert {"stream", "event", "memory", "module"} <= set(cuda.live.values())
     rank.device.close()
@@ -416,7 +418,7 @@ def test_closing_gives_back_all_that_the_device_held(cuda: Any, make_cuda_rank: 
     "call", ["cuModuleLoadData", "cuMemAlloc", "cuStreamCreateWithPriority", "cuEventCreate", "cuMemcpyHtoD"]
 )
 @pytest.mark.parametrize("number", [0, 2])
-def test_a_device_that_cannot_be_made_gives_back_what_it_took(
+def test_a_device_that_cannot_be_created_leaves_nothing_behind(
     call: str, number: int, cuda: Any, make_cuda_rank: MakeRank
 ) -> None:
     rank = make_cuda_rank()
@@ -430,7 +432,7 @@ def test_a_device_that_cannot_be_made_gives_back_what_it_took(
     assert cuda.live == before
 
 
-def test_copies_of_two_chunks_are_never_one(cuda: Any, make_cuda_rank: MakeRank) -> None:
+def test_copies_of_two_chunks_are_never_merged(cuda: Any, make_cuda_rank: MakeRank) -> None:
     """The driver refuses a copy that spans two registrations; chunks are of 16 KiB here."""
     rank = make_cuda_rank([4096], slots=8)
     assert len(rank.registrar.starts()) == 2
@@ -497,7 +499,7 @@ def test_a_pool_that_is_not_registered_with_cuda_is_refused(make_cuda_rank: Make
     pool.close()
 
 
-def test_a_fence_is_reached_when_the_work_before_it_is_done(cuda: Any, new_fence: NewFence) -> None:
+def test_a_fence_is_reached_after_the_work_before_it(cuda: Any, new_fence: NewFence) -> None:
     fence, stream = new_fence()
     assert not fence.query()
     cuda.run(stream)
@@ -514,7 +516,7 @@ def test_fences_that_live_one_after_the_other_share_an_event(cuda: Any, new_fenc
     assert "cuEventDestroy" not in cuda.calls
 
 
-def test_an_event_is_not_used_again_while_its_fence_may_be_asked(cuda: Any, new_fence: NewFence) -> None:
+def test_an_event_is_not_reused_while_its_fence_may_be_queried(cuda: Any, new_fence: NewFence) -> None:
     fence, _ = new_fence()
     another, stream = new_fence()
     cuda.run(stream)
@@ -524,7 +526,7 @@ def test_an_event_is_not_used_again_while_its_fence_may_be_asked(cuda: Any, new_
 
 @directions
 @strategies
-def test_an_event_is_not_used_again_while_an_op_is_still_to_wait_for_it(
+def test_an_event_is_not_reused_while_an_op_has_yet_to_wait_for_it(
     options: Any, direction: str, cuda: Any, make_cuda_rank: MakeRank, new_fence: NewFence
 ) -> None:
     """The op is behind another in its copier, so the device knows nothing of its fence yet."""
@@ -552,7 +554,7 @@ def test_a_fence_that_cannot_be_recorded_leaves_its_event_to_the_next(cuda: Any,
     assert cuda.calls["cuEventCreate"] == 1
 
 
-def test_no_more_idle_events_are_kept_than_hosts_use(cuda: Any, new_fence: NewFence) -> None:
+def test_only_a_limited_number_of_idle_events_is_kept(cuda: Any, new_fence: NewFence) -> None:
     fences = [new_fence()[0] for _ in range(300)]
     fences.clear()
     assert list(cuda.live.values()).count("event") == 256

@@ -28,7 +28,7 @@ def test_an_error_carries_the_drivers_name_and_text_and_can_be_pickled(cuda: Any
     assert (type(again), str(again), again.status) == (DriverError, str(error), 2)
 
 
-def test_an_error_that_the_driver_cannot_name_is_told_by_its_number(cuda: Any) -> None:
+def test_an_error_without_a_name_is_shown_by_its_number(cuda: Any) -> None:
     cuda.failures["cuMemAlloc"] = (0, 12345)
     with pytest.raises(DriverError, match="error 12345"):
         primary_context(0).driver.allocate(64)
@@ -54,20 +54,20 @@ def test_a_missing_driver_is_named(new_cuda: New, new_nvrtc: New, monkeypatch: p
         Driver(cuda, new_nvrtc())
 
 
-def test_a_driver_without_a_device_is_told(new_cuda: New, new_nvrtc: New) -> None:
+def test_a_driver_without_a_device_is_an_error(new_cuda: New, new_nvrtc: New) -> None:
     cuda = new_cuda()
     cuda.failures["cuInit"] = (0, 100)
     with pytest.raises(DriverUnavailableError, match="CUDA_ERROR_NO_DEVICE"):
         Driver(cuda, new_nvrtc())
 
 
-def test_a_driver_that_is_too_old_is_told_with_what_is_needed(new_cuda: New, new_nvrtc: New) -> None:
+def test_the_error_for_an_old_driver_names_the_version_needed(new_cuda: New, new_nvrtc: New) -> None:
     with pytest.raises(DriverUnavailableError, match=r"supports CUDA 11\.8; needed: 12\.0 or newer, best 12\.8"):
         Driver(new_cuda(11080), new_nvrtc())
 
 
 @pytest.mark.parametrize(("version", "calls"), [(12040, 3), (12080, 0), (13000, 0)])
-def test_only_a_driver_before_12_8_copies_call_by_call_and_says_so(
+def test_only_a_driver_before_12_8_copies_call_by_call_with_a_notice(
     version: int, calls: int, new_cuda: New, new_nvrtc: New
 ) -> None:
     cuda = new_cuda(version)
@@ -91,7 +91,7 @@ def test_a_refused_batch_of_copies_is_an_error(cuda: Any) -> None:
         primary_context(0).driver.copy(two, two, two, "any", stream)
 
 
-def test_a_kernel_that_does_not_compile_is_told_with_the_compilers_log(new_cuda: New, new_nvrtc: New) -> None:
+def test_the_error_for_a_kernel_that_does_not_compile_has_the_compilers_log(new_cuda: New, new_nvrtc: New) -> None:
     nvrtc = new_nvrtc(b"kvstow.cu(7): error: what is this?\n\0")
     with pytest.raises(DriverError, match=r"kvstow\.cu\(7\): error: what is this\?$"):
         Driver(new_cuda(), nvrtc).compile("what is this?", (9, 0))
@@ -120,7 +120,7 @@ def test_a_context_is_current_and_captures_are_allowed_only_inside(cuda: Any) ->
 
 
 @pytest.mark.parametrize("call", ["cuThreadExchangeStreamCaptureMode", "cuCtxPopCurrent"])
-def test_leaving_a_context_never_hides_what_was_done_in_it(call: str, cuda: Any) -> None:
+def test_leaving_a_context_never_hides_the_result_of_the_body(call: str, cuda: Any) -> None:
     """Whoever registered memory in it would take the error for a refusal, and give the memory back."""
     context = primary_context(0)
     with context.current():

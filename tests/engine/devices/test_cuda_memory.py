@@ -56,7 +56,7 @@ def test_a_shrink_waits_for_the_copy(
     worker.close()
 
 
-def test_without_holds_memory_is_unregistered_under_the_copy(
+def test_without_holds_memory_is_unregistered_during_the_copy(
     cuda: Any,
     start_copy: Callable[[Direction], DataPlane],
     eventually: Eventually,

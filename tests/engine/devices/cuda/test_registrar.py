@@ -84,7 +84,7 @@ def test_a_refusal_carries_the_drivers_name_and_registers_nothing(
     assert (registrar.locked_bytes, len(registrar.starts())) == (0, 0)
 
 
-def test_a_range_that_stays_registered_counts_on(registrar: CudaRegistrar, context: FakeContext) -> None:
+def test_a_range_that_stays_registered_still_counts(registrar: CudaRegistrar, context: FakeContext) -> None:
     registrar.register(4096, 4096)
     context.driver.status = 1
     with pytest.raises(PinError, match="cuMemHostUnregister") as caught:
@@ -94,7 +94,7 @@ def test_a_range_that_stays_registered_counts_on(registrar: CudaRegistrar, conte
 
 
 @pytest.mark.parametrize("call", ["register", "unregister"])
-def test_an_error_beside_the_drivers_call_leaves_books_and_driver_alike(
+def test_an_error_outside_the_drivers_call_keeps_records_and_driver_consistent(
     call: str, registrar: CudaRegistrar, context: FakeContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`register` that raises has registered nothing; `unregister` that raises has unregistered nothing."""
@@ -128,7 +128,7 @@ def test_a_signal_right_after_the_drivers_call_leaves_nothing_registered(
     assert (context.driver.registered, registrar.locked_bytes, registrar.starts().tolist()) == ({}, 0, [])
 
 
-def test_a_thread_that_was_not_prepared_makes_the_context_current_whatever_its_number(
+def test_an_unprepared_thread_makes_the_context_current_even_with_a_reused_number(
     registrar: CudaRegistrar, context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system gives the number of a thread that has ended to the next one."""
@@ -146,7 +146,7 @@ class Unfilterable:
         raise MemoryError
 
 
-def test_a_thread_that_cannot_be_prepared_is_tried_again(context: Any) -> None:
+def test_preparing_a_thread_can_be_retried(context: Any) -> None:
     errors = [DriverError("cuCtxPushCurrent", 1, "CUDA_ERROR_INVALID_VALUE", "as the driver says it")]
 
     def settle() -> None:
@@ -160,7 +160,7 @@ def test_a_thread_that_cannot_be_prepared_is_tried_again(context: Any) -> None:
     registrar.prepare_thread()
 
 
-def test_starts_that_somebody_reads_do_not_change_under_him(registrar: CudaRegistrar) -> None:
+def test_starts_that_were_read_do_not_change(registrar: CudaRegistrar) -> None:
     registrar.register(8192, 4096)
     before = registrar.starts()
     registrar.register(4096, 4096)
