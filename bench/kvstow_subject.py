@@ -65,7 +65,7 @@ class EngineSubject:
         slot: int | None = 0
         while slot is not None and slot < limit:
             page = self.engine.blocks(slot, limit - slot)
-            kept += [block.key for block in page.blocks]
+            kept += [bytes.fromhex(block.key) for block in page.blocks]
             slot = page.next_slot
         self.engine.refresh(kept)
         sweep = self.engine.admin.resize(limit)

@@ -13,61 +13,61 @@ from starlette.middleware import Middleware
 
 from kvstow_api import problems
 from kvstow_api.admission import AdmissionMiddleware
+from kvstow_api.appstate import AppState
 from kvstow_api.auth import AuthMiddleware, Credentials
 from kvstow_api.body import BodyMiddleware
-from kvstow_api.context import ApiContext
 from kvstow_api.head import HeadMiddleware
+from kvstow_api.host import ApiHost
 from kvstow_api.idempotency import IdempotencyMiddleware
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.openapi import Description
 from kvstow_api.page.live import StatusPage
 from kvstow_api.requests import HttpCounters, RequestMiddleware
 from kvstow_api.routes import ROUTERS
-from kvstow_api.services import Services
 from kvstow_api.tokens import TokenFile
 
 logger = logging.getLogger("kvstow.api")
 
 
-def create_app(context: ApiContext) -> FastAPI:
-    """The admin API of one engine. Several applications may live in one process, each with its own context.
+def create_app(host: ApiHost) -> FastAPI:
+    """The admin API of one engine. Several applications may live in one process, each with its own host.
 
     The lifespan must run: it measures the event loop, and ends operations when the server stops. Registers a
-    collector with the context's registry. Raises `ConfigError` if the token file cannot be used.
+    collector with the host's registry. Raises `ConfigError` if the token file cannot be used.
     """
     credentials = Credentials(
-        admins=_tokens("token_file", context.token_file),
-        viewers=_tokens("viewer_token_file", context.viewer_token_file),
-        agent=context.agent_token,
-        certificates=context.client_certificates,
+        admins=_tokens("token_file", host.token_file),
+        viewers=_tokens("viewer_token_file", host.viewer_token_file),
+        agent=host.agent_token,
+        certificates=host.client_certificates,
     )
     http = HttpCounters()
-    services = Services.of(context, http, credentials)
+    state = AppState.of(host, http, credentials)
     app = FastAPI(
         title="KVStow admin API",
         description="Watch and steer the KV cache in host memory while traffic flows.",
-        version=context.version,
+        version=host.version,
         openapi_url=None,  # our own route serves it
         docs_url=None,  # it would load its scripts from a CDN
         redoc_url=None,
         redirect_slashes=False,
         lifespan=_lifespan,
         middleware=[
-            Middleware(RequestMiddleware, counters=http, journal=services.journal),
-            Middleware(AdmissionMiddleware, allowed_hosts=context.allowed_hosts),
+            Middleware(RequestMiddleware, counters=http, journal=state.journal),
+            Middleware(AdmissionMiddleware, allowed_hosts=host.allowed_hosts),
             Middleware(AuthMiddleware, credentials=credentials),
             Middleware(BodyMiddleware),
-            Middleware(IdempotencyMiddleware, clock=context.clock),
+            Middleware(IdempotencyMiddleware, clock=host.clock),
             Middleware(HeadMiddleware),
         ],
     )
-    app.state.services = services
-    app.state.page = StatusPage(services)
+    app.state.kvstow = state
+    app.state.page = StatusPage(state)
     problems.install(app)
     for router in ROUTERS:
         app.router.routes.extend(router.routes)  # as they are: include_router would build all of them anew (13 ms)
     app.openapi = Description(app)  # type: ignore[method-assign]
-    context.registry.register(Collector(services))
+    host.registry.register(Collector(state))
     return app
 
 
@@ -82,13 +82,13 @@ def _tokens(setting: str, path: Path | None) -> TokenFile | None:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    services: Services = app.state.services
-    services.loop.start()
-    services.watch.start()
+    state: AppState = app.state.kvstow
+    state.loop.start()
+    state.sampler.start()
     try:
         yield
     finally:
-        await services.watch.stop()
-        await services.loop.stop()
-        services.log_levels.close()
-        await run_in_threadpool(services.operations.close)
+        await state.sampler.stop()
+        await state.loop.stop()
+        state.log_levels.close()
+        await run_in_threadpool(state.operations.close)

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvstow.stats import RankStatus
-from kvstow_api.context import ApiContext, HealthCheck
+from kvstow.status import RankStatus
+from kvstow_api.host import ApiHost, HealthCheck
 from kvstow_api.looplag import LoopMonitor
 
 logger = logging.getLogger("kvstow.api")
@@ -91,10 +91,10 @@ def _find(check: Check, excluded: bool) -> Finding:
 class Health:
     """The probes `livez`, `readyz` and `startupz` of one server. The start-up grace begins when it is created."""
 
-    def __init__(self, context: ApiContext, loop: LoopMonitor) -> None:
-        self._context, self._engine = context, context.engine
-        self._grace_ends = context.clock() + context.startup_grace
-        require = context.readiness_require
+    def __init__(self, host: ApiHost, loop: LoopMonitor) -> None:
+        self._host, self._engine = host, host.engine
+        self._grace_ends = host.clock() + host.startup_grace
+        require = host.readiness_require
         ready = [
             Check("engine", self._engine_failure),
             Check("ranks", self._ranks_failure),
@@ -105,9 +105,9 @@ class Health:
         ]
         answering = Check("server", lambda: None)
         self.probes: Mapping[str, Probe] = {
-            "livez": Probe("livez", [answering, *_host_checks(context.live_checks)]),
-            "readyz": Probe("readyz", [*ready, *_host_checks(context.ready_checks)]),
-            "startupz": Probe("startupz", [answering, *_host_checks(context.startup_checks)]),
+            "livez": Probe("livez", [answering, *_host_checks(host.live_checks)]),
+            "readyz": Probe("readyz", [*ready, *_host_checks(host.ready_checks)]),
+            "startupz": Probe("startupz", [answering, *_host_checks(host.startup_checks)]),
         }
 
     def _engine_failure(self) -> str | None:
@@ -119,7 +119,7 @@ class Health:
         return None
 
     def _ranks_failure(self) -> str | None:
-        in_grace = self._context.clock() < self._grace_ends
+        in_grace = self._host.clock() < self._grace_ends
         limit = self._engine.config.report_timeout
         failures = (rank_failure(rank, limit, in_grace) for rank in self._engine.readiness().ranks)
         return "; ".join(failure for failure in failures if failure) or None
@@ -134,7 +134,7 @@ class Health:
         return f"{readiness.usable_slots} of {readiness.capacity_slots} slots are pinned on every rank"
 
     def _transfers_failure(self) -> str | None:
-        pending = self._engine.stats().pending
+        pending = self._engine.stats().transfers.pending
         if not pending.stuck:
             return None
         limit = self._engine.config.transfer_timeout

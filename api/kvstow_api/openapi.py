@@ -1,9 +1,10 @@
-"""The OpenAPI description: problems are described once, and every route names the ones it may answer."""
+"""The OpenAPI description. Problems are described once; every route names those that it may answer."""
 
 from __future__ import annotations
 
 import json
 from http import HTTPStatus
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -13,26 +14,29 @@ from pydantic import TypeAdapter
 from kvstow_api.auth import is_reading
 from kvstow_api.idempotency import MAX_KEY_LENGTH
 from kvstow_api.problems import MEDIA_TYPE
-from kvstow_api.views.problem import ProblemView
+from kvstow_api.views import ProblemView
 
 Responses = dict[int | str, dict[str, Any]]
 
-_STRICT = (401, 403, 422, 500, 503)  # 422: also for a query or a body where none is wanted
-_ANY_BODY = (408, 413, 415)  # also of a body where none is wanted
+EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parent / "examples.json").read_text())
+"""An example of each body and answer, by the name of its type."""
+
+_STRICT = (401, 403, 422, 500, 503)  # 422: also for a query or a body that the route does not take
+_ANY_BODY = (408, 413, 415)  # also of a body that the route does not take
 
 
 def reading(*codes: int, guarded: bool = True) -> Responses:
-    """Problems that a GET may answer: `codes`, and those that any may. Not `guarded`: it needs a token nowhere."""
+    """Problems of a GET: `codes`, and those common to all. `guarded`: it may need a token."""
     return _described(*codes, *(_STRICT if guarded else (500,)))
 
 
 def changing(*codes: int, body: bool = True) -> Responses:
-    """Problems that a route that changes something may answer: `codes`, and those that any such may."""
+    """Problems of a route that changes something: `codes`, and those common to all such."""
     return _described(*codes, *_STRICT, *_ANY_BODY, *((400,) if body else ()))
 
 
 ETAG: Responses = {
-    200: {"headers": {"ETag": {"description": "Names the settings as they are now", "schema": {"type": "string"}}}}
+    200: {"headers": {"ETag": {"description": "Names the current settings", "schema": {"type": "string"}}}}
 }
 
 
@@ -41,10 +45,8 @@ def _described(*codes: int) -> Responses:
 
 
 class Description:
-    """The description of `app`, to be assigned to `app.openapi`. Thread-safe. Building it takes 0.1 s in one piece,
-
-    so the server builds it once, on a thread, and keeps the bytes.
-    """
+    """The description of `app`, to be assigned to `app.openapi`. Thread-safe. Building it takes 0.1 s without a pause,
+    so the server builds it once, on a thread, and keeps the bytes."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app, self._make = app, app.openapi
@@ -52,10 +54,10 @@ class Description:
         self._document: bytes | None = None
 
     def __call__(self) -> dict[str, Any]:
-        """Built anew by each call."""
+        """Each call builds it again."""
         with self._lock:
-            schema = _share_problems(self._make())
-            self._app.openapi_schema = None  # FastAPI would give this one out again
+            schema = _complete(self._make())
+            self._app.openapi_schema = None  # FastAPI would return this one again
             return schema
 
     def document(self) -> bytes:
@@ -65,7 +67,8 @@ class Description:
         return self._document
 
 
-def _share_problems(schema: dict[str, Any]) -> dict[str, Any]:
+def _complete(schema: dict[str, Any]) -> dict[str, Any]:
+    """Adds problems, examples and security to what FastAPI knows."""
     components = schema.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
@@ -73,6 +76,9 @@ def _share_problems(schema: dict[str, Any]) -> dict[str, Any]:
     description = TypeAdapter(ProblemView).json_schema(ref_template="#/components/schemas/{model}")
     schemas.update(description.pop("$defs"))
     schemas["ProblemView"] = description
+    for name, described in schemas.items():
+        if name in EXAMPLES:
+            described["examples"] = [EXAMPLES[name]]
     components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     responses = components.setdefault("responses", {})
     for path, item in schema["paths"].items():
@@ -85,7 +91,8 @@ _IDEMPOTENCY_KEY: dict[str, Any] = {
     "name": "Idempotency-Key",
     "in": "header",
     "required": False,
-    "description": "Sent again with the same key, within an hour, the request is answered again and not done twice",
+    "description": "A request that is sent again with the same key, within an hour, gets the first answer again and "
+    "is not carried out twice",
     "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH, "pattern": "^[!-~]+$"},
     "example": "resize-2026-11-02",
 }
@@ -96,7 +103,7 @@ def _describe_operation(method: str, path: str, operation: dict[str, Any], share
         operation.setdefault("security", [{"token": []}, {}])
     if method == "post" and not is_reading("POST", path):
         operation.setdefault("parameters", []).append(_IDEMPOTENCY_KEY)
-        operation["responses"].setdefault("409", {})  # the key is of a request under way
+        operation["responses"].setdefault("409", {})  # another request with this key is under way
     for status, response in operation["responses"].items():
         media = response.get("content", {})
         if int(status) < 400 or "text/plain" in media:

@@ -22,8 +22,7 @@ from typing import Protocol, get_args
 from kvstow.errors import ConflictError, KvstowError, NotFoundError, QueueFullError
 from kvstow.stats import Histogram, HistogramSnapshot
 from kvstow_api.journal import Journal
-from kvstow_api.views.operations import OperationKind, OperationState, OperationView, ProgressView
-from kvstow_api.views.pools import RemovedView
+from kvstow_api.views import OperationKind, OperationState, OperationView, ProgressView, RemovedView
 
 logger = logging.getLogger("kvstow.api")
 

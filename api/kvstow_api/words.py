@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvstow.bytesize import format_size
-from kvstow.control.acceptance import BypassStatus, DrainStatus
-from kvstow.stats import RankStatus
-from kvstow.stats import TransferView as TransferStatus
+from kvstow.status import BypassStatus, DrainStatus, RankStatus, TransferStatus
+from kvstow_api.history import NowView
 from kvstow_api.numberformat import counted, duration, percent, rate
-from kvstow_api.views.gate import BypassView, DrainView
-from kvstow_api.views.history import NowView
-from kvstow_api.views.ranks import RankView
-from kvstow_api.views.transfers import TransferView
 
 NOT_PINNED = "not pinned"
 """What the slots are called that the pool is still to get."""
-
-R = TypeVar("R", RankStatus, RankView)
 
 _REPORTS_ARE_FRESH = 5.0  # seconds; ranks report every second
 _NAMED_RANKS = 3
@@ -31,9 +24,7 @@ class Switch(NamedTuple):
     undo: str
 
 
-def switched(
-    drain: DrainStatus | DrainView, bypass: BypassStatus | BypassView, *, pinning_paused: bool
-) -> Iterator[Switch]:
+def switched(drain: DrainStatus, bypass: BypassStatus, *, pinning_paused: bool) -> Iterator[Switch]:
     """All that is not as it is at the start."""
     if drain.active:
         yield Switch(_drained(drain), "kvstow undrain")
@@ -51,7 +42,7 @@ def bypassed(*, load: bool, store: bool) -> list[str]:
     return [name for name, is_off in (("loads", load), ("stores", store)) if is_off]
 
 
-def pin_progress(rank: RankStatus | RankView) -> str:
+def pin_progress(rank: RankStatus) -> str:
     """How much of its memory a rank has pinned; how fast, and how long it will take, while it does."""
     size = format_size(rank.target_bytes)
     left = rank.target_bytes - rank.pinned_bytes
@@ -61,7 +52,7 @@ def pin_progress(rank: RankStatus | RankView) -> str:
     return f"{words}, {rate(speed)}, {duration(left / speed)} left" if speed and rank.state == "pinning" else words
 
 
-def rank_trouble(rank: RankStatus | RankView) -> str:
+def rank_trouble(rank: RankStatus) -> str:
     """What is wrong with a rank as far as it has said, and whether it still speaks; empty where all is well."""
     error = ": ".join(part for part in (rank.error_reason, rank.error) if part)
     age = rank.last_report_age_seconds
@@ -69,7 +60,7 @@ def rank_trouble(rank: RankStatus | RankView) -> str:
     return "; ".join(part for part in (error, silence) if part)
 
 
-def most_telling(ranks: Iterable[R], most: int) -> list[R]:
+def most_telling(ranks: Iterable[RankStatus], most: int) -> list[RankStatus]:
     """At most so many ranks: those in trouble, then those that have pinned least. In the order of their numbers."""
     first = sorted(ranks, key=lambda rank: (not rank_trouble(rank), rank.pinned_bytes))
     return sorted(first[:most], key=lambda rank: rank.rank)
@@ -90,12 +81,12 @@ def _per_second(blocks: float | None) -> str:
     return f"{blocks or 0.0:.1f} blocks/s"
 
 
-def transfer_wait(one: TransferStatus | TransferView) -> str:
+def transfer_wait(one: TransferStatus) -> str:
     """How much a transfer moves, how long that has taken, and whom it waits for."""
     return f"{counted(one.blocks, 'block')}, {duration(one.age_seconds)}, waits for {waits_for(one)}"
 
 
-def waits_for(one: TransferStatus | TransferView) -> str:
+def waits_for(one: TransferStatus) -> str:
     """Ranks that work on the transfer; the host where none does."""
     busy = [rank for rank in one.pending_ranks if rank not in one.idle_ranks]
     if one.idle_ranks and not busy:
@@ -103,7 +94,7 @@ def waits_for(one: TransferStatus | TransferView) -> str:
     return f"{len(busy)} ranks" if len(busy) > _NAMED_RANKS else f"rank {', '.join(map(str, busy))}"
 
 
-def _drained(drain: DrainStatus | DrainView) -> str:
+def _drained(drain: DrainStatus) -> str:
     if drain.drained:
         return "drained: nothing is in flight"
     words = f"draining: {counted(drain.pending_transfers, 'transfer')} and {counted(drain.leases, 'lease')} are left"

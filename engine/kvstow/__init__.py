@@ -4,7 +4,8 @@ Import rules (checked by `tests/test_layering.py`):
 
     kvstow_service -> kvstow_api -> kvstow
     kvstow: errors, bytesize, keys, layout, config,
-            messages, messageorder, callbacks, stats    import only each other
+            messages, messageorder, callbacks,
+            stats, status                               import only each other
             control, memory                             import the above; never torch
             devices, opqueues, copythread, dataplane    import memory and the above; never control
             testing                                     may import all of kvstow

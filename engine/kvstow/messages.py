@@ -58,27 +58,23 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport:
-    """The state of one rank, sent every second and on change. All rates are per second, times in seconds.
+class RankFigures:
+    """What a rank measures of itself. Times are in seconds.
 
-    `sender` names the rank's process, and `number` grows with each of its reports, whichever path they take: a report
-    is newer than all with smaller numbers.
-    `boot_id` changes when the rank's process or pool starts anew: its memory is empty then.
+    `boot_id` changes when the rank's process or pool starts again: its memory is empty then.
     `pinned_slots` counts from slot 0: the slots below it are usable.
     `pin_rate_bytes_per_second`: bytes pinned by the current or last growth of the pool, divided by the time that it
-    took; None if it has pinned nothing.
+    took; null if it has pinned nothing.
     `pin_mode` says what pinning is on this device ("mlock", "populate", "cuda", ...), `locked_bytes` how much
     of the pinned bytes is locked in memory; `notice` is a sentence for people where that falls short.
     `pending_ops`: ops that the rank has not finished; `uncollected_completions` wait for the host to take them.
+    `stale_desired_states` counts those that it ignored because a newer one had arrived first.
     `pin_failures` counts them by reason since the pool was made; `numa_bytes` has the pool's memory by the number of
     its NUMA node, and nothing where the kernel does not tell.
-    `engine_id` and `applied`: engine and number of the desired state that the rank had last applied when it counted
-    its slots; "" and 0 if it had applied none. `stale_desired_states` counts those that it ignored because a newer
-    one had arrived first.
     """
 
     rank: int
-    boot_id: str
+    boot_id: str | None
     state: RankState
     slot_bytes: int
     pinned_slots: int
@@ -100,15 +96,28 @@ class RankReport:
     queued_stores: int = 0
     queued_loads: int = 0
     uncollected_completions: int = 0
+    stale_desired_states: int = 0
     store_bytes_total: int = 0
     load_bytes_total: int = 0
     store_busy_seconds: float = 0.0
     load_busy_seconds: float = 0.0
     pin_failures: Mapping[str, int] = field(default_factory=dict)
     numa_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport(RankFigures):
+    """The figures of one rank, sent every second and on change.
+
+    `sender` names the rank's process, and `number` grows with each of its reports, whichever path they take: a report
+    is newer than all with smaller numbers.
+    `engine_id` and `applied`: engine and number of the desired state that the rank had last applied when it counted
+    its slots; "" and 0 if it had applied none.
+    """
+
+    boot_id: str
     engine_id: str = ""
     applied: int = 0
-    stale_desired_states: int = 0
     sender: str = field(kw_only=True)
     number: int = field(kw_only=True)
 

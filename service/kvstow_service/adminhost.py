@@ -15,7 +15,7 @@ import kvstow
 from kvstow.control.engine import OffloadEngine
 from kvstow.memory.limits import HugePageLimits, MemoryLimits, limits_of
 from kvstow_api.app import create_app
-from kvstow_api.context import ApiContext
+from kvstow_api.host import ApiHost
 from kvstow_api.measurements import HostMemory
 from kvstow_api.tokens import is_loopback
 from kvstow_service.adminoptions import AdminOptions
@@ -29,7 +29,7 @@ _CHOSEN = re.compile(r"\[(\w+)\]")
 
 
 def make_server(
-    context: ApiContext,
+    context: ApiHost,
     sockets: AdminSockets,
     tls: ServerTls | None,
     on_failure: Callable[[str], None],
@@ -56,13 +56,13 @@ def make_context(
     tls: ServerTls | None = None,
     settings: Mapping[str, Any] | None = None,
     build: Mapping[str, str] | None = None,
-) -> ApiContext:
+) -> ApiHost:
     """What the API serves on `sockets`. Every reader sees `settings`: no secrets, no paths.
 
     Host names are restricted on loopback only: elsewhere any name may lead to the server.
     """
     settings = settings or {}
-    return ApiContext(
+    return ApiHost(
         engine=engine,
         max_capacity_slots=max_capacity_slots,
         version=kvstow.__version__,

@@ -74,8 +74,8 @@ class Ticker:
         if not self._checks_integrity:
             return False
         stats = self._engine.stats()
-        idle = not (stats.pending.loads or stats.pending.stores or stats.leases)
-        return idle and stats.usable_slots <= _MAX_CHECKED_SLOTS
+        idle = not (stats.transfers.pending.loads or stats.transfers.pending.stores or stats.pool.leases)
+        return idle and stats.pool.usable_slots <= _MAX_CHECKED_SLOTS
 
 
 class _Repeating:

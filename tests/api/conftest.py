@@ -21,7 +21,7 @@ from kvstow.control.leases import Lease
 from kvstow.messages import Completion, Mark, Op, RankReport
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.app import create_app
-from kvstow_api.context import ApiContext
+from kvstow_api.host import ApiHost
 from kvstow_api.loglevels import LogLevels
 from kvstow_service.server import AdminServer
 from kvstow_service.sockets import AdminSockets, TcpAddress
@@ -133,7 +133,7 @@ async def launch(engine: OffloadEngine, clock: FakeClock) -> AsyncIterator[Launc
 
         async def start(prepare: Callable[[FastAPI], object] | None = None, **changes: Any) -> httpx.AsyncClient:
             given = {"engine": engine, "max_capacity_slots": 2 * CAPACITY, "version": "1.2.3", "mode": "test"}
-            app = create_app(ApiContext(**{**given, "agent_token": AGENT_TOKEN, "clock": clock, **changes}))
+            app = create_app(ApiHost(**{**given, "agent_token": AGENT_TOKEN, "clock": clock, **changes}))
             if prepare:
                 prepare(app)
             await stack.enter_async_context(app.router.lifespan_context(app))
@@ -150,7 +150,7 @@ def running(engine: OffloadEngine, *, uds: Path | None = None, **changes: Any) -
     with ExitStack() as stack:
         listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), uds)
         stack.callback(listeners.close)
-        app = create_app(ApiContext(**{**given, "agent_token": AGENT_TOKEN, **changes}))
+        app = create_app(ApiHost(**{**given, "agent_token": AGENT_TOKEN, **changes}))
         server = AdminServer(app, listeners.sockets, lambda reason: pytest.fail(reason))
         server.start()
         stack.callback(server.stop)

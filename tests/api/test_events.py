@@ -17,8 +17,8 @@ from kvstow_api import eventstream
 from kvstow_api.client.eventstream import EventParser
 from kvstow_api.eventstream import EventStreams
 from kvstow_api.journal import Journal
-from kvstow_api.views.events import EventView
-from kvstow_api.watch import Watch
+from kvstow_api.sampler import Sampler
+from kvstow_api.views import EventView
 
 pytestmark = pytest.mark.anyio
 
@@ -201,13 +201,13 @@ async def test_a_bad_choice_is_refused(client: httpx.AsyncClient, query: str) ->
 
 
 def test_the_watch_notes_each_change_once(engine: OffloadEngine, ranks: Any, journal: Journal) -> None:
-    watch = Watch(engine, journal)
+    sampler = Sampler(engine, journal)
     for _ in range(2):
-        watch.tick()
+        sampler.tick()
     engine.admin.drain("all", None)
     engine.report(ranks.make_report(1, state="degraded", error="no more memory"))
     for _ in range(2):
-        watch.tick()
+        sampler.tick()
     told = [(entry.type, entry.data["state"]) for entry in journal.after(0)[0]]
     assert told == [
         ("state", "ready"),
@@ -220,38 +220,38 @@ def test_the_watch_notes_each_change_once(engine: OffloadEngine, ranks: Any, jou
 
 
 def test_the_watch_samples_the_counters(engine: OffloadEngine, ranks: Any, keys: list[bytes]) -> None:
-    watch = Watch(engine, Journal())
-    watch.tick()
+    sampler = Sampler(engine, Journal())
+    sampler.tick()
     ranks.store(keys[:3])
     for _ in range(5):
-        watch.tick()
-    first, last = watch.history.items
+        sampler.tick()
+    first, last = sampler.history.items
     assert (first.stored_blocks, last.stored_blocks, last.used_slots, last.usable_slots) == (0, 3, 3, 16)
     assert last.store_bytes == 3 * 4096
     for _ in range(5 * 1000):
-        watch.tick()
-    assert len(watch.history.items) == 720
+        sampler.tick()
+    assert len(sampler.history.items) == 720
 
 
 def test_evicted_is_for_room_and_dropped_is_without_failures(
     engine: OffloadEngine, ranks: Any, keys: list[bytes]
 ) -> None:
-    watch = Watch(engine, Journal())
+    sampler = Sampler(engine, Journal())
     ranks.store(keys)  # the pool is full
     engine.admin.evict(slots=3).run()
     ranks.finish(ranks.begin_store([b"failed"]), "failed")
     ranks.store([b"more", b"most", b"much", b"many", b"last"])  # three find room
     engine.admin.drain("stop_stores", None)
     engine.begin_store([b"dropped", b"dropped too"], range(2))
-    watch.tick()
-    (sample,) = watch.history.items
-    assert engine.stats().evicted_blocks["operator"] == 3
-    assert engine.stats().store_blocks["failed"] == 1
+    sampler.tick()
+    (sample,) = sampler.history.items
+    assert engine.stats().evictions["operator"] == 3
+    assert engine.stats().stores["failed"] == 1
     assert (sample.evicted_blocks, sample.dropped_blocks) == (2, 2)
 
 
 async def test_a_watch_that_fails_goes_on(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    watch = Watch(engine, Journal())
+    sampler = Sampler(engine, Journal())
     failures: Iterator[int] = iter(range(3))
     seen = asyncio.Event()
 
@@ -261,12 +261,12 @@ async def test_a_watch_that_fails_goes_on(engine: OffloadEngine, monkeypatch: py
         else:
             raise RuntimeError("broken")
 
-    monkeypatch.setattr(watch, "tick", tick)
-    monkeypatch.setattr("kvstow_api.watch._INTERVAL", 0.0)
-    watch.start()
+    monkeypatch.setattr(sampler, "tick", tick)
+    monkeypatch.setattr("kvstow_api.sampler._INTERVAL", 0.0)
+    sampler.start()
     await asyncio.wait_for(seen.wait(), 20)
-    await watch.stop()
-    assert caplog.text.count("the watch over the engine failed") == 1
+    await sampler.stop()
+    assert caplog.text.count("sampling the engine failed") == 1
 
 
 async def test_operations_and_changes_enter_the_journal(client: httpx.AsyncClient, launch: Any, ranks: Any) -> None:
@@ -280,9 +280,9 @@ async def test_operations_and_changes_enter_the_journal(client: httpx.AsyncClien
     await other.patch("/v1/pools/host", json={"policy": "arc", "dry_run": True})
     over = (await other.get("/v1/operations")).json()["items"][0]["id"]
     await other.post(f"/v1/operations/{over}/cancel")
-    await other.patch("/v1/config?dry_run=true", json={"runtime": {"policy": "arc"}})
+    await other.patch("/v1/pools/host", json={"policy": "arc", "dry_run": True})
     await other.post("/v1/ranks/0/report", json=ranks.make_report(0).to_json(), headers=AGENT)
-    entries, lost = apps[0].state.services.journal.after(0)
+    entries, lost = apps[0].state.kvstow.journal.after(0)
     told = [
         (entry.type, entry.data.get("path") or entry.data["state"], entry.data.get("dry_run"))
         for entry in entries

@@ -325,11 +325,11 @@ SCRAPE = """
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.app import create_app
-from kvstow_api.context import ApiContext
+from kvstow_api.host import ApiHost
 from prometheus_client import REGISTRY, generate_latest
 
 engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
-context = ApiContext(engine=engine, max_capacity_slots=4, version="1", mode="test")
+context = ApiHost(engine=engine, max_capacity_slots=4, version="1", mode="test")
 create_app(context)
 print(generate_latest(context.registry).decode())
 assert b"kvstow" not in generate_latest(REGISTRY), "the host's own"

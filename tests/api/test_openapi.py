@@ -1,19 +1,21 @@
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 import threading
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import httpx
 import pytest
 from pydantic import TypeAdapter
 
-from kvstow_api import views
-from kvstow_api.views.base import View
-from kvstow_api.views.events import EVENT_TYPES
+import kvstow.status
+from kvstow import messages, stats
+from kvstow_api import bodies, history, views
+from kvstow_api.client.decoding import decode
+from kvstow_api.openapi import EXAMPLES
+from kvstow_api.views import EVENT_TYPES
 
 pytestmark = pytest.mark.anyio
 
@@ -72,7 +74,7 @@ async def test_all_but_probes_and_metrics_name_the_token(schema: dict[str, Any])
 async def test_operation_ids_are_unique_and_all_have_words(schema: dict[str, Any]) -> None:
     ids = [operation["operationId"] for _, _, operation in operations(schema)]
     assert len(set(ids)) == len(ids)
-    assert {"evict", "get_block", "change_config"} <= set(ids)
+    assert {"evict", "get_block", "change_pool"} <= set(ids)
     assert all(operation.get("description") for _, _, operation in operations(schema))
 
 
@@ -105,7 +107,7 @@ async def test_the_document_is_made_once_and_not_on_the_event_loop(
         made_on.append(threading.current_thread())
         return schema
 
-    monkeypatch.setattr("kvstow_api.openapi._share_problems", noted)
+    monkeypatch.setattr("kvstow_api.openapi._complete", noted)
     client: httpx.AsyncClient = await launch()
     first, second = [await client.get("/openapi.json") for _ in range(2)]
     assert first.content == second.content
@@ -125,20 +127,28 @@ async def test_only_posts_that_change_something_take_an_idempotency_key(schema: 
         assert taken == (method == "post" and path != "/v1/lookup"), (method, path)
 
 
-EXAMPLES = [
-    (view, example)
-    for module in pkgutil.iter_modules(views.__path__, f"{views.__name__}.")
-    for _, view in inspect.getmembers(importlib.import_module(module.name), inspect.isclass)
-    if issubclass(view, View) and view.__module__ == module.name
-    for example in getattr(view, "__pydantic_config__", {}).get("json_schema_extra", {}).get("examples", [])
-]
+TYPES = {
+    name: kind
+    for module in (bodies, history, messages, stats, kvstow.status, views)
+    for name, kind in inspect.getmembers(module, inspect.isclass)
+    if kind.__module__ == module.__name__
+}
 
 
-@pytest.mark.parametrize(("view", "example"), EXAMPLES)
-def test_an_example_is_an_answer_that_could_be(view: type[View], example: dict[str, Any]) -> None:
-    adapter: TypeAdapter[Any] = TypeAdapter(view)
-    assert adapter.dump_python(adapter.validate_python(example), mode="json") == example
-    assert view.of(example) == adapter.validate_python(example)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_valid(name: str) -> None:
+    kind, example = TYPES[name], EXAMPLES[name]
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    made = adapter.validate_python(example)
+    if is_dataclass(kind):
+        assert adapter.dump_python(made, mode="json") | example == adapter.dump_python(made, mode="json")
+        assert decode(kind, example) == made
+
+
+async def test_every_example_is_in_the_description(schema: dict[str, Any]) -> None:
+    shown = {name: part["examples"] for name, part in schema["components"]["schemas"].items() if "examples" in part}
+    report = schema["paths"]["/v1/ranks/{rank}/report"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert shown | {"RankReport": report["examples"]} == {name: [example] for name, example in EXAMPLES.items()}
 
 
 async def test_every_answer_has_an_example(schema: dict[str, Any]) -> None:
@@ -181,6 +191,5 @@ async def test_every_parameter_is_described(schema: dict[str, Any]) -> None:
 
 
 async def test_settings_come_with_their_etag(schema: dict[str, Any]) -> None:
-    for path in ("/v1/config", "/v1/pools/{pool}"):
-        for method in ("get", "patch"):
-            assert "ETag" in schema["paths"][path][method]["responses"]["200"]["headers"]
+    for path, method in (("/v1/config", "get"), ("/v1/pools/{pool}", "get"), ("/v1/pools/{pool}", "patch")):
+        assert "ETag" in schema["paths"][path][method]["responses"]["200"]["headers"]

@@ -13,8 +13,7 @@ from kvstow.errors import ConflictError, NotFoundError, QueueFullError
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
 from kvstow_api.operations import MAX_RUNNING, Operation, Operations
-from kvstow_api.views.operations import OperationView, ProgressView
-from kvstow_api.views.pools import RemovedView
+from kvstow_api.views import OperationView, ProgressView, RemovedView
 
 pytestmark = pytest.mark.anyio
 
@@ -241,7 +240,7 @@ async def test_a_sweep_whose_thread_cannot_start_is_cancelled(
         with pytest.raises(RuntimeError, match="new thread"):
             operations.start("resize", lambda: engine.admin.resize(1))
     assert operations.all() == []
-    assert engine.stats().usable_slots == 4
+    assert engine.stats().pool.usable_slots == 4
     engine.release(lease)
     view = await ended(operations.start("resize", lambda: engine.admin.resize(2)))
     assert view.state == "succeeded"

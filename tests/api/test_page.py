@@ -13,12 +13,12 @@ import httpx
 import pytest
 
 from kvstow.testing.fakes import FakeClock
+from kvstow_api.appstate import AppState
+from kvstow_api.history import Line
 from kvstow_api.page.chart import polylines
 from kvstow_api.page.facts import Facts, look
 from kvstow_api.page.live import INTERVAL, StatusPage
 from kvstow_api.page.render import SECTIONS
-from kvstow_api.series import Line
-from kvstow_api.services import Services
 
 pytestmark = pytest.mark.anyio
 
@@ -154,13 +154,13 @@ async def test_figures_of_now_are_those_of_the_api(
 ) -> None:
     apps: list[Any] = []
     client: httpx.AsyncClient = await launch(apps.append)
-    page, use = apps[0].state.page, apps[0].state.services
+    page, use = apps[0].state.page, apps[0].state.kvstow
     ranks.store(keys[:2])
-    use.watch.tick()
+    use.sampler.tick()
     ranks.engine.release(ranks.engine.acquire(keys[:4]))
     ranks.engine.admin.drain("stop_stores", None)
     ranks.engine.begin_store(keys[4:8], range(4))
-    use.watch.tick()
+    use.sampler.tick()
     now = (await client.get("/v1/history")).json()["now"]
     assert now["hit_ratio"] == 0.5
     assert now["dropped_blocks_per_second"] > 0 == now["evicted_blocks_per_second"]
@@ -172,7 +172,7 @@ async def test_figures_of_now_are_those_of_the_api(
 async def test_the_last_events_are_told_in_words(launch: Any, ranks: Any) -> None:
     apps: list[Any] = []
     client = await launch(apps.append)
-    apps[0].state.services.watch.tick()
+    apps[0].state.kvstow.sampler.tick()
     await client.put("/v1/bypass", json={"load": False})
     await client.post("/v1/pools/host/evict", json={"slots": 1}, params={"wait": 20})
     text = " ".join(" ".join(Document((await client.get("/")).text).texts).split())
@@ -251,7 +251,7 @@ async def test_all_viewers_share_one_look_a_second(
 ) -> None:
     looks: list[Facts] = []
 
-    def counted(use: Services) -> Facts:
+    def counted(use: AppState) -> Facts:
         looks.append(look(use))
         return looks[-1]
 

@@ -130,8 +130,7 @@ async def test_a_wrong_field_is_named_with_its_value(client: httpx.AsyncClient) 
 @pytest.mark.parametrize(
     ("method", "path", "body", "field", "allowed"),
     [
-        ("PATCH", "/v1/config", {"runtime": {"size": 1}}, "runtime.size", "capacity_slots, policy, pinning_paused"),
-        ("PATCH", "/v1/config", {"policy": "arc"}, "policy", "runtime, startup"),
+        ("PATCH", "/v1/pools/host", {"size": 1}, "size", "capacity_slots, capacity_bytes, policy, pinning_paused"),
         ("GET", "/v1/operations?page=1", None, "page", "page_size, page_token, kind, state"),
         ("POST", "/v1/pools/host/protect", {"keys": ["0000", "zz"]}, "keys.1", "hex"),
         ("GET", "/v1/pools/host/blocks/zz", None, "key", "hex"),

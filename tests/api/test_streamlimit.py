@@ -184,6 +184,6 @@ def test_a_client_cannot_say_that_it_is_another(serve: Any, ranks: Any) -> None:
 async def test_a_refusal_can_be_tried_again(streams: Streams, launch: Any) -> None:
     apps: list[FastAPI] = []
     client: httpx.AsyncClient = await launch(apps.append)
-    apps[0].state.services.streams.limit._public_most = 0
+    apps[0].state.kvstow.streams.limit._public_most = 0
     answer = await client.get("/v1/events")
     assert (answer.status_code, answer.headers["retry-after"], answer.json()["code"]) == (503, "1", "queue_full")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.api.test_doctor import GIB, RANK
 
-from kvstow.control.acceptance import BypassStatus, DrainStatus
+from kvstow.status import BypassStatus, DrainStatus
 from kvstow_api.words import Switch, most_telling, pin_progress, rank_trouble, switched
 
 OPEN = BypassStatus(load=False, store=False, ttl_seconds_left=None)

@@ -97,9 +97,14 @@ def test_cancelled_requests_harm_nobody_and_leave_nothing(host: Host) -> None:
         host.settle(_IN_FLIGHT)
     host.settle(0)
     stats = host.engine.stats()
-    assert (stats.leases, stats.slots.leased, stats.slots.filling, stats.pending.loads) == (0, 0, 0, 0)
+    assert (stats.pool.leases, stats.pool.slots.leased, stats.pool.slots.filling, stats.transfers.pending.loads) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert len(host.free) == host.rank.num_blocks - _KEYS
     assert host.verified > _OPS / 5
     assert host.cancelled > _OPS / 20
-    assert stats.evicted_blocks["capacity"] > _OPS / 20
+    assert stats.evictions["capacity"] > _OPS / 20
     host.engine.check_integrity()

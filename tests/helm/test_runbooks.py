@@ -17,12 +17,13 @@ import kvstow.errors
 from kvstow.config import POLICIES, EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import RankState
+from kvstow.stats import FaultStats, LookupStats
+from kvstow_api.appstate import AppState
 from kvstow_api.auth import Credentials
 from kvstow_api.doctor import CHECKS
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.requests import HttpCounters
-from kvstow_api.services import Services
-from kvstow_api.views.stats import FaultStats, LookupStats, StatsView
+from kvstow_api.views import StatsView
 from kvstow_service import environment
 from kvstow_service.adminhost import make_context
 from kvstow_service.adminoptions import AdminOptions
@@ -57,17 +58,17 @@ def code_words(text: str) -> Iterator[str]:
 
 
 @cache
-def services() -> Services:
+def app_state() -> AppState:
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
     context = make_context(
         engine, Ticker(engine), AdminSockets(), AdminOptions(), mode="test", max_capacity_slots=4, agent_token="token"
     )
-    return Services.of(context, HttpCounters(), Credentials())
+    return AppState.of(context, HttpCounters(), Credentials())
 
 
 def scraped() -> Iterator[str]:
     """Names of metrics, and values of their labels: states, checks, reasons, outcomes, errors."""
-    for family in Collector(services()).collect():
+    for family in Collector(app_state()).collect():
         for sample in family.samples:
             yield sample.name
             yield from sample.labels.values()
@@ -98,7 +99,7 @@ def known() -> frozenset[str]:
     found |= {one.code for one in vars(kvstow.errors).values() if isinstance(one, type) and hasattr(one, "code")}
     found |= {value for value in vars(environment).values() if isinstance(value, str)}
     found |= {rule["labels"]["severity"] for rule in ALERTS}
-    found |= {f"/{probe}" for probe in services().health.probes}
+    found |= {f"/{probe}" for probe in app_state().health.probes}
     return frozenset(found | set(re.findall(r'getLogger\("([\w.]+)"\)', sources())))
 
 
@@ -127,5 +128,5 @@ def test_every_check_of_readiness_has_an_alert() -> None:
     }
     expressions = {rule["alert"]: rule["expr"] for rule in ALERTS}
     (others,) = re.findall(r'check=~"([^"]+)"', expressions["KvstowNotReady"])
-    assert {*own, *others.split("|")} == set(services().health.probes["readyz"].checks)
+    assert {*own, *others.split("|")} == set(app_state().health.probes["readyz"].checks)
     assert set(own.values()) <= expressions.keys()

@@ -236,7 +236,7 @@ def test_a_rank_that_is_there_first_reports_once_the_server_is(
     agent = report()
     admin = make()
     admin.start()
-    eventually(lambda: engine.stats().usable_slots == CAPACITY, "the rank's slots")
+    eventually(lambda: engine.stats().pool.usable_slots == CAPACITY, "the rank's slots")
     assert agent.stats.failed == 0
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -301,7 +301,7 @@ def test_without_a_free_port_it_serves_on_the_unix_socket_alone(
     eventually(lambda: agent.stats.sent, "a report")
     words = f"the admin server has no TCP socket: ports {port} to {port + 15} of 127.0.0.1 are taken"
     assert words in caplog.messages
-    assert engine.stats().errors["admin_server"] == 1
+    assert engine.stats().faults.errors["admin_server"] == 1
 
 
 def test_an_address_of_another_machine_leaves_the_unix_socket(launch: Any, tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_with_no_socket_at_all_the_host_goes_on(
     eventually(lambda: admin.failure, "the failure")
     assert "no socket can be opened" in admin.failure
     assert admin.addresses == ()
-    assert engine.stats().errors["admin_server"] == 3
+    assert engine.stats().faults.errors["admin_server"] == 3
     engine.lookup([b"key"])
 
 
@@ -369,7 +369,7 @@ def test_a_server_that_cannot_be_built_does_not_reach_the_host(
     eventually(lambda: admin.failure, "the failure")
     assert str(error) in admin.failure
     assert f"{admin.failure}; the engine continues without it" in caplog.messages
-    assert engine.stats().errors["admin_server"] == 1
+    assert engine.stats().faults.errors["admin_server"] == 1
     eventually(lambda: Rendezvous("engine", environ)() is None, "the end of the Unix socket")
 
 
@@ -385,7 +385,7 @@ def test_a_server_that_does_not_come_up_is_told_of_once(
     admin.start()
     eventually(lambda: admin.failure, "the failure")
     admin.stop()
-    assert engine.stats().errors["admin_server"] == 1
+    assert engine.stats().faults.errors["admin_server"] == 1
     assert sum("the engine continues without it" in message for message in caplog.messages) == 1
 
 
@@ -414,7 +414,7 @@ def test_a_server_that_dies_is_seen_and_lets_go_of_its_sockets(
     eventually(lambda: admin.failure, "the failure")
     assert admin.failure == "the admin server ended: RuntimeError('the loop broke')"
     assert admin.addresses == ()
-    assert engine.stats().errors["admin_server"] == 1
+    assert engine.stats().faults.errors["admin_server"] == 1
     eventually(lambda: agent.stats.failing, "a report that fails")
     eventually(lambda: Rendezvous("engine", environ)() is None, "the end of the Unix socket")
     AdminSockets(TcpAddress.resolve("127.0.0.1", port)).close()
@@ -521,8 +521,8 @@ def test_two_engines_of_one_process_have_servers_of_their_own(
     first = launch(AdminOptions(port=port), identity="e_dp0")
     second = launch(AdminOptions(port=port + 1), identity="e_dp1", engine=other)
     report("e_dp1")
-    eventually(lambda: other.stats().usable_slots, "the slots of the second engine")
-    assert engine.stats().usable_slots == 0
+    eventually(lambda: other.stats().pool.usable_slots, "the slots of the second engine")
+    assert engine.stats().pool.usable_slots == 0
     ids = [httpx.get(admin.addresses[0] + "/v1/info").json()["engine_id"] for admin in (first, second)]
     assert ids == [engine.engine_id, other.engine_id]
     assert second.addresses[0].endswith(f":{port + 1}")
@@ -571,7 +571,7 @@ def test_ranks_on_other_nodes_are_told_an_address_that_they_reach(
     stack.callback(agent.stop)
     agent.offer(address)
     agent.start()
-    eventually(lambda: engine.stats().usable_slots == CAPACITY, "the report over TCP")
+    eventually(lambda: engine.stats().pool.usable_slots == CAPACITY, "the report over TCP")
 
 
 def test_ranks_on_other_nodes_trust_the_servers_certificate(
@@ -596,7 +596,7 @@ def test_ranks_on_other_nodes_trust_the_servers_certificate(
     agent = RankAgent(0, PinnedRank(), address)
     stack.callback(agent.stop)
     agent.start()
-    eventually(lambda: engine.stats().usable_slots == CAPACITY, "the report over TLS")
+    eventually(lambda: engine.stats().pool.usable_slots == CAPACITY, "the report over TLS")
 
 
 def test_ranks_on_other_nodes_learn_of_a_renewed_certificate(

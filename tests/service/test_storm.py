@@ -16,7 +16,7 @@ import pytest
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.app import create_app
-from kvstow_api.context import ApiContext
+from kvstow_api.host import ApiHost
 from kvstow_service.agent import AdminAddress, RankAgent
 from kvstow_service.ranks import LocalRank, build_ranks
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
@@ -44,7 +44,7 @@ class Storm:
         pool = PoolConfig(SLOT_BYTES, SLOTS * SLOT_BYTES, 2 * SLOTS * SLOT_BYTES, chunk_bytes=1 << 18, pause=0.0)
         self.engine = OffloadEngine(EngineConfig(SLOT_BYTES, SLOTS, num_ranks=RANKS))
         self.ranks: list[LocalRank] = build_ranks(RANKS, pool, self.kv_blocks)
-        context = ApiContext(self.engine, 2 * SLOTS, "test", "standalone", agent_token="agent")
+        context = ApiHost(self.engine, 2 * SLOTS, "test", "standalone", agent_token="agent")
         listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
         server = AdminServer(create_app(context), listeners.sockets, pytest.fail)
         ticker = Ticker(self.engine, interval=0.05)
@@ -127,7 +127,7 @@ def test_a_storm_of_changes_under_a_replay_harms_no_byte() -> None:
         assert sum(result.loaded_blocks for result in results) > 0
         assert sum(result.mismatches for result in results) == 0
         stats = storm.engine.stats()
-        assert stats.evicted_blocks["operator"] > 0
-        assert stats.evicted_blocks["resize"] > 0
-        assert (stats.leases, stats.pending.loads, stats.pending.stores) == (0, 0, 0)
+        assert stats.evictions["operator"] > 0
+        assert stats.evictions["resize"] > 0
+        assert (stats.pool.leases, stats.transfers.pending.loads, stats.transfers.pending.stores) == (0, 0, 0)
         storm.engine.check_integrity()

@@ -184,7 +184,7 @@ def test_a_report_that_comes_with_a_step_counts_and_a_wrong_one_is_counted() -> 
     host.hear(0, RankNews(report=rank.report()))
     assert engine_of(host).boot_ids() == (rank.boot_id,)
     host.hear(0, RankNews(report=NoDataPlane(7, 100).report()))
-    assert engine_of(host).stats().errors["rank_report"] == 1
+    assert engine_of(host).stats().faults.errors["rank_report"] == 1
     assert engine_of(host).boot_ids() == (rank.boot_id,)
 
 
@@ -215,7 +215,7 @@ def test_what_goes_wrong_with_news_of_a_step_closes_the_gate(method: str, monkey
     for _ in range(2):
         host.hear(0, RankNews(((rank.boot_id, (Completion(1, "done"),)),), report=report))
     assert engine_of(host).store_room() == 0
-    assert engine_of(host).stats().errors["host"] == 2
+    assert engine_of(host).stats().faults.errors["host"] == 2
     readiness = engine_of(host).readiness()
     assert (readiness.state, readiness.reason) == (
         "degraded",
@@ -258,7 +258,7 @@ def test_ranks_of_unlike_slots_all_reach_the_capacity(admins: list[FakeAdmin]) -
             assert isinstance(worker.side.plane, DataPlane)
             wait_until_pinned(worker.side.plane.pool)
             engine_of(host).report(worker.side.report())
-        assert (engine_of(host).readiness().state, engine_of(host).stats().usable_slots) == ("ready", 2)
+        assert (engine_of(host).readiness().state, engine_of(host).stats().pool.usable_slots) == ("ready", 2)
     finally:
         for worker in workers:
             worker.close()
@@ -283,7 +283,7 @@ def test_a_rank_whose_agent_finds_no_server_is_resized_with_the_steps(
         worker.follow(host.take_desired())
 
     step()
-    assert engine_of(host).stats().usable_slots == 5
+    assert engine_of(host).stats().pool.usable_slots == 5
     nothing = host.take_desired()
     engine_of(host).admin.resize(3).run()
     step()

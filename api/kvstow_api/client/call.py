@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from kvstow_api.views.base import View
-from kvstow_api.views.operations import OperationView
+from kvstow_api.client.decoding import decode
+from kvstow_api.views import OperationView
 
 T = TypeVar("T")
-V = TypeVar("V", bound=View)
+V = TypeVar("V")
 
 
 class Reply(NamedTuple):
@@ -46,10 +46,11 @@ def work(
 ) -> Call[V | OperationView]:
     """Changes something, and goes on as an operation (202) when that takes longer than `wait`."""
 
-    def decode(reply: Reply) -> V | OperationView:
-        return (OperationView if reply.status == 202 else view).of(json.loads(reply.body))
+    def read(reply: Reply) -> V | OperationView:
+        answer = json.loads(reply.body)
+        return decode(OperationView, answer) if reply.status == 202 else decode(view, answer)
 
-    return Call(method, path, decode, params(wait=wait), body, headers, patience=wait or 0.0)
+    return Call(method, path, read, params(wait=wait), body, headers, patience=wait or 0.0)
 
 
 def params(**given: object) -> dict[str, str]:
@@ -72,7 +73,7 @@ def idempotent(key: str | None) -> dict[str, str]:
 
 
 def decoded(view: type[V]) -> Callable[[Reply], V]:
-    return lambda reply: view.of(json.loads(reply.body))
+    return lambda reply: decode(view, json.loads(reply.body))
 
 
 def nothing(reply: Reply) -> None:

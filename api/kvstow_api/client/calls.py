@@ -13,6 +13,16 @@ from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
 from kvstow.messages import DesiredState, Direction, RankReport
+from kvstow.status import (
+    BlockStatus,
+    BypassStatus,
+    DrainStatus,
+    LookupResult,
+    ProtectionResult,
+    RankStatus,
+    Readiness,
+    TransferState,
+)
 from kvstow_api.client.call import (
     Call,
     Reply,
@@ -25,17 +35,30 @@ from kvstow_api.client.call import (
     params,
     work,
 )
-from kvstow_api.views.blocks import BlockState, BlocksView, BlockView, LookupView
-from kvstow_api.views.config import ConfigView, LogLevelsView, LogLevelView
-from kvstow_api.views.doctor import DoctorView
-from kvstow_api.views.gate import BypassView, DrainView
-from kvstow_api.views.history import HistoryView
-from kvstow_api.views.info import InfoView
-from kvstow_api.views.operations import OperationKind, OperationState, OperationsView, OperationView
-from kvstow_api.views.pools import POOL_NAME, PinningView, PlanView, PoolsView, PoolView, ProtectionView, RemovedView
-from kvstow_api.views.ranks import RanksView, RankView, ReadinessView
-from kvstow_api.views.stats import Section, StatsView
-from kvstow_api.views.transfers import TransferState, TransfersView
+from kvstow_api.history import HistoryView
+from kvstow_api.views import (
+    POOL_NAME,
+    BlockState,
+    BlocksView,
+    ConfigView,
+    DoctorView,
+    InfoView,
+    LogLevelsView,
+    LogLevelView,
+    OperationKind,
+    OperationState,
+    OperationsView,
+    OperationView,
+    PinningView,
+    PlanView,
+    PoolsView,
+    PoolView,
+    RanksView,
+    RemovedView,
+    Section,
+    StatsView,
+    TransfersView,
+)
 
 ProbeName = Literal["livez", "readyz", "startupz"]
 
@@ -54,8 +77,8 @@ def info() -> Call[InfoView]:
     return get("/v1/info", InfoView)
 
 
-def readiness() -> Call[ReadinessView]:
-    return get("/v1/readiness", ReadinessView)
+def readiness() -> Call[Readiness]:
+    return get("/v1/readiness", Readiness)
 
 
 def stats(*sections: Section) -> Call[StatsView]:
@@ -90,6 +113,18 @@ def pool(name: str = POOL_NAME) -> Call[PoolView]:
     return get(_pool(name), PoolView)
 
 
+def change_pool(
+    settings: Mapping[str, Any], *, if_match: str | None = None, wait: float | None = None, name: str = POOL_NAME
+) -> Call[PoolView | OperationView]:
+    """`settings`: new values by name, such as `policy`; what is left out stays. `if_match`: an `etag` seen before."""
+    return work("PATCH", _pool(name), PoolView, wait, dict(settings), if_matching(if_match))
+
+
+def plan_pool(settings: Mapping[str, Any], *, name: str = POOL_NAME) -> Call[PlanView]:
+    """What `change_pool` would do now."""
+    return Call("PATCH", _pool(name), decoded(PlanView), body={**settings, "dry_run": True})
+
+
 def resize(
     *,
     slots: int | None = None,
@@ -98,15 +133,14 @@ def resize(
     wait: float | None = None,
     name: str = POOL_NAME,
 ) -> Call[PoolView | OperationView]:
-    """Give every rank so many slots, or as many as fit into so many bytes. `if_match`: an `etag` seen before."""
-    body = fields(capacity_slots=slots, capacity_bytes=num_bytes)
-    return work("PATCH", _pool(name), PoolView, wait, body, if_matching(if_match))
+    """Give every rank so many slots, or as many as fit into so many bytes."""
+    settings = fields(capacity_slots=slots, capacity_bytes=num_bytes)
+    return change_pool(settings, if_match=if_match, wait=wait, name=name)
 
 
 def plan_resize(*, slots: int | None = None, num_bytes: int | None = None, name: str = POOL_NAME) -> Call[PlanView]:
     """What `resize` would do now."""
-    body = fields(capacity_slots=slots, capacity_bytes=num_bytes, dry_run=True)
-    return Call("PATCH", _pool(name), decoded(PlanView), body=body)
+    return plan_pool(fields(capacity_slots=slots, capacity_bytes=num_bytes), name=name)
 
 
 def set_policy(policy: str, *, if_match: str | None = None, name: str = POOL_NAME) -> Call[PoolView]:
@@ -158,15 +192,15 @@ def purge(
 
 def protect(
     keys: Sequence[str], *, ttl_seconds: float | None = None, key: str | None = None, name: str = POOL_NAME
-) -> Call[ProtectionView]:
+) -> Call[ProtectionResult]:
     body = {"keys": list(keys), "ttl_seconds": ttl_seconds}
-    return Call("POST", f"{_pool(name)}/protect", decoded(ProtectionView), body=body, headers=idempotent(key))
+    return Call("POST", f"{_pool(name)}/protect", decoded(ProtectionResult), body=body, headers=idempotent(key))
 
 
-def unprotect(keys: Sequence[str] | None, *, key: str | None = None, name: str = POOL_NAME) -> Call[ProtectionView]:
+def unprotect(keys: Sequence[str] | None, *, key: str | None = None, name: str = POOL_NAME) -> Call[ProtectionResult]:
     """None: all blocks."""
     body = {"all": True} if keys is None else {"keys": list(keys)}
-    return Call("POST", f"{_pool(name)}/unprotect", decoded(ProtectionView), body=body, headers=idempotent(key))
+    return Call("POST", f"{_pool(name)}/unprotect", decoded(ProtectionResult), body=body, headers=idempotent(key))
 
 
 def retry_pinning(*, key: str | None = None, name: str = POOL_NAME) -> Call[PinningView]:
@@ -196,8 +230,8 @@ def blocks(
     return get(f"{_pool(name)}/blocks", BlocksView, state=state, page_size=page_size, page_token=page_token)
 
 
-def block(key: str, *, name: str = POOL_NAME) -> Call[BlockView]:
-    return get(f"{_pool(name)}/blocks/{quote(key, safe='')}", BlockView)
+def block(key: str, *, name: str = POOL_NAME) -> Call[BlockStatus]:
+    return get(f"{_pool(name)}/blocks/{quote(key, safe='')}", BlockStatus)
 
 
 def remove_block(key: str, *, name: str = POOL_NAME) -> Call[None]:
@@ -205,10 +239,10 @@ def remove_block(key: str, *, name: str = POOL_NAME) -> Call[None]:
     return Call("DELETE", f"{_pool(name)}/blocks/{quote(key, safe='')}", nothing)
 
 
-def lookup(keys: Sequence[str]) -> Call[LookupView]:
+def lookup(keys: Sequence[str]) -> Call[LookupResult]:
     """Which of the keys are in the pool; holds nothing and counts nowhere. At most 4,096 keys; more than 64 KiB of them
     need an admin's credential or the Unix socket."""
-    return Call("POST", "/v1/lookup", decoded(LookupView), body={"keys": list(keys)})
+    return Call("POST", "/v1/lookup", decoded(LookupResult), body={"keys": list(keys)})
 
 
 # -- ranks and transfers -------------------------------------------------------------------------------------------
@@ -218,8 +252,8 @@ def ranks() -> Call[RanksView]:
     return get("/v1/ranks", RanksView)
 
 
-def rank(number: int) -> Call[RankView]:
-    return get(f"/v1/ranks/{number}", RankView)
+def rank(number: int) -> Call[RankStatus]:
+    return get(f"/v1/ranks/{number}", RankStatus)
 
 
 def report(message: RankReport, *, clock: float) -> Call[DesiredState]:
@@ -245,26 +279,26 @@ def transfers(
 # -- drain and bypass ----------------------------------------------------------------------------------------------
 
 
-def drain_status() -> Call[DrainView]:
-    return get("/v1/drain", DrainView)
+def drain_status() -> Call[DrainStatus]:
+    return get("/v1/drain", DrainStatus)
 
 
-def drain(*, mode: Literal["stop_stores", "all"] = "all", deadline_seconds: float | None = None) -> Call[DrainView]:
-    return Call("PUT", "/v1/drain", decoded(DrainView), body={"mode": mode, "deadline_seconds": deadline_seconds})
+def drain(*, mode: Literal["stop_stores", "all"] = "all", deadline_seconds: float | None = None) -> Call[DrainStatus]:
+    return Call("PUT", "/v1/drain", decoded(DrainStatus), body={"mode": mode, "deadline_seconds": deadline_seconds})
 
 
-def undrain() -> Call[DrainView]:
-    return Call("DELETE", "/v1/drain", decoded(DrainView))
+def undrain() -> Call[DrainStatus]:
+    return Call("DELETE", "/v1/drain", decoded(DrainStatus))
 
 
-def bypass_status() -> Call[BypassView]:
-    return get("/v1/bypass", BypassView)
+def bypass_status() -> Call[BypassStatus]:
+    return get("/v1/bypass", BypassStatus)
 
 
-def bypass(*, load: bool, store: bool, ttl_seconds: float | None = None) -> Call[BypassView]:
+def bypass(*, load: bool, store: bool, ttl_seconds: float | None = None) -> Call[BypassStatus]:
     """Which direction is off from now on; both False switches both on."""
     body = {"load": load, "store": store, "ttl_seconds": ttl_seconds}
-    return Call("PUT", "/v1/bypass", decoded(BypassView), body=body)
+    return Call("PUT", "/v1/bypass", decoded(BypassStatus), body=body)
 
 
 # -- operations ----------------------------------------------------------------------------------------------------
@@ -301,18 +335,6 @@ def forget(operation_id: str) -> Call[None]:
 
 def config() -> Call[ConfigView]:
     return get("/v1/config", ConfigView)
-
-
-def change_config(
-    runtime: Mapping[str, Any], *, if_match: str | None = None, wait: float | None = None
-) -> Call[ConfigView | OperationView]:
-    """`runtime`: new values of `RuntimeConfig`, by name; what is left out stays."""
-    return work("PATCH", "/v1/config", ConfigView, wait, {"runtime": dict(runtime)}, if_matching(if_match))
-
-
-def plan_config(runtime: Mapping[str, Any]) -> Call[PlanView]:
-    """What `change_config` would do now."""
-    return Call("PATCH", "/v1/config", decoded(PlanView), params(dry_run=True), {"runtime": dict(runtime)})
 
 
 def log_levels() -> Call[LogLevelsView]:

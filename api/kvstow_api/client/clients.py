@@ -11,11 +11,11 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from kvstow_api.client.call import Call, Reply
+from kvstow_api.client.decoding import decode
 from kvstow_api.client.endpoint import DEFAULT_SERVER, Endpoint
 from kvstow_api.client.errors import ApiError
 from kvstow_api.client.eventstream import EventParser, Subscription
-from kvstow_api.views.events import EventView
-from kvstow_api.views.problem import ProblemView
+from kvstow_api.views import EventView, ProblemView
 
 T = TypeVar("T")
 
@@ -160,7 +160,7 @@ def _decode(call: Call[T], answer: httpx.Response, endpoint: Endpoint) -> T:
 
 def _failure(answer: httpx.Response, endpoint: Endpoint) -> ApiError:
     try:
-        problem = ProblemView.of(json.loads(answer.content))
+        problem = decode(ProblemView, json.loads(answer.content))
     except (ValueError, TypeError):
         status = answer.status_code
         return ApiError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstow.errors import KvstowError
-from kvstow_api.views.problem import ProblemView
+from kvstow_api.views import ProblemView
 
 
 class ApiError(KvstowError):

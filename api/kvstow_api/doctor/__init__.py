@@ -9,7 +9,7 @@ from kvstow_api.doctor.evidence import Evidence, NothingToMeasure
 from kvstow_api.doctor.memory import check_huge_pages, check_memlock, check_memory, check_numa, check_pinning
 from kvstow_api.doctor.serving import check_certificate, check_readiness, check_switches, check_token_files
 from kvstow_api.doctor.speed import check_clocks, check_links, check_thrashing
-from kvstow_api.views.doctor import DoctorView, FindingView, Severity
+from kvstow_api.views import DoctorView, FindingView, Severity
 
 __all__ = ["CHECKS", "Evidence", "examine"]
 

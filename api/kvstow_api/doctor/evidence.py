@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kvstow.control.acceptance import BypassStatus, DrainStatus
 from kvstow.messages import DesiredState
-from kvstow.stats import RankStatus, Readiness
+from kvstow.status import BypassStatus, DrainStatus, RankStatus, Readiness
 from kvstow_api.health import Verdict
+from kvstow_api.history import SampleView
 from kvstow_api.measurements import HostMemory
-from kvstow_api.views.doctor import FindingView, Severity
-from kvstow_api.views.history import SampleView
+from kvstow_api.views import FindingView, Severity
 
 
 class Evidence(NamedTuple):

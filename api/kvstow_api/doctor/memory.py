@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvstow.bytesize import format_size
 from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding
-from kvstow_api.views.doctor import FindingView
+from kvstow_api.views import FindingView
 
 _PIN_FIXES = {
     "memlock": "raise RLIMIT_MEMLOCK of the process, or disable locking (--no-lock)",

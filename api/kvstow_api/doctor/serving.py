@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding
-from kvstow_api.views.doctor import FindingView
+from kvstow_api.views import FindingView
 from kvstow_api.words import bypassed
 
 _READINESS_FIXES = {

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 from kvstow.bytesize import format_size
-from kvstow.stats import RankStatus
+from kvstow.status import RankStatus
 from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding
-from kvstow_api.views.doctor import FindingView
+from kvstow_api.views import FindingView
 
 CLOCK_SECONDS = 1.0
 LINK_BYTES = 1 << 30  # below this a rank's rate means little

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client import Metric
 from prometheus_client.registry import Collector as BaseCollector
 
+from kvstow_api.appstate import AppState
 from kvstow_api.metrics.engine import engine_families
 from kvstow_api.metrics.families import counter, histogram
 from kvstow_api.metrics.server import (
@@ -17,7 +18,6 @@ from kvstow_api.metrics.server import (
     operation_families,
     readiness_families,
 )
-from kvstow_api.services import Services
 
 
 class Collector(BaseCollector):
@@ -26,29 +26,27 @@ class Collector(BaseCollector):
     Every label that can occur is there from the first scrape on, except those of HTTP requests.
     """
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, app: AppState) -> None:
+        self._app = app
 
     def describe(self) -> Iterable[Metric]:
         """Nothing, so that registering does not scrape."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        services = self._services
-        engine = services.engine
+        app = self._app
+        engine = app.engine
         stats, readiness = engine.stats(), engine.readiness()
         yield from engine_families(stats, readiness, time.time())
-        yield from readiness_families(services.health, readiness, engine.config.report_timeout)
-        yield from operation_families(services.operations)
-        yield from http_families(services.http)
-        yield histogram(
-            "kvstow_event_loop_lag_seconds", "How late the event loop was", [], [((), services.loop.snapshot())]
-        )
+        yield from readiness_families(app.health, readiness, engine.config.report_timeout)
+        yield from operation_families(app.operations)
+        yield from http_families(app.http)
+        yield histogram("kvstow_event_loop_lag_seconds", "How late the event loop was", [], [((), app.loop.snapshot())])
         yield counter(
             "kvstow_events_dropped",
             "Events that readers were too slow for",
             ["sink"],
-            [(("sse",), services.streams.lost)],
+            [(("sse",), app.streams.lost)],
         )
-        yield from certificate_families(services.context)
-        yield from fact_families(services.context)
+        yield from certificate_families(app.host)
+        yield from fact_families(app.host)

@@ -9,10 +9,10 @@ from typing import get_args
 from prometheus_client import Metric
 
 from kvstow.errors import PinError
-from kvstow.messages import Direction
-from kvstow.stats import EngineState, EngineStats, HistogramSnapshot, RankStatus, Readiness
+from kvstow.stats import DIRECTIONS, DirectionStats, EngineState, EngineStats
+from kvstow.status import RankStatus, Readiness
 from kvstow_api.metrics.families import Row, by_label, counter, gauge, histogram, scalar
-from kvstow_api.views.pools import POOL_NAME
+from kvstow_api.views import POOL_NAME
 
 SOURCE = "host"
 
@@ -20,7 +20,6 @@ _PIN_FAILURES = (*PinError.PIN_FAILURES, "internal")
 _COMPONENTS = {"admin_server": "admin_server", "rank_report": "connector"}
 """What has failed, by the code of an error that is not the engine's own."""
 _STATES: tuple[EngineState, ...] = get_args(EngineState)
-_DIRECTIONS: tuple[Direction, ...] = ("load", "store")
 
 
 def engine_families(stats: EngineStats, readiness: Readiness, now: float) -> Iterator[Metric]:
@@ -37,20 +36,23 @@ def engine_families(stats: EngineStats, readiness: Readiness, now: float) -> Ite
 
 
 def _pool(stats: EngineStats) -> Iterator[Metric]:
-    slots = asdict(stats.slots)
-    evicted = stats.evicted_blocks
-    evicted_bytes = {reason: count * stats.slot_bytes for reason, count in evicted.items()}
+    pool, evicted = stats.pool, stats.evictions
+    slots = asdict(pool.slots)
+    evicted_bytes = {reason: count * pool.slot_bytes for reason, count in evicted.items()}
     yield gauge(
         "kvstow_pool_blocks", "Usable slots of one rank by state", ["pool", "state"], by_label(slots, POOL_NAME)
     )
     yield gauge(
-        "kvstow_pool_capacity_blocks", "Slots wanted on every rank", ["pool"], [((POOL_NAME,), stats.capacity_slots)]
+        "kvstow_pool_capacity_blocks",
+        "Slots wanted on every rank",
+        ["pool"],
+        [((POOL_NAME,), pool.capacity_slots)],
     )
     yield gauge(
-        "kvstow_pool_usable_blocks", "Slots pinned on every rank", ["pool"], [((POOL_NAME,), stats.usable_slots)]
+        "kvstow_pool_usable_blocks", "Slots pinned on every rank", ["pool"], [((POOL_NAME,), pool.usable_slots)]
     )
-    yield gauge("kvstow_pool_block_bytes", "Bytes of a slot on one rank", ["pool"], [((POOL_NAME,), stats.slot_bytes)])
-    yield gauge("kvstow_leases", "Leases that are out", [], scalar(stats.leases))
+    yield gauge("kvstow_pool_block_bytes", "Bytes of a slot on one rank", ["pool"], [((POOL_NAME,), pool.slot_bytes)])
+    yield gauge("kvstow_leases", "Leases that are out", [], scalar(pool.leases))
     yield counter(
         "kvstow_allocation_failures",
         "Stores that did not find room for all their blocks",
@@ -160,7 +162,7 @@ def _chunks(rank: RankStatus) -> Mapping[str, int]:
 
 
 def _pending(stats: EngineStats) -> Iterator[Metric]:
-    pending = stats.pending
+    pending = stats.transfers.pending
     ops = {"load": pending.loads, "store": pending.stores}
     num_bytes = {"load": pending.load_bytes, "store": pending.store_bytes}
     yield gauge("kvstow_transfers_inflight", "Ops that some rank has not finished", ["direction"], by_label(ops))
@@ -170,19 +172,20 @@ def _pending(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _transfers(stats: EngineStats) -> Iterator[Metric]:
-    yield counter("kvstow_transfers", "Ops that ended, by result", ["direction", "result"], stats.transfers.items())
-    yield counter(
-        "kvstow_transfer_blocks", "Blocks transferred", ["direction"], by_label(_named(stats.transfer_blocks))
-    )
-    yield counter(
-        "kvstow_transfer_bytes", "Bytes transferred on one rank", ["direction"], by_label(_named(stats.transfer_bytes))
-    )
-    for name, text, snapshots in (
-        ("kvstow_transfer_duration_seconds", "Time of the copy on the slowest rank", stats.transfer_seconds),
-        ("kvstow_transfer_size_bytes", "Bytes of an op on one rank", stats.transfer_size),
-        ("kvstow_transfer_queue_wait_seconds", "Time in the queue of the slowest rank", stats.queue_seconds),
+    transfers: dict[str, DirectionStats] = {direction: stats.transfers.of(direction) for direction in DIRECTIONS}
+    ended = {(name, result): getattr(one, result) for name, one in transfers.items() for result in ("ok", "error")}
+    blocks = {name: one.blocks for name, one in transfers.items()}
+    num_bytes = {name: one.bytes for name, one in transfers.items()}
+    yield counter("kvstow_transfers", "Ops that ended, by result", ["direction", "result"], ended.items())
+    yield counter("kvstow_transfer_blocks", "Blocks transferred", ["direction"], by_label(blocks))
+    yield counter("kvstow_transfer_bytes", "Bytes transferred on one rank", ["direction"], by_label(num_bytes))
+    for name, text, attribute in (
+        ("kvstow_transfer_duration_seconds", "Time of the copy on the slowest rank", "seconds"),
+        ("kvstow_transfer_size_bytes", "Bytes of an op on one rank", "size_bytes"),
+        ("kvstow_transfer_queue_wait_seconds", "Time in the queue of the slowest rank", "queue_seconds"),
     ):
-        yield histogram(name, text, ["direction"], _by_direction(snapshots))
+        rows = [((direction,), getattr(one, attribute)) for direction, one in transfers.items()]
+        yield histogram(name, text, ["direction"], rows)
 
 
 def _kept_by_ranks(ranks: tuple[RankStatus, ...]) -> Iterator[Metric]:
@@ -218,34 +221,26 @@ def _ages(stats: EngineStats) -> Iterator[Metric]:
         (
             "kvstow_block_lifetime_seconds",
             "How long blocks had been stored when they were evicted for room, of one in 61",
-            stats.lifetime_seconds,
+            stats.ages.lifetime,
         ),
         (
             "kvstow_block_idle_before_evict_seconds",
             "How long blocks had not been used when they were evicted for room, of one in 61",
-            stats.idle_seconds,
+            stats.ages.idle,
         ),
         (
             "kvstow_block_reuse_gap_seconds",
             "How long blocks had not been used when a look-up found them, of one in 61",
-            stats.reuse_gap_seconds,
+            stats.ages.reuse_gap,
         ),
     ):
         yield histogram(name, text, ["pool"], [((POOL_NAME,), snapshot)])
 
 
-def _named(counts: Mapping[Direction, int]) -> dict[str, float]:
-    return {direction: counts[direction] for direction in _DIRECTIONS}
-
-
-def _by_direction(snapshots: Mapping[Direction, HistogramSnapshot]) -> list[tuple[tuple[str], HistogramSnapshot]]:
-    return [((direction,), snapshots[direction]) for direction in _DIRECTIONS]
-
-
 def _lookups(stats: EngineStats) -> Iterator[Metric]:
-    yield counter("kvstow_lookups", "Look-ups, by result", ["result"], by_label(stats.lookups))
+    yield counter("kvstow_lookups", "Look-ups, by result", ["result"], by_label(stats.lookups.results))
     yield histogram(
-        "kvstow_lookup_duration_seconds", "Time of a look-up in the index", [], [((), stats.lookup_seconds)]
+        "kvstow_lookup_duration_seconds", "Time of a look-up in the index", [], [((), stats.lookups.seconds)]
     )
     yield from _tokens(stats)
     yield counter(
@@ -254,7 +249,7 @@ def _lookups(stats: EngineStats) -> Iterator[Metric]:
         ["reason"],
         by_label(stats.fallbacks),
     )
-    yield counter("kvstow_store_blocks", "Blocks to store, by outcome", ["outcome"], by_label(stats.store_blocks))
+    yield counter("kvstow_store_blocks", "Blocks to store, by outcome", ["outcome"], by_label(stats.stores))
 
 
 def _tokens(stats: EngineStats) -> Iterator[Metric]:
@@ -262,23 +257,24 @@ def _tokens(stats: EngineStats) -> Iterator[Metric]:
     queries: list[Row] = []
     hits: list[Row] = []
     misses: list[Row] = []
-    tokens = stats.block_tokens
+    tokens, lookups = stats.block_tokens, stats.lookups
     if tokens is not None:
-        queries, hits = scalar(stats.query_blocks * tokens), [((SOURCE,), stats.hit_blocks * tokens)]
-        misses = by_label({reason: count * tokens for reason, count in stats.miss_blocks.items()})
+        queries, hits = scalar(lookups.query_blocks * tokens), [((SOURCE,), lookups.hit_blocks * tokens)]
+        misses = by_label({reason: count * tokens for reason, count in lookups.miss_blocks.items()})
     yield counter("kvstow_query_tokens", "Tokens of the blocks looked up", [], queries)
     yield counter("kvstow_hit_tokens", "Tokens found", ["source"], hits)
     yield counter("kvstow_miss_tokens", "Tokens not found, or not loaded", ["reason"], misses)
 
 
 def _faults(stats: EngineStats) -> Iterator[Metric]:
+    faults = stats.faults
     yield counter(
         "kvstow_errors",
         "Errors",
         ["component", "code"],
-        [((_COMPONENTS.get(code, "engine"), code), count) for code, count in stats.errors.items()],
+        [((_COMPONENTS.get(code, "engine"), code), count) for code, count in faults.errors.items()],
     )
-    yield counter("kvstow_rank_restarts", "Ranks that came back without their memory", [], scalar(stats.rank_restarts))
-    yield counter("kvstow_stale_reports", "Reports that a later one has overtaken", [], scalar(stats.stale_reports))
-    yield counter("kvstow_stale_completions", "Words on ops that were over", [], scalar(stats.stale_completions))
-    yield counter("kvstow_duplicate_completions", "Words said twice", [], scalar(stats.duplicate_completions))
+    yield counter("kvstow_rank_restarts", "Ranks that came back without their memory", [], scalar(faults.rank_restarts))
+    yield counter("kvstow_stale_reports", "Reports that a later one has overtaken", [], scalar(faults.stale_reports))
+    yield counter("kvstow_stale_completions", "Words on ops that were over", [], scalar(faults.stale_completions))
+    yield counter("kvstow_duplicate_completions", "Words said twice", [], scalar(faults.duplicate_completions))

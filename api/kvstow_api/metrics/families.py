@@ -61,7 +61,7 @@ def histogram(
     for values, snapshot in rows:
         counts = list(accumulate(snapshot.counts))
         series = _histogram_series(name, tuple(labels), tuple(values), snapshot.bounds)
-        found += zip(series, (*counts, counts[-1], snapshot.total), strict=True)
+        found += zip(series, (*counts, counts[-1], snapshot.sum), strict=True)
     return Family(name, text, "histogram", found)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from prometheus_client import Metric
 
-from kvstow.stats import Readiness
-from kvstow_api.context import ApiContext
+from kvstow.status import Readiness
 from kvstow_api.health import Health, rank_failure
+from kvstow_api.host import ApiHost
 from kvstow_api.metrics.families import counter, gauge, histogram, scalar
 from kvstow_api.operations import KINDS, Operations
 from kvstow_api.requests import HttpCounters
@@ -69,7 +69,7 @@ def http_families(http: HttpCounters) -> Iterator[Metric]:
     yield gauge("kvstow_http_requests_inflight", "Requests being answered", [], scalar(http.inflight))
 
 
-def certificate_families(context: ApiContext) -> Iterator[Metric]:
+def certificate_families(context: ApiHost) -> Iterator[Metric]:
     yield gauge(
         "kvstow_tls_certificate_expiry_timestamp_seconds",
         "When the certificate of the admin server ends, where it speaks TLS",
@@ -78,7 +78,7 @@ def certificate_families(context: ApiContext) -> Iterator[Metric]:
     )
 
 
-def fact_families(context: ApiContext) -> Iterator[Metric]:
+def fact_families(context: ApiHost) -> Iterator[Metric]:
     build = {"version": context.version, "python": platform.python_version(), "mode": context.mode, **context.build}
     yield gauge("kvstow_build_info", "1; the labels say what runs", list(build), [(list(build.values()), 1)])
     config = context.engine.config
@@ -87,6 +87,6 @@ def fact_families(context: ApiContext) -> Iterator[Metric]:
         "slot_bytes": str(config.slot_bytes),
         "block_tokens": "" if config.block_tokens is None else str(config.block_tokens),
         "num_ranks": str(config.num_ranks),
-        "policy": context.engine.stats().policy,
+        "policy": context.engine.stats().pool.policy,
     }
     yield gauge("kvstow_config_info", "1; the labels are settings", list(facts), [(list(facts.values()), 1)])

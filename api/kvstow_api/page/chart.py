@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from kvstow_api.series import Line
+from kvstow_api.history import Line
 
 WIDTH, HEIGHT = 300, 48
 _MARGIN = 2  # so that a stroke at the edge is whole

@@ -1,4 +1,4 @@
-"""What the status page says: plain values, made of one look at the services. On the event loop; O(ranks)."""
+"""What the status page says: plain values, read from the application at one moment. On the event loop; O(ranks)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvstow.bytesize import format_size
-from kvstow.stats import SLOT_STATES, EngineStats, RankStatus, SlotState
+from kvstow.stats import SLOT_STATES, EngineStats, PoolStats, SlotState
+from kvstow.status import RankStatus
+from kvstow_api.appstate import AppState
 from kvstow_api.health import Finding
+from kvstow_api.history import METRICS, NowView, SampleView, lines_of
 from kvstow_api.numberformat import duration, percent, rate
 from kvstow_api.page.chart import Chart, polylines
-from kvstow_api.series import METRICS, lines_of
-from kvstow_api.services import Services
-from kvstow_api.views.history import NowView, SampleView
 from kvstow_api.words import (
     NOT_PINNED,
     Switch,
@@ -98,44 +98,44 @@ class Facts:
     happenings: tuple[Happening, ...]
 
 
-def look(use: Services) -> Facts:
+def look(app: AppState) -> Facts:
     """The facts of now."""
-    stats, readiness = use.engine.stats(), use.engine.readiness()
-    history = use.watch.history
+    stats, readiness = app.engine.stats(), app.engine.readiness()
+    history = app.sampler.history
     samples, now = history.items[-_SAMPLES - 1 :], history.now
-    ever = stats.hit_blocks / stats.query_blocks if stats.query_blocks else None
+    ever = stats.lookups.hit_ratio
     return Facts(
         state=readiness.state,
         reason=readiness.reason,
-        server=_server(use),
+        server=_server(app),
         switches=tuple(
-            switched(use.engine.admin.drain_status, use.engine.admin.bypass, pinning_paused=use.engine.desired().paused)
+            switched(app.engine.admin.drain_status, app.engine.admin.bypass, pinning_paused=app.engine.desired().paused)
         ),
-        checks=_checks(use, readiness.reason),
+        checks=_checks(app, readiness.reason),
         ranks=tuple(map(_rank, most_telling(readiness.ranks, _RANKS))),
         more_ranks=max(0, len(readiness.ranks) - _RANKS),
-        slots=_slots(stats),
-        parts=_parts(stats),
+        slots=_slots(stats.pool),
+        parts=_parts(stats.pool),
         hits=_hits(samples, now, ever),
         bandwidth=_bandwidth(samples, now),
         pending=_pending(stats),
-        oldest=tuple(Row(one.direction, one.state, transfer_wait(one)) for one in use.engine.transfers(_OLDEST)),
+        oldest=tuple(Row(one.direction, one.state, transfer_wait(one)) for one in app.engine.transfers(_OLDEST)),
         movement=block_movement(now),
-        evictions=_counts(stats.evicted_blocks),
-        drops=_counts({name: n for name, n in stats.store_blocks.items() if name.startswith(("dropped_", "failed"))}),
-        happenings=_happenings(use),
+        evictions=_counts(stats.evictions),
+        drops=_counts({name: n for name, n in stats.stores.items() if name.startswith(("dropped_", "failed"))}),
+        happenings=_happenings(app),
     )
 
 
-def _server(use: Services) -> str:
+def _server(app: AppState) -> str:
     """Nothing that changes while it runs: this part of the page is sent again only when there is news."""
-    model = use.context.settings.get("model")
-    about = (model, use.context.mode, f"version {use.context.version}", *use.context.addresses[:1])
-    return ", ".join((*filter(None, about), f"since {use.started:%Y-%m-%d %H:%M:%S} UTC"))
+    model = app.host.settings.get("model")
+    about = (model, app.host.mode, f"version {app.host.version}", *app.host.addresses[:1])
+    return ", ".join((*filter(None, about), f"since {app.started:%Y-%m-%d %H:%M:%S} UTC"))
 
 
-def _checks(use: Services, reason: str) -> tuple[Check, ...]:
-    findings = use.health.probes["readyz"].run().findings
+def _checks(app: AppState, reason: str) -> tuple[Check, ...]:
+    findings = app.health.probes["readyz"].run().findings
     return tuple(Check(one.name, _level(one), _words(one, reason)) for one in findings)
 
 
@@ -155,16 +155,16 @@ def _rank(rank: RankStatus) -> RankBar:
     return RankBar(rank.rank, rank.state, rank.pinned_bytes, target, pin_progress(rank), rank_trouble(rank))
 
 
-def _slots(stats: EngineStats) -> str:
-    size = format_size(stats.capacity_slots * stats.slot_bytes)
-    return f"{stats.usable_slots:,} of {stats.capacity_slots:,} usable, {size} on each rank, {stats.policy}"
+def _slots(pool: PoolStats) -> str:
+    size = format_size(pool.capacity_slots * pool.slot_bytes)
+    return f"{pool.usable_slots:,} of {pool.capacity_slots:,} usable, {size} on each rank, {pool.policy}"
 
 
-def _parts(stats: EngineStats) -> tuple[Part, ...]:
+def _parts(pool: PoolStats) -> tuple[Part, ...]:
     """As wide as their share; whoever has a slot can be seen."""
-    counts: dict[str, int] = {state: getattr(stats.slots, state) for state in _ORDER}
-    if stats.usable_slots < stats.capacity_slots:
-        counts[NOT_PINNED] = stats.capacity_slots - stats.usable_slots
+    counts: dict[str, int] = {state: getattr(pool.slots, state) for state in _ORDER}
+    if pool.usable_slots < pool.capacity_slots:
+        counts[NOT_PINNED] = pool.capacity_slots - pool.usable_slots
     total, begin, parts = sum(counts.values()), 0, []
     for state, count in counts.items():
         width = max(4, round(count * _BAR / total)) if count else 0
@@ -191,7 +191,7 @@ def _bandwidth(samples: list[SampleView], now: NowView) -> Chart:
 
 
 def _pending(stats: EngineStats) -> tuple[Row, ...]:
-    pending = stats.pending
+    pending = stats.transfers.pending
     oldest = duration(pending.oldest_seconds) if pending.loads or pending.stores else "none"
     return (
         Row("loads", f"{pending.loads:,}", format_size(pending.load_bytes)),
@@ -204,9 +204,9 @@ def _counts(counts: Mapping[str, int]) -> tuple[Row, ...]:
     return tuple(Row(name.replace("_", " "), f"{count:,}") for name, count in counts.items() if count)
 
 
-def _happenings(use: Services) -> tuple[Happening, ...]:
+def _happenings(app: AppState) -> tuple[Happening, ...]:
     """The newest first."""
-    entries, _ = use.journal.after(max(0, use.journal.last - _EVENTS))
+    entries, _ = app.journal.after(max(0, app.journal.last - _EVENTS))
     return tuple(_happening(entry.type, entry.data) for entry in reversed(entries))
 
 

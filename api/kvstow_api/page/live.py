@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.concurrency import run_in_threadpool
 
+from kvstow_api.appstate import AppState
 from kvstow_api.page.facts import Facts, look
-from kvstow_api.services import Services
 from kvstow_api.streamlimit import StreamLimit
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ class StatusPage:
     of viewers and requests. Each part is encoded once, when it changes.
     """
 
-    def __init__(self, use: Services) -> None:
-        self._use = use
-        self._clock = use.context.clock
+    def __init__(self, app: AppState) -> None:
+        self._app = app
+        self._clock = app.host.clock
         self._renderer: Renderer | None = None
         self._looked_at = float("-inf")
         self._version = 0
@@ -97,7 +97,7 @@ class StatusPage:
                 self._version, self._document = version, None
 
     def _look(self) -> Facts:
-        return look(self._use)
+        return look(self._app)
 
     async def _ready(self) -> Renderer:
         if self._renderer is None:

@@ -1,47 +1,7 @@
-"""The routes, one module per noun."""
+"""The routes."""
 
 from fastapi import APIRouter
 
-from kvstow_api.routes import (
-    blocks,
-    bypass,
-    config,
-    description,
-    doctor,
-    drain,
-    events,
-    health,
-    info,
-    lookup,
-    metrics,
-    namespaces,
-    operations,
-    page,
-    pools,
-    ranks,
-    readiness,
-    stats,
-    transfers,
-)
+from kvstow_api.routes import engine, operations, pools, probes, server
 
-ROUTERS: tuple[APIRouter, ...] = (
-    health.router,
-    metrics.router,
-    page.router,
-    description.router,
-    info.router,
-    readiness.router,
-    stats.router,
-    pools.router,
-    blocks.router,
-    lookup.router,
-    ranks.router,
-    transfers.router,
-    drain.router,
-    bypass.router,
-    operations.router,
-    config.router,
-    events.router,
-    doctor.router,
-    namespaces.router,
-)
+ROUTERS: tuple[APIRouter, ...] = (probes.router, server.router, engine.router, pools.router, operations.router)

@@ -1,4 +1,4 @@
-"""Pools: their settings, and what operators do with their blocks."""
+"""Pools and their blocks."""
 
 from __future__ import annotations
 
@@ -8,87 +8,106 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.errors import ConfigError, NotFoundError
-from kvstow_api import settings
-from kvstow_api.accepted import ACCEPTED, accepted, has_succeeded
+from kvstow.keys import format_key
+from kvstow.status import BlockPage, BlockStatus, LookupResult, ProtectionResult
+from kvstow_api import livesettings
+from kvstow_api.appstate import App, AppState
+from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, ProtectBody, PurgeBody, UnprotectBody
 from kvstow_api.openapi import ETAG, changing, reading
 from kvstow_api.operations import Sweeping
+from kvstow_api.queries import BlocksQuery, WorkQuery, token_of
 from kvstow_api.requests import CHANGED_NOTHING
-from kvstow_api.schemas.operations import WorkQuery
-from kvstow_api.schemas.pools import EvictBody, PoolPatch, ProtectBody, PurgeBody, RuntimePatch, UnprotectBody
-from kvstow_api.services import Services, Use
+from kvstow_api.routes.operations import ACCEPTED, accepted, has_succeeded
 from kvstow_api.strictroute import StrictRoute
-from kvstow_api.views.operations import OperationKind
-from kvstow_api.views.pools import POOL_NAME, PinningView, PlanView, PoolsView, PoolView, ProtectionView, RemovedView
+from kvstow_api.views import (
+    POOL_NAME,
+    BlocksView,
+    OperationKind,
+    PinningView,
+    PlanView,
+    PoolsView,
+    PoolView,
+    RemovedView,
+)
 
-router = APIRouter(prefix="/v1/pools", tags=["pools"], route_class=StrictRoute)
+router = APIRouter(prefix="/v1", tags=["pools"], route_class=StrictRoute)
 
 
 async def existing_pool(pool: Annotated[str, Path(description="Its name", examples=[POOL_NAME])]) -> str:
-    """The name of a pool that exists."""
+    """The name of a pool. Raises `NotFoundError` if there is none of this name."""
     if pool != POOL_NAME:
         raise NotFoundError(f"there is no pool {pool!r}; there is: {POOL_NAME}")
     return pool
 
 
 PoolName = Annotated[str, Depends(existing_pool)]
+BlockKey = Annotated[Key, Path(description="The whole key, as hex", examples=["00003d2c1b0a"])]
 Wait = Annotated[WorkQuery, Query()]
 
+_MAX_SLICES = 16  # slices of slots searched for one page: bounds the cost of a sparse pool
+_MAX_BLOCKS = 4096  # blocks searched for one page of a state: some ms
 
-@router.get("", responses=reading())
-async def list_pools(use: Use) -> PoolsView:
+
+@router.get("/pools", responses=reading())
+async def list_pools(app: App) -> PoolsView:
     """All pools."""
-    return PoolsView(items=[_view(use)])
+    return PoolsView(items=[_view(app)])
 
 
-@router.get("/{pool}", responses={**ETAG, **reading(404)})
-async def get_pool(use: Use, pool: PoolName, response: Response) -> PoolView:
+@router.get("/pools/{pool}", responses={**ETAG, **reading(404)})
+async def get_pool(app: App, pool: PoolName, response: Response) -> PoolView:
     """One pool. The ETag names its settings."""
-    view = _view(use)
+    view = _view(app)
     response.headers["ETag"] = view.etag
     return view
 
 
-@router.patch("/{pool}", response_model=PoolView | PlanView, responses={**ETAG, **ACCEPTED, **changing(404, 409, 412)})
+@router.patch(
+    "/pools/{pool}", response_model=PoolView | PlanView, responses={**ETAG, **ACCEPTED, **changing(404, 409, 412)}
+)
 async def change_pool(
-    use: Use,
+    app: App,
     request: Request,
     pool: PoolName,
     body: PoolPatch,
     query: Wait,
     response: Response,
-    if_match: settings.IfMatch = None,
+    if_match: livesettings.IfMatch = None,
 ) -> PoolView | PlanView | Response:
     """Resize the pool, change its policy, or pause pinning."""
-    patch = _in_slots(use, body)
+    patch = _in_slots(app, body)
     if body.dry_run:
         request.scope[CHANGED_NOTHING] = True
-        return await settings.plan(use, patch, if_match)
-    operation = await settings.apply(use, patch, if_match)
+        return await livesettings.plan(app, patch, if_match)
+    operation = await livesettings.change(app, patch, if_match)
     if operation is not None and not await has_succeeded(operation, query.wait):
         return accepted(operation)
-    return await get_pool(use, pool, response)
+    return await get_pool(app, pool, response)
 
 
-@router.post("/{pool}/evict", response_model=RemovedView, responses={**ACCEPTED, **changing(404)})
-async def evict(use: Use, request: Request, pool: PoolName, body: EvictBody, query: Wait) -> RemovedView | Response:
-    """Remove the coldest blocks. Blocks that are leased or protected stay."""
+@router.post("/pools/{pool}/evict", response_model=RemovedView, responses={**ACCEPTED, **changing(404)})
+async def evict(app: App, request: Request, pool: PoolName, body: EvictBody, query: Wait) -> RemovedView | Response:
+    """Remove the coldest blocks. Leased and protected blocks stay."""
     make = partial(
-        use.engine.admin.evict,
+        app.engine.admin.evict,
         slots=body.slots,
         num_bytes=body.num_bytes,
         idle_seconds=body.idle_seconds,
         dry_run=body.dry_run,
     )
     request.scope[CHANGED_NOTHING] = body.dry_run
-    return await _remove(use, "evict", make, body.dry_run, query.wait)
+    return await _remove(app, "evict", make, body.dry_run, query.wait)
 
 
-@router.post("/{pool}/purge", response_model=RemovedView, responses={**ACCEPTED, **changing(404)})
-async def purge(use: Use, request: Request, pool: PoolName, body: PurgeBody, query: Wait) -> RemovedView | Response:
-    """Remove blocks by name or by age. What a transfer holds leaves at once, its slot when the transfer ends."""
+@router.post("/pools/{pool}/purge", response_model=RemovedView, responses={**ACCEPTED, **changing(404)})
+async def purge(app: App, request: Request, pool: PoolName, body: PurgeBody, query: Wait) -> RemovedView | Response:
+    """Remove blocks by key, age or number. A block in a transfer is gone at once; its slot is freed when the transfer
+    ends."""
     make = partial(
-        use.engine.admin.purge,
+        app.engine.admin.purge,
         everything=bool(body.everything),
         keys=body.keys,
         key_prefixes=body.key_prefixes,
@@ -99,44 +118,89 @@ async def purge(use: Use, request: Request, pool: PoolName, body: PurgeBody, que
         dry_run=body.dry_run,
     )
     request.scope[CHANGED_NOTHING] = body.dry_run
-    return await _remove(use, "purge", make, body.dry_run, query.wait)
+    return await _remove(app, "purge", make, body.dry_run, query.wait)
 
 
-@router.post("/{pool}/protect", responses=changing(404))
-def protect(use: Use, pool: PoolName, body: ProtectBody) -> ProtectionView:
-    """Protect blocks from eviction. Replaces any earlier protection."""
-    return ProtectionView.of(use.engine.admin.protect(body.keys, body.ttl_seconds))
+@router.post("/pools/{pool}/protect", responses=changing(404))
+def protect(app: App, pool: PoolName, body: ProtectBody) -> ProtectionResult:
+    """Keep blocks from eviction. A new protection replaces an old one."""
+    return app.engine.admin.protect(body.keys, body.ttl_seconds)
 
 
-@router.post("/{pool}/unprotect", responses=changing(404))
-def unprotect(use: Use, pool: PoolName, body: UnprotectBody) -> ProtectionView:
-    """Let some blocks, or all, be evicted again."""
-    return ProtectionView.of(use.engine.admin.unprotect(body.keys))
+@router.post("/pools/{pool}/unprotect", responses=changing(404))
+def unprotect(app: App, pool: PoolName, body: UnprotectBody) -> ProtectionResult:
+    """Let blocks be evicted again: some, or all."""
+    return app.engine.admin.unprotect(body.keys)
 
 
-@router.post("/{pool}/retry", status_code=202, responses=changing(404, body=False))
-async def retry(use: Use, pool: PoolName) -> PinningView:
-    """Ranks whose pinning failed try again."""
-    use.engine.admin.retry_pinning()
-    return PinningView.of(use.engine.desired())
+@router.post("/pools/{pool}/retry", status_code=202, responses=changing(404, body=False))
+async def retry(app: App, pool: PoolName) -> PinningView:
+    """Let ranks whose pinning failed try again."""
+    app.engine.admin.retry_pinning()
+    desired = app.engine.desired()
+    return PinningView(paused=desired.paused, pin_attempt=desired.pin_attempt)
 
 
-def _view(use: Services) -> PoolView:
-    etag = settings.etag(use)
-    return PoolView.made(
-        use.engine.stats(),
+# -- blocks --------------------------------------------------------------------------------------------------------
+
+
+@router.get("/pools/{pool}/blocks", responses=reading(404))
+async def list_blocks(app: App, pool: PoolName, query: Annotated[BlocksQuery, Query()]) -> BlocksView:
+    """Blocks in order of their slots. A page may be short, or empty, and still not be the last one."""
+    page = _page(app.engine, query)
+    return BlocksView(items=list(page.blocks), next_page_token=token_of(page.next_slot))
+
+
+@router.get("/pools/{pool}/blocks/{key}", responses=reading(404))
+async def get_block(app: App, pool: PoolName, key: BlockKey) -> BlockStatus:
+    """One block."""
+    block = app.engine.block(key)
+    if block is None:
+        raise NotFoundError(f"there is no block with key {format_key(key)}")
+    return block
+
+
+@router.delete("/pools/{pool}/blocks/{key}", status_code=204, responses=changing(404, 409, body=False))
+async def remove_block(app: App, pool: PoolName, key: BlockKey) -> Response:
+    """Remove one block that nothing uses; 409 while a transfer, a lease or a protection holds it."""
+    app.engine.admin.remove(key)
+    return Response(status_code=204)
+
+
+@router.post("/lookup", responses=changing())
+async def lookup(app: App, body: LookupBody) -> LookupResult:
+    """Which of these keys are in the pool. Only reads: no block is held or counted as used."""
+    return app.engine.admin.lookup(body.keys)
+
+
+def _view(app: AppState) -> PoolView:
+    etag = livesettings.etag(app)
+    stats, desired, highest = app.engine.stats(), app.engine.desired(), app.host.max_capacity_slots
+    pool = stats.pool
+    return PoolView(
+        name=POOL_NAME,
         etag=etag,
-        pinning_paused=use.engine.desired().paused,
-        max_capacity_slots=use.context.max_capacity_slots,
-        num_ranks=use.engine.config.num_ranks,
+        slot_bytes=pool.slot_bytes,
+        block_tokens=stats.block_tokens,
+        capacity_slots=pool.capacity_slots,
+        capacity_bytes=pool.capacity_slots * pool.slot_bytes,
+        max_capacity_slots=highest,
+        max_capacity_bytes=highest * pool.slot_bytes,
+        usable_slots=pool.usable_slots,
+        usable_bytes=pool.usable_slots * pool.slot_bytes,
+        slots=pool.slots,
+        policy=pool.policy,
+        pinning_paused=desired.paused,
+        leases=pool.leases,
+        num_ranks=app.engine.config.num_ranks,
     )
 
 
-def _in_slots(use: Services, body: PoolPatch) -> RuntimePatch:
-    """`body` with its bytes as slots. Raises `ConfigError` if the host cannot have them."""
+def _in_slots(app: AppState, body: PoolPatch) -> PoolPatch:
+    """`body` with its bytes as slots. Raises `ConfigError` if they exceed what the host can provide."""
     if body.capacity_bytes is None:
         return body
-    slot_bytes, highest = use.engine.config.slot_bytes, use.context.max_capacity_slots
+    slot_bytes, highest = app.engine.config.slot_bytes, app.host.max_capacity_slots
     if not slot_bytes <= body.capacity_bytes < (highest + 1) * slot_bytes:
         allowed = f"{slot_bytes} (one slot) to {highest * slot_bytes}, the maximum of this host"
         raise ConfigError("capacity_bytes", body.capacity_bytes, allowed)
@@ -144,9 +208,27 @@ def _in_slots(use: Services, body: PoolPatch) -> RuntimePatch:
 
 
 async def _remove(
-    use: Services, kind: OperationKind, make_sweep: Callable[[], Sweeping], dry_run: bool, wait: float
+    app: AppState, kind: OperationKind, make_sweep: Callable[[], Sweeping], dry_run: bool, wait: float
 ) -> RemovedView | Response:
-    operation = use.operations.start(kind, make_sweep, dry_run=dry_run)
+    operation = app.operations.start(kind, make_sweep, dry_run=dry_run)
     if await has_succeeded(operation, wait):
-        return RemovedView.of(operation.view.result)
+        assert operation.view.result is not None  # it has succeeded
+        return operation.view.result
     return accepted(operation)
+
+
+def _page(engine: OffloadEngine, query: BlocksQuery) -> BlockPage:
+    size = query.page_size
+    found: list[BlockStatus] = []
+    slot: int | None = query.position
+    num_searched = 0
+    for _ in range(_MAX_SLICES):
+        if slot is None or len(found) >= size or num_searched >= _MAX_BLOCKS:
+            break
+        page = engine.blocks(slot, SLICE_SLOTS if query.state else size - len(found))
+        found += [block for block in page.blocks if query.state in (None, block.state)]
+        num_searched += len(page.blocks)
+        slot = page.next_slot
+    if len(found) > size:
+        slot = found[size].slot
+    return BlockPage(tuple(found[:size]), slot)

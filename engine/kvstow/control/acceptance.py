@@ -2,33 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
-from typing import Literal
 
-DrainMode = Literal["stop_stores", "all"]
-Refusal = Literal["not_ready", "draining", "bypassed"]
-
-
-@dataclass(frozen=True, slots=True)
-class BypassStatus:
-    """Which direction the operator has switched off, and for how much longer (None: until switched on)."""
-
-    load: bool
-    store: bool
-    ttl_seconds_left: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class DrainStatus:
-    """`drained`: a drain is on and nothing is in flight or leased any more."""
-
-    active: bool
-    mode: DrainMode | None
-    deadline_seconds_left: float | None
-    drained: bool
-    pending_transfers: int
-    leases: int
+from kvstow.status import BypassStatus, DrainMode, Refusal
 
 
 class Acceptance:

@@ -6,32 +6,17 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from kvstow.config import POLICIES
 from kvstow.control import sweeps
-from kvstow.control.acceptance import BypassStatus, DrainMode, DrainStatus, Refusal
 from kvstow.control.state import ControlState
 from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from kvstow.keys import format_key
+from kvstow.status import BypassStatus, DrainMode, DrainStatus, LookupResult, ProtectionResult
 
 logger = logging.getLogger("kvstow.admin")
-
-
-class ProtectionResult(NamedTuple):
-    """`changed` blocks were protected or unprotected; `missing` keys were not there (or not protected)."""
-
-    changed: int
-    missing: int
-
-
-class Found(NamedTuple):
-    """Which keys are present; `leading` counts those from the first on. `refusal`: why loads miss all the same."""
-
-    leading: int
-    present: list[bool]
-    refusal: Refusal | None
 
 
 class Administrator:
@@ -118,7 +103,7 @@ class Administrator:
                 raise ConflictError(f"block {format_key(key)} is {why}")
             state.remove((slot,), "operator")
 
-    def lookup(self, keys: Sequence[bytes]) -> Found:
+    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
         """Which of the keys are in the pool. Holds nothing and counts nowhere, unlike a host's look-ups."""
         state = self._state
         present: list[bool] = []
@@ -128,7 +113,7 @@ class Administrator:
             present += [slot is not None for slot in some]
         with state.lock:
             refusal = state.acceptance.load_refusal(state.clock())
-        return Found([*present, False].index(False), present, refusal)
+        return LookupResult([*present, False].index(False), present, refusal)
 
     def _count_of(self, slots: int | None, num_bytes: int | None) -> int:
         """Slots to evict; bytes are rounded up to whole slots, so that at least that much is freed."""

@@ -18,7 +18,8 @@ from kvstow.control.state import ControlState
 from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.errors import IntegrityError, InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
-from kvstow.stats import BlockPage, BlockView, EngineStats, Readiness, TransferView
+from kvstow.stats import EngineStats
+from kvstow.status import BlockPage, BlockStatus, Readiness, TransferStatus
 
 _NOTHING = Lease(0, (), ())
 """The lease of a miss: it holds nothing and is in no book."""
@@ -84,7 +85,7 @@ class OffloadEngine:
             runs = None if refusal else state.index.keys.leading_runs(keys)
             if runs:
                 slots = list(chain.from_iterable(runs))
-                counters.ages.count_found(state.index, slots, now)
+                state.ages.sample_found(state.index, slots, now)
                 state.index.times.mark_used(runs, now)
                 state.index.hold(slots)
             hits = len(slots)
@@ -285,7 +286,7 @@ class OffloadEngine:
         return found
 
     def count_error(self, code: str) -> None:
-        """Count a failure of the host beside the engine's own; `code` is one of `counters.ERRORS`."""
+        """Count a failure of the host beside the engine's own; `code` is one of `kvstow.stats.ERRORS`."""
         with self._state.lock:
             self._state.counters.errors[code] += 1
 
@@ -311,11 +312,11 @@ class OffloadEngine:
         """Whether traffic can flow, why not, and how far each rank is. O(ranks)."""
         return snapshots.readiness(self._state)
 
-    def transfers(self, limit: int = 1000) -> list[TransferView]:
+    def transfers(self, limit: int = 1000) -> list[TransferStatus]:
         """Ops in flight, oldest first."""
         return snapshots.transfers(self._state, limit)
 
-    def block(self, key: bytes) -> BlockView | None:
+    def block(self, key: bytes) -> BlockStatus | None:
         """The visible block under `key`."""
         return snapshots.block(self._state, key)
 

@@ -146,12 +146,14 @@ class OpsInFlight:
         else:
             self._end_store(entry)
         if entry.error:
-            state.counters.transfers[op.direction, "error"] += 1
+            state.counters.transfers[op.direction].error += 1
             state.counters.errors[f"{op.direction}_failed"] += 1
             state.log(WARNING, "%s %d of %d blocks failed: %s", op.direction, op.op_id, len(op.blocks), entry.error)
         else:
             num_bytes = len(op.blocks) * state.config.slot_bytes
-            state.counters.count_transfer(op.direction, len(op.blocks), num_bytes, entry.seconds, entry.queue_seconds)
+            state.counters.transfers[op.direction].count_success(
+                len(op.blocks), num_bytes, entry.seconds, entry.queue_seconds
+            )
         if not entry.abandoned:
             self._settle(entry, "failed" if entry.error else "done")
         if entry.stuck:
@@ -174,7 +176,7 @@ class OpsInFlight:
 
     def _end_store(self, entry: OpenOp) -> None:
         state, op = self._state, entry.op
-        outcomes = state.counters.store_blocks
+        outcomes = state.counters.stores
         if entry.abandoned:
             state.index.end_quarantine(op.slots)
             state.slots.deallocate(op.slots)
@@ -229,7 +231,7 @@ class OpsInFlight:
             self.num_abandoned += 1
             entry.error = entry.error or reason
             state.index.quarantine(entry.keys, op.slots)
-            state.counters.store_blocks["failed"] += len(op.slots)
+            state.counters.stores["failed"] += len(op.slots)
             self._settle(entry, "failed")
         return True
 

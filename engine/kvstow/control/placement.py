@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from kvstow.control.acceptance import Refusal
-from kvstow.control.counters import STORE_REFUSALS
 from kvstow.control.state import ControlState
 from kvstow.messages import Op
+from kvstow.status import Refusal
 
+_OUTCOME_OF: dict[Refusal, str] = {
+    "not_ready": "dropped_not_ready",
+    "draining": "dropped_draining",
+    "bypassed": "skipped_bypass",
+}
 _EVICTIONS_PER_SLOT = 4
 """Blocks that a store may evict for each slot that it lacks. While the pool shrinks, most evictable blocks may lie
 above its new limit: evicting them frees no slot that can be used."""
@@ -37,7 +41,7 @@ def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int
     unplaced: Sequence[int] = ()
     refusal = _refusal(state, now)
     if refusal:
-        outcomes[STORE_REFUSALS[refusal]] = len(keys)
+        outcomes[_OUTCOME_OF[refusal]] = len(keys)
         unplaced = range(len(keys))
     else:
         fresh, present = _select(state, keys, outcomes)
@@ -53,7 +57,7 @@ def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int
             moved = tuple([blocks[i] for i in fresh])
             op = state.ops.start("store", moved, tuple(slots), keys=new_keys, held=(), request_id=request_id, now=now)
     for outcome, count in outcomes.items():
-        state.counters.store_blocks[outcome] += count
+        state.counters.stores[outcome] += count
     return StoreGrant(op, tuple(fresh), outcomes, unplaced)
 
 
@@ -129,8 +133,8 @@ def _evict(state: ControlState, count: int, now: float) -> list[int]:
         if not removal.keys:
             break
         budget -= len(removal.keys)
-        state.counters.evicted_blocks["capacity"] += len(removal.keys)
-        state.counters.ages.count_evicted(index, removal.freed, now)
+        state.counters.evictions["capacity"] += len(removal.keys)
+        state.ages.sample_evicted(index, removal.freed, now)
         state.events.add("removed", removal.keys, "capacity")
         slots += state.reuse(removal.freed)
     return slots

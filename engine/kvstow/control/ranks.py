@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from kvstow.config import EngineConfig
 from kvstow.errors import InvalidRequestError, NotFoundError
-from kvstow.messages import DesiredState, RankReport
-from kvstow.stats import RankStatus
+from kvstow.messages import DesiredState, RankFigures, RankReport
+from kvstow.status import RankStatus
 
 
 @dataclass(slots=True)
@@ -129,14 +130,10 @@ class RankTable:
         return self._ranks[rank]
 
     def _status(self, record: RankRecord, now: float) -> RankStatus:
-        known = record.report or RankReport(
-            record.rank, "", "starting", self._slot_bytes_of(record.rank), 0, 0, 0, 0, sender="", number=0
-        )
-        return RankStatus(
-            **{name: getattr(known, name) for name in _SHARED_FIELDS},
-            boot_id=known.boot_id or None,
-            last_report_age_seconds=now - record.reported_at if record.report else None,
-        )
+        report = record.report
+        if report is None:
+            return RankStatus(record.rank, None, "starting", self._slot_bytes_of(record.rank), 0, 0, 0, 0)
+        return RankStatus(*_figures_of(report), last_report_age_seconds=now - record.reported_at)
 
 
-_SHARED_FIELDS = (set(RankStatus.__dataclass_fields__) & set(RankReport.__dataclass_fields__)) - {"boot_id"}
+_figures_of = attrgetter(*RankFigures.__dataclass_fields__)

@@ -4,68 +4,28 @@ from __future__ import annotations
 
 from itertools import islice
 from math import inf
-from types import MappingProxyType
-from typing import Literal, TypeVar
 
 from kvstow.control.ops import OpenOp
 from kvstow.control.state import ControlState
 from kvstow.control.sweeps import SLICE_SLOTS
-from kvstow.stats import (
-    BlockPage,
-    BlockView,
-    EngineState,
-    EngineStats,
-    PendingTransfers,
-    Readiness,
-    SlotCounts,
-    SlotState,
-    TransferView,
-)
-
-_K = TypeVar("_K")
-_V = TypeVar("_V")
+from kvstow.keys import format_key
+from kvstow.stats import EngineState, EngineStats, PendingTransfers, PoolStats, SlotCounts, SlotState
+from kvstow.status import BlockPage, BlockStatus, Readiness, TransferState, TransferStatus
 
 
 def stats(state: ControlState) -> EngineStats:
-    config, counters = state.config, state.counters
+    config = state.config
     with state.lock:
         now = state.clock()
-        usable = state.slots.in_service
-        return EngineStats(
-            state=_state_of(state, now)[0],
-            slot_bytes=config.slot_bytes,
-            block_tokens=config.block_tokens,
+        pool = PoolStats(
             capacity_slots=state.capacity,
-            usable_slots=usable,
+            usable_slots=state.slots.in_service,
+            slot_bytes=config.slot_bytes,
             policy=state.index.policy.name,
-            slots=_slot_counts(state),
             leases=len(state.leases),
-            pending=_pending(state, now),
-            lookups=_copy(counters.lookups),
-            query_blocks=counters.query_blocks,
-            hit_blocks=counters.hit_blocks,
-            miss_blocks=_copy(counters.miss_blocks),
-            fallbacks=_copy(counters.fallbacks),
-            store_blocks=_copy(counters.store_blocks),
-            allocation_failures=counters.allocation_failures,
-            evicted_blocks=_copy(counters.evicted_blocks),
-            transfers=_copy(counters.transfers),
-            transfer_blocks=_copy(counters.transfer_blocks),
-            transfer_bytes=_copy({key: n * config.slot_bytes for key, n in counters.transfer_blocks.items()}),
-            transfer_seconds=_copy({key: h.snapshot() for key, h in counters.transfer_seconds.items()}),
-            transfer_size=_copy({key: h.snapshot() for key, h in counters.transfer_size.items()}),
-            queue_seconds=_copy({key: h.snapshot() for key, h in counters.queue_seconds.items()}),
-            lookup_seconds=counters.lookup_seconds.snapshot(),
-            lifetime_seconds=counters.ages.lifetime.snapshot(),
-            idle_seconds=counters.ages.idle.snapshot(),
-            reuse_gap_seconds=counters.ages.reuse_gap.snapshot(),
-            stale_completions=counters.stale_completions,
-            duplicate_completions=counters.duplicate_completions,
-            stale_reports=counters.stale_reports,
-            rank_restarts=counters.rank_restarts,
-            last_event=state.events.last_sequence,
-            errors=_copy(counters.errors),
+            slots=_slot_counts(state),
         )
+        return state.counters.snapshot(_state_of(state, now)[0], pool, _pending(state, now), config.block_tokens)
 
 
 def readiness(state: ControlState) -> Readiness:
@@ -75,13 +35,13 @@ def readiness(state: ControlState) -> Readiness:
         return Readiness(name, reason, state.slots.in_service, state.capacity, state.ranks.statuses(now))
 
 
-def transfers(state: ControlState, limit: int) -> list[TransferView]:
+def transfers(state: ControlState, limit: int) -> list[TransferStatus]:
     with state.lock:
         now = state.clock()
         return [_transfer(entry, state, now) for entry in islice(state.ops, limit)]
 
 
-def block(state: ControlState, key: bytes) -> BlockView | None:
+def block(state: ControlState, key: bytes) -> BlockStatus | None:
     with state.lock:
         (slot,) = state.index.keys.slots_of((key,))
         return None if slot is None else _block(state, slot, key, state.clock())
@@ -91,7 +51,7 @@ def blocks(state: ControlState, start_slot: int, limit: int) -> BlockPage:
     with state.lock:
         now = state.clock()
         end = min(start_slot + SLICE_SLOTS, state.index.keys.num_slots)
-        found: list[BlockView] = []
+        found: list[BlockStatus] = []
         slot = start_slot
         while slot < end and len(found) < limit:
             key = state.index.keys.key_of[slot]
@@ -131,10 +91,6 @@ def defects(state: ControlState) -> list[str]:
         if owed != in_use[name]:
             found.append(f"the {name} slots are not those of the open stores")
     return found
-
-
-def _copy(counts: dict[_K, _V]) -> MappingProxyType[_K, _V]:
-    return MappingProxyType(dict(counts))
 
 
 def _slot_counts(state: ControlState) -> SlotCounts:
@@ -201,16 +157,16 @@ def _trouble(state: ControlState, now: float) -> str:
     return ""
 
 
-def _transfer(entry: OpenOp, state: ControlState, now: float) -> TransferView:
+def _transfer(entry: OpenOp, state: ControlState, now: float) -> TransferStatus:
     op = entry.op
-    phase: Literal["queued", "running", "stuck", "quarantined"] = "queued"
+    phase: TransferState = "queued"
     if entry.abandoned:
         phase = "quarantined"
     elif entry.stuck:
         phase = "stuck"
     elif len(entry.pending) < len(state.ranks) or (op.direction == "store" and len(entry.reading) < len(state.ranks)):
         phase = "running"
-    return TransferView(
+    return TransferStatus(
         op_id=op.op_id,
         direction=op.direction,
         state=phase,
@@ -224,13 +180,13 @@ def _transfer(entry: OpenOp, state: ControlState, now: float) -> TransferView:
     )
 
 
-def _block(state: ControlState, slot: int, key: bytes, now: float) -> BlockView:
+def _block(state: ControlState, slot: int, key: bytes, now: float) -> BlockStatus:
     index = state.index
     expiry = index.protection_end(slot)
     holds = index.holds(slot)
     name: SlotState = "protected" if expiry is not None else "leased" if holds else "cached"
-    return BlockView(
-        key=key,
+    return BlockStatus(
+        key=format_key(key),
         slot=slot,
         state=name,
         age_seconds=now - index.times.stored_at(slot),

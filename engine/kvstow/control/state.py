@@ -15,8 +15,8 @@ from threading import Lock
 
 from kvstow.config import EngineConfig
 from kvstow.control.acceptance import Acceptance
+from kvstow.control.ages import AgeSampler
 from kvstow.control.blockevents import BlockEventLog
-from kvstow.control.counters import Counters
 from kvstow.control.index import Index, Removal
 from kvstow.control.leases import LeaseBook
 from kvstow.control.ops import OpsInFlight
@@ -24,6 +24,7 @@ from kvstow.control.ranks import RankTable
 from kvstow.control.slots import SlotMap
 from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.messages import DesiredState
+from kvstow.stats import Counters
 
 logger = logging.getLogger("kvstow.engine")
 
@@ -43,6 +44,7 @@ class ControlState:
         self.leases = LeaseBook()
         self.acceptance = Acceptance()
         self.counters = Counters()
+        self.ages = AgeSampler(self.counters)
         self.events = BlockEventLog(config.event_buffer, lambda: self.desired.capacity_slots)
         self.desired = DesiredState(secrets.token_hex(8), config.capacity_slots, number=1)
         """The desired state of every rank; ranks give memory back only when its capacity is lowered. See `want`."""
@@ -79,7 +81,7 @@ class ControlState:
     def removed(self, removal: Removal, reason: str) -> None:
         """Account for blocks that left the index, and free their slots."""
         self.slots.deallocate(removal.freed)
-        self.counters.evicted_blocks[reason] += len(removal.keys)
+        self.counters.evictions[reason] += len(removal.keys)
         self.events.add("removed", removal.keys, reason)
 
     def remove(self, slots: Iterable[int], reason: str) -> int:

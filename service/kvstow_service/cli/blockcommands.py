@@ -19,9 +19,9 @@ from kvstow_service.cli.output import Format, emit, format_flag
 from kvstow_service.cli.valuetypes import SIZE, TIME
 
 if TYPE_CHECKING:
+    from kvstow.status import ProtectionResult
     from kvstow_api.client import Call, Client
-    from kvstow_api.views.operations import OperationView
-    from kvstow_api.views.pools import ProtectionView, RemovedView
+    from kvstow_api.views import OperationView, RemovedView
 
 _KEYS_PER_LOOKUP = 256  # a lookup without an admin's credential may have 64 KiB
 
@@ -200,24 +200,24 @@ def _keys(arguments: Sequence[str]) -> list[str]:
     return [key for argument in arguments for key in (sys.stdin.read().split() if argument == "-" else [argument])]
 
 
-def _presence(client: Client, keys: Sequence[str]) -> ProtectionView:
+def _presence(client: Client, keys: Sequence[str]) -> ProtectionResult:
     """How many of the keys are in the pool."""
+    from kvstow.status import ProtectionResult
     from kvstow_api.client import calls
-    from kvstow_api.views.pools import ProtectionView
 
     parts = (keys[start : start + _KEYS_PER_LOOKUP] for start in range(0, len(keys), _KEYS_PER_LOOKUP))
     present = [is_there for part in parts for is_there in client.send(calls.lookup(part)).present]
-    return ProtectionView(changed=present.count(True), missing=present.count(False))
+    return ProtectionResult(changed=present.count(True), missing=present.count(False))
 
 
-def _protected(client: Client) -> ProtectionView:
+def _protected(client: Client) -> ProtectionResult:
     """How many blocks are protected."""
+    from kvstow.status import ProtectionResult
     from kvstow_api.client import calls
-    from kvstow_api.views.pools import ProtectionView
 
-    return ProtectionView(changed=client.send(calls.pool()).slots.protected, missing=0)
+    return ProtectionResult(changed=client.send(calls.pool()).slots.protected, missing=0)
 
 
-def _changed(verb: str, view: ProtectionView) -> str:
+def _changed(verb: str, view: ProtectionResult) -> str:
     missing = f"; not in the pool: {counted(view.missing, 'key')}" if view.missing else ""
     return f"{verb} {counted(view.changed, 'block')}{missing}"

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from kvstow.bytesize import format_size
 from kvstow.stats import SLOT_STATES
+from kvstow.status import Readiness
+from kvstow_api.history import METRICS, lines_of
 from kvstow_api.numberformat import counted, duration, percent, rate
-from kvstow_api.series import METRICS, lines_of
-from kvstow_api.views.ranks import ReadinessView
 from kvstow_api.words import (
     NOT_PINNED,
     block_movement,
@@ -92,7 +92,7 @@ def _grid() -> Table:
     return grid
 
 
-def rank_bars(readiness: ReadinessView, width: int, most: int) -> RenderableType:
+def rank_bars(readiness: Readiness, width: int, most: int) -> RenderableType:
     """A bar for each rank; where there are too many, for those that tell most."""
     lines: list[RenderableType] = []
     for rank in most_telling(readiness.ranks, most):

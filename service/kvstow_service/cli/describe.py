@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
+from kvstow.stats import HistogramSnapshot
+from kvstow.status import Readiness
 from kvstow_api.numberformat import duration, field_text
-from kvstow_api.views.ranks import ReadinessView
-from kvstow_api.views.stats import HistogramView, StatsView
+from kvstow_api.views import StatsView
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.output import Format, emit, format_flag, pairs, table
 
@@ -95,7 +96,7 @@ def _show(connection: Connection, style: Format, **sections: Any) -> None:
 
 
 def _section(title: str, view: Any) -> str:
-    if isinstance(view, ReadinessView):
+    if isinstance(view, Readiness):
         from kvstow_service.cli.tables import RANKS
 
         summary = {name: value for name, value in _fields(view) if name != "ranks"}
@@ -119,7 +120,7 @@ def _details(view: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
 def _entry(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
     label = "  " * depth + _UNIT.sub("", name).replace("_", " ")
     match value:
-        case HistogramView():
+        case HistogramSnapshot():
             yield label, _summary(name, value)
         case Mapping() if value:
             yield label, ""
@@ -146,7 +147,7 @@ def _fields(view: Any) -> Iterator[tuple[str, Any]]:
             yield one.name, value
 
 
-def _summary(name: str, histogram: HistogramView) -> str:
+def _summary(name: str, histogram: HistogramSnapshot) -> str:
     if not histogram.count:
         return "none"
     mean = histogram.sum / histogram.count

@@ -16,7 +16,7 @@ from kvstow_service.cli.output import Format, text_of, wide_format_flag
 
 if TYPE_CHECKING:
     from kvstow_api.client.eventstream import Subscription
-    from kvstow_api.views.events import EventView
+    from kvstow_api.views import EventView
 
 _RETRY_SECONDS = 1.0
 

@@ -19,7 +19,6 @@ from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
     from kvstow_api.client import Client
-    from kvstow_api.views.base import View
 
 _PAGE = 1000
 
@@ -120,18 +119,18 @@ def _look(client: Client, noun: _Noun, style: Format, options: dict[str, Any], *
     return text_of(view, style, lambda view: table(view.items, columns, wide=style == "wide"), one_line=one_line)
 
 
-def _read(client: Client, noun: _Noun, *, limit: int | None = None, **chosen: Any) -> View:
+def _read(client: Client, noun: _Noun, *, limit: int | None = None, **chosen: Any) -> Any:
     """The list; of one that has pages, as many as `limit` items take. Says so if there are more."""
     from kvstow_api.client import calls
 
     call: Callable[..., Any] = getattr(calls, noun.name.replace("-", "_"))
     if limit is None:
-        view: View = client.send(call(**chosen))
+        view: Any = client.send(call(**chosen))
         return view
     pages = list(_pages(client, partial(call, **chosen), limit))
     if pages[-1].next_page_token is not None:
         click.echo(f"there are more than {limit}; --limit shows them", err=True)
-    whole: View = replace(pages[-1], items=[item for page in pages for item in page.items])
+    whole: Any = replace(pages[-1], items=[item for page in pages for item in page.items])
     return whole
 
 

@@ -19,7 +19,7 @@ from kvstow_service.cli.output import Format, emit, format_flag, table
 from kvstow_service.cli.valuetypes import SIZE, TIME
 
 if TYPE_CHECKING:
-    from kvstow_api.views.pools import PlanView, PoolView
+    from kvstow_api.views import PlanView, PoolView
 
 
 @click.command()
@@ -111,19 +111,21 @@ def set_values(
 ) -> None:
     """Change settings of the running server: capacity_slots, policy, pinning_paused."""
     from kvstow_api.client import calls
+    from kvstow_api.views import OperationView
 
     runtime = dict(_parse(setting) for setting in settings)
     with connection.client() as client:
         etag = client.send(calls.config()).etag
-        plan = client.send(calls.plan_config(runtime))
+        plan = client.send(calls.plan_pool(runtime))
         if dry_run:
             emit(plan, style, details)
             return
         words = f"change {', '.join(runtime)} and evict {_evicted(plan)},"
         confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
-        change = calls.change_config(runtime, if_match=etag, wait=server_wait(no_wait))
+        change = calls.change_pool(runtime, if_match=etag, wait=server_wait(no_wait))
         answer = follow(client, change, no_wait=no_wait)
-        emit(answer, style, lambda view: details(getattr(view, "runtime", view)))
+        changed = answer if isinstance(answer, OperationView) else client.send(calls.config())
+        emit(changed, style, lambda view: details(getattr(view, "runtime", view)))
 
 
 @config.command("log-level")
@@ -144,9 +146,13 @@ def log_level(connection: Connection, level: str, logger: str, ttl: float | None
 
 def _parse(setting: str) -> tuple[str, Any]:
     """A value that is not JSON is a string."""
+    from kvstow_api.views import RuntimeConfig
+
     key, equals, text = setting.partition("=")
     if not key or not equals:
         raise click.UsageError(f"{setting!r} is not KEY=VALUE")
+    if key not in (names := RuntimeConfig.__dataclass_fields__):
+        raise click.UsageError(f"there is no setting {key!r}; settings: {', '.join(names)}")
     try:
         return key, json.loads(text)
     except ValueError:

@@ -8,12 +8,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import click
-
-if TYPE_CHECKING:
-    from kvstow_api.views.base import View
 
 Format = Literal["table", "wide", "name", "json", "yaml"]
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -62,14 +59,12 @@ class Column(NamedTuple):
     wide: bool = False
 
 
-def emit(view: View | Mapping[str, View], style: Format, show: Callable[[Any], str]) -> None:
+def emit(view: Any, style: Format, show: Callable[[Any], str]) -> None:
     """Print `view` in the format `style`; `show` makes the text for people."""
     click.echo(text_of(view, style, show))
 
 
-def text_of(
-    view: View | Mapping[str, View], style: Format, show: Callable[[Any], str], *, one_line: bool = False
-) -> str:
+def text_of(view: Any, style: Format, show: Callable[[Any], str], *, one_line: bool = False) -> str:
     """`one_line`: JSON without line breaks, and YAML as a document of a stream."""
     if style == "json":
         return json.dumps(plain(view), indent=None if one_line else 2)
@@ -81,11 +76,11 @@ def text_of(
     return show(view)
 
 
-def plain(view: View | Mapping[str, View]) -> Any:
+def plain(view: Any) -> Any:
     """The view as JSON and YAML have it, equal to the API's answer."""
     if isinstance(view, Mapping):
         return {name: plain(one) for name, one in view.items()}
-    return _plain(asdict(view))  # type: ignore[call-overload]
+    return _plain(asdict(view))
 
 
 def _plain(value: Any) -> Any:

@@ -20,8 +20,7 @@ from kvstow_service.cli.output import Format, emit, format_flag
 from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
-    from kvstow_api.series import Line, Unit
-    from kvstow_api.views.history import NowView
+    from kvstow_api.history import Line, NowView, Unit
 
 METRICS = ("hit-ratio", "bandwidth", "usage", "blocks", "pinned")
 _WORDS = 34  # columns for the numbers after a sparkline
@@ -48,7 +47,7 @@ def plot(connection: Connection, metric: str, since: float, png: Path | None, st
     pinned. "now" is the last 10 s, as on the status page. A picture needs matplotlib: pip install 'kvstow[plot]'.
     """
     from kvstow_api.client import calls
-    from kvstow_api.series import METRICS, lines_of
+    from kvstow_api.history import METRICS, lines_of
 
     with connection.client() as client:
         history = client.send(calls.history())

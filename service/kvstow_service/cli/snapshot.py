@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstow_api.views.history import NowView, SampleView
-from kvstow_api.views.info import InfoView
-from kvstow_api.views.ranks import ReadinessView
-from kvstow_api.views.stats import StatsView
-from kvstow_api.views.transfers import TransferView
+from kvstow.status import Readiness, TransferStatus
+from kvstow_api.history import NowView, SampleView
+from kvstow_api.views import InfoView, StatsView
 from kvstow_api.words import Switch, switched
 
 if TYPE_CHECKING:
@@ -21,10 +19,10 @@ _OLDEST = 4
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     info: InfoView
-    readiness: ReadinessView
+    readiness: Readiness
     switches: tuple[Switch, ...]
     stats: StatsView
-    oldest: tuple[TransferView, ...]
+    oldest: tuple[TransferStatus, ...]
     history: tuple[SampleView, ...]
     now: NowView
 

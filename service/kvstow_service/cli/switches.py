@@ -14,7 +14,7 @@ from kvstow_service.cli.output import Format, emit, format_flag, table
 from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
-    from kvstow_api.views.gate import BypassView, DrainView
+    from kvstow.status import BypassStatus, DrainStatus
 
 _DRAINS = {
     "all": "stop loads and stores, and make /readyz fail,",
@@ -67,16 +67,16 @@ def undrain(connection: Connection, dry_run: bool, style: Format) -> None:
             emit(client.send(calls.undrain()), style, _drain_table)
 
 
-def _would_drain(mode: str, now: DrainView) -> str:
+def _would_drain(mode: str, now: DrainStatus) -> str:
     left = f"{counted(now.pending_transfers, 'transfer')} and {counted(now.leases, 'lease')}"
     return f"would {_DRAINS[mode].rstrip(',')}; in flight: {left}"
 
 
-def _would_undrain(now: DrainView) -> str:
+def _would_undrain(now: DrainStatus) -> str:
     return "would end the drain" if now.active else "would change nothing: there is no drain"
 
 
-def _drain_table(view: DrainView) -> str:
+def _drain_table(view: DrainStatus) -> str:
     from kvstow_service.cli.tables import DRAIN
 
     return table([view], DRAIN)
@@ -97,19 +97,19 @@ def bypass(
 
     Replaces any earlier bypass.
     """
+    from kvstow.status import BypassStatus
     from kvstow_api.client import calls
-    from kvstow_api.views.gate import BypassView
 
     if off == (load or store) or (off and ttl is not None):
         raise click.UsageError("give --load, --store or both, with or without --ttl; or --off alone")
     if dry_run:
-        emit(BypassView(load=load, store=store, ttl_seconds_left=ttl), style, _would_bypass)
+        emit(BypassStatus(load=load, store=store, ttl_seconds_left=ttl), style, _would_bypass)
         return
     with connection.client() as client:
         emit(client.send(calls.bypass(load=load, store=store, ttl_seconds=ttl)), style, _bypass_table)
 
 
-def _would_bypass(plan: BypassView) -> str:
+def _would_bypass(plan: BypassStatus) -> str:
     from kvstow_api.words import bypassed
 
     off = bypassed(load=plan.load, store=plan.store)
@@ -119,7 +119,7 @@ def _would_bypass(plan: BypassView) -> str:
     return f"would switch {' and '.join(off)} off{ends}"
 
 
-def _bypass_table(view: BypassView) -> str:
+def _bypass_table(view: BypassStatus) -> str:
     from kvstow_service.cli.tables import BYPASS
 
     return table([view], BYPASS)

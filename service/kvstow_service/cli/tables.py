@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from kvstow.bytesize import format_size
+from kvstow.status import BlockStatus, BypassStatus, DrainStatus, RankStatus
 from kvstow_api.numberformat import ABSENT, duration, field_text, moment, percent, rate
-from kvstow_api.views.blocks import BlockView
-from kvstow_api.views.config import LogLevelView
-from kvstow_api.views.gate import BypassView, DrainView
-from kvstow_api.views.operations import OperationView
-from kvstow_api.views.pools import PoolView
-from kvstow_api.views.ranks import RankView
+from kvstow_api.views import LogLevelView, OperationView, PoolView
 from kvstow_api.words import waits_for
 from kvstow_service.cli.output import Column
 
@@ -19,11 +15,11 @@ def _field(title: str, name: str, *, wide: bool = False) -> Column:
     return Column(title, lambda item: field_text(name, getattr(item, name)), wide)
 
 
-def _error(item: RankView) -> str:
+def _error(item: RankStatus) -> str:
     return ": ".join(part for part in (item.error_reason, item.error) if part) or ABSENT
 
 
-def _pinned(item: RankView) -> str:
+def _pinned(item: RankStatus) -> str:
     share = percent(item.pinned_bytes / item.target_bytes) if item.target_bytes else ABSENT
     return f"{format_size(item.pinned_bytes)} of {format_size(item.target_bytes)} ({share})"
 
@@ -72,7 +68,7 @@ BLOCKS = (
 )
 
 
-def _protection_left(item: BlockView) -> str:
+def _protection_left(item: BlockStatus) -> str:
     if item.state != "protected":
         return ABSENT
     return "until unprotected" if item.protection_ttl_seconds is None else duration(item.protection_ttl_seconds)
@@ -119,7 +115,7 @@ OPERATIONS = (
 )
 
 
-def _drain_state(item: DrainView) -> str:
+def _drain_state(item: DrainStatus) -> str:
     if not item.active:
         return "off"
     return "drained" if item.drained else "draining"
@@ -134,7 +130,7 @@ DRAIN = (
 )
 
 
-def _bypass_left(item: BypassView) -> str:
+def _bypass_left(item: BypassStatus) -> str:
     if not (item.load or item.store):
         return ABSENT
     return "until --off" if item.ttl_seconds_left is None else duration(item.ttl_seconds_left)

@@ -15,8 +15,8 @@ from kvstow_service.cli.failures import CommandError, ExitCode, hint_for
 from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
+    from kvstow.status import Readiness
     from kvstow_api.client import ApiError, Client
-    from kvstow_api.views.ranks import ReadinessView
 
 Condition = Literal["ready", "pinned", "drained"]
 
@@ -31,7 +31,7 @@ class _Look(NamedTuple):
 
     met: bool
     words: str
-    readiness: ReadinessView | None = None
+    readiness: Readiness | None = None
     error: ApiError | None = None
 
 
@@ -157,7 +157,7 @@ def _drained(client: Client) -> _Look:
 _LOOKS = {"ready": _ready, "pinned": _pinned, "drained": _drained}
 
 
-def _state(readiness: ReadinessView) -> str:
+def _state(readiness: Readiness) -> str:
     """How many slots are usable; also the reason, if the state is not on its way to ready."""
     words = f"{readiness.state}: {readiness.usable_slots:,} of {readiness.capacity_slots:,} slots are usable"
     return words if readiness.state in ("ready", "pinning", "starting") else f"{words}; {readiness.reason}"

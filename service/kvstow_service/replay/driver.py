@@ -110,7 +110,7 @@ class ReplayDriver:
     def run(self, stop: threading.Event) -> ReplayResult:
         """Replay to the end, or until `stop` is set: then no request starts, and what is in flight has
         `drain_seconds` to finish. All leases and KV blocks are given back in any case."""
-        self._evicted_before = self._engine.stats().evicted_for_room
+        self._evicted_before = self._engine.stats().evicted_for_capacity
         self._started = time.monotonic()
         deadline = float("inf")
         try:
@@ -134,11 +134,11 @@ class ReplayDriver:
         seconds = (self._ended or time.monotonic()) - self._started if self._started else 0.0
         stats = self._engine.stats()
         return self._tally.freeze(
-            evicted_blocks=stats.evicted_for_room - self._evicted_before,
+            evicted_blocks=stats.evicted_for_capacity - self._evicted_before,
             seconds=seconds,
-            policy=stats.policy,
+            policy=stats.pool.policy,
             ranks=len(self._workers),
-            slots=stats.capacity_slots,
+            slots=stats.pool.capacity_slots,
         )
 
     def _finished(self, stop: threading.Event) -> bool:

@@ -11,14 +11,29 @@ import pytest
 from tests.api.conftest import AGENT_TOKEN
 
 from kvstow.messages import DesiredState
+from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, ProtectionResult, RankStatus, Readiness
 from kvstow_api.client import ApiError, AsyncClient, Call, Endpoint, calls
 from kvstow_api.client.eventstream import Subscription
+from kvstow_api.history import HistoryView
 from kvstow_api.routes import ROUTERS
-from kvstow_api.views.base import View
-from kvstow_api.views.blocks import BlockView
-from kvstow_api.views.config import ConfigView, LogLevelView
-from kvstow_api.views.operations import OperationView
-from kvstow_api.views.pools import PlanView, PoolView, RemovedView
+from kvstow_api.views import (
+    BlocksView,
+    ConfigView,
+    DoctorView,
+    InfoView,
+    LogLevelsView,
+    LogLevelView,
+    OperationsView,
+    OperationView,
+    PinningView,
+    PlanView,
+    PoolsView,
+    PoolView,
+    RanksView,
+    RemovedView,
+    StatsView,
+    TransfersView,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -35,18 +50,20 @@ async def kvstow(client: httpx.AsyncClient, ranks: Any, keys: list[bytes]) -> As
 
 
 CALLS: list[tuple[Call[Any], type]] = [
-    (calls.info(), View),
-    (calls.readiness(), View),
-    (calls.stats(), View),
-    (calls.stats("pool", "stores"), View),
-    (calls.history(), View),
-    (calls.doctor(), View),
-    (calls.pools(), View),
+    (calls.info(), InfoView),
+    (calls.readiness(), Readiness),
+    (calls.stats(), StatsView),
+    (calls.stats("pool", "stores"), StatsView),
+    (calls.history(), HistoryView),
+    (calls.doctor(), DoctorView),
+    (calls.pools(), PoolsView),
     (calls.pool(), PoolView),
     (calls.resize(slots=20), PoolView),
     (calls.resize(num_bytes=20 * 4096, if_match="*", wait=20), PoolView),
     (calls.plan_resize(slots=2), PlanView),
     (calls.set_policy("arc"), PoolView),
+    (calls.change_pool({"policy": "arc"}, if_match="*"), PoolView),
+    (calls.plan_pool({"capacity_slots": 3}), PlanView),
     (calls.evict(slots=1, wait=20), RemovedView),
     (calls.evict(num_bytes=1, dry_run=True, key="k1", wait=20), RemovedView),
     (calls.evict(idle_seconds=0.5, wait=20), RemovedView),
@@ -54,29 +71,27 @@ CALLS: list[tuple[Call[Any], type]] = [
     (calls.purge(keys=[KEY], wait=20), RemovedView),
     (calls.purge(key_prefixes=["0000"], dry_run=True, key="k2", wait=20), RemovedView),
     (calls.purge(age_seconds=0, wait=20), RemovedView),
-    (calls.protect([KEY], ttl_seconds=5), View),
-    (calls.unprotect([KEY]), View),
-    (calls.unprotect(None, key="k3"), View),
-    (calls.retry_pinning(), View),
+    (calls.protect([KEY], ttl_seconds=5), ProtectionResult),
+    (calls.unprotect([KEY]), ProtectionResult),
+    (calls.unprotect(None, key="k3"), ProtectionResult),
+    (calls.retry_pinning(), PinningView),
     (calls.pause_pinning(), PoolView),
     (calls.resume_pinning(), PoolView),
-    (calls.blocks(page_size=2), View),
-    (calls.block(KEY), BlockView),
+    (calls.blocks(page_size=2), BlocksView),
+    (calls.block(KEY), BlockStatus),
     (calls.remove_block(KEY), type(None)),
-    (calls.lookup([KEY, "00ff"]), View),
-    (calls.ranks(), View),
-    (calls.rank(1), View),
-    (calls.transfers(direction="load", state="running", slowest=3), View),
-    (calls.drain_status(), View),
-    (calls.drain(mode="stop_stores", deadline_seconds=1), View),
-    (calls.undrain(), View),
-    (calls.bypass_status(), View),
-    (calls.bypass(load=True, store=False, ttl_seconds=1), View),
-    (calls.operations(kind="evict", state="succeeded", page_size=5), View),
+    (calls.lookup([KEY, "00ff"]), LookupResult),
+    (calls.ranks(), RanksView),
+    (calls.rank(1), RankStatus),
+    (calls.transfers(direction="load", state="running", slowest=3), TransfersView),
+    (calls.drain_status(), DrainStatus),
+    (calls.drain(mode="stop_stores", deadline_seconds=1), DrainStatus),
+    (calls.undrain(), DrainStatus),
+    (calls.bypass_status(), BypassStatus),
+    (calls.bypass(load=True, store=False, ttl_seconds=1), BypassStatus),
+    (calls.operations(kind="evict", state="succeeded", page_size=5), OperationsView),
     (calls.config(), ConfigView),
-    (calls.change_config({"policy": "arc"}, if_match="*"), ConfigView),
-    (calls.plan_config({"capacity_slots": 3}), PlanView),
-    (calls.log_levels(), View),
+    (calls.log_levels(), LogLevelsView),
     (calls.set_log_level("info", logger="kvstow.api", ttl_seconds=60), LogLevelView),
     (calls.probe("livez"), calls.ProbeResult),
     (calls.metrics(), str),

@@ -104,5 +104,5 @@ async def test_a_rank_that_starts_anew_loses_its_blocks(
     ranks.store(keys)
     body = ranks.make_report(0, boot_id="anew").to_json()
     assert (await client.post("/v1/ranks/0/report", json=body, headers=AGENT)).status_code == 200
-    assert engine.stats().slots.cached == 0
+    assert engine.stats().pool.slots.cached == 0
     assert (await client.get("/v1/stats")).json()["faults"]["rank_restarts"] == 1

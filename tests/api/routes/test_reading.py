@@ -19,7 +19,7 @@ PATHS = sorted(
     for route in router.routes
     if "GET" in route.methods and route.path not in ("/v1/events", "/page/live")  # type: ignore[attr-defined]
 )
-NOT_FOUND = ("/livez/loop", "/startupz/loop", "/v1/namespaces")
+NOT_FOUND = ("/livez/loop", "/startupz/loop")
 
 
 async def test_reading_changes_nothing(

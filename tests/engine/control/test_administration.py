@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstow.control.acceptance import BypassStatus
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.state import ControlState
 from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError
+from kvstow.status import BypassStatus, ProtectionResult
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys, write_blocks
 
@@ -24,7 +24,7 @@ def test_eviction_by_count_takes_the_coldest(make_engine: MakeEngine) -> None:
     sweep = engine.admin.evict(slots=2).run()
     assert (sweep.evicted_slots, sweep.evicted_bytes, sweep.finished) == (2, 128, True)
     assert engine.contains([A, B, C]) == [True, False, False]
-    assert engine.stats().evicted_blocks["operator"] == 2
+    assert engine.stats().evictions["operator"] == 2
     engine.check_integrity()
 
 
@@ -108,7 +108,7 @@ def test_purge_by_keys_prefixes_age_and_count(make_engine: MakeEngine, clock: Fa
     assert engine.admin.purge(age_seconds=30.0).run().evicted_slots == 2
     assert engine.contains([b"r1", b"s1"]) == [False, True]
     assert engine.admin.purge(slots=5).run().evicted_slots == 1
-    assert engine.stats().evicted_blocks["purge"] == 6
+    assert engine.stats().evictions["purge"] == 6
     engine.check_integrity()
 
 
@@ -119,12 +119,12 @@ def test_a_purge_hides_leased_blocks_at_once_and_frees_them_later(make_engine: M
     op = engine.begin_load(engine.acquire([A]), [7])
     assert engine.admin.purge(everything=True).run().evicted_slots == 1
     assert engine.lookup([A]) == 0
-    assert engine.stats().slots.leased == 1
+    assert engine.stats().pool.slots.leased == 1
     store_keys(engine, [rank], [B, C, D])
     rank.submit(op)
     rank.run_all()
     assert rank.blocks[7] == A, "the slot was not reused under the load"
-    assert engine.stats().slots.free == 1
+    assert engine.stats().pool.slots.free == 1
     engine.check_integrity()
 
 
@@ -139,8 +139,8 @@ def test_a_purge_reaches_stores_in_flight(make_engine: MakeEngine) -> None:
     rank.submit(old, again.op)
     rank.run_all()
     assert engine.contains([A, B]) == [True, True]
-    assert engine.stats().store_blocks["dropped_purged"] == 1
-    assert engine.stats().slots.free == 2
+    assert engine.stats().stores["dropped_purged"] == 1
+    assert engine.stats().pool.slots.free == 2
     engine.check_integrity()
 
 
@@ -149,9 +149,9 @@ def test_bulk_work_is_done_in_slices_that_release_the_lock(make_engine: MakeEngi
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [n.to_bytes(4, "big") for n in range(3 * SLICE_SLOTS)])
     sweep = engine.admin.purge(everything=True)
-    assert engine.stats().slots.cached == 3 * SLICE_SLOTS, "nothing happens before the first step"
+    assert engine.stats().pool.slots.cached == 3 * SLICE_SLOTS, "nothing happens before the first step"
     assert sweep.step()
-    assert engine.stats().slots.free == SLICE_SLOTS
+    assert engine.stats().pool.slots.free == SLICE_SLOTS
     assert (sweep.done, sweep.total) == (SLICE_SLOTS, 3 * SLICE_SLOTS)
     sweep.cancel()
     assert not sweep.step()
@@ -163,13 +163,13 @@ def test_protected_blocks_stay_until_their_protection_ends(make_engine: MakeEngi
     engine = make_engine(slots=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B])
-    assert engine.admin.protect([A, B, C], ttl_seconds=10.0) == (2, 1)
+    assert engine.admin.protect([A, B, C], ttl_seconds=10.0) == ProtectionResult(2, 1)
     assert engine.begin_store([D], [0]).outcomes == {"dropped_cpu_full": 1}
     assert engine.admin.evict(slots=5).run().evicted_slots == 0
-    assert engine.stats().slots.protected == 2
+    assert engine.stats().pool.slots.protected == 2
     clock.advance(10.0)
     engine.tick()
-    assert (engine.stats().slots.protected, engine.stats().slots.cached) == (0, 2)
+    assert (engine.stats().pool.slots.protected, engine.stats().pool.slots.cached) == (0, 2)
     assert engine.begin_store([D], [0]).op is not None
 
 
@@ -180,10 +180,10 @@ def test_a_new_protection_replaces_the_old_one(make_engine: MakeEngine, clock: F
     engine.admin.protect([A], ttl_seconds=None)
     clock.advance(11.0)
     engine.tick()
-    assert engine.stats().slots.protected == 1
-    assert engine.admin.unprotect([A, B]) == (1, 1)
-    assert engine.admin.unprotect([A]) == (0, 1)
-    assert engine.stats().slots.cached == 1
+    assert engine.stats().pool.slots.protected == 1
+    assert engine.admin.unprotect([A, B]) == ProtectionResult(1, 1)
+    assert engine.admin.unprotect([A]) == ProtectionResult(0, 1)
+    assert engine.stats().pool.slots.cached == 1
 
 
 def test_protections_and_leases_overlap(make_engine: MakeEngine) -> None:
@@ -192,12 +192,12 @@ def test_protections_and_leases_overlap(make_engine: MakeEngine) -> None:
     engine.admin.protect([A], None)
     lease = engine.acquire([A, B])
     engine.admin.protect([B], None)
-    assert (engine.stats().slots.protected, engine.stats().slots.leased) == (2, 0)
+    assert (engine.stats().pool.slots.protected, engine.stats().pool.slots.leased) == (2, 0)
     engine.check_integrity()
-    assert engine.admin.unprotect(None) == (2, 0)
-    assert (engine.stats().slots.protected, engine.stats().slots.leased) == (0, 2)
+    assert engine.admin.unprotect(None) == ProtectionResult(2, 0)
+    assert (engine.stats().pool.slots.protected, engine.stats().pool.slots.leased) == (0, 2)
     engine.release(lease)
-    assert engine.stats().slots.cached == 2
+    assert engine.stats().pool.slots.cached == 2
     engine.check_integrity()
 
 
@@ -214,7 +214,7 @@ def test_growing_is_finished_at_once_and_the_ranks_follow(make_engine: MakeEngin
     assert rank.report().capacity_slots == 5
     assert engine.readiness().state == "pinning"
     rank.pin(5)
-    assert (engine.stats().usable_slots, engine.readiness().state) == (5, "ready")
+    assert (engine.stats().pool.usable_slots, engine.readiness().state) == (5, "ready")
 
 
 def test_shrinking_removes_blocks_before_the_ranks_unpin(make_engine: MakeEngine) -> None:
@@ -226,8 +226,8 @@ def test_shrinking_removes_blocks_before_the_ranks_unpin(make_engine: MakeEngine
     sweep.run()
     assert (sweep.finished, sweep.evicted_slots) == (True, 2)
     assert rank.report().capacity_slots == 1
-    assert (engine.stats().usable_slots, engine.lookup([A, B])) == (1, 1)
-    assert engine.stats().evicted_blocks["resize"] == 2
+    assert (engine.stats().pool.usable_slots, engine.lookup([A, B])) == (1, 1)
+    assert engine.stats().evictions["resize"] == 2
     engine.check_integrity()
 
 
@@ -241,14 +241,14 @@ def test_shrinking_waits_for_leases_and_transfers_above(make_engine: MakeEngine)
     assert (sweep.waiting, sweep.finished) == (True, False)
     assert rank.report().capacity_slots == 4, "slot 1 is still read, slot 2 still written"
     stats = engine.stats()
-    assert stats.slots.usable == stats.usable_slots == 3
+    assert stats.pool.slots.usable == stats.pool.usable_slots == 3
     rank.submit(op, filling)
     rank.run_all()
     assert rank.blocks[8] == B
     sweep.run()
     assert sweep.finished
     assert rank.report().capacity_slots == 1
-    assert engine.stats().usable_slots == 1
+    assert engine.stats().pool.usable_slots == 1
     engine.check_integrity()
 
 
@@ -272,9 +272,9 @@ def test_a_cancelled_shrink_puts_the_capacity_back(make_engine: MakeEngine) -> N
     with pytest.raises(ConflictError, match="another resize"):
         engine.admin.resize(3)
     sweep.cancel()
-    assert engine.stats().capacity_slots == 4
+    assert engine.stats().pool.capacity_slots == 4
     engine.release(lease)
-    assert engine.stats().usable_slots == 4
+    assert engine.stats().pool.usable_slots == 4
     engine.check_integrity()
     assert engine.admin.resize(3).run().finished
 
@@ -283,7 +283,7 @@ def test_a_resize_can_be_cancelled_before_it_is_run(make_engine: MakeEngine) -> 
     engine = make_engine(slots=4)
     make_ranks(engine)
     engine.admin.resize(1).cancel()
-    assert (engine.stats().capacity_slots, engine.stats().usable_slots) == (4, 4)
+    assert (engine.stats().pool.capacity_slots, engine.stats().pool.usable_slots) == (4, 4)
     assert engine.admin.resize(2).run().finished
 
 
@@ -297,7 +297,9 @@ def test_a_shrink_over_protected_blocks_is_refused(make_engine: MakeEngine) -> N
         engine.admin.resize(0)
     engine.admin.unprotect(None)
     sweep = engine.admin.resize(1)
-    assert engine.admin.protect([A, B], None) == (1, 1), "what a resize removes cannot be protected meanwhile"
+    assert engine.admin.protect([A, B], None) == ProtectionResult(1, 1), (
+        "what a resize removes cannot be protected meanwhile"
+    )
     assert sweep.run().finished
 
 
@@ -309,7 +311,7 @@ def test_the_policy_changes_under_traffic_without_losing_a_block(make_engine: Ma
     engine.admin.set_policy("arc")
     engine.release(lease)
     engine.check_integrity()
-    assert engine.stats().policy == "arc"
+    assert engine.stats().pool.policy == "arc"
     store_keys(engine, ranks, [D])
     assert engine.contains([A, B, C, D]) == [True, True, False, True]
     engine.admin.set_policy("lru")
@@ -332,7 +334,7 @@ def test_draining_refuses_new_work_and_reports_when_it_is_done(make_engine: Make
     assert status.deadline_seconds_left == 20.0
     assert engine.readiness().state == "draining"
     assert engine.acquire([A]).slots == ()
-    assert engine.stats().miss_blocks["draining"] == 1
+    assert engine.stats().lookups.miss_blocks["draining"] == 1
     assert engine.stats().fallbacks["draining"] == 1
     rank.submit(op)
     rank.run_all()
@@ -411,7 +413,7 @@ def test_a_resize_that_fails_puts_the_capacity_back(make_engine: MakeEngine, mon
         with pytest.raises(MemoryError):
             sweep.run()
     assert sweep.finished
-    assert engine.stats().usable_slots == 4
+    assert engine.stats().pool.usable_slots == 4
     assert engine.admin.resize(2).run().finished
     engine.check_integrity()
 
@@ -422,6 +424,6 @@ def test_a_block_above_the_new_size_cannot_be_protected(make_engine: MakeEngine)
     sweep = engine.admin.resize(2)
     assert engine.lookup([A, B, C, D]) == 2
     assert engine.contains([D]) == [True], "the resize has not come to it yet"
-    assert engine.admin.protect([A, D], None) == (1, 1)
+    assert engine.admin.protect([A, D], None) == ProtectionResult(1, 1)
     assert sweep.run().finished
     engine.check_integrity()

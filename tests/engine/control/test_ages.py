@@ -29,10 +29,10 @@ def test_lifetime_and_idle_time_of_evicted_blocks_are_observed(make_engine: Make
     clock.advance(5.0)
     store_keys(engine, ranks, keys_of(100, 61))
     stats = engine.stats()
-    assert observed(stats.lifetime_seconds) == {60.0: 1}
-    assert stats.lifetime_seconds.total == 55.0
-    assert observed(stats.idle_seconds) == {10.0: 1}
-    assert stats.idle_seconds.total == 5.0
+    assert observed(stats.ages.lifetime) == {60.0: 1}
+    assert stats.ages.lifetime.sum == 55.0
+    assert observed(stats.ages.idle) == {10.0: 1}
+    assert stats.ages.idle.sum == 5.0
 
 
 def test_a_look_up_observes_how_long_its_blocks_were_idle(make_engine: MakeEngine, clock: FakeClock) -> None:
@@ -42,8 +42,8 @@ def test_a_look_up_observes_how_long_its_blocks_were_idle(make_engine: MakeEngin
     engine.release(engine.acquire(keys_of(0, 61)))
     clock.advance(200.0)
     engine.release(engine.acquire(keys_of(0, 61)))
-    assert observed(engine.stats().reuse_gap_seconds) == {30.0: 1, 300.0: 1}
-    assert engine.stats().reuse_gap_seconds.total == 220.0
+    assert observed(engine.stats().ages.reuse_gap) == {30.0: 1, 300.0: 1}
+    assert engine.stats().ages.reuse_gap.sum == 220.0
 
 
 def test_one_block_in_61_is_sampled_for_any_batch_size(make_engine: MakeEngine) -> None:
@@ -52,10 +52,10 @@ def test_one_block_in_61_is_sampled_for_any_batch_size(make_engine: MakeEngine) 
     store_keys(engine, ranks, keys_of(0, 610))
     for first in range(0, 610, 10):
         engine.release(engine.acquire(keys_of(first, 10)))
-    assert sum(engine.stats().reuse_gap_seconds.counts) == 10
+    assert sum(engine.stats().ages.reuse_gap.counts) == 10
     for first in range(0, 610, 5):
         store_keys(engine, ranks, keys_of(1000 + first, 5))
-    assert sum(engine.stats().lifetime_seconds.counts) == 10
+    assert sum(engine.stats().ages.lifetime.counts) == 10
 
 
 def test_blocks_that_an_operator_removes_are_not_sampled(make_engine: MakeEngine) -> None:
@@ -64,4 +64,4 @@ def test_blocks_that_an_operator_removes_are_not_sampled(make_engine: MakeEngine
     sweep = engine.admin.purge(everything=True)
     while sweep.step():
         pass
-    assert sum(engine.stats().lifetime_seconds.counts) == 0
+    assert sum(engine.stats().ages.lifetime.counts) == 0

@@ -85,9 +85,9 @@ def test_a_store_evicts_few_blocks_while_the_pool_shrinks(
     engine.admin.evict(slots=slots_left).run()  # the blocks that would be evicted first all lie above the limit
     store_keys(engine, ranks, make_keys(slots_left, "hot"))
     sweep = engine.admin.resize(slots_left)
-    before = engine.stats().evicted_blocks["capacity"]
+    before = engine.stats().evictions["capacity"]
     grant = engine.begin_store(make_keys(16, "new"), range(16))
-    assert engine.stats().evicted_blocks["capacity"] - before <= 4 * 16
+    assert engine.stats().evictions["capacity"] - before <= 4 * 16
     assert len(grant.accepted) + grant.outcomes.get("dropped_cpu_full", 0) == 16
     engine.check_integrity()
     for rank in ranks:
@@ -109,7 +109,7 @@ def test_a_store_finds_room_while_the_pool_shrinks_to_half(make_engine: MakeEngi
         engine.refresh([low])
     engine.admin.resize(32)
     assert len(engine.begin_store(make_keys(8, "new"), range(8)).accepted) == 8
-    assert engine.stats().evicted_blocks["capacity"] == 15, "the resize has removed one block above the limit"
+    assert engine.stats().evictions["capacity"] == 15, "the resize has removed one block above the limit"
 
 
 def test_a_store_that_finds_some_slots_evicts_no_more(make_engine: MakeEngine) -> None:
@@ -119,7 +119,7 @@ def test_a_store_that_finds_some_slots_evicts_no_more(make_engine: MakeEngine) -
     engine.refresh(keys[1:])  # slot 0 is the coldest, and below the limit; the next ones lie above
     engine.admin.resize(4)
     assert engine.begin_store(make_keys(16, "new"), range(16)).accepted == (0,)
-    assert engine.stats().evicted_blocks["capacity"] == 4 * 16
+    assert engine.stats().evictions["capacity"] == 4 * 16
     engine.check_integrity()
 
 
@@ -163,7 +163,7 @@ def test_a_store_of_present_blocks_leaves_those_in_use_where_they_are(make_engin
     engine.begin_store(keys, range(4))
     engine.refresh(keys)
     engine.check_integrity()
-    counts = engine.stats().slots
+    counts = engine.stats().pool.slots
     assert (counts.leased, counts.protected, counts.cached) == (1, 1, 2)
     engine.release(lease)
 
@@ -197,7 +197,7 @@ def test_expired_protections_end_slice_by_slice(
     engine.tick()
     assert sum(holding.counts) == 3000
     assert max(holding.counts) <= SLICE_SLOTS
-    assert engine.stats().slots.protected == 0
+    assert engine.stats().pool.slots.protected == 0
     engine.check_integrity()
 
 
@@ -263,7 +263,7 @@ def test_a_purge_disowns_what_is_being_stored_slice_by_slice(
     rank.submit(ops[0])
     rank.run_all()
     assert 0 < max(holding.counts) <= SLICE_SLOTS
-    assert engine.stats().slots.free == 3000
+    assert engine.stats().pool.slots.free == 3000
     engine.check_integrity()
 
 

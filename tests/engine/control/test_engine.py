@@ -60,7 +60,7 @@ def test_a_lease_of_a_miss_is_empty_and_holds_nothing(make_engine: MakeEngine) -
     lease = engine.acquire([A])
     assert lease.slots == ()
     engine.release(lease)
-    assert engine.stats().leases == 0
+    assert engine.stats().pool.leases == 0
 
 
 def test_leased_blocks_are_not_evicted_and_others_are(make_engine: MakeEngine) -> None:
@@ -100,7 +100,7 @@ def test_a_lease_of_single_keys_is_all_or_nothing(make_engine: MakeEngine) -> No
     lease = engine.lease([C, A, C])
     assert lease is not None
     assert lease.keys == (C, A, C)
-    assert engine.stats().slots.leased == 2
+    assert engine.stats().pool.slots.leased == 2
     engine.release(lease)
     engine.check_integrity()
 
@@ -115,7 +115,7 @@ def test_a_failed_load_of_repeated_keys_removes_them_once(make_engine: MakeEngin
     rank.submit(op)
     rank.run(op.op_id, fail=True)
     assert engine.contains([A, B]) == [False, False]
-    assert engine.stats().slots.free == 4
+    assert engine.stats().pool.slots.free == 4
     engine.check_integrity()
 
 
@@ -128,10 +128,10 @@ def test_a_lease_can_be_used_only_once(make_engine: MakeEngine) -> None:
     with pytest.raises(LeaseError, match="released or used up"):
         engine.begin_load(lease, [8])
     engine.release(lease)  # the load still holds its slot
-    assert engine.stats().slots.leased == 1
+    assert engine.stats().pool.slots.leased == 1
     ranks[0].submit(op)
     ranks[0].run_all()
-    assert engine.stats().slots.leased == 0
+    assert engine.stats().pool.slots.leased == 0
 
 
 def test_part_of_a_lease_may_be_loaded(make_engine: MakeEngine) -> None:
@@ -142,7 +142,7 @@ def test_part_of_a_lease_may_be_loaded(make_engine: MakeEngine) -> None:
     ranks[0].submit(op)
     ranks[0].run_all()
     assert ranks[0].blocks[7] == B
-    assert engine.stats().slots.leased == 0
+    assert engine.stats().pool.slots.leased == 0
 
 
 @pytest.mark.parametrize(("blocks", "first"), [([], 0), ([1, 2, 3], 0), ([1], 2), ([1], -1)])
@@ -152,7 +152,7 @@ def test_a_load_outside_its_lease_is_refused(make_engine: MakeEngine, blocks: li
     lease = engine.acquire([A, B])
     with pytest.raises(InvalidRequestError, match="allowed: 1 or more, within the 2 leased"):
         engine.begin_load(lease, blocks, first=first)
-    assert engine.stats().leases == 1
+    assert engine.stats().pool.leases == 1
 
 
 def test_keys_and_blocks_of_a_store_must_pair(make_engine: MakeEngine) -> None:
@@ -247,15 +247,15 @@ def test_a_failed_store_publishes_nothing_and_frees_its_slots(make_engine: MakeE
     ranks[1].submit(op)
     ranks[0].run(op.op_id, fail=True)
     assert engine.take_settled() == []  # rank 1 may still write the slots
-    assert engine.stats().slots.filling == 2
+    assert engine.stats().pool.slots.filling == 2
     ranks[1].run(op.op_id)
     (settled,) = engine.take_settled()
     assert settled.mark == "failed"
     assert settled.error == "rank 0: injected"
     assert engine.lookup([A]) == 0
-    assert engine.stats().slots.free == 4
-    assert engine.stats().store_blocks["failed"] == 2
-    assert engine.stats().transfers["store", "error"] == 1
+    assert engine.stats().pool.slots.free == 4
+    assert engine.stats().stores["failed"] == 2
+    assert engine.stats().transfers.store.error == 1
 
 
 def test_a_failed_load_removes_its_keys_at_the_first_failure(make_engine: MakeEngine) -> None:
@@ -269,8 +269,8 @@ def test_a_failed_load_removes_its_keys_at_the_first_failure(make_engine: MakeEn
     ranks[1].say(op.op_id, "done")
     (settled,) = engine.take_settled()
     assert (settled.mark, settled.request_id) == ("failed", "r")
-    assert engine.stats().slots.free == 4
-    assert engine.stats().miss_blocks["load_failed"] == 2
+    assert engine.stats().pool.slots.free == 4
+    assert engine.stats().lookups.miss_blocks["load_failed"] == 2
     assert engine.stats().fallbacks["load_failed"] == 1
     engine.check_integrity()
 
@@ -284,13 +284,13 @@ def test_late_and_repeated_completions_are_counted_and_ignored(make_engine: Make
     ranks[0].say(op.op_id, "done")
     ranks[0].say(op.op_id, "failed")
     assert engine.lookup([A]) == 0
-    assert engine.stats().duplicate_completions == 2
+    assert engine.stats().faults.duplicate_completions == 2
     ranks[1].say(op.op_id, "done")
     assert engine.lookup([A]) == 1
     ranks[1].say(op.op_id, "failed")
     ranks[1].say(op.op_id + 1, "done")
     ranks[1].say(op.op_id, "done", boot_id="another")
-    assert engine.stats().stale_completions == 3
+    assert engine.stats().faults.stale_completions == 3
     assert engine.lookup([A]) == 1
 
 
@@ -351,7 +351,7 @@ def test_a_failed_host_gets_no_more_hits_or_stores(make_engine: MakeEngine) -> N
     assert (engine.lookup([A]), engine.store_room()) == (0, 0)
     readiness = engine.readiness()
     assert (readiness.state, readiness.reason) == ("degraded", "the host has failed: the first")
-    assert engine.stats().errors["host"] == 2
+    assert engine.stats().faults.errors["host"] == 2
 
 
 def test_op_ids_are_never_reused(make_engine: MakeEngine) -> None:
@@ -381,13 +381,13 @@ def test_a_stuck_store_is_abandoned_and_its_slots_wait_in_quarantine(make_engine
     (settled,) = engine.take_settled()
     assert (settled.mark, settled.error) == ("failed", "ranks [1] have not finished it")
     stats = engine.stats()
-    assert (stats.slots.quarantined, stats.slots.free, stats.pending.stuck) == (1, 1, 1)
+    assert (stats.pool.slots.quarantined, stats.pool.slots.free, stats.transfers.pending.stuck) == (1, 1, 1)
     assert engine.begin_store([B], [1]).outcomes == {"dropped_not_ready": 1}, "a stuck rank stops the traffic"
     (view,) = engine.transfers()
     assert (view.state, view.pending_ranks, view.failed) == ("quarantined", (1,), True)
     ranks[1].run(op.op_id)
     assert engine.take_settled() == []
-    assert engine.stats().slots.free == 2
+    assert engine.stats().pool.slots.free == 2
     assert engine.begin_store([B], [1]).op is not None, "traffic flows again"
     assert engine.lookup([A]) == 0
     engine.check_integrity()
@@ -462,7 +462,7 @@ def test_a_stuck_load_keeps_waiting(make_engine: MakeEngine, clock: FakeClock) -
     engine.tick()
     assert engine.take_settled() == [], "the silent rank may still write the blocks"
     assert [view.state for view in engine.transfers()] == ["stuck"]
-    assert engine.stats().errors["transfer_stuck"] == 1
+    assert engine.stats().faults.errors["transfer_stuck"] == 1
     assert engine.lookup([A]) == 0
     assert engine.acquire([A]).slots == ()
     ranks[0].submit(op)
@@ -480,16 +480,17 @@ def test_counters_count_what_happened(make_engine: MakeEngine) -> None:
     engine.release(engine.acquire([A]))
     engine.acquire([E])
     stats = engine.stats()
-    assert dict(stats.lookups) == {"full": 1, "partial": 1, "miss": 1}
-    assert (stats.query_blocks, stats.hit_blocks) == (4, 2)
-    assert stats.miss_blocks["absent"] == 2
-    assert stats.store_blocks["stored"] == 3
-    assert stats.evicted_blocks["capacity"] == 1
-    assert stats.transfers == {("load", "ok"): 1, ("load", "error"): 0, ("store", "ok"): 2, ("store", "error"): 0}
-    assert stats.transfer_bytes == {"load": 64, "store": 3 * 64}
-    assert sum(stats.transfer_seconds["store"].counts) == 2
-    assert sum(stats.lookup_seconds.counts) == 3
-    assert stats.slots.usable == stats.usable_slots == 2
+    assert stats.lookups.results == {"full": 1, "partial": 1, "miss": 1}
+    assert (stats.lookups.query_blocks, stats.lookups.hit_blocks) == (4, 2)
+    assert stats.lookups.miss_blocks["absent"] == 2
+    assert stats.stores["stored"] == 3
+    assert stats.evictions["capacity"] == 1
+    load_stats, store_stats = stats.transfers.load, stats.transfers.store
+    assert (load_stats.ok, load_stats.error, load_stats.bytes) == (1, 0, 64)
+    assert (store_stats.ok, store_stats.error, store_stats.bytes) == (2, 0, 3 * 64)
+    assert sum(stats.transfers.store.seconds.counts) == 2
+    assert sum(stats.lookups.seconds.counts) == 3
+    assert stats.pool.slots.usable == stats.pool.usable_slots == 2
     assert stats.allocation_failures == 0
     assert not any(stats.fallbacks.values())
 
@@ -503,7 +504,7 @@ def test_pending_transfers_are_shown_with_their_ranks(make_engine: MakeEngine, c
     op = engine.begin_store([B, C], [8, 9]).op
     assert op is not None
     ranks[1].say(op.op_id, "source_free")
-    pending = engine.stats().pending
+    pending = engine.stats().transfers.pending
     assert (pending.loads, pending.stores, pending.load_bytes, pending.store_bytes) == (1, 1, 64, 128)
     assert pending.oldest_seconds == 2.0
     oldest, newest = engine.transfers()
@@ -520,11 +521,14 @@ def test_blocks_are_listed_in_pages(make_engine: MakeEngine, clock: FakeClock) -
     engine.admin.protect([B], ttl_seconds=60.0)
     clock.advance(5.0)
     first = engine.blocks(limit=2)
-    assert [(view.key, view.state, view.leases) for view in first.blocks] == [(A, "leased", 1), (B, "protected", 0)]
+    assert [(view.key, view.state, view.leases) for view in first.blocks] == [
+        (A.hex(), "leased", 1),
+        (B.hex(), "protected", 0),
+    ]
     assert first.blocks[1].protection_ttl_seconds == 55.0
     assert first.next_slot is not None
     rest = engine.blocks(first.next_slot)
-    assert [view.key for view in rest.blocks] == [C]
+    assert [view.key for view in rest.blocks] == [C.hex()]
     assert rest.next_slot is None
     assert rest.blocks[0].idle_seconds == 5.0
     engine.release(lease)

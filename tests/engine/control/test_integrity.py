@@ -129,4 +129,4 @@ def test_every_inconsistency_is_found(
         engine.check_integrity()
     assert complaint.split()[-1] in engine.readiness().reason
     assert engine.readiness().state == "degraded"
-    assert engine.stats().errors["integrity"] == 1
+    assert engine.stats().faults.errors["integrity"] == 1

@@ -23,14 +23,14 @@ def test_the_slowest_rank_decides_how_many_slots_are_usable(make_engine: MakeEng
     engine = make_engine(slots=8, ranks=2)
     fast, slow = FakeRank(engine, 0), FakeRank(engine, 1)
     fast.pin(8)
-    assert engine.stats().usable_slots == 0
+    assert engine.stats().pool.usable_slots == 0
     assert engine.readiness().state == "starting"
     slow.pin(3)
-    assert engine.stats().usable_slots == 3
+    assert engine.stats().pool.usable_slots == 3
     readiness = engine.readiness()
     assert (readiness.state, readiness.reason) == ("pinning", "3 of 8 slots are pinned on every rank")
     slow.pin(8)
-    assert (engine.readiness().state, engine.stats().usable_slots) == ("ready", 8)
+    assert (engine.readiness().state, engine.stats().pool.usable_slots) == ("ready", 8)
     engine.check_integrity()
 
 
@@ -94,7 +94,7 @@ def test_a_restarted_rank_loses_everything_on_all_ranks(make_engine: MakeEngine)
     ranks[1].restart(pinned=4)
     assert engine.lookup([A]) == 0
     stats = engine.stats()
-    assert (stats.slots.free, stats.rank_restarts, stats.evicted_blocks["rank_restart"]) == (4, 1, 2)
+    assert (stats.pool.slots.free, stats.faults.rank_restarts, stats.evictions["rank_restart"]) == (4, 1, 2)
     engine.check_integrity()
     store_keys(engine, ranks, [A])
     assert engine.lookup([A]) == 1
@@ -111,11 +111,11 @@ def test_a_restart_fails_unfinished_ops_of_the_rank_and_keeps_slots_that_others_
     ranks[0].submit(op)
     ranks[1].restart(pinned=4)
     assert engine.take_settled() == []
-    assert engine.stats().slots.filling == 1, "rank 0 may still write the slot"
+    assert engine.stats().pool.slots.filling == 1, "rank 0 may still write the slot"
     ranks[0].run_all()
     (settled,) = engine.take_settled()
     assert (settled.mark, settled.error) == ("failed", "rank 1: rank 1 has restarted")
-    assert engine.stats().slots.free == 4
+    assert engine.stats().pool.slots.free == 4
 
 
 def test_a_store_that_a_lost_rank_had_finished_is_not_published(make_engine: MakeEngine) -> None:
@@ -130,7 +130,7 @@ def test_a_store_that_a_lost_rank_had_finished_is_not_published(make_engine: Mak
     ranks[1].restart(pinned=4)
     ranks[0].run_all()
     assert engine.lookup([A]) == 0
-    assert engine.stats().store_blocks["dropped_purged"] == 1
+    assert engine.stats().stores["dropped_purged"] == 1
     engine.check_integrity()
 
 
@@ -143,7 +143,7 @@ def test_a_lease_breaks_when_a_rank_loses_its_memory(make_engine: MakeEngine) ->
     with pytest.raises(LeaseError, match="a rank has lost its memory"):
         engine.begin_load(lease, [7])
     engine.release(lease)
-    assert engine.stats().slots.free == 4
+    assert engine.stats().pool.slots.free == 4
     engine.check_integrity()
 
 
@@ -156,7 +156,7 @@ def test_a_late_report_of_a_former_boot_is_ignored(make_engine: MakeEngine) -> N
     rank.report(boot_id=dead)
     assert engine.lookup([A]) == 1
     stats = engine.stats()
-    assert (stats.stale_reports, stats.rank_restarts) == (1, 1)
+    assert (stats.faults.stale_reports, stats.faults.rank_restarts) == (1, 1)
 
 
 def test_a_late_report_of_the_same_boot_is_counted_and_changes_nothing(make_engine: MakeEngine) -> None:
@@ -174,7 +174,7 @@ def test_a_late_report_of_the_same_boot_is_counted_and_changes_nothing(make_engi
         assert engine.report(late) == engine.desired()
     assert engine.lookup([A, B]) == 2
     stats = engine.stats()
-    assert (stats.stale_reports, stats.usable_slots, stats.evicted_blocks["rank_restart"]) == (3, 4, 0)
+    assert (stats.faults.stale_reports, stats.pool.usable_slots, stats.evictions["rank_restart"]) == (3, 4, 0)
     assert engine.readiness().state == "ready"
 
 
@@ -192,7 +192,7 @@ def test_a_late_report_of_a_boot_that_never_reported_is_no_restart(make_engine: 
     rank.report()
     assert engine.boot_ids() == (rank.boot_id,)
     assert engine.lookup([A]) == 1
-    assert engine.stats().stale_reports == 1
+    assert engine.stats().faults.stale_reports == 1
 
 
 def test_every_new_desired_state_has_a_larger_number(make_engine: MakeEngine) -> None:
@@ -219,7 +219,7 @@ def test_slots_that_a_rank_unpins_unasked_are_not_served(make_engine: MakeEngine
     store_keys(engine, [rank], [A, B])
     rank.pin(1)
     assert engine.contains([A, B]) == [True, False]
-    assert engine.stats().usable_slots == 1
+    assert engine.stats().pool.usable_slots == 1
     engine.check_integrity()
 
 
@@ -251,7 +251,7 @@ def test_a_restart_loses_everything_during_any_sweep(make_engine: MakeEngine, ki
     rank.report()
     assert engine.contains(KEYS) == [False] * 12
     engine.check_integrity()
-    assert engine.stats().evicted_blocks["rank_restart"] == 10
+    assert engine.stats().evictions["rank_restart"] == 10
     store_keys(engine, [rank], KEYS[:2])
     assert engine.lookup(KEYS[:2]) == 2, "what is stored from now on is kept, although the clock has not moved"
     engine.check_integrity()
@@ -325,7 +325,7 @@ def test_stores_and_leases_of_slots_unpinned_unasked_are_lost(make_engine: MakeE
     with pytest.raises(LeaseError, match="a rank has lost its memory"):
         engine.begin_load(lease, [7, 8])
     engine.release(lease)
-    assert engine.stats().slots.free == 3
+    assert engine.stats().pool.slots.free == 3
     engine.check_integrity()
 
 
@@ -335,17 +335,17 @@ def test_slots_that_a_rank_unpins_do_not_count_when_the_pool_grows_again(make_en
     early = ranks[0].sent[-1]
     engine.admin.resize(1).run()
     engine.admin.resize(3).run()
-    assert engine.stats().usable_slots == 1, "it may be that the ranks have been told of the one slot"
+    assert engine.stats().pool.usable_slots == 1, "it may be that the ranks have been told of the one slot"
     for rank in ranks:
         assert rank.report().capacity_slots == 3
-    assert engine.stats().usable_slots == 1, "reports from before"
+    assert engine.stats().pool.usable_slots == 1, "reports from before"
     ranks[0].report()
-    assert engine.stats().usable_slots == 1, "rank 1 has said nothing new"
+    assert engine.stats().pool.usable_slots == 1, "rank 1 has said nothing new"
     ranks[1].report()
-    assert engine.stats().usable_slots == 3
+    assert engine.stats().pool.usable_slots == 3
     engine.report(early)
     stats = engine.stats()
-    assert (stats.usable_slots, stats.stale_reports) == (3, 1)
+    assert (stats.pool.usable_slots, stats.faults.stale_reports) == (3, 1)
 
 
 def test_growth_alone_leaves_the_known_slots_as_they_are(make_engine: MakeEngine) -> None:
@@ -354,10 +354,10 @@ def test_growth_alone_leaves_the_known_slots_as_they_are(make_engine: MakeEngine
     engine.admin.resize(2).run()
     rank.report()
     engine.admin.resize(3).run()
-    assert engine.stats().usable_slots == 2
+    assert engine.stats().pool.usable_slots == 2
     rank.pin(3)
     engine.admin.resize(4).run()
-    assert engine.stats().usable_slots == 3
+    assert engine.stats().pool.usable_slots == 3
 
 
 def test_a_rank_that_restarts_in_a_small_pool_counts_no_more_when_it_grows(make_engine: MakeEngine) -> None:
@@ -369,7 +369,7 @@ def test_a_rank_that_restarts_in_a_small_pool_counts_no_more_when_it_grows(make_
     rank.restart(pinned=4)
     assert rank.pinned == 1, "it was told"
     engine.admin.resize(4).run()
-    assert engine.stats().usable_slots == 1
+    assert engine.stats().pool.usable_slots == 1
 
 
 def test_a_first_report_counts_in_full_if_it_has_applied_the_desired_state(make_engine: MakeEngine) -> None:
@@ -378,9 +378,9 @@ def test_a_first_report_counts_in_full_if_it_has_applied_the_desired_state(make_
     engine.admin.resize(4).run()
     rank = FakeRank(engine)
     rank.pin(4)
-    assert engine.stats().usable_slots == 1
+    assert engine.stats().pool.usable_slots == 1
     rank.report()
-    assert engine.stats().usable_slots == 4
+    assert engine.stats().pool.usable_slots == 4
 
 
 def test_desired_states_of_another_engine_do_not_count_as_applied(make_engine: MakeEngine) -> None:
@@ -390,7 +390,7 @@ def test_desired_states_of_another_engine_do_not_count_as_applied(make_engine: M
     engine.admin.resize(1).run()
     engine.report(elsewhere)
     engine.admin.resize(4).run()
-    assert engine.stats().usable_slots == 1
+    assert engine.stats().pool.usable_slots == 1
 
 
 def test_reports_of_another_pool_are_refused(make_engine: MakeEngine) -> None:
@@ -413,7 +413,7 @@ def test_each_rank_has_slots_of_its_own_size(make_engine: MakeEngine) -> None:
     ranks = make_ranks(engine)
     assert [rank.pinned_bytes for rank in engine.readiness().ranks] == [4 * 64, 4 * 32]
     store_keys(engine, ranks, [A, B])
-    assert engine.stats().transfer_bytes["store"] == 2 * 64, "of the rank with the largest slots"
+    assert engine.stats().transfers.store.bytes == 2 * 64, "of the rank with the largest slots"
     wrong = RankReport(1, "boot", "ready", 64, 4, 4, 256, 256, sender="process", number=1)
     with pytest.raises(InvalidRequestError, match="rank 1 reports slot_bytes 64; allowed: 32, as this rank's pool"):
         engine.report(wrong)

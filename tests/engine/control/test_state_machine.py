@@ -281,7 +281,7 @@ class Traffic(RuleBasedStateMachine):
         chain = CHAINS[pick % len(CHAINS)]
         if pick % 5 == 0:
             self.engine.admin.purge(everything=True).run()
-            assert self.engine.stats().slots.cached == 0
+            assert self.engine.stats().pool.slots.cached == 0
         elif pick % 5 < 3:
             self.engine.admin.purge(key_prefixes=[chain[0][:1]]).run()
         else:
@@ -296,7 +296,7 @@ class Traffic(RuleBasedStateMachine):
         if self.checks_books and hasattr(self, "ranks"):
             self.engine.check_integrity()
             stats = self.engine.stats()
-            assert stats.slots.usable == stats.usable_slots
+            assert stats.pool.slots.usable == stats.pool.usable_slots
 
     def teardown(self) -> None:
         """Let everything end: nothing may be left behind."""
@@ -312,8 +312,8 @@ class Traffic(RuleBasedStateMachine):
         stats = self.engine.stats()
         assert not self.loads, f"loads {list(self.loads)} never settled"
         assert not self.stores, f"stores {list(self.stores)} never settled"
-        assert (stats.pending.loads, stats.pending.stores, stats.leases) == (0, 0, 0)
-        assert (stats.slots.leased, stats.slots.filling, stats.slots.quarantined) == (0, 0, 0)
+        assert (stats.transfers.pending.loads, stats.transfers.pending.stores, stats.pool.leases) == (0, 0, 0)
+        assert (stats.pool.slots.leased, stats.pool.slots.filling, stats.pool.slots.quarantined) == (0, 0, 0)
         self.books_balance()
 
     # -- parts ----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def kvstow(run: Any, host: Any) -> Callable[..., Any]:
 
 
 def cached(host: Any) -> int:
-    return int(host.engine.stats().slots.cached)
+    return int(host.engine.stats().pool.slots.cached)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_growing_asks_nothing(kvstow: Any, host: Any) -> None:
 
 
 def test_a_value_that_is_refused_names_what_is_allowed(kvstow: Any) -> None:
-    assert "\nhint: runtime.policy: 'lru' or 'arc'\n" in kvstow("config", "set", "policy=mru").stderr
+    assert "\nhint: policy: 'lru' or 'arc'\n" in kvstow("config", "set", "policy=mru").stderr
 
 
 def test_an_answer_may_be_an_operation_that_is_followed(kvstow: Any, host: Any) -> None:
@@ -122,17 +122,17 @@ def test_more_keys_than_one_lookup_may_have_are_asked_for_in_parts(kvstow: Any) 
 
 def test_protections_come_and_go(kvstow: Any, host: Any) -> None:
     assert kvstow("protect", *HEX[:2], "00ff", "--dry-run").stdout == "would protect 2 blocks; not in the pool: 1 key\n"
-    assert host.engine.stats().slots.protected == 0
+    assert host.engine.stats().pool.slots.protected == 0
     assert kvstow("protect", "-", "--ttl", "1h", stdin=f"{HEX[0]}\n{HEX[1]}\n").exit_code == 0
-    assert host.engine.stats().slots.protected == 2
+    assert host.engine.stats().pool.slots.protected == 2
     assert "protected" in kvstow("describe", "block", HEX[0]).stdout
     assert kvstow("unprotect", HEX[0], "--dry-run").exit_code == 0
     assert kvstow("unprotect", HEX[0]).exit_code == 0
-    assert host.engine.stats().slots.protected == 1
+    assert host.engine.stats().pool.slots.protected == 1
     assert kvstow("unprotect", "--all").exit_code == 2
     assert kvstow("unprotect", "--all", "--dry-run").stdout == "would unprotect 1 block\n"
     assert kvstow("unprotect", "--all", "--yes").exit_code == 0
-    assert host.engine.stats().slots.protected == 0
+    assert host.engine.stats().pool.slots.protected == 0
 
 
 def test_protecting_what_is_not_there_is_exit_code_4(kvstow: Any) -> None:
@@ -187,7 +187,7 @@ def test_settings_are_shown_and_changed(kvstow: Any, host: Any) -> None:
     assert json.loads(kvstow("config", "view", "-o", "json").stdout)["runtime"]["policy"] == "lru"
     changed = kvstow("config", "set", "policy=arc", "pinning_paused=true").stdout
     assert changed.split() == ["capacity", "slots", "16", "policy", "arc", "pinning", "paused", "yes"]
-    assert (host.engine.stats().policy, host.engine.desired().paused) == ("arc", True)
+    assert (host.engine.stats().pool.policy, host.engine.desired().paused) == ("arc", True)
     assert "debug" in kvstow("config", "log-level", "debug", "--logger", "kvstow.admin", "--ttl", "1h").stdout
 
 

@@ -12,7 +12,7 @@ import yaml
 from tests.service.cli.terminal import Terminal
 
 from kvstow_api.client import ApiError
-from kvstow_api.views.problem import ProblemView
+from kvstow_api.views import ProblemView
 from kvstow_service.cli.get import _watch
 
 KEYS = [bytes([0, 0, number]) for number in range(6)]
@@ -191,7 +191,7 @@ def test_watching_ends_where_there_is_nothing_to_wait_for() -> None:
 
 def test_a_watched_list_is_one_json_object_a_line(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def change(seconds: float) -> None:
-        if host.engine.stats().policy == "arc":
+        if host.engine.stats().pool.policy == "arc":
             raise KeyboardInterrupt
         host.engine.admin.set_policy("arc")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.service.cli.terminal import Terminal
 
-from kvstow_api.views.history import NowView
+from kvstow_api.history import NowView
 from kvstow_service.cli.snapshot import look
 
 KEYS = [bytes([0, 0, number]) for number in range(6)]

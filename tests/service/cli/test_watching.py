@@ -13,9 +13,8 @@ import pytest
 import yaml
 from tests.service.cli.terminal import Terminal
 
-from kvstow_api.series import FIGURES, METRICS, lines_of, now_of
-from kvstow_api.views.doctor import DoctorView, FindingView
-from kvstow_api.views.history import HistoryView, NowView, SampleView
+from kvstow_api.history import FIGURES, METRICS, HistoryView, NowView, SampleView, lines_of, now_of
+from kvstow_api.views import DoctorView, FindingView
 from kvstow_service.cli.plot import METRICS as OFFERED
 from kvstow_service.cli.sparkline import sparkline, squeeze
 

@@ -83,7 +83,7 @@ class Bench:
 
     def assert_all_given_back(self) -> None:
         assert self.driver.free_blocks == self.kv_blocks
-        assert self.engine.stats().leases == 0
+        assert self.engine.stats().pool.leases == 0
         self.engine.check_integrity()
 
 
@@ -273,7 +273,7 @@ def test_a_stop_lets_what_is_in_flight_finish(conversations: list[TraceRequest])
     with bench(conversations, ReplayOptions(concurrency=4), on_request=stop_after_ten) as parts:
         result = parts.driver.run(stop)
         parts.assert_all_given_back()
-        assert parts.engine.stats().pending.loads == parts.engine.stats().pending.stores == 0
+        assert parts.engine.stats().transfers.pending.loads == parts.engine.stats().transfers.pending.stores == 0
     assert 10 <= result.requests < 10 + 4
     assert result.abandoned == 0
 

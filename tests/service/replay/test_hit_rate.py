@@ -33,7 +33,7 @@ def replay(
         )
         result = driver.run(Event())
         assert driver.free_blocks == kv_blocks
-        assert session.engine.stats().leases == 0
+        assert session.engine.stats().pool.leases == 0
         session.engine.check_integrity()
     return result
 

@@ -140,4 +140,4 @@ class Operator:
 
     def _some_keys(self) -> list[bytes]:
         blocks = self._engine.blocks(self._random.randrange(self._setup.slots), 8).blocks
-        return [block.key for block in blocks]
+        return [bytes.fromhex(block.key) for block in blocks]

@@ -58,16 +58,16 @@ class Run:
         self._operator.finish()
         self._host.exchange_reports()
         stats = engine.stats()
-        self.report.loaded_blocks = stats.transfer_blocks["load"]
-        self.report.stored_blocks = stats.transfer_blocks["store"]
-        self.report.failed_loads = stats.transfers["load", "error"]
+        self.report.loaded_blocks = stats.transfers.load.blocks
+        self.report.stored_blocks = stats.transfers.store.blocks
+        self.report.failed_loads = stats.transfers.load.error
         leaked = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         found = {
             "requests left": list(self._core.scheduler.requests),
             "GPU blocks leaked": leaked,
-            "leases leaked": stats.leases,
+            "leases leaked": stats.pool.leases,
             "transfers left": [*engine.transfers()],
-            "slots leaked": stats.slots.leased + stats.slots.filling + stats.slots.quarantined,
+            "slots leaked": stats.pool.slots.leased + stats.pool.slots.filling + stats.pool.slots.quarantined,
             "wrong answers": [*self._wrong_answers()],
         }
         for what, value in found.items():

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from kvstow.control.counters import Counters
-from kvstow.stats import EngineStats
+from kvstow.stats import DIRECTIONS, Counters, EngineStats
 
 PREFIX = "vllm:kv_offload_"
 INFO = "config_info"
@@ -33,7 +32,7 @@ class Metric(NamedTuple):
     labelnames: tuple[str, ...] = ()
 
 
-_SIZES = Counters().transfer_size["load"].snapshot().bounds
+_SIZES = Counters().transfers["load"].size_bytes.snapshot().bounds
 _DELAYS = Counters().lookup_seconds.snapshot().bounds
 
 FAMILY: dict[str, Metric] = {
@@ -58,7 +57,9 @@ FAMILY: dict[str, Metric] = {
 
 def watched(stats: EngineStats) -> tuple[object, ...]:
     """Differs whenever a `Reading` would, and costs far less."""
-    return stats.transfer_blocks, stats.slots, stats.store_blocks["dropped_cpu_full"], stats.capacity_slots
+    transfers, pool = stats.transfers, stats.pool
+    moved = transfers.load.blocks, transfers.store.blocks
+    return moved, pool.slots, stats.stores["dropped_cpu_full"], pool.capacity_slots
 
 
 class Reading:
@@ -68,11 +69,15 @@ class Reading:
     """
 
     def __init__(self, stats: EngineStats, slot_bytes: int, slot_tokens: int | None) -> None:
-        self._counters: dict[str, float] = {"allocation_failure": stats.store_blocks["dropped_cpu_full"]}
-        for direction in ("load", "store"):
-            self._counters[f"{direction}_bytes"] = stats.transfer_blocks[direction] * slot_bytes
-            self._counters[f"{direction}_time"] = stats.transfer_seconds[direction].total
-        self._states: dict[str, Any] = {**_usage(stats), INFO: _info(stats.capacity_slots, slot_bytes, slot_tokens)}
+        self._counters: dict[str, float] = {"allocation_failure": stats.stores["dropped_cpu_full"]}
+        for direction in DIRECTIONS:
+            ended = stats.transfers.of(direction)
+            self._counters[f"{direction}_bytes"] = ended.blocks * slot_bytes
+            self._counters[f"{direction}_time"] = ended.seconds.sum
+        self._states: dict[str, Any] = {
+            **_usage(stats),
+            INFO: _info(stats.pool.capacity_slots, slot_bytes, slot_tokens),
+        }
 
     def since(self, before: Reading | None) -> Changes:
         """What changed from `before`, or from the engine's start, to this reading. Empty if nothing did."""
@@ -88,7 +93,7 @@ def _of(reading: Reading | None, name: str) -> float:
 
 
 def _usage(stats: EngineStats) -> dict[str, float]:
-    slots, usable = stats.slots, max(1, stats.usable_slots)
+    slots, usable = stats.pool.slots, max(1, stats.pool.usable_slots)
     writing = slots.filling + slots.quarantined
     return {
         "cpu_cache_usage_perc": (writing + slots.leased) / usable,

@@ -51,7 +51,7 @@ def test_each_block_is_offered_once() -> None:
     host.finish(request)
     offered += blocks_of(host.step())
     assert offered == blocks[: request.num_computed_tokens // 2]
-    outcomes = {outcome: count for outcome, count in host.engine.stats().store_blocks.items() if count}
+    outcomes = {outcome: count for outcome, count in host.engine.stats().stores.items() if count}
     assert outcomes == {"stored": len(offered)}
     assert host.stored() == set(keys_of(request.tokens))
 
@@ -121,7 +121,7 @@ def test_two_requests_with_the_same_prompt_store_it_once() -> None:
     for request in (first, second):
         request.tokens += "i"
     assert blocks_of(host.step({first: 1, second: 1})) == first.block_ids[0][:4]
-    assert host.engine.stats().store_blocks["skipped_duplicate"] == 4
+    assert host.engine.stats().stores["skipped_duplicate"] == 4
 
 
 def test_a_request_that_does_not_run_is_left_alone() -> None:

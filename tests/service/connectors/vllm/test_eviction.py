@@ -68,7 +68,7 @@ def test_a_prefix_that_was_loaded_is_still_shortened_from_its_end(kind: str) -> 
         host = make_host(groups, room)
         for name in "12":
             serve(host, FakeRequest(name, PROMPT))
-        assert host.engine.stats().hit_blocks == 24 // groups.alignment
+        assert host.engine.stats().lookups.hit_blocks == 24 // groups.alignment
         serve(host, FakeRequest("3", PROMPT.upper()))
         assert host.ask(FakeRequest("4", PROMPT)) == fitting(groups, room)
 

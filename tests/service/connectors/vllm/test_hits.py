@@ -52,12 +52,12 @@ class Pool:
 
     @property
     def leases(self) -> int:
-        return self.engine.stats().leases
+        return self.engine.stats().pool.leases
 
     @property
     def held(self) -> set[bytes]:
         """Keys that eviction may not take."""
-        return {block.key for block in self.engine.blocks(limit=1000).blocks if block.leases}
+        return {bytes.fromhex(block.key) for block in self.engine.blocks(limit=1000).blocks if block.leases}
 
 
 def needed(groups: KVGroups, local: int, end: int) -> set[tuple[KVGroup, int]]:
@@ -128,7 +128,7 @@ def test_what_is_looked_for_is_counted_as_far_as_it_would_be_loaded() -> None:
     tracked = pool.track()
     pool.loads.count_hit(tracked, pool.loads.find_hit(tracked, 4))
     stats = pool.engine.stats()
-    assert (stats.lookups["full"], stats.hit_blocks) == (1, 11)
+    assert (stats.lookups.results["full"], stats.lookups.hit_blocks) == (1, 11)
 
 
 def test_a_window_that_is_no_whole_number_of_blocks_needs_the_block_that_it_cuts() -> None:
@@ -162,11 +162,11 @@ def test_asking_again_holds_nothing_twice() -> None:
     pool = Pool(KINDS["window"], [*keys_of(PROMPT), *keys_of(PROMPT, WINDOW)])
     tracked = pool.track()
     assert pool.loads.find_hit(tracked, 0) == 24
-    hit, lookups = tracked.hit, pool.engine.stats().lookup_seconds
+    hit, lookups = tracked.hit, pool.engine.stats().lookups.seconds
     for _ in range(5):
         assert pool.loads.find_hit(tracked, 0) == 24
     assert tracked.hit is hit
-    assert pool.engine.stats().lookup_seconds == lookups
+    assert pool.engine.stats().lookups.seconds == lookups
     assert pool.leases == 1
     assert pool.held == {*keys_of(PROMPT)[:12], *keys_of(PROMPT, WINDOW)[10:12]}
 
@@ -231,10 +231,10 @@ def test_a_request_with_a_hit_counts_once_when_it_is_admitted() -> None:
     tracked = pool.track()
     for _ in range(3):
         assert pool.loads.find_hit(tracked, 0) == 24
-    assert pool.engine.stats().query_blocks == 0
+    assert pool.engine.stats().lookups.query_blocks == 0
     pool.loads.count_hit(tracked, 24)
     stats = pool.engine.stats()
-    assert (stats.query_blocks, stats.hit_blocks, stats.lookups["full"]) == (2, 2, 1)
+    assert (stats.lookups.query_blocks, stats.lookups.hit_blocks, stats.lookups.results["full"]) == (2, 2, 1)
 
 
 def test_a_request_with_nothing_to_find_counts_as_no_lookup() -> None:
@@ -242,4 +242,4 @@ def test_a_request_with_nothing_to_find_counts_as_no_lookup() -> None:
     tracked = pool.track("ab")
     pool.loads.find_hit(tracked, 0)
     pool.loads.count_hit(tracked, 0)
-    assert pool.engine.stats().lookups == {"full": 0, "partial": 0, "miss": 0}
+    assert pool.engine.stats().lookups.results == {"full": 0, "partial": 0, "miss": 0}

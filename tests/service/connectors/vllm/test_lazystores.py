@@ -62,7 +62,7 @@ def test_a_content_is_offered_once() -> None:
     host.copy()
     for _ in range(3):
         assert stores(host) == ()
-    outcomes = {outcome: count for outcome, count in host.engine.stats().store_blocks.items() if count}
+    outcomes = {outcome: count for outcome, count in host.engine.stats().stores.items() if count}
     assert outcomes == {"stored": 4}
 
 
@@ -75,7 +75,7 @@ def test_what_the_pool_has_is_not_stored() -> None:
     assert len(op.blocks) == 1
     host.copy()
     assert host.stored() == set(keys)
-    assert host.engine.stats().store_blocks["skipped_already_cached"] == 0
+    assert host.engine.stats().stores["skipped_already_cached"] == 0
 
 
 def test_a_block_with_another_content_is_offered_again() -> None:
@@ -150,7 +150,7 @@ def test_what_the_pool_refuses_is_not_offered_in_every_step() -> None:
     fill(host, "a", 4)
     for _ in range(3):
         assert stores(host) == ()
-    assert sum(host.engine.stats().store_blocks.values()) == 4
+    assert sum(host.engine.stats().stores.values()) == 4
 
 
 def test_nothing_is_stored_before_a_request_shows_the_length_of_hashes() -> None:

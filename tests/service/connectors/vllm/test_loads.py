@@ -123,7 +123,7 @@ def test_each_block_is_loaded_from_its_own_slot(kind: str, data: st.DataObject) 
     for group in groups.groups:
         needed = slice(group.first_block(local + found), (local + found) // group.block_tokens)
         assert host.contents(request, group)[needed] == keys_of(request.tokens, group)[needed]
-    assert host.engine.stats().slots.leased == 0
+    assert host.engine.stats().pool.slots.leased == 0
 
 
 def test_a_load_that_ends_where_blocks_of_all_groups_end_may_be_shorter_than_the_hit() -> None:
@@ -183,19 +183,19 @@ def test_a_block_that_vllm_does_not_give_loses_the_load() -> None:
     assert (plan.loads.ops, plan.load_requests) == ((), ())
     assert plan.lost_loads == {"r": (*full[:5], 0, full[5], 7)}
     assert host.leases == 0
-    assert host.engine.stats().slots.leased == 0
+    assert host.engine.stats().pool.slots.leased == 0
 
 
 def test_slots_are_held_from_the_look_up_to_the_end_of_the_load() -> None:
     host, request = make_host(), FakeRequest("r", PROMPT)
     host.ask(request)
-    assert (host.leases, host.engine.stats().slots.leased) == (1, 6)
+    assert (host.leases, host.engine.stats().pool.slots.leased) == (1, 6)
     host.admit(request, load=8)
     assert host.leases == 0
     host.step(copy=False)
-    assert host.engine.stats().slots.leased == 6
+    assert host.engine.stats().pool.slots.leased == 6
     host.copy()
-    assert host.engine.stats().slots.leased == 0
+    assert host.engine.stats().pool.slots.leased == 0
     host.engine.check_integrity()
 
 
@@ -217,7 +217,7 @@ def test_a_request_that_comes_back_after_its_load_failed_counts_as_a_miss() -> N
     host, request = preempted_after_a_failed_load()
     assert host.ask(request) == 0
     host.admit(request, 13)
-    assert host.engine.stats().lookups["miss"] == 1
+    assert host.engine.stats().lookups.results["miss"] == 1
 
 
 def test_a_request_whose_load_failed_is_computed_even_if_its_blocks_are_there_again() -> None:

@@ -51,7 +51,7 @@ def test_a_state_is_stored_one_step_after_it_was_handed_over() -> None:
     assert host.plan() == [(20,)]
     assert host.state.ref_cnt == 1  # the store's own
     host.ranks[0].say(1, "done")
-    assert [block.key for block in host.engine.blocks().blocks] == [keys_of(PROMPT, STATE)[1]]
+    assert [block.key for block in host.engine.blocks().blocks] == [keys_of(PROMPT, STATE)[1].hex()]
 
 
 def test_a_state_that_is_refused_is_offered_again() -> None:

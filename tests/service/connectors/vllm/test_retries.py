@@ -17,7 +17,7 @@ KEYS = keys_of(LONG)
 
 
 def outcomes(host: VllmHost) -> dict[str, int]:
-    return {outcome: count for outcome, count in host.engine.stats().store_blocks.items() if count}
+    return {outcome: count for outcome, count in host.engine.stats().stores.items() if count}
 
 
 def idle_steps(host: VllmHost) -> int:

@@ -97,7 +97,7 @@ def test_after_a_reset_nothing_that_was_computed_before_is_stored() -> None:
     host.step()
     assert host.stored() == set()
     assert not host.side.has_pending_stores
-    assert host.engine.stats().slots.free == 64
+    assert host.engine.stats().pool.slots.free == 64
 
 
 def test_a_request_that_is_admitted_after_a_reset_is_stored() -> None:

@@ -203,9 +203,10 @@ class VllmHost:
     def stored(self) -> set[bytes]:
         """Keys that the pool serves, after a look at what lies in their slots."""
         blocks = self.engine.blocks(limit=1000).blocks
+        keys = [bytes.fromhex(block.key) for block in blocks]
         for rank in self.ranks:
-            assert {block.key: rank.slots.get(block.slot) for block in blocks} == {b.key: b.key for b in blocks}
-        return {block.key for block in blocks}
+            assert [rank.slots.get(block.slot) for block in blocks] == keys
+        return set(keys)
 
     def contents(self, request: FakeRequest, group: KVGroup = FULL) -> list[bytes | None]:
         """What the request's blocks hold on the first rank."""
@@ -213,7 +214,7 @@ class VllmHost:
 
     @property
     def leases(self) -> int:
-        return self.engine.stats().leases
+        return self.engine.stats().pool.leases
 
     # -- inside -----------------------------------------------------------------------------------------------
 

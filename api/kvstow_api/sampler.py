@@ -1,17 +1,15 @@
-"""What changes by itself: looked at once a second, for the journal and the history."""
+"""Samples the engine once a second: counters for the history, changes of state for the journal."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from datetime import UTC, datetime
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.stats import RankStatus
+from kvstow.status import RankStatus
+from kvstow_api.history import NOW_SECONDS, HistoryView, SampleView, now_of, sample_of
 from kvstow_api.journal import Journal
-from kvstow_api.series import now_of
-from kvstow_api.views.history import NOW_SECONDS, HistoryView, SampleView
 
 logger = logging.getLogger("kvstow.api")
 
@@ -20,8 +18,8 @@ _TICKS_PER_SAMPLE = 5  # of the history
 _SAMPLES = 720  # an hour
 
 
-class Watch:
-    """Notes changes of the engine's and the ranks' states, and samples the counters. On the event loop; O(ranks)."""
+class Sampler:
+    """Runs on the event loop. A sample is O(ranks)."""
 
     def __init__(self, engine: OffloadEngine, journal: Journal) -> None:
         self._engine, self._journal = engine, journal
@@ -34,7 +32,7 @@ class Watch:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="kvstow-watch")
+        self._task = asyncio.create_task(self._run(), name="kvstow-sampler")
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -55,13 +53,13 @@ class Watch:
             self._journal.add("state", state=readiness.state, reason=readiness.reason)
             self._state = readiness.state
         for rank in readiness.ranks:
-            self._look_at(rank)
-        self._recent.append(_sample(self._engine, readiness.ranks))
+            self._note_changes(rank)
+        self._recent.append(sample_of(self._engine.stats(), readiness.ranks))
         if self._ticks % _TICKS_PER_SAMPLE == 0:
             self._samples.append(self._recent[-1])
         self._ticks += 1
 
-    def _look_at(self, rank: RankStatus) -> None:
+    def _note_changes(self, rank: RankStatus) -> None:
         now = (rank.state, rank.boot_id, rank.error)
         if self._ranks.get(rank.rank) != now:
             self._ranks[rank.rank] = now
@@ -72,25 +70,8 @@ class Watch:
             try:
                 self.tick()
                 self._failing = False
-            except Exception:  # the next look may succeed
+            except Exception:  # the next sample may succeed
                 if not self._failing:
-                    logger.exception("the watch over the engine failed")
+                    logger.exception("sampling the engine failed")
                 self._failing = True
             await asyncio.sleep(_INTERVAL)
-
-
-def _sample(engine: OffloadEngine, ranks: tuple[RankStatus, ...]) -> SampleView:
-    stats = engine.stats()
-    return SampleView(
-        time=datetime.now(UTC),
-        query_blocks=stats.query_blocks,
-        hit_blocks=stats.hit_blocks,
-        stored_blocks=stats.store_blocks["stored"],
-        dropped_blocks=stats.dropped_blocks,
-        evicted_blocks=stats.evicted_for_room,
-        load_bytes=stats.transfer_bytes["load"],
-        store_bytes=stats.transfer_bytes["store"],
-        used_slots=stats.usable_slots - stats.slots.free,
-        usable_slots=stats.usable_slots,
-        pinned_bytes=sum(rank.pinned_bytes for rank in ranks),
-    )

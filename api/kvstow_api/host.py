@@ -1,4 +1,4 @@
-"""What a host gives the admin API: its engine, facts about itself, and what it wants checked."""
+"""What a host tells the admin API: its engine, facts about itself, and its own health checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HealthCheck = Callable[[], str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class ApiContext:
+class ApiHost:
     """Everything `create_app` needs to know of its host.
 
     `max_capacity_slots`: what the ranks' reserved address space can hold; no resize goes beyond it.

@@ -1,17 +1,88 @@
 """Figures over time: each is defined once, here, for the API, the status page, `kvstow top` and `kvstow plot`.
 
-A figure is made of two samples of the counters: of neighbours in the history where it is drawn, and of the last seconds
-for what it is now. Standard library only: clients draw them, too.
+The server samples the counters. A figure compares two samples: neighbours in the history for a curve, the ends of the
+last seconds for the present value. Standard library only: clients draw curves, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from kvstow_api.views.history import NOW_SECONDS, NowView, SampleView
+from kvstow.stats import EngineStats
+from kvstow.status import RankStatus
+
+NOW_SECONDS = 10.0
+"""The period that current figures cover."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleView:
+    """Counters at one moment: they only grow, so a rate is the difference of two samples. `evicted_blocks` were
+    evicted for capacity; `dropped_blocks` were offered and not stored. `load_bytes`, `store_bytes` and slots are of one
+    rank, `pinned_bytes` of all."""
+
+    time: datetime
+    query_blocks: int
+    hit_blocks: int
+    stored_blocks: int
+    dropped_blocks: int
+    evicted_blocks: int
+    load_bytes: int
+    store_bytes: int
+    used_slots: int
+    usable_slots: int
+    pinned_bytes: int
+
+
+def sample_of(stats: EngineStats, ranks: Iterable[RankStatus]) -> SampleView:
+    """The sample of now."""
+    return SampleView(
+        time=datetime.now(UTC),
+        query_blocks=stats.lookups.query_blocks,
+        hit_blocks=stats.lookups.hit_blocks,
+        stored_blocks=stats.stores["stored"],
+        dropped_blocks=stats.dropped_blocks,
+        evicted_blocks=stats.evicted_for_capacity,
+        load_bytes=stats.transfers.load.bytes,
+        store_bytes=stats.transfers.store.bytes,
+        used_slots=stats.pool.usable_slots - stats.pool.slots.free,
+        usable_slots=stats.pool.usable_slots,
+        pinned_bytes=sum(rank.pinned_bytes for rank in ranks),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NowView:
+    """Figures of the last `seconds`, at most 10.
+
+    `hit_ratio`: blocks found of the blocks looked up, null if there were none. Bytes per second are of one rank. Blocks
+    per second: `stored`; `evicted` for capacity, so not those that an operator, a purge, a resize or a failure has
+    removed; `dropped`, which were offered and not stored (outcomes `dropped_...`). `used_ratio`: usable slots that are
+    not free. `pinned_bytes` is of all ranks. Rates are null until there are two samples."""
+
+    seconds: float
+    hit_ratio: float | None
+    load_bytes_per_second: float | None
+    store_bytes_per_second: float | None
+    stored_blocks_per_second: float | None
+    evicted_blocks_per_second: float | None
+    dropped_blocks_per_second: float | None
+    used_ratio: float | None
+    pinned_bytes: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryView:
+    """Oldest first, `interval_seconds` apart."""
+
+    interval_seconds: float
+    now: NowView
+    items: list[SampleView]
+
 
 Unit = Literal["ratio", "bytes", "bytes_per_second", "blocks_per_second"]
 

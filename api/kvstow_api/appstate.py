@@ -1,4 +1,4 @@
-"""What the routes of one application work with, and how they get it."""
+"""The parts of one application, which its routes work with."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from fastapi import Depends, Request
 
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.auth import Credentials
-from kvstow_api.context import ApiContext
 from kvstow_api.eventstream import EventStreams
 from kvstow_api.health import Health
+from kvstow_api.host import ApiHost
 from kvstow_api.journal import Journal
 from kvstow_api.loglevels import LogLevels
 from kvstow_api.looplag import LoopMonitor
 from kvstow_api.measurements import RankClocks
 from kvstow_api.operations import Operations
 from kvstow_api.requests import HttpCounters
-from kvstow_api.watch import Watch
+from kvstow_api.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)
-class Services:
-    """One application's parts. Made by `create_app`, never shared between two."""
+class AppState:
+    """Made by `create_app`, never shared between two applications."""
 
-    context: ApiContext
+    host: ApiHost
     health: Health
     loop: LoopMonitor
     operations: Operations
     journal: Journal
     streams: EventStreams
-    watch: Watch
+    sampler: Sampler
     clocks: RankClocks
     log_levels: LogLevels
     http: HttpCounters
@@ -42,42 +42,42 @@ class Services:
     """Held while settings are compared and changed."""
     started: datetime
     started_at: float
-    """`started` on the context's clock."""
+    """`started` on the host's clock."""
 
     @classmethod
-    def of(cls, context: ApiContext, http: HttpCounters, credentials: Credentials) -> Services:
+    def of(cls, host: ApiHost, http: HttpCounters, credentials: Credentials) -> AppState:
         loop = LoopMonitor()
         journal = Journal()
         return cls(
-            context=context,
-            health=Health(context, loop),
+            host=host,
+            health=Health(host, loop),
             loop=loop,
-            operations=Operations(context.clock, journal),
+            operations=Operations(host.clock, journal),
             journal=journal,
-            streams=EventStreams(context.engine, journal),
-            watch=Watch(context.engine, journal),
+            streams=EventStreams(host.engine, journal),
+            sampler=Sampler(host.engine, journal),
             clocks=RankClocks(),
             log_levels=LogLevels(),
             http=http,
             credentials=credentials,
             settings_lock=asyncio.Lock(),
             started=datetime.now(UTC),
-            started_at=context.clock(),
+            started_at=host.clock(),
         )
 
     @property
     def engine(self) -> OffloadEngine:
-        return self.context.engine
+        return self.host.engine
 
     @property
     def uptime(self) -> float:
-        return self.context.clock() - self.started_at
+        return self.host.clock() - self.started_at
 
 
-async def services_of(request: Request) -> Services:
-    services: Services = request.app.state.services
-    return services
+async def _state_of(request: Request) -> AppState:
+    state: AppState = request.app.state.kvstow
+    return state
 
 
-Use = Annotated[Services, Depends(services_of)]
-"""Type of a route's parameter that receives the `Services`."""
+App = Annotated[AppState, Depends(_state_of)]
+"""Type of a route's parameter that receives the `AppState`."""

@@ -1,0 +1,201 @@
+"""The request bodies of the API. Within /v1 fields are only ever added."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from kvstow.errors import InvalidRequestError
+from kvstow.keys import BlockKey, parse_key
+from kvstow.messages import RankReport
+from kvstow.status import DrainMode
+from kvstow_api.openapi import EXAMPLES
+
+_MAX_LOOKUP_KEYS = 4096
+
+
+class Body(BaseModel):
+    """No unknown fields, no conversions, no NaN or infinity."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+# -- types of fields -----------------------------------------------------------------------------------------------
+
+
+def _require_true(value: bool) -> bool:
+    if not value:
+        raise PydanticCustomError("only_true", "must be {allowed}, or left out", {"allowed": "true"})
+    return value
+
+
+def _to_key(given: object) -> BlockKey:
+    try:
+        return parse_key(given if isinstance(given, str) else "")
+    except InvalidRequestError:
+        allowed = "hex digits, two for each byte, in quotes"
+        raise PydanticCustomError("key", "not a key; allowed: {allowed}", {"allowed": allowed}) from None
+
+
+_KEY_SCHEMA = {
+    "type": "string",
+    "pattern": "^([0-9a-fA-F]{2})+$",
+    "description": "A key, or its beginning, as hex",
+    "examples": ["00017f3a"],
+}
+
+OnlyTrue = Annotated[bool, AfterValidator(_require_true), Field(json_schema_extra={"const": True})]
+"""`true`; `Literal[True]` would accept 1 as well."""
+Seconds = Annotated[float, Field(ge=0)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+Key = Annotated[bytes, PlainValidator(_to_key), WithJsonSchema(_KEY_SCHEMA)]
+"""A `BlockKey`, given as hex."""
+KeyList = Annotated[list[Key], Field(min_length=1, fail_fast=True)]
+"""Reports only the first wrong key: a body of 1 MiB could hold half a million of them."""
+
+REPORT_SCHEMA: dict[str, Any] = {**TypeAdapter(RankReport).json_schema(), "examples": [EXAMPLES["RankReport"]]}
+"""JSON schema of the body that `RankReport.from_json` reads."""
+
+
+# -- pools and blocks ----------------------------------------------------------------------------------------------
+
+
+class PoolPatch(Body):
+    """New settings of a pool; what is left out, or null, stays. Bytes are of one rank, rounded down to whole slots.
+    While `pinning_paused` is true, ranks pin nothing more."""
+
+    capacity_slots: Count | None = None
+    capacity_bytes: Count | None = None
+    policy: Literal["lru", "arc"] | None = None
+    pinning_paused: bool | None = None
+    dry_run: bool = False
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if self.capacity_slots is not None or self.capacity_bytes is not None:
+            _require_one(self, "capacity_slots", "capacity_bytes")
+        elif self.policy is None and self.pinning_paused is None:
+            allowed = "capacity_slots, capacity_bytes, policy, pinning_paused"
+            raise PydanticCustomError("nothing_given", "at least one of {allowed} is needed", {"allowed": allowed})
+        return self
+
+
+class EvictBody(Body):
+    """Exactly one of `slots`, `bytes` and `idle_seconds`. The coldest blocks go first."""
+
+    slots: Count | None = None
+    num_bytes: Count | None = Field(None, alias="bytes")
+    idle_seconds: Seconds | None = None
+    dry_run: bool = False
+
+    @model_validator(mode="after")
+    def _has_one_selector(self) -> Self:
+        _require_one(self, "slots", "num_bytes", "idle_seconds")
+        return self
+
+
+class PurgeBody(Body):
+    """Exactly one selector. `all`, `keys` and `key_prefixes` remove protected and leased blocks, too; the others
+    only those that eviction may remove."""
+
+    everything: OnlyTrue | None = Field(None, alias="all")
+    keys: KeyList | None = None
+    key_prefixes: KeyList | None = None
+    idle_seconds: Seconds | None = None
+    age_seconds: Seconds | None = None
+    slots: Count | None = None
+    num_bytes: Count | None = Field(None, alias="bytes")
+    dry_run: bool = False
+
+    @model_validator(mode="after")
+    def _has_one_selector(self) -> Self:
+        selectors = ("everything", "keys", "key_prefixes", "idle_seconds", "age_seconds", "slots", "num_bytes")
+        _require_one(self, *selectors)
+        return self
+
+
+class ProtectBody(Body):
+    """Keep these blocks from eviction for `ttl_seconds`, or (null) until they are unprotected."""
+
+    keys: KeyList
+    ttl_seconds: PositiveSeconds | None = None
+
+
+class UnprotectBody(Body):
+    """Exactly one of `keys` and `all`."""
+
+    keys: KeyList | None = None
+    everything: OnlyTrue | None = Field(None, alias="all")
+
+    @model_validator(mode="after")
+    def _has_one_selector(self) -> Self:
+        _require_one(self, "keys", "everything")
+        return self
+
+
+class LookupBody(Body):
+    """Keys of consecutive blocks, root first."""
+
+    keys: Annotated[list[Key], Field(min_length=1, max_length=_MAX_LOOKUP_KEYS, fail_fast=True)]
+
+
+# -- drain, bypass, log --------------------------------------------------------------------------------------------
+
+
+class DrainBody(Body):
+    """`stop_stores` takes no new stores; `all` also answers look-ups with misses. `deadline_seconds` is only shown to
+    clients that wait: when it is over, nothing in flight is interrupted."""
+
+    mode: DrainMode = "all"
+    deadline_seconds: Seconds | None = None
+
+
+class BypassBody(Body):
+    """Which direction is switched off, for `ttl_seconds` or (null) until it is switched on again."""
+
+    load: bool | None = None
+    store: bool | None = None
+    ttl_seconds: PositiveSeconds | None = None
+
+    @model_validator(mode="after")
+    def _has_a_direction(self) -> Self:
+        if self.load is None and self.store is None:
+            raise PydanticCustomError(
+                "nothing_given", "at least one of {allowed} is needed", {"allowed": "load, store"}
+            )
+        return self
+
+
+class LogLevelBody(Body):
+    """A level for one logger of KVStow and those below it, for `ttl_seconds` or (null) until it is set again."""
+
+    logger: Annotated[str, Field(max_length=100)] = "kvstow"
+    level: Literal["debug", "info", "warning", "error"]
+    ttl_seconds: Annotated[PositiveSeconds, Field(le=86400)] | None = None
+
+
+def _require_one(body: Body, *names: str) -> None:
+    """Raises a validation error unless the body has exactly one of the fields `names`."""
+    given = [name for name in names if getattr(body, name) is not None]
+    if len(given) != 1:
+        allowed = ", ".join(_wire_name(body, name) for name in names)
+        shown = ", ".join(_wire_name(body, name) for name in given) or "none"
+        raise PydanticCustomError(
+            "exactly_one", "exactly one of {allowed} is needed, got {given}", {"allowed": allowed, "given": shown}
+        )
+
+
+def _wire_name(body: Body, name: str) -> str:
+    return type(body).model_fields[name].alias or name

@@ -1,0 +1,92 @@
+"""Settings that change while the engine runs: what they are, what a change would do, and doing it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar, cast
+
+from fastapi import Header, HTTPException
+from starlette.concurrency import run_in_threadpool
+
+from kvstow.errors import ConfigError, ConflictError
+from kvstow_api.appstate import AppState
+from kvstow_api.bodies import PoolPatch
+from kvstow_api.operations import Operation
+from kvstow_api.views import PlanView, RuntimeConfig
+
+T = TypeVar("T")
+IfMatch = Annotated[str | None, Header(description="An ETag: 412 if the settings have changed since it was given")]
+
+_PLANNED = 1024  # blocks visited per hold of the engine's lock
+
+
+def current(app: AppState) -> RuntimeConfig:
+    desired, pool = app.engine.desired(), app.engine.stats().pool
+    return RuntimeConfig(
+        capacity_slots=desired.capacity_slots, policy=cast(Any, pool.policy), pinning_paused=desired.paused
+    )
+
+
+def etag(app: AppState) -> str:
+    """Names the settings. It is never reused, not even when a change is reverted. Read it before the settings that it
+    names, so that a change in between is noticed."""
+    return f'"{app.engine.engine_id}-{app.engine.admin.settings_revision}"'
+
+
+def _check_match(app: AppState, if_match: str | None) -> None:
+    """Raises 412 unless the client has seen the settings as they are, or does not care."""
+    if if_match is not None and not {"*", etag(app)} & set(map(str.strip, if_match.split(","))):
+        raise HTTPException(412, f"If-Match is {if_match[:100]}; the settings have changed, their ETag is {etag(app)}")
+
+
+async def plan(app: AppState, patch: PoolPatch, if_match: str | None) -> PlanView:
+    """What `change` would do, or raise."""
+    _check_match(app, if_match)
+    return await run_in_threadpool(_plan, app, patch)
+
+
+def _plan(app: AppState, patch: PoolPatch) -> PlanView:
+    """Looks at every block above the new capacity, slice by slice."""
+    _check(app, patch)
+    now = current(app)
+    slot: int | None = patch.capacity_slots
+    evicted = 0
+    while slot is not None:
+        page = app.engine.blocks(slot, _PLANNED)
+        if any(block.state == "protected" for block in page.blocks):
+            raise ConflictError(f"protected blocks lie above slot {patch.capacity_slots}; unprotect them first")
+        evicted += len(page.blocks)
+        slot = page.next_slot
+    return PlanView(
+        capacity_slots=_new(patch.capacity_slots, now.capacity_slots),
+        policy=_new(patch.policy, now.policy),
+        pinning_paused=_new(patch.pinning_paused, now.pinning_paused),
+        evicted_slots=evicted,
+        evicted_bytes=evicted * app.engine.config.slot_bytes,
+    )
+
+
+async def change(app: AppState, patch: PoolPatch, if_match: str | None) -> Operation | None:
+    """Make the change, if `if_match` allows it; a new capacity goes on as an operation. One change at a time, so that
+    of two with the same ETag the second is refused. Raises before anything has changed."""
+    async with app.settings_lock:
+        _check_match(app, if_match)
+        _check(app, patch)
+        operation = None
+        capacity = patch.capacity_slots
+        if capacity is not None:
+            operation = app.operations.start("resize", lambda: app.engine.admin.resize(capacity))
+        if patch.pinning_paused is not None:
+            app.engine.admin.pause_pinning(patch.pinning_paused)
+        if patch.policy is not None:  # takes as long as the pool is large: it is copied in order of eviction
+            await run_in_threadpool(app.engine.admin.set_policy, patch.policy)
+        return operation
+
+
+def _check(app: AppState, patch: PoolPatch) -> None:
+    highest = app.host.max_capacity_slots
+    if patch.capacity_slots is not None and patch.capacity_slots > highest:
+        raise ConfigError("capacity_slots", patch.capacity_slots, f"1 to {highest}, the maximum of this host")
+
+
+def _new(given: T | None, now: T) -> T:
+    return now if given is None else given

@@ -1,0 +1,135 @@
+"""The query parameters of the API, and the tokens of lists that come in pages."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Collection
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from kvstow.messages import Direction
+from kvstow.status import TransferState
+from kvstow_api.views import BLOCK_EVENTS, EVENT_TYPES, SECTIONS, BlockState, OperationKind, OperationState
+
+_TOKEN_BYTES = 6
+_STANDARD_EVENTS = frozenset(EVENT_TYPES) - frozenset(BLOCK_EVENTS)
+
+WaitSeconds = Annotated[float, Field(ge=0, le=30)]
+
+
+class Query(BaseModel):
+    """No unknown parameters. Text is converted, as a query has nothing else."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def token_of(position: int | None) -> str | None:
+    """The page token that leads to `position`; None for None, the end."""
+    return None if position is None else base64.urlsafe_b64encode(position.to_bytes(_TOKEN_BYTES, "big")).decode()
+
+
+def _position_of(token: str) -> int:
+    """The number in `token`; 0 if it is empty. Raises a validation error for anything but a page token."""
+    try:
+        raw = base64.b64decode(token, altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        raw = b"?"
+    if token and len(raw) != _TOKEN_BYTES:
+        allowed = "the next_page_token of an earlier answer"
+        raise PydanticCustomError("page_token", "not a page token; allowed: {allowed}", {"allowed": allowed})
+    return int.from_bytes(raw, "big")
+
+
+def _check_token(token: str) -> str:
+    _position_of(token)
+    return token
+
+
+class PageQuery(Query):
+    """Which part of a list."""
+
+    page_size: Annotated[int, Field(ge=1, le=1000, description="The most items to return")] = 100
+    page_token: Annotated[
+        str, AfterValidator(_check_token), Field(description="`next_page_token` of the page before")
+    ] = ""
+
+    @property
+    def position(self) -> int:
+        """The number in `page_token`."""
+        return _position_of(self.page_token)
+
+
+class BlocksQuery(PageQuery):
+    state: Annotated[BlockState | None, Field(description="Only blocks in this state")] = None
+
+
+class OperationsQuery(PageQuery):
+    kind: Annotated[OperationKind | None, Field(description="Only operations of this kind")] = None
+    state: Annotated[OperationState | None, Field(description="Only operations in this state")] = None
+
+
+class WorkQuery(Query):
+    wait: Annotated[WaitSeconds, Field(description="Seconds to wait for the end before answering 202")] = 0.1
+
+
+class OperationQuery(Query):
+    wait: Annotated[WaitSeconds, Field(description="Seconds to wait for the end before answering")] = 0.0
+
+
+class TransfersQuery(Query):
+    direction: Annotated[Direction | None, Field(description="Only transfers of this direction")] = None
+    state: Annotated[TransferState | None, Field(description="Only transfers in this state")] = None
+    slowest: Annotated[int, Field(ge=1, le=1000, description="How many, of the oldest ones")] = 100
+
+
+class StatsQuery(Query):
+    section: Annotated[str, Field(description=f"Any of {', '.join(SECTIONS)}, separated by commas; all if empty")] = ""
+
+    @field_validator("section")
+    @classmethod
+    def _names_sections(cls, value: str) -> str:
+        _names_in(value, SECTIONS, "section")
+        return value
+
+    @property
+    def sections(self) -> frozenset[str]:
+        return _names_in(self.section, SECTIONS, "section") or frozenset(SECTIONS)
+
+
+class EventsQuery(Query):
+    types: Annotated[
+        str,
+        Field(
+            description=f"Any of {', '.join(EVENT_TYPES)}, separated by commas; if empty, all but "
+            f"{' and '.join(BLOCK_EVENTS)}. `lost` is always sent",
+            examples=["state,operation"],
+        ),
+    ] = ""
+    recent: Annotated[
+        int, Field(ge=0, le=1000, description="Begin with this many of the last events, unless Last-Event-ID is given")
+    ] = 0
+
+    @field_validator("types")
+    @classmethod
+    def _names_types(cls, value: str) -> str:
+        _names_in(value, EVENT_TYPES, "type")
+        return value
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        return _names_in(self.types, EVENT_TYPES, "type") or _STANDARD_EVENTS
+
+
+def _names_in(text: str, allowed: Collection[str], noun: str) -> frozenset[str]:
+    """The names in `text`, separated by commas. Raises a validation error for one that is not `allowed`."""
+    names = frozenset(filter(None, text.split(",")))
+    if unknown := sorted(names - frozenset(allowed)):
+        raise PydanticCustomError(
+            "unknown_name",
+            "there is no {noun} {unknown}; there are: {allowed}",
+            {"noun": noun, "unknown": ", ".join(unknown), "allowed": ", ".join(allowed)},
+        )
+    return names

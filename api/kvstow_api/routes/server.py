@@ -1,0 +1,155 @@
+"""The server itself: its status page, description, settings, log levels, events, history and diagnosis."""
+
+from __future__ import annotations
+
+import time
+from inspect import getdoc
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Query, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import HTMLResponse, Response, StreamingResponse
+
+from kvstow_api import livesettings
+from kvstow_api.appstate import App
+from kvstow_api.bodies import LogLevelBody
+from kvstow_api.doctor import Evidence, examine
+from kvstow_api.history import HistoryView
+from kvstow_api.openapi import ETAG, Description, changing, reading
+from kvstow_api.page.live import StatusPage
+from kvstow_api.queries import EventsQuery
+from kvstow_api.streamlimit import LimitedStream
+from kvstow_api.strictroute import StrictRoute
+from kvstow_api.views import POOL_NAME, ConfigView, DoctorView, EventView, InfoView, LogLevelsView, LogLevelView
+
+router = APIRouter(tags=["server"], route_class=StrictRoute)
+
+
+# -- for people and for generators of clients ----------------------------------------------------------------------
+
+
+async def _page_of(request: Request) -> StatusPage:
+    page: StatusPage = request.app.state.page
+    return page
+
+
+Page = Annotated[StatusPage, Depends(_page_of)]
+
+
+async def get_page(page: Page) -> HTMLResponse:
+    """The status page."""
+    return HTMLResponse(await page.document(), headers=dict(await page.headers()))
+
+
+async def get_live(page: Page) -> StreamingResponse:
+    """Each section of the status page whenever it changes, as server-sent events."""
+    return LimitedStream(page.open(), page.limit)
+
+
+async def get_openapi(request: Request) -> Response:
+    """The OpenAPI description of all routes."""
+    description: Description = request.app.openapi
+    return Response(await run_in_threadpool(description.document), media_type="application/json")
+
+
+_lenient = APIRouter(include_in_schema=False)
+for _path, _endpoint in (("/", get_page), ("/page/live", get_live), ("/openapi.json", get_openapi)):
+    _lenient.add_api_route(_path, _endpoint, methods=["GET"])
+router.routes.extend(_lenient.routes)
+
+
+# -- settings and levels of the log --------------------------------------------------------------------------------
+
+
+@router.get("/v1/info", responses=reading())
+async def get_info(app: App) -> InfoView:
+    """Version, mode and settings, without secrets."""
+    host = app.host
+    return InfoView(
+        version=host.version,
+        mode=host.mode,
+        addresses=list(host.addresses),
+        engine_id=host.engine.engine_id,
+        started=app.started,
+        uptime_seconds=app.uptime,
+        token_required=host.token_file is not None or host.client_certificates,
+        num_ranks=host.engine.config.num_ranks,
+        pools=[POOL_NAME],
+        build=dict(host.build),
+        settings=dict(host.settings),
+    )
+
+
+@router.get("/v1/config", responses={**ETAG, **reading()})
+async def get_config(app: App, response: Response) -> ConfigView:
+    """The settings that a PATCH of the pool changes, and those that need a restart. The ETag names the former."""
+    etag = livesettings.etag(app)
+    response.headers["ETag"] = etag
+    return ConfigView(etag=etag, runtime=livesettings.current(app), startup=dict(app.host.settings))
+
+
+@router.get("/v1/loglevel", responses=reading())
+async def get_log_levels(app: App) -> LogLevelsView:
+    """Every logger of KVStow and its level."""
+    return LogLevelsView(items=[app.log_levels.view(name) for name in app.log_levels.names()])
+
+
+@router.put("/v1/loglevel", responses=changing())
+async def set_log_level(app: App, body: LogLevelBody) -> LogLevelView:
+    """Set the level of one logger, for a limited time or until it is set again."""
+    return app.log_levels.set(body.logger, body.level, body.ttl_seconds)
+
+
+# -- what happens, has happened and is wrong -----------------------------------------------------------------------
+
+LastEventId = Annotated[str | None, Header(description="Continue after the event with this id")]
+
+_MEDIA_TYPE = "text/event-stream"
+_EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00.000Z", "state": "ready"}\n\n'
+
+
+@router.get(
+    "/v1/events",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": "Server-sent events; the stream does not end",
+            "content": {_MEDIA_TYPE: {"schema": {"type": "string"}, "example": _EXAMPLE}},
+        },
+        **reading(),
+    },
+    description=f"""Events from now on, as server-sent events with `id`, `event` (the type) and `data`.
+
+{getdoc(EventView)}""",
+)
+async def get_events(
+    app: App, query: Annotated[EventsQuery, Query()], last_event_id: LastEventId = None
+) -> StreamingResponse:
+    """Events from now on, or after the last one that the client has read."""
+    stream = app.streams.open(query.wanted, after=last_event_id, recent=query.recent)
+    return LimitedStream(stream, app.streams.limit)
+
+
+@router.get("/v1/history", responses=reading())
+async def get_history(app: App) -> HistoryView:
+    """Counters of the last hour, every 5 s."""
+    return app.sampler.history
+
+
+@router.get("/v1/doctor", responses=reading())
+async def get_doctor(app: App) -> DoctorView:
+    """Problems found, the worst first, each with its fix and the numbers behind it."""
+    host = app.host
+    evidence = Evidence(
+        verdict=app.health.probes["readyz"].run(),
+        readiness=app.engine.readiness(),
+        desired=app.engine.desired(),
+        drain=app.engine.admin.drain_status,
+        bypass=app.engine.admin.bypass,
+        samples=app.sampler.history.items,
+        clock_offsets=app.clocks.offsets(),
+        certificate_seconds_left=host.certificate_ends() - time.time() if host.certificate_ends else None,
+        exposed_files=app.credentials.exposures,
+        host=await run_in_threadpool(host.host_memory) if host.host_memory else None,
+    )
+    return examine(evidence)

@@ -1,0 +1,280 @@
+"""The answers of the API that are not snapshots of the engine (`kvstow.stats`, `kvstow.status`): frozen dataclasses
+that the server fills and the client reads back.
+
+Standard library only, so that a client starts without pydantic. `examples.json` has an example of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, get_args
+
+from kvstow.stats import EngineState, FaultStats, LookupStats, PendingTransfers, PoolStats, SlotCounts, TransferStats
+from kvstow.status import BlockStatus, RankStatus, TransferStatus
+
+POOL_NAME = "host"
+
+BlockState = Literal["cached", "leased", "protected"]
+"""States of slots whose blocks can be loaded."""
+Section = Literal["pool", "transfers", "lookups", "stores", "evictions", "faults"]
+SECTIONS: tuple[Section, ...] = get_args(Section)
+OperationKind = Literal["evict", "purge", "resize"]
+OperationState = Literal["running", "succeeded", "failed", "cancelled"]
+EventType = Literal["state", "rank", "operation", "change", "stored", "removed", "lost"]
+EVENT_TYPES: tuple[EventType, ...] = get_args(EventType)
+BLOCK_EVENTS: tuple[EventType, ...] = ("stored", "removed")
+"""One for each batch of blocks: sent only to clients that ask for them."""
+Severity = Literal["info", "warning", "error"]
+
+
+# -- the server ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InfoView:
+    """`addresses`: where the server listens. `engine_id` is new in each life of the engine. `token_required`: whether
+    changes need a bearer token, or a client certificate."""
+
+    name: str = "kvstow"
+    version: str
+    mode: str
+    addresses: list[str]
+    engine_id: str
+    started: datetime
+    uptime_seconds: float
+    token_required: bool
+    num_ranks: int
+    pools: list[str]
+    build: dict[str, str]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatsView:
+    """Counters since the engine was made. Sections that were not requested are null. `stores` counts blocks by
+    outcome, `evictions` by reason."""
+
+    state: EngineState
+    pool: PoolStats | None = None
+    transfers: TransferStats | None = None
+    lookups: LookupStats | None = None
+    stores: dict[str, int] | None = None
+    evictions: dict[str, int] | None = None
+    faults: FaultStats | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    """Slots are of one rank; every rank has the same."""
+
+    capacity_slots: int
+    policy: Literal["lru", "arc"]
+    pinning_paused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigView:
+    """`runtime`: settings that a PATCH of the pool changes while the engine runs; `etag` names them. `startup`:
+    settings that need a restart."""
+
+    etag: str
+    runtime: RuntimeConfig
+    startup: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLevelView:
+    """Level of one logger of KVStow; `ttl_seconds_left` until the former level returns, null if it stays."""
+
+    logger: str
+    level: str
+    ttl_seconds_left: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLevelsView:
+    items: list[LogLevelView]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventView:
+    """`id` resumes the stream after this event (Last-Event-ID). `data` by type:
+
+    `state`: state, reason. `rank`: rank, state, error, boot_id. `operation`: id, kind, dry_run, state, error. `change`:
+    actor, method, path, status, request_id. `stored`: keys. `removed`: keys, reason. `lost`: the number of events that
+    a slow reader has missed, or null if the id is of an earlier life of the server. All but `lost`, `stored` and
+    `removed` also have `time`.
+    """
+
+    id: str
+    type: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindingView:
+    """What the check `check` found, why it matters, how to fix it, and the measured numbers behind it."""
+
+    check: str
+    severity: Severity
+    what: str
+    why: str
+    fix: str
+    evidence: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorView:
+    """`findings`, the worst first; `healthy` if none is worse than `info`. `skipped`: checks that had nothing to
+    measure, and why."""
+
+    checked: datetime
+    healthy: bool
+    findings: list[FindingView]
+    checks: list[str]
+    skipped: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemErrorView:
+    """One error: the field, its value, and what is allowed instead."""
+
+    field: str
+    message: str
+    value: Any
+    allowed: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemView:
+    """RFC 9457 problem details. `instance` is the request id, which is also in the log."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    code: str
+    errors: list[ProblemErrorView]
+    retry_after: int | None
+
+
+# -- pools and blocks ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolView:
+    """A pool. Slots and bytes are of one rank; every rank has the same. `etag` names its settings; `block_tokens` is
+    null while the number of tokens in a block is unknown."""
+
+    name: str
+    etag: str
+    slot_bytes: int
+    block_tokens: int | None
+    capacity_slots: int
+    capacity_bytes: int
+    max_capacity_slots: int
+    max_capacity_bytes: int
+    usable_slots: int
+    usable_bytes: int
+    slots: SlotCounts
+    policy: str
+    pinning_paused: bool
+    leases: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolsView:
+    items: list[PoolView]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanView:
+    """What a change of settings would do."""
+
+    dry_run: Literal[True] = True
+    capacity_slots: int
+    policy: str
+    pinning_paused: bool
+    evicted_slots: int
+    evicted_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemovedView:
+    """What was removed, or in a dry run would be. Bytes are of one rank."""
+
+    evicted_slots: int
+    evicted_bytes: int
+    dry_run: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinningView:
+    """What the ranks are told about pinning in the answer to their next report. `pin_attempt` grows with each retry."""
+
+    paused: bool
+    pin_attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksView:
+    """One page, in order of slots; `next_page_token` is null on the last one."""
+
+    items: list[BlockStatus]
+    next_page_token: str | None
+
+
+# -- ranks, transfers and operations -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksView:
+    items: list[RankStatus]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransfersView:
+    """`pending` counts all; `items` are the oldest."""
+
+    pending: PendingTransfers
+    items: list[TransferStatus]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressView:
+    """How many slots were visited, and of how many."""
+
+    done: int
+    total: int
+    unit: str = "slots"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationView:
+    """One operation at one moment. `waiting`: it cannot continue until transfers or leases end.
+
+    `result` is null while the operation runs and when it has failed; of a cancelled one, it says what was done.
+    """
+
+    id: str
+    kind: OperationKind
+    dry_run: bool = False
+    state: OperationState
+    waiting: bool
+    progress: ProgressView
+    created: datetime
+    started: datetime | None
+    ended: datetime | None
+    error: str | None
+    result: RemovedView | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationsView:
+    """Newest first; `next_page_token` is null on the last page."""
+
+    items: list[OperationView]
+    next_page_token: str | None

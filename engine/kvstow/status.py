@@ -1,0 +1,114 @@
+"""The state of the engine and of its ranks, transfers and blocks, as frozen snapshots that the admin API serves.
+
+Times are in seconds, ages are relative to the moment of the snapshot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from kvstow.messages import Direction, RankFigures
+from kvstow.stats import EngineState, SlotState
+
+DrainMode = Literal["stop_stores", "all"]
+Refusal = Literal["not_ready", "draining", "bypassed"]
+TransferState = Literal["queued", "running", "stuck", "quarantined"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus(RankFigures):
+    """A rank as it last reported; `boot_id` and `last_report_age_seconds` are null before it has."""
+
+    last_report_age_seconds: float | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether traffic can flow, and how far each rank is."""
+
+    state: EngineState
+    reason: str
+    usable_slots: int
+    capacity_slots: int
+    ranks: tuple[RankStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStatus:
+    """One op in flight: `queued` (no rank has reported on it), `running` (some have), `stuck` (too old), or
+    `quarantined` (a store that was given up and whose slots wait for the last ranks). `idle_ranks`: those of
+    `pending_ranks` that have nothing under way, by their last report: the host has not given them the op, or has not
+    collected or passed on its completion."""
+
+    op_id: int
+    direction: Direction
+    state: TransferState
+    blocks: int
+    bytes: int
+    age_seconds: float
+    pending_ranks: tuple[int, ...]
+    idle_ranks: tuple[int, ...]
+    failed: bool
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStatus:
+    """One block that can be loaded. `key` is in hex. `protection_ttl_seconds` is null for a block that is not
+    protected, or has no end."""
+
+    key: str
+    slot: int
+    state: SlotState
+    age_seconds: float
+    idle_seconds: float
+    leases: int
+    protection_ttl_seconds: float | None
+
+
+class BlockPage(NamedTuple):
+    """Some blocks in order of their slots; `next_slot` continues the listing, None at its end."""
+
+    blocks: tuple[BlockStatus, ...]
+    next_slot: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """Which of the keys are in the pool. `leading` counts those from the first on. `refusal`: why loads are answered
+    with a miss all the same, null where they are not."""
+
+    leading: int
+    present: list[bool]
+    refusal: Refusal | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProtectionResult:
+    """`changed`: blocks that were protected or unprotected; `missing`: keys that were not in the
+    pool (or not protected)."""
+
+    changed: int
+    missing: int
+
+
+@dataclass(frozen=True, slots=True)
+class BypassStatus:
+    """Which direction is switched off; `ttl_seconds_left` is null where that has no end."""
+
+    load: bool
+    store: bool
+    ttl_seconds_left: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStatus:
+    """`drained`: a drain is on, and nothing is in flight or leased any more."""
+
+    active: bool
+    mode: DrainMode | None
+    deadline_seconds_left: float | None
+    drained: bool
+    pending_transfers: int
+    leases: int
