@@ -18,12 +18,11 @@ from vllm.v1.core.sched import output
 
 from kvstow_service.connectors.vllm.kvevents import event_feed
 from kvstow_service.connectors.vllm.kvgroups import kv_groups
-from kvstow_service.connectors.vllm.logs import join_vllm_log
 from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankNews
 from kvstow_service.connectors.vllm.metrics import KVStowPromMetrics, KVStowStats
-from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
+from kvstow_service.connectors.vllm.options import ConnectorOptions, misuse
 from kvstow_service.connectors.vllm.schedulerhost import Offload, SchedulerHost
-from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, hash_block_tokens
+from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, hash_block_tokens, join_vllm_log
 from kvstow_service.connectors.vllm.workerside import FinishedLoads
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             hands_states_over=hasattr(output, "KVConnectorBlockState"),
         )
         if groups.has_states and options.lazy_offload:
-            raise refusal("lazy_offload", True, "false with recurrent layers")
+            raise misuse("lazy_offload", None, "does not work with recurrent layers")
         self._fails_requests = not groups.is_plain  # and not blocks
         self._finished = FinishedLoads(set(), set(), set())
         self._has_greeted = False

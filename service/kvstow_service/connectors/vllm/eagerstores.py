@@ -8,7 +8,7 @@ from typing import Any
 from kvstow_service.connectors.vllm.backlog import Backlog
 from kvstow_service.connectors.vllm.gpublocks import GPUBlocks, Offer, WrittenBlocks
 from kvstow_service.connectors.vllm.kvevents import EventFeed
-from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups, in_token_order
 from kvstow_service.connectors.vllm.stepplan import Step
 from kvstow_service.connectors.vllm.stores import Stores
 from kvstow_service.connectors.vllm.trackedrequests import TrackedRequest
@@ -196,12 +196,7 @@ class EagerStores:
             (group, tracked.tables[group.index][start // group.block_tokens : end // group.block_tokens])
             for group in self._groups
         ]
-        if len(runs) == 1:
-            return runs[0][1]
-        ends = [
-            (number * group.block_tokens, block) for group, run in runs for number, block in enumerate(run, start=1)
-        ]
-        return [block for _, block in sorted(ends)]
+        return in_token_order(runs)
 
 
 def _blocks_of(tokens: range, group: KVGroup) -> range:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
+from typing import Any, TypeVar
 
 from kvstow.errors import ConfigError
+
+T = TypeVar("T")
 
 _FULL = {"FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec", "SinkFullAttentionSpec"}
 _WINDOW = {"SlidingWindowSpec", "SlidingWindowMLASpec"}
@@ -166,3 +168,17 @@ def _block_tokens(spec: Any, context_parallel: int) -> int:
 def _layer_spec(spec: Any) -> Any:
     """What stands for a group's layers: specs of one type differ in sizes only."""
     return next(iter(spec.kv_cache_specs.values())) if type(spec).__name__ == _UNIFORM else spec
+
+
+def in_token_order(runs: Sequence[tuple[KVGroup, list[T]]]) -> list[T]:
+    """The blocks of all groups, in the order of the tokens that they end with. Each group's run begins at the same
+    token."""
+    if len(runs) == 1:
+        return runs[0][1]
+    ends = [
+        (number * group.block_tokens, group.index, block)
+        for group, run in runs
+        for number, block in enumerate(run, start=1)
+    ]
+    ends.sort(key=lambda each: each[:2])
+    return [block for _, _, block in ends]

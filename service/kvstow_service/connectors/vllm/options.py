@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from kvstow.bytesize import parse_size
 from kvstow.config import COPY_STRATEGIES, HUGE_PAGES, POLICIES, CopyStrategy, EngineConfig, HugePages, PoolConfig
-from kvstow.errors import ConfigError
+from kvstow.errors import ConfigError, SettingError
 from kvstow_api.checks import INFORMATIONAL_CHECKS
 from kvstow_api.hostnames import parse_host_names
 from kvstow_service.duration import parse_duration
@@ -22,14 +22,75 @@ _OF_VLLM = frozenset({"enable_cross_layers_blocks"})
 """Keys that vLLM itself reads from the same mapping."""
 
 
+_PREFIX = "kv_connector_extra_config: "
+
+
 def refusal(key: str, value: object, allowed: str) -> ConfigError:
-    """The error for a key of `kv_connector_extra_config`."""
-    return ConfigError(f"kv_connector_extra_config: {key}", value, allowed)
+    """The error for a value of a key of `kv_connector_extra_config`."""
+    return ConfigError(_PREFIX + key, value, allowed)
+
+
+def misuse(key: str, value: object, sentence: str) -> SettingError:
+    """The error for a key that is unknown, or does not fit the others. `sentence` goes on after key and value."""
+    return SettingError(_PREFIX + key, value, sentence)
+
+
+def _size(key: str, value: Any) -> int:
+    if not isinstance(value, int | str) or (size := parse_size(value, key)) < 1:
+        raise ConfigError(key, value, "a size of 1 byte or more, such as 60000000000 or 60GB")
+    return size
+
+
+def _flag(key: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise ConfigError(key, value, "true or false")
+    return value
+
+
+def _seconds(key: str, value: Any) -> float:
+    return parse_duration(value, key)
+
+
+def _positive_seconds(key: str, value: Any) -> float:
+    if not (seconds := _seconds(key, value)):
+        raise ConfigError(key, value, "more than 0 seconds")
+    return seconds
+
+
+def _choice(*allowed: str) -> Callable[[str, Any], str]:
+    def parse(key: str, value: Any) -> str:
+        if value not in allowed:
+            raise ConfigError(key, value, " or ".join(allowed))
+        return str(value)
+
+    return parse
+
+
+def _port(key: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 65536:
+        raise ConfigError(key, value, "a port, 0 (any free one) to 65535")
+    return value
+
+
+def _text(key: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(key, value, "a non-empty string")
+    return value
+
+
+def _path(key: str, value: Any) -> Path:
+    return Path(_text(key, value))
+
+
+def _checks(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(each in INFORMATIONAL_CHECKS for each in value):
+        raise ConfigError(key, value, f"a list of {' and '.join(INFORMATIONAL_CHECKS)}")
+    return tuple(value)
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
-    """The settings of one engine. Sizes in bytes, times in seconds.
+    """The settings of one engine, each with the function that parses it. Sizes in bytes, times in seconds.
 
     `cpu_bytes_to_use` is shared by all ranks of an engine (a data-parallel engine is one of its own), down to whole
     slots; `cpu_bytes_to_use_per_rank` takes its place. `max_bytes` bounds, over all ranks, what a resize may ask for;
@@ -37,52 +98,52 @@ class ConnectorOptions:
     Without `async_register_cache` vLLM's start waits until the pool is pinned. `huge_pages`: as in `PoolConfig`.
     """
 
-    cpu_bytes_to_use: int = DEFAULT_BYTES
-    cpu_bytes_to_use_per_rank: int | None = None
-    max_bytes: int | None = None
-    lazy_offload: bool = False
-    async_register_cache: bool = True
-    policy: str = "lru"
-    transfer_timeout: float = 30.0
-    copy_strategy: CopyStrategy = "auto"
-    lock: bool = True
-    huge_pages: HugePages = "advised"
-    pin_chunk: int | None = None
-    pin_pause: float | None = None
-    pin_latency_target: float | None = None
-    admin_host: str = "127.0.0.1"
-    admin_port: int = 9595
-    admin_uds: Path | None = None
-    token_file: Path | None = None
-    viewer_token_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
-    readiness_require: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
+    cpu_bytes_to_use: Annotated[int, _size] = DEFAULT_BYTES
+    cpu_bytes_to_use_per_rank: Annotated[int | None, _size] = None
+    max_bytes: Annotated[int | None, _size] = None
+    lazy_offload: Annotated[bool, _flag] = False
+    async_register_cache: Annotated[bool, _flag] = True
+    policy: Annotated[str, _choice(*POLICIES)] = "lru"
+    transfer_timeout: Annotated[float, _positive_seconds] = 30.0
+    copy_strategy: Annotated[CopyStrategy, _choice(*COPY_STRATEGIES)] = "auto"
+    lock: Annotated[bool, _flag] = True
+    huge_pages: Annotated[HugePages, _choice(*HUGE_PAGES)] = "advised"
+    pin_chunk: Annotated[int | None, _size] = None
+    pin_pause: Annotated[float | None, _seconds] = None
+    pin_latency_target: Annotated[float | None, _positive_seconds] = None
+    admin_host: Annotated[str, _text] = "127.0.0.1"
+    admin_port: Annotated[int, _port] = 9595
+    admin_uds: Annotated[Path | None, _path] = None
+    token_file: Annotated[Path | None, _path] = None
+    viewer_token_file: Annotated[Path | None, _path] = None
+    tls_cert: Annotated[Path | None, _path] = None
+    tls_key: Annotated[Path | None, _path] = None
+    tls_client_ca: Annotated[Path | None, _path] = None
+    readiness_require: Annotated[tuple[str, ...], _checks] = ()
+    allowed_hosts: Annotated[tuple[str, ...], parse_host_names] = ()
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any] | None) -> ConnectorOptions:
         """Raises `ConfigError` for an unknown key, a value out of range, or two that contradict each other."""
+        parsers = {name: hint.__metadata__[0] for name, hint in get_type_hints(cls, include_extras=True).items()}
         given: dict[str, Any] = {}
         for key, value in (extra or {}).items():
             if key in _OF_VLLM:
                 continue
             name = _ALIASES.get(key, key)
-            if name not in _PARSERS:
-                known = ", ".join(sorted((*_PARSERS, *_ALIASES)))
-                raise refusal(key, value, f"no such key; there are {known}")
+            if name not in parsers:
+                raise misuse(key, None, f"is unknown; known keys: {', '.join(sorted((*parsers, *_ALIASES)))}")
             if name in given:
-                raise refusal(key, value, f"only one of {key} and {name}")
+                raise misuse(key, None, f"and {name} are the same option: set only one of them")
             if value is not None:
-                given[name] = _PARSERS[name](f"kv_connector_extra_config: {key}", value)
+                given[name] = parsers[name](_PREFIX + key, value)
         options = cls(**given)
         if options.max_bytes is not None and options.max_bytes < options.bytes_of_rank(1):
             least = f"none, or at least the pool's size, {options.bytes_of_rank(1)}"
             raise refusal("max_bytes", options.max_bytes, least)
         if options.pin_latency_target is not None and (options.pin_chunk, options.pin_pause) != (None, None):
-            fixed = "none beside pin_chunk or pin_pause, which fix the pace"
-            raise refusal("pin_latency_target", options.pin_latency_target, fixed)
+            contradiction = "contradicts pin_chunk and pin_pause, which fix the pace"
+            raise misuse("pin_latency_target", options.pin_latency_target, contradiction)
         return options
 
     # All ranks have the same number of slots, so they share bytes in proportion to the size of their slots.
@@ -142,81 +203,5 @@ class ConnectorOptions:
 
     def public(self) -> dict[str, Any]:
         """For every reader of the admin API: paths of this machine stay out."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in values.items() if not isinstance(value, Path)}
-
-
-def _size(key: str, value: Any) -> int:
-    if not isinstance(value, int | str) or (size := parse_size(value, key)) < 1:
-        raise ConfigError(key, value, "a size of 1 byte or more, such as 60000000000 or 60GB")
-    return size
-
-
-def _flag(key: str, value: Any) -> bool:
-    if type(value) is not bool:
-        raise ConfigError(key, value, "true or false")
-    return value
-
-
-def _positive_seconds(key: str, value: Any) -> float:
-    if not (seconds := parse_duration(value, key)):
-        raise ConfigError(key, value, "more than 0 seconds")
-    return seconds
-
-
-def _choice(*allowed: str) -> Callable[[str, Any], str]:
-    def parse(key: str, value: Any) -> str:
-        if value not in allowed:
-            raise ConfigError(key, value, " or ".join(allowed))
-        return str(value)
-
-    return parse
-
-
-def _port(key: str, value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 65536:
-        raise ConfigError(key, value, "a port, 0 (any free one) to 65535")
-    return value
-
-
-def _text(key: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(key, value, "a non-empty string")
-    return value
-
-
-def _path(key: str, value: Any) -> Path:
-    return Path(_text(key, value))
-
-
-def _checks(key: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(each in INFORMATIONAL_CHECKS for each in value):
-        raise ConfigError(key, value, f"a list of {' and '.join(INFORMATIONAL_CHECKS)}")
-    return tuple(value)
-
-
-_PARSERS: dict[str, Callable[[str, Any], Any]] = {
-    "cpu_bytes_to_use": _size,
-    "cpu_bytes_to_use_per_rank": _size,
-    "max_bytes": _size,
-    "lazy_offload": _flag,
-    "async_register_cache": _flag,
-    "policy": _choice(*POLICIES),
-    "transfer_timeout": _positive_seconds,
-    "copy_strategy": _choice(*COPY_STRATEGIES),
-    "lock": _flag,
-    "huge_pages": _choice(*HUGE_PAGES),
-    "pin_chunk": _size,
-    "pin_pause": lambda key, value: parse_duration(value, key),
-    "pin_latency_target": _positive_seconds,
-    "admin_host": _text,
-    "admin_port": _port,
-    "admin_uds": _path,
-    "token_file": _path,
-    "viewer_token_file": _path,
-    "tls_cert": _path,
-    "tls_key": _path,
-    "tls_client_ca": _path,
-    "readiness_require": _checks,
-    "allowed_hosts": parse_host_names,
-}

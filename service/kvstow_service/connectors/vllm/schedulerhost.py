@@ -11,7 +11,7 @@ from vllm.utils.network_utils import get_ip
 import kvstow
 from kvstow.bytesize import format_size
 from kvstow.control.engine import OffloadEngine
-from kvstow.errors import ConfigError, KvstowError, SettingError
+from kvstow.errors import ConfigError, KvstowError
 from kvstow.messages import DesiredState
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.agent import AdminAddress
@@ -20,7 +20,7 @@ from kvstow_service.connectors.vllm.kvevents import EventFeed
 from kvstow_service.connectors.vllm.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
 from kvstow_service.connectors.vllm.metrics import StatsFeed
-from kvstow_service.connectors.vllm.options import ConnectorOptions
+from kvstow_service.connectors.vllm.options import ConnectorOptions, misuse
 from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, this_node
 from kvstow_service.embedded import EmbeddedAdmin
@@ -206,7 +206,7 @@ def _admin_options(options: ConnectorOptions, process: VLLMProcess) -> AdminOpti
     if options.tls_cert is not None:
         tls = TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)
     elif options.tls_key is not None or options.tls_client_ca is not None:
-        raise SettingError("kv_connector_extra_config: tls_cert", None, "is needed by tls_key and tls_client_ca")
+        raise misuse("tls_cert", None, "is needed by tls_key and tls_client_ca")
     try:
         return AdminOptions(
             host=options.admin_host,

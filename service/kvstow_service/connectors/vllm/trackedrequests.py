@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from kvstow.control.leases import Lease
 from kvstow.keys import make_key
-from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups, in_token_order
 
 
 class Request(Protocol):
@@ -99,10 +99,7 @@ class TrackedRequest:
             (group, self._make_keys(group, start // group.block_tokens, end // group.block_tokens))
             for group in groups.groups
         ]
-        if len(runs) == 1:
-            return runs[0][1]
-        ends = [(number * group.block_tokens, key) for group, keys in runs for number, key in enumerate(keys, start=1)]
-        return [key for _, key in sorted(ends)]
+        return in_token_order(runs)
 
     def forget_stale_keys(self, groups: KVGroups) -> None:
         """The hashes of a streamed request can be made anew, from another prompt."""

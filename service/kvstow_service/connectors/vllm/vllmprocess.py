@@ -1,7 +1,8 @@
-"""What the connector reads from the configuration of the vLLM process that it runs in."""
+"""The vLLM process that the connector runs in: what its configuration says, its node, its log."""
 
 from __future__ import annotations
 
+import logging
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,3 +75,14 @@ def hash_block_tokens(config: Any, kv_cache_config: Any) -> int:
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     return int(resolve_kv_cache_block_sizes(kv_cache_config, config)[1])
+
+
+def join_vllm_log() -> None:
+    """Write KVStow's log lines to vLLM's log, unless the logger "kvstow" is configured already: vLLM configures its own
+    logger alone, and lines of others below a warning are lost. Idempotent."""
+    ours, theirs = logging.getLogger("kvstow"), logging.getLogger("vllm")
+    if ours.handlers or ours.level != logging.NOTSET or not theirs.handlers:
+        return
+    ours.handlers = list(theirs.handlers)
+    ours.setLevel(theirs.level)
+    ours.propagate = False
