@@ -1,4 +1,4 @@
-"""What the documents tell people to type is what the command line takes."""
+"""The documents name commands, files, modules and tests that exist."""
 
 from __future__ import annotations
 
@@ -60,6 +60,49 @@ def test_there_are_some() -> None:
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
         assert "://" in target or (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+PROSE = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("helm/**/*.md"), ROOT / "bench" / "README.md"]
+)
+CODE = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for folder in ("engine", "api", "service", "tests", "bench", "helm")
+    for path in (ROOT / folder).rglob("*.py")
+}
+CHART = "".join(path.read_text() for path in (ROOT / "helm").rglob("*.yaml"))
+of_prose = pytest.mark.parametrize("document", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+@of_prose
+def test_files_that_it_names_exist(document: Path) -> None:
+    for name in re.findall(r"(?<![\w./*-])[\w/]+\.py\b", document.read_text()):
+        assert any(f"/{path}".endswith(f"/{name}") for path in CODE), name
+
+
+@of_prose
+def test_modules_and_loggers_that_it_names_exist(document: Path) -> None:
+    known = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in CODE}
+    for name in re.findall(r"`(kvstow(?:_api|_service)?\.[a-z_.]+)`", document.read_text()):
+        is_module = any(f".{module}".endswith(f".{name}") for module in known)
+        assert is_module or any(f'getLogger("{name}")' in text for text in CODE.values()), name
+
+
+@of_prose
+def test_classes_that_it_names_exist(document: Path) -> None:
+    for name in re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)+)[`.(]", document.read_text()):
+        assert any(re.search(rf"\b{name}\b", text) for text in CODE.values()) or name in CHART, name
+
+
+@of_prose
+def test_tests_and_mutants_that_it_names_exist(document: Path) -> None:
+    """A name may be cut off with dots."""
+    text = document.read_text()
+    names = re.findall(r"`(test_\w+)(?:\.\.\.)?`", text)
+    for mutants in re.findall(r"mutants? ((?:`[a-z_]+`(?:, )?)+)", text):
+        names += re.findall(r"`(\w+)`", mutants)
+    for name in names:
+        assert any(f"def {name}" in source for source in CODE.values()), name
 
 
 def explained(head: str) -> set[str]:
