@@ -1,4 +1,4 @@
-"""Clients that are slow, idle, many or too large cost bounded memory, and the probes keep answering."""
+"""Slow, idle, numerous or oversized clients cost bounded memory, and probes keep answering."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_thousand_idle_connections_leave_room_for_probes(service: AdminSockets
     check_alive(service)
 
 
-def test_bodies_of_ten_megabytes_are_refused_unread(service: AdminSockets) -> None:
+def test_bodies_of_ten_megabytes_are_refused_without_reading_them(service: AdminSockets) -> None:
     check_alive(service)
     before = resident_bytes()
     for declared in (f"Content-Length: {BODY_BYTES}", "Transfer-Encoding: chunked"):
@@ -103,7 +103,7 @@ def test_bodies_of_ten_megabytes_are_refused_unread(service: AdminSockets) -> No
     assert resident_bytes() - before < ALLOWED_GROWTH
 
 
-def test_a_body_that_is_announced_too_large_is_answered_at_once(service: AdminSockets) -> None:
+def test_a_body_declared_too_large_is_answered_immediately(service: AdminSockets) -> None:
     with connect(service) as client:
         client.sendall(head("/v1/pools/host/evict", f"Content-Length: {BODY_BYTES}"))
         answer = read_to_end(client)
@@ -125,7 +125,7 @@ def test_floods_of_headers_are_cut_off(service: AdminSockets) -> None:
     assert resident_bytes() - before < ALLOWED_GROWTH
 
 
-def test_a_slow_body_is_given_up_and_others_are_served(serve: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_body_times_out_while_others_are_served(serve: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hurry = BodyMiddleware.__init__
 
     def in_a_hurry(self: BodyMiddleware, app: FastAPI) -> None:
@@ -142,7 +142,7 @@ def test_a_slow_body_is_given_up_and_others_are_served(serve: Any, ranks: Any, m
     assert b"connection: close" in answer.lower()
 
 
-def test_a_reader_that_never_reads_stops_nobody(service: AdminSockets, ranks: Any, keys: list[bytes]) -> None:
+def test_a_client_that_never_reads_does_not_block_others(service: AdminSockets, ranks: Any, keys: list[bytes]) -> None:
     before = resident_bytes()
     with connect(service) as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -1,4 +1,4 @@
-"""Requests that no honest client sends, and names that are not this server's."""
+"""Ambiguous framing, unknown host names, and HEAD."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ask(url: str, request: bytes) -> bytes:
     ],
 )
 @pytest.mark.parametrize("path", ["/livez", "/v1/info"])
-def test_a_server_on_loopback_answers_to_its_own_names(serve: Any, host: str, path: str) -> None:
+def test_a_server_on_loopback_accepts_its_own_names(serve: Any, host: str, path: str) -> None:
     listeners = serve(allowed_hosts=("ops.example",))
     assert httpx.get(f"{listeners.url}{path}", headers={"Host": host}).status_code == 200
 
@@ -65,7 +65,7 @@ def test_a_server_on_loopback_answers_to_its_own_names(serve: Any, host: str, pa
     "host", ["evil.example", "evil.example:9595", "localhost.evil.example", "10.0.0.1", "[::1", "", "127.0.0.1.evil"]
 )
 @pytest.mark.parametrize("path", ["/livez", "/v1/events", "/metrics", "/"])
-def test_a_name_that_is_led_to_loopback_reads_nothing(serve: Any, host: str, path: str) -> None:
+def test_an_unknown_name_that_resolves_to_loopback_is_refused(serve: Any, host: str, path: str) -> None:
     listeners = serve(allowed_hosts=("ops.example",))
     answer = httpx.get(f"{listeners.url}{path}", headers={"Host": host})
     assert (answer.status_code, answer.json()["code"]) == (421, "unknown_host")
@@ -74,7 +74,7 @@ def test_a_name_that_is_led_to_loopback_reads_nothing(serve: Any, host: str, pat
     )
 
 
-def test_other_addresses_and_unix_sockets_answer_to_any_name(serve: Any, tmp_path: Path) -> None:
+def test_other_addresses_and_unix_sockets_accept_any_name(serve: Any, tmp_path: Path) -> None:
     """Probes ask by the address of a pod; no browser comes through a Unix socket."""
     anywhere = serve(allowed_hosts=None)
     assert httpx.get(f"{anywhere.url}/livez", headers={"Host": "10.1.2.3:9595"}).status_code == 200
@@ -84,12 +84,12 @@ def test_other_addresses_and_unix_sockets_answer_to_any_name(serve: Any, tmp_pat
         assert client.get("http://kvstow/livez").status_code == 200
 
 
-def test_a_client_without_a_name_is_answered(serve: Any) -> None:
+def test_a_request_without_a_host_name_is_accepted(serve: Any) -> None:
     listeners = serve(allowed_hosts=())
     assert ask(listeners.url, b"GET /livez HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200 ")
 
 
-def test_names_are_given_as_a_list_or_as_text() -> None:
+def test_host_names_are_parsed_from_a_list_or_text() -> None:
     assert parse_host_names("k", "a.example, B.example.") == ("a.example", "b.example")
     assert parse_host_names("k", ["a"]) == ("a",)
     for wrong in ("a:80", "http://a", ["a b"], [1], 1, "*"):
@@ -101,7 +101,7 @@ def test_names_are_given_as_a_list_or_as_text() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/pools/host/retry", "/v1/lookup", "/nowhere"])
-def test_a_body_in_two_framings_is_refused_and_ends_the_connection(serve: Any, path: str) -> None:
+def test_ambiguous_framing_is_refused_and_closes_the_connection(serve: Any, path: str) -> None:
     """What follows may be the end of a body for one reader, and a request for another."""
     smuggled = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {5 + len(smuggled)}\r\n".encode()
@@ -112,14 +112,14 @@ def test_a_body_in_two_framings_is_refused_and_ends_the_connection(serve: Any, p
 
 
 @pytest.mark.parametrize("framing", [b"Content-Length: 1000000", b"Transfer-Encoding: chunked"])
-def test_a_reading_request_brings_no_body(serve: Any, framing: bytes) -> None:
+def test_a_read_with_a_body_is_refused(serve: Any, framing: bytes) -> None:
     """Nobody would read it, least of all beside a stream."""
     answer = ask(serve().url, b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n" + framing + b"\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b"GET requests take no body" in answer
 
 
-async def test_an_empty_body_is_none(client: httpx.AsyncClient, ranks: Any) -> None:
+async def test_a_read_with_an_empty_body_is_accepted(client: httpx.AsyncClient, ranks: Any) -> None:
     assert (await client.get("/v1/info", headers={"Content-Length": "0"})).status_code == 200
 
 
@@ -127,7 +127,7 @@ async def test_an_empty_body_is_none(client: httpx.AsyncClient, ranks: Any) -> N
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_head_is_answered_as_get_is_without_a_body(client: httpx.AsyncClient, ranks: Any, path: str) -> None:
+async def test_head_is_answered_like_get_without_the_body(client: httpx.AsyncClient, ranks: Any, path: str) -> None:
     head = await client.head(path)
     assert head.content == b""
     if head.headers["content-type"].startswith("text/event-stream"):
@@ -138,7 +138,7 @@ async def test_head_is_answered_as_get_is_without_a_body(client: httpx.AsyncClie
     assert get.status_code in (200, 404)
 
 
-async def test_a_stream_goes_no_further_than_its_head() -> None:
+async def test_head_of_a_stream_ends_after_the_headers() -> None:
     async def endless(scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["method"] == "GET"
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -150,19 +150,19 @@ async def test_a_stream_goes_no_further_than_its_head() -> None:
     assert (answer.status_code, answer.content) == (200, b"")
 
 
-async def test_head_of_a_stream_holds_no_place(client: httpx.AsyncClient, ranks: Any) -> None:
+async def test_head_of_a_stream_takes_no_place(client: httpx.AsyncClient, ranks: Any) -> None:
     for _ in range(100):
         assert (await client.head("/v1/events")).status_code == 200
 
 
-def test_head_over_a_socket_leaves_the_connection_in_order(serve: Any) -> None:
+def test_head_over_a_socket_keeps_the_connection_usable(serve: Any) -> None:
     with httpx.Client(base_url=serve().url) as client:
         for path in ("/metrics", "/v1/info", "/", "/v1/events", "/livez"):
             assert client.head(path).status_code == 200, path
         assert client.get("/v1/info").status_code == 200
 
 
-async def test_head_of_what_cannot_be_read_is_405(client: httpx.AsyncClient) -> None:
+async def test_head_of_a_route_without_get_is_405(client: httpx.AsyncClient) -> None:
     assert (await client.head("/v1/pools/host/retry")).status_code == 405
 
 

@@ -31,14 +31,14 @@ JSON = {"Content-Type": "application/json"}
         b"[" * 100_000,
     ],
 )
-async def test_what_is_not_json_is_malformed(client: httpx.AsyncClient, content: bytes) -> None:
+async def test_invalid_json_is_malformed(client: httpx.AsyncClient, content: bytes) -> None:
     answer = await client.post(EVICT, content=content, headers=JSON)
     assert answer.status_code == 400
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.json()["code"] == "malformed_body"
 
 
-async def test_what_is_not_json_is_told_with_its_place(client: httpx.AsyncClient) -> None:
+async def test_invalid_json_is_reported_with_its_position(client: httpx.AsyncClient) -> None:
     answer = await client.post(EVICT, content=b'{"slots" 1}', headers=JSON)
     assert answer.json()["detail"] == "the body is not JSON: Expecting ':' delimiter (at character 9)"
 
@@ -51,7 +51,7 @@ async def test_another_content_type_is_refused(client: httpx.AsyncClient, conten
     assert answer.json()["detail"] == f"Content-Type is {content_type!r}; allowed: application/json"
 
 
-async def test_a_charset_does_no_harm(client: httpx.AsyncClient, ranks: Any) -> None:
+async def test_a_charset_is_ignored(client: httpx.AsyncClient, ranks: Any) -> None:
     headers = {"Content-Type": "Application/JSON; charset=utf-8"}
     assert (await client.post(EVICT, content=b'{"slots": 1}', headers=headers)).status_code == 200
 
@@ -65,7 +65,7 @@ async def test_an_absent_body_is_a_missing_field(client: httpx.AsyncClient) -> N
     assert (await client.post("/v1/ranks/0/report", headers=AGENT)).status_code == 422
 
 
-async def test_a_body_that_says_it_is_too_large_is_not_read(client: httpx.AsyncClient) -> None:
+async def test_a_body_declared_too_large_is_not_read(client: httpx.AsyncClient) -> None:
     async def never() -> AsyncIterator[bytes]:
         pytest.fail("the body was read")
         yield b""
@@ -75,7 +75,7 @@ async def test_a_body_that_says_it_is_too_large_is_not_read(client: httpx.AsyncC
     assert "1048576" in answer.json()["detail"]
 
 
-async def test_a_body_that_turns_out_too_large_is_read_no_further(client: httpx.AsyncClient) -> None:
+async def test_reading_stops_when_a_body_becomes_too_large(client: httpx.AsyncClient) -> None:
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -93,7 +93,7 @@ async def test_a_body_of_the_largest_size_is_read(client: httpx.AsyncClient, ran
     assert (await client.post(EVICT, content=content, headers=JSON)).status_code == 200
 
 
-async def test_a_stranger_who_only_reads_may_send_less(client: httpx.AsyncClient) -> None:
+async def test_unauthenticated_reads_have_a_lower_limit(client: httpx.AsyncClient) -> None:
     content = b'{"keys": ["00aa"]}'.ljust(1 << 16)
     assert (await client.post(LOOKUP, content=content, headers=JSON)).status_code == 200
     answer = await client.post(LOOKUP, content=content + b" ", headers=JSON)
@@ -102,7 +102,7 @@ async def test_a_stranger_who_only_reads_may_send_less(client: httpx.AsyncClient
     assert answer.json()["detail"] == f"the body is larger than {limits}"
 
 
-def test_the_unix_socket_and_admins_may_look_up_more(serve: Any, tmp_path: Path) -> None:
+def test_the_unix_socket_and_admins_have_the_higher_limit(serve: Any, tmp_path: Path) -> None:
     token, uds = tmp_path / "token", tmp_path / "admin.sock"
     token.write_text("secret")
     url = serve(uds=uds, token_file=token).url
@@ -114,7 +114,7 @@ def test_the_unix_socket_and_admins_may_look_up_more(serve: Any, tmp_path: Path)
     assert httpx.post(f"{url}{LOOKUP}", content=content, headers=admin).status_code == 200
 
 
-async def test_a_body_in_pieces_is_put_together(client: httpx.AsyncClient, ranks: Any) -> None:
+async def test_a_body_in_chunks_is_joined(client: httpx.AsyncClient, ranks: Any) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for piece in (b'{"slo', b'ts"', b": 1}"):
             yield piece
@@ -122,7 +122,7 @@ async def test_a_body_in_pieces_is_put_together(client: httpx.AsyncClient, ranks
     assert (await client.post(EVICT, content=pieces(), headers=JSON)).status_code == 200
 
 
-async def test_half_a_body_is_not_taken_for_the_whole(ranks: Any, launch: Any, keys: list[bytes]) -> None:
+async def test_an_incomplete_body_does_not_reach_the_route(ranks: Any, launch: Any, keys: list[bytes]) -> None:
     ranks.store(keys[:1])
     apps: list[FastAPI] = []
     await launch(apps.append)

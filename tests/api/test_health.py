@@ -50,7 +50,7 @@ async def test_health_and_healthz_are_readyz(client: httpx.AsyncClient, engine: 
     assert {(answer.status_code, answer.text) for answer in answers} == {(503, answers[0].text)}
 
 
-async def test_readyz_passes_while_pinning_and_says_how_far(client: httpx.AsyncClient, ranks: Any) -> None:
+async def test_readyz_passes_while_pinning_and_shows_progress(client: httpx.AsyncClient, ranks: Any) -> None:
     ranks.report(state="pinning", pinned_slots=4)
     answer = await client.get("/readyz?verbose")
     assert answer.status_code == 200
@@ -66,7 +66,7 @@ async def test_informational_checks_fail_readyz_when_required(launch: Any, ranks
     assert f"[-]{name} failed" in answer.text
 
 
-async def test_an_informational_check_asked_for_alone_counts(client: httpx.AsyncClient, ranks: Any) -> None:
+async def test_an_informational_check_requested_alone_counts(client: httpx.AsyncClient, ranks: Any) -> None:
     assert (await client.get("/readyz/pinned")).status_code == 200
     ranks.report(state="pinning", pinned_slots=1)
     answer = await client.get("/readyz/pinned")
@@ -88,7 +88,7 @@ async def test_draining_and_stopping_fail_readyz_but_not_livez(
     assert (await client.get("/livez")).status_code == 200
 
 
-async def test_silent_ranks_are_tolerated_in_the_grace_only(client: httpx.AsyncClient, clock: FakeClock) -> None:
+async def test_ranks_may_be_silent_during_the_grace_only(client: httpx.AsyncClient, clock: FakeClock) -> None:
     assert (await client.get("/readyz")).status_code == 200
     clock.advance(10.0)
     answer = await client.get("/readyz")
@@ -96,7 +96,9 @@ async def test_silent_ranks_are_tolerated_in_the_grace_only(client: httpx.AsyncC
     assert "[-]ranks failed: rank 0 has never reported; rank 1 has never reported" in answer.text
 
 
-async def test_a_rank_that_falls_silent_fails_even_in_the_grace(launch: Any, clock: FakeClock, ranks: Any) -> None:
+async def test_a_rank_that_stops_reporting_fails_even_during_the_grace(
+    launch: Any, clock: FakeClock, ranks: Any
+) -> None:
     client = await launch(startup_grace=1000.0)
     clock.advance(5.5)
     ranks.engine.report(ranks.make_report(0))
@@ -109,9 +111,7 @@ async def test_a_rank_that_falls_silent_fails_even_in_the_grace(launch: Any, clo
 
 
 @pytest.mark.parametrize("state", ["degraded", "failed", "stopped"])
-async def test_a_rank_in_trouble_fails_readyz_with_its_reason(
-    client: httpx.AsyncClient, ranks: Any, state: str
-) -> None:
+async def test_a_failing_rank_fails_readyz_with_its_reason(client: httpx.AsyncClient, ranks: Any, state: str) -> None:
     ranks.engine.report(ranks.make_report(1, state=state, error_reason="memlock", error="limit is 8 MiB"))
     answer = await client.get("/readyz")
     assert answer.status_code == 503
@@ -150,7 +150,7 @@ async def test_excluded_checks_do_not_count(client: httpx.AsyncClient, engine: O
     assert "[+]engine excluded: ok" in answer.text
 
 
-async def test_unknown_checks_are_refused_naming_those_there_are(client: httpx.AsyncClient) -> None:
+async def test_unknown_checks_are_refused_with_a_list_of_the_known_ones(client: httpx.AsyncClient) -> None:
     excluded = await client.get("/readyz?exclude=engin")
     assert excluded.status_code == 422
     assert excluded.json()["errors"][0]["allowed"] == "engine, ranks, pool, pinned, transfers, loop"

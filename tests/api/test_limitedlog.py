@@ -12,7 +12,7 @@ from kvstow_api.limitedlog import LimitedLog
 _logger = logging.getLogger("kvstow.test")
 
 
-def test_so_many_lines_a_minute_and_how_many_there_were(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_are_limited_per_minute_and_suppressed_ones_counted(caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
     log = LimitedLog(_logger, clock, burst=2)
     for number in range(10):
@@ -27,7 +27,7 @@ def test_so_many_lines_a_minute_and_how_many_there_were(caplog: pytest.LogCaptur
 
 
 @pytest.mark.anyio
-async def test_strangers_cannot_flood_the_audit_log(
+async def test_unauthenticated_clients_cannot_flood_the_audit_log(
     launch: Any, ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What somebody who is known asks for is written line by line."""

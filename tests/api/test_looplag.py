@@ -10,7 +10,7 @@ from kvstow_api.looplag import LoopMonitor
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_loop_that_stalls_is_seen_afterwards() -> None:
+async def test_a_stall_is_reported_afterwards() -> None:
     monitor = LoopMonitor(allowed=0.05)
     monitor.start()
     try:
@@ -34,7 +34,7 @@ def test_an_old_stall_is_forgotten() -> None:
     assert sum(monitor.snapshot().counts) == 21
 
 
-async def test_a_monitor_that_died_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_monitor_that_stopped_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monitor = LoopMonitor()
 
     def broken(lag: float) -> None:

@@ -65,14 +65,14 @@ async def test_errors_of_the_engine_become_problems(launch: Any, error: KvstowEr
     assert body["retry_after"] == (1 if status == 503 else None)
 
 
-async def test_a_bad_setting_names_key_value_and_what_is_allowed(launch: Any) -> None:
+async def test_a_config_error_names_key_value_and_allowed_values(launch: Any) -> None:
     answer = await (await launch(raising(ConfigError("policy", "mru", "lru or arc")))).get("/raise")
     (error,) = answer.json()["errors"]
     assert (error["field"], error["value"], error["allowed"]) == ("policy", "mru", "lru or arc")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("secret"), CopyError("secret"), IntegrityError("secret")])
-async def test_defects_answer_500_without_the_inside_and_are_logged(
+async def test_internal_errors_answer_500_without_details_and_are_logged(
     launch: Any, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = await launch(raising(error))
@@ -86,7 +86,7 @@ async def test_defects_answer_500_without_the_inside_and_are_logged(
     assert "secret" in caplog.text
 
 
-async def test_an_error_in_the_middle_of_an_answer_is_logged_and_cuts_it(
+async def test_an_error_during_a_response_is_logged_and_closes_the_connection(
     launch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     def prepare(app: FastAPI) -> None:
@@ -115,7 +115,7 @@ async def test_unknown_paths_and_methods_are_problems(client: httpx.AsyncClient)
         assert (await client.get(path)).status_code == 404
 
 
-async def test_a_wrong_field_is_named_with_its_value(client: httpx.AsyncClient) -> None:
+async def test_an_invalid_field_is_named_with_its_value(client: httpx.AsyncClient) -> None:
     body = {"slots": "1", "dry_run": 1, "size": 2.5}
     answer = await client.post("/v1/pools/host/evict", json=body)
     errors = {error["field"]: error for error in answer.json()["errors"]}
@@ -138,7 +138,7 @@ async def test_a_wrong_field_is_named_with_its_value(client: httpx.AsyncClient) 
         ("GET", "/readyz?exclude=nothing", None, "exclude", "engine, ranks, pool"),
     ],
 )
-async def test_what_is_allowed_is_told(
+async def test_allowed_values_are_listed(
     client: httpx.AsyncClient, method: str, path: str, body: Any, field: str, allowed: str
 ) -> None:
     answer = await client.request(method, path, json=body)
@@ -148,7 +148,7 @@ async def test_what_is_allowed_is_told(
     assert allowed in answer.json()["detail"]
 
 
-async def test_what_is_repeated_is_short_and_can_be_written(client: httpx.AsyncClient) -> None:
+async def test_repeated_values_are_short_and_valid_json(client: httpx.AsyncClient) -> None:
     content = json.dumps({"mode": "\ud800" + "x" * 10_000})
     headers = {"Content-Type": "application/json"}
     answer = await client.put("/v1/drain", content=content.encode(), headers=headers)
@@ -156,7 +156,7 @@ async def test_what_is_repeated_is_short_and_can_be_written(client: httpx.AsyncC
     assert len(answer.json()["errors"][0]["value"]) < 250
 
 
-async def test_many_errors_are_not_all_listed(client: httpx.AsyncClient) -> None:
+async def test_the_number_of_errors_is_limited(client: httpx.AsyncClient) -> None:
     body = {f"field{n}": 1 for n in range(1000)}
     answer = await client.post("/v1/pools/host/evict", json=body)
     assert answer.status_code == 422

@@ -21,7 +21,7 @@ def counted(text: str, **labels: str) -> float:
     return 0.0
 
 
-async def test_a_request_id_is_made(client: httpx.AsyncClient) -> None:
+async def test_a_request_id_is_generated(client: httpx.AsyncClient) -> None:
     ids = {(await client.get("/livez")).headers["x-request-id"] for _ in range(2)}
     assert len(ids) == 2
     assert all(re.fullmatch("[0-9a-f]{16}", name) for name in ids)
@@ -31,7 +31,9 @@ async def test_a_request_id_is_made(client: httpx.AsyncClient) -> None:
     ("given", "echoed"),
     [("req-1.A_b", "req-1.A_b"), ('a b\t"c\x7f\xe9<script>', "abcscript"), ("x" * 100, "x" * 64)],
 )
-async def test_a_request_id_is_echoed_without_what_is_odd(client: httpx.AsyncClient, given: str, echoed: str) -> None:
+async def test_a_request_id_is_echoed_without_unsafe_characters(
+    client: httpx.AsyncClient, given: str, echoed: str
+) -> None:
     headers = [(b"X-Request-Id", given.encode("latin-1"))]
     assert (await client.get("/livez", headers=headers)).headers["x-request-id"] == echoed
 
@@ -57,7 +59,7 @@ async def test_requests_are_counted_by_template(client: httpx.AsyncClient, ranks
     assert "nothing" not in text
 
 
-async def test_a_client_that_leaves_is_counted(launch: Any) -> None:
+async def test_a_disconnect_is_counted(launch: Any) -> None:
     entered = asyncio.Event()
 
     def prepare(app: FastAPI) -> None:
@@ -77,7 +79,7 @@ async def test_a_client_that_leaves_is_counted(launch: Any) -> None:
     assert "kvstow_http_requests_inflight 1" in text
 
 
-async def test_every_change_is_audited_and_no_read(
+async def test_changes_are_audited_and_reads_are_not(
     launch: Any, ranks: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     token = tmp_path / "token"
@@ -97,7 +99,7 @@ async def test_every_change_is_audited_and_no_read(
     assert "s3cret" not in caplog.text
 
 
-async def test_the_audit_log_says_what_was_asked_and_whether_it_changed_anything(
+async def test_the_audit_log_has_the_request_and_whether_it_changed_anything(
     client: httpx.AsyncClient, ranks: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     evict = "/v1/pools/host/evict"
@@ -124,7 +126,7 @@ async def test_the_audit_log_says_what_was_asked_and_whether_it_changed_anything
     assert tails[5] == "changed=yes query=- body=-"
 
 
-async def test_reports_are_not_audited_one_by_one(
+async def test_reports_are_audited_at_debug_level(
     client: httpx.AsyncClient, ranks: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "kvstow.audit"):

@@ -1,4 +1,4 @@
-"""What a route has not asked for is refused, before anything changes."""
+"""Unknown parameters, unexpected bodies and numbers that are too large are refused before anything changes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_route_of_v1_is_strict() -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "body"), CHANGES)
-async def test_a_trial_is_never_taken_for_the_real_thing(
+async def test_dry_run_in_the_query_changes_nothing(
     client: httpx.AsyncClient, ranks: Any, keys: list[bytes], method: str, path: str, body: Any
 ) -> None:
     ranks.store(keys[:3])
@@ -55,7 +55,7 @@ async def test_a_trial_is_never_taken_for_the_real_thing(
 
 
 @pytest.mark.parametrize(("method", "path"), [(method, path) for method, path, body in CHANGES if body is None])
-async def test_a_body_where_none_is_wanted_is_refused(
+async def test_an_unexpected_body_is_refused(
     client: httpx.AsyncClient, ranks: Any, keys: list[bytes], method: str, path: str
 ) -> None:
     ranks.store(keys[:1])
@@ -66,13 +66,13 @@ async def test_a_body_where_none_is_wanted_is_refused(
     assert told(ranks.engine) == before
 
 
-async def test_what_is_read_takes_no_other_parameters_either(client: httpx.AsyncClient) -> None:
+async def test_unknown_query_parameters_of_reads_are_refused(client: httpx.AsyncClient) -> None:
     answer = await client.get("/v1/pools?page=2&state=x")
     assert answer.status_code == 422
     assert [error["field"] for error in answer.json()["errors"]] == ["page", "state"]
 
 
-async def test_the_body_of_a_get_is_refused_unread(client: httpx.AsyncClient) -> None:
+async def test_the_body_of_a_get_is_refused_without_reading_it(client: httpx.AsyncClient) -> None:
     async def never() -> AsyncIterator[bytes]:
         pytest.fail("the body was read")
         yield b""
@@ -91,7 +91,7 @@ async def test_the_body_of_a_get_is_refused_unread(client: httpx.AsyncClient) ->
         ("/v1/ranks/0/report", b'{"pin_failures": {"driver": 99999999999999999999}}', "pin_failures.driver", "64-bit"),
     ],
 )
-async def test_a_number_that_is_too_large_is_named(
+async def test_the_field_of_a_number_that_is_too_large_is_named(
     client: httpx.AsyncClient, path: str, content: bytes, field: str, allowed: str
 ) -> None:
     headers = {"Content-Type": "application/json"} | (AGENT if path.endswith("/report") else {})
@@ -102,7 +102,7 @@ async def test_a_number_that_is_too_large_is_named(
     assert field in answer.json()["detail"]
 
 
-def test_many_numbers_that_are_too_large_are_not_all_told() -> None:
+def test_errors_about_large_numbers_are_limited() -> None:
     with pytest.raises(RequestValidationError) as refused:
         _parse(b"[" + b",".join([b"1e999"] * 1000) + b"]")
     assert len(refused.value.errors()) == MAX_ERRORS

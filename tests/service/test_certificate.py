@@ -22,7 +22,7 @@ def test_the_end_of_a_certificate(year: int, key: trustme.KeyType) -> None:
     assert end_of(server, issued.cert_chain_pems[0].bytes().decode()) == end.timestamp()
 
 
-def test_keys_and_words_between_certificates_are_left_out() -> None:
+def test_keys_and_text_between_certificates_are_skipped() -> None:
     authority = trustme.CA()
     issued = authority.issue_cert("another.name")
     pems = [issued.cert_chain_pems[0].bytes().decode(), authority.cert_pem.bytes().decode()]
@@ -38,5 +38,5 @@ def test_keys_and_words_between_certificates_are_left_out() -> None:
         ((), ""),
     ],
 )
-def test_a_subject_is_one_word(subject: Any, text: str) -> None:
+def test_a_subject_has_no_blanks(subject: Any, text: str) -> None:
     assert subject_of({"subject": subject}) == text

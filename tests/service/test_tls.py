@@ -1,4 +1,4 @@
-"""TLS over TCP, client certificates, and plain Unix sockets beside them."""
+"""TLS over TCP with client certificates, and Unix sockets without TLS."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def client_context(trusted: trustme.CA, issuer: trustme.CA | None = None) -> ssl
     return context
 
 
-def test_tcp_speaks_tls_and_the_unix_socket_does_not(
+def test_tcp_uses_tls_and_the_unix_socket_does_not(
     serving: Any, authority: trustme.CA, files: TlsFiles, tmp_path: Path
 ) -> None:
     uds = tmp_path / "admin.sock"
@@ -75,7 +75,7 @@ def test_tcp_speaks_tls_and_the_unix_socket_does_not(
         httpx.get(listeners.url, verify=client_context(trustme.CA()))
 
 
-def test_a_clients_certificate_says_who_it_is(serving: Any, authority: trustme.CA, files: TlsFiles) -> None:
+def test_a_client_certificate_identifies_the_actor(serving: Any, authority: trustme.CA, files: TlsFiles) -> None:
     _, listeners = serving(APP, tls=files.read().context)
     known = client_context(authority, authority)
     assert httpx.get(listeners.url, verify=known).json() == ["ops_team", "https"]
@@ -88,7 +88,7 @@ def test_a_certificate_of_another_authority_is_refused(serving: Any, authority: 
         httpx.get(listeners.url, verify=stranger)
 
 
-def test_the_client_verifies_the_server_and_shows_its_certificate(
+def test_the_client_verifies_the_server_and_presents_its_certificate(
     serving: Any, authority: trustme.CA, files: TlsFiles
 ) -> None:
     _, listeners = serving(APP, tls=files.read().context)
@@ -110,7 +110,7 @@ def shown(listeners: AdminSockets, trusted: trustme.CA) -> httpx.Response:
     return httpx.get(listeners.url, verify=client_context(trusted))
 
 
-def test_a_renewed_certificate_is_shown_to_who_comes_after(
+def test_new_connections_get_a_renewed_certificate(
     serving: Any, authority: trustme.CA, files: TlsFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -132,7 +132,7 @@ def test_a_renewed_certificate_is_shown_to_who_comes_after(
     assert caplog.messages.count("loaded new TLS files; the certificate ends 2099-01-02 03:04+00:00") == 1
 
 
-def test_half_of_a_pair_is_not_used_until_the_other_half_is_there(
+def test_a_certificate_is_not_used_before_its_key_is_there(
     serving: Any, authority: trustme.CA, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
@@ -155,9 +155,7 @@ def test_half_of_a_pair_is_not_used_until_the_other_half_is_there(
     assert shown(listeners, successor).is_success
 
 
-def test_files_that_change_while_they_are_read_are_read_again(
-    serving: Any, authority: trustme.CA, files: TlsFiles
-) -> None:
+def test_files_that_change_during_reading_are_read_again(serving: Any, authority: trustme.CA, files: TlsFiles) -> None:
     successors = [trustme.CA(), trustme.CA()]
 
     def write(signer: trustme.CA) -> None:
@@ -182,7 +180,7 @@ def test_files_that_change_while_they_are_read_are_read_again(
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_an_authority_that_was_taken_away_is_believed_no_more(
+def test_a_removed_authority_is_no_longer_trusted(
     serving: Any, authority: trustme.CA, files: TlsFiles, version: ssl.TLSVersion
 ) -> None:
     tls = ServerTls(files)
@@ -201,9 +199,7 @@ def test_an_authority_that_was_taken_away_is_believed_no_more(
         assert "ops_team" not in ask(listeners, former, session)[0]
 
 
-def test_a_session_that_is_taken_up_again_is_its_clients_still(
-    serving: Any, authority: trustme.CA, files: TlsFiles
-) -> None:
+def test_a_resumed_session_keeps_its_client_identity(serving: Any, authority: trustme.CA, files: TlsFiles) -> None:
     _, listeners = serving(APP, tls=files.read().context)
     known = client_context(authority, authority)
     _, session = ask(listeners, known)
@@ -223,7 +219,7 @@ def ask(
         return said.decode(), connection.session
 
 
-def test_a_key_that_needs_a_password_is_refused_and_none_is_asked_for(
+def test_an_encrypted_key_is_refused_without_a_prompt(
     authority: trustme.CA, tmp_path: Path, child_environ: dict[str, str]
 ) -> None:
     issued = authority.issue_cert("127.0.0.1")
@@ -263,7 +259,7 @@ def test_a_certificate_for_clients_only_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("broken", ["cert", "key", "client_ca"])
 @pytest.mark.parametrize("content", [None, "nonsense"])
-def test_a_file_that_cannot_be_used_is_named(files: TlsFiles, tmp_path: Path, broken: str, content: str | None) -> None:
+def test_an_unusable_file_is_named(files: TlsFiles, tmp_path: Path, broken: str, content: str | None) -> None:
     path = tmp_path / "broken.pem"
     if content is not None:
         path.write_text(content)
@@ -279,7 +275,7 @@ def make_huge(path: Path) -> None:
 
 @pytest.mark.parametrize("broken", ["cert", "key", "client_ca"])
 @pytest.mark.parametrize("make", [os.mkfifo, make_huge])
-def test_a_file_that_cannot_be_read_to_its_end_is_waited_for_by_nobody(
+def test_unreadable_files_never_block(
     files: TlsFiles, tmp_path: Path, broken: str, make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither at the start, nor when it takes the place of a good one."""
