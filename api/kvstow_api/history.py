@@ -169,7 +169,7 @@ METRICS: Mapping[str, Metric] = {
         "blocks_per_second",
         {
             "stored": "stored_blocks_per_second",
-            "evicted for room": "evicted_blocks_per_second",
+            "evicted for capacity": "evicted_blocks_per_second",
             "dropped": "dropped_blocks_per_second",
         },
     ),

@@ -96,9 +96,7 @@ async def test_ranks_may_be_silent_during_the_grace_only(client: httpx.AsyncClie
     assert "[-]ranks failed: rank 0 has never reported; rank 1 has never reported" in answer.text
 
 
-async def test_a_rank_that_stops_reporting_fails_even_during_the_grace(
-    launch: Any, clock: FakeClock, ranks: Any
-) -> None:
+async def test_a_rank_that_stops_reporting_fails_in_the_grace_too(launch: Any, clock: FakeClock, ranks: Any) -> None:
     client = await launch(startup_grace=1000.0)
     clock.advance(5.5)
     ranks.engine.report(ranks.make_report(0))

@@ -14,11 +14,10 @@ import pytest
 
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.appstate import AppState
-from kvstow_api.history import Line
-from kvstow_api.page.chart import polylines
-from kvstow_api.page.facts import Facts, look
+from kvstow_api.page.content import Content, read_content
 from kvstow_api.page.live import INTERVAL, StatusPage
 from kvstow_api.page.render import SECTIONS
+from kvstow_api.page.svg import polylines
 
 pytestmark = pytest.mark.anyio
 
@@ -117,12 +116,12 @@ async def test_it_tells_what_an_operator_asks_first(client: httpx.AsyncClient, r
 async def test_what_an_operator_has_switched_is_told_with_what_undoes_it(
     client: httpx.AsyncClient, ranks: Any, clock: FakeClock
 ) -> None:
-    assert "ends it" not in (await client.get("/")).text
+    assert "undo:" not in (await client.get("/")).text
     clock.advance(INTERVAL)
     ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=600.0)
     ranks.engine.admin.pause_pinning(True)
     text = (await client.get("/")).text
-    assert "loads are bypassed for 10m 0s more" in text
+    assert "loads are bypassed for another 10m 0s" in text
     assert "<code>kvstow bypass --off</code>" in text
     assert "<code>kvstow pinning resume</code>" in text
 
@@ -166,7 +165,7 @@ async def test_figures_of_now_are_those_of_the_api(
     assert now["dropped_blocks_per_second"] > 0 == now["evicted_blocks_per_second"]
     text = (await page.document()).decode()
     assert '<p class="figure">50.0 %</p>' in text
-    assert re.search(r"now 0\.0 blocks/s for room, [\d.]+ blocks/s dropped", text)
+    assert re.search(r"evicted for capacity: 0\.0 blocks/s, dropped: [\d.]+ blocks/s", text)
 
 
 async def test_the_last_events_are_told_in_words(launch: Any, ranks: Any) -> None:
@@ -249,26 +248,26 @@ async def test_a_silent_stream_says_that_it_is_alive(
 async def test_all_viewers_share_one_look_a_second(
     page: StatusPage, ranks: Any, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks: list[Facts] = []
+    reads: list[Content] = []
 
-    def counted(use: AppState) -> Facts:
-        looks.append(look(use))
-        return looks[-1]
+    def counted(app: AppState) -> Content:
+        reads.append(read_content(app))
+        return reads[-1]
 
-    monkeypatch.setattr("kvstow_api.page.live.look", counted)
+    monkeypatch.setattr("kvstow_api.page.live.read_content", counted)
     streams = [page.open(poll=0.0) for _ in range(20)]
     for stream in streams:
         await anext(stream)
     first = [await anext(stream) for stream in streams]
     assert {chunk == first[0] for chunk in first} == {True}
     await page.document()
-    assert len(looks) == 1
+    assert len(reads) == 1
     ranks.engine.admin.drain("all", None)
     clock.advance(INTERVAL)
     changed = [await anext(stream) for stream in streams]
     assert all(b"draining" in chunk for chunk in changed)
     assert b"draining" in await page.document()
-    assert len(looks) == 2
+    assert len(reads) == 2
     for stream in streams:
         await stream.aclose()  # type: ignore[attr-defined]
 
@@ -296,7 +295,7 @@ async def test_a_viewer_that_comes_late_gets_all_parts_as_they_are_now(
 
 def test_a_line_has_a_polyline_for_each_run_without_a_gap() -> None:
     def drawn(*points: float | None) -> tuple[str, ...]:
-        return polylines(Line("x", "hit_ratio", (), points), 4, 1.0)
+        return polylines(points, 4, 1.0)
 
     assert drawn(0.0, 1.0, None, 0.5) == ("0,46.0 100,2.0", "300,24.0 301,24.0")
     assert drawn(1.0) == ("300,2.0 301,2.0",)

@@ -59,7 +59,7 @@ def test_a_page_that_gets_no_stream_says_so_and_is_renewed_all_the_same(
             viewer.sendall(b"GET /page/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             assert viewer.recv(1 << 16).startswith(b"HTTP/1.1 200")
         browser.open(listeners.url)
-        browser.until(f"{LIVE}.startsWith('renewed every 5 s')")
+        browser.until(f"{LIVE}.startsWith('updated every 5 s')")
         assert browser.evaluate("document.title") == "kvstow: ready"
         ranks.engine.admin.drain("all", None)
         browser.until("document.getElementById('state').innerText.includes('draining')")
@@ -135,7 +135,7 @@ def test_the_bar_has_the_colours_of_its_legend(browser: Browser, serve: Any, ran
     browser.open(serve().url)
     browser.until(f"{LIVE} === 'live'")
     colours = browser.evaluate(_BAR)
-    assert set(colours) == {"cached", "filling", "free", "leased", "not-protected", "protected"}
+    assert set(colours) == {"cached", "filling", "free", "leased", "not-pinned", "protected"}
     assert all(bar == legend for bar, legend in colours.values()), colours
     assert len({bar for bar, _ in colours.values()}) == len(colours)
 

@@ -31,7 +31,7 @@ async def test_a_request_id_is_generated(client: httpx.AsyncClient) -> None:
     ("given", "echoed"),
     [("req-1.A_b", "req-1.A_b"), ('a b\t"c\x7f\xe9<script>', "abcscript"), ("x" * 100, "x" * 64)],
 )
-async def test_a_request_id_is_echoed_without_unsafe_characters(
+async def test_unsafe_characters_of_a_request_id_are_dropped(
     client: httpx.AsyncClient, given: str, echoed: str
 ) -> None:
     headers = [(b"X-Request-Id", given.encode("latin-1"))]

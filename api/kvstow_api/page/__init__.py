@@ -1,1 +1,1 @@
-"""The status page: the service at a glance, in any browser, with nothing from elsewhere."""
+"""The status page: a self-contained overview of the server for any browser."""

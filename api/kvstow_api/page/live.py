@@ -1,4 +1,4 @@
-"""The status page as it is now, rendered once a second for all viewers."""
+"""The status page, rendered once a second for all viewers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from starlette.concurrency import run_in_threadpool
 
 from kvstow_api.appstate import AppState
-from kvstow_api.page.facts import Facts, look
+from kvstow_api.page.content import read_content
 from kvstow_api.streamlimit import StreamLimit
 
 if TYPE_CHECKING:
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 MAX_STREAMS, RESERVED_STREAMS, STREAMS_PER_CLIENT = 64, 8, 16
 INTERVAL = 1.0
-"""Seconds for which a rendered page counts as current."""
+"""Seconds before the page is rendered again."""
 SILENT_SECONDS = 15.0
-"""Seconds without changes after which a comment is sent, so that a browser knows that the server is there."""
+"""Seconds without changes before a comment shows the browser that the connection is alive."""
 _RETRY_MS = 2000
 
 
 class _Section(NamedTuple):
-    """A part of the page: its HTML, the same as a server-sent event, and the version of the page that brought it."""
+    """A section of the page, as HTML and as a server-sent event, and the version of the page that changed it."""
 
     html: str
     event: bytes
@@ -32,26 +32,25 @@ class _Section(NamedTuple):
 
 
 class StatusPage:
-    """The page of one application, and its viewers' streams. Used on the event loop. Reading the state and rendering
+    """The page of one application, and the streams of its viewers. Used on the event loop.
 
-    take some 2 ms, so all viewers share the result: the page is rendered at most once a second, whatever the number
-
-    of viewers and requests. Each part is encoded once, when it changes.
+    Rendering takes about 2 ms, so all viewers share the result: the page is rendered at most once a second, whatever
+    the number of viewers and requests. Each section is encoded once, when it changes.
     """
 
     def __init__(self, app: AppState) -> None:
         self._app = app
         self._clock = app.host.clock
         self._renderer: Renderer | None = None
-        self._looked_at = float("-inf")
+        self._rendered_at = float("-inf")
         self._version = 0
         self._sections: dict[str, _Section] = {}
-        self._document: bytes | None = None  # of the present version
+        self._document: bytes | None = None  # None until the present version is requested
         self._state = ""
         self.limit = StreamLimit(
             "status pages", most=MAX_STREAMS, reserved=RESERVED_STREAMS, per_client=STREAMS_PER_CLIENT
         )
-        """Each stream holds a place here while it is sent."""
+        """Counts the open streams."""
 
     async def document(self) -> bytes:
         """The whole page."""
@@ -66,8 +65,8 @@ class StatusPage:
         return (await self._ready()).headers
 
     async def open(self, poll: float | None = None) -> AsyncIterator[bytes]:
-        """Server-sent events named after the parts, with their HTML: all of them, then those that have changed.
-        `poll`: seconds between two checks of the shared page; by default until it is rendered anew."""
+        """Server-sent events with the HTML of the sections, named after them: first all, then those that have changed.
+        `poll`: seconds between two checks of the shared page; by default until it is rendered again."""
         yield f"retry: {_RETRY_MS}\n\n".encode()
         renderer = await self._ready()
         seen, sent_at = 0, self._clock()
@@ -80,24 +79,21 @@ class StatusPage:
             if news:
                 sent_at = self._clock()
                 yield news
-            left = self._looked_at + INTERVAL - self._clock()
+            left = self._rendered_at + INTERVAL - self._clock()
             await asyncio.sleep(max(0.0, left) if poll is None else poll)
 
     def _refresh(self, renderer: Renderer) -> None:
-        """Render the page, unless that was done within the interval."""
+        """Render the page if it is older than the interval."""
         now = self._clock()
-        if now - self._looked_at < INTERVAL:
+        if now - self._rendered_at < INTERVAL:
             return
-        facts = self._look()
-        self._looked_at, self._state = now, facts.state
+        content = read_content(self._app)
+        self._rendered_at, self._state = now, content.overview.state
         version = self._version + 1
-        for name, html in renderer.sections(facts).items():
+        for name, html in renderer.sections(content).items():
             if name not in self._sections or self._sections[name].html != html:
                 self._sections[name] = _Section(html, _event(name, html), version)
                 self._version, self._document = version, None
-
-    def _look(self) -> Facts:
-        return look(self._app)
 
     async def _ready(self) -> Renderer:
         if self._renderer is None:
@@ -106,7 +102,7 @@ class StatusPage:
 
 
 def _make_renderer() -> Renderer:
-    """Jinja2 is imported with the first page: the probes shall not wait for it."""
+    """Imports Jinja2 with the first page, so that the first probes need not wait for it."""
     from kvstow_api.page.render import Renderer
 
     return Renderer()

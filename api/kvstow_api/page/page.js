@@ -1,15 +1,15 @@
 (() => {
-  const told = document.getElementById("live");
+  const status = document.getElementById("live");
   const parts = document.querySelectorAll("header[id], section[id]");
   const name = () => { document.title = `kvstow: ${document.querySelector(".pill").textContent}`; };
   const current = (words) => {
-    told.textContent = words;
+    status.textContent = words;
     document.body.classList.remove("lost");
     name();
   };
   const lost = (what) => {
     if (!document.body.classList.contains("lost"))
-      told.textContent = `${what} since ${new Date().toLocaleTimeString()}: what you see is older. Trying again`;
+      status.textContent = `${what} since ${new Date().toLocaleTimeString()}: the figures are outdated. Retrying`;
     document.body.classList.add("lost");
     document.title = `kvstow: ${what}`;
   };
@@ -20,7 +20,7 @@
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       if (!answer.ok) return lost(`refused (${answer.status})`);
       for (const part of parts) part.innerHTML = page.getElementById(part.id).innerHTML;
-      current("renewed every 5 s: the server has no room for one more live page");
+      current("updated every 5 s: too many open status pages");
     } catch {
       lost("no answer");
     }

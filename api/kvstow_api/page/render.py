@@ -1,4 +1,4 @@
-"""HTML of the status page. Jinja2 escapes every value that it writes."""
+"""HTML of the status page. Jinja2 escapes all values."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader
 
-from kvstow_api.page.facts import Facts
+from kvstow_api.overview import NUM_POINTS
+from kvstow_api.page.content import Content
+from kvstow_api.page.svg import bar, polylines
 
 SECTIONS = ("state", "memory", "pool", "hits", "bandwidth", "pending", "evictions", "events")
-"""The parts that are renewed by themselves; `sections.html` has a macro for each."""
+"""Sections that are updated separately. `sections.html` has a macro for each."""
 
 
 class Renderer:
-    """Reads the templates when it is made, and compiles them: some tens of milliseconds, not for an event loop."""
+    """Compiles the templates when it is created, which takes tens of milliseconds: not for an event loop."""
 
     def __init__(self) -> None:
         environment = Environment(
             loader=PackageLoader("kvstow_api.page", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
         )
+        environment.globals.update(bar=bar, polylines=polylines, num_points=NUM_POINTS)
         self._page = environment.get_template("page.html")
         self._macros = environment.get_template("sections.html").module
         self._style, self._script = _asset("page.css"), _asset("page.js")
 
-    def sections(self, facts: Facts) -> dict[str, str]:
-        return {name: getattr(self._macros, name)(facts).strip() for name in SECTIONS}
+    def sections(self, content: Content) -> dict[str, str]:
+        return {name: getattr(self._macros, name)(content).strip() for name in SECTIONS}
 
     def document(self, state: str, sections: Mapping[str, str]) -> str:
         """The whole page, from the engine's state and the output of `sections`."""
@@ -37,7 +40,7 @@ class Renderer:
 
     @cached_property
     def headers(self) -> Mapping[str, str]:
-        """What the browser may do with the page: show it, run its one script, and listen to this server."""
+        """Allow the browser to show the page, run its script, and connect to this server; nothing else."""
         policy = {
             "default-src": "'none'",
             "style-src": _digest(self._style),
@@ -53,7 +56,7 @@ class Renderer:
 
 
 def _asset(name: str) -> str:
-    """A file of this package, without the blanks at the beginnings of lines."""
+    """A file of this package without indentation."""
     text = files("kvstow_api.page").joinpath(name).read_text(encoding="utf-8")
     return re.sub(r"\n\s*", "\n", text).strip()
 

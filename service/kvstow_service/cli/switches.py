@@ -110,7 +110,7 @@ def bypass(
 
 
 def _would_bypass(plan: BypassStatus) -> str:
-    from kvstow_api.words import bypassed
+    from kvstow_api.overview import bypassed
 
     off = bypassed(load=plan.load, store=plan.store)
     if not off:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvstow.bytesize import format_size
 from kvstow.status import BlockStatus, BypassStatus, DrainStatus, RankStatus
 from kvstow_api.numberformat import ABSENT, duration, field_text, moment, percent, rate
+from kvstow_api.overview import waits_for
 from kvstow_api.views import LogLevelView, OperationView, PoolView
-from kvstow_api.words import waits_for
 from kvstow_service.cli.output import Column
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -14,45 +14,71 @@ from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
     from kvstow_api.client import Client
-    from kvstow_service.cli.snapshot import Snapshot
+    from kvstow_api.overview import Overview
 
-_PATIENCE = 2.0  # for an answer: a key is not heeded meanwhile
+_TIMEOUT = 2.0  # seconds; keys are not read while a request runs
 _SVG_WIDTH, _SVG_HEIGHT = 110, 40
+_KEYS = "q: quit"
+
+
+class Answer(NamedTuple):
+    overview: Overview
+    server: str
 
 
 @click.command()
-@click.option("--interval", type=TIME, default="1s", show_default=True, help="Look so often.")
-@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write one look to this file instead.")
+@click.option("--interval", type=TIME, default="1s", show_default=True, help="Time between updates.")
+@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write one picture to this file instead.")
 @remote
 def top(connection: Connection, interval: float, svg: Path | None) -> None:
     """Watch the server live.
 
-    Pinned memory of each rank, slots by state, hit ratio, bandwidth, what is in flight, evictions. Goes on when the
-    server is away for a while. q or Ctrl-C ends it. Without a terminal it prints one look.
+    Shows the pinned memory of each rank, slots by state, hit ratio, bandwidth, transfers in flight and evictions. Keeps
+    trying if the server does not answer. q or Ctrl-C quits. Without a terminal it prints once.
     """
-    from kvstow_service.cli.snapshot import look
-
     interval = max(interval, 0.1)
-    with replace(connection, timeout=min(connection.timeout, _PATIENCE)).client() as client:
+    with replace(connection, timeout=min(connection.timeout, _TIMEOUT)).client() as client:
         server = connection.context.server
         if svg is not None:
-            _draw(look(client), server, svg)
+            _draw(ask(client, server), svg)
         elif sys.stdin.isatty() and sys.stdout.isatty():
             _watch(client, interval, server)
         else:
-            _print(look(client), server)
+            _print(ask(client, server))
 
 
-def _print(snapshot: Snapshot, server: str) -> None:
+def ask(client: Client, server: str) -> Answer:
+    """Raises `ApiError` if the server does not answer."""
+    from kvstow_api.client import calls
+    from kvstow_api.numberformat import duration
+    from kvstow_api.overview import NUM_OLDEST, Readings, overview
+
+    send, info = client.send, client.send(calls.info())
+    readings = Readings(
+        model=info.settings.get("model"),
+        mode=info.mode,
+        version=info.version,
+        readiness=send(calls.readiness()),
+        drain=send(calls.drain_status()),
+        bypass=send(calls.bypass_status()),
+        pinning_paused=send(calls.pool()).pinning_paused,
+        stats=send(calls.stats()),
+        oldest=send(calls.transfers(slowest=NUM_OLDEST)).items,
+        history=send(calls.history()),
+    )
+    return Answer(overview(readings), f"{server}, up {duration(info.uptime_seconds)}")
+
+
+def _print(answer: Answer) -> None:
     from rich.console import Console
 
     from kvstow_service.cli.board import board
 
     console = Console(highlight=False)
-    console.print(board(snapshot, None, width=console.width, height=_SVG_HEIGHT, server=server))
+    console.print(board(answer.overview, None, width=console.width, height=_SVG_HEIGHT, server=answer.server))
 
 
-def _draw(snapshot: Snapshot, server: str, path: Path) -> None:
+def _draw(answer: Answer, path: Path) -> None:
     import io
 
     from rich.console import Console
@@ -60,7 +86,7 @@ def _draw(snapshot: Snapshot, server: str, path: Path) -> None:
     from kvstow_service.cli.board import board
 
     console = Console(record=True, file=io.StringIO(), width=_SVG_WIDTH, force_terminal=True, highlight=False)
-    console.print(board(snapshot, None, width=_SVG_WIDTH, height=_SVG_HEIGHT, server=server))
+    console.print(board(answer.overview, None, width=_SVG_WIDTH, height=_SVG_HEIGHT, server=answer.server))
     console.save_svg(str(path), title="kvstow top")
 
 
@@ -71,22 +97,20 @@ def _watch(client: Client, interval: float, server: str) -> None:
     from kvstow_api.client import ApiError
     from kvstow_service.cli.board import board
     from kvstow_service.cli.keyboard import Keyboard
-    from kvstow_service.cli.snapshot import look
 
     console = Console(highlight=False)
-    snapshot: Snapshot | None = None
-    lost: str | None = None
+    shown, title, lost = None, server, None
     try:
         with Keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
             key: str | None = None
             while key not in ("q", "Q"):
                 if key is None:
                     try:
-                        snapshot, lost = look(client), None
+                        (shown, title), lost = ask(client, server), None
                     except ApiError as error:
                         lost = str(error)
                 width, height = console.size
-                live.update(board(snapshot, lost, width=width, height=height, server=server), refresh=True)
+                live.update(board(shown, lost, width=width, height=height, server=title, footer=_KEYS), refresh=True)
                 key = keyboard.wait(interval)
     except KeyboardInterrupt:
         return

@@ -81,6 +81,7 @@ def _display() -> Iterator[Callable[[_Look], None]]:
     from rich.live import Live
     from rich.text import Text
 
+    from kvstow_api.overview import rank_lines
     from kvstow_service.cli.board import rank_bars
 
     console = Console(stderr=True, highlight=False)
@@ -88,8 +89,8 @@ def _display() -> Iterator[Callable[[_Look], None]]:
 
         def show(look: _Look) -> None:
             words, (width, height) = Text(f"waiting: {look.words}"), console.size
-            bars = [] if look.readiness is None else [rank_bars(look.readiness, width, max(4, height - 4))]
-            live.update(Group(words, *bars), refresh=True)
+            ranks = () if look.readiness is None else rank_lines(look.readiness.ranks)
+            live.update(Group(words, rank_bars(ranks, width, max(4, height - 4))), refresh=True)
 
         yield show
 

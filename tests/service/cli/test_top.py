@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.service.cli.terminal import Terminal
 
-from kvstow_api.history import NowView
-from kvstow_service.cli.snapshot import look
+from kvstow_service.cli.top import ask
 
 KEYS = [bytes([0, 0, number]) for number in range(6)]
 LEAVE_SCREEN = "\x1b[?1049l"
@@ -23,12 +21,12 @@ def test_it_shows_the_server_and_leaves_the_terminal_as_it_was(
     host.store(*KEYS)
     with Terminal("top", "--server", host.url, environ=child_environ) as terminal:
         for words in (
-            "kvstow 1.2.3",
+            "version 1.2.3",
             "all slots are pinned",
             "rank 1",
             "cached 6",
             "hit ratio",
-            "0 loads",
+            "loads 0",
             "Evictions",
         ):
             terminal.until(words)
@@ -43,8 +41,9 @@ def test_what_changes_is_shown(host: Any, child_environ: dict[str, str]) -> None
         host.store(*KEYS)
         terminal.until("cached 6")
         host.engine.begin_store([b"\x09\x09"], [0], request_id="r-7")
-        terminal.until("1 store (4 KiB), the oldest for")
-        terminal.until("r-7")
+        terminal.until("stores 1 (4 KiB)")
+        terminal.until("request r-7")
+        terminal.until("q: quit")
         host.engine.admin.drain("all", None)
         terminal.until("draining")
         terminal.type("q")
@@ -61,7 +60,7 @@ def test_it_goes_on_when_the_server_comes_back(make_host: Any, tmp_path: Path, c
         terminal.until("no answer")
         terminal.until("rank 1")  # what it said last stays
         make_host(uds=uds, version="9.8.7")
-        terminal.until("kvstow 9.8.7")
+        terminal.until("version 9.8.7")
         terminal.type("q")
         assert terminal.end() == 0
 
@@ -91,6 +90,7 @@ def test_without_a_terminal_it_is_one_look(run: Any, host: Any) -> None:
     outcome = run("top", "--server", host.url, "--interval", "100ms")
     assert outcome.exit_code == 0
     assert "all slots are pinned" in outcome.stdout
+    assert "q: quit" not in outcome.stdout
     assert "\x1b" not in outcome.stdout
 
 
@@ -98,33 +98,6 @@ def test_a_picture_is_drawn(run: Any, host: Any, tmp_path: Path) -> None:
     path = tmp_path / "top.svg"
     assert run("top", "--server", host.url, "--interval", "100ms", "--svg", str(path)).exit_code == 0
     assert path.read_text().startswith("<svg")
-
-
-def test_movement_is_what_the_server_says_of_now(host: Any) -> None:
-    from rich.console import Console
-
-    from kvstow_api.client import Client
-    from kvstow_service.cli.board import board
-
-    with Client(host.url) as client:
-        snapshot = look(client)
-    now = NowView(
-        seconds=10.0,
-        hit_ratio=0.25,
-        load_bytes_per_second=3 << 20,
-        store_bytes_per_second=1 << 20,
-        stored_blocks_per_second=2.0,
-        evicted_blocks_per_second=12.0,
-        dropped_blocks_per_second=0.5,
-        used_ratio=0.5,
-        pinned_bytes=65536.0,
-    )
-    console = Console(width=110, record=True)
-    console.print(board(replace(snapshot, now=now), None, width=110, height=40, server=host.url))
-    text = console.export_text()
-    assert "25.0 %  (" in text
-    assert "3 MiB/s" in text
-    assert "now 12.0 blocks/s for room, 0.5 blocks/s dropped" in text
 
 
 def test_trouble_is_told_in_full_and_switches_too(make_host: Any) -> None:
@@ -139,15 +112,15 @@ def test_trouble_is_told_in_full_and_switches_too(make_host: Any) -> None:
     host.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
     host.engine.admin.pause_pinning(True)
     with Client(host.url) as client:
-        snapshot = look(client)
+        answer = ask(client, host.url)
     console = Console(width=80, record=True)
-    console.print(board(snapshot, None, width=80, height=30, server=host.url))
+    console.print(board(answer.overview, None, width=80, height=30, server=answer.server))
     text = console.export_text()
     assert " ".join(text.split()).count("64 MiB are left") == 10  # the reason says it, too
-    assert "kvstow 1.2.3, some/model, test, " in text
+    assert "kvstow: some/model, test, version 1.2.3, http" in text
     assert "rank 1        ━" in text
-    assert "loads are bypassed (`kvstow bypass --off` ends it)" in text
-    assert "pinning is paused (`kvstow pinning resume` ends it)" in text
+    assert "loads are bypassed (undo: `kvstow bypass --off`)" in text
+    assert "pinning is paused (undo: `kvstow pinning resume`)" in text
 
 
 @pytest.mark.parametrize(("height", "titles"), [(24, "Memory"), (40, "\nMemory")])
@@ -161,9 +134,9 @@ def test_all_of_it_fits_on_a_small_screen(make_host: Any, height: int, titles: s
     for number in range(6):
         host.engine.begin_store([bytes([9, number])], [number], request_id=f"r-{number}")
     with Client(host.url) as client:
-        snapshot = look(client)
+        answer = ask(client, host.url)
     console = Console(width=80, record=True)
-    console.print(board(snapshot, None, width=80, height=height, server=host.url))
+    console.print(board(answer.overview, None, width=80, height=height, server=answer.server))
     text = console.export_text()
     assert len(text.splitlines()) <= height
     assert f"\n{titles}\n" in text
@@ -179,9 +152,9 @@ def test_many_ranks_are_cut_to_those_that_matter(make_host: Any) -> None:
     host = make_host(num_ranks=12)
     host.ranks[7].pin(3)
     with Client(host.url) as client:
-        snapshot = look(client)
+        answer = ask(client, host.url)
     console = Console(width=120, record=True)
-    console.print(board(snapshot, None, width=120, height=20, server=host.url))
+    console.print(board(answer.overview, None, width=120, height=20, server=answer.server))
     text = console.export_text()
     assert "rank 7" in text
     assert "12 KiB of 64 KiB" in text
