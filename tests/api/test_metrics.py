@@ -102,9 +102,9 @@ async def test_every_family_is_there_before_any_traffic(client: httpx.AsyncClien
     assert empty == [
         "kvstow_pool_numa_bytes",  # only ranks know which nodes there are
         "kvstow_pin_rate_bytes_per_second",  # no rank has pinned anything
-        "kvstow_http_requests",  # nothing has been asked yet
+        "kvstow_http_requests",  # this is the first request
         "kvstow_http_request_duration_seconds",
-        "kvstow_tls_certificate_expiry_timestamp_seconds",  # this server speaks no TLS
+        "kvstow_tls_certificate_expiry_timestamp_seconds",  # this server does not use TLS
     ]
 
 

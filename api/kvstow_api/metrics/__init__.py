@@ -1,5 +1,5 @@
-"""Metrics, made at scrape time from snapshots.
+"""Metrics, computed from snapshots at scrape time.
 
-No Counter or Gauge of prometheus_client: with PROMETHEUS_MULTIPROC_DIR set, as vLLM may set it, these write
+Counter and Gauge of prometheus_client are not used: with PROMETHEUS_MULTIPROC_DIR set, as in vLLM, they would write
 into the inference engine's own files.
 """

@@ -1,4 +1,4 @@
-"""The collector: what a scrape sees."""
+"""The collector of one application's metrics."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kvstow_api.metrics.server import (
 
 
 class Collector(BaseCollector):
-    """Reads the snapshots of one application at scrape time. O(ranks + routes), whatever the pool's size.
+    """Reads snapshots at scrape time. O(ranks + routes), whatever the size of the pool.
 
-    Every label that can occur is there from the first scrape on, except those of HTTP requests.
+    All series exist from the first scrape on, except those of HTTP requests.
     """
 
     def __init__(self, app: AppState) -> None:
@@ -41,10 +41,10 @@ class Collector(BaseCollector):
         yield from readiness_families(app.health, readiness, engine.config.report_timeout)
         yield from operation_families(app.operations)
         yield from http_families(app.http)
-        yield histogram("kvstow_event_loop_lag_seconds", "How late the event loop was", [], [((), app.loop.snapshot())])
+        yield histogram("kvstow_event_loop_lag_seconds", "Lag of the event loop", [], [((), app.loop.snapshot())])
         yield counter(
             "kvstow_events_dropped",
-            "Events that readers were too slow for",
+            "Events that slow readers missed",
             ["sink"],
             [(("sse",), app.streams.lost)],
         )

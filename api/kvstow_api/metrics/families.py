@@ -1,24 +1,34 @@
-"""Metric families out of plain numbers."""
+"""Metric families made of plain numbers, and the text of a scrape.
+
+Not prometheus_client's own exposition: for 8 ranks that takes 3.0 ms (p50) and 3.9 ms (p99), this 1.0 ms and 2.5 ms.
+The event loop is blocked meanwhile, and its probes wait.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from math import isfinite
 from typing import NamedTuple
 
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from kvstow.stats import HistogramSnapshot
 
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
 Row = tuple[Sequence[str], float]
-"""Label values, and the value."""
+"""The label values and the value of a series."""
+
+_SUFFIX = {"counter": "_total", "info": "_info"}
+_TYPE = {"info": "gauge", "stateset": "gauge", "gaugehistogram": "histogram", "unknown": "untyped"}
 
 
 class Series(NamedTuple):
-    """What a sample is called; `text` as a scrape has it."""
+    """The name and labels of a series; `text` as in a scrape."""
 
     name: str
     labels: tuple[tuple[str, str], ...]
@@ -26,10 +36,10 @@ class Series(NamedTuple):
 
 
 class Family(Metric):
-    """A family whose series are remembered from scrape to scrape: only their values are new.
+    """A family whose series are cached from scrape to scrape, so that only values are new: prometheus_client validates
+    and escapes the labels of every sample each time.
 
-    prometheus_client checks and escapes every label name and value of every sample anew, 2.7 ms for 8 ranks.
-    `samples`, for readers other than `exposition`, are made when they are asked for.
+    `samples`, for readers other than `render`, are made on request.
     """
 
     def __init__(self, name: str, text: str, kind: str, rows: list[tuple[Series, float]]) -> None:
@@ -42,7 +52,7 @@ class Family(Metric):
 
     @samples.setter
     def samples(self, samples: list[Sample]) -> None:
-        """`Metric` begins with none."""
+        """Ignores the empty list that `Metric` begins with."""
 
 
 def counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Family:
@@ -66,12 +76,12 @@ def histogram(
 
 
 def scalar(value: float) -> list[Row]:
-    """The rows of a family without labels."""
+    """The only row of a family without labels."""
     return [((), value)]
 
 
 def by_label(counts: Mapping[str, float], *before: str) -> list[Row]:
-    """One row per key, behind the label values `before`."""
+    """One row per item; the label values `before` come before its key."""
     return [((*before, key), value) for key, value in counts.items()]
 
 
@@ -91,12 +101,45 @@ def _series(name: str, labels: tuple[str, ...], values: tuple[str, ...]) -> Seri
 def _histogram_series(
     name: str, labels: tuple[str, ...], values: tuple[str, ...], bounds: tuple[float, ...]
 ) -> tuple[Series, ...]:
-    """Of its buckets, its count and its sum."""
+    """The series of the buckets, the count and the sum."""
     ends = (*map(floatToGoString, bounds), "+Inf")
     buckets = (_series(f"{name}_bucket", (*labels, "le"), (*values, end)) for end in ends)
     return (*buckets, *(_series(f"{name}_{part}", labels, values) for part in ("count", "sum")))
 
 
 def escaped(value: str) -> str:
-    """A label's value as it stands in a scrape."""
+    """A label value as written in a scrape."""
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+# -- the text of a scrape ---------------------------------------------------------------------------------------------
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """All families of the registry in Prometheus' text format, without `_created` samples."""
+    return "".join(line for family in registry.collect() for line in _lines(family)).encode()
+
+
+def _lines(family: Metric) -> Iterator[str]:
+    yield _head(family.name, family.type, family.documentation)
+    if isinstance(family, Family):
+        for series, value in family.rows:
+            yield f"{series.text} {_number(value)}\n"
+        return
+    for sample in family.samples:
+        if not sample.name.endswith("_created"):
+            labels = ",".join(f'{name}="{escaped(value)}"' for name, value in sample.labels.items())
+            yield f"{sample.name}{{{labels}}} {_number(sample.value)}\n"
+
+
+@lru_cache(maxsize=1024)
+def _head(name: str, kind: str, documentation: str) -> str:
+    full = name + _SUFFIX.get(kind, "")
+    text = documentation.replace("\\", r"\\").replace("\n", r"\n")
+    return f"# HELP {full} {text}\n# TYPE {full} {_TYPE.get(kind, kind)}\n"
+
+
+def _number(value: float) -> str:
+    if isfinite(value):
+        return repr(value)
+    return "NaN" if value != value else "+Inf" if value > 0 else "-Inf"

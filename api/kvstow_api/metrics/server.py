@@ -1,4 +1,4 @@
-"""Families of the server: readiness, checks, operations, HTTP, event loop, build."""
+"""Metric families of the server: readiness, checks, operations, HTTP, certificate, build."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def readiness_families(health: Health, readiness: Readiness, report_timeout: flo
     )
     yield gauge(
         "kvstow_health_check",
-        "1 while the check is well",
+        "1 while the check passes",
         ["check", "probe"],
         [
             ((finding.name, verdict.probe), float(finding.failure is None))
@@ -40,14 +40,14 @@ def readiness_families(health: Health, readiness: Readiness, report_timeout: flo
 def operation_families(operations: Operations) -> Iterator[Metric]:
     yield gauge(
         "kvstow_operations_inflight",
-        "Operations that run",
+        "Operations in progress",
         ["kind"],
         [((kind,), operations.num_running(kind)) for kind in KINDS],
     )
     yield counter("kvstow_operations", "Operations that ended", ["kind", "result"], operations.ended().items())
     yield histogram(
         "kvstow_operation_duration_seconds",
-        "Time of an operation",
+        "Duration of an operation",
         ["kind"],
         [((kind,), snapshot) for kind, snapshot in operations.seconds().items()],
     )
@@ -56,23 +56,23 @@ def operation_families(operations: Operations) -> Iterator[Metric]:
 def http_families(http: HttpCounters) -> Iterator[Metric]:
     yield counter(
         "kvstow_http_requests",
-        "Requests answered",
+        "HTTP requests by response status",
         ["method", "route", "code"],
         [((*key, str(status)), count) for key, status, count in http.requests()],
     )
     yield histogram(
         "kvstow_http_request_duration_seconds",
-        "Time to answer a request",
+        "Duration of an HTTP request",
         ["method", "route"],
         http.seconds(),
     )
-    yield gauge("kvstow_http_requests_inflight", "Requests being answered", [], scalar(http.inflight))
+    yield gauge("kvstow_http_requests_inflight", "HTTP requests in progress", [], scalar(http.inflight))
 
 
 def certificate_families(context: ApiHost) -> Iterator[Metric]:
     yield gauge(
         "kvstow_tls_certificate_expiry_timestamp_seconds",
-        "When the certificate of the admin server ends, where it speaks TLS",
+        "Expiry of the admin server's certificate, if it uses TLS",
         [],
         scalar(context.certificate_ends()) if context.certificate_ends else [],
     )
@@ -80,7 +80,7 @@ def certificate_families(context: ApiHost) -> Iterator[Metric]:
 
 def fact_families(context: ApiHost) -> Iterator[Metric]:
     build = {"version": context.version, "python": platform.python_version(), "mode": context.mode, **context.build}
-    yield gauge("kvstow_build_info", "1; the labels say what runs", list(build), [(list(build.values()), 1)])
+    yield gauge("kvstow_build_info", "Versions in the labels; always 1", list(build), [(list(build.values()), 1)])
     config = context.engine.config
     facts = {
         "model_name": str(context.settings.get("model", "")),
@@ -89,4 +89,4 @@ def fact_families(context: ApiHost) -> Iterator[Metric]:
         "num_ranks": str(config.num_ranks),
         "policy": context.engine.stats().pool.policy,
     }
-    yield gauge("kvstow_config_info", "1; the labels are settings", list(facts), [(list(facts.values()), 1)])
+    yield gauge("kvstow_config_info", "Settings in the labels; always 1", list(facts), [(list(facts.values()), 1)])

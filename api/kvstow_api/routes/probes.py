@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from kvstow_api.appstate import App
 from kvstow_api.health import Probe, Verdict
-from kvstow_api.metrics.exposition import MEDIA_TYPE, render
+from kvstow_api.metrics.families import MEDIA_TYPE, render
 from kvstow_api.openapi import Responses, reading
 
 router = APIRouter(tags=["probes"], default_response_class=PlainTextResponse)
