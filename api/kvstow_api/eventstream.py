@@ -1,4 +1,4 @@
-"""Events as a stream that can be taken up again where it broke off."""
+"""Streams of events that a client can resume where it was disconnected."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvstow_api.streamlimit import StreamLimit
 from kvstow_api.views import EventType
 
 MAX_STREAMS, RESERVED_STREAMS, STREAMS_PER_CLIENT = 32, 8, 16
-POLL_SECONDS = 0.25  # a look at two counters; a call from under the engine's lock would cost every store more
-_SILENT_POLLS = 60  # then a comment is sent, so that a client knows that the server is there
+POLL_SECONDS = 0.25  # reads two counters; a callback under the engine's lock would cost every store more
+_SILENT_POLLS = 60  # then a comment is sent, so that the client knows that the server is alive
 _MAX_BATCH = 100  # block events read at once
 _RETRY_MS = 2000
 _MAX_KEPT_BYTES = 4 << 20
@@ -27,7 +27,7 @@ _CURSOR = re.compile(r"([0-9a-f]{1,32})-(\d{1,18})-(\d{1,18})")
 
 
 class Cursor(NamedTuple):
-    """How far a reader is: in which life of the engine, in the journal, and in the engine's events."""
+    """A reader's position: the life of the engine, and the last entry read of the journal and of the block events."""
 
     engine_id: str
     journal: int
@@ -37,7 +37,7 @@ class Cursor(NamedTuple):
         return "-".join(map(str, self))
 
     def is_before(self, other: Cursor) -> bool:
-        """Whether a reader that was here can come to `other`."""
+        """Whether `other` is at or after this position, in the same life of the engine."""
         return self.engine_id == other.engine_id and self.journal <= other.journal and self.blocks <= other.blocks
 
     @classmethod
@@ -55,9 +55,9 @@ class EventStreams:
         self.limit = StreamLimit(
             "event streams", most=MAX_STREAMS, reserved=RESERVED_STREAMS, per_client=STREAMS_PER_CLIENT
         )
-        """Each stream holds a place here while it is sent."""
+        """Counts each stream while it is sent."""
         self.lost = 0
-        """Events that were no longer kept when a stream came to them."""
+        """Events that were dropped before a stream had read them."""
 
     def open(
         self, wanted: Collection[str], *, after: str | None = None, recent: int = 0, poll: float = POLL_SECONDS
@@ -84,14 +84,14 @@ class EventStreams:
             if chunk:
                 yield chunk
             elif silent % _SILENT_POLLS == 0:
-                yield b": nothing happened\n\n"
+                yield b": no events\n\n"
             if not reader.behind:
                 await asyncio.sleep(poll)
 
 
 class _Messages:
-    """The last events as all streams send them, without the id, which has the cursor of one stream. Each is encoded
-    once: 0.3 ms for 1,024 keys. Bounded in bytes, the oldest go first."""
+    """The last events, encoded once for all streams: 0.3 ms for 1,024 keys. Without the id, which differs between
+    streams. Bounded in bytes; the oldest are dropped first."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[type, int], bytes] = OrderedDict()
@@ -110,7 +110,7 @@ class _Messages:
 
 
 class _Reader:
-    """Reads both logs, from a cursor on."""
+    """Reads journal and block events from a cursor on."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class _Reader:
         self.cursor = cursor
         self._num_lost = 0
         self.behind = False
-        """There is more to read at once."""
+        """There is more to read without waiting."""
 
     def read(self) -> Iterator[bytes]:
         yield from self._read_journal()
@@ -175,7 +175,7 @@ def _encode(event: Entry | BlockEvent) -> bytes:
 
 
 def _message(kind: EventType, data: dict[str, Any]) -> bytes:
-    """A server-sent event without its id. JSON in ASCII has no line ends."""
+    """A server-sent event without its id. JSON in ASCII contains no line breaks."""
     return f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
 
 

@@ -11,30 +11,30 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.errors import ConfigError
+from kvstow.errors import ConfigError, SettingError
 from kvstow_api.checks import INFORMATIONAL_CHECKS
 from kvstow_api.measurements import HostMemory
 
 HealthCheck = Callable[[], str | None]
-"""What is wrong, in words; None when nothing is. Called on the event loop: it must not block."""
+"""Describes the problem; None if there is none. Called on the event loop: it must not block."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiHost:
-    """Everything `create_app` needs to know of its host.
+    """The process that runs the admin API, as `create_app` needs to know it.
 
-    `max_capacity_slots`: what the ranks' reserved address space can hold; no resize goes beyond it.
-    `addresses`: where the server listens. `settings`: shown, like them, to every reader of `/v1/info`, so it must hold
-    no secrets. `build`: labels of `kvstow_build_info` (revision, torch, vllm...). `token_file`: when set, requests that
-    change anything need its token. `viewer_token_file`: when set, reading needs one of its tokens or an admin's.
-    `allowed_hosts`: Host names, besides those of loopback, that the server accepts over TCP; None is any name.
-    `client_certificates`: the server verifies them, and one counts as an admin's token. `certificate_ends`: when the
-    server's own certificate does, in seconds since the epoch; None where it speaks no TLS. `agent_token`: lets a rank's
-    agent report, nothing else; without it only an admin's credential can. `readiness_require`: checks of
+    `max_capacity_slots`: the limit of every resize: what the ranks' reserved address space can hold.
+    `addresses`: where the server listens. `settings`: shown, like them, to every reader of `/v1/info`, so it must not
+    contain secrets. `build`: labels of `kvstow_build_info` (revision, torch, vllm...). `token_file`: if set, requests
+    that change anything need one of its tokens. `viewer_token_file`: if set, reading needs one of its tokens or an
+    admin's. `allowed_hosts`: Host names, besides those of loopback, that the server accepts over TCP; None accepts any.
+    `client_certificates`: the server verifies them, and a valid one counts as an admin's token. `certificate_ends`:
+    when the server's own certificate expires, in seconds since the epoch; None without TLS. `agent_token`: lets a
+    rank's agent report and do nothing else; without it only an admin may report. `readiness_require`: checks of
     `INFORMATIONAL_CHECKS` that fail `/readyz`. `startup_grace`: seconds for which a rank may be silent before its
-    first report. `live_checks` fail `/livez`: only for what a restart cures, such as a dead thread; `ready_checks` and
-    `startup_checks` fail the probes of their name. `host_memory`: what the host can measure of its machine, called on a
-    thread.
+    first report. `live_checks` fail `/livez`: only for problems that a restart fixes, such as a dead thread;
+    `ready_checks` and `startup_checks` fail the probes of their name. `host_memory`: measures the memory of the host's
+    machine, called on a thread.
     """
 
     engine: OffloadEngine
@@ -64,8 +64,8 @@ class ApiHost:
         if unknown:
             raise ConfigError("readiness.require", unknown, f"any of {', '.join(INFORMATIONAL_CHECKS)}")
         if self.viewer_token_file is not None and self.token_file is None and not self.client_certificates:
-            allowed = "none without token_file or client certificates: anybody could change what only viewers may read"
-            raise ConfigError("viewer_token_file", str(self.viewer_token_file), allowed)
+            needed = "needs token_file or client certificates: else anyone may change what only viewers may read"
+            raise SettingError("viewer_token_file", str(self.viewer_token_file), needed)
         if self.agent_token == "":
             raise ConfigError("agent_token", "", "a non-empty string, or none")
         if not 0 <= self.startup_grace < float("inf"):

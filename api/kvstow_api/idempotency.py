@@ -1,4 +1,4 @@
-"""`Idempotency-Key`: a POST that is sent again is answered again, and not done twice."""
+"""`Idempotency-Key`: a POST that is sent again gets the first answer again and is not carried out twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEY = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_KEY_LENGTH)
 
 @dataclass(slots=True)
 class _Kept:
-    """A request, and its answer once that is complete."""
+    """A request, and its answer once it is complete."""
 
     fingerprint: bytes
     born: float
@@ -70,16 +70,16 @@ class _Answers:
 
 
 class IdempotencyMiddleware:
-    """Keeps the answers to POSTs that carry a key: for each actor at most 1,000 keys, 4 MiB and an hour; the oldest go
-    first.
+    """Keeps the answers to POSTs with a key: at most 1,000 keys and 4 MiB for each actor, each for an hour. The oldest
+    are dropped first.
 
     A key belongs to the actor who sent it: no other actor can see its answer, conflict with it, or evict it.
     Requests that only read ignore the header. The number of actors is bounded by the credentials that the operator has
-    given out.
+    issued.
 
-    The same key with another request gets 422; while the first is under way, 409. An error is not kept: the client
-    may correct the request and send it again with its key. Runs after the middlewares that read the body and identify
-    the actor, on the event loop.
+    The same key with a different request gets 422, and 409 while the first is under way. An error is not kept: the
+    client may correct the request and send it again with the same key. Runs on the event loop, after the
+    middlewares that read the body and identify the actor.
     """
 
     def __init__(self, app: ASGIApp, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -151,7 +151,7 @@ def _takes_keys(scope: Scope) -> bool:
 
 
 def _fingerprint(scope: Scope, body: bytes) -> bytes:
-    """Of what makes two requests the same, with a hash of it in place of the body."""
+    """A hash of path, query and body: two requests with the same one are the same."""
     parts = (scope["path"].encode(), scope["query_string"], body)
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
@@ -160,7 +160,7 @@ def _fingerprint(scope: Scope, body: bytes) -> bytes:
 
 
 def _again(first: Message, receive: Receive) -> Receive:
-    """A `receive` that gives `first` once more."""
+    """A `receive` that returns `first` again, then the rest."""
     pending = [first]
 
     async def receive_again() -> Message:

@@ -1,4 +1,4 @@
-"""The journal: what happened to the server and its engine, for those who watch."""
+"""The journal: the last events of the server and its engine, for event streams and the status page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEPT = 1000
 
 
 class Entry(NamedTuple):
-    """`data` has its `time`, as text."""
+    """`data` includes `time`, as text."""
 
     sequence: int
     type: EventType

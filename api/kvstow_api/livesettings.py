@@ -1,4 +1,4 @@
-"""Settings that change while the engine runs: what they are, what a change would do, and doing it."""
+"""The settings that can change while the engine runs: read them, plan a change, make it."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def current(app: AppState) -> RuntimeConfig:
 
 
 def etag(app: AppState) -> str:
-    """Names the settings. It is never reused, not even when a change is reverted. Read it before the settings that it
-    names, so that a change in between is noticed."""
+    """Identifies the current settings. Never reused, not even if a change is reverted. Read it before the settings
+    themselves, so that a change in between is noticed."""
     return f'"{app.engine.engine_id}-{app.engine.admin.settings_revision}"'
 
 
 def _check_match(app: AppState, if_match: str | None) -> None:
-    """Raises 412 unless the client has seen the settings as they are, or does not care."""
+    """Raises 412 if the settings have changed since the client read them."""
     if if_match is not None and not {"*", etag(app)} & set(map(str.strip, if_match.split(","))):
         raise HTTPException(412, f"If-Match is {if_match[:100]}; the settings have changed, their ETag is {etag(app)}")
 
 
 async def plan(app: AppState, patch: PoolPatch, if_match: str | None) -> PlanView:
-    """What `change` would do, or raise."""
+    """What `change` would do. Raises what it would raise."""
     _check_match(app, if_match)
     return await run_in_threadpool(_plan, app, patch)
 
 
 def _plan(app: AppState, patch: PoolPatch) -> PlanView:
-    """Looks at every block above the new capacity, slice by slice."""
+    """Visits every block above the new capacity, slice by slice."""
     _check(app, patch)
     now = current(app)
     slot: int | None = patch.capacity_slots
@@ -66,8 +66,8 @@ def _plan(app: AppState, patch: PoolPatch) -> PlanView:
 
 
 async def change(app: AppState, patch: PoolPatch, if_match: str | None) -> Operation | None:
-    """Make the change, if `if_match` allows it; a new capacity goes on as an operation. One change at a time, so that
-    of two with the same ETag the second is refused. Raises before anything has changed."""
+    """Make the change if `if_match` allows it; a resize returns its operation. One change at a time: of two with the
+    same ETag the second is refused. Raises before anything has changed."""
     async with app.settings_lock:
         _check_match(app, if_match)
         _check(app, patch)
@@ -77,7 +77,7 @@ async def change(app: AppState, patch: PoolPatch, if_match: str | None) -> Opera
             operation = app.operations.start("resize", lambda: app.engine.admin.resize(capacity))
         if patch.pinning_paused is not None:
             app.engine.admin.pause_pinning(patch.pinning_paused)
-        if patch.policy is not None:  # takes as long as the pool is large: it is copied in order of eviction
+        if patch.policy is not None:  # O(pool): all slots are copied in order of eviction
             await run_in_threadpool(app.engine.admin.set_policy, patch.policy)
         return operation
 

@@ -79,6 +79,8 @@ def _complete(schema: dict[str, Any]) -> dict[str, Any]:
     for name, described in schemas.items():
         if name in EXAMPLES:
             described["examples"] = [EXAMPLES[name]]
+        if "additionalProperties" not in described:  # an answer, not a body: it always has all fields
+            described["required"] = list(described["properties"])
     components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     responses = components.setdefault("responses", {})
     for path, item in schema["paths"].items():

@@ -1,9 +1,9 @@
-"""Long-running operations: a sweep of the engine on a thread of its own, watched from the event loop.
+"""Long-running operations: each runs one sweep of the engine on its own thread.
 
-Guarantees: an operation always reaches an end state, also when its sweep raises; what the sweep raised is
-logged and kept as `error`. A sweep is worked to its end or cancelled, whatever fails: an abandoned resize would keep
-the pool small, and refuse every later one. Only the operation's thread touches its sweep. `view` may be read anywhere.
-Assumes: a sweep's step is short (one slice), so that cancelling and closing take effect at once.
+Guarantees: an operation always ends, also if its sweep raises; the error is logged and kept as `error`. A sweep always
+runs to its end or is cancelled: an abandoned resize would keep the pool small and block every later resize. Only the
+operation's thread uses its sweep. `view` may be read on any thread.
+Assumes: a step of a sweep is short (one slice), so cancelling and closing take effect at once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ END_STATES = STATES[1:]
 MAX_RUNNING = 8
 _KEPT = 200
 _KEPT_SECONDS = 3600.0
-_WAIT_SECONDS = 0.01  # how often a sweep that waits for transfers is asked again
+_WAIT_SECONDS = 0.01  # between two steps of a sweep that waits for transfers
 _BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
 
 
 class Sweeping(Protocol):
-    """What an operation needs of a `kvstow.control.sweeps.Sweep`."""
+    """The part of a `kvstow.control.sweeps.Sweep`."""
 
     @property
     def total(self) -> int: ...
@@ -55,7 +55,7 @@ class Sweeping(Protocol):
 
 
 class Operation:
-    """One sweep on its way. Made by `Operations.start`; `born` is in seconds of its clock, `number` counts from 1."""
+    """One run of a sweep. Made by `Operations.start`; `born` is in seconds of its clock, `number` counts from 1."""
 
     def __init__(self, number: int, kind: OperationKind, sweep: Sweeping, dry_run: bool, born: float) -> None:
         self._sweep = sweep
@@ -64,7 +64,7 @@ class Operation:
         self._cancelled = threading.Event()
         self._ended: Future[None] = Future()
         self.failure: KvstowError | None = None
-        """What a failed operation's caller shall be told, if it is one of the engine's errors."""
+        """Why the operation failed, if the cause is one of the engine's errors."""
         self._view = OperationView(
             id=f"{kind}-{secrets.token_hex(6)}",
             kind=kind,
@@ -88,18 +88,18 @@ class Operation:
         return self._view.state == "running"
 
     def cancel(self) -> None:
-        """Stop at the next slice; nothing happens if it has ended."""
+        """Stop after the current slice. Does nothing if it has ended."""
         self._cancelled.set()
 
     async def wait(self, timeout: float) -> OperationView:
-        """The operation at its end, or as it is after `timeout` seconds."""
-        if timeout <= 0:  # a wait leaves a callback behind until the operation ends: not for who only looks
+        """The operation when it ends, or after `timeout` seconds."""
+        if timeout <= 0:  # a wait leaves a callback behind until the operation ends, so a plain read must not wait
             return self.view
         await asyncio.wait([asyncio.wrap_future(self._ended)], timeout=timeout)
         return self.view
 
     def run(self) -> None:
-        """Work to the end, whatever happens. On the operation's thread, which then calls `announce`."""
+        """Run to the end and record the result. On the operation's thread, which then calls `announce`."""
         try:
             self._update(started=datetime.now(UTC))
             state: OperationState = "succeeded" if self._sweep_all() else "cancelled"
@@ -113,11 +113,11 @@ class Operation:
             self._finish("failed", error=text)
 
     def announce(self) -> None:
-        """Wake those that `wait`."""
+        """Wake the callers of `wait`."""
         self._ended.set_result(None)
 
     def _sweep_all(self) -> bool:
-        """Step until there is no more; False if cancelled before."""
+        """Step until the sweep is complete; False if it was cancelled."""
         sweep = self._sweep
         while sweep.step():
             self._update(waiting=sweep.waiting, progress=ProgressView(done=sweep.done, total=sweep.total))
@@ -139,10 +139,10 @@ class Operation:
 
 
 class Operations:
-    """The operations of one server: those that run and the last ones that have ended. Thread-safe."""
+    """The operations of one server: the running ones and the last that have ended. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, journal: Journal | None = None) -> None:
-        """`journal` is told of each start and end."""
+        """`journal` records each start and end."""
         self._clock = clock
         self._journal = Journal() if journal is None else journal
         self._lock = threading.Lock()
@@ -155,7 +155,7 @@ class Operations:
 
     def start(self, kind: OperationKind, make_sweep: Callable[[], Sweeping], *, dry_run: bool = False) -> Operation:
         """Make a sweep and run it. Raises what `make_sweep` raises, `ConflictError` for a second resize,
-        and `QueueFullError` when too many run."""
+        and `QueueFullError` if too many operations run."""
         with self._lock:
             self._check(kind)
             sweep = make_sweep()
@@ -163,7 +163,7 @@ class Operations:
                 operation = Operation(self._started + 1, kind, sweep, dry_run, self._clock())
                 name = operation.view.id
                 thread = threading.Thread(target=self._run, args=(operation,), name=f"kvstow-{name}", daemon=True)
-                thread.start()  # before the books: a thread that cannot start leaves no operation that never ends
+                thread.start()  # before it is listed: a thread that cannot start leaves no operation that never ends
             except BaseException:
                 sweep.cancel()
                 raise
@@ -173,13 +173,13 @@ class Operations:
             self._forget_old()
         return operation
 
-    def _tell(self, view: OperationView) -> None:
+    def _log(self, view: OperationView) -> None:
         self._journal.add(
             "operation", id=view.id, kind=view.kind, dry_run=view.dry_run, state=view.state, error=view.error
         )
 
     def get(self, operation_id: str) -> Operation:
-        """Raises `NotFoundError`, also for one that was forgotten."""
+        """Raises `NotFoundError`, also for an operation that is no longer kept."""
         with self._lock:
             self._forget_old()
             operation = self._operations.get(operation_id)
@@ -196,7 +196,7 @@ class Operations:
             return list(reversed(self._operations.values()))
 
     def forget(self, operation_id: str) -> None:
-        """Keep an operation that has ended no longer. Raises `NotFoundError`, and `ConflictError` while it runs."""
+        """Remove an operation that has ended. Raises `NotFoundError`, and `ConflictError` while it runs."""
         operation = self.get(operation_id)
         if operation.running:
             raise ConflictError(f"operation {operation_id} is running; cancel it first")
@@ -216,7 +216,7 @@ class Operations:
             return {kind: histogram.snapshot() for kind, histogram in self._seconds.items()}
 
     def close(self, timeout: float = 5.0) -> None:
-        """Cancel what runs and wait for its threads; no operation starts any more. Idempotent."""
+        """Cancel the running operations and wait for their threads. No operation starts afterwards. Idempotent."""
         with self._lock:
             self._closed = True
             threads = list(self._threads)
@@ -231,16 +231,16 @@ class Operations:
         if kind == "resize" and self._running("resize"):
             raise ConflictError("a resize is running; wait for it or cancel it")
         if len(self._threads) >= MAX_RUNNING:
-            raise QueueFullError(f"{MAX_RUNNING} operations are running; no more may")
+            raise QueueFullError(f"too many operations are running (limit {MAX_RUNNING})")
 
     def _running(self, kind: OperationKind) -> int:
         return sum(operation.running and operation.view.kind == kind for operation in self._operations.values())
 
     def _run(self, operation: Operation) -> None:
-        self._tell(operation.view)
+        self._log(operation.view)
         operation.run()
         view = operation.view
-        self._tell(view)
+        self._log(view)
         with self._lock:
             self._ended[view.kind, view.state] += 1
             self._seconds[view.kind].observe(self._clock() - operation.born)
@@ -248,7 +248,7 @@ class Operations:
         operation.announce()
 
     def _forget_old(self) -> None:
-        """Drop what has ended and is too old, or one too many."""
+        """Drop ended operations that are too old, and the oldest ended ones above the limit."""
         oldest = self._clock() - _KEPT_SECONDS
         excess = len(self._operations) - _KEPT
         for name, operation in list(self._operations.items()):

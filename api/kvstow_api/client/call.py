@@ -1,4 +1,4 @@
-"""One request as a value, and what requests are made of."""
+"""One request as a value, the parts that requests are made of, and the error of one that fails."""
 
 from __future__ import annotations
 
@@ -7,15 +7,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from kvstow.errors import KvstowError
 from kvstow_api.client.decoding import decode
-from kvstow_api.views import OperationView
+from kvstow_api.views import OperationView, ProblemView
 
 T = TypeVar("T")
 V = TypeVar("V")
 
 
+class ApiError(KvstowError):
+    """A request that failed. `problem` is the server's answer; None if the server could not be reached, did not answer
+    in time, or sent something else. `status` is that of the answer, None without one."""
+
+    code = "request_failed"
+
+    def __init__(self, message: str, problem: ProblemView | None = None, status: int | None = None) -> None:
+        super().__init__(message)
+        self.problem = problem
+        self.status = problem.status if problem else status
+
+    def __reduce__(self) -> tuple[type[ApiError], tuple[str, ProblemView | None, int | None]]:
+        return type(self), (str(self), self.problem, self.status)
+
+
 class Reply(NamedTuple):
-    """An answer that is no problem."""
+    """An answer that is not a problem."""
 
     status: int
     body: bytes
@@ -23,8 +39,8 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One request, and how its answer becomes a `T`. `patience`: seconds that the server may take on purpose.
-    `accepts`: statuses from 400 on that are an answer here, not a problem."""
+    """One request, and how to decode its answer. `patience`: seconds that the server may wait before it answers.
+    `accepts`: statuses from 400 on that are not errors here."""
 
     method: str
     path: str
@@ -37,14 +53,14 @@ class Call(Generic[T]):
 
 
 def get(path: str, view: type[V], **given: object) -> Call[V]:
-    """Reads `path`, with what is `given` as its query."""
+    """A GET of `path` with the query parameters `given`."""
     return Call("GET", path, decoded(view), params(**given))
 
 
 def work(
     method: str, path: str, view: type[V], wait: float | None, body: Any, headers: Mapping[str, str]
 ) -> Call[V | OperationView]:
-    """Changes something, and goes on as an operation (202) when that takes longer than `wait`."""
+    """A request that changes something; the answer is an operation (202) if that takes longer than `wait`."""
 
     def read(reply: Reply) -> V | OperationView:
         answer = json.loads(reply.body)
@@ -77,4 +93,4 @@ def decoded(view: type[V]) -> Callable[[Reply], V]:
 
 
 def nothing(reply: Reply) -> None:
-    """204 says all."""
+    """For 204, which has no body."""

@@ -1,8 +1,8 @@
-"""The requests of the admin API, one function each: what is sent, and what type comes back.
+"""The requests of the admin API: a function for each, which returns a `Call`.
 
-A key is given as hex text, as the API shows it. `wait` is for how many seconds (at most 30) the server may hold an
-answer back until the work is done; it answers with the operation when it is not. Where that matters, `key` names the
-request (Idempotency-Key): sent again with the same key, it is answered, and not done twice.
+Keys of blocks are hex text, as in the API's answers. `wait`: how many seconds (at most 30) the server may wait for the
+work to be done before it answers with the operation. `key` is the Idempotency-Key: a request that is sent again with
+the same key gets the first answer again and is not carried out twice.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ ProbeName = Literal["livez", "readyz", "startupz"]
 
 
 class ProbeResult(NamedTuple):
-    """Whether the probe passed, and its words."""
+    """Whether the probe passed, and its text."""
 
     ok: bool
     text: str
 
 
-# -- what the server is and how it is ------------------------------------------------------------------------------
+# -- the server ----------------------------------------------------------------------------------------------------
 
 
 def info() -> Call[InfoView]:
@@ -133,7 +133,7 @@ def resize(
     wait: float | None = None,
     name: str = POOL_NAME,
 ) -> Call[PoolView | OperationView]:
-    """Give every rank so many slots, or as many as fit into so many bytes."""
+    """Set the pool's size on each rank, in slots or bytes."""
     settings = fields(capacity_slots=slots, capacity_bytes=num_bytes)
     return change_pool(settings, if_match=if_match, wait=wait, name=name)
 
@@ -157,7 +157,7 @@ def evict(
     key: str | None = None,
     name: str = POOL_NAME,
 ) -> Call[RemovedView | OperationView]:
-    """Remove the coldest blocks; give exactly one of the first three."""
+    """Remove the coldest blocks. Takes exactly one of the first three arguments."""
     body = fields(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds, dry_run=dry_run)
     return work("POST", f"{_pool(name)}/evict", RemovedView, wait, body, idempotent(key))
 
@@ -176,7 +176,7 @@ def purge(
     key: str | None = None,
     name: str = POOL_NAME,
 ) -> Call[RemovedView | OperationView]:
-    """Remove blocks by name, age or number; give exactly one selector."""
+    """Remove blocks by key, age or number. Takes exactly one selector."""
     body = fields(
         all=everything or None,
         keys=keys,
@@ -204,12 +204,12 @@ def unprotect(keys: Sequence[str] | None, *, key: str | None = None, name: str =
 
 
 def retry_pinning(*, key: str | None = None, name: str = POOL_NAME) -> Call[PinningView]:
-    """Ranks whose pinning failed try again."""
+    """Let ranks whose pinning failed try again."""
     return Call("POST", f"{_pool(name)}/retry", decoded(PinningView), headers=idempotent(key))
 
 
 def pause_pinning(*, name: str = POOL_NAME) -> Call[PoolView]:
-    """Ranks start no further chunk."""
+    """Ranks pin no further chunk."""
     return Call("PATCH", _pool(name), decoded(PoolView), body={"pinning_paused": True})
 
 
@@ -240,8 +240,8 @@ def remove_block(key: str, *, name: str = POOL_NAME) -> Call[None]:
 
 
 def lookup(keys: Sequence[str]) -> Call[LookupResult]:
-    """Which of the keys are in the pool; holds nothing and counts nowhere. At most 4,096 keys; more than 64 KiB of them
-    need an admin's credential or the Unix socket."""
+    """Which of the keys are in the pool. Holds no block and is not counted. At most 4,096 keys; more than
+    64 KiB of them need an admin's credential or the Unix socket."""
     return Call("POST", "/v1/lookup", decoded(LookupResult), body={"keys": list(keys)})
 
 
@@ -257,7 +257,7 @@ def rank(number: int) -> Call[RankStatus]:
 
 
 def report(message: RankReport, *, clock: float) -> Call[DesiredState]:
-    """What a rank's agent sends. `clock`: its time of day, in seconds since 1970, for the server to compare."""
+    """The report of a rank's agent. `clock`: its time of day, in seconds since 1970, which the server compares."""
     return Call(
         "POST",
         f"/v1/ranks/{message.rank}/report",
@@ -296,7 +296,7 @@ def bypass_status() -> Call[BypassStatus]:
 
 
 def bypass(*, load: bool, store: bool, ttl_seconds: float | None = None) -> Call[BypassStatus]:
-    """Which direction is off from now on; both False switches both on."""
+    """Switch directions off; both False switches both on."""
     body = {"load": load, "store": store, "ttl_seconds": ttl_seconds}
     return Call("PUT", "/v1/bypass", decoded(BypassStatus), body=body)
 
@@ -316,7 +316,7 @@ def operations(
 
 
 def operation(operation_id: str, *, wait: float | None = None) -> Call[OperationView]:
-    """As it is at its end, or after `wait` seconds."""
+    """When it ends, or after `wait` seconds."""
     path = f"/v1/operations/{quote(operation_id, safe='')}"
     return Call("GET", path, decoded(OperationView), params(wait=wait), patience=wait or 0.0)
 
@@ -326,7 +326,7 @@ def cancel(operation_id: str) -> Call[OperationView]:
 
 
 def forget(operation_id: str) -> Call[None]:
-    """Take an operation that has ended off the list."""
+    """Remove an operation that has ended from the list."""
     return Call("DELETE", f"/v1/operations/{quote(operation_id, safe='')}", nothing)
 
 
@@ -342,7 +342,7 @@ def log_levels() -> Call[LogLevelsView]:
 
 
 def set_log_level(level: str, *, logger: str = "kvstow", ttl_seconds: float | None = None) -> Call[LogLevelView]:
-    """Until the server ends, or for `ttl_seconds`."""
+    """For `ttl_seconds`, or until the server stops."""
     body = {"logger": logger, "level": level, "ttl_seconds": ttl_seconds}
     return Call("PUT", "/v1/loglevel", decoded(LogLevelView), body=body)
 

@@ -10,24 +10,23 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
-from kvstow_api.client.call import Call, Reply
+from kvstow_api.client.call import ApiError, Call, Reply
 from kvstow_api.client.decoding import decode
 from kvstow_api.client.endpoint import DEFAULT_SERVER, Endpoint
-from kvstow_api.client.errors import ApiError
 from kvstow_api.client.eventstream import EventParser, Subscription
 from kvstow_api.views import EventView, ProblemView
 
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 10.0
-_STREAM_SILENCE_SECONDS = 45.0  # the server says something every 15 s
+_STREAM_SILENCE_SECONDS = 45.0  # the server sends at least a comment every 15 s
 
 
 class Client:
-    """Sends calls one at a time, over kept-alive connections. Not thread-safe; end it with `close` or `with`.
+    """Sends calls one at a time, over persistent connections. Not thread-safe; close it with `close` or `with`.
 
-    `timeout` is in seconds, for the connection and for each wait for an answer, a call's own `patience` on top.
-    Raises `ApiError` for whatever keeps a call from its answer.
+    `timeout` is in seconds, for connecting and for each answer; a call's `patience` is added to it. All failures raise
+    `ApiError`.
     """
 
     def __init__(self, server: str | Endpoint = DEFAULT_SERVER, *, timeout: float = TIMEOUT_SECONDS) -> None:
@@ -40,15 +39,15 @@ class Client:
         )
 
     def send(self, call: Call[T]) -> T:
-        with _told(self._endpoint):
+        with _as_api_errors(self._endpoint):
             answer = self._http.request(**_request(call, self._endpoint, self._timeout))
             return _decode(call, answer, self._endpoint)
 
     def events(self, subscription: Subscription) -> Iterator[EventView]:
-        """Events as they come, until the server ends the stream (then return) or breaks off (then raise)."""
+        """Yields events as they arrive. Returns when the server ends the stream, raises when the connection breaks."""
         parser = EventParser()
         with (
-            _told(self._endpoint),
+            _as_api_errors(self._endpoint),
             self._http.stream("GET", **_stream(subscription, self._endpoint, self._timeout)) as answer,
         ):
             if answer.status_code >= 400:
@@ -71,7 +70,7 @@ class Client:
 
 
 class AsyncClient:
-    """As `Client`, awaited; several calls may be under way at once. `transport` is for tests."""
+    """As `Client`, but async; several calls may be in flight. `transport` is for tests."""
 
     def __init__(
         self,
@@ -89,14 +88,14 @@ class AsyncClient:
         )
 
     async def send(self, call: Call[T]) -> T:
-        with _told(self._endpoint):
+        with _as_api_errors(self._endpoint):
             answer = await self._http.request(**_request(call, self._endpoint, self._timeout))
             return _decode(call, answer, self._endpoint)
 
     async def events(self, subscription: Subscription) -> AsyncIterator[EventView]:
         """As `Client.events`."""
         parser = EventParser()
-        with _told(self._endpoint):
+        with _as_api_errors(self._endpoint):
             async with self._http.stream("GET", **_stream(subscription, self._endpoint, self._timeout)) as answer:
                 if answer.status_code >= 400:
                     await answer.aread()
@@ -122,7 +121,7 @@ def _path(endpoint: Endpoint) -> str | None:
 
 
 def _verify(endpoint: Endpoint) -> dict[str, Any]:
-    """Without TLS nothing is loaded for it: the system's certificates take 30 ms."""
+    """Without TLS the system's certificates are not loaded, which takes 30 ms."""
     if endpoint.tls is not None:
         return {"verify": endpoint.tls}
     return {} if endpoint.url.startswith("https:") else {"verify": False}
@@ -178,8 +177,8 @@ def _where(endpoint: Endpoint) -> str:
 
 
 @contextmanager
-def _told(endpoint: Endpoint) -> Iterator[None]:
-    """What httpx raises, as an `ApiError` that names the server."""
+def _as_api_errors(endpoint: Endpoint) -> Iterator[None]:
+    """Turns errors of httpx into `ApiError`s that name the server."""
     where = _where(endpoint)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where a server is, and what a client shows it."""
+"""The address of a server, and the credentials for it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ALLOWED = "http://HOST:PORT, https://HOST:PORT or unix:/PATH"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go, with what token, and over what TLS.
+    """The address, token and TLS settings of a server.
 
-    `token` is sent as it is; `token_file` is read for each request, so that a new token works at once. `tls` verifies
-    the server, and may hold the client's certificate; None trusts what the system trusts.
+    `token_file` is read for each request, so a new token works at once. `tls` verifies the server, and may hold the
+    client's certificate; None uses the system's trust store.
     """
 
     url: str

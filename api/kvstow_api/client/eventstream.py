@@ -1,4 +1,4 @@
-"""Server-sent events, line by line."""
+"""Parses server-sent events."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvstow_api.views import EventType, EventView
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """A stream of events: of these types (the server's choice if there are none), after the event with this id, or
-    else from `recent` events ago on."""
+    """A stream of events of these types (if empty, the server's default), after the event with this id or, without
+    one, from the last `recent` events on."""
 
     types: tuple[EventType, ...] = ()
     after: str | None = None
@@ -31,13 +31,13 @@ class Subscription:
 
 
 class EventParser:
-    """Makes events of the lines of a stream."""
+    """Turns the lines of a stream into events."""
 
     def __init__(self) -> None:
         self._fields: dict[str, str] = {}
 
     def feed(self, line: str) -> EventView | None:
-        """The event that `line`, without its end, completes, if it does. Raises `ValueError` for what is not JSON."""
+        """Takes a line without its end, returns the event that it completes. Raises `ValueError` for invalid JSON."""
         if line:
             name, _, value = line.partition(":")
             if name in ("id", "event", "data"):
