@@ -99,7 +99,7 @@ async def ask(client: httpx.AsyncClient, change: tuple[str, str, Any], headers: 
     return await client.request(method, path, json=body, headers=headers)
 
 
-def test_the_changes_tested_here_are_all_there_are() -> None:
+def test_all_changes_are_tested_here() -> None:
     routes = {
         (method, route.path.replace("{pool}", "host"))  # type: ignore[attr-defined]
         for router in ROUTERS
@@ -112,7 +112,7 @@ def test_the_changes_tested_here_are_all_there_are() -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("headers", REFUSED)
-async def test_a_change_without_a_good_token_is_refused(
+async def test_a_change_without_a_valid_token_is_refused(
     guarded: httpx.AsyncClient, change: tuple[str, str, Any], headers: dict[str, str]
 ) -> None:
     answer = await ask(guarded, change, headers)
@@ -122,12 +122,12 @@ async def test_a_change_without_a_good_token_is_refused(
 
 
 @pytest.mark.parametrize("change", CHANGES)
-async def test_the_admin_token_opens_every_change(guarded: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
+async def test_the_admin_token_allows_every_change(guarded: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
     assert (await ask(guarded, change, ADMIN)).status_code in (200, 202, 404, 422)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-async def test_the_agent_token_opens_only_the_report(guarded: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
+async def test_the_agent_token_allows_only_the_report(guarded: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
     expected = 422 if change[1].endswith("/report") else 403
     assert (await ask(guarded, change, AGENT)).status_code == expected
 
@@ -139,7 +139,7 @@ async def test_two_authorization_headers_are_refused(guarded: httpx.AsyncClient)
 
 @pytest.mark.parametrize("headers", [{}, *REFUSED])
 @pytest.mark.parametrize("read", READING)
-async def test_with_a_viewers_token_reading_needs_one(
+async def test_with_viewer_tokens_configured_reading_needs_a_token(
     private: httpx.AsyncClient, read: tuple[str, str, Any], headers: dict[str, str]
 ) -> None:
     assert (await ask(private, read, headers)).status_code == 401
@@ -154,7 +154,7 @@ async def test_viewers_and_admins_read(
 
 
 @pytest.mark.parametrize("read", READING)
-async def test_an_agent_does_not_read_what_needs_a_token(
+async def test_the_agent_token_does_not_allow_guarded_reads(
     private: httpx.AsyncClient, read: tuple[str, str, Any]
 ) -> None:
     assert (await ask(private, read, AGENT)).status_code == 403
@@ -162,7 +162,7 @@ async def test_an_agent_does_not_read_what_needs_a_token(
 
 @pytest.mark.parametrize("token", ["viewer-token", "admin-token"])
 @pytest.mark.parametrize("read", READING)
-async def test_a_browser_reads_with_a_token_as_its_password(
+async def test_a_browser_reads_with_a_token_as_password(
     private: httpx.AsyncClient, read: tuple[str, str, Any], token: str
 ) -> None:
     asked = await ask(private, read, {})
@@ -171,25 +171,25 @@ async def test_a_browser_reads_with_a_token_as_its_password(
 
 
 @pytest.mark.parametrize("given", ["viewer-token", "viewer-token:", ":", "anybody:wrong"])
-async def test_a_wrong_password_opens_nothing(private: httpx.AsyncClient, given: str) -> None:
+async def test_a_wrong_password_is_refused(private: httpx.AsyncClient, given: str) -> None:
     assert (await private.get("/v1/info", headers=basic(given))).status_code == 401
 
 
 @pytest.mark.parametrize("change", CHANGES)
-async def test_a_password_changes_nothing(guarded: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
+async def test_a_password_does_not_allow_changes(guarded: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
     answer = await ask(guarded, change, basic("anybody:admin-token"))
     assert answer.status_code == 401
     assert "Basic" not in answer.headers["www-authenticate"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-async def test_a_viewer_changes_nothing(private: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
+async def test_a_viewer_token_does_not_allow_changes(private: httpx.AsyncClient, change: tuple[str, str, Any]) -> None:
     answer = await ask(private, change, VIEWER)
     assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
 
 
 @pytest.mark.parametrize("change", CHANGES)
-async def test_a_viewer_changes_nothing_where_viewers_are_not_known(
+async def test_a_viewer_token_is_unknown_without_a_viewer_token_file(
     guarded: httpx.AsyncClient, change: tuple[str, str, Any]
 ) -> None:
     assert (await ask(guarded, change, VIEWER)).status_code == 401
@@ -206,7 +206,7 @@ async def test_a_path_that_only_looks_like_a_probe_is_guarded(private: httpx.Asy
     assert (await private.get("/metrics/v1")).status_code == 401
 
 
-async def test_a_viewers_token_is_read_again_when_its_file_changes(
+async def test_viewer_tokens_are_reloaded_when_their_file_changes(
     private: httpx.AsyncClient, viewer_file: Path
 ) -> None:
     viewer_file.write_text("another-viewer")
@@ -234,7 +234,7 @@ async def test_a_verified_certificate_counts_as_an_admin(launch: Any, ranks: Any
     assert [entry.data["actor"] for entry in entries if entry.type == "change"] == ["certificate:ops"]
 
 
-async def test_where_certificates_are_not_asked_for_none_counts(launch: Any, ranks: Any, token_file: Path) -> None:
+async def test_certificates_count_only_if_configured(launch: Any, ranks: Any, token_file: Path) -> None:
     apps: list[Any] = []
     await launch(apps.append, token_file=token_file)
 
@@ -271,7 +271,7 @@ async def test_a_report_needs_a_credential_where_changes_need_none(
     assert all(ranks.engine.contains(keys[:4]))
 
 
-async def test_a_new_token_works_at_once_and_the_old_one_no_longer(
+async def test_a_replaced_token_works_immediately_and_the_old_one_no_longer(
     guarded: httpx.AsyncClient, token_file: Path
 ) -> None:
     token_file.write_text("a-newer-token")
@@ -280,7 +280,7 @@ async def test_a_new_token_works_at_once_and_the_old_one_no_longer(
     assert (await guarded.delete("/v1/drain", headers=newer)).status_code == 200
 
 
-async def test_a_token_file_may_hold_the_old_and_the_new_token(guarded: httpx.AsyncClient, token_file: Path) -> None:
+async def test_a_token_file_may_have_the_old_and_the_new_token(guarded: httpx.AsyncClient, token_file: Path) -> None:
     token_file.write_text("a-newer-token\n\nadmin-token\n")
     for token in ("a-newer-token", "admin-token"):
         headers = {"Authorization": f"Bearer {token}"}
@@ -288,7 +288,7 @@ async def test_a_token_file_may_hold_the_old_and_the_new_token(guarded: httpx.As
 
 
 @pytest.mark.parametrize("content", [None, "", " \n"])
-async def test_when_the_token_file_is_lost_changes_are_refused(
+async def test_changes_are_refused_while_the_token_file_is_missing(
     guarded: httpx.AsyncClient, token_file: Path, content: str | None
 ) -> None:
     if content is None:
@@ -312,7 +312,7 @@ def test_a_token_file_without_a_token_is_refused(tmp_path: Path, content: bytes)
         TokenFile(path)
 
 
-def test_a_token_file_is_read_again_only_when_it_changes(tmp_path: Path) -> None:
+def test_a_token_file_is_reloaded_only_when_it_changes(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_bytes(b"one")
     tokens = TokenFile(path)
@@ -352,7 +352,7 @@ NO_TOKEN_FILES = [
 ]
 
 
-async def test_a_lost_token_file_is_logged_once_a_minute(
+async def test_a_missing_token_file_is_logged_once_a_minute(
     guarded: httpx.AsyncClient, token_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Anybody may send a token."""
@@ -373,7 +373,7 @@ def test_a_token_file_has_at_most_a_hundred_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("make", "reason"), NO_TOKEN_FILES)
-async def test_what_is_no_token_file_is_refused_and_waited_for_by_nobody(
+async def test_pipes_and_devices_as_token_files_are_refused_without_blocking(
     guarded: httpx.AsyncClient, token_file: Path, make: Any, reason: str
 ) -> None:
     token_file.unlink()
@@ -383,7 +383,7 @@ async def test_what_is_no_token_file_is_refused_and_waited_for_by_nobody(
     assert (await guarded.delete("/v1/drain", headers=ADMIN)).status_code == 503
 
 
-async def test_a_slow_file_system_keeps_nobody_else_waiting(
+async def test_a_slow_file_system_does_not_delay_other_requests(
     guarded: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does it take more than one thread, however many tokens are shown."""
@@ -430,7 +430,7 @@ async def test_a_file_system_that_hangs_leaves_the_tokens_as_they_were(
         (0o606, "other users may read and change it (mode 0606)"),
     ],
 )
-async def test_a_token_file_that_others_may_use_is_told(
+async def test_a_token_file_that_others_may_use_is_reported(
     launch: Any, token_file: Path, ranks: Any, caplog: pytest.LogCaptureFixture, mode: int, words: str | None
 ) -> None:
     """At the start, and by the doctor as it is now; the path stays in the log."""
@@ -459,7 +459,7 @@ def test_a_local_address_needs_none(host: str | None) -> None:
 
 
 @pytest.mark.parametrize("given", [{"Origin": "http://evil.example"}, {"Origin": "null"}, {"Origin": "http://[::1"}])
-async def test_pages_of_other_sites_change_nothing_where_no_token_is_needed(
+async def test_pages_of_other_sites_cannot_make_changes_without_a_token(
     launch: Any, ranks: Any, given: dict[str, str]
 ) -> None:
     client: httpx.AsyncClient = await launch()
@@ -471,7 +471,7 @@ async def test_pages_of_other_sites_change_nothing_where_no_token_is_needed(
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "something-new"])
-async def test_a_browser_that_tells_of_another_site_changes_nothing(launch: Any, ranks: Any, site: str) -> None:
+async def test_requests_marked_as_cross_site_cannot_make_changes(launch: Any, ranks: Any, site: str) -> None:
     """Also where it sends no Origin."""
     client: httpx.AsyncClient = await launch()
     refused = await client.post("/v1/pools/host/retry", headers={"Sec-Fetch-Site": site})

@@ -1,4 +1,4 @@
-"""Each finding comes with the facts that it is about, and not without them."""
+"""Findings of the doctor: each with evidence that causes it, and with evidence that does not."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ FIRING = [
 
 
 @pytest.mark.parametrize(("check", "severity", "given"), FIRING)
-def test_a_finding_says_what_why_and_what_mends_it(check: str, severity: str, given: Evidence) -> None:
+def test_a_finding_has_problem_reason_fix_and_evidence(check: str, severity: str, given: Evidence) -> None:
     told = examine(given)
     (finding,) = told.findings
     assert (finding.check, finding.severity) == (check, severity)
@@ -158,13 +158,13 @@ SILENT = [
 
 
 @pytest.mark.parametrize(("check", "given"), SILENT)
-def test_what_is_well_is_not_found(check: str, given: Evidence) -> None:
+def test_healthy_evidence_has_no_findings(check: str, given: Evidence) -> None:
     assert check in CHECKS
     assert examine(given).findings == []
 
 
 @pytest.mark.parametrize(("huge_pages", "cure"), [("reserved", "vm.nr_hugepages"), ("madvise", "memory limit of the")])
-def test_too_little_memory_is_mended_where_the_pools_take_it(huge_pages: str, cure: str) -> None:
+def test_the_fix_for_too_little_memory_fits_the_kind_of_memory(huge_pages: str, cure: str) -> None:
     short = HOST._replace(headroom_bytes=GIB, huge_pages=huge_pages)
     (finding,) = examine(evidence(replace(RANK, pinned_bytes=0), host=short)).findings
     assert cure in finding.fix
@@ -177,7 +177,7 @@ def test_a_drain_is_one_finding() -> None:
     assert [finding.check for finding in examine(given).findings] == ["switches"]
 
 
-def test_checks_without_facts_say_which_they_lack() -> None:
+def test_checks_without_evidence_are_skipped_with_a_reason() -> None:
     unknown = replace(RANK, boot_id=None, state="starting", pinned_bytes=0, target_bytes=0)
     told = examine(
         evidence(unknown, samples=[], clock_offsets={}, host=None, certificate_seconds_left=None, exposed_files=None)
@@ -198,7 +198,7 @@ def test_the_worst_comes_first() -> None:
     assert [finding.severity for finding in examine(given).findings] == ["error", "warning", "info"]
 
 
-def test_clocks_are_compared_when_they_are_told() -> None:
+def test_clocks_are_compared_when_ranks_send_their_time() -> None:
     clocks = RankClocks(now=lambda: 100.0)
     for rank, told in ((0, "103.5"), (1, None), (2, "noon"), (3, "nan"), (4, "inf"), (5, "90")):
         clocks.note(rank, told)
@@ -206,7 +206,7 @@ def test_clocks_are_compared_when_they_are_told() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_route_gathers_the_facts(launch: Any, ranks: Any) -> None:
+async def test_the_route_gathers_the_evidence(launch: Any, ranks: Any) -> None:
     hosts = {"host_memory": lambda: HOST._replace(huge_pages="never"), "certificate_ends": lambda: time.time() + DAY}
     client: httpx.AsyncClient = await launch(**hosts)
     headers = {**AGENT, "X-KVStow-Clock": "0"}
@@ -230,7 +230,7 @@ async def test_a_stuck_transfer_is_found(
 
 
 @pytest.mark.anyio
-async def test_a_host_that_measures_nothing_is_examined_all_the_same(client: httpx.AsyncClient, ranks: Any) -> None:
+async def test_a_host_without_measurements_is_examined(client: httpx.AsyncClient, ranks: Any) -> None:
     body = (await client.get("/v1/doctor")).json()
     assert body["healthy"]
     assert "memory" in body["skipped"]

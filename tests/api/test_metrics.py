@@ -108,7 +108,7 @@ async def test_every_family_is_there_before_any_traffic(client: httpx.AsyncClien
     ]
 
 
-async def test_only_requests_that_there_were_have_series(client: httpx.AsyncClient) -> None:
+async def test_only_routes_that_were_requested_have_series(client: httpx.AsyncClient) -> None:
     for _ in range(2):
         await client.get("/livez")
     families = await scrape(client)
@@ -119,7 +119,7 @@ async def test_only_requests_that_there_were_have_series(client: httpx.AsyncClie
     assert sum(len(family.samples) for family in families.values()) < 500
 
 
-async def test_what_nobody_knows_has_no_series(launch: Any, ranks: Any) -> None:
+async def test_unknown_values_have_no_series(launch: Any, ranks: Any) -> None:
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
     families = await scrape(await launch(engine=engine))
     for name in ("query_tokens", "hit_tokens", "miss_tokens", "pin_rate_bytes_per_second"):
@@ -153,7 +153,7 @@ async def test_the_capacity_of_a_rank_is_in_slots_of_its_own_size(launch: Any) -
     assert [value(families, name, pool="host", rank=rank) for rank in "01"] == [4 * 64, 4 * 32]
 
 
-async def test_names_are_clean(client: httpx.AsyncClient) -> None:
+async def test_names_have_the_prefix_and_base_units(client: httpx.AsyncClient) -> None:
     text = (await client.get("/metrics")).text
     names = set(re.findall(r"^([a-z0-9_]+)[{ ]", text, re.MULTILINE))
     assert all(name.startswith("kvstow_") for name in names)
@@ -161,7 +161,7 @@ async def test_names_are_clean(client: httpx.AsyncClient) -> None:
     assert not re.search(r"_(ms|milliseconds|mib|perc|percent)\b", text)
 
 
-async def test_the_text_says_what_prometheus_client_would_write(client: httpx.AsyncClient, launch: Any) -> None:
+async def test_the_text_is_what_prometheus_client_would_write(client: httpx.AsyncClient, launch: Any) -> None:
     registry = CollectorRegistry()
     client = await launch(registry=registry, build={"odd": 'a "quote", a \\ and a \n'})
     ProcessCollector(registry=registry)
@@ -231,7 +231,7 @@ async def test_states_and_checks_follow_the_engine(
     assert value(families, "kvstow_pin_chunks", pool="host", rank="1", state="pending") == 3
 
 
-async def test_what_only_ranks_know_is_as_they_report_it(client: httpx.AsyncClient, ranks: Any) -> None:
+async def test_figures_of_ranks_are_exported_as_reported(client: httpx.AsyncClient, ranks: Any) -> None:
     known = {"queued_loads": 3, "queued_stores": 2, "pin_failures": {"driver": 4}, "numa_bytes": {"1": 4096}}
     ranks.engine.report(ranks.make_report(1, **known))
     families = await scrape(client)
@@ -242,7 +242,7 @@ async def test_what_only_ranks_know_is_as_they_report_it(client: httpx.AsyncClie
     assert value(families, "kvstow_pool_numa_bytes", pool="host", rank="1", numa_node="1") == 4096
 
 
-async def test_ages_of_blocks_are_of_those_that_made_room_or_were_found(
+async def test_ages_are_those_of_evicted_and_reused_blocks(
     client: httpx.AsyncClient, engine: OffloadEngine, clock: FakeClock, ranks: Any, keys: list[bytes]
 ) -> None:
     ranks.store(keys)
@@ -256,7 +256,7 @@ async def test_ages_of_blocks_are_of_those_that_made_room_or_were_found(
         assert value(families, f"kvstow_block_{name}_seconds_count", pool="host") == 1
 
 
-async def test_what_was_lost_refused_and_recomputed_is_counted(
+async def test_fallbacks_and_allocation_failures_are_counted(
     client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
 ) -> None:
     engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
@@ -281,7 +281,7 @@ async def test_a_heartbeat_is_the_time_of_the_last_report(
     assert 999.0 < age < 1100.0
 
 
-async def test_an_error_names_the_component_that_it_is_of(client: httpx.AsyncClient, engine: OffloadEngine) -> None:
+async def test_an_error_names_the_failed_component(client: httpx.AsyncClient, engine: OffloadEngine) -> None:
     for code in ("admin_server", "rank_report", "rank_report"):
         engine.count_error(code)
     families = await scrape(client)
@@ -298,13 +298,13 @@ async def test_operations_are_counted(client: httpx.AsyncClient, ranks: Any) -> 
     assert value(families, "kvstow_operations_inflight", kind="evict") == 0
 
 
-async def test_the_model_of_a_host_is_a_label_of_the_settings(launch: Any) -> None:
+async def test_the_model_is_a_label_of_the_settings(launch: Any) -> None:
     families = await scrape(await launch(settings={"model": "llama"}))
     (sample,) = families["kvstow_config_info"].samples
     assert (sample.labels["model_name"], sample.value) == ("llama", 1)
 
 
-async def test_the_end_of_the_certificate_is_told_as_it_is_now(launch: Any) -> None:
+async def test_the_expiry_of_the_certificate_is_current(launch: Any) -> None:
     ends = [2e9, 3e9]
     client = await launch(certificate_ends=lambda: ends.pop(0))
     for moment in (2e9, 3e9):

@@ -1,4 +1,4 @@
-"""The overview behind the status page and `kvstow top`: switches and ranks."""
+"""The overview behind the status page and `kvstow top`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NO_DRAIN = DrainStatus(False, None, None, False, 0, 0)
         ),
     ],
 )
-def test_a_switch_is_told_with_what_undoes_it(changes: dict[str, Any], told: list[Switch]) -> None:
+def test_switches_come_with_the_command_that_undoes_them(changes: dict[str, Any], told: list[Switch]) -> None:
     given = {"drain": NO_DRAIN, "bypass": OPEN, "pinning_paused": False, **changes}
     assert list(switches(**given)) == told
 
@@ -61,7 +61,7 @@ def line_of(rank: RankStatus) -> RankLine:
         ({"pinned_bytes": 2 * GIB, "state": "degraded", "pin_rate_bytes_per_second": GIB / 2}, "2 GiB of 8 GiB"),
     ],
 )
-def test_the_time_that_is_left_is_told_of_a_rank_that_pins(changes: dict[str, Any], told: str) -> None:
+def test_the_remaining_time_is_shown_for_a_rank_that_pins(changes: dict[str, Any], told: str) -> None:
     assert line_of(replace(RANK, **changes)).progress == told
 
 
@@ -75,11 +75,11 @@ def test_the_time_that_is_left_is_told_of_a_rank_that_pins(changes: dict[str, An
         ({"error": "no more", "last_report_age_seconds": 8.0}, "no more; last report 8 s ago"),
     ],
 )
-def test_a_rank_that_is_silent_or_has_an_error_is_in_trouble(changes: dict[str, Any], told: str) -> None:
+def test_silence_and_errors_are_the_trouble_of_a_rank(changes: dict[str, Any], told: str) -> None:
     assert line_of(replace(RANK, **changes)).trouble == told
 
 
-def test_ranks_in_trouble_are_never_left_out_for_those_that_are_well() -> None:
+def test_ranks_in_trouble_are_selected_first() -> None:
     ranks = [replace(RANK, rank=number, pinned_bytes=number * GIB) for number in range(6)]
     ranks[5] = replace(ranks[5], error="no more")
     assert [rank.rank for rank in select_ranks(rank_lines(ranks), 3)] == [0, 1, 5]

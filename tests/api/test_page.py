@@ -1,4 +1,4 @@
-"""The status page: what it says, what it lets a browser do, and its stream."""
+"""The status page: its content, its security policy, and its stream."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def sections_in(chunk: bytes) -> list[str]:
     return re.findall(r"^event: (\w+)$", chunk.decode(), re.MULTILINE)
 
 
-async def test_it_is_one_small_document_that_needs_nothing_else(client: httpx.AsyncClient, ranks: Any) -> None:
+async def test_the_page_is_one_small_document_without_external_resources(client: httpx.AsyncClient, ranks: Any) -> None:
     answer = await client.get("/")
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -79,13 +79,13 @@ async def test_it_is_one_small_document_that_needs_nothing_else(client: httpx.As
     }  # fmt: skip
 
 
-async def test_every_link_leads_somewhere(client: httpx.AsyncClient) -> None:
+async def test_every_link_works(client: httpx.AsyncClient) -> None:
     for href in Document((await client.get("/")).text).attributes("href"):
         if href and not href.startswith(("data:", "#")):
             assert (await client.get(f"/{href}")).status_code == 200
 
 
-async def test_the_policy_allows_its_own_style_and_script_and_nothing_more(client: httpx.AsyncClient) -> None:
+async def test_the_policy_allows_only_the_pages_own_style_and_script(client: httpx.AsyncClient) -> None:
     answer = await client.get("/")
     policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
     assert policy["default-src"] == policy["frame-ancestors"] == policy["form-action"] == policy["base-uri"] == "'none'"
@@ -99,11 +99,13 @@ async def test_the_policy_allows_its_own_style_and_script_and_nothing_more(clien
     assert not [name for _, attributes in document.tags for name in attributes if name.startswith("on")]
 
 
-async def test_without_scripts_it_renews_itself(client: httpx.AsyncClient) -> None:
+async def test_without_scripts_the_page_refreshes(client: httpx.AsyncClient) -> None:
     assert '<noscript><meta http-equiv="refresh" content="5"></noscript>' in (await client.get("/")).text
 
 
-async def test_it_tells_what_an_operator_asks_first(client: httpx.AsyncClient, ranks: Any, keys: list[bytes]) -> None:
+async def test_the_page_shows_what_an_operator_looks_for_first(
+    client: httpx.AsyncClient, ranks: Any, keys: list[bytes]
+) -> None:
     ranks.store(keys[:3])
     ranks.begin_store(keys[3:5])
     ranks.engine.admin.evict(slots=1).run()
@@ -113,7 +115,7 @@ async def test_it_tells_what_an_operator_asks_first(client: httpx.AsyncClient, r
     assert [words for words in told if words not in text] == []
 
 
-async def test_what_an_operator_has_switched_is_told_with_what_undoes_it(
+async def test_switches_are_shown_with_the_command_that_undoes_them(
     client: httpx.AsyncClient, ranks: Any, clock: FakeClock
 ) -> None:
     assert "undo:" not in (await client.get("/")).text
@@ -126,7 +128,7 @@ async def test_what_an_operator_has_switched_is_told_with_what_undoes_it(
     assert "<code>kvstow pinning resume</code>" in text
 
 
-async def test_a_check_says_nothing_twice(client: httpx.AsyncClient, ranks: Any) -> None:
+async def test_a_check_does_not_repeat_the_reason(client: httpx.AsyncClient, ranks: Any) -> None:
     ranks.report(pinned_slots=4, state="pinning")
     ranks.engine.admin.set_bypass(load=True, store=False, ttl_seconds=None)
     text = (await client.get("/")).text
@@ -134,7 +136,7 @@ async def test_a_check_says_nothing_twice(client: httpx.AsyncClient, ranks: Any)
     assert '<li class="open">pinned</li>' in text
 
 
-async def test_the_bar_is_of_the_whole_pool(client: httpx.AsyncClient, ranks: Any, clock: FakeClock) -> None:
+async def test_the_bar_shows_the_whole_pool(client: httpx.AsyncClient, ranks: Any, clock: FakeClock) -> None:
     assert "not pinned" not in (await client.get("/")).text
     clock.advance(INTERVAL)
     ranks.report(pinned_slots=4, state="pinning")
@@ -144,11 +146,11 @@ async def test_the_bar_is_of_the_whole_pool(client: httpx.AsyncClient, ranks: An
     assert '<li class="not-pinned">not pinned <b>12</b></li>' in text
 
 
-async def test_the_model_is_named(launch: Any, ranks: Any) -> None:
+async def test_the_model_is_shown(launch: Any, ranks: Any) -> None:
     assert "some/model, test, version" in (await (await launch(settings={"model": "some/model"})).get("/")).text
 
 
-async def test_figures_of_now_are_those_of_the_api(
+async def test_present_figures_are_those_of_the_api(
     launch: Any, ranks: Any, keys: list[bytes], clock: FakeClock
 ) -> None:
     apps: list[Any] = []
@@ -168,7 +170,7 @@ async def test_figures_of_now_are_those_of_the_api(
     assert re.search(r"evicted for capacity: 0\.0 blocks/s, dropped: [\d.]+ blocks/s", text)
 
 
-async def test_the_last_events_are_told_in_words(launch: Any, ranks: Any) -> None:
+async def test_the_latest_events_are_shown_as_text(launch: Any, ranks: Any) -> None:
     apps: list[Any] = []
     client = await launch(apps.append)
     apps[0].state.kvstow.sampler.tick()
@@ -180,7 +182,7 @@ async def test_the_last_events_are_told_in_words(launch: Any, ranks: Any) -> Non
     assert [words for words in told if words not in text] == []
 
 
-async def test_what_fails_is_named(launch: Any, ranks: Any) -> None:
+async def test_failures_are_shown(launch: Any, ranks: Any) -> None:
     ranks.engine.report(ranks.make_report(1, state="degraded", error_reason="memlock", error="no more memory"))
     text = (await (await launch()).get("/")).text
     assert "rank 1 is degraded (memlock: no more memory)" in text
@@ -199,7 +201,7 @@ async def test_values_are_escaped(launch: Any, ranks: Any, hostile: str) -> None
     assert {tag for tag, _ in Document(text).tags} == {tag for tag, _ in Document(plain).tags}
 
 
-async def test_a_reader_needs_what_reading_needs(launch: Any, tmp_path: Path) -> None:
+async def test_the_page_needs_the_credentials_of_reads(launch: Any, tmp_path: Path) -> None:
     (tmp_path / "admin").write_text("a")
     (tmp_path / "viewer").write_text("v")
     client = await launch(token_file=tmp_path / "admin", viewer_token_file=tmp_path / "viewer")
@@ -208,7 +210,7 @@ async def test_a_reader_needs_what_reading_needs(launch: Any, tmp_path: Path) ->
     assert (await client.get("/", headers={"Authorization": "Bearer v"})).status_code == 200
 
 
-async def test_many_ranks_do_not_make_it_long(launch: Any) -> None:
+async def test_many_ranks_do_not_make_the_page_long(launch: Any) -> None:
     from kvstow.config import EngineConfig
     from kvstow.control.engine import OffloadEngine
 
@@ -218,7 +220,7 @@ async def test_many_ranks_do_not_make_it_long(launch: Any) -> None:
     assert len(answer.content) < LIMIT
 
 
-async def test_the_stream_sends_each_part_once_and_then_what_changes(
+async def test_the_stream_sends_all_sections_and_then_those_that_change(
     page: StatusPage, ranks: Any, clock: FakeClock
 ) -> None:
     stream = page.open(poll=0.0)
@@ -233,7 +235,7 @@ async def test_the_stream_sends_each_part_once_and_then_what_changes(
     await stream.aclose()  # type: ignore[attr-defined]
 
 
-async def test_a_silent_stream_says_that_it_is_alive(
+async def test_a_stream_without_changes_sends_comments(
     page: StatusPage, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstow_api.page.live.SILENT_SECONDS", 2.0)  # before a silent rank is news
@@ -245,7 +247,7 @@ async def test_a_silent_stream_says_that_it_is_alive(
     await stream.aclose()  # type: ignore[attr-defined]
 
 
-async def test_all_viewers_share_one_look_a_second(
+async def test_all_viewers_share_one_rendering_a_second(
     page: StatusPage, ranks: Any, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[Content] = []
@@ -272,15 +274,13 @@ async def test_all_viewers_share_one_look_a_second(
         await stream.aclose()  # type: ignore[attr-defined]
 
 
-async def test_a_part_that_has_not_changed_is_not_made_anew(page: StatusPage, ranks: Any, clock: FakeClock) -> None:
+async def test_an_unchanged_page_is_not_encoded_again(page: StatusPage, ranks: Any, clock: FakeClock) -> None:
     document = await page.document()
     clock.advance(INTERVAL)
     assert await page.document() is document
 
 
-async def test_a_viewer_that_comes_late_gets_all_parts_as_they_are_now(
-    page: StatusPage, ranks: Any, clock: FakeClock
-) -> None:
+async def test_a_late_viewer_gets_all_sections_as_they_are_now(page: StatusPage, ranks: Any, clock: FakeClock) -> None:
     await page.document()
     ranks.engine.admin.drain("all", None)
     clock.advance(INTERVAL)
@@ -293,7 +293,7 @@ async def test_a_viewer_that_comes_late_gets_all_parts_as_they_are_now(
     await late.aclose()  # type: ignore[attr-defined]
 
 
-def test_a_line_has_a_polyline_for_each_run_without_a_gap() -> None:
+def test_a_curve_has_a_polyline_for_each_run_without_a_gap() -> None:
     def drawn(*points: float | None) -> tuple[str, ...]:
         return polylines(points, 4, 1.0)
 

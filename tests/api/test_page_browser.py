@@ -25,7 +25,7 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
         yield browser
 
 
-def test_what_changes_is_shown_without_loading_again(browser: Browser, serve: Any, ranks: Any) -> None:
+def test_changes_are_shown_without_reloading(browser: Browser, serve: Any, ranks: Any) -> None:
     browser.open(serve().url)
     browser.until(f"{LIVE} === 'live'")
     browser.evaluate("window.same = true")
@@ -39,7 +39,7 @@ def test_what_changes_is_shown_without_loading_again(browser: Browser, serve: An
     assert browser.complaints == []
 
 
-def test_a_server_that_has_gone_is_told_where_everybody_looks(browser: Browser, engine: Any, ranks: Any) -> None:
+def test_a_lost_connection_is_shown_in_page_and_title(browser: Browser, engine: Any, ranks: Any) -> None:
     with running(engine) as listeners:
         browser.open(listeners.url)
         browser.until(f"{LIVE} === 'live'")
@@ -49,9 +49,7 @@ def test_a_server_that_has_gone_is_told_where_everybody_looks(browser: Browser, 
     assert browser.evaluate("getComputedStyle(document.querySelector('main')).opacity") == "0.5"
 
 
-def test_a_page_that_gets_no_stream_says_so_and_is_renewed_all_the_same(
-    browser: Browser, serve: Any, ranks: Any
-) -> None:
+def test_a_page_without_a_stream_says_so_and_polls(browser: Browser, serve: Any, ranks: Any) -> None:
     listeners = serve()
     with ExitStack() as viewers:
         for _ in range(STREAMS_PER_CLIENT):
@@ -66,7 +64,7 @@ def test_a_page_that_gets_no_stream_says_so_and_is_renewed_all_the_same(
     browser.until(f"{LIVE} === 'live'")
 
 
-def test_a_page_that_is_refused_says_that_and_not_that_nobody_answers(browser: Browser, serve: Any, ranks: Any) -> None:
+def test_a_refused_page_shows_the_status(browser: Browser, serve: Any, ranks: Any) -> None:
     refused = """
     window.fetch = async () => new Response("", { status: 401 });
     window.EventSource = class {
@@ -81,7 +79,7 @@ def test_a_page_that_is_refused_says_that_and_not_that_nobody_answers(browser: B
     assert browser.evaluate("document.title") == "kvstow: refused (401)"
 
 
-def test_the_policy_stops_what_is_not_the_pages_own(browser: Browser, serve: Any, ranks: Any) -> None:
+def test_the_policy_blocks_foreign_scripts_and_styles(browser: Browser, serve: Any, ranks: Any) -> None:
     browser.open(serve().url)
     browser.until(f"{LIVE} === 'live'")
     browser.evaluate(
@@ -93,14 +91,14 @@ def test_the_policy_stops_what_is_not_the_pages_own(browser: Browser, serve: Any
     assert any("Content Security Policy" in complaint for complaint in browser.complaints)
 
 
-def test_without_scripts_it_says_the_same(browser: Browser, serve: Any, ranks: Any) -> None:
+def test_the_page_without_scripts_is_complete(browser: Browser, serve: Any, ranks: Any) -> None:
     browser.ask("Emulation.setScriptExecutionDisabled", value=True)
     browser.open(serve().url)
     browser.until("document.body.innerText.includes('all slots are pinned')")
     assert browser.evaluate(LIVE) == ""
 
 
-def test_every_link_is_reached_by_keyboard(browser: Browser, serve: Any, ranks: Any) -> None:
+def test_every_link_is_reachable_by_keyboard(browser: Browser, serve: Any, ranks: Any) -> None:
     browser.open(serve().url)
     browser.until(f"{LIVE} === 'live'")
     links = browser.evaluate("document.links.length")
@@ -113,7 +111,7 @@ def test_every_link_is_reached_by_keyboard(browser: Browser, serve: Any, ranks: 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_words_can_be_read_in_the_light_and_in_the_dark(browser: Browser, serve: Any, ranks: Any, scheme: str) -> None:
+def test_text_has_enough_contrast_in_both_colour_schemes(browser: Browser, serve: Any, ranks: Any, scheme: str) -> None:
     browser.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     browser.open(serve().url)
     browser.until(f"{LIVE} === 'live'")
@@ -141,7 +139,7 @@ def test_the_bar_has_the_colours_of_its_legend(browser: Browser, serve: Any, ran
 
 
 @pytest.mark.parametrize("width", [360, 800, 1600])
-def test_nothing_is_wider_than_the_window(browser: Browser, serve: Any, ranks: Any, tmp_path: Path, width: int) -> None:
+def test_the_page_fits_narrow_windows(browser: Browser, serve: Any, ranks: Any, tmp_path: Path, width: int) -> None:
     browser.open(serve().url)
     browser.until(f"{LIVE} === 'live'")
     browser.screenshot(tmp_path / "page.png", width=width, height=900)

@@ -1,4 +1,4 @@
-"""How many streams may be open: simultaneous requests, clients of their own, and admins."""
+"""Limits on open streams: simultaneous requests, single clients, and admins."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_the_bound_holds_for_simultaneous_requests(streams: Streams, path:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_one_client_leaves_room_for_others(streams: Streams, path: str) -> None:
+async def test_one_client_cannot_take_all_places(streams: Streams, path: str) -> None:
     _, _, per_client = PATHS[path]
     answers = await streams.open(path, 1000)
     assert answers.count(200) == per_client
@@ -111,7 +111,7 @@ async def test_one_client_leaves_room_for_others(streams: Streams, path: str) ->
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_there_is_room_for_admins_when_readers_have_taken_all_of_theirs(streams: Streams, path: str) -> None:
+async def test_admins_have_reserved_places(streams: Streams, path: str) -> None:
     most, reserved, _ = PATHS[path]
     for number in range(most):
         await streams.open(path, client=f"10.0.0.{number}")
@@ -121,19 +121,19 @@ async def test_there_is_room_for_admins_when_readers_have_taken_all_of_theirs(st
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_wrong_token_makes_nobody_an_admin(streams: Streams, path: str) -> None:
+async def test_an_invalid_token_gets_no_reserved_place(streams: Streams, path: str) -> None:
     answers = await streams.open(path, 1000, token="wrong")
     assert answers.count(200) == PATHS[path][2]
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_who_leaves_makes_room(streams: Streams, path: str) -> None:
+async def test_a_disconnect_frees_a_place(streams: Streams, path: str) -> None:
     for _ in range(3):
         assert (await streams.open(path, 1000)).count(200) == PATHS[path][2]
         await streams.close()
 
 
-async def test_an_answer_that_is_not_sent_holds_no_place() -> None:
+async def test_a_response_that_is_not_sent_takes_no_place() -> None:
     limit = StreamLimit("streams", most=1, reserved=0, per_client=1)
 
     async def content() -> AsyncIterator[bytes]:
@@ -154,7 +154,7 @@ async def test_an_answer_that_is_not_sent_holds_no_place() -> None:
 @pytest.mark.parametrize(
     "trusted", [{"client": None}, {"client": ("", 0)}, {"client": ("x", 1), ACTOR: "certificate:a"}]
 )
-def test_the_unix_socket_and_admins_get_what_strangers_leave(trusted: dict[str, Any]) -> None:
+def test_the_unix_socket_and_admins_may_use_reserved_places(trusted: dict[str, Any]) -> None:
     limit = StreamLimit("streams", most=3, reserved=1, per_client=2)
     with ExitStack() as opened:
         for _ in range(2):
@@ -169,7 +169,7 @@ def test_the_unix_socket_and_admins_get_what_strangers_leave(trusted: dict[str, 
     assert limit.open == 0
 
 
-def test_a_client_cannot_say_that_it_is_another(serve: Any, ranks: Any) -> None:
+def test_forwarded_headers_do_not_change_the_client(serve: Any, ranks: Any) -> None:
     listeners = serve()
     answers = []
     with ExitStack() as opened:
@@ -181,7 +181,7 @@ def test_a_client_cannot_say_that_it_is_another(serve: Any, ranks: Any) -> None:
     assert answers == [b"200"] * STREAMS_PER_CLIENT + [b"503"]
 
 
-async def test_a_refusal_can_be_tried_again(streams: Streams, launch: Any) -> None:
+async def test_a_refusal_has_retry_after(streams: Streams, launch: Any) -> None:
     apps: list[FastAPI] = []
     client: httpx.AsyncClient = await launch(apps.append)
     apps[0].state.kvstow.streams.limit._public_most = 0

@@ -1,4 +1,4 @@
-"""Keys pressed at a terminal, one at a time, and the news that its size has changed."""
+"""Single key presses at a terminal, and changes of its size."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, Self
 
 
 class Keyboard:
-    """While it is open, keys come without a line end and are not shown; Ctrl-C still interrupts.
+    """While it is open, keys are read without waiting for a line end and are not echoed. Ctrl-C still interrupts.
 
-    Used on the main thread. The terminal is as before when it is closed.
+    Used on the main thread. Closing it restores the terminal.
     """
 
     def __enter__(self) -> Self:
@@ -38,8 +38,7 @@ class Keyboard:
         os.close(self._wakeup)
 
     def wait(self, seconds: float) -> str | None:
-        """The next key, None where none comes in time; empty when the size has changed. q when the terminal
-        is gone."""
+        """The next key; None on timeout, empty if the size has changed, q if the terminal is gone."""
         ready, _, _ = select.select([self._stdin, self._resized], [], [], seconds)
         if self._resized in ready:
             os.read(self._resized, 1024)

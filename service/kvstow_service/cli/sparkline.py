@@ -1,4 +1,4 @@
-"""Figures over time in one line of text."""
+"""Curves in one line of text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _GAP = " "
 
 
 def sparkline(points: Sequence[float | None], width: int, top: float | None = None) -> str:
-    """The newest `width` points at most, from 0 to `top` (their highest, if it is None); blanks where there is none.
+    """At most the newest `width` points, from 0 to `top` (by default the highest of them). Gaps are blank.
 
     >>> sparkline([0, 1, None, 4, 8], 4)
     '▂ ▅█'
@@ -23,7 +23,7 @@ def sparkline(points: Sequence[float | None], width: int, top: float | None = No
 
 
 def squeeze(points: Sequence[float | None], width: int) -> list[float | None]:
-    """As many points at most as are wanted: the means of neighbours."""
+    """At most `width` points: the means of neighbours."""
     if len(points) <= width:
         return list(points)
     cuts = [len(points) * number // width for number in range(width + 1)]

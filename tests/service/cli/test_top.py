@@ -15,9 +15,7 @@ LEAVE_SCREEN = "\x1b[?1049l"
 
 
 @pytest.mark.parametrize("key", ["q", "Q", "\x03"])
-def test_it_shows_the_server_and_leaves_the_terminal_as_it_was(
-    host: Any, child_environ: dict[str, str], key: str
-) -> None:
+def test_top_shows_the_server_and_restores_the_terminal(host: Any, child_environ: dict[str, str], key: str) -> None:
     host.store(*KEYS)
     with Terminal("top", "--server", host.url, environ=child_environ) as terminal:
         for words in (
@@ -35,7 +33,7 @@ def test_it_shows_the_server_and_leaves_the_terminal_as_it_was(
         assert terminal.end() == 0
 
 
-def test_what_changes_is_shown(host: Any, child_environ: dict[str, str]) -> None:
+def test_top_shows_changes(host: Any, child_environ: dict[str, str]) -> None:
     with Terminal("top", "--server", host.url, "--interval", "100ms", environ=child_environ) as terminal:
         terminal.until("Evictions")
         host.store(*KEYS)
@@ -50,7 +48,7 @@ def test_what_changes_is_shown(host: Any, child_environ: dict[str, str]) -> None
         assert terminal.end() == 0
 
 
-def test_it_goes_on_when_the_server_comes_back(make_host: Any, tmp_path: Path, child_environ: dict[str, str]) -> None:
+def test_top_reconnects_when_the_server_is_back(make_host: Any, tmp_path: Path, child_environ: dict[str, str]) -> None:
     uds = tmp_path / "admin.sock"
     with Terminal("top", "--server", f"unix:{uds}", "--interval", "100ms", environ=child_environ) as terminal:
         terminal.until("no answer")
@@ -65,7 +63,7 @@ def test_it_goes_on_when_the_server_comes_back(make_host: Any, tmp_path: Path, c
         assert terminal.end() == 0
 
 
-def test_it_takes_the_size_of_the_terminal(host: Any, child_environ: dict[str, str]) -> None:
+def test_top_follows_the_size_of_the_terminal(host: Any, child_environ: dict[str, str]) -> None:
     with Terminal("top", "--server", host.url, "--interval", "1h", environ=child_environ) as terminal:
         terminal.until("Memory")
         wide = terminal.until("64 KiB").count("━")
@@ -77,7 +75,7 @@ def test_it_takes_the_size_of_the_terminal(host: Any, child_environ: dict[str, s
         assert terminal.end() == 0
 
 
-def test_no_color_is_heeded(host: Any, child_environ: dict[str, str]) -> None:
+def test_no_color_is_respected(host: Any, child_environ: dict[str, str]) -> None:
     with Terminal("top", "--server", host.url, environ={**child_environ, "NO_COLOR": "1"}) as terminal:
         shown = terminal.until("Evictions")
         terminal.type("q")
@@ -86,7 +84,7 @@ def test_no_color_is_heeded(host: Any, child_environ: dict[str, str]) -> None:
     assert "\x1b[36m" not in shown
 
 
-def test_without_a_terminal_it_is_one_look(run: Any, host: Any) -> None:
+def test_without_a_terminal_top_prints_once(run: Any, host: Any) -> None:
     outcome = run("top", "--server", host.url, "--interval", "100ms")
     assert outcome.exit_code == 0
     assert "all slots are pinned" in outcome.stdout
@@ -94,13 +92,13 @@ def test_without_a_terminal_it_is_one_look(run: Any, host: Any) -> None:
     assert "\x1b" not in outcome.stdout
 
 
-def test_a_picture_is_drawn(run: Any, host: Any, tmp_path: Path) -> None:
+def test_a_picture_is_written(run: Any, host: Any, tmp_path: Path) -> None:
     path = tmp_path / "top.svg"
     assert run("top", "--server", host.url, "--interval", "100ms", "--svg", str(path)).exit_code == 0
     assert path.read_text().startswith("<svg")
 
 
-def test_trouble_is_told_in_full_and_switches_too(make_host: Any) -> None:
+def test_trouble_and_switches_are_shown_in_full(make_host: Any) -> None:
     from rich.console import Console
 
     from kvstow_api.client import Client
@@ -124,7 +122,7 @@ def test_trouble_is_told_in_full_and_switches_too(make_host: Any) -> None:
 
 
 @pytest.mark.parametrize(("height", "titles"), [(24, "Memory"), (40, "\nMemory")])
-def test_all_of_it_fits_on_a_small_screen(make_host: Any, height: int, titles: str) -> None:
+def test_everything_fits_on_a_small_screen(make_host: Any, height: int, titles: str) -> None:
     from rich.console import Console
 
     from kvstow_api.client import Client
@@ -143,7 +141,7 @@ def test_all_of_it_fits_on_a_small_screen(make_host: Any, height: int, titles: s
     assert "Evictions" in text
 
 
-def test_many_ranks_are_cut_to_those_that_matter(make_host: Any) -> None:
+def test_of_many_ranks_those_that_matter_are_shown(make_host: Any) -> None:
     from rich.console import Console
 
     from kvstow_api.client import Client
