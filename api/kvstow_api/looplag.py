@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from kvstow.stats import Histogram, HistogramSnapshot
+from kvstow.stats import Histogram
 
 _INTERVAL = 0.25
 _WINDOW = 20  # samples: a probe right after a stall still sees the worst lag of the last 5 s
@@ -43,8 +43,8 @@ class LoopMonitor:
             return f"the event loop lagged by {worst:.2f} s in the last 5 s (allowed: {self._allowed:g} s)"
         return None
 
-    def snapshot(self) -> HistogramSnapshot:
-        return self._histogram.snapshot()
+    def snapshot(self) -> Histogram:
+        return self._histogram.copy()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from typing import Protocol, get_args
 
 from kvstow.errors import ConflictError, KvstowError, NotFoundError, QueueFullError
-from kvstow.stats import Histogram, HistogramSnapshot
+from kvstow.stats import Histogram
 from kvstow_api.journal import Journal
 from kvstow_api.views import OperationKind, OperationState, OperationView, ProgressView, RemovedView
 
@@ -211,9 +211,9 @@ class Operations:
         with self._lock:
             return dict(self._ended)
 
-    def seconds(self) -> dict[OperationKind, HistogramSnapshot]:
+    def seconds(self) -> dict[OperationKind, Histogram]:
         with self._lock:
-            return {kind: histogram.snapshot() for kind, histogram in self._seconds.items()}
+            return {kind: histogram.copy() for kind, histogram in self._seconds.items()}
 
     def close(self, timeout: float = 5.0) -> None:
         """Cancel the running operations and wait for their threads. No operation starts afterwards. Idempotent."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvstow.stats import Histogram, HistogramSnapshot
+from kvstow.stats import Histogram
 from kvstow_api.auth import ACTOR, is_known, is_reading
 from kvstow_api.body import BODY
 from kvstow_api.journal import Journal
@@ -62,8 +62,8 @@ class HttpCounters:
         """Route, status and count."""
         return [(key, status, count) for (key, status), count in list(self._requests.items())]
 
-    def seconds(self) -> list[tuple[RouteKey, HistogramSnapshot]]:
-        return [(key, histogram.snapshot()) for key, histogram in list(self._seconds.items())]
+    def seconds(self) -> list[tuple[RouteKey, Histogram]]:
+        return [(key, histogram.copy()) for key, histogram in list(self._seconds.items())]
 
 
 class RequestMiddleware:

@@ -1,14 +1,12 @@
-"""The engine's counters, and the frozen snapshot of them that the admin API serves.
-
-Times are in seconds, ages are relative to the moment of the snapshot.
-"""
+"""The engine's counters, each listed once: the engine counts in an instance of these classes, and `EngineStats` is a
+copy of it, which the admin API serves. Times are in seconds."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, Literal
 
 from kvstow.messages import Direction
 
@@ -52,33 +50,26 @@ _LOOKUP_SECONDS = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 0.1, 1.
 _AGE_SECONDS = (0.1, 1.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
 
 
-@dataclass(frozen=True, slots=True)
-class HistogramSnapshot:
+@dataclass(slots=True)
+class Histogram:
     """`counts[i]` observations are at most `bounds[i]` and above `bounds[i - 1]`; the last count is of those above all
-    bounds. `sum` and `count` are of all observations."""
+    bounds. Not locked: its owner observes and copies under its own lock."""
 
     bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    sum: float
-    count: int
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
+    count: int = 0
 
-
-class Histogram:
-    """Counts in fixed buckets. Not locked: its owner observes and takes snapshots under its own lock."""
-
-    __slots__ = ("_bounds", "_counts", "_sum")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+        self.count += 1
 
-    def snapshot(self) -> HistogramSnapshot:
-        return HistogramSnapshot(self._bounds, tuple(self._counts), self._sum, sum(self._counts))
+    def copy(self) -> Histogram:
+        return Histogram(self.bounds, self.counts.copy(), self.sum, self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,86 +118,122 @@ class PendingTransfers:
     stuck: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DirectionStats:
     """Ops of one direction that ended. Blocks and bytes are of one rank, the one with the largest slots, and of ops
     that succeeded; so are the times, each of the slowest rank."""
 
-    ok: int
-    error: int
-    blocks: int
-    bytes: int
-    seconds: HistogramSnapshot
-    size_bytes: HistogramSnapshot
-    queue_seconds: HistogramSnapshot
+    ok: int = 0
+    error: int = 0
+    blocks: int = 0
+    bytes: int = 0
+    seconds: Histogram = field(default_factory=partial(Histogram, _SECONDS))
+    size_bytes: Histogram = field(default_factory=partial(Histogram, _SIZES))
+    queue_seconds: Histogram = field(default_factory=partial(Histogram, _SECONDS))
+
+    def count_success(self, blocks: int, num_bytes: int, seconds: float, queue_seconds: float) -> None:
+        """An op succeeded on every rank; the times are those of the slowest."""
+        self.ok += 1
+        self.blocks += blocks
+        self.bytes += num_bytes
+        self.seconds.observe(seconds)
+        self.size_bytes.observe(float(num_bytes))
+        self.queue_seconds.observe(queue_seconds)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TransferStats:
-    pending: PendingTransfers
-    load: DirectionStats
-    store: DirectionStats
+    pending: PendingTransfers = PendingTransfers(0, 0, 0, 0, 0, 0, 0.0, 0)
+    load: DirectionStats = field(default_factory=DirectionStats)
+    store: DirectionStats = field(default_factory=DirectionStats)
 
     def of(self, direction: Direction) -> DirectionStats:
         return self.load if direction == "load" else self.store
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LookupStats:
     """`results` counts look-ups (full, partial, miss), the other figures count blocks. `hit_ratio` is null before the
     first look-up."""
 
-    results: Mapping[str, int]
-    query_blocks: int
-    hit_blocks: int
-    hit_ratio: float | None
-    miss_blocks: Mapping[str, int]
-    seconds: HistogramSnapshot
+    results: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LOOKUP_RESULTS, 0))
+    query_blocks: int = 0
+    hit_blocks: int = 0
+    hit_ratio: float | None = None
+    miss_blocks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISS_REASONS, 0))
+    seconds: Histogram = field(default_factory=partial(Histogram, _LOOKUP_SECONDS))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FaultStats:
     """What went wrong: errors by code, messages of ranks that were ignored, ranks that restarted without their
     memory."""
 
-    errors: Mapping[str, int]
-    stale_completions: int
-    duplicate_completions: int
-    stale_reports: int
-    rank_restarts: int
+    errors: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ERRORS, 0))
+    stale_completions: int = 0
+    duplicate_completions: int = 0
+    stale_reports: int = 0
+    rank_restarts: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AgeStats:
     """Of one block in 61, in seconds. `lifetime`: from the store of a block to its eviction for capacity; `idle`: from
     its last use to that eviction; `reuse_gap`: from one use to the next look-up that finds the block."""
 
-    lifetime: HistogramSnapshot
-    idle: HistogramSnapshot
-    reuse_gap: HistogramSnapshot
+    lifetime: Histogram = field(default_factory=partial(Histogram, _AGE_SECONDS))
+    idle: Histogram = field(default_factory=partial(Histogram, _AGE_SECONDS))
+    reuse_gap: Histogram = field(default_factory=partial(Histogram, _AGE_SECONDS))
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """One consistent view of the counters, taken in O(1) of the pool's size.
+@dataclass(slots=True)
+class Counters:
+    """Counters since the engine was made. They only grow, and all labels exist from the start. Plain numbers under the
+    engine's lock: counting takes 50 ns, a Counter.inc of prometheus_client 1.4 us.
 
-    Counters only grow. Keys of the mappings are fixed from the start. `stores`: blocks by outcome (stored, skipped_*,
-    dropped_*, failed), each time that a block was offered: a host may offer a dropped one again, and it counts as
-    stored then, too. `evictions`: blocks by reason. `fallbacks`: look-ups and loads that missed blocks for any reason
-    but their absence. `allocation_failures`: stores that did not find room for all their blocks. `block_tokens`: None
-    while the number of tokens in a block is unknown.
+    `stores`: blocks by outcome (stored, skipped_*, dropped_*, failed), each time that a block was offered: a host may
+    offer a dropped one again, and it counts as stored then, too. `evictions`: blocks by reason. `fallbacks`: look-ups
+    and loads that missed blocks for any reason but their absence. `allocation_failures`: stores that did not find room
+    for all their blocks.
     """
+
+    transfers: TransferStats = field(default_factory=TransferStats)
+    lookups: LookupStats = field(default_factory=LookupStats)
+    stores: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STORE_OUTCOMES, 0))
+    evictions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EVICTION_REASONS, 0))
+    faults: FaultStats = field(default_factory=FaultStats)
+    ages: AgeStats = field(default_factory=AgeStats)
+    fallbacks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FALLBACK_REASONS, 0))
+    allocation_failures: int = 0
+
+    def count_lookup(self, queried: int, hits: int, refusal: str | None) -> None:
+        lookups = self.lookups
+        lookups.results["miss" if not hits else "partial" if hits < queried else "full"] += 1
+        lookups.query_blocks += queried
+        lookups.hit_blocks += hits
+        lookups.miss_blocks[refusal or "absent"] += queried - hits
+        if refusal and hits < queried:
+            self.fallbacks[refusal] += 1
+
+    def snapshot(
+        self, state: EngineState, pool: PoolStats, pending: PendingTransfers, block_tokens: int | None
+    ) -> EngineStats:
+        """A copy of all counters, with the values given. O(counters)."""
+        counters = {known.name: _copied(getattr(self, known.name)) for known in fields(Counters)}
+        stats = EngineStats(state=state, pool=pool, block_tokens=block_tokens, **counters)
+        stats.transfers.pending = pending
+        if stats.lookups.query_blocks:
+            stats.lookups.hit_ratio = stats.lookups.hit_blocks / stats.lookups.query_blocks
+        return stats
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats(Counters):
+    """One consistent copy of the counters, with the state of the pool at that moment. `block_tokens`: None while the
+    number of tokens in a block is unknown."""
 
     state: EngineState
     pool: PoolStats
-    transfers: TransferStats
-    lookups: LookupStats
-    stores: Mapping[str, int]
-    evictions: Mapping[str, int]
-    faults: FaultStats
-    ages: AgeStats
-    fallbacks: Mapping[str, int]
-    allocation_failures: int
     block_tokens: int | None
 
     @property
@@ -220,96 +247,9 @@ class EngineStats:
         return sum(count for outcome, count in self.stores.items() if outcome.startswith("dropped_"))
 
 
-class Counters:
-    """The live counters. Plain numbers, changed and read under the engine's lock (a list item costs 50 ns, a
-    Counter.inc of prometheus_client 1.4 us). All labels exist from the start."""
-
-    def __init__(self) -> None:
-        self.lookups = dict.fromkeys(LOOKUP_RESULTS, 0)
-        self.query_blocks = 0
-        self.hit_blocks = 0
-        self.miss_blocks = dict.fromkeys(MISS_REASONS, 0)
-        self.lookup_seconds = Histogram(_LOOKUP_SECONDS)
-        self.fallbacks = dict.fromkeys(FALLBACK_REASONS, 0)
-        self.stores = dict.fromkeys(STORE_OUTCOMES, 0)
-        self.allocation_failures = 0
-        self.evictions = dict.fromkeys(EVICTION_REASONS, 0)
-        self.lifetime = Histogram(_AGE_SECONDS)
-        self.idle = Histogram(_AGE_SECONDS)
-        self.reuse_gap = Histogram(_AGE_SECONDS)
-        self.transfers = {direction: TransferCounters() for direction in DIRECTIONS}
-        self.errors = dict.fromkeys(ERRORS, 0)
-        self.stale_completions = 0
-        self.duplicate_completions = 0
-        self.stale_reports = 0
-        self.rank_restarts = 0
-
-    def count_lookup(self, queried: int, hits: int, refusal: str | None) -> None:
-        self.lookups["miss" if not hits else "partial" if hits < queried else "full"] += 1
-        self.query_blocks += queried
-        self.hit_blocks += hits
-        self.miss_blocks[refusal or "absent"] += queried - hits
-        if refusal and hits < queried:
-            self.fallbacks[refusal] += 1
-
-    def snapshot(
-        self, state: EngineState, pool: PoolStats, pending: PendingTransfers, block_tokens: int | None
-    ) -> EngineStats:
-        return EngineStats(
-            state=state,
-            pool=pool,
-            transfers=TransferStats(
-                pending=pending,
-                load=self.transfers["load"].snapshot(pool.slot_bytes),
-                store=self.transfers["store"].snapshot(pool.slot_bytes),
-            ),
-            lookups=LookupStats(
-                results=dict(self.lookups),
-                query_blocks=self.query_blocks,
-                hit_blocks=self.hit_blocks,
-                hit_ratio=self.hit_blocks / self.query_blocks if self.query_blocks else None,
-                miss_blocks=dict(self.miss_blocks),
-                seconds=self.lookup_seconds.snapshot(),
-            ),
-            stores=dict(self.stores),
-            evictions=dict(self.evictions),
-            faults=FaultStats(
-                errors=dict(self.errors),
-                stale_completions=self.stale_completions,
-                duplicate_completions=self.duplicate_completions,
-                stale_reports=self.stale_reports,
-                rank_restarts=self.rank_restarts,
-            ),
-            ages=AgeStats(self.lifetime.snapshot(), self.idle.snapshot(), self.reuse_gap.snapshot()),
-            fallbacks=dict(self.fallbacks),
-            allocation_failures=self.allocation_failures,
-            block_tokens=block_tokens,
-        )
-
-
-class TransferCounters:
-    """Ops of one direction that ended. Part of `Counters`."""
-
-    def __init__(self) -> None:
-        self.ok = self.error = self.blocks = 0
-        self.seconds, self.queue_seconds = Histogram(_SECONDS), Histogram(_SECONDS)
-        self.size_bytes = Histogram(_SIZES)
-
-    def count_success(self, blocks: int, num_bytes: int, seconds: float, queue_seconds: float) -> None:
-        """A transfer succeeded on every rank; the times are those of the slowest."""
-        self.ok += 1
-        self.blocks += blocks
-        self.seconds.observe(seconds)
-        self.size_bytes.observe(float(num_bytes))
-        self.queue_seconds.observe(queue_seconds)
-
-    def snapshot(self, slot_bytes: int) -> DirectionStats:
-        return DirectionStats(
-            ok=self.ok,
-            error=self.error,
-            blocks=self.blocks,
-            bytes=self.blocks * slot_bytes,
-            seconds=self.seconds.snapshot(),
-            size_bytes=self.size_bytes.snapshot(),
-            queue_seconds=self.queue_seconds.snapshot(),
-        )
+def _copied(value: Any) -> Any:
+    if isinstance(value, (dict, Histogram)):
+        return value.copy()
+    if isinstance(value, (DirectionStats, TransferStats, LookupStats, FaultStats, AgeStats)):
+        return type(value)(*(_copied(getattr(value, known.name)) for known in fields(value)))
+    return value

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from kvstow.stats import HistogramSnapshot
+from kvstow.stats import Histogram
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -64,9 +64,7 @@ def gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> F
     return Family(name, text, "gauge", _rows(name, labels, rows))
 
 
-def histogram(
-    name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], HistogramSnapshot]]
-) -> Family:
+def histogram(name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Histogram]]) -> Family:
     found: list[tuple[Series, float]] = []
     for values, snapshot in rows:
         counts = list(accumulate(snapshot.counts))

@@ -203,7 +203,7 @@ class Administrator:
         with self._state.lock:
             replaced = self._state.index.set_policy(name)
             self._state.settings_revision += replaced is not None
-        while replaced and replaced.forget(self._state.slice_slots):
+        while replaced is not None and replaced.forget(self._state.slice_slots):
             pass
 
     # -- protections ----------------------------------------------------------------------------------------

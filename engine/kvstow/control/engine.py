@@ -85,14 +85,14 @@ class OffloadEngine:
             runs = None if refusal else state.index.keys.leading_runs(keys)
             if runs:
                 slots = list(chain.from_iterable(runs))
-                state.ages.sample_found(state.index, slots, now)
+                state.ages.sample_found(slots, now)
                 state.index.times.mark_used(runs, now)
                 state.index.hold(slots)
             hits = len(slots)
             if count:
                 counters.count_lookup(len(keys), hits, refusal)
             lease = state.leases.grant(tuple(keys[:hits]), tuple(slots)) if slots else _NOTHING
-            counters.lookup_seconds.observe(time.perf_counter() - begun)
+            counters.lookups.seconds.observe(time.perf_counter() - begun)
         return lease
 
     def count_lookup(self, queried: int, hits: int) -> None:
@@ -188,7 +188,7 @@ class OffloadEngine:
         state = self._state
         with state.lock:
             if state.ranks.boot_id(rank) != boot_id:
-                state.counters.stale_completions += len(completions)
+                state.counters.faults.stale_completions += len(completions)
                 return
             for completion in completions:
                 state.ops.complete(rank, completion)
@@ -232,14 +232,14 @@ class OffloadEngine:
         with state.lock:
             state.ranks.check(report)
             if state.ranks.is_late(report):
-                state.counters.stale_reports += 1
+                state.counters.faults.stale_reports += 1
                 return state.desired
             before = state.ranks.usable_slots()
             restarted = state.ranks.update(report, state.clock())
             usable = state.ranks.usable_slots()
             if restarted:
-                state.counters.rank_restarts += 1
-                state.counters.errors["rank_restarted"] += 1
+                state.counters.faults.rank_restarts += 1
+                state.counters.faults.errors["rank_restarted"] += 1
                 state.lose(0)
                 state.ops.fail_rank(report.rank)
             elif usable < before and usable < state.slots.top:
@@ -288,14 +288,14 @@ class OffloadEngine:
     def count_error(self, code: str) -> None:
         """Count a failure of the host beside the engine's own; `code` is one of `kvstow.stats.ERRORS`."""
         with self._state.lock:
-            self._state.counters.errors[code] += 1
+            self._state.counters.faults.errors[code] += 1
 
     def fail(self, reason: str) -> None:
         """The host no longer knows what it has asked for: nothing is served until it restarts. Transfers under way
         end as usual. Counts as error `host`; the first reason is kept."""
         state = self._state
         with state.lock:
-            state.counters.errors["host"] += 1
+            state.counters.faults.errors["host"] += 1
             state.host_error = state.host_error or reason
             state.refresh_acceptance()
 
@@ -332,6 +332,6 @@ class OffloadEngine:
         with state.lock:
             defects = snapshots.defects(state)
             state.integrity_error = "; ".join(defects) or None
-            state.counters.errors["integrity"] += bool(defects)
+            state.counters.faults.errors["integrity"] += bool(defects)
         if defects:
             raise IntegrityError("; ".join(defects))

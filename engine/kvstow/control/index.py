@@ -252,7 +252,9 @@ class Index:
 
     def _make_policy(self, name: str, order: RecencyList) -> EvictionPolicy:
         if name == "lru":
-            return LruPolicy(order)
+            lru = LruPolicy(self._links)
+            lru.absorb(order)
+            return lru
         if name == "arc":
             return ArcPolicy(order, self._links, self.keys.key_of)
         raise ConfigError("policy", name, "lru or arc")

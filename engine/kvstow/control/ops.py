@@ -113,7 +113,7 @@ class OpsInFlight:
 
     def complete(self, rank: int, completion: Completion) -> None:
         """Take a completion of `rank`; end the op if it was the last one."""
-        entry, faults = self._open.get(completion.op_id), self._state.counters
+        entry, faults = self._open.get(completion.op_id), self._state.counters.faults
         if entry is None:
             faults.stale_completions += 1
         elif rank not in (entry.reading if completion.mark == "source_free" else entry.pending):
@@ -146,12 +146,12 @@ class OpsInFlight:
         else:
             self._end_store(entry)
         if entry.error:
-            state.counters.transfers[op.direction].error += 1
-            state.counters.errors[f"{op.direction}_failed"] += 1
+            state.counters.transfers.of(op.direction).error += 1
+            state.counters.faults.errors[f"{op.direction}_failed"] += 1
             state.log(WARNING, "%s %d of %d blocks failed: %s", op.direction, op.op_id, len(op.blocks), entry.error)
         else:
             num_bytes = len(op.blocks) * state.config.slot_bytes
-            state.counters.transfers[op.direction].count_success(
+            state.counters.transfers.of(op.direction).count_success(
                 len(op.blocks), num_bytes, entry.seconds, entry.queue_seconds
             )
         if not entry.abandoned:
@@ -171,7 +171,7 @@ class OpsInFlight:
     def _end_load(self, entry: OpenOp) -> None:
         self._state.unhold(entry.held)
         if entry.error:
-            self._state.counters.miss_blocks["load_failed"] += len(entry.op.blocks)
+            self._state.counters.lookups.miss_blocks["load_failed"] += len(entry.op.blocks)
             self._state.counters.fallbacks["load_failed"] += 1
 
     def _end_store(self, entry: OpenOp) -> None:
@@ -219,7 +219,7 @@ class OpsInFlight:
         del self._moving[op.op_id]
         entry.stuck = True
         self.num_stuck += 1
-        state.counters.errors["transfer_stuck"] += 1
+        state.counters.faults.errors["transfer_stuck"] += 1
         reason = self.stuck_reason(entry, now)
         state.log(
             ERROR,

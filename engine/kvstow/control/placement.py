@@ -134,7 +134,7 @@ def _evict(state: ControlState, count: int, now: float) -> list[int]:
             break
         budget -= len(removal.keys)
         state.counters.evictions["capacity"] += len(removal.keys)
-        state.ages.sample_evicted(index, removal.freed, now)
+        state.ages.sample_evicted(removal.freed, now)
         state.events.add("removed", removal.keys, "capacity")
         slots += state.reuse(removal.freed)
     return slots

@@ -15,7 +15,6 @@ from threading import Lock
 
 from kvstow.config import EngineConfig
 from kvstow.control.acceptance import Acceptance
-from kvstow.control.ages import AgeSampler
 from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.index import Index, Removal
 from kvstow.control.leases import LeaseBook
@@ -23,6 +22,7 @@ from kvstow.control.ops import OpsInFlight
 from kvstow.control.ranks import RankTable
 from kvstow.control.slots import SlotMap
 from kvstow.control.sweeps import SLICE_SLOTS
+from kvstow.control.times import AgeSampler
 from kvstow.messages import DesiredState
 from kvstow.stats import Counters
 
@@ -44,7 +44,7 @@ class ControlState:
         self.leases = LeaseBook()
         self.acceptance = Acceptance()
         self.counters = Counters()
-        self.ages = AgeSampler(self.counters)
+        self.ages = AgeSampler(self.index.times, self.counters.ages)
         self.events = BlockEventLog(config.event_buffer, lambda: self.desired.capacity_slots)
         self.desired = DesiredState(secrets.token_hex(8), config.capacity_slots, number=1)
         """The desired state of every rank; ranks give memory back only when its capacity is lowered. See `want`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvstow.stats import HistogramSnapshot
+from kvstow.stats import Histogram
 from kvstow.status import Readiness
 from kvstow_api.numberformat import duration, field_text
 from kvstow_api.views import StatsView
@@ -120,7 +120,7 @@ def _details(view: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
 def _entry(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
     label = "  " * depth + _UNIT.sub("", name).replace("_", " ")
     match value:
-        case HistogramSnapshot():
+        case Histogram():
             yield label, _summary(name, value)
         case Mapping() if value:
             yield label, ""
@@ -147,7 +147,7 @@ def _fields(view: Any) -> Iterator[tuple[str, Any]]:
             yield one.name, value
 
 
-def _summary(name: str, histogram: HistogramSnapshot) -> str:
+def _summary(name: str, histogram: Histogram) -> str:
     if not histogram.count:
         return "none"
     mean = histogram.sum / histogram.count

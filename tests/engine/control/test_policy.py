@@ -18,8 +18,9 @@ class Pool:
         links = Links()
         links.grow(NUM_SLOTS)
         self.keys: list[bytes | None] = [None] * NUM_SLOTS
-        order = RecencyList(links)
-        self.policy: EvictionPolicy = LruPolicy(order) if name == "lru" else ArcPolicy(order, links, self.keys)
+        self.policy: EvictionPolicy = (
+            LruPolicy(links) if name == "lru" else ArcPolicy(RecencyList(links), links, self.keys)
+        )
         self.policy.set_capacity(NUM_SLOTS)
         self.links = links
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from kvstow.stats import DIRECTIONS, Counters, EngineStats
+from kvstow.stats import DIRECTIONS, DirectionStats, EngineStats, LookupStats
 
 PREFIX = "vllm:kv_offload_"
 INFO = "config_info"
@@ -32,8 +32,8 @@ class Metric(NamedTuple):
     labelnames: tuple[str, ...] = ()
 
 
-_SIZES = Counters().transfers["load"].size_bytes.snapshot().bounds
-_DELAYS = Counters().lookup_seconds.snapshot().bounds
+_SIZES = DirectionStats().size_bytes.bounds
+_DELAYS = LookupStats().seconds.bounds
 
 FAMILY: dict[str, Metric] = {
     "load_bytes": Metric("counter", "Bytes loaded from host memory to GPUs, of all ranks"),

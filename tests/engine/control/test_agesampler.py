@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.stats import HistogramSnapshot
+from kvstow.stats import Histogram
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
 
@@ -14,7 +14,7 @@ def keys_of(first: int, count: int) -> list[bytes]:
     return [number.to_bytes(4, "big") for number in range(first, first + count)]
 
 
-def observed(snapshot: HistogramSnapshot) -> dict[float, int]:
+def observed(snapshot: Histogram) -> dict[float, int]:
     """How many observations are in the bucket with each upper bound, without empty ones."""
     bounds = (*snapshot.bounds, float("inf"))
     return {bound: count for bound, count in zip(bounds, snapshot.counts, strict=True) if count}
