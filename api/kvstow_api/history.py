@@ -26,16 +26,16 @@ class SampleView:
     rank, `pinned_bytes` of all."""
 
     time: datetime
-    query_blocks: int
-    hit_blocks: int
-    stored_blocks: int
-    dropped_blocks: int
-    evicted_blocks: int
-    load_bytes: int
-    store_bytes: int
-    used_slots: int
-    usable_slots: int
-    pinned_bytes: int
+    query_blocks: int = 0
+    hit_blocks: int = 0
+    stored_blocks: int = 0
+    dropped_blocks: int = 0
+    evicted_blocks: int = 0
+    load_bytes: int = 0
+    store_bytes: int = 0
+    used_slots: int = 0
+    usable_slots: int = 0
+    pinned_bytes: int = 0
 
 
 def sample_of(stats: EngineStats, ranks: Iterable[RankStatus]) -> SampleView:
@@ -65,14 +65,14 @@ class NowView:
     not free. `pinned_bytes` is of all ranks. Rates are null until there are two samples."""
 
     seconds: float
-    hit_ratio: float | None
-    load_bytes_per_second: float | None
-    store_bytes_per_second: float | None
-    stored_blocks_per_second: float | None
-    evicted_blocks_per_second: float | None
-    dropped_blocks_per_second: float | None
-    used_ratio: float | None
-    pinned_bytes: float | None
+    hit_ratio: float | None = None
+    load_bytes_per_second: float | None = None
+    store_bytes_per_second: float | None = None
+    stored_blocks_per_second: float | None = None
+    evicted_blocks_per_second: float | None = None
+    dropped_blocks_per_second: float | None = None
+    used_ratio: float | None = None
+    pinned_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ Figure = Callable[[SampleView, SampleView], float | None]
 
 
 class Metric(NamedTuple):
-    """Something to draw: a line or more, in one unit. `lines` has names of `FIGURES`."""
+    """One or more lines to draw, in one unit. `lines` maps their names to names of `FIGURES`."""
 
     unit: Unit
     lines: Mapping[str, str]
@@ -116,9 +116,9 @@ def lines_of(metric: Metric, samples: Sequence[SampleView]) -> list[Line]:
 
 
 def now_of(samples: Sequence[SampleView]) -> NowView:
-    """Every figure of the last `NOW_SECONDS` of `samples`, or of all of them where they are younger."""
+    """Every figure of the last `NOW_SECONDS`, or of all samples if they cover less."""
     if not samples:
-        return NowView(seconds=0.0, **dict.fromkeys(FIGURES))
+        return NowView(seconds=0.0)
     last = samples[-1]
     first = next(one for one in samples if (last.time - one.time).total_seconds() <= NOW_SECONDS)
     seconds = (last.time - first.time).total_seconds()
@@ -126,7 +126,7 @@ def now_of(samples: Sequence[SampleView]) -> NowView:
 
 
 def _growth(before: float, after: float) -> float | None:
-    """Counters that shrink belong to two lives of the server."""
+    """None if the counter shrank: the server restarted in between."""
     return after - before if after >= before else None
 
 

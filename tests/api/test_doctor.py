@@ -62,9 +62,7 @@ def sample(minutes: float, **counters: int) -> SampleView:
     names = ("query", "hit", "stored", "dropped", "evicted")
     blocks = {f"{name}_blocks": counters.get(name, 0) for name in names}
     moment = START + timedelta(minutes=minutes)
-    return SampleView(
-        time=moment, **blocks, load_bytes=0, store_bytes=0, used_slots=8, usable_slots=8, pinned_bytes=8 * GIB
-    )
+    return SampleView(time=moment, **blocks, used_slots=8, usable_slots=8, pinned_bytes=8 * GIB)
 
 
 def verdict(name: str = "ranks", failure: str | None = None, *, required: bool = True) -> Verdict:

@@ -119,8 +119,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def sample(number: int, **counters: int) -> SampleView:
-    zeros = {field.name: 0 for field in fields(SampleView) if field.name != "time"}
-    return SampleView(time=START + timedelta(seconds=5 * number), **{**zeros, **counters})
+    return SampleView(time=START + timedelta(seconds=5 * number), **counters)
 
 
 SAMPLES = [
