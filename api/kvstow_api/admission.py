@@ -9,9 +9,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvstow_api.auth import READING_METHODS
-from kvstow_api.hostnames import normal_host
+from kvstow_api.hostnames import is_loopback, normal_host
 from kvstow_api.problems import problem
-from kvstow_api.tokens import is_loopback
 
 _PORT = re.compile(r":\d+$")
 _CLOSE = {"Connection": "close"}

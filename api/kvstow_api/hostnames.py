@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 from kvstow.errors import ConfigError
@@ -22,3 +23,11 @@ def parse_host_names(key: str, value: object) -> tuple[str, ...]:
 def normal_host(name: str) -> str:
     """Equal for spellings of the same host name."""
     return name.lower().removesuffix(".")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, is reachable from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,12 +1,12 @@
-"""Bearer tokens in a file, and who must have one. A host checks them before it imports a web framework."""
+"""Bearer tokens in a file. Imports no web framework: settings are checked before one is loaded."""
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from pathlib import Path
 
 from kvstow.errors import ConfigError, SettingError
+from kvstow_api.hostnames import is_loopback
 from kvstow_api.regularfile import FileStamp, RegularFile, exposure
 
 MAX_TOKENS = 100
@@ -18,13 +18,6 @@ def require_token(host: str | None, token_file: Path | None, *, certificates: bo
     stands for a Unix socket."""
     if token_file is None and not certificates and host is not None and not is_loopback(host):
         raise SettingError("host", host, "is reachable from other machines: set token_file or tls_client_ca")
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class TokenFile:
@@ -50,12 +43,12 @@ class TokenFile:
             read = RegularFile.read(self._path)
         except OSError as error:
             self._stamp = None
-            self._problem = ConfigError("token_file", str(self._path), f"a readable file ({error.strerror})")
+            self._problem = SettingError("token_file", str(self._path), f"cannot be read: {error.strerror}")
             return
         tokens = tuple(filter(None, map(bytes.strip, read.content.splitlines())))
         usable = 1 <= len(tokens) <= MAX_TOKENS and all(len(token.split()) == 1 for token in tokens)
-        allowed = f"a file with one token a line, 1 to {MAX_TOKENS} of them"
-        self._problem = None if usable else ConfigError("token_file", str(self._path), allowed)
+        needed = f"must have 1 to {MAX_TOKENS} lines with one token each"
+        self._problem = None if usable else SettingError("token_file", str(self._path), needed)
         self._tokens, self._stamp = tokens, read.stamp
 
     def accepts(self, token: bytes) -> bool:

@@ -16,8 +16,8 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.memory.limits import HugePageLimits, MemoryLimits, limits_of
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost
+from kvstow_api.hostnames import is_loopback
 from kvstow_api.measurements import HostMemory
-from kvstow_api.tokens import is_loopback
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.server import AdminServer
 from kvstow_service.sockets import AdminSockets

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, KvstowError
-from kvstow_api.tokens import is_loopback
+from kvstow_api.hostnames import is_loopback
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.agent import AdminAddress
 from kvstow_service.rendezvous import Rendezvous

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstow.errors import ConfigError
+from kvstow.errors import ConfigError, SettingError
 from kvstow_api.regularfile import FileStamp, RegularFile
 from kvstow_service.certificate import certificates_in, end_of
 
@@ -46,11 +46,11 @@ class TlsFiles:
             _trust(context, self.client_ca)
         certificates = certificates_in(cert.decode("ascii", "replace"))
         if not certificates:
-            raise ConfigError("tls_cert", str(self.cert), "a file with BEGIN CERTIFICATE")
+            raise SettingError("tls_cert", str(self.cert), "has no certificate in PEM format")
         try:
             ends = end_of(context, certificates[0])
         except ssl.SSLError as error:
-            raise ConfigError("tls_cert", str(self.cert), f"a certificate of a server ({error})") from None
+            raise SettingError("tls_cert", str(self.cert), f"is not a server certificate: {error}") from None
         return TlsContent(context, "\n".join(certificates), ends)
 
     def stamps(self) -> list[FileStamp | None]:
@@ -66,7 +66,7 @@ class TlsFiles:
                 context.load_cert_chain(cert_path, key_path, password="")  # None would prompt on the terminal
             except (OSError, ssl.SSLError) as error:
                 files = str(self.cert) if self.key is None else f"{self.cert}, {self.key}"
-                raise ConfigError("tls_cert", files, f"a certificate and its key, as PEM ({error})") from None
+                raise SettingError("tls_cert", files, f"is not a certificate with its key: {error}") from None
         return context
 
 
@@ -75,8 +75,7 @@ def _trust(context: ssl.SSLContext, client_ca: Path) -> None:
     try:
         context.load_verify_locations(cadata=_content("tls_client_ca", client_ca).decode("ascii", "replace"))
     except (OSError, ssl.SSLError, ValueError) as error:
-        allowed = f"certificates of authorities, as PEM ({error})"
-        raise ConfigError("tls_client_ca", str(client_ca), allowed) from None
+        raise SettingError("tls_client_ca", str(client_ca), f"has no usable certificates: {error}") from None
     context.verify_mode = ssl.CERT_OPTIONAL  # probes have none; changes need a certificate or a token
     context.num_tickets = 0  # a resumed session is not checked against the current authorities
 
@@ -85,7 +84,7 @@ def _content(setting: str, path: Path) -> bytes:
     try:
         return RegularFile.read(path).content
     except OSError as error:
-        raise ConfigError(setting, str(path), f"a readable file ({error.strerror})") from None
+        raise SettingError(setting, str(path), f"cannot be read: {error.strerror}") from None
 
 
 @contextmanager

@@ -308,7 +308,7 @@ async def test_changes_are_refused_while_the_token_file_is_missing(
 def test_a_token_file_without_a_token_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "token"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="1 to 100 of them"):
+    with pytest.raises(ConfigError, match="1 to 100 lines"):
         TokenFile(path)
 
 
@@ -366,7 +366,7 @@ async def test_a_missing_token_file_is_logged_once_a_minute(
 def test_a_token_file_has_at_most_a_hundred_tokens(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("token\n" * 101)
-    with pytest.raises(ConfigError, match="1 to 100 of them"):
+    with pytest.raises(ConfigError, match="1 to 100 lines"):
         TokenFile(path)
     path.write_text("token\n" * 100)
     assert TokenFile(path).accepts(b"token")

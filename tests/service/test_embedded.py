@@ -545,7 +545,7 @@ def test_the_signal_handlers_of_the_host_stay(launch: Any) -> None:
         ({"port": True}, "port is True"),
         ({"allowed_hosts": ("ops:9595",)}, r"allowed_hosts is \('ops:9595',\); allowed: a list of host names"),
         ({"readiness_require": ("warm",)}, r"readiness_require is \('warm',\); allowed: pool and pinned"),
-        ({"token_file": Path("/no/such/file")}, "token_file is '/no/such/file'; allowed: a readable file"),
+        ({"token_file": Path("/no/such/file")}, "token_file /no/such/file cannot be read: No such file"),
     ],
 )
 def test_what_is_not_allowed_is_refused_before_anything_starts(given: dict[str, Any], message: str) -> None:
