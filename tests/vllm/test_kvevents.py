@@ -10,7 +10,7 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
-from kvstow.messages import Completion, RankReport
+from kvstow.testing.rank import make_ranks
 from kvstow_service.connectors.vllm.kvevents import event_feed
 from kvstow_service.connectors.vllm.kvgroups import KVGroup
 
@@ -57,9 +57,7 @@ class Host:
         sizes: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
         self.specs = [FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=64)]
         self.engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=16))
-        self.engine.report(
-            RankReport(0, "boot", "ready", SLOT, 16, 16, 16 * SLOT, 16 * SLOT, sender="process", number=1)
-        )
+        (self.rank,) = make_ranks(self.engine)
         self.feed = event_feed(ENABLED, self.engine, self.specs)
 
     def store(self, request: Any, first: int, end: int, group: KVGroup) -> None:
@@ -70,7 +68,7 @@ class Host:
         op = self.engine.begin_store(keys, range(len(keys))).op
         assert op is not None
         self.feed.granted(keys)
-        self.engine.complete(0, "boot", [Completion(op.op_id, "done")])
+        self.rank.say(op.op_id, "done")
 
     def take(self) -> list[Any]:
         assert self.feed is not None

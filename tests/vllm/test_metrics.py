@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import chain_keys
-from kvstow.messages import Completion, Op, RankReport
+from kvstow.messages import Completion, Op
 from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import make_ranks
 from kvstow_service.connectors.vllm.offloadmetrics import FAMILY, INFO, PREFIX
 
 pytestmark = pytest.mark.vllm
@@ -44,14 +45,14 @@ class Host:
         from kvstow_service.connectors.vllm.metrics import StatsFeed
 
         self.engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=4))
-        self.engine.report(RankReport(0, "boot", "ready", SLOT, 4, 4, 4 * SLOT, 4 * SLOT, sender="process", number=1))
+        (self.rank,) = make_ranks(self.engine)
         self.clock = FakeClock()
         self.feed = StatsFeed(self.engine, slot_bytes=2 * SLOT, slot_tokens=16, clock=self.clock)
         self._blocks = 0
 
     def store(self, count: int, seconds: float = 0.5) -> None:
         op = self.begin_store(count)
-        self.engine.complete(0, "boot", [Completion(op.op_id, "done", None, count * SLOT, seconds)])
+        self.engine.complete(0, self.rank.boot_id, [Completion(op.op_id, "done", None, count * SLOT, seconds)])
         self.feed.observe("store_size", count * SLOT)
 
     def begin_store(self, count: int) -> Op:
@@ -88,7 +89,7 @@ def test_a_look_is_taken_ten_times_a_second_and_when_the_last_transfer_has_ended
     assert take().data["store_bytes"] == 2 * SLOT
     op = host.begin_store(1)
     assert take() is None
-    host.engine.complete(0, "boot", [Completion(op.op_id, "done", None, SLOT, 0.5)])
+    host.engine.complete(0, host.rank.boot_id, [Completion(op.op_id, "done", None, SLOT, 0.5)])
     assert take().data["store_bytes"] == 2 * SLOT, "vLLM may make no more steps"
     assert take() is None
 

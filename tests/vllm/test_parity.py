@@ -7,13 +7,9 @@ from collections.abc import Iterator
 from random import Random
 
 import pytest
-from tests.vllm.harness.core import EngineCore
-from tests.vllm.harness.host import CONNECTOR, Host
-from tests.vllm.harness.rank import Rank
-from tests.vllm.harness.report import Report
+from tests.vllm.harness.run import Run
 from tests.vllm.harness.sequence import VOCABULARY
-from tests.vllm.harness.setup import Setup, make_geometry, make_vllm_config
-from tests.vllm.harness.stream import ComputeStream
+from tests.vllm.harness.setup import Setup
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
@@ -22,18 +18,12 @@ pytestmark = pytest.mark.vllm
 _PATIENCE = 1000  # steps for one request
 
 
-class Engine:
+class Engine(Run):
     """vLLM's scheduler with the connector, for one request after the other."""
 
     def __init__(self, setup: Setup, patch: pytest.MonkeyPatch) -> None:
-        random, stream = Random(setup.name), ComputeStream()
-        self._host = Host(setup, random, stream, patch)
-        config = make_vllm_config(setup, CONNECTOR, self._host.extra_config)
-        geometry = make_geometry(setup, config)
-        ranks = [Rank(0, config, geometry.workers, setup.hooks)]
-        self.report = Report()
-        self._core = EngineCore(setup, config, geometry, ranks, stream, self.report)
-        self._random, self._requests = random, 0
+        super().__init__(setup, patch)
+        self._random, self._requests = Random(setup.name), 0
 
     def prompt(self, length: int) -> list[int]:
         """Tokens that no other prompt begins with."""
@@ -41,17 +31,12 @@ class Engine:
 
     def serve(self, prompt: list[int], max_tokens: int) -> list[int]:
         """The answer; all that comes of the request has ended."""
-        core, host = self._core, self._host
+        core = self._core
         self._requests += 1
         name = f"request-{self._requests}"
         core.add(name, prompt, max_tokens, "")
         for _ in range(_PATIENCE):
-            host.exchange_reports()
-            core.begin()
-            host.advance()
-            core.run_forward()
-            core.end()
-            host.advance()
+            self.step_engine()
             if not core.is_busy:
                 return core.outputs[name]
         raise AssertionError(f"{name} of {len(prompt)} tokens does not end")
@@ -76,10 +61,6 @@ class Engine:
             pooling_params=None,
             block_hasher=self._core._hasher,
         )
-
-    def close(self) -> None:
-        for connector in (self._core.connector, *(rank.connector for rank in self._core.ranks)):
-            connector.shutdown()
 
 
 @pytest.fixture

@@ -86,6 +86,10 @@ class Run:
         if not self._operator.is_changing_weights:
             self._traffic.step()
         self._operator.step()
+        self.step_engine()
+
+    def step_engine(self) -> None:
+        """One step of vLLM and of all ranks."""
         self._host.exchange_reports()
         self._core.begin()
         self._host.advance()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.service.connectors.vllm.vllmhost import FULL, FakeRequest, VllmHost, keys_of
+from tests.service.connectors.vllm.vllmhost import FULL, SHORT_WINDOW, WITH_SHORT_WINDOW, FakeRequest, VllmHost, keys_of
 
 from kvstow.messages import Mark
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.stepplan import PlannedStep
 
 PROMPT = "abcdefgh"
-WINDOW = KVGroup(1, 2, 1, window=3)
-WITH_WINDOW = KVGroups((FULL, WINDOW), 2)
 
 
 def blocks_of(plan: PlannedStep) -> list[int]:
@@ -51,8 +49,7 @@ def test_each_block_is_offered_once() -> None:
     host.finish(request)
     offered += blocks_of(host.step())
     assert offered == blocks[: request.num_computed_tokens // 2]
-    outcomes = {outcome: count for outcome, count in host.engine.stats().stores.items() if count}
-    assert outcomes == {"stored": len(offered)}
+    assert host.outcomes == {"stored": len(offered)}
     assert host.stored() == set(keys_of(request.tokens))
 
 
@@ -179,7 +176,7 @@ def test_a_request_aborted_between_its_load_and_its_first_step_stores_nothing() 
 
 
 def test_the_last_blocks_are_those_that_vllm_names() -> None:
-    host, request = VllmHost(WITH_WINDOW), FakeRequest("r", PROMPT)
+    host, request = VllmHost(WITH_SHORT_WINDOW), FakeRequest("r", PROMPT)
     host.run(request)
     full, window = request.block_ids
     for block in window[:2]:
@@ -190,12 +187,12 @@ def test_the_last_blocks_are_those_that_vllm_names() -> None:
 
 def test_blocks_that_left_the_window_with_the_last_step_are_stored() -> None:
     """vLLM has taken them out of the table that it hands over, though it caches them still."""
-    host, request = VllmHost(WITH_WINDOW), FakeRequest("r", PROMPT)
+    host, request = VllmHost(WITH_SHORT_WINDOW), FakeRequest("r", PROMPT)
     host.run(request)
     full, window = request.block_ids
     host.side.finish(request, [full, [0, 0, 0, window[3]]])
     assert set(blocks_of(host.step())) == {*full, *window}
-    assert host.stored() == {*keys_of(PROMPT), *keys_of(PROMPT, WINDOW)}
+    assert host.stored() == {*keys_of(PROMPT), *keys_of(PROMPT, SHORT_WINDOW)}
 
 
 def test_blocks_that_vllm_names_late_are_offered_late() -> None:
@@ -211,38 +208,38 @@ def test_blocks_that_vllm_names_late_are_offered_late() -> None:
 
 
 def test_blocks_that_left_the_window_are_stored_as_long_as_they_are_cached() -> None:
-    host, request = VllmHost(WITH_WINDOW), FakeRequest("r", PROMPT)
+    host, request = VllmHost(WITH_SHORT_WINDOW), FakeRequest("r", PROMPT)
     host.run(request)
     request.tokens += "i"
     host.step({request: 1})
-    assert host.stored() == {*keys_of(PROMPT), *keys_of(PROMPT, WINDOW)}
+    assert host.stored() == {*keys_of(PROMPT), *keys_of(PROMPT, SHORT_WINDOW)}
 
 
 def test_a_block_that_left_the_window_and_is_somebody_elses_is_not_stored() -> None:
-    host, request, other = VllmHost(WITH_WINDOW), FakeRequest("r", PROMPT), FakeRequest("o", "AB")
+    host, request, other = VllmHost(WITH_SHORT_WINDOW), FakeRequest("r", PROMPT), FakeRequest("o", "AB")
     host.run(request)
     window = request.block_ids[1]
     request.tokens += "i"
     host.schedule(request, 1)
-    hand_out_next(host, window[0], window[1])
+    host.hand_out_next(window[0], window[1])
     host.admit(other, 2)
     assert other.block_ids == ([window[0]], [window[1]])
     plan = host.step({request: 1, other: 2}, copy=False)
     assert set(blocks_of(plan)) & set(window) == {window[2], window[3]}
     host.copy()
-    assert host.stored() == {*keys_of(PROMPT), *keys_of(PROMPT, WINDOW)[2:]}
+    assert host.stored() == {*keys_of(PROMPT), *keys_of(PROMPT, SHORT_WINDOW)[2:]}
 
 
 def test_a_block_that_left_the_window_and_is_written_in_this_step_is_not_stored() -> None:
     """It bears the right hash: its new owner is about to compute the same tokens. What it holds is a third one's."""
-    host, request, twin, third = VllmHost(WITH_WINDOW), *(FakeRequest(name, PROMPT) for name in "rt3")
+    host, request, twin, third = VllmHost(WITH_SHORT_WINDOW), *(FakeRequest(name, PROMPT) for name in "rt3")
     host.run(request)
     window = request.block_ids[1]
     request.tokens += "i"
     request.num_output_placeholders = 8  # nothing is confirmed, but vLLM frees what has left the window
     host.schedule(request, 1)
     third.tokens = "AB"
-    hand_out_next(host, window[0])
+    host.hand_out_next(window[0])
     host.admit(third, 2)
     host.step({request: 1, third: 2})
     host.preempt(third)
@@ -250,20 +247,12 @@ def test_a_block_that_left_the_window_and_is_written_in_this_step_is_not_stored(
     request.tokens += "j"
     host.schedule(request, 1)
     others = [block for block in host.pool.free if block not in window][:4]
-    hand_out_next(host, *others, window[0])
+    host.hand_out_next(*others, window[0])
     host.admit(twin, 8)
     assert twin.block_ids[1][0] == window[0]
     plan = host.step({request: 1, twin: 8})
     assert set(blocks_of(plan)) & set(window) == set(window[1:])
     host.stored()
-
-
-def hand_out_next(host: VllmHost, *block_ids: int) -> None:
-    """Have these free blocks come first in the queue."""
-    blocks = [host.pool.blocks[block_id] for block_id in block_ids]
-    for block in blocks:
-        host.pool.free_block_queue.remove(block)
-    host.pool.free_block_queue.prepend_n(blocks)
 
 
 MARKS: list[tuple[Mark, ...]] = [("done",), ("failed",), ("source_free", "done"), ("source_free", "failed")]

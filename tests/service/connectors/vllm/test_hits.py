@@ -7,7 +7,7 @@ import string
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.service.connectors.vllm.vllmhost import FULL, ONE_GROUP, FakeRequest, keys_of
+from tests.service.connectors.vllm.vllmhost import FULL, LARGE, ONE_GROUP, WINDOW, WITH_WINDOW, FakeRequest, keys_of
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -18,15 +18,13 @@ from kvstow_service.connectors.vllm.stepplan import StepPlanner
 from kvstow_service.connectors.vllm.trackedrequests import TrackedRequest
 
 PROMPT = string.ascii_lowercase
-WINDOW = KVGroup(1, 2, 1, window=5)
 CHUNKED = KVGroup(1, 2, 1, chunk=8)
-LARGE = KVGroup(1, 6, 3)
 LARGE_WINDOW = KVGroup(1, 6, 3, window=7)
 KINDS = {
     "full": ONE_GROUP,
     "two full": KVGroups((FULL, KVGroup(1, 2, 1)), 2),
     "two block sizes": KVGroups((KVGroup(0, 4, 2), LARGE), 12),
-    "window": KVGroups((FULL, WINDOW), 2),
+    "window": WITH_WINDOW,
     "window of another block size": KVGroups((FULL, LARGE_WINDOW), 6),
     "window larger than the prompt": KVGroups((FULL, KVGroup(1, 2, 1, window=99)), 2),
     "window alone": KVGroups((KVGroup(0, 2, 1, window=5),), 2),

@@ -11,7 +11,7 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
-from kvstow.messages import Completion, RankReport
+from kvstow.testing.rank import make_ranks
 from kvstow_service.connectors.vllm import kvevents
 from kvstow_service.connectors.vllm.kvevents import EventFeed, Kind, Vocabulary
 from kvstow_service.connectors.vllm.kvgroups import KVGroup
@@ -71,9 +71,7 @@ class Host:
     def __init__(self, stored: type[Stored] = Stored, slots: int = 16, event_buffer: int = 64) -> None:
         config = EngineConfig(slot_bytes=SLOT, capacity_slots=slots, event_buffer=event_buffer)
         self.engine = OffloadEngine(config)
-        self.engine.report(
-            RankReport(0, "boot", "ready", SLOT, slots, slots, SLOT * slots, SLOT * slots, sender="process", number=1)
-        )
+        (self.rank,) = make_ranks(self.engine)
         vocabulary = Vocabulary(stored, Removed, lambda block_hash: block_hash[0], lambda *span: span[1:])
         self.feed = EventFeed(self.engine, [Kind("full"), Kind("window", 8)], vocabulary)
 
@@ -85,7 +83,7 @@ class Host:
         grant = self.engine.begin_store(keys, range(len(keys)))
         self.feed.granted(keys[i] for i in grant.accepted)
         if grant.op:
-            self.engine.complete(0, "boot", [Completion(grant.op.op_id, "done")])
+            self.rank.say(grant.op.op_id, "done")
 
     def purge(self) -> None:
         assert self.engine.admin.purge(everything=True).run().finished
@@ -150,7 +148,7 @@ def test_a_block_is_told_of_when_its_bytes_are_there(host: Host) -> None:
     host.feed.granted(keys)
     assert grant.op is not None
     assert host.feed.take() == []
-    host.engine.complete(0, "boot", [Completion(grant.op.op_id, "failed", "broken")])
+    host.rank.say(grant.op.op_id, "failed")
     assert host.feed.take() == []
 
 
@@ -174,7 +172,7 @@ def test_a_store_without_a_request_is_told_by_its_hash(host: Host) -> None:
     op = host.engine.begin_store(keys, [0, 1]).op
     assert op is not None
     host.feed.granted(keys)
-    host.engine.complete(0, "boot", [Completion(op.op_id, "done")])
+    host.rank.say(op.op_id, "done")
     told = host.feed.take()
     assert [(event.block_hashes, event.token_ids, event.block_size) for event in told] == [([1], [], 0), ([2], [], 0)]
     assert {(event.group_idx, event.extra_keys, event.parent_block_hash) for event in told} == {(1, None, None)}

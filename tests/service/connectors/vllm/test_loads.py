@@ -7,15 +7,21 @@ from string import ascii_lowercase
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.service.connectors.vllm.vllmhost import FULL, ONE_GROUP, FakeRequest, VllmHost, keys_of
+from tests.service.connectors.vllm.vllmhost import (
+    FULL,
+    LARGE,
+    ONE_GROUP,
+    WINDOW,
+    WITH_WINDOW,
+    FakeRequest,
+    VllmHost,
+    keys_of,
+)
 
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.stepplan import PlannedStep
 
 PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
-WINDOW = KVGroup(1, 2, 1, window=5)
-LARGE = KVGroup(1, 6, 3)
-WITH_WINDOW = KVGroups((FULL, WINDOW), 2)
 TWO_SIZES = KVGroups((FULL, LARGE), 6)
 KINDS = {
     "full": ONE_GROUP,

@@ -10,8 +10,9 @@ from tests.service.connectors.vllm.vllmhost import FakeRequest, VllmHost, keys_o
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import chain_keys
-from kvstow.messages import Completion, Op, RankReport
+from kvstow.messages import Completion, Op
 from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import make_ranks
 from kvstow_service.connectors.vllm.offloadmetrics import INFO, Changes, Reading, merge, watched
 
 SLOT = 1 << 20
@@ -21,14 +22,16 @@ KEYS = list(chain_keys([bytes([i]) for i in range(16)]))
 @pytest.fixture
 def engine() -> OffloadEngine:
     engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=4))
-    engine.report(RankReport(0, "boot", "ready", SLOT, 4, 4, 4 * SLOT, 4 * SLOT, sender="process", number=1))
+    make_ranks(engine)
     return engine
 
 
 def finish(engine: OffloadEngine, op: Op | None, seconds: float = 0.5) -> None:
     assert op is not None
     num_bytes = len(op.blocks) * SLOT
-    engine.complete(0, "boot", [Completion(op.op_id, "done", None, num_bytes, seconds)])
+    (boot_id,) = engine.boot_ids()
+    assert boot_id is not None
+    engine.complete(0, boot_id, [Completion(op.op_id, "done", None, num_bytes, seconds)])
 
 
 def read(engine: OffloadEngine) -> Reading:
@@ -104,7 +107,7 @@ def test_a_hit_that_waits_counts_as_reading(engine: OffloadEngine) -> None:
 def test_a_store_that_was_given_up_still_takes_room() -> None:
     clock = FakeClock()
     engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=4, transfer_timeout=1.0), clock=clock)
-    engine.report(RankReport(0, "boot", "ready", SLOT, 4, 4, 4 * SLOT, 4 * SLOT, sender="process", number=1))
+    make_ranks(engine)
     engine.begin_store(KEYS[:2], [7, 8])
     clock.advance(2.0)
     engine.tick()

@@ -6,18 +6,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from tests.service.connectors.vllm.vllmhost import FULL, ONE_GROUP, FakeRequest, VllmHost, keys_of
+from tests.service.connectors.vllm.vllmhost import (
+    ONE_GROUP,
+    SHORT_WINDOW,
+    WITH_SHORT_WINDOW,
+    FakeRequest,
+    VllmHost,
+    keys_of,
+)
 
-from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.kvgroups import KVGroups
 
-WINDOW = KVGroup(1, 2, 1, window=3)
-WITH_WINDOW = KVGroups((FULL, WINDOW), 2)
 LONG = "".join(map(chr, range(200, 232)))  # 16 blocks
 KEYS = keys_of(LONG)
-
-
-def outcomes(host: VllmHost) -> dict[str, int]:
-    return {outcome: count for outcome, count in host.engine.stats().stores.items() if count}
 
 
 def idle_steps(host: VllmHost) -> int:
@@ -76,24 +77,24 @@ CLOSED = [
 CLOSED_IDS = [closed.reason for closed in CLOSED]
 
 
-@pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW], ids=["full", "window"])
+@pytest.mark.parametrize("groups", [ONE_GROUP, WITH_SHORT_WINDOW], ids=["full", "window"])
 @pytest.mark.parametrize("closed", CLOSED, ids=CLOSED_IDS)
 def test_what_was_refused_is_stored_after_its_request_has_ended(closed: Closed, groups: KVGroups) -> None:
     host = VllmHost(groups, gpu_blocks=65, pinned=closed.pinned)
     closed.begin(host)
-    before = outcomes(host).get("stored", 0)
+    before = host.outcomes.get("stored", 0)
     run_and_finish(host, copy=False)
     assert idle_steps(host) == 0  # nothing can be done, so an idle vLLM sleeps
     for _ in range(3):
         assert host.step(copy=False).stores.ops == ()
     num_blocks = 16 * len(groups.groups)
-    refused = {name: count for name, count in outcomes(host).items() if name not in ("stored", "failed")}
+    refused = {name: count for name, count in host.outcomes.items() if name not in ("stored", "failed")}
     assert refused == {closed.outcome: num_blocks}, "each block counts once, under its own reason"
     closed.end(host)
     assert idle_steps(host) > 0
     assert {*KEYS} <= host.stored()
-    assert outcomes(host)["stored"] >= before + num_blocks
-    assert outcomes(host)[closed.outcome] == num_blocks
+    assert host.outcomes["stored"] >= before + num_blocks
+    assert host.outcomes[closed.outcome] == num_blocks
 
 
 @pytest.mark.parametrize("closed", CLOSED, ids=CLOSED_IDS)
@@ -119,11 +120,11 @@ def test_lazy_stores_offer_again_what_was_refused(closed: Closed) -> None:
     for _ in range(3):
         assert host.step().stores.ops == ()
     assert idle_steps(host) == 0
-    assert outcomes(host) == {closed.outcome: 16}
+    assert host.outcomes == {closed.outcome: 16}
     closed.end(host)
     assert idle_steps(host) > 0
     assert host.stored() == set(KEYS)
-    assert outcomes(host) == {closed.outcome: 16, "stored": 16}
+    assert host.outcomes == {closed.outcome: 16, "stored": 16}
 
 
 class CountingEngine:
@@ -160,13 +161,13 @@ def test_a_full_pool_is_left_alone_until_there_is_room(monkeypatch: pytest.Monke
     for _ in range(50):
         host.step()
     assert counted.offers == [3]
-    assert outcomes(host)["dropped_cpu_full"] == 3
+    assert host.outcomes["dropped_cpu_full"] == 3
     assert idle_steps(host) == 0
     host.engine.release(lease)
     assert idle_steps(host) > 0
     assert {*KEYS[:3]} <= host.stored()
     assert counted.offers == [3, 3]
-    assert outcomes(host)["dropped_cpu_full"] == 3
+    assert host.outcomes["dropped_cpu_full"] == 3
 
 
 def test_no_more_is_offered_again_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +183,7 @@ def test_no_more_is_offered_again_than_there_is_room_for(monkeypatch: pytest.Mon
     host.copy()
     idle_steps(host)
     assert host.stored() == set(KEYS)
-    assert outcomes(host) == {"dropped_not_ready": 16, "stored": 16}
+    assert host.outcomes == {"dropped_not_ready": 16, "stored": 16}
 
 
 def test_a_store_that_failed_is_planned_again() -> None:
@@ -192,7 +193,7 @@ def test_a_store_that_failed_is_planned_again() -> None:
     host.ranks[0].run(op.op_id, fail=True)
     assert idle_steps(host) > 0
     assert host.stored() == set(KEYS)
-    assert outcomes(host) == {"failed": 16, "stored": 16}
+    assert host.outcomes == {"failed": 16, "stored": 16}
 
 
 def test_lazy_stores_that_failed_are_planned_again() -> None:
@@ -264,36 +265,30 @@ def test_a_block_that_this_step_completes_is_not_read() -> None:
 
 def test_a_window_block_that_is_handed_out_again_is_stored_when_it_is_written() -> None:
     """It has left the window of one request, and another one, which computes the same tokens, is given it."""
-    host, request, twin = VllmHost(WITH_WINDOW), FakeRequest("r", "abcdefgh"), FakeRequest("t", "abcdefgh")
+    host, request, twin = VllmHost(WITH_SHORT_WINDOW), FakeRequest("r", "abcdefgh"), FakeRequest("t", "abcdefgh")
     host.run(request)
     window = request.block_ids[1]
     request.tokens += "i"
     host.schedule(request, 1)
-    block = host.pool.blocks[window[0]]
-    host.pool.free_block_queue.remove(block)
-    host.pool.free_block_queue.prepend_n([block])
-    free = [each for each in host.pool.free if each != window[0]]
-    for other in reversed(free[:4]):
-        host.pool.free_block_queue.remove(host.pool.blocks[other])
-    host.pool.free_block_queue.prepend_n([host.pool.blocks[other] for other in free[:4]])
+    free = [block for block in host.pool.free if block != window[0]]
+    host.hand_out_next(*free[:4], window[0])
     host.admit(twin, 8)
     assert twin.block_ids[1][0] == window[0]
     plan = host.step({request: 1, twin: 8})
     assert window[0] not in {each for op in plan.stores.ops for each in op.blocks}
     host.step({})
-    assert keys_of("ab", WINDOW)[0] in host.stored()
+    assert keys_of("ab", SHORT_WINDOW)[0] in host.stored()
 
 
 def test_a_window_block_that_holds_other_tokens_by_now_is_not_stored_as_the_old_ones() -> None:
     """It has left the window before its turn came, and another request has written it."""
-    host = VllmHost(WITH_WINDOW, step_blocks=2)
+    host = VllmHost(WITH_SHORT_WINDOW, step_blocks=2)
     request, other = FakeRequest("r", "abcdefgh"), FakeRequest("o", "stuvwxyz")
     host.run(request)
     window = request.block_ids[1]
     request.tokens += "ij"
     host.schedule(request, 1)
-    host.pool.free_block_queue.remove(host.pool.blocks[window[1]])
-    host.pool.free_block_queue.prepend_n([host.pool.blocks[window[1]]])
+    host.hand_out_next(window[1])
     host.admit(other, 8)
     assert window[1] in {block_id for table in other.block_ids for block_id in table}
     host.step({request: 1, other: 8})
@@ -303,7 +298,7 @@ def test_a_window_block_that_holds_other_tokens_by_now_is_not_stored_as_the_old_
     idle_steps(host)
     stored = host.stored()
     assert keys_of("abcd")[1] in stored
-    assert keys_of("abcd", WINDOW)[1] not in stored
+    assert keys_of("abcd", SHORT_WINDOW)[1] not in stored
 
 
 def test_after_a_reset_nothing_is_offered_again() -> None:
@@ -393,7 +388,7 @@ def test_no_request_keeps_others_waiting_with_its_burst() -> None:
     assert {*keys_of("ABCDEFGH")} <= host.stored()
 
 
-@pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW], ids=["full", "window"])
+@pytest.mark.parametrize("groups", [ONE_GROUP, WITH_SHORT_WINDOW], ids=["full", "window"])
 def test_the_beginning_of_a_prefix_that_took_several_steps_is_evicted_last(groups: KVGroups) -> None:
     host = VllmHost(groups, gpu_blocks=65, step_blocks=6, slots=40)
     run_and_finish(host)

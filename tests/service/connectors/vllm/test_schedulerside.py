@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.service.connectors.vllm.vllmhost import FULL, ONE_GROUP, Cached, FakeRequest, Output, VllmHost, keys_of
+from tests.service.connectors.vllm.vllmhost import (
+    ONE_GROUP,
+    WITH_WINDOW,
+    Cached,
+    FakeRequest,
+    Output,
+    VllmHost,
+    keys_of,
+)
 
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 
 PROMPT = "abcdefghi"  # 8 tokens can be loaded
-WITH_WINDOW = KVGroups((FULL, KVGroup(1, 2, 1, window=3)), 2)
 
 
 def holding_host(groups: KVGroups = ONE_GROUP) -> tuple[VllmHost, FakeRequest]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from tests.service.connectors.vllm.vllmhost import FULL, FakeRequest, hashes_of, keys_of
+from tests.service.connectors.vllm.vllmhost import FULL, LARGE, FakeRequest, hashes_of, keys_of
 
-from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.trackedrequests import TrackedRequest
 
-LARGE = KVGroup(1, 6, 3)
 GROUPS = KVGroups((FULL, LARGE), 6)
 
 

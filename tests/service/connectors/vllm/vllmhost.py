@@ -25,6 +25,9 @@ from kvstow_service.connectors.vllm.stepplan import PlannedStep
 HASH_TOKENS = 2
 FULL = KVGroup(0, 2, 1)
 ONE_GROUP = KVGroups((FULL,), 2)
+LARGE = KVGroup(1, 6, 3)
+SHORT_WINDOW, WINDOW = KVGroup(1, 2, 1, window=3), KVGroup(1, 2, 1, window=5)
+WITH_SHORT_WINDOW, WITH_WINDOW = KVGroups((FULL, SHORT_WINDOW), 2), KVGroups((FULL, WINDOW), 2)
 
 
 def hashes_of(tokens: str) -> list[bytes]:
@@ -192,6 +195,13 @@ class VllmHost:
         for rank in self.ranks:
             rank.run_all()
 
+    def hand_out_next(self, *block_ids: int) -> None:
+        """Have these free blocks come first in the GPU's queue."""
+        blocks = [self.pool.blocks[block_id] for block_id in block_ids]
+        for block in blocks:
+            self.pool.free_block_queue.remove(block)
+        self.pool.free_block_queue.prepend_n(blocks)
+
     # -- what there is ----------------------------------------------------------------------------------------
 
     def store(self, *keys: bytes) -> None:
@@ -211,6 +221,11 @@ class VllmHost:
     def contents(self, request: FakeRequest, group: KVGroup = FULL) -> list[bytes | None]:
         """What the request's blocks hold on the first rank."""
         return [self.ranks[0].blocks.get(block.block_id) for block in request.tables[group.index]]
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """How many blocks that were offered came to which end."""
+        return {outcome: count for outcome, count in self.engine.stats().stores.items() if count}
 
     @property
     def leases(self) -> int:
