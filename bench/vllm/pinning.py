@@ -2,11 +2,12 @@
 
     python3 -m bench.vllm pinning [--shapes 8b tp8] [--graphs decode] [--gib 8] [--turns 5] [--processes 3] [--out DIR]
 
-One engine and its worker in one process. One request is decoded all the time while the pool takes turns: it grows by
-`--gib`, stays for as many steps, and is given back. Steps of a turn are compared with each other, because a shared
-machine changes its speed within minutes. `first` is the time to the first token of 16,000 unknown ones, while the pool
-grows and while it stays. With `--cold` the first process has a pool of that size from the start, and its steps while
-that is pinned are measured too. Writes `pinning.jsonl` and `pinning.md`.
+One engine and its worker in one process. While one request is decoded, the pool grows by `--gib`, and pinning is paused
+and continued every 16 steps: a shared machine changes its speed within seconds, so only neighbouring windows of steps
+can be compared. Then the pool shrinks again; that is one turn. `first` is the time to the first token of 16,000 unknown
+ones, with pinning paused and not. `steady` and `idle` pin `--warm` GiB without a pause, beside a decoded request and
+without one. With `--cold` the first process has a pool of that size from the start, in memory that the machine may
+never have used. Writes `pinning.jsonl` and `pinning.md`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm import SamplingParams
@@ -35,10 +36,11 @@ from bench.vllm.process import run
 from bench.vllm.results import add_common, add_engine, open_results
 
 P50_BAR, P99_BAR, FIRST_BAR = 1.05, 2.0, 1.02  # times; ms; times
+STEADY_BAR, IDLE_BAR = 30.0, 5.0  # seconds for 40 GiB
 
 _TIMEOUT = 400.0
 _SKIPPED = 3  # steps of a request: its prompt, and what the first answers bring along
-_LEAST = 16  # steps of a phase that are worth a comparison
+_WINDOW, _EDGE = 16, 2  # steps; the first ones after a change belong to neither
 _SMALL_GIB = 1.0
 _CHUNK_BYTES = 64 << 20  # a pool gives back whole chunks
 _RESIZE_SECONDS = 30.0
@@ -48,74 +50,93 @@ _RESIZE_SECONDS = 30.0
 class Load:
     """`most`: steps of a phase. `prompt`: tokens of what is decoded; `cold_prompt`: of the prompts for `first`."""
 
-    most: int = 2000
+    most: int = 8000
     prompt: int = 512
     cold_prompt: int = 16000
 
 
-FULL, TINY = Load(), Load(most=60, prompt=64, cold_prompt=200)
+FULL, TINY = Load(), Load(most=200, prompt=64, cold_prompt=200)
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """Milliseconds of the steps of one phase, and how fast the pool grew meanwhile."""
+class Steps:
+    """Milliseconds."""
 
     p50: float
     p99: float
-    steps: int
-    gib_per_second: float
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    pinning: Phase
-    still: Phase
+    """Growth of the pool, once or several times: steps beside pinning, and steps while it was paused."""
+
+    pinning: Steps
+    paused: Steps
+    gib_per_second: float
 
 
 @dataclass(frozen=True, slots=True)
 class Pinning:
-    """`cold`: while the pool that the engine starts with is pinned, and as many steps afterwards.
-
-    `first_*`: milliseconds until the first token of a prompt, in pairs. `idle_gib_per_second`: while no request runs.
-    """
+    """`cold`: of the pool that the engine starts with. `all_turns`: all steps of `turns`. `first_*`: milliseconds until
+    the first token of a prompt, in pairs. `steady_seconds`, `idle_seconds`: until `--warm` GiB were pinned."""
 
     start_seconds: float
     cold: Turn | None
+    all_turns: Turn
     turns: list[Turn]
     first_pinning: list[float]
-    first_still: list[float]
-    idle_gib_per_second: float
+    first_paused: list[float]
+    steady_seconds: float | None
+    idle_seconds: float | None
 
 
-def measure(setup: Setup, load: Load, vocabulary: int, num_bytes: int, turns: int, *, is_cold: bool) -> Pinning:
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Bytes that the pool grows by, and how often. `warm_bytes`: once more without a pause; 0: not at all."""
+
+    num_bytes: int
+    turns: int
+    warm_bytes: int
+
+
+def measure(setup: Setup, load: Load, vocabulary: int, plan: Plan, *, cold_bytes: int) -> Pinning:
+    """`setup` has a small pool, or one of `cold_bytes` more."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     started = start_llm(setup)
     assert started.port is not None
     decode = _Decode(started.engine, load, vocabulary)
-    cold = decode.turn() if is_cold else None
-    small = setup.pool_bytes - num_bytes * is_cold
-    large = small + num_bytes
+    cold = _turn([decode.growth()]) if cold_bytes else None
+    small = setup.pool_bytes - cold_bytes
     decode.request(load.cold_prompt, 8)
     admin.wait_until_pinned(started.port, _TIMEOUT)
-    measured = []
-    for _ in range(turns):
-        decode.resize(started.port, large)
-        measured.append(decode.turn())
+    decode.resize(started.port, small)
+    growths = []
+    for _ in range(plan.turns):
+        _pool().set_paused(True)
+        decode.resize(started.port, small + plan.num_bytes)
+        growths.append(decode.growth())
         decode.resize(started.port, small)
-    firsts: tuple[list[float], list[float]] = [], []
-    for _ in range(turns):
-        decode.resize(started.port, large)
-        firsts[0].append(decode.first_token())
-        decode.until_pinned()
-        firsts[1].append(decode.first_token())
+    first_pinning, first_paused = [], []
+    for _ in range(plan.turns):
+        _pool().set_paused(True)
+        decode.resize(started.port, small + plan.num_bytes)
+        first_paused.append(decode.first_token())
+        _pool().set_paused(False)
+        first_pinning.append(decode.first_token())
         decode.resize(started.port, small)
-    decode.settle()
-    began = time.perf_counter()
-    admin.change(started.port, "/v1/pools/host", {"capacity_bytes": large})
-    while _pool().status().target_bytes < large - _pool().slot_bytes:
-        time.sleep(0.001)
-    admin.wait_until_pinned(started.port, _TIMEOUT)
-    return Pinning(started.seconds, cold, measured, *firsts, num_bytes / GIB / (time.perf_counter() - began))
+    steady = idle = None
+    if plan.warm_bytes:
+        decode.resize(started.port, small + plan.warm_bytes)
+        steady = decode.until_pinned()
+        decode.resize(started.port, small)
+        began = time.perf_counter()
+        admin.change(started.port, "/v1/pools/host", {"capacity_bytes": small + plan.warm_bytes})
+        while not decode.is_at(small + plan.warm_bytes) or _pool().status().state == "pinning":
+            time.sleep(0.001)
+        idle = time.perf_counter() - began
+    turns = [_turn([growth]) for growth in growths]
+    return Pinning(started.seconds, cold, _turn(growths), turns, first_pinning, first_paused, steady, idle)
 
 
 def _pool() -> Any:
@@ -129,10 +150,32 @@ class _Decode:
         self._chance, self._number = random.Random(0), 0
         self.request(load.prompt, 2 * _SKIPPED)
 
-    def turn(self) -> Turn:
-        """Steps until the pool is pinned, and as many when it is."""
-        pinning = self.until_pinned()
-        return Turn(pinning, self._phase(lambda steps: steps < max(pinning.steps, _LEAST)))
+    def growth(self) -> _Growth:
+        """Decode until the pool is pinned, with pinning paused in every second window of steps, the first one too."""
+        pool, pinned, seconds = _pool(), 0, 0.0
+        window = _Window(0.0, 0)
+
+        def going(steps: int) -> bool:
+            nonlocal pinned, seconds, window
+            if steps % _WINDOW:
+                return True
+            now, status = time.perf_counter(), pool.status()
+            if not _is_paused(steps - _WINDOW):
+                pinned += status.pinned_bytes - window.pinned_bytes
+                seconds += now - window.began
+            window = _Window(now, status.pinned_bytes)
+            pool.set_paused(_is_paused(steps))
+            return bool(status.state == "pinning")
+
+        pool.set_paused(True)
+        steps = self.request(self._load.prompt, self._load.most, going)
+        pool.set_paused(False)
+        self.until_pinned()
+        growth = _Growth([], [], pinned / GIB, seconds)
+        for index in range(_WINDOW, len(steps) - len(steps) % _WINDOW):
+            if index % _WINDOW >= _EDGE:
+                (growth.paused if _is_paused(index) else growth.pinning).append(steps[index])
+        return growth
 
     def resize(self, port: int, num_bytes: int) -> None:
         """Until the rank has begun to grow, or has given everything back: stores under way end with steps, so there
@@ -148,13 +191,23 @@ class _Decode:
         """Let steps go by, in which stores end."""
         self.request(self._load.prompt, 4)
 
-    def _follows(self, num_bytes: int) -> bool:
-        pool, status = _pool(), _pool().status()
-        is_wanted = abs(status.target_bytes - num_bytes) <= pool.slot_bytes
-        return is_wanted and bool(status.state == "pinning" or status.resident_bytes <= num_bytes + _CHUNK_BYTES)
+    def is_at(self, num_bytes: int) -> bool:
+        """Whether the rank has heard of a resize."""
+        pool = _pool()
+        missing = abs(pool.status().target_bytes - num_bytes)
+        return bool(missing <= pool.slot_bytes)
 
-    def until_pinned(self) -> Phase:
-        return self._phase(lambda steps: _pool().status().state == "pinning")
+    def _follows(self, num_bytes: int) -> bool:
+        status = _pool().status()
+        is_under_way = status.state == "pinning" or status.resident_bytes <= num_bytes + _CHUNK_BYTES
+        return bool(self.is_at(num_bytes) and is_under_way)
+
+    def until_pinned(self) -> float:
+        """Decode until the pool is pinned; seconds."""
+        began = time.perf_counter()
+        while _pool().status().state == "pinning":
+            self.request(self._load.prompt, self._load.most, lambda steps: _pool().status().state == "pinning")
+        return time.perf_counter() - began
 
     def first_token(self) -> float:
         return self.request(self._load.cold_prompt, 1)[0]
@@ -178,52 +231,85 @@ class _Decode:
                     self._engine.abort_request([name])
         return steps
 
-    def _phase(self, going: Callable[[int], bool]) -> Phase:
-        pool = _pool()
-        began, before = time.perf_counter(), pool.status().pinned_bytes
-        steps = self.request(self._load.prompt, self._load.most, going)[_SKIPPED:] or [float("nan")]
-        rate = (pool.status().pinned_bytes - before) / GIB / (time.perf_counter() - began)
-        p50, p99 = (float(value) for value in np.percentile(steps, [50, 99]))
-        return Phase(p50, p99, len(steps), rate)
+
+class _Window(NamedTuple):
+    began: float
+    pinned_bytes: int
+
+
+class _Growth(NamedTuple):
+    """Milliseconds of steps; GiB that were pinned in `seconds`, pauses left out."""
+
+    pinning: list[float]
+    paused: list[float]
+    gib: float
+    seconds: float
+
+
+def _turn(growths: Sequence[_Growth]) -> Turn:
+    pinning = [ms for growth in growths for ms in growth.pinning]
+    paused = [ms for growth in growths for ms in growth.paused]
+    seconds = sum(growth.seconds for growth in growths)
+    rate = sum(growth.gib for growth in growths) / seconds if seconds else float("nan")
+    return Turn(_steps(pinning), _steps(paused), rate)
+
+
+def _is_paused(step: int) -> bool:
+    return step // _WINDOW % 2 == 0
+
+
+def _steps(milliseconds: list[float]) -> Steps:
+    p50, p99 = (float(value) for value in np.percentile(milliseconds or [float("nan")], [50, 99]))
+    return Steps(p50, p99, len(milliseconds))
 
 
 def table(runs: Sequence[tuple[str, Pinning]]) -> Table:
     rows = []
     for name, run_ in runs:
-        turns = [turn for turn in run_.turns if turn.pinning.steps >= _LEAST]
-        for what, some in (("cold memory", [run_.cold] if run_.cold else []), ("resized", turns)):
-            if some:
-                rows.append([f"{name}, {what}", *_cells(some)])
-        if run_.first_still:
-            ratio = statistics.median(run_.first_pinning) / statistics.median(run_.first_still)
-            cells = [f"{statistics.median(run_.first_still):.0f}", f"{statistics.median(run_.first_pinning):.0f}"]
-            rows.append([f"{name}, first token", *cells, f"{ratio:.3f}, {verdict(ratio <= FIRST_BAR)}", "", "", ""])
-    head = ["", "still: p50, ms", "pinning", f"ratio, bar {P50_BAR}", f"p99 longer, bar {P99_BAR} ms", "steps", "GiB/s"]
+        for what, turn in (("cold memory", run_.cold), ("resized", run_.all_turns)):
+            if turn is not None:
+                rows.append([f"{name}, {what}", *_cells(turn)])
+        if run_.first_paused:
+            paused, pinning = statistics.median(run_.first_paused), statistics.median(run_.first_pinning)
+            ratio = f"{pinning / paused:.3f}, {verdict(pinning <= FIRST_BAR * paused)}"
+            rows.append([f"{name}, first token", f"{paused:.0f}", f"{pinning:.0f}", ratio, "", "", ""])
+        for what, seconds, bar in (("steady", run_.steady_seconds, STEADY_BAR), ("idle", run_.idle_seconds, IDLE_BAR)):
+            if seconds is not None:
+                rows.append([f"{name}, {what}: {seconds:.1f} s, {verdict(seconds <= bar)}", "", "", "", "", "", ""])
+    head = [
+        "",
+        "paused: p50, ms",
+        "pinning",
+        f"ratio, bar {P50_BAR}",
+        f"p99 longer, bar {P99_BAR} ms",
+        "steps",
+        "GiB/s",
+    ]
     return Table("Steps of an engine beside its growing pool", head, rows)
 
 
-def _cells(turns: Sequence[Turn]) -> list[str]:
-    ratio = statistics.median(turn.pinning.p50 / turn.still.p50 for turn in turns)
-    longer = statistics.median(turn.pinning.p99 - turn.still.p99 for turn in turns)
+def _cells(turn: Turn) -> list[str]:
+    ratio, longer = turn.pinning.p50 / turn.paused.p50, turn.pinning.p99 - turn.paused.p99
     return [
-        f"{statistics.median(turn.still.p50 for turn in turns):.2f}",
-        f"{statistics.median(turn.pinning.p50 for turn in turns):.2f}",
+        f"{turn.paused.p50:.2f}",
+        f"{turn.pinning.p50:.2f}",
         f"{ratio:.3f}, {verdict(ratio <= P50_BAR)}",
         f"{longer:+.2f}, {verdict(longer <= P99_BAR)}",
-        str(sum(turn.pinning.steps for turn in turns)),
-        f"{statistics.median(turn.pinning.gib_per_second for turn in turns):.2f}",
+        str(turn.pinning.number),
+        f"{turn.gib_per_second:.2f}",
     ]
 
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     results, load = open_results("pinning", options), TINY if options.tiny else FULL
-    num_bytes = int((0.02 if options.tiny else options.gib) * GIB)
+    scale = GIB // 16 if options.tiny else GIB
+    plan = Plan(int(options.gib * scale), options.turns, int(options.warm * scale))
+    small, cold_bytes = int(_SMALL_GIB * scale), int(options.cold * scale)
     runs: list[tuple[str, Pinning]] = []
     with tempfile.TemporaryDirectory() as folder:
         for shape in ["tiny"] if options.tiny else options.shapes:
             write_model(Path(folder) / shape, SHAPES[shape], weights=False)
-            small = int((0.005 if options.tiny else _SMALL_GIB) * GIB)
             setup = Setup(
                 Path(folder) / shape,
                 "kvstow",
@@ -232,13 +318,12 @@ def main(argv: Sequence[str]) -> int:
                 gpu_blocks=None if options.tiny else 4096,
                 graphs=options.graphs,
                 graph_sizes=(1,),
-                extra={"max_bytes": small + max(num_bytes, int(options.cold * GIB)), **options.extra},
+                extra={"max_bytes": small + max(plan.num_bytes, plan.warm_bytes, cold_bytes), **options.extra},
             )
             for process in range(options.processes):
-                cold = options.cold > 0 and process == 0
-                one = replace(setup, pool_bytes=int(options.cold * GIB)) if cold else setup
-                arguments = load, SHAPES[shape].vocabulary, num_bytes, options.turns
-                once = partial(run, _TIMEOUT, measure, one, *arguments, is_cold=cold)
+                cold = cold_bytes * (process == 0)
+                one = replace(setup, pool_bytes=small + cold)
+                once = partial(run, _TIMEOUT, measure, one, load, SHAPES[shape].vocabulary, plan, cold_bytes=cold)
                 labels = {"shape": shape, "graphs": options.graphs, "process": process}
                 measured = results.attempt("pinning", once, **labels)
                 if measured is not None:
@@ -258,5 +343,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gib", type=float, default=8.0, help="that the pool grows by, each turn")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--processes", type=int, default=3, help="of each shape")
+    parser.add_argument("--warm", type=float, default=0.0, metavar="GIB", help="pinned once more, steadily and idly")
     parser.add_argument("--cold", type=float, default=0.0, metavar="GIB", help="pool of the first process at its start")
     return parser
