@@ -43,7 +43,7 @@ _SKIPPED = 3  # steps of a request: its prompt, and what the first answers bring
 _WINDOW, _EDGE = 16, 2  # steps; the first ones after a change belong to neither
 _SMALL_GIB = 1.0
 _CHUNK_BYTES = 64 << 20  # a pool gives back whole chunks
-_RESIZE_SECONDS = 30.0
+_RESIZE_SECONDS, _IDLE_SECONDS = 60.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +113,13 @@ def measure(setup: Setup, load: Load, vocabulary: int, plan: Plan, *, cold_bytes
     decode.resize(started.port, small)
     growths = []
     for _ in range(plan.turns):
-        _pool().set_paused(True)
-        decode.resize(started.port, small + plan.num_bytes)
+        decode.resize(started.port, small + plan.num_bytes, paused=True)
         growths.append(decode.growth())
+        print(_turn(growths[-1:]), flush=True)
         decode.resize(started.port, small)
     first_pinning, first_paused = [], []
     for _ in range(plan.turns):
-        _pool().set_paused(True)
-        decode.resize(started.port, small + plan.num_bytes)
+        decode.resize(started.port, small + plan.num_bytes, paused=True)
         first_paused.append(decode.first_token())
         _pool().set_paused(False)
         first_pinning.append(decode.first_token())
@@ -177,15 +176,18 @@ class _Decode:
                 (growth.paused if _is_paused(index) else growth.pinning).append(steps[index])
         return growth
 
-    def resize(self, port: int, num_bytes: int) -> None:
-        """Until the rank has begun to grow, or has given everything back: stores under way end with steps, so there
-        must be some."""
-        admin.change(port, "/v1/pools/host", {"capacity_bytes": num_bytes})
+    def resize(self, port: int, num_bytes: int, *, paused: bool = False) -> None:
+        """Until the rank has begun to grow, or has given everything back: fast, as the host is idle, but stores under
+        way end with steps only."""
+        admin.change(port, "/v1/pools/host", {"capacity_bytes": num_bytes, "pinning_paused": paused})
         deadline = time.perf_counter() + _RESIZE_SECONDS
         while not self._follows(num_bytes):
             if time.perf_counter() > deadline:
                 raise TimeoutError(f"the pool did not follow a resize to {num_bytes} bytes: {_pool().status()}")
             self.settle()
+            idle_until = time.perf_counter() + _IDLE_SECONDS
+            while not self._follows(num_bytes) and time.perf_counter() < idle_until:
+                time.sleep(0.005)
 
     def settle(self) -> None:
         """Let steps go by, in which stores end."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvstow.errors import PinError
 from kvstow.memory.limits import Shortage
 
-_ASKED_BYTES = 256 << 20
+_ASKED_BYTES = 1 << 30  # a second's worth beside a busy host, which each file read disturbs
 _PLENTY_BYTES = 2 << 30  # beyond those: more than anybody takes while they are populated, in 20 ms
 _VALID_SECONDS = 1.0  # a pool may pause for hours, and others take the memory meanwhile
 

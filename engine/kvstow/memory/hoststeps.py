@@ -13,9 +13,10 @@ HostState = Literal["starting", "idle", "stepping"]
 
 IDLE_SECONDS = 0.02  # after a launch: the host has no work, or waits for a long step of its device
 _LAUNCH_SECONDS = 0.25  # a step that takes this long to launch was abandoned
-_SHARE = 0.05  # of the time between two launches, for register calls
-_MOST_CREDIT = 0.004  # seconds saved up at most: a pause of the host must not be followed by many calls
-_MOST_DEBT = 0.1  # seconds: one call that took unusually long delays the next by at most 2 s of steps
+_SHARE = 0.033  # of the time between two launches, for register calls
+_FEWER = 0.45  # of short steps: the median step has no call
+_WORTHWHILE = 0.001  # seconds: shorter calls spend over a quarter of their time on their fixed cost
+_MOST_DEBT = 0.1  # seconds: one call that took unusually long delays the next by at most 3 s of steps
 
 
 class _Offer:
@@ -58,7 +59,9 @@ class HostSteps:
     launches something: it was measured to cost twice the call's own time. So while the host makes steps, its thread
     makes the call itself, right after a launch. It then pays for the call alone, or nothing if it would have waited
     for its device.
-    All calls together take at most a twentieth of the time between launches.
+
+    All calls together take at most a thirtieth of the time between launches. Steps long enough to pay for a call each
+    (from 30 ms on) make one each; of shorter steps fewer than half make one, so that the median step has none.
 
     The host's thread calls `begin` before it gives a step's work to the device, `launched` after it, and `end` last; a
     step that ends without a launch had no work for the device. Without an offer each takes about a microsecond and
@@ -74,17 +77,16 @@ class HostSteps:
         self._is_closed = False
         self._is_launching = False
         self._begun: float | None = None  # when it last began to launch
-        self._idle_since: float | None = None  # when it had last launched something
-        self._launched: float | None = None
+        self._launched: float | None = None  # when it had last launched something
         self._interval = 0.0
         self._credit = 0.0
         self._expected = 0.0
         self._offer: _Offer | None = None
 
-    @property
-    def call_seconds(self) -> float:
-        """How long a call one step can pay for, given the time between the last two launches."""
-        return self._interval * _SHARE
+    def call_seconds(self, most: float) -> float:
+        """How long a call should take: what one step can pay for, or `most` where only several steps together can."""
+        each = self._interval * _SHARE
+        return min(each, most) if each >= _WORTHWHILE else most
 
     def begin(self) -> None:
         """The host begins to launch the work of a step."""
@@ -98,11 +100,14 @@ class HostSteps:
         now = self._clock()
         if self._launched is not None:
             self._interval = now - self._launched
-            earned = min(self._interval * _SHARE, _MOST_CREDIT)
-            self._credit = min(self._credit + earned, max(_MOST_CREDIT, self._expected))
-        self._launched = now
+            earned = self._interval * _SHARE
+            if earned < _WORTHWHILE:
+                earned = min(earned, self._expected * _FEWER)
+            # No more than one call is saved up: a pause of the host must not be followed by many.
+            self._credit = min(self._credit + earned, self._expected)
         offer = self._offer
-        if offer is not None and not self._is_closed and self._credit >= self._expected:
+        # Half is enough, and the rest is owed: the estimates of a step and of a call may be a little off.
+        if offer is not None and not self._is_closed and self._credit >= self._expected / 2:
             try:
                 if offer.claim():
                     offer.make()
@@ -112,7 +117,8 @@ class HostSteps:
                     now = made
             finally:
                 offer.end()  # even if the host is interrupted: the pinning thread waits for this
-        self._is_launching, self._idle_since = False, now
+        self._is_launching = False
+        self._launched = now
 
     def end(self) -> None:
         """The step has ended, with or without work for the device."""
@@ -127,10 +133,10 @@ class HostSteps:
             return "starting"
         if self._is_closed:
             return "idle"
-        begun, idle_since = self._begun, self._idle_since
+        begun, launched = self._begun, self._launched
         if self._is_launching and begun is not None and now - begun < _LAUNCH_SECONDS:
             return "stepping"
-        return "stepping" if idle_since is not None and now - idle_since < IDLE_SECONDS else "idle"
+        return "stepping" if launched is not None and now - launched < IDLE_SECONDS else "idle"
 
     def run(self, call: Callable[[], None], seconds: float) -> float | None:
         """Make `call`, expected to take `seconds`: on the host's thread while it makes steps, else on this one.

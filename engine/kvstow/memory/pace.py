@@ -12,8 +12,7 @@ from kvstow.config import PoolConfig
 from kvstow.memory.hoststeps import HostSteps
 
 CHUNK_BYTES, PAUSE = 64 << 20, 0.002  # where neither is given: 17.7 GiB/s, steps at most 1.2 ms longer
-_LATENCY_TARGET = 0.0015  # a call of 40 MiB; in smaller ones the fixed cost of a call weighs more
-_MOST_LATENCY = 0.002  # where steps are so long that they could pay for more than one call each
+_LATENCY_TARGET = 0.0015  # a call of 64 MiB, or of 40 where the machine is slow
 _EASE = 5  # factor for a fixed pause while the host starts
 _FIRST_BYTES, _MOST_BYTES = 16 << 20, 64 << 20
 _LEAST_BYTES = 8 << 20  # any call takes at least 0.25 ms
@@ -62,9 +61,9 @@ class FixedPace:
 class AdaptivePace:
     """Adapts to what the host is doing.
 
-    While the host makes steps, its own thread makes the calls, for at most a twentieth of its time (`HostSteps`).
-    Each takes about `latency_target`, or up to 2 ms where steps are long enough to pay for that. While the host is
-    idle, or waits for a long step of its device, calls take two fifths of the time; while it starts, a tenth.
+    While the host makes steps, its own thread makes the calls, for at most a thirtieth of its time (`HostSteps`).
+    Each takes `latency_target`, or less where each step pays for a call. While the host is idle, or waits for a long
+    step of its device, calls take two fifths of the time; while it starts, a tenth.
     """
 
     def __init__(self, latency_target: float, steps: HostSteps) -> None:
@@ -90,8 +89,8 @@ class AdaptivePace:
         """Sizes follow a slow call down at once, and a fast one up step by step."""
         self._ended, self._seconds = now, max(seconds, _LEAST_SECONDS)
         self._bytes_per_second = num_bytes / self._seconds
-        target = max(self._target, min(self._steps.call_seconds, _MOST_LATENCY))
-        aimed = min(self._bytes_per_second * target, self.chunk_bytes * _GROWTH, _MOST_BYTES)
+        seconds = self._steps.call_seconds(self._target)
+        aimed = min(self._bytes_per_second * seconds, self.chunk_bytes * _GROWTH, _MOST_BYTES)
         self.chunk_bytes = max(int(aimed), _LEAST_BYTES)
 
 

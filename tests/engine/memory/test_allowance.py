@@ -31,9 +31,7 @@ class Limits:
         return len(self.asked)
 
 
-@pytest.mark.parametrize(
-    ("left", "questions", "plenty"), [(2 * GIB + 256 * MIB, 2, True), (GIB, 4, False), (CHUNK, 24, False)]
-)
+@pytest.mark.parametrize(("left", "questions", "plenty"), [(3 * GIB, 1, True), (GIB, 2, False), (CHUNK, 24, False)])
 def test_many_chunks_are_asked_for_at_once_unless_memory_is_short(left: int, questions: int, plenty: bool) -> None:
     limits = Limits(left)
     assert limits.require(*range(8)) == questions

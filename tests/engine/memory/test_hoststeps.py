@@ -13,7 +13,7 @@ Eventually = Callable[[Callable[[], object]], None]
 
 
 class Host:
-    """A host whose steps launch for half of their time and wait for the other half."""
+    """A host whose steps launch for three quarters of their time and wait for the last one."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -21,10 +21,10 @@ class Host:
 
     def step(self, seconds: float) -> None:
         self.steps.begin()
-        self.clock.advance(seconds / 2)
+        self.clock.advance(seconds * 3 / 4)
         self.steps.launched()
         self.steps.end()
-        self.clock.advance(seconds / 2)
+        self.clock.advance(seconds / 4)
 
     @property
     def state(self) -> str:
@@ -96,8 +96,17 @@ def test_a_step_without_work_for_the_device_is_no_step_to_pay_with() -> None:
         host.steps.end()
     host.clock.advance(0.010)
     assert host.state == "stepping"
-    host.step(0.010)
-    assert host.steps.call_seconds == pytest.approx(0.05 * 0.020), "from launch to launch"
+    host.step(0.050)
+    assert host.steps.call_seconds(1.0) == pytest.approx(0.033 * (0.0025 + 0.010 + 0.0375)), "from launch to launch"
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0.002, 0.0015), (0.030, 0.0015), (0.040, 0.00132), (0.100, 0.0015)])
+def test_a_call_takes_what_one_step_pays_for_unless_that_is_too_little_for_a_call(step: float, expected: float) -> None:
+    host = Host()
+    assert host.steps.call_seconds(0.0015) == 0.0015, "nothing is known of its steps"
+    host.step(step)
+    host.step(step)
+    assert host.steps.call_seconds(0.0015) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("is_starting", [False, True])
@@ -109,37 +118,47 @@ def test_beside_a_host_without_steps_the_call_is_made_at_once_by_whoever_offers_
     assert calls.made_by == [calls.thread]
 
 
-def test_while_the_host_makes_steps_its_own_thread_makes_the_calls_for_a_twentieth_of_its_time(
-    eventually: Eventually,
+@pytest.mark.parametrize(
+    ("step", "call", "share", "steps_with_a_call"),
+    [
+        (0.010, 0.0010, 0.033, 0.34),
+        (0.020, 0.0010, 0.0220, 0.45),  # fewer than half of the steps, so that the median step has none
+        (0.040, 0.0013, 0.033, 1.0),
+        (0.040, 0.0014, 0.032, 0.90),  # a call that is a little longer than expected
+    ],
+)
+def test_while_the_host_makes_steps_its_own_thread_makes_the_calls_for_a_thirtieth_of_its_time(
+    step: float, call: float, share: float, steps_with_a_call: float, eventually: Eventually
 ) -> None:
     host = Host()
-    host.step(0.010)
+    host.step(step)
     began = host.clock()
-    calls = Calls(host, 0.0009, number=1000)
+    calls = Calls(host, call, number=1000)
     calls.wait_for_offer(eventually)
-    made = []
+    with_a_call = 0
     for _ in range(400):
         before = len(calls.made_by)
-        host.step(0.010)
-        made.append(len(calls.made_by))
-        if made[-1] > before:
+        host.step(step)
+        if len(calls.made_by) > before:
+            with_a_call += 1
             calls.wait_for_offer(eventually)
     assert set(calls.made_by) == {threading.current_thread()}
-    assert made[:4] == [0, 1, 1, 2], "two steps of 10 ms pay for a call of 0.9 ms"
-    assert made[-1] * 0.0009 == pytest.approx(0.05 * (host.clock() - began), rel=0.01)
+    assert with_a_call == len(calls.made_by) == pytest.approx(400 * steps_with_a_call, rel=0.04)
+    assert with_a_call * call == pytest.approx(share * (host.clock() - began), rel=0.06)
     host.clock.advance(IDLE_SECONDS)
     calls.thread.join(10)
     assert len(calls.made_by) == 1000
     assert calls.made_by[-1] is calls.thread, "an idle host leaves the rest to the pinning thread"
 
 
-def test_a_call_that_is_longer_than_what_is_saved_up_is_made_all_the_same(eventually: Eventually) -> None:
+def test_a_long_call_is_made_once_the_steps_have_paid_for_half_of_it(eventually: Eventually) -> None:
     host = Host()
-    host.step(0.010)
+    host.step(0.040)
     calls = Calls(host, 0.020)
     calls.wait_for_offer(eventually)
-    for _ in range(41):
-        host.step(0.010)
+    for steps in range(1, 9):
+        host.step(0.040)
+        assert len(calls.made_by) == (steps == 8), "1.32 ms a step"
     assert calls.made_by == [threading.current_thread()]
     calls.thread.join(10)
 
@@ -147,14 +166,15 @@ def test_a_call_that_is_longer_than_what_is_saved_up_is_made_all_the_same(eventu
 def test_a_long_pause_of_the_host_is_not_followed_by_many_calls(eventually: Eventually) -> None:
     host = Host()
     host.step(0.010)
-    host.clock.advance(3600.0)
-    host.step(0.001)
     calls = Calls(host, 0.0019, number=3)
-    for expected in (1, 2, 2, 2):
-        if expected > len(calls.made_by):
-            calls.wait_for_offer(eventually)
+    calls.wait_for_offer(eventually)
+    host.steps.begin()
+    host.clock.advance(3600.0)
+    host.steps.launched()
+    calls.wait_for_offer(eventually)
+    for _ in range(20):
         host.step(0.001)
-        assert len(calls.made_by) == expected, "4 ms are saved up at most"
+        assert len(calls.made_by) == 1, "one call is saved up at most"
     host.clock.advance(IDLE_SECONDS)
     calls.thread.join(10)
 
@@ -169,7 +189,7 @@ def test_what_a_call_raises_reaches_the_pinning_thread_and_never_the_host(
     calls = Calls(host, 0.0001, error=error)
     if is_stepping:
         calls.wait_for_offer(eventually)
-        host.step(0.010)
+        host.step(0.040)
     calls.thread.join(10)
     assert calls.errors == [error]
     assert calls.made_by == [threading.current_thread() if is_stepping else calls.thread]
@@ -190,7 +210,7 @@ def test_a_call_is_made_once_whoever_claims_it_first(eventually: Eventually) -> 
     offering = threading.Thread(target=host.steps.run, args=(call, 0.0001), daemon=True)
     offering.start()
     eventually(lambda: host.steps._offer is not None)
-    stepping = threading.Thread(target=host.step, args=(0.010,), daemon=True)
+    stepping = threading.Thread(target=host.step, args=(0.040,), daemon=True)
     stepping.start()
     assert begun.wait(10)
     host.clock.advance(IDLE_SECONDS * 100)
@@ -208,6 +228,7 @@ def test_a_signal_in_the_middle_of_a_call_ends_the_host_and_not_the_pinning_thre
     host.step(0.010)
     calls = Calls(host, 0.0001, error=SystemExit())
     calls.wait_for_offer(eventually)
+    host.step(0.010)
     with pytest.raises(SystemExit):
         host.step(0.010)
     calls.thread.join(10)
@@ -234,6 +255,7 @@ def test_a_signal_beside_the_call_loses_no_offer(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(offer, "claim", interrupted)
+    host.step(0.010)
     with pytest.raises(KeyboardInterrupt):
         host.step(0.010)
     calls.thread.join(10)
@@ -258,20 +280,20 @@ def test_a_host_whose_steps_have_no_work_for_the_device_is_idle(eventually: Even
 
 def test_a_call_that_took_very_long_holds_up_the_next_for_a_moment_only(eventually: Eventually) -> None:
     host = Host()
-    host.step(0.010)
+    host.step(0.040)
     calls = Calls(host, 30.0, number=2)
     calls.wait_for_offer(eventually)
-    host.steps._expected = 0.0  # it was expected to be short
-    host.step(0.010)
+    host.steps._expected = 0.001  # it was expected to be short
+    host.step(0.040)
     assert calls.made_by == [threading.current_thread()]
     calls.wait_for_offer(eventually)
-    host.steps._expected = 0.0
+    host.steps._expected = 0.001
     steps = 0
     while len(calls.made_by) < 2:
-        host.step(0.010)
+        host.step(0.040)
         steps += 1
-        assert steps <= 201, "0.1 s are paid back by 2 s of steps"
-    assert steps == pytest.approx(193, abs=2)
+        assert steps <= 77, "0.1 s are paid back by 3 s of steps"
+    assert steps >= 74
     calls.thread.join(10)
 
 

@@ -326,7 +326,7 @@ def test_memory_that_others_took_since_the_start_stops_growth_with_a_reason(
     eventually(pinned(pool, 16))
 
 
-@pytest.mark.parametrize("left", [3 << 30, 1 << 30])
+@pytest.mark.parametrize("left", [4 << 30, 1 << 30])
 def test_near_a_limit_no_page_is_touched_that_may_not_be_had(
     make_pool: MakePool,
     eventually: Eventually,
@@ -345,7 +345,7 @@ def test_near_a_limit_no_page_is_touched_that_may_not_be_had(
     pool = make_pool(limits=write_cgroup(tmp_path, left))
     pool.start()
     eventually(pinned(pool, 16))
-    assert set(touched) == {left == 3 << 30}
+    assert set(touched) == {left == 4 << 30}
 
 
 def test_address_space_that_cannot_be_reserved_is_a_pin_error(make_pool: MakePool) -> None:
