@@ -1,4 +1,4 @@
-"""Each alert fires when it should, does not when it should not, and has a runbook that says what to do."""
+"""Each alert fires when it should and only then, and has a runbook."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def admin_down() -> Iterator[Case]:
 
 def expiring() -> Iterator[Case]:
     name, key, week = "KvstowCertificateExpires", "kvstow_tls_certificate_expiry_timestamp_seconds", 7 * 86400
-    # In promtool's world it is 0:20 of the first of January 1970.
-    yield Case(name, 20, ((key, POD, f"{week}x30"),), (POD, f"The certificate of {WHERE} ends in 6d 23h 40m 0s."))
+    # promtool's clock starts on 1 January 1970; here it is 0:20.
+    yield Case(name, 20, ((key, POD, f"{week}x30"),), (POD, f"The certificate of {WHERE} expires in 6d 23h 40m 0s."))
     yield Case(name, 20, ((key, POD, f"{week + 1200}x30"),))
     yield Case(name, 20, ((key, POD, f"{week}x10 {9 * week}x20"),))  # it was renewed in time
 
@@ -103,11 +103,11 @@ def not_pinned() -> Iterator[Case]:
     def progress(values: str) -> tuple[tuple[str, dict[str, str], str]]:
         return (("kvstow_pin_progress_ratio", {**rank, "pool": "host"}, values),)
 
-    yield Case(name, 15, progress("0.5x60"), (rank, f"Pinning stands still at 50% on rank 1 of {WHERE}."))
+    yield Case(name, 15, progress("0.5x60"), (rank, f"Pinning has stopped at 50% on rank 1 of {WHERE}."))
     yield Case(name, 5, progress("0.5x60"))
     yield Case(name, 15, progress("0+0.01x60"))
     yield Case(name, 15, progress("1x60"))
-    yield Case(name, 40, progress("0+0.01x20 0.2x40"), (rank, f"Pinning stands still at 20% on rank 1 of {WHERE}."))
+    yield Case(name, 40, progress("0+0.01x20 0.2x40"), (rank, f"Pinning has stopped at 20% on rank 1 of {WHERE}."))
 
 
 def not_ready() -> Iterator[Case]:
@@ -152,7 +152,7 @@ def saturated() -> Iterator[Case]:
         counts = {"1.0": short, "3.0": long, "+Inf": long}
         return tuple(("kvstow_transfer_queue_wait_seconds_bucket", {**labels, "le": le}, n) for le, n in counts.items())
 
-    summary = f"One load in ten of {WHERE} waits 2.6s or longer for its turn."
+    summary = f"One load in ten of {WHERE} waits in the queue for 2.6s or longer."
     yield Case(name, 30, waits("load", "0+60x60", "0+120x60"), (POD, summary))
     yield Case(name, 30, waits("load", "0+110x60", "0+120x60"))
     yield Case(name, 30, waits("load", "0x60", "0x60"))
@@ -162,7 +162,7 @@ def saturated() -> Iterator[Case]:
 def dropped() -> Iterator[Case]:
     name, key = "KvstowStoreDropsHigh", "kvstow_store_blocks_total"
     stored = (key, {**POD, "outcome": "stored"}, "0+80x60")
-    summary = "ml/vllm-0 (10.0.0.7:9595) drops 20% of what it should store: every slot is in use."
+    summary = "ml/vllm-0 (10.0.0.7:9595) drops 20% of the blocks offered to it: all slots are in use."
     yield Case(name, 30, (stored, (key, {**POD, "outcome": "dropped_cpu_full"}, "0+20x60")), (POD, summary))
     yield Case(name, 30, (stored, (key, {**POD, "outcome": "dropped_cpu_full"}, "0+2x60")))
     yield Case(name, 30, (stored, (key, {**POD, "outcome": "skipped_already_cached"}, "0+900x60")))
@@ -173,7 +173,7 @@ def collapsed() -> Iterator[Case]:
     day = 26 * 60
     asked = ("kvstow_query_tokens_total", POD, f"0+100x{2 * day}")
     hits = {**POD, "source": "host"}
-    # In promtool's notation a series goes on from the value that is written: a + b x n.
+    # In promtool's notation, a+bxn continues from a.
     fell = ("kvstow_hit_tokens_total", hits, f"0+60x{day} {60 * day}+15x{day}")
     summary = "The hit ratio of ml/vllm-0 (10.0.0.7:9595) has fallen to 15%, less than half of the day before."
     yield Case(name, day + 50, (asked, fell), (POD, summary))
@@ -191,7 +191,7 @@ def thrashing() -> Iterator[Case]:
     usable = ("kvstow_pool_usable_blocks", {**POD, "pool": "host"}, "1000x60")
     evicted = ("kvstow_evicted_blocks_total", {**POD, "pool": "host", "reason": "capacity"}, "0+150x60")
     loads = {**POD, "direction": "load"}
-    summary = f"{WHERE} evicted 1.5k blocks in 10 minutes, more than its pool has, and hardly any was loaded."
+    summary = f"{WHERE} evicted 1.5k blocks in 10 minutes, more than the pool has slots, and loaded few."
     yield Case(name, 45, (usable, evicted, ("kvstow_transfer_blocks_total", loads, "0+5x60")), (POD, summary))
     yield Case(name, 45, (usable, evicted, ("kvstow_transfer_blocks_total", loads, "0+100x60")))
     large = ("kvstow_pool_usable_blocks", {**POD, "pool": "host"}, "9000x60")
@@ -204,7 +204,7 @@ def thrashing() -> Iterator[Case]:
 def switched_off() -> Iterator[Case]:
     name, lookups, stores = "KvstowSwitchedOff", "kvstow_fallbacks_total", "kvstow_store_blocks_total"
     bypassed = {**POD, "reason": "bypassed"}
-    fires = (POD, f"The cache of {WHERE}, or a part of it, has been switched off for an hour.")
+    fires = (POD, f"The cache of {WHERE} has been switched off, fully or partly, for an hour.")
     yield Case(name, 100, ((lookups, bypassed, "0+5x120"),), fires)
     yield Case(name, 100, ((stores, {**POD, "outcome": "skipped_bypass"}, "0+5x120"),), fires)
     yield Case(name, 100, (("kvstow_state", {**POD, "state": "draining"}, "1x120"),), fires)  # and nothing comes
@@ -216,7 +216,7 @@ def switched_off() -> Iterator[Case]:
 def unbalanced() -> Iterator[Case]:
     name, key = "KvstowBooksUnbalanced", "kvstow_errors_total"
     labels = {**POD, "component": "engine"}
-    summary = f"The books of {WHERE} do not balance."
+    summary = f"The integrity check of {WHERE} has failed."
     yield Case(name, 5, ((key, {**labels, "code": "integrity"}, "1x9"),), (POD, summary))
     yield Case(
         name, 5, ((key, {**labels, "code": "integrity"}, "0x9"), (key, {**labels, "code": "load_failed"}, "1x9"))

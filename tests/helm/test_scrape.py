@@ -46,7 +46,7 @@ VARIABLES = [
 ]
 
 # Nothing to see where no kernel names a node, and where there is no TLS.
-MAY_BE_EMPTY = {"Memory by NUMA node", "Certificate ends in"}
+MAY_BE_EMPTY = {"Memory by NUMA node", "Certificate expires in"}
 PROMETHEUS_OWN = {"up", "ALERTS"}
 
 
