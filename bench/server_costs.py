@@ -27,7 +27,18 @@ def main() -> None:
     engine = OffloadEngine(EngineConfig(slot_bytes=_SLOT_BYTES, capacity_slots=_SLOTS, num_ranks=_RANKS))
     pinned = _SLOTS * _SLOT_BYTES
     reports = [
-        RankReport(rank, "boot", "ready", _SLOT_BYTES, _SLOTS, _SLOTS, pinned, pinned, sender="process", number=1)
+        RankReport(
+            rank=rank,
+            boot_id="boot",
+            state="ready",
+            slot_bytes=_SLOT_BYTES,
+            pinned_slots=_SLOTS,
+            target_slots=_SLOTS,
+            pinned_bytes=pinned,
+            target_bytes=pinned,
+            sender="process",
+            number=1,
+        )
         for rank in range(_RANKS)
     ]
     for report in reports:

@@ -17,12 +17,12 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvstow.devices.base import Device, Fence, TicketState, start_load
 from kvstow.errors import CopyError, DataPlaneFailedError
 from kvstow.memory.pool import Hold
-from kvstow.messages import Completion, Direction, Op
+from kvstow.messages import Completion, CopyFigures, Direction, Op
 from kvstow.opqueues import OpQueues, RunningOp
 
 # Seconds between two polls of fences and tickets. A staging buffer of 32 MiB is on the link for 0.6 ms: polling every
@@ -35,21 +35,6 @@ _TURN_TIMEOUT = 1e-3  # seconds that `drive` waits for this thread to finish its
 _STUCK_GRACE = 5.0  # seconds that one copy may outlast the timeout of `close`
 
 logger = logging.getLogger("kvstow.dataplane")
-
-
-@dataclass(frozen=True, slots=True)
-class CopyStatistics:
-    """Of one rank. `pending_ops`, `queued_*` (included in it) and `uncollected_completions` are current values; the
-    others only grow, and count ops that were done."""
-
-    pending_ops: int = 0
-    queued_stores: int = 0
-    queued_loads: int = 0
-    uncollected_completions: int = 0
-    store_bytes_total: int = 0
-    load_bytes_total: int = 0
-    store_busy_seconds: float = 0.0
-    load_busy_seconds: float = 0.0
 
 
 class CopyThread:
@@ -79,7 +64,7 @@ class CopyThread:
         self._completed = threading.Condition(self._lock)
         self._ops = OpQueues(max_queued)
         self._completions: list[Completion] = []
-        self._statistics = CopyStatistics()
+        self._statistics = CopyFigures()
         self._failure: str | None = None
         self._defect: BaseException | None = None
         self._stop_at: float | None = None
@@ -127,7 +112,7 @@ class CopyThread:
         with self._lock:
             return self._completed.wait_for(lambda: bool(self._completions), timeout)
 
-    def statistics(self) -> CopyStatistics:
+    def statistics(self) -> CopyFigures:
         with self._lock:
             return replace(
                 self._statistics,
@@ -295,6 +280,6 @@ def _failed(op: Op, error: BaseException) -> Completion:
     return Completion(op.op_id, "failed", f"{type(error).__name__}: {error}")
 
 
-def _counted(statistics: CopyStatistics, direction: Direction, done: Completion) -> CopyStatistics:
+def _counted(statistics: CopyFigures, direction: Direction, done: Completion) -> CopyFigures:
     totals = {f"{direction}_bytes_total": done.num_bytes, f"{direction}_busy_seconds": done.seconds}
     return replace(statistics, **{name: getattr(statistics, name) + value for name, value in totals.items()})

@@ -9,7 +9,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
 from kvstow.callbacks import Callbacks
 from kvstow.copythread import CopyThread
@@ -17,7 +16,16 @@ from kvstow.devices.base import Device, Fence
 from kvstow.memory.pool import HostPool
 from kvstow.memory.status import PoolStatus
 from kvstow.messageorder import NewestDesiredState, ReportSequence
-from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
+from kvstow.messages import (
+    Completion,
+    CopyFigures,
+    DesiredState,
+    PoolFigures,
+    RankReport,
+    RankState,
+    StepPlan,
+    figures_of,
+)
 
 logger = logging.getLogger("kvstow.dataplane")
 
@@ -126,23 +134,10 @@ class DataPlane:
             boot_id=self.boot_id,
             state=self._state(pool, failure),
             slot_bytes=self.pool.slot_bytes,
-            pinned_slots=pool.pinned_slots,
-            target_slots=pool.target_slots,
-            pinned_bytes=pool.pinned_bytes,
-            target_bytes=pool.target_bytes,
-            pin_rate_bytes_per_second=pool.pin_rate_bytes_per_second,
-            pin_elapsed_seconds=pool.pin_elapsed_seconds,
-            pin_mode=pool.pin_mode,
-            locked_bytes=pool.locked_bytes,
-            resident_bytes=pool.resident_bytes,
-            chunks_done=pool.chunks_done,
-            chunks_total=pool.chunks_total,
-            chunks_failed=pool.chunks_failed,
+            **figures_of(PoolFigures, pool),
+            **figures_of(CopyFigures, copies),
             error_reason=reason,
             error=error,
-            notice=pool.notice,
-            **asdict(copies),
-            pin_failures=pool.pin_failures,
             numa_bytes={str(node): num_bytes for node, num_bytes in pool.numa_bytes.items()},
             engine_id=applied.engine_id,
             applied=applied.number,

@@ -57,26 +57,17 @@ class Completion:
     queue_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class RankFigures:
-    """What a rank measures of itself. Times are in seconds.
+@dataclass(frozen=True, kw_only=True)
+class PoolFigures:
+    """What a rank measures of its pool. Times are in seconds.
 
-    `boot_id` changes when the rank's process or pool starts again: its memory is empty then.
-    `pinned_slots` counts from slot 0: the slots below it are usable.
-    `pin_rate_bytes_per_second`: bytes pinned by the current or last growth of the pool, divided by the time that it
-    took; null if it has pinned nothing.
-    `pin_mode` says what pinning is on this device ("mlock", "populate", "cuda", ...), `locked_bytes` how much
-    of the pinned bytes is locked in memory; `notice` is a sentence for people where that falls short.
-    `pending_ops`: ops that the rank has not finished; `uncollected_completions` wait for the host to take them.
-    `stale_desired_states` counts those that it ignored because a newer one had arrived first.
-    `pin_failures` counts them by reason since the pool was made; `numa_bytes` has the pool's memory by the number of
-    its NUMA node, and nothing where the kernel does not tell.
+    `pinned_slots` counts from slot 0: the slots below it are usable. `pin_mode` is what pinning means on this device
+    ("mlock", "populate", "cuda", ...), `locked_bytes` how many of the pinned bytes are locked in memory; `notice` is a
+    message for operators if that is less than all. `pin_rate_bytes_per_second`: bytes pinned by the current or last
+    growth of the pool, divided by the time that it took; null until a chunk of it is pinned. `pin_failures` counts them
+    by reason since the pool was made.
     """
 
-    rank: int
-    boot_id: str | None
-    state: RankState
-    slot_bytes: int
     pinned_slots: int
     target_slots: int
     pinned_bytes: int
@@ -89,37 +80,85 @@ class RankFigures:
     chunks_done: int = 0
     chunks_total: int = 0
     chunks_failed: int = 0
-    error_reason: str | None = None
-    error: str | None = None
     notice: str | None = None
+    pin_failures: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyFigures:
+    """What a rank counts of its ops. `pending_ops`, `queued_*` (included in it) and `uncollected_completions`, which
+    wait for the host, are current values; the others only grow, and count ops that were done."""
+
     pending_ops: int = 0
     queued_stores: int = 0
     queued_loads: int = 0
     uncollected_completions: int = 0
-    stale_desired_states: int = 0
     store_bytes_total: int = 0
     load_bytes_total: int = 0
     store_busy_seconds: float = 0.0
     load_busy_seconds: float = 0.0
-    pin_failures: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures(PoolFigures, CopyFigures):
+    """What a rank knows of itself.
+
+    `boot_id` changes when the rank's process or pool restarts: its memory is empty then. `stale_desired_states` counts
+    desired states that it ignored because a newer one had arrived first. `numa_bytes`: the pool's memory by NUMA node,
+    empty if the kernel does not report it.
+    """
+
+    rank: int
+    boot_id: str | None
+    state: RankState
+    slot_bytes: int
+    error_reason: str | None = None
+    error: str | None = None
+    stale_desired_states: int = 0
     numa_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RankReport(RankFigures):
     """The figures of one rank, sent every second and on change.
 
-    `sender` names the rank's process, and `number` grows with each of its reports, whichever path they take: a report
-    is newer than all with smaller numbers.
-    `engine_id` and `applied`: engine and number of the desired state that the rank had last applied when it counted
-    its slots; "" and 0 if it had applied none.
+    `sender` identifies the rank's process, and `number` grows with each of its reports, whatever path they take: a
+    report is newer than all with smaller numbers. `engine_id` and `applied`: engine and number of the desired state
+    that the rank had last applied when it counted its slots; "" and 0 if it had applied none.
     """
 
     boot_id: str
     engine_id: str = ""
     applied: int = 0
-    sender: str = field(kw_only=True)
-    number: int = field(kw_only=True)
+    sender: str
+    number: int
+
+    @classmethod
+    def without_pool(
+        cls,
+        rank: int,
+        boot_id: str,
+        state: RankState,
+        slot_bytes: int,
+        *,
+        error_reason: str | None = None,
+        error: str | None = None,
+    ) -> RankReport:
+        """The report of a rank that has no pool."""
+        return cls(
+            rank=rank,
+            boot_id=boot_id,
+            state=state,
+            slot_bytes=slot_bytes,
+            pinned_slots=0,
+            target_slots=0,
+            pinned_bytes=0,
+            target_bytes=0,
+            sender="",
+            number=0,
+            error_reason=error_reason,
+            error=error,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -169,6 +208,11 @@ class _Kind(NamedTuple):
 class _Field(NamedTuple):
     kind: _Kind
     is_required: bool
+
+
+def figures_of(kind: type[RankFigures | PoolFigures | CopyFigures], of: Any) -> dict[str, Any]:
+    """The fields of `kind`, which is a base of the class of `of`, as keyword arguments."""
+    return {known.name: getattr(of, known.name) for known in fields(kind)}
 
 
 def _from_json(cls: type[_Message], value: Any) -> _Message:

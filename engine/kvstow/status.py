@@ -5,7 +5,7 @@ Times are in seconds, ages are relative to the moment of the snapshot.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from kvstow.messages import Direction, RankFigures
@@ -16,11 +16,11 @@ Refusal = Literal["not_ready", "draining", "bypassed"]
 TransferState = Literal["queued", "running", "stuck", "quarantined"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RankStatus(RankFigures):
     """A rank as it last reported; `boot_id` and `last_report_age_seconds` are null before it has."""
 
-    last_report_age_seconds: float | None = field(default=None, kw_only=True)
+    last_report_age_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,18 @@ from kvstow.keys import chain_keys, format_key, make_key, parse_key
 from kvstow.layout import KVLayout, Region
 from kvstow.messages import DesiredState, RankReport
 
-REPORT = RankReport(0, "boot", "ready", 4096, 8, 8, 1 << 15, 1 << 15, sender="process", number=1)
+REPORT = RankReport(
+    rank=0,
+    boot_id="boot",
+    state="ready",
+    slot_bytes=4096,
+    pinned_slots=8,
+    target_slots=8,
+    pinned_bytes=1 << 15,
+    target_bytes=1 << 15,
+    sender="process",
+    number=1,
+)
 
 
 @pytest.mark.parametrize(

@@ -44,14 +44,14 @@ class FakeRank:
         state: RankState = "degraded" if self.error else "pinning"
         pinned, target = self.pinned, self.target
         return RankReport(
-            1,
-            "boot",
-            state,
-            4096,
-            pinned,
-            target,
-            pinned * 4096,
-            target * 4096,
+            rank=1,
+            boot_id="boot",
+            state=state,
+            slot_bytes=4096,
+            pinned_slots=pinned,
+            target_slots=target,
+            pinned_bytes=pinned * 4096,
+            target_bytes=target * 4096,
             error=self.error,
             sender="process",
             number=1,

@@ -50,7 +50,16 @@ class PinnedRank:
     def __init__(self, rank: int = 0) -> None:
         num_bytes = CAPACITY * SLOT
         self._report = RankReport(
-            rank, f"boot-{rank}", "ready", SLOT, CAPACITY, CAPACITY, num_bytes, num_bytes, sender="process", number=0
+            rank=rank,
+            boot_id=f"boot-{rank}",
+            state="ready",
+            slot_bytes=SLOT,
+            pinned_slots=CAPACITY,
+            target_slots=CAPACITY,
+            pinned_bytes=num_bytes,
+            target_bytes=num_bytes,
+            sender="process",
+            number=0,
         )
         self.applied: list[DesiredState] = []
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 from kvstow.config import EngineConfig
 from kvstow.errors import InvalidRequestError, NotFoundError
-from kvstow.messages import DesiredState, RankFigures, RankReport
+from kvstow.messages import DesiredState, RankFigures, RankReport, figures_of
 from kvstow.status import RankStatus
 
 
 @dataclass(slots=True)
 class RankRecord:
-    """The last report of a rank, and when it came."""
+    """The last report of a rank, and when it arrived. Before the first: a stand-in without boot and slots, and None."""
 
-    rank: int
-    report: RankReport | None = None
-    reported_at: float = 0.0
+    report: RankReport
+    reported_at: float | None = None
 
 
 class RankTable:
@@ -33,7 +31,10 @@ class RankTable:
     """
 
     def __init__(self, config: EngineConfig, desired: DesiredState) -> None:
-        self._ranks = [RankRecord(rank) for rank in range(config.num_ranks)]
+        self._ranks = [
+            RankRecord(RankReport.without_pool(rank, "", "starting", config.slot_bytes_of(rank)))
+            for rank in range(config.num_ranks)
+        ]
         self._slot_bytes_of = config.slot_bytes_of
         self._report_timeout = config.report_timeout
         self._gone: deque[tuple[int, str]] = deque(maxlen=16 * config.num_ranks)  # former senders
@@ -46,8 +47,7 @@ class RankTable:
 
     def boot_id(self, rank: int) -> str | None:
         """The boot that `rank` is in; None before its first report. Raises `NotFoundError`."""
-        report = self._get(rank).report
-        return report.boot_id if report else None
+        return self._get(rank).report.boot_id or None
 
     def check(self, report: RankReport) -> None:
         """Raises `NotFoundError` or `InvalidRequestError` if the report cannot be of a rank of this pool."""
@@ -68,7 +68,7 @@ class RankTable:
     def is_late(self, report: RankReport) -> bool:
         """Whether a later report has arrived before this one."""
         last = self._ranks[report.rank].report
-        if last is not None and last.sender == report.sender:
+        if last.sender == report.sender:
             return report.number <= last.number
         return (report.rank, report.sender) in self._gone
 
@@ -76,7 +76,7 @@ class RankTable:
         """Take a report that passed `check` and is not late; True if the rank has restarted."""
         record = self._ranks[report.rank]
         last, record.report, record.reported_at = record.report, report, now
-        if last is None:
+        if not last.boot_id:
             return False
         if last.sender != report.sender:
             self._gone.append((report.rank, last.sender))
@@ -92,48 +92,46 @@ class RankTable:
 
     def usable_slots(self) -> int:
         """Slots that every rank has pinned, and keeps; 0 until all have reported."""
-        pinned = min(record.report.pinned_slots if record.report else 0 for record in self._ranks)
+        pinned = min(record.report.pinned_slots for record in self._ranks)
         return pinned if self._all_have_applied(self._lowered) else min(pinned, self._lowered.capacity_slots)
 
     def _all_have_applied(self, desired: DesiredState) -> bool:
         """Of the ranks that have reported; the others know no desired state yet."""
-        reports = [record.report for record in self._ranks if record.report is not None]
-        return all(report.applied >= desired.number for report in reports)
+        return all(record.report.applied >= desired.number for record in self._ranks if record.reported_at is not None)
 
     def can_copy(self) -> bool:
         """Whether every rank has reported and none has lost its copy thread."""
-        return all(record.report and record.report.state not in ("failed", "stopped") for record in self._ranks)
+        return all(record.report.boot_id and record.report.state not in _WITHOUT_COPIES for record in self._ranks)
 
     def idle_since(self, rank: int, moment: float, now: float) -> bool:
         """Whether `rank` has reported after `moment`, and not long ago, that it works and has nothing under way: an op
         planned at `moment` is then no longer this rank's to finish."""
-        record = self._ranks[rank]
-        report = record.report
-        if report is None or report.state in ("failed", "stopped") or report.pending_ops:
+        report, reported_at = self._ranks[rank].report, self._ranks[rank].reported_at
+        if reported_at is None or report.state in _WITHOUT_COPIES or report.pending_ops:
             return False
-        return record.reported_at > moment and now - record.reported_at <= self._report_timeout
+        return reported_at > moment and now - reported_at <= self._report_timeout
 
     def uncollected(self, ranks: Iterable[int]) -> int:
         """Completions of these ranks that the host had not collected when they last reported."""
-        reports = (self._ranks[rank].report for rank in ranks)
-        return sum(report.uncollected_completions for report in reports if report is not None)
+        return sum(self._ranks[rank].report.uncollected_completions for rank in ranks)
 
     def records(self) -> list[RankRecord]:
         return self._ranks
 
     def statuses(self, now: float) -> tuple[RankStatus, ...]:
-        return tuple(self._status(record, now) for record in self._ranks)
+        return tuple(_status(record, now) for record in self._ranks)
 
     def _get(self, rank: int) -> RankRecord:
         if not 0 <= rank < len(self._ranks):
             raise NotFoundError(f"rank is {rank}; allowed: 0 to {len(self._ranks) - 1}")
         return self._ranks[rank]
 
-    def _status(self, record: RankRecord, now: float) -> RankStatus:
-        report = record.report
-        if report is None:
-            return RankStatus(record.rank, None, "starting", self._slot_bytes_of(record.rank), 0, 0, 0, 0)
-        return RankStatus(*_figures_of(report), last_report_age_seconds=now - record.reported_at)
+
+_WITHOUT_COPIES = ("failed", "stopped")
+"""States of a rank without a copy thread."""
 
 
-_figures_of = attrgetter(*RankFigures.__dataclass_fields__)
+def _status(record: RankRecord, now: float) -> RankStatus:
+    age = None if record.reported_at is None else now - record.reported_at
+    known = figures_of(RankFigures, record.report) | {"boot_id": record.report.boot_id or None}
+    return RankStatus(**known, last_report_age_seconds=age)

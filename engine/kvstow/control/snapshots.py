@@ -129,7 +129,7 @@ def _state_of(state: ControlState, now: float) -> tuple[EngineState, str]:
     trouble = _trouble(state, now)
     if trouble:
         return "degraded", trouble
-    silent = [record.rank for record in state.ranks.records() if record.report is None]
+    silent = [record.report.rank for record in state.ranks.records() if record.reported_at is None]
     if silent:
         return "starting", f"ranks {silent} have not reported yet"
     if state.slots.limit < state.ceiling:
@@ -147,13 +147,14 @@ def _trouble(state: ControlState, now: float) -> str:
         assert oldest is not None
         return f"{state.ops.num_stuck} transfers are stuck: {state.ops.stuck_reason(oldest, now)}"
     for record in state.ranks.records():
-        if record.report is None:
+        report = record.report
+        if record.reported_at is None:
             continue
-        if record.report.state in ("degraded", "failed", "stopped"):
-            return f"rank {record.rank} is {record.report.state}: {record.report.error or 'no reason given'}"
+        if report.state in ("degraded", "failed", "stopped"):
+            return f"rank {report.rank} is {report.state}: {report.error or 'no reason given'}"
         age = now - record.reported_at
         if age > state.config.report_timeout:
-            return f"rank {record.rank} has been silent for {age:.1f} s"
+            return f"rank {report.rank} has been silent for {age:.1f} s"
     return ""
 
 

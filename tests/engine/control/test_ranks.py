@@ -395,7 +395,18 @@ def test_desired_states_of_another_engine_do_not_count_as_applied(make_engine: M
 
 def test_reports_of_another_pool_are_refused(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    good = RankReport(0, "boot", "ready", 64, 4, 4, 256, 256, sender="process", number=1)
+    good = RankReport(
+        rank=0,
+        boot_id="boot",
+        state="ready",
+        slot_bytes=64,
+        pinned_slots=4,
+        target_slots=4,
+        pinned_bytes=256,
+        target_bytes=256,
+        sender="process",
+        number=1,
+    )
     with pytest.raises(NotFoundError, match="rank is 1; allowed: 0 to 0"):
         engine.report(replace(good, rank=1))
     with pytest.raises(InvalidRequestError, match="slot_bytes 32; allowed: 64"):
@@ -414,7 +425,18 @@ def test_each_rank_has_slots_of_its_own_size(make_engine: MakeEngine) -> None:
     assert [rank.pinned_bytes for rank in engine.readiness().ranks] == [4 * 64, 4 * 32]
     store_keys(engine, ranks, [A, B])
     assert engine.stats().transfers.store.bytes == 2 * 64, "of the rank with the largest slots"
-    wrong = RankReport(1, "boot", "ready", 64, 4, 4, 256, 256, sender="process", number=1)
+    wrong = RankReport(
+        rank=1,
+        boot_id="boot",
+        state="ready",
+        slot_bytes=64,
+        pinned_slots=4,
+        target_slots=4,
+        pinned_bytes=256,
+        target_bytes=256,
+        sender="process",
+        number=1,
+    )
     with pytest.raises(InvalidRequestError, match="rank 1 reports slot_bytes 64; allowed: 32, as this rank's pool"):
         engine.report(wrong)
 

@@ -68,7 +68,16 @@ class MemoryWorker:
     def report(self) -> RankReport:
         num_bytes = SLOTS * PAGE
         return RankReport(
-            self.rank, self.boot_id, "ready", PAGE, SLOTS, SLOTS, num_bytes, num_bytes, sender="process", number=1
+            rank=self.rank,
+            boot_id=self.boot_id,
+            state="ready",
+            slot_bytes=PAGE,
+            pinned_slots=SLOTS,
+            target_slots=SLOTS,
+            pinned_bytes=num_bytes,
+            target_bytes=num_bytes,
+            sender="process",
+            number=1,
         )
 
 

@@ -24,7 +24,7 @@ from kvstow.memory.limits import limits_of
 from kvstow.memory.pool import HostPool
 from kvstow.memory.region import round_up
 from kvstow.messageorder import NewestDesiredState, ReportSequence
-from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
+from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
 from kvstow_service.connectors.vllm.kvgeometry import KVGeometry
 from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
 from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess
@@ -45,20 +45,8 @@ class NoDataPlane:
         sender: ReportSequence | None = None,
     ) -> None:
         self.boot_id = secrets.token_hex(8)
-        self._report = RankReport(
-            rank=rank,
-            boot_id=self.boot_id,
-            state="stopped" if error is None else "failed",
-            slot_bytes=slot_bytes,
-            pinned_slots=0,
-            target_slots=0,
-            pinned_bytes=0,
-            target_bytes=0,
-            error_reason=reason,
-            error=error,
-            sender="",
-            number=0,
-        )
+        state: RankState = "stopped" if error is None else "failed"
+        self._report = RankReport.without_pool(rank, self.boot_id, state, slot_bytes, error_reason=reason, error=error)
         self._newest = NewestDesiredState()
         self._sender = sender or ReportSequence()
         self._completions: list[Completion] = []

@@ -56,7 +56,18 @@ class FakePlane(NoDataPlane):
         return taken
 
     def report(self) -> RankReport:
-        return RankReport(0, self.boot_id, "ready", 64, 1, 1, 64, 64, sender="process", number=1)
+        return RankReport(
+            rank=0,
+            boot_id=self.boot_id,
+            state="ready",
+            slot_bytes=64,
+            pinned_slots=1,
+            target_slots=1,
+            pinned_bytes=64,
+            target_bytes=64,
+            sender="process",
+            number=1,
+        )
 
     def apply(self, desired: DesiredState) -> None:
         super().apply(desired)
