@@ -1,7 +1,7 @@
 """KVStow in vLLM's own `/metrics` and log: the family `vllm:kv_offload_*`.
 
-The scheduler side asks a `StatsFeed` in every step; vLLM carries the `KVStowStats` to its front end, where
-`KVStowPromMetrics` writes them:
+The scheduler side polls a `StatsFeed` in every step. vLLM sends the `KVStowStats` to its front end, where
+`KVStowPromMetrics` exports them:
 
     feed = StatsFeed(engine, slot_bytes=2 << 20, slot_tokens=16)               # with the engine, once
     return feed.take()                                                         # get_kv_connector_stats
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class KVStowStats(KVConnectorStats):
-    """What changed in the engine's counters. `data` is `Changes`: plain values, under names of the family."""
+    """Changes of the engine's counters. `data` is `Changes`: plain values by name within the family."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVStowStats:
-        """Add the later changes of `other`, of either half of the connector."""
+        """Add the later changes of `other`, from either half of the connector."""
         merge(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log: histograms as count and sum, and no configuration."""
+        """For the log: histograms as count and sum, without the configuration."""
         return dict(_reduced(self.data))
 
     def is_empty(self) -> bool:
@@ -57,10 +57,10 @@ def _reduced(data: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
 
 
 class StatsFeed:
-    """Turns the engine's counters into what vLLM asks for, twice a step. Used by the scheduler's thread alone.
+    """Turns the engine's counters into the changes that vLLM asks for, twice a step. Used on the scheduler's thread.
 
-    A look at them takes 67 us, so it is taken ten times a second, and when the last transfer has ended: vLLM may make
-    no more steps then.
+    Reading the counters takes 67 us, so they are read ten times a second, and when the last transfer has ended, since
+    vLLM may make no further step then.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class StatsFeed:
         slot_tokens: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`slot_bytes`: what a slot takes on all ranks together. `slot_tokens`: how many tokens it holds, None if there
-        are several KV groups."""
+        """`slot_bytes`: bytes of a slot on all ranks together. `slot_tokens`: tokens in a slot, None with several KV
+        groups."""
         self._engine, self._slot_bytes, self._slot_tokens, self._clock = engine, slot_bytes, slot_tokens, clock
         self._due = clock()
         self._was_busy = False
@@ -80,12 +80,12 @@ class StatsFeed:
         self._observed: dict[str, list[float]] = {}
 
     def observe(self, name: str, value: float) -> None:
-        """One observation of the histogram `name` of the family."""
+        """Record one observation of the histogram `name` of the family."""
         self._observed.setdefault(name, []).append(value)
 
     def take(self) -> KVStowStats | None:
-        """What changed since the last look (the first: since the engine's start); None if nothing did, or none is
-        due."""
+        """The changes since the last reading, or since the engine's start; None if there are none, or the next reading
+        is not due."""
         now, is_busy = self._clock(), self._engine.open_transfers > 0
         has_ended, self._was_busy = self._was_busy and not is_busy, is_busy
         if now < self._due and not has_ended:
@@ -102,10 +102,11 @@ class StatsFeed:
 
 
 class KVStowPromMetrics(KVConnectorPromMetrics):
-    """Registers the family by the metric classes that vLLM hands over, and nothing else.
+    """Registers the family with the metric classes that vLLM passes.
 
-    It does so at the first step, not in the constructor: under MultiConnector an OffloadingConnector, which no child
-    is told of, has registered the same names by then. It keeps them; KVStow's own `/metrics` has all figures anyway.
+    It registers at the first step, not in the constructor: under MultiConnector an OffloadingConnector may have
+    registered the same names by then, and children are not told of each other. Those names stay with it; KVStow's own
+    `/metrics` has all figures.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
         self._info: dict[int, tuple[str, ...]] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Write what one engine sent."""
+        """Export the changes that one engine sent."""
         if self._metrics is None:
             self._metrics = self._register()
             self._begin()
@@ -132,18 +133,18 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
             self._write(name, value, engine_idx)
 
     def _register(self) -> dict[str, Any]:
-        """The metrics of the family, up to the first that another connector has registered."""
+        """The metrics of the family, up to the first name that another connector has registered."""
         metrics: dict[str, Any] = {}
         for name in FAMILY:
             try:
                 metrics[name] = self._make(name)
             except ValueError as error:
-                logger.warning("KVStow writes no %s%s here, which another connector does: %s", PREFIX, name, error)
+                logger.warning("another connector exports %s%s, so KVStow does not: %s", PREFIX, name, error)
                 break
         return metrics
 
     def _begin(self) -> None:
-        """Every counter is there before its first increment, so that a rate sees that one too."""
+        """Create every counter before its first increment, so that rates include it."""
         counters = [name for name, metric in FAMILY.items() if metric.kind == "counter"]
         for engine_idx in self.per_engine_labelvalues:
             for name in counters:
@@ -163,7 +164,7 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
         )
 
     def _configure(self, labels: tuple[str, ...], engine_idx: int) -> None:
-        """A resized pool has another series: the former one says 0 from now on."""
+        """A resized pool gets a new series, and the former one becomes 0."""
         former = self._info.get(engine_idx)
         if former is not None:
             self._write(INFO, 0, engine_idx, *former)
@@ -183,7 +184,7 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
             child.set(value)
 
     def _child(self, name: str, engine_idx: int, *labels: str) -> Any:
-        """The series of an engine; None if another connector writes this metric."""
+        """The series of an engine; None if another connector exports this metric."""
         key = engine_idx, name, labels
         if key not in self._children:
             metric = (self._metrics or {}).get(name)

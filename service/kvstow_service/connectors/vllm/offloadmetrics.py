@@ -36,20 +36,20 @@ _SIZES = DirectionStats().size_bytes.bounds
 _DELAYS = LookupStats().seconds.bounds
 
 FAMILY: dict[str, Metric] = {
-    "load_bytes": Metric("counter", "Bytes loaded from host memory to GPUs, of all ranks"),
-    "load_time": Metric("counter", "Time of loads from host memory to GPUs in seconds, each of its slowest rank"),
+    "load_bytes": Metric("counter", "Bytes loaded from host memory to GPUs, on all ranks"),
+    "load_time": Metric("counter", "Seconds of loads from host memory to GPUs, each on its slowest rank"),
     "load_size": Metric("histogram", "Bytes of a load on one rank", _SIZES),
-    "store_bytes": Metric("counter", "Bytes stored from GPUs to host memory, of all ranks"),
-    "store_time": Metric("counter", "Time of stores from GPUs to host memory in seconds, each of its slowest rank"),
+    "store_bytes": Metric("counter", "Bytes stored from GPUs to host memory, on all ranks"),
+    "store_time": Metric("counter", "Seconds of stores from GPUs to host memory, each on its slowest rank"),
     "store_size": Metric("histogram", "Bytes of a store on one rank", _SIZES),
-    "lookup_sync_delay_seconds": Metric("histogram", "Time of a look-up in the index of host memory", _DELAYS),
+    "lookup_sync_delay_seconds": Metric("histogram", "Duration of a look-up in host memory", _DELAYS),
     "allocation_failure": Metric("counter", "Blocks that were not stored because host memory had no room for them"),
     "cpu_cache_usage_perc": Metric("gauge", "Share of host memory (0 to 1) held by transfers and admitted hits"),
     "cpu_cache_write_usage_perc": Metric("gauge", "Share of host memory (0 to 1) that stores are filling"),
     "cpu_cache_read_usage_perc": Metric("gauge", "Share of host memory (0 to 1) held for loads"),
     INFO: Metric(
         "info",
-        "Configuration of the host memory; the series that is 1 counts",
+        "Configuration of the host memory, in the labels of the series with the value 1",
         labelnames=("cpu_num_chunks", "cpu_blocks_per_chunk", "cpu_kv_cache_size_bytes", "cpu_kv_cache_size_tokens"),
     ),
 }
@@ -63,7 +63,7 @@ def watched(stats: EngineStats) -> tuple[object, ...]:
 
 
 class Reading:
-    """The family's counters, gauges and labels at one moment. Its histograms are observed where things happen.
+    """The family's counters, gauges and labels at one moment. Histograms are observed where look-ups and transfers end.
 
     `slot_bytes`: bytes of a slot on all ranks together. `slot_tokens`: tokens in a slot, None with several KV groups.
     """
@@ -80,7 +80,7 @@ class Reading:
         }
 
     def since(self, before: Reading | None) -> Changes:
-        """What changed from `before`, or from the engine's start, to this reading. Empty if nothing did."""
+        """The changes from `before`, or from the engine's start, to this reading."""
         changes: Changes = {
             name: grown for name, value in self._counters.items() if (grown := value - _of(before, name))
         }
