@@ -34,7 +34,7 @@ class EngineSubject:
 
     def use(self, keys: Sequence[bytes]) -> int:
         lease = self.engine.acquire(keys)
-        self.engine.release(lease)
+        self.engine.release_lease(lease)
         return len(lease.slots)
 
     def store(self, keys: Sequence[bytes]) -> None:
@@ -51,7 +51,7 @@ class EngineSubject:
         hits = len(lease.slots)
         if hits < len(keys):
             self.store(keys[hits:])
-        self.engine.release(lease)
+        self.engine.release_lease(lease)
         return hits
 
     def own_operations(self) -> dict[str, Callable[[Sequence[bytes]], object]]:

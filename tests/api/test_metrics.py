@@ -201,7 +201,7 @@ async def test_values_are_those_of_the_engine(
     assert value(families, "kvstow_leases") == 1
     assert value(families, "kvstow_ready") == 1
     assert value(families, "kvstow_pin_progress_ratio", pool="host", rank="1") == 1
-    engine.release(lease)
+    engine.release_lease(lease)
 
 
 async def test_histograms_are_cumulative(client: httpx.AsyncClient, ranks: Any, keys: list[bytes]) -> None:
@@ -247,7 +247,7 @@ async def test_ages_are_those_of_evicted_and_reused_blocks(
 ) -> None:
     ranks.store(keys)
     clock.advance(50.0)
-    engine.release(engine.acquire(keys))
+    engine.release_lease(engine.acquire(keys))
     clock.advance(5.0)
     ranks.store([b"another"])
     families = await scrape(client)

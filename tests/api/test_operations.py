@@ -241,7 +241,7 @@ async def test_a_sweep_whose_thread_cannot_start_is_cancelled(
             operations.start("resize", lambda: engine.admin.resize(1))
     assert operations.all() == []
     assert engine.stats().pool.usable_slots == 4
-    engine.release(lease)
+    engine.release_lease(lease)
     view = await ended(operations.start("resize", lambda: engine.admin.resize(2)))
     assert view.state == "succeeded"
 

@@ -158,7 +158,7 @@ async def test_present_figures_are_those_of_the_api(
     page, use = apps[0].state.page, apps[0].state.kvstow
     ranks.store(keys[:2])
     use.sampler.tick()
-    ranks.engine.release(ranks.engine.acquire(keys[:4]))
+    ranks.engine.release_lease(ranks.engine.acquire(keys[:4]))
     ranks.engine.admin.drain("stop_stores", None)
     ranks.engine.begin_store(keys[4:8], range(4))
     use.sampler.tick()

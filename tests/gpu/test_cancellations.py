@@ -46,7 +46,7 @@ class Host:
         lease = self.engine.acquire(keys)
         count = len(lease.slots)
         if not count or count > len(self.free) or self.chance.random() < 0.2:
-            self.engine.release(lease)  # the request was cancelled before its load
+            self.engine.release_lease(lease)  # the request was cancelled before its load
             return
         blocks = [self.free.pop() for _ in range(count)]
         op = self.engine.begin_load(lease, blocks)

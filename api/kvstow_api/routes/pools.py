@@ -163,7 +163,7 @@ async def get_block(app: App, pool: PoolName, key: BlockKey) -> BlockStatus:
 @router.delete("/pools/{pool}/blocks/{key}", status_code=204, responses=changing(404, 409, body=False))
 async def remove_block(app: App, pool: PoolName, key: BlockKey) -> Response:
     """Remove one block that nothing uses; 409 while a transfer, a lease or a protection holds it."""
-    app.engine.admin.remove(key)
+    app.engine.admin.remove_block(key)
     return Response(status_code=204)
 
 

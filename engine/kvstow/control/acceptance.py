@@ -1,4 +1,4 @@
-"""The gate: whether loads and stores may start, and if not, why."""
+"""Whether new loads and stores are accepted, and if not, why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvstow.status import BypassStatus, DrainMode, Refusal
 
 
 class Acceptance:
-    """Drain and bypass, and what closes the gate from within. Not locked."""
+    """What operators have switched off (drain, bypass), and what the engine itself cannot serve. Not locked."""
 
     def __init__(self) -> None:
         self.drain_mode: DrainMode | None = None
@@ -16,7 +16,7 @@ class Acceptance:
         self.serving = False
         """Every rank can copy and no transfer is stuck."""
         self.rebuilding = False
-        """Blocks that a rank has lost are still being removed: nothing may be served meanwhile."""
+        """Blocks that a rank has lost are still being removed; nothing is served meanwhile."""
         self.closed = False
         self._bypass_load = self._bypass_store = False
         self._bypass_until = inf

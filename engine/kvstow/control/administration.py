@@ -1,4 +1,4 @@
-"""What operators do to the pool while it works."""
+"""Operations on the pool of a running engine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ logger = logging.getLogger("kvstow.admin")
 class Administrator:
     """Eviction, size, protections, drain and bypass of a running engine. Every call is safe from any thread.
 
-    Bulk work comes as a `Sweep`: nothing happens until it is stepped or run, and it frees the engine's lock
-    between slices. A dry run counts what the same call would remove now. Bytes are of one rank. Times are
-    seconds; wrong arguments raise `InvalidRequestError` before anything changes.
+    Bulk work is returned as a `Sweep`: nothing happens until it is stepped or run, and it releases the engine's lock
+    between slices. A dry run counts what the same call would remove now. Bytes are of one rank, times in seconds.
+    Invalid arguments raise `InvalidRequestError` before anything changes.
     """
 
     def __init__(self, state: ControlState) -> None:
@@ -60,7 +60,7 @@ class Administrator:
         num_bytes: int | None = None,
         dry_run: bool = False,
     ) -> Sweep:
-        """Remove blocks for good: by all, exact keys, key prefixes, idle time, age, or the next by count.
+        """Remove blocks: all, by exact keys, key prefixes, idle time or age, or the next ones by count.
 
         By all, keys and prefixes, protected and leased blocks go too, and stores in flight do not become visible;
         a leased slot is reused only when its lease or load ends. The others remove evictable blocks only.
@@ -91,7 +91,7 @@ class Administrator:
             return sweeps.scan(self._state, "purge", "purge", dry_run, wanted)
         return sweeps.evict_next(self._state, "purge", "purge", self._count_of(slots, num_bytes), dry_run)
 
-    def remove(self, key: bytes) -> None:
+    def remove_block(self, key: bytes) -> None:
         """Remove one block. Raises `NotFoundError`, or `ConflictError` if it is leased, protected or being loaded."""
         state = self._state
         with state.lock:
@@ -101,10 +101,10 @@ class Administrator:
             if state.index.is_protected(slot) or state.index.holds(slot):
                 why = "protected; unprotect it first" if state.index.is_protected(slot) else "leased or being loaded"
                 raise ConflictError(f"block {format_key(key)} is {why}")
-            state.remove((slot,), "operator")
+            state.remove_blocks((slot,), "operator")
 
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        """Which of the keys are in the pool. Holds nothing and counts nowhere, unlike a host's look-ups."""
+        """Which of the keys are in the pool. Holds nothing and is not counted, unlike a host's look-up."""
         state = self._state
         present: list[bool] = []
         for start in range(0, len(keys), state.slice_slots):
@@ -116,7 +116,7 @@ class Administrator:
         return LookupResult([*present, False].index(False), present, refusal)
 
     def _count_of(self, slots: int | None, num_bytes: int | None) -> int:
-        """Slots to evict; bytes are rounded up to whole slots, so that at least that much is freed."""
+        """Slots to evict. Bytes are rounded up to whole slots, so that at least that much is freed."""
         for name, value in (("slots", slots), ("bytes", num_bytes)):
             if value is not None and value < 1:
                 raise InvalidRequestError(f"{name} is {value}; allowed: 1 or more")
@@ -132,8 +132,8 @@ class Administrator:
     # -- size and policy ------------------------------------------------------------------------------------
 
     def resize(self, capacity_slots: int) -> Sweep:
-        """Give every rank `capacity_slots` slots. Growing is finished at once (the ranks then pin); shrinking
-        first removes what lies above, and waits until nothing there is leased or in flight.
+        """Give every rank `capacity_slots` slots. Growing ends immediately (the ranks then pin). Shrinking first
+        removes the blocks above, and waits until no slot there is leased or in flight.
 
         Raises `ConflictError` while another resize is under way, or when protected blocks lie above.
         """
@@ -183,7 +183,7 @@ class Administrator:
             yield
 
     def _undo_resize(self) -> None:
-        """The capacity stays as it was."""
+        """Restore the capacity."""
         state = self._state
         with state.lock:
             state.resizing = False
@@ -193,11 +193,11 @@ class Administrator:
 
     @property
     def settings_revision(self) -> int:
-        """Grows with each change of size, policy or pausing, including one that reverts an earlier one."""
+        """Grows with each change of size, policy or pausing, including one that reverts another."""
         return self._state.settings_revision
 
     def set_policy(self, name: str) -> None:
-        """Change the order of eviction, keeping the present order as its start. Raises `ConfigError`."""
+        """Change the eviction policy, which starts from the current order. Raises `ConfigError`."""
         if name not in POLICIES:
             raise ConfigError("policy", name, " or ".join(POLICIES))
         with self._state.lock:
@@ -248,13 +248,13 @@ class Administrator:
     # -- memory ---------------------------------------------------------------------------------------------
 
     def retry_pinning(self) -> None:
-        """Ranks whose pinning failed try again."""
+        """Make ranks whose pinning failed try again."""
         state = self._state
         with state.lock:
             state.want(replace(state.desired, pin_attempt=state.desired.pin_attempt + 1))
 
     def pause_pinning(self, paused: bool) -> None:
-        """Ranks start no further chunk while paused; what is pinned stays usable."""
+        """While paused, ranks start no further chunk; pinned slots stay usable."""
         state = self._state
         with state.lock:
             state.settings_revision += paused != state.desired.paused
@@ -264,7 +264,7 @@ class Administrator:
 
     def drain(self, mode: DrainMode, deadline_seconds: float | None) -> DrainStatus:
         """Refuse new stores, or (mode "all") new loads too, until `undrain`. A new drain replaces an old one.
-        The deadline is a word to whoever waits: nothing in flight is broken off when it passes."""
+        The deadline only informs clients that wait: nothing in flight is aborted when it passes."""
         if deadline_seconds is not None and not 0 <= deadline_seconds < inf:
             raise InvalidRequestError(f"deadline_seconds is {deadline_seconds}; allowed: 0 or more, or null")
         state = self._state
@@ -290,7 +290,7 @@ class Administrator:
             return DrainStatus(active, gate.drain_mode, left, active and not pending and not leases, pending, leases)
 
     def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus:
-        """Switch loads or stores off, for `ttl_seconds` or until switched on again. Look-ups then miss."""
+        """Switch loads or stores off, for `ttl_seconds` or until they are switched on again. Look-ups then miss."""
         if ttl_seconds is not None and not 0 < ttl_seconds < inf:
             raise InvalidRequestError(f"ttl_seconds is {ttl_seconds}; allowed: more than 0, or null")
         state = self._state

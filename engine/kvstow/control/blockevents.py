@@ -1,4 +1,4 @@
-"""What was stored and what was removed, for cache-aware routers."""
+"""Events of stored and removed blocks, for cache-aware routers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_EVENT_KEYS = 1024
 
 
 class BlockEvent(NamedTuple):
-    """Blocks that became visible, or went. `reason` says why they went (empty for stored ones)."""
+    """Blocks that became visible or were removed. `reason`: why they were removed (empty for stored ones)."""
 
     sequence: int
     kind: Literal["stored", "removed"]
@@ -21,7 +21,7 @@ class BlockEvent(NamedTuple):
 
 
 class BlockEventPage(NamedTuple):
-    """Events after a cursor. `lost`: how many events before the first one are no longer kept."""
+    """Events after a cursor. `lost`: how many events between the cursor and the first one are no longer kept."""
 
     events: list[BlockEvent]
     cursor: int
@@ -32,11 +32,11 @@ class BlockEventLog:
     """The last events, numbered from 1 without gaps. Any thread may write and read; each call is O(keys or events
     given).
 
-    Keeps up to `buffer` events with up to `buffer` keys, or two for each slot of the pool if that is more: as many as
-    it takes to fill the pool and to empty it. A reader that missed more does better to look blocks up. `num_slots`
-    returns the size of the pool; it is called by `add`.
+    Keeps up to `buffer` events with up to `buffer` keys, or two keys for each slot of the pool if that is more: enough
+    to fill the pool and to empty it. A reader that missed more should look blocks up instead. `num_slots` returns the
+    size of the pool; `append` calls it.
 
-    Each reader keeps its own cursor. One that lags behind the log is told how many events it missed.
+    Each reader keeps its own cursor. A page says how many events a slow reader has missed.
     """
 
     def __init__(self, buffer: int, num_slots: Callable[[], int]) -> None:
@@ -52,10 +52,10 @@ class BlockEventLog:
 
     @property
     def num_keys(self) -> int:
-        """Keys in the events that are kept."""
+        """Keys in the kept events."""
         return self._num_keys
 
-    def add(self, kind: Literal["stored", "removed"], keys: tuple[bytes, ...], reason: str = "") -> None:
+    def append(self, kind: Literal["stored", "removed"], keys: tuple[bytes, ...], reason: str = "") -> None:
         num_keys = len(keys)
         if not num_keys:
             return
@@ -70,8 +70,8 @@ class BlockEventLog:
                 self._forget(2 * num_keys)
 
     def _forget(self, budget: int) -> None:
-        """Drop the oldest events beyond what is kept, until they have `budget` keys. Twice the keys that came: the log
-        catches up with a pool that has shrunk, and no call pays for all of it."""
+        """Drop the oldest excess events, with up to `budget` keys: twice those that were appended, so that the log
+        catches up after a shrink of the pool without one call paying for all of it."""
         events, buffer = self._events, self._buffer
         max_keys = max(buffer, 2 * self._num_slots()) if self._num_keys > buffer else buffer
         while budget > 0 and (len(events) > buffer or self._num_keys > max_keys):
@@ -80,13 +80,14 @@ class BlockEventLog:
             budget -= num_keys
 
     def read(self, after: int, limit: int = 1000) -> BlockEventPage:
-        """Events numbered above `after`, oldest first, at most `limit`. Use `cursor` as the next `after`."""
+        """Events numbered above `after`, oldest first, at most `limit`. Pass the page's `cursor` as the next
+        `after`."""
         with self._lock:
             first = self._sequence - len(self._events) + 1
             lost = max(0, first - after - 1)
             start = max(0, after + 1 - first)
             end = min(start + limit, len(self._events))
-            events = [self._events[at] for at in range(start, end)]  # a deque finds its items from the nearer end
+            events = [self._events[at] for at in range(start, end)]  # a deque indexes from the nearer end
         return BlockEventPage(events, events[-1].sequence if events else max(after, first - 1), lost)
 
 

@@ -1,4 +1,4 @@
-"""The facade of the control plane: what a host of the engine calls."""
+"""The control plane's facade, for hosts of the engine."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from kvstow.stats import EngineStats
 from kvstow.status import BlockPage, BlockStatus, Readiness, TransferStatus
 
 _NOTHING = Lease(0, (), ())
-"""The lease of a miss: it holds nothing and is in no book."""
+"""The lease of a miss; it holds nothing."""
 
 
 class OffloadEngine:
-    """Decides which block lives in which slot, and follows every copy until all ranks have spoken.
+    """Decides which block is in which slot, and tracks every copy until all ranks have finished it.
 
-    Guarantees. A key is visible only once every rank holds its bytes. A slot is reused only when no rank may
-    still read or write it. Op ids are never reused. Every call is safe from any thread.
+    Guarantees. A key is visible only once every rank holds its bytes. A slot is reused only when no rank may still read
+    or write it. Op ids are never reused. Every call is safe from any thread.
 
-    Cost. One lock; a call holds it for O(blocks given), whatever state the pool is in, and nothing here waits. The
-    exceptions: `report` when a rank has lost its memory or when slots come or go, and `check_integrity`.
+    Cost. One lock; a call holds it for O(blocks given) in any state of the pool, and never waits. The exceptions are
+    `report` when a rank has lost its memory or the number of slots changes, and `check_integrity`.
 
-    Keys and blocks are in prefix order, root first. Times are seconds of `clock`.
+    Keys and blocks are in prefix order, root first. Times are in seconds of `clock`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class OffloadEngine:
     # -- look-up and load -----------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many of the keys, from the first on, are present. Holds nothing: see `acquire`."""
+        """The number of leading keys that are present. Holds nothing; see `acquire`."""
         state = self._state
         with state.lock:
             if state.acceptance.load_refusal(state.clock()):
@@ -65,7 +65,7 @@ class OffloadEngine:
             return sum(map(len, state.index.keys.leading_runs(keys)))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of the keys are present (for windows that need no leading run). Holds nothing: see `lease`."""
+        """For each key, whether it is present (for windows, which need no leading run). Holds nothing; see `lease`."""
         state = self._state
         with state.lock:
             if state.acceptance.load_refusal(state.clock()):
@@ -73,9 +73,9 @@ class OffloadEngine:
             return [slot is not None for slot in state.index.keys.slots_of(keys)]
 
     def acquire(self, keys: Sequence[bytes], *, count: bool = True) -> Lease:
-        """Look up the leading run and keep it from eviction, in one step. The lease may be empty; release it,
-        or use it up with `begin_load`. With `count` false it counts as no look-up: a host that asks often for one
-        request says with `count_lookup` what came of it."""
+        """Look up the leading keys that are present and keep them from eviction, in one step. The lease may be empty;
+        release it, or use it for `begin_load`. With `count` false this does not count as a look-up: a host that asks
+        repeatedly for one request reports the result with `count_lookup`."""
         state, counters = self._state, self._state.counters
         begun = time.perf_counter()
         with state.lock:
@@ -96,13 +96,13 @@ class OffloadEngine:
         return lease
 
     def count_lookup(self, queried: int, hits: int) -> None:
-        """Count one look-up of `queried` blocks that was answered with `hits`."""
+        """Count one look-up of `queried` blocks with `hits` hits."""
         state = self._state
         with state.lock:
             state.counters.count_lookup(queried, hits, state.acceptance.load_refusal(state.clock()))
 
     def lease(self, keys: Sequence[bytes]) -> Lease | None:
-        """Keep exactly these keys from eviction; None, and nothing held, if one of them is absent."""
+        """Keep exactly these keys from eviction. None, and nothing is held, if one of them is absent."""
         state = self._state
         with state.lock:
             now = state.clock()
@@ -115,18 +115,18 @@ class OffloadEngine:
             state.index.hold(slots)
             return state.leases.grant(tuple(keys), tuple(slots))
 
-    def release(self, lease: Lease) -> None:
-        """End a lease. Idempotent, also after a load has used the lease up."""
+    def release_lease(self, lease: Lease) -> None:
+        """End a lease. Idempotent, also after a load has used it."""
         state = self._state
         with state.lock:
             if state.leases.end(lease):
                 state.unhold(lease.slots)
 
     def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int = 0, request_id: str = "") -> Op:
-        """Plan to load the slots of the lease, from its `first` on, into `blocks`. Uses the lease up: its
-        slots are kept until the load settles.
+        """Plan to load the slots of the lease, from its `first` on, into `blocks`. Uses the lease: its slots are kept
+        until the load ends.
 
-        Raises `LeaseError` if the lease has ended, or a rank has lost its memory since (release it then);
+        Raises `LeaseError` if the lease has ended, or if a rank has lost its memory since (then release it), and
         `InvalidRequestError` for no blocks, or more than the lease has from `first` on.
         """
         state = self._state
@@ -155,10 +155,10 @@ class OffloadEngine:
     # -- store ----------------------------------------------------------------------------------------------
 
     def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str = "") -> StoreGrant:
-        """Plan to store block `blocks[i]` under `keys[i]`, evicting as needed. Keys that are present (they count
-        as used), in flight or given twice are skipped; what finds no slot is dropped, from the end.
+        """Plan to store block `blocks[i]` under `keys[i]`, evicting as needed. Keys that are present (this counts as a
+        use), in flight or repeated are skipped. If there are too few slots, the last keys are dropped.
 
-        Raises `InvalidRequestError` when keys and blocks differ in number.
+        Raises `InvalidRequestError` if keys and blocks differ in number.
         """
         if len(keys) != len(blocks):
             raise InvalidRequestError(f"store of {len(keys)} keys and {len(blocks)} blocks; allowed: as many of each")
@@ -166,15 +166,15 @@ class OffloadEngine:
             return place_store(self._state, keys, blocks, request_id)
 
     def store_room(self) -> int:
-        """Blocks that `begin_store` would find a slot for now; 0 while it refuses all. O(1)."""
+        """Blocks that `begin_store` would find a slot for now; 0 while stores are refused. O(1)."""
         with self._state.lock:
             return store_room(self._state)
 
     def refresh(self, keys: Sequence[bytes]) -> None:
-        """Let the blocks that are present go as late as if they had been stored only now, the first key's last of all.
+        """Mark the blocks that are present as most recently used, the first key's block last of all.
 
-        For a prefix that was stored in several steps: each of them came later than the one before it, and without this
-        the beginning of the prefix, on which all of it depends, would be the first to go. Counts as no look-up.
+        For a prefix that was stored in several steps: without this its beginning, which all of it depends on, would be
+        evicted first. Does not count as a look-up.
         """
         state = self._state
         with state.lock:
@@ -183,8 +183,8 @@ class OffloadEngine:
     # -- completion -----------------------------------------------------------------------------------------
 
     def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
-        """Take what `rank` says of its ops. Idempotent: what is late, repeated or of a dead boot is counted and
-        not believed. Raises `NotFoundError` for an unknown rank."""
+        """Take completions of `rank`. Idempotent: late and repeated ones, and those of a former boot, are counted and
+        ignored. Raises `NotFoundError` for an unknown rank."""
         state = self._state
         with state.lock:
             if state.ranks.boot_id(rank) != boot_id:
@@ -195,7 +195,8 @@ class OffloadEngine:
         state.write_log()
 
     def take_settled(self) -> list[Settled]:
-        """All that became final since the last call, in order: one consistent snapshot of done and failed."""
+        """All results that became final since the last call, in order, as one consistent snapshot of done and
+        failed."""
         state = self._state
         with state.lock:
             settled = list(state.ops.settled)
@@ -215,20 +216,19 @@ class OffloadEngine:
     # -- ranks ----------------------------------------------------------------------------------------------
 
     def report(self, report: RankReport) -> DesiredState:
-        """Take a rank's report and return its desired state. A report that a later one has overtaken is counted and
+        """Take a rank's report and return its desired state. A report that arrives after a newer one is counted and
         changes nothing.
 
-        A new boot id means that the rank has lost its memory: its ops fail, leases break, and every block is
-        removed, slice by slice, before anything is served again. The same goes for the contents of slots that a
-        rank takes back unasked. That takes about 1 ms per 1,000 blocks, without holding the lock: do not call it
-        from an event loop. The lock is held for O(blocks in flight) where ops fail, and for 60 ns for each slot that
-        is there for the first time.
+        A new boot id means that the rank has lost its memory: its ops fail, leases break, and every block is removed,
+        slice by slice, before anything is served again. The same applies to slots that a rank has unpinned unasked.
+        That takes about 1 ms per 1,000 blocks, mostly without the lock: do not call it from an event loop. The lock is
+        held for O(blocks in flight) where ops fail, and for 60 ns for each new slot.
 
-        Raises `NotFoundError` or `InvalidRequestError` for a report that is not of this pool.
+        Raises `NotFoundError` or `InvalidRequestError` for a report of another pool.
         """
         state = self._state
         if report.engine_id != self.engine_id:
-            report = replace(report, applied=0)  # it has applied nothing of this engine yet
+            report = replace(report, applied=0)  # it has applied no desired state of this engine
         with state.lock:
             state.ranks.check(report)
             if state.ranks.is_late(report):
@@ -251,18 +251,18 @@ class OffloadEngine:
         return self.desired()
 
     def boot_ids(self) -> tuple[str | None, ...]:
-        """The boot that each rank is in. A plan says which one its ops are for: in another, the slots that it names
-        hold other bytes."""
+        """The current boot of each rank. A plan names the boots that its ops are for: after a restart its slots hold
+        other bytes."""
         state = self._state
         with state.lock:
             return tuple(state.ranks.boot_id(rank) for rank in range(len(state.ranks)))
 
     def desired(self) -> DesiredState:
-        """What is wanted of every rank now."""
+        """The desired state of every rank."""
         with self._state.lock:
             return self._state.desired
 
-    # -- time, end, views -----------------------------------------------------------------------------------
+    # -- time, end, snapshots -------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Let time pass: protections end, transfers become stuck. Call it about once a second. O(what changes), with
@@ -286,13 +286,13 @@ class OffloadEngine:
         return found
 
     def count_error(self, code: str) -> None:
-        """Count a failure of the host beside the engine's own; `code` is one of `kvstow.stats.ERRORS`."""
+        """Count an error of the host; `code` is one of `kvstow.stats.ERRORS`."""
         with self._state.lock:
             self._state.counters.faults.errors[code] += 1
 
     def fail(self, reason: str) -> None:
-        """The host no longer knows what it has asked for: nothing is served until it restarts. Transfers under way
-        end as usual. Counts as error `host`; the first reason is kept."""
+        """The host has lost track of its ops: nothing is served until it restarts. Transfers under way end as usual.
+        Counts as error `host`; the first reason is kept."""
         state = self._state
         with state.lock:
             state.counters.faults.errors["host"] += 1
@@ -300,16 +300,16 @@ class OffloadEngine:
             state.refresh_acceptance()
 
     def close(self) -> None:
-        """The host stops: nothing is served any more. Idempotent."""
+        """The host stops: nothing is served from now on. Idempotent."""
         with self._state.lock:
             self._state.acceptance.closed = True
 
     def stats(self) -> EngineStats:
-        """One consistent view of all counters. O(1)."""
+        """One consistent copy of all counters. O(1)."""
         return snapshots.stats(self._state)
 
     def readiness(self) -> Readiness:
-        """Whether traffic can flow, why not, and how far each rank is. O(ranks)."""
+        """Whether traffic can flow, the reason if not, and the status of each rank. O(ranks)."""
         return snapshots.readiness(self._state)
 
     def transfers(self, limit: int = 1000) -> list[TransferStatus]:
@@ -321,13 +321,13 @@ class OffloadEngine:
         return snapshots.block(self._state, key)
 
     def blocks(self, start_slot: int = 0, limit: int = 100) -> BlockPage:
-        """Visible blocks in order of their slots, from `start_slot` on. Looks at 1,024 slots at most: a page may
-        be short, or empty, and still have a `next_slot`."""
+        """Visible blocks in order of their slots, from `start_slot` on. Visits 1,024 slots at most: a page may be short
+        or empty and still have a `next_slot`."""
         return snapshots.blocks(self._state, start_slot, limit)
 
     def check_integrity(self) -> None:
-        """Compare all books with each other. Raises `IntegrityError`. O(pool), with the lock held: 1 s for a
-        million slots, so for tests and quiet hours."""
+        """Compare all records with each other. Raises `IntegrityError`. O(pool) with the lock held, 1 s for a million
+        slots: for tests and quiet hours."""
         state = self._state
         with state.lock:
             defects = snapshots.defects(state)

@@ -132,7 +132,7 @@ class OpsInFlight:
             entry.error = entry.error or f"rank {rank}: {completion.error or 'failed'}"
             if entry.op.direction == "load":
                 # At the first failure: the request must not find these keys again and load in a circle.
-                self._state.remove(entry.op.slots, "load_failed")
+                self._state.remove_blocks(entry.op.slots, "load_failed")
         if not entry.pending:
             self._end(entry)
         elif was_reading and not entry.reading and not entry.abandoned:
@@ -187,11 +187,11 @@ class OpsInFlight:
         else:
             published = state.index.publish(entry.keys, op.slots, state.clock())
             state.slots.deallocate(published.freed)
-            state.events.add("stored", published.keys)
+            state.events.append("stored", published.keys)
             outcomes["stored"] += len(published.keys)
             outcomes["dropped_purged"] += len(published.freed)
             if state.slots.leaving:  # a resize has passed these slots already
-                state.remove([slot for slot in op.slots if slot >= state.slots.limit], "resize")
+                state.remove_blocks([slot for slot in op.slots if slot >= state.slots.limit], "resize")
 
     def _settle(self, entry: OpenOp, mark: Mark) -> None:
         op = entry.op

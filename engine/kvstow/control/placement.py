@@ -1,4 +1,4 @@
-"""Placement: which keys of a store get a slot, and which slots those are."""
+"""Placement: which keys of a store get which slots."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _OUTCOME_OF: dict[Refusal, str] = {
     "bypassed": "skipped_bypass",
 }
 _EVICTIONS_PER_SLOT = 4
-"""Blocks that a store may evict for each slot that it lacks. While the pool shrinks, most evictable blocks may lie
-above its new limit: evicting them frees no slot that can be used."""
+"""Blocks that a store may evict for each slot that it lacks. While the pool shrinks, most evictable blocks may be above
+its new limit, and evicting them frees no usable slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreGrant:
-    """What becomes of a store. `accepted[i]` is the index, in the keys given, of pair `i` of `op`; `op` is None
-    when nothing is left to store. `outcomes` counts all other keys by reason. `unplaced` are the indices of those that
-    were refused or found no slot: the host may offer them again, once there is `store_room`."""
+    """The result of planning a store. `accepted[i]` is the index, in the keys given, of pair `i` of `op`; `op` is None
+    if there is nothing to store. `outcomes` counts all other keys by reason. `unplaced`: indices of keys that were
+    refused or found no slot. The host may offer them again once there is `store_room`."""
 
     op: Op | None
     accepted: tuple[int, ...]
@@ -33,7 +33,7 @@ class StoreGrant:
 
 
 def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> StoreGrant:
-    """Open a store of what needs storing and finds room. The caller holds the lock. O(keys), in every state."""
+    """Start a store of the keys that need a slot and find one. The caller holds the lock. O(keys) in every state."""
     now = state.clock()
     outcomes: dict[str, int] = {}
     op: Op | None = None
@@ -62,22 +62,22 @@ def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int
 
 
 def store_room(state: ControlState) -> int:
-    """Slots that a store would find now, free or by eviction; 0 while stores are refused. The caller holds the lock."""
+    """Slots for a store, free or by eviction; 0 while stores are refused. The caller holds the lock."""
     return 0 if _refusal(state, state.clock()) else state.slots.free + state.index.num_cached
 
 
 def _refusal(state: ControlState, now: float) -> Refusal | None:
-    """Why no store may start; also because no slot is pinned yet."""
+    """Why no store may start, which includes that no slot is pinned yet."""
     return state.acceptance.store_refusal(now) or (None if state.slots.limit else "not_ready")
 
 
 def _select(
     state: ControlState, keys: Sequence[bytes], outcomes: dict[str, int]
 ) -> tuple[list[int], Sequence[Sequence[int]]]:
-    """(indices of the keys that need a slot, runs of the slots of those that are present)."""
+    """Returns the indices of the keys that need a slot, and runs of the slots of keys that are present."""
     index = state.index
     present = index.keys.leading_runs(keys)
-    known, rest = 0, keys  # mostly none or all of the keys are present
+    known, rest = 0, keys  # usually none or all of the keys are present
     if present:
         known = outcomes["skipped_already_cached"] = sum(map(len, present))
         rest = keys[known:]
@@ -104,9 +104,10 @@ def _select(
 
 
 def _make_room(state: ControlState, count: int, present: Sequence[Sequence[int]], now: float) -> list[int]:
-    """Up to `count` slots to fill: free ones, then evicted ones. Blocks of the same prefix are used, and not evicted.
+    """Up to `count` slots to fill: free ones, then evicted ones. Blocks of the same prefix count as used and are not
+    evicted.
 
-    In ascending order: copies and look-ups of a prefix go faster where its slots are neighbours."""
+    Slots are in ascending order: copies and look-ups of a prefix are faster if its slots are neighbours."""
     slots = state.slots.allocate(min(count, state.slots.free))
     missing = count - len(slots)
     if missing and present:
@@ -124,7 +125,7 @@ def _make_room(state: ControlState, count: int, present: Sequence[Sequence[int]]
 
 
 def _evict(state: ControlState, count: int, now: float) -> list[int]:
-    """Up to `count` slots whose blocks were evicted."""
+    """Evict blocks for up to `count` slots."""
     index, slots = state.index, list[int]()
     index.end_protections(now, count)
     budget = _EVICTIONS_PER_SLOT * count
@@ -135,6 +136,6 @@ def _evict(state: ControlState, count: int, now: float) -> list[int]:
         budget -= len(removal.keys)
         state.counters.evictions["capacity"] += len(removal.keys)
         state.ages.sample_evicted(removal.freed, now)
-        state.events.add("removed", removal.keys, "capacity")
+        state.events.append("removed", removal.keys, "capacity")
         slots += state.reuse(removal.freed)
     return slots

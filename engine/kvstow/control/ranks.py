@@ -1,4 +1,4 @@
-"""What each rank has reported, and what follows for the pool as a whole."""
+"""The reports of the ranks, and what they mean for the pool as a whole."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class RankRecord:
 class RankTable:
     """The ranks 0 to `config.num_ranks` - 1. Not locked.
 
-    A report counts unless a later one has arrived before it: from the same sender with a larger number, or from the
-    sender that followed it. A rank with a new boot id has lost its memory.
+    A report is ignored if a newer one has arrived before: from the same sender with a larger number, or from a later
+    sender. A rank with a new boot id has lost its memory.
 
-    A rank gives slots back when the wanted capacity is lowered, and says so with a later report. So until every rank
-    has reported that it has applied the last lowering, only the lowest wanted capacity counts.
+    A rank unpins slots when the desired capacity is lowered, and reports it only later. So until every rank has
+    reported that it has applied the last lowering, only the lowest desired capacity counts.
     """
 
     def __init__(self, config: EngineConfig, desired: DesiredState) -> None:
@@ -40,17 +40,17 @@ class RankTable:
         self._gone: deque[tuple[int, str]] = deque(maxlen=16 * config.num_ranks)  # former senders
         self._desired = desired
         self._lowered = desired
-        """The last lowering; its capacity is the lowest since all ranks had applied the one before."""
+        """The last lowering. Its capacity is the lowest since all ranks had applied the lowering before it."""
 
     def __len__(self) -> int:
         return len(self._ranks)
 
     def boot_id(self, rank: int) -> str | None:
-        """The boot that `rank` is in; None before its first report. Raises `NotFoundError`."""
+        """The current boot of `rank`; None before its first report. Raises `NotFoundError`."""
         return self._get(rank).report.boot_id or None
 
     def check(self, report: RankReport) -> None:
-        """Raises `NotFoundError` or `InvalidRequestError` if the report cannot be of a rank of this pool."""
+        """Raises `NotFoundError` or `InvalidRequestError` if the report cannot be from a rank of this pool."""
         self._get(report.rank)
         slot_bytes = self._slot_bytes_of(report.rank)
         if report.slot_bytes != slot_bytes:
@@ -62,11 +62,11 @@ class RankTable:
         if report.applied > self._desired.number:
             raise InvalidRequestError(
                 f"rank {report.rank} reports that it has applied desired state {report.applied}; "
-                f"allowed: 0 to {self._desired.number}, as it was told"
+                f"allowed: 0 to {self._desired.number}, the latest one sent"
             )
 
     def is_late(self, report: RankReport) -> bool:
-        """Whether a later report has arrived before this one."""
+        """Whether a newer report has arrived before this one."""
         last = self._ranks[report.rank].report
         if last.sender == report.sender:
             return report.number <= last.number
@@ -83,7 +83,7 @@ class RankTable:
         return last.boot_id != report.boot_id
 
     def want(self, desired: DesiredState) -> None:
-        """The ranks are told of `desired` from now on."""
+        """Send `desired` to the ranks from now on."""
         if desired.capacity_slots < self._desired.capacity_slots:
             known = self._all_have_applied(self._lowered)
             least = desired.capacity_slots if known else min(desired.capacity_slots, self._lowered.capacity_slots)
@@ -91,12 +91,12 @@ class RankTable:
         self._desired = desired
 
     def usable_slots(self) -> int:
-        """Slots that every rank has pinned, and keeps; 0 until all have reported."""
+        """Slots that every rank has pinned and will keep; 0 until all have reported."""
         pinned = min(record.report.pinned_slots for record in self._ranks)
         return pinned if self._all_have_applied(self._lowered) else min(pinned, self._lowered.capacity_slots)
 
     def _all_have_applied(self, desired: DesiredState) -> bool:
-        """Of the ranks that have reported; the others know no desired state yet."""
+        """Whether all ranks that have reported have applied it. The others know no desired state yet."""
         return all(record.report.applied >= desired.number for record in self._ranks if record.reported_at is not None)
 
     def can_copy(self) -> bool:
@@ -104,8 +104,8 @@ class RankTable:
         return all(record.report.boot_id and record.report.state not in _WITHOUT_COPIES for record in self._ranks)
 
     def idle_since(self, rank: int, moment: float, now: float) -> bool:
-        """Whether `rank` has reported after `moment`, and not long ago, that it works and has nothing under way: an op
-        planned at `moment` is then no longer this rank's to finish."""
+        """Whether `rank` has reported after `moment`, and recently, that it works and has nothing under way. Then it
+        has finished, or never received, an op planned at `moment`."""
         report, reported_at = self._ranks[rank].report, self._ranks[rank].reported_at
         if reported_at is None or report.state in _WITHOUT_COPIES or report.pending_ops:
             return False

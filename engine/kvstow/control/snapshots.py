@@ -1,4 +1,4 @@
-"""Snapshots of the control plane for people, probes and metrics."""
+"""Snapshots of the control plane for the admin API, probes and metrics."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def blocks(state: ControlState, start_slot: int, limit: int) -> BlockPage:
 
 
 def defects(state: ControlState) -> list[str]:
-    """What does not balance between the books; empty when all is well. O(pool); the caller holds the lock."""
+    """Inconsistencies between the records of the control plane. O(pool); the caller holds the lock."""
     found = state.index.defects()
     in_use = state.index.slots_in_use()
     used = state.slots.used_slots()
@@ -74,7 +74,7 @@ def defects(state: ControlState) -> list[str]:
     if state.slots.counted() != (state.slots.free, state.slots.in_service):
         found.append("the counts of free slots and slots in service are wrong")
     if state.slots.leaving != sum(slot >= state.slots.limit for slot in used):
-        found.append("the count of slots on their way out is wrong")
+        found.append("the count of used slots above the limit is wrong")
     kept = {slot for slot in state.index.keys.slots() if slot not in state.lost}
     if any(map(state.index.times.outlived_a_loss, kept)):
         found.append("blocks that a rank has lost are visible")
@@ -87,8 +87,8 @@ def defects(state: ControlState) -> list[str]:
         found.append("the transfers that may become stuck are not those that are not stuck")
     stores = [entry for entry in state.ops if entry.op.direction == "store"]
     for name, abandoned in (("filling", False), ("quarantined", True)):
-        owed = {slot for entry in stores if entry.abandoned is abandoned for slot in entry.op.slots}
-        if owed != in_use[name]:
+        written = {slot for entry in stores if entry.abandoned is abandoned for slot in entry.op.slots}
+        if written != in_use[name]:
             found.append(f"the {name} slots are not those of the open stores")
     return found
 
@@ -121,7 +121,7 @@ def _pending(state: ControlState, now: float) -> PendingTransfers:
 
 
 def _state_of(state: ControlState, now: float) -> tuple[EngineState, str]:
-    """The state of the whole, and a sentence that says why."""
+    """The engine's state, and the reason for it as a sentence."""
     if state.acceptance.closed:
         return "stopped", "the engine was closed"
     if state.acceptance.drain_mode:
@@ -141,7 +141,7 @@ def _trouble(state: ControlState, now: float) -> str:
     if state.host_error:
         return f"the host has failed: {state.host_error}"
     if state.integrity_error:
-        return f"the books do not balance: {state.integrity_error}"
+        return f"an integrity check failed: {state.integrity_error}"
     if state.ops.num_stuck:
         oldest = state.ops.oldest()
         assert oldest is not None

@@ -1,7 +1,7 @@
 """The state of the control plane, with the steps that several of its parts share.
 
-Lock: every method and attribute is used with `lock` held, but for `config`, `clock`, `events` and the methods
-that say so.
+Lock: every method and attribute is used with `lock` held, except `config`, `clock`, `events` and the methods that say
+so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger("kvstow.engine")
 
 
 class ControlState:
-    """All that the engine and its administration work on."""
+    """The state that the engine and its administration share."""
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float], *, slice_slots: int = SLICE_SLOTS) -> None:
         self.config = config
@@ -47,14 +47,14 @@ class ControlState:
         self.ages = AgeSampler(self.index.times, self.counters.ages)
         self.events = BlockEventLog(config.event_buffer, lambda: self.desired.capacity_slots)
         self.desired = DesiredState(secrets.token_hex(8), config.capacity_slots, number=1)
-        """The desired state of every rank; ranks give memory back only when its capacity is lowered. See `want`."""
+        """The desired state of every rank; ranks free memory only when its capacity is lowered. See `want`."""
         self.ranks = RankTable(config, self.desired)
         self.ceiling = config.capacity_slots
-        """Slots at or above it are not used any more; below `capacity` while a resize vacates them."""
+        """Slots at or above it are not allocated; below `capacity` while a resize vacates them."""
         self.resizing = False
         self.lost = range(0)
-        """Slots whose contents some rank has lost, and which `remove_lost` has yet to clear. The gate is closed
-        while there are any."""
+        """Slots whose contents some rank has lost and which `remove_lost` has yet to clear. Nothing is accepted while
+        there are any."""
         self.settings_revision = 0
         """Grows with each change of capacity, ceiling, policy or pausing, reverted ones included."""
         self.integrity_error: str | None = None
@@ -62,11 +62,11 @@ class ControlState:
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
 
     def log(self, level: int, message: str, *values: object) -> None:
-        """Note a log line; `write_log` writes it, because a log handler may block."""
+        """Queue a log line for `write_log`, because a log handler may block."""
         self._messages.append((level, message, values))
 
     def write_log(self) -> None:
-        """Write the lines noted so far. Without the lock."""
+        """Write the queued lines. Without the lock."""
         while self._messages:
             try:
                 level, message, values = self._messages.popleft()
@@ -75,23 +75,23 @@ class ControlState:
             logger.log(level, message, *values)
 
     def refresh_acceptance(self) -> None:
-        """Open or close the gate after a change of the ranks or of what is stuck."""
+        """Update whether work is accepted, after a change of the ranks or of stuck ops."""
         self.acceptance.serving = self.ranks.can_copy() and not self.ops.num_stuck and not self.host_error
 
-    def removed(self, removal: Removal, reason: str) -> None:
-        """Account for blocks that left the index, and free their slots."""
+    def note_removal(self, removal: Removal, reason: str) -> None:
+        """Count blocks that left the index, and free their slots."""
         self.slots.deallocate(removal.freed)
         self.counters.evictions[reason] += len(removal.keys)
-        self.events.add("removed", removal.keys, reason)
+        self.events.append("removed", removal.keys, reason)
 
-    def remove(self, slots: Iterable[int], reason: str) -> int:
-        """Remove the visible blocks in these slots, whatever holds them; returns how many there were."""
+    def remove_blocks(self, slots: Iterable[int], reason: str) -> int:
+        """Remove the visible blocks in these slots, including held and protected ones. Returns their number."""
         removal = self.index.remove(slots)
-        self.removed(removal, reason)
+        self.note_removal(removal, reason)
         return len(removal.keys)
 
     def reuse(self, slots: list[int]) -> list[int]:
-        """Of used slots that lost their content, those that may be filled again; the others leave the service."""
+        """The slots, used but without content, that may be filled again; the others leave the service."""
         limit = self.slots.limit
         if self.slots.leaving:
             self.slots.deallocate([slot for slot in slots if slot >= limit])
@@ -107,28 +107,29 @@ class ControlState:
         return self.desired.capacity_slots
 
     def want(self, desired: DesiredState) -> None:
-        """Set a new desired state of the ranks, under the next number."""
+        """Set a new desired state of the ranks, with the next number."""
         self.desired = replace(desired, number=self.desired.number + 1)
         self.ranks.want(self.desired)
 
     def apply_limit(self) -> None:
-        """Make the usable slots follow ceiling and ranks. Blocks above a lower limit are for the caller to remove."""
+        """Update the usable slots from the ceiling and the ranks. The caller removes blocks above a lower limit."""
         limit = min(self.ceiling, self.ranks.usable_slots())
         if limit != self.slots.limit:
             self.slots.set_limit(limit)
             self.index.set_num_slots(limit)
 
     def vacate(self, low: int, high: int, reason: str) -> int:
-        """Remove the visible blocks of one slice of slots, `low` to at most `high`; returns where to go on."""
+        """Remove the visible blocks of one slice of slots, `low` to at most `high`. Returns where the next one
+        starts."""
         end = min(low + self.slice_slots, high)
-        self.remove(range(low, end), reason)
+        self.remove_blocks(range(low, end), reason)
         return end
 
     def lose(self, low: int) -> None:
         """Some rank has lost the contents of its slots from `low` on.
 
-        Every slot in use counts, whatever the limit is: a resize may have lowered that already. Leases break, and
-        no store in flight to these slots becomes visible. The caller calls `remove_lost` without the lock.
+        This includes slots above the limit, which a resize may have lowered already. Leases break, and no store in
+        flight to these slots becomes visible. The caller then calls `remove_lost` without the lock.
         """
         self.leases.epoch += 1
         self.index.lose_contents(low, self.clock())
@@ -137,8 +138,8 @@ class ControlState:
         self._set_lost(range(low, max(self.slots.top, self.lost.stop)))
 
     def remove_lost(self) -> None:
-        """Remove the blocks of all lost slots. Takes the lock itself, for a slice at a time. Several threads may do
-        so at once: whichever returns, nothing lost is left."""
+        """Remove the blocks of all lost slots. Takes the lock for a slice at a time. Several threads may call it at
+        once; when one returns, nothing lost is left."""
         while self.lost:
             with self.lock:
                 if self.lost:

@@ -13,11 +13,11 @@ SLICE_SLOTS = 1024
 
 
 class Sweep:
-    """Bulk work that frees the engine's lock between slices, so that no scheduler waits for all of it.
+    """Bulk work that releases the engine's lock between slices, so that no scheduler waits for all of it.
 
-    Used by one thread at a time, which works it to the end or cancels it, whatever fails. `total` and `done` count
-    slots to look at; `evicted_slots` and `evicted_bytes` (of one rank) what was, or in a dry run would be, removed.
-    `waiting`: the next slice can do nothing until transfers or leases end; ask again later.
+    Used by one thread at a time, which steps it to the end or cancels it, even after an error. `total` and `done` count
+    slots to visit; `evicted_slots` and `evicted_bytes` (of one rank) count what was removed, or would be in a dry run.
+    `waiting`: the next slice can do nothing until transfers or leases end; try again later.
     """
 
     def __init__(
@@ -28,9 +28,9 @@ class Sweep:
         work: Callable[[Sweep], Iterator[None]],
         undo: Callable[[], None] = lambda: None,
     ) -> None:
-        """`work` does one slice up to each yield, and holds no lock there: an abandoned generator is closed by the
-        garbage collector, on any thread, which may hold the lock itself. So `undo` is called if the sweep is
-        cancelled or fails, and `work` has no `finally` that takes the lock."""
+        """`work` does one slice up to each yield, where it holds no lock. The garbage collector may close an abandoned
+        generator on a thread that holds the lock, so `work` must have no `finally` that takes it; instead, `undo` is
+        called if the sweep is cancelled or fails."""
         self.kind = kind
         self.total = total
         self.done = 0
@@ -47,7 +47,7 @@ class Sweep:
         return self.evicted_slots * self._slot_bytes
 
     def step(self) -> bool:
-        """Do one slice; True while there is more to do."""
+        """Do one slice. True while there is more to do."""
         if not self.finished:
             try:
                 next(self._slices)
@@ -60,20 +60,20 @@ class Sweep:
         return not self.finished
 
     def run(self) -> Sweep:
-        """Work to the end, or to where it must wait."""
+        """Step until the end, or until it must wait."""
         while self.step() and not self.waiting:
             pass
         return self
 
     def cancel(self) -> None:
-        """Do no further slice; what was done stays done. A resize puts the capacity back."""
+        """Do no further slice. What was done is kept, but a resize restores the capacity."""
         if not self.finished:
             self.cancelled = self.finished = True
             self._undo()
 
 
 Wanted = Callable[[int, int], list[int]]
-"""Which visible slots of a range are to be removed. Called with the lock held."""
+"""Selects the visible slots of a range to remove. Called with the lock held."""
 
 
 def evict_next(state: ControlState, kind: str, reason: str, count: int, dry_run: bool) -> Sweep:
@@ -87,7 +87,7 @@ def evict_next(state: ControlState, kind: str, reason: str, count: int, dry_run:
                 else:
                     slice_size = min(state.slice_slots, count - sweep.done)
                     removal = state.index.evict(slice_size)
-                    state.removed(removal, reason)
+                    state.note_removal(removal, reason)
                     found = len(removal.keys)
             sweep.evicted_slots += found
             sweep.done += found
@@ -100,7 +100,7 @@ def evict_next(state: ControlState, kind: str, reason: str, count: int, dry_run:
 
 
 def scan(state: ControlState, kind: str, reason: str, dry_run: bool, wanted: Wanted) -> Sweep:
-    """Visit all slots in ascending order, and remove the visible ones that are wanted."""
+    """Visit all slots in ascending order, and remove the blocks in those that `wanted` selects."""
     total = state.index.keys.num_slots
     return Sweep(kind, total, state.config.slot_bytes, lambda sweep: _scan(sweep, state, reason, dry_run, wanted))
 
@@ -110,13 +110,13 @@ def _scan(sweep: Sweep, state: ControlState, reason: str, dry_run: bool, wanted:
         end = min(sweep.done + state.slice_slots, sweep.total)
         with state.lock:
             found = wanted(sweep.done, end)
-            sweep.evicted_slots += len(found) if dry_run else state.remove(found, reason)
+            sweep.evicted_slots += len(found) if dry_run else state.remove_blocks(found, reason)
         sweep.done = end
         yield
 
 
 def purge_matching(state: ControlState, matches: Callable[[bytes], bool], dry_run: bool) -> Sweep:
-    """Remove the visible blocks whose keys match, whatever holds them, and disown those being stored."""
+    """Remove the visible blocks whose keys match, including held and protected ones, and disown those being stored."""
     index = state.index
 
     def wanted(low: int, high: int) -> list[int]:
@@ -126,7 +126,7 @@ def purge_matching(state: ControlState, matches: Callable[[bytes], bool], dry_ru
         if not dry_run:
             with state.lock:
                 filling = list(index.pending_stores)
-            for start in range(0, len(filling), state.slice_slots):  # what becomes visible meanwhile, the scan finds
+            for start in range(0, len(filling), state.slice_slots):  # the scan finds keys that become visible meanwhile
                 matching = [key for key in filling[start : start + state.slice_slots] if matches(key)]
                 with state.lock:
                     index.pending_stores.disown(matching)
@@ -147,7 +147,7 @@ def purge_keys(state: ControlState, keys: Sequence[bytes], dry_run: bool) -> Swe
                 found = [slot for slot in state.index.keys.slots_of(some) if slot is not None]
                 if not dry_run:
                     state.index.pending_stores.disown(some)
-                    state.remove(found, "purge")
+                    state.remove_blocks(found, "purge")
             sweep.evicted_slots += len(found)
             sweep.done += len(some)
             yield

@@ -209,7 +209,7 @@ class ReplayDriver:
         lease = self._engine.acquire(job.keys)
         if lease.slots and self._begin_load(job, lease):
             return
-        self._engine.release(lease)
+        self._engine.release_lease(lease)
         self._store(job)
 
     def _begin_load(self, job: _Job, lease: Lease) -> bool:
@@ -291,7 +291,7 @@ class ReplayDriver:
 
     def _release(self, job: _Job) -> None:
         if job.hold is not None:
-            self._engine.release(job.hold)
+            self._engine.release_lease(job.hold)
             job.hold = None
 
     def _free_blocks(self, job: _Job) -> None:

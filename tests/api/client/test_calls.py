@@ -146,7 +146,7 @@ async def test_an_operation_is_followed_to_its_end(kvstow: AsyncClient, ranks: A
     with pytest.raises(ApiError) as running:
         await kvstow.send(calls.forget(started.id))
     assert running.value.status == 409
-    ranks.engine.release(lease)
+    ranks.engine.release_lease(lease)
     ended = await kvstow.send(calls.operation(started.id, wait=20))
     assert (ended.state, ended.created.tzinfo is not None) == ("succeeded", True)
     assert await kvstow.send(calls.cancel(started.id)) == ended

@@ -76,5 +76,5 @@ async def test_an_operation_that_runs_stays_and_is_waited_for(
     place = (await client.patch("/v1/pools/host", json={"capacity_slots": 1}, params={"wait": 0})).headers["location"]
     assert (await client.delete(place)).status_code == 409
     assert (await client.get(place)).json()["state"] == "running"
-    ranks.engine.release(lease)
+    ranks.engine.release_lease(lease)
     assert (await client.get(place, params={"wait": 20})).json()["state"] == "succeeded"

@@ -444,7 +444,7 @@ async def test_a_resize_waits_for_a_lease_as_an_operation(
     assert (await client.patch(HOST, json={"capacity_slots": 5})).status_code == 409
     states((await client.get(HOST)).json())
 
-    engine.release(lease)
+    engine.release_lease(lease)
 
     async def has_ended() -> bool:
         return bool((await client.get(place)).json()["state"] == "succeeded")

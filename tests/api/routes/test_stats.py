@@ -16,7 +16,7 @@ async def test_stats_count_traffic(
     client: httpx.AsyncClient, engine: OffloadEngine, ranks: Any, keys: list[bytes]
 ) -> None:
     ranks.store(keys[:4])
-    engine.release(engine.acquire([*keys[:3], b"absent"]))
+    engine.release_lease(engine.acquire([*keys[:3], b"absent"]))
     engine.admin.evict(slots=1).run()
     body = (await client.get("/v1/stats")).json()
     assert set(body) == SECTIONS | {"state"}

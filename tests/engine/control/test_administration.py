@@ -40,7 +40,7 @@ def test_eviction_ends_when_nothing_is_evictable(make_engine: MakeEngine) -> Non
     lease = engine.acquire([A])
     sweep = engine.admin.evict(slots=100).run()
     assert (sweep.evicted_slots, sweep.done, sweep.total) == (2, 2, 2)
-    engine.release(lease)
+    engine.release_lease(lease)
     assert engine.lookup([A]) == 1
 
 
@@ -50,7 +50,7 @@ def test_eviction_by_idle_time(make_engine: MakeEngine, clock: FakeClock) -> Non
     store_keys(engine, ranks, [A])
     store_keys(engine, ranks, [B])
     clock.advance(10.0)
-    engine.release(engine.acquire([B]))
+    engine.release_lease(engine.acquire([B]))
     clock.advance(5.0)
     assert engine.admin.evict(idle_seconds=12.0).run().evicted_slots == 1
     assert engine.contains([A, B]) == [False, True]
@@ -196,7 +196,7 @@ def test_protections_and_leases_overlap(make_engine: MakeEngine) -> None:
     engine.check_integrity()
     assert engine.admin.unprotect(None) == ProtectionResult(2, 0)
     assert (engine.stats().pool.slots.protected, engine.stats().pool.slots.leased) == (0, 2)
-    engine.release(lease)
+    engine.release_lease(lease)
     assert engine.stats().pool.slots.cached == 2
     engine.check_integrity()
 
@@ -273,7 +273,7 @@ def test_a_cancelled_shrink_puts_the_capacity_back(make_engine: MakeEngine) -> N
         engine.admin.resize(3)
     sweep.cancel()
     assert engine.stats().pool.capacity_slots == 4
-    engine.release(lease)
+    engine.release_lease(lease)
     assert engine.stats().pool.usable_slots == 4
     engine.check_integrity()
     assert engine.admin.resize(3).run().finished
@@ -309,7 +309,7 @@ def test_the_policy_changes_under_traffic_without_losing_a_block(make_engine: Ma
     store_keys(engine, ranks, [A, B, C])
     lease = engine.acquire([A])
     engine.admin.set_policy("arc")
-    engine.release(lease)
+    engine.release_lease(lease)
     engine.check_integrity()
     assert engine.stats().pool.policy == "arc"
     store_keys(engine, ranks, [D])
@@ -397,7 +397,7 @@ def test_a_resize_that_is_abandoned_takes_no_lock_when_it_is_collected(
         del sweep
         gc.collect()
     assert not taken
-    engine.release(lease)
+    engine.release_lease(lease)
 
 
 def test_a_resize_that_fails_puts_the_capacity_back(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

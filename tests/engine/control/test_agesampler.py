@@ -25,7 +25,7 @@ def test_lifetime_and_idle_time_of_evicted_blocks_are_observed(make_engine: Make
     ranks = make_ranks(engine)
     store_keys(engine, ranks, keys_of(0, 61))
     clock.advance(50.0)
-    engine.release(engine.acquire(keys_of(0, 61)))
+    engine.release_lease(engine.acquire(keys_of(0, 61)))
     clock.advance(5.0)
     store_keys(engine, ranks, keys_of(100, 61))
     stats = engine.stats()
@@ -39,9 +39,9 @@ def test_a_look_up_observes_how_long_its_blocks_were_idle(make_engine: MakeEngin
     engine = make_engine(slots=61)
     store_keys(engine, make_ranks(engine), keys_of(0, 61))
     clock.advance(20.0)
-    engine.release(engine.acquire(keys_of(0, 61)))
+    engine.release_lease(engine.acquire(keys_of(0, 61)))
     clock.advance(200.0)
-    engine.release(engine.acquire(keys_of(0, 61)))
+    engine.release_lease(engine.acquire(keys_of(0, 61)))
     assert observed(engine.stats().ages.reuse_gap) == {30.0: 1, 300.0: 1}
     assert engine.stats().ages.reuse_gap.sum == 220.0
 
@@ -51,7 +51,7 @@ def test_one_block_in_61_is_sampled_for_any_batch_size(make_engine: MakeEngine) 
     ranks = make_ranks(engine)
     store_keys(engine, ranks, keys_of(0, 610))
     for first in range(0, 610, 10):
-        engine.release(engine.acquire(keys_of(first, 10)))
+        engine.release_lease(engine.acquire(keys_of(first, 10)))
     assert sum(engine.stats().ages.reuse_gap.counts) == 10
     for first in range(0, 610, 5):
         store_keys(engine, ranks, keys_of(1000 + first, 5))

@@ -13,7 +13,7 @@ def batch(count: int) -> tuple[bytes, ...]:
 def test_readers_keep_their_own_cursor() -> None:
     log = BlockEventLog(buffer=10, num_slots=lambda: 4)
     for n in range(4):
-        log.add("stored", (bytes([n]),))
+        log.append("stored", (bytes([n]),))
     page = log.read(after=0, limit=3)
     assert ([event.sequence for event in page.events], page.cursor, page.lost) == ([1, 2, 3], 3, 0)
     page = log.read(after=page.cursor)
@@ -24,14 +24,14 @@ def test_readers_keep_their_own_cursor() -> None:
 def test_a_slow_reader_learns_how_many_events_it_lost() -> None:
     log = BlockEventLog(buffer=2, num_slots=lambda: 4)
     for n in range(5):
-        log.add("removed", (bytes([n]),), "capacity")
+        log.append("removed", (bytes([n]),), "capacity")
     page = log.read(after=1)
     assert ([event.sequence for event in page.events], page.lost) == ([4, 5], 2)
 
 
 def test_an_empty_batch_is_no_event() -> None:
     log = BlockEventLog(buffer=2, num_slots=lambda: 4)
-    log.add("stored", ())
+    log.append("stored", ())
     assert log.last_sequence == 0
     assert log.read(0) == ([], 0, 0)
 
@@ -39,7 +39,7 @@ def test_an_empty_batch_is_no_event() -> None:
 def test_the_number_of_kept_keys_follows_the_size_of_the_pool() -> None:
     log = BlockEventLog(buffer=100, num_slots=lambda: 1000)
     for _ in range(50):
-        log.add("stored", batch(500))
+        log.append("stored", batch(500))
     assert log.num_keys == 2000
     page = log.read(0)
     assert ([event.sequence for event in page.events], page.lost) == ([47, 48, 49, 50], 46)
@@ -48,7 +48,7 @@ def test_the_number_of_kept_keys_follows_the_size_of_the_pool() -> None:
 def test_a_small_pool_keeps_a_key_for_each_event_of_the_buffer() -> None:
     log = BlockEventLog(buffer=100, num_slots=lambda: 4)
     for _ in range(500):
-        log.add("stored", batch(1))
+        log.append("stored", batch(1))
     assert log.num_keys == 100
 
 
@@ -56,11 +56,11 @@ def test_after_a_shrink_one_call_drops_a_bounded_number_of_events() -> None:
     slots = 100_000
     log = BlockEventLog(buffer=10_000, num_slots=lambda: slots)
     for _ in range(200):
-        log.add("stored", batch(1000))
+        log.append("stored", batch(1000))
     slots = 1000
     kept = log.num_keys
     while log.num_keys > 10_000:
-        log.add("stored", batch(100))
+        log.append("stored", batch(100))
         assert kept - 2000 <= log.num_keys < kept
         kept = log.num_keys
 
@@ -68,16 +68,16 @@ def test_after_a_shrink_one_call_drops_a_bounded_number_of_events() -> None:
 def test_events_of_one_key_do_not_exceed_the_bound_of_the_log() -> None:
     log = BlockEventLog(buffer=1000, num_slots=lambda: 1000)
     for _ in range(1000):
-        log.add("stored", batch(1))
+        log.append("stored", batch(1))
     for _ in range(10):
-        log.add("stored", batch(1000))
+        log.append("stored", batch(1000))
         assert log.num_keys <= 2000
 
 
 def test_a_large_batch_becomes_several_events() -> None:
     log = BlockEventLog(buffer=100, num_slots=lambda: 10_000)
     keys = batch(2 * MAX_EVENT_KEYS + 5)
-    log.add("removed", keys, "purge")
+    log.append("removed", keys, "purge")
     events = log.read(0).events
     assert [len(event.keys) for event in events] == [MAX_EVENT_KEYS, MAX_EVENT_KEYS, 5]
     assert sum((event.keys for event in events), ()) == keys
@@ -87,7 +87,7 @@ def test_a_large_batch_becomes_several_events() -> None:
 def test_an_event_that_is_not_kept_is_lost() -> None:
     log = BlockEventLog(buffer=2, num_slots=lambda: 1)
     for _ in range(3):
-        log.add("stored", batch(5))
+        log.append("stored", batch(5))
     assert log.read(0) == ([], 3, 3)
     assert log.read(2) == ([], 3, 1)
     assert log.read(3) == ([], 3, 0)
@@ -110,7 +110,7 @@ class Walked(deque):  # type: ignore[type-arg]
 def test_a_nearly_current_reader_skips_no_events() -> None:
     log = BlockEventLog(buffer=4096, num_slots=lambda: 4096)
     for _ in range(4096):
-        log.add("stored", batch(1))
+        log.append("stored", batch(1))
     log._events = events = Walked(log._events)
     assert [event.sequence for event in log.read(4094).events] == [4095, 4096]
     assert events.steps <= 3

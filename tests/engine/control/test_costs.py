@@ -165,7 +165,7 @@ def test_a_store_of_present_blocks_leaves_those_in_use_where_they_are(make_engin
     engine.check_integrity()
     counts = engine.stats().pool.slots
     assert (counts.leased, counts.protected, counts.cached) == (1, 1, 2)
-    engine.release(lease)
+    engine.release_lease(lease)
 
 
 def test_a_key_that_is_refreshed_twice_is_refreshed_once(make_engine: MakeEngine) -> None:
@@ -272,7 +272,7 @@ def test_a_policy_that_is_replaced_forgets_slice_by_slice_without_the_lock(
 ) -> None:
     engine = make_engine(slots=2500, policy="arc")
     ranks = fill(engine, make_keys(2500))
-    engine.release(engine.acquire(make_keys(2500)))  # all are frequent, so that ghosts are kept beside new blocks
+    engine.release_lease(engine.acquire(make_keys(2500)))  # all are frequent, so that ghosts are kept beside new blocks
     for start in range(0, 2500, 100):
         store_keys(engine, ranks, make_keys(100, f"new{start}-"))
     arc = engine._state.index.policy

@@ -59,7 +59,7 @@ def test_a_lease_of_a_miss_is_empty_and_holds_nothing(make_engine: MakeEngine) -
     make_ranks(engine)
     lease = engine.acquire([A])
     assert lease.slots == ()
-    engine.release(lease)
+    engine.release_lease(lease)
     assert engine.stats().pool.leases == 0
 
 
@@ -86,10 +86,10 @@ def test_a_slot_is_leased_until_its_last_lease_ends(make_engine: MakeEngine) -> 
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A])
     first, second = engine.acquire([A]), engine.acquire([A])
-    engine.release(first)
-    engine.release(first)
+    engine.release_lease(first)
+    engine.release_lease(first)
     assert engine.begin_store([B], [0]).outcomes == {"dropped_cpu_full": 1}
-    engine.release(second)
+    engine.release_lease(second)
     assert engine.begin_store([B], [0]).op is not None
 
 
@@ -101,7 +101,7 @@ def test_a_lease_of_single_keys_is_all_or_nothing(make_engine: MakeEngine) -> No
     assert lease is not None
     assert lease.keys == (C, A, C)
     assert engine.stats().pool.slots.leased == 2
-    engine.release(lease)
+    engine.release_lease(lease)
     engine.check_integrity()
 
 
@@ -127,7 +127,7 @@ def test_a_lease_can_be_used_only_once(make_engine: MakeEngine) -> None:
     op = engine.begin_load(lease, [7])
     with pytest.raises(LeaseError, match="released or used up"):
         engine.begin_load(lease, [8])
-    engine.release(lease)  # the load still holds its slot
+    engine.release_lease(lease)  # the load still holds its slot
     assert engine.stats().pool.slots.leased == 1
     ranks[0].submit(op)
     ranks[0].run_all()
@@ -312,7 +312,7 @@ def test_there_is_room_for_free_and_evictable_blocks_and_none_while_stores_are_r
     grant = engine.begin_store([C, D, E], [0, 1, 2])
     assert (grant.accepted, [*grant.unplaced]) == ((0, 1), [2])
     assert engine.store_room() == 0
-    engine.release(lease)
+    engine.release_lease(lease)
     assert engine.store_room() == 1
     engine.admin.drain("stop_stores", None)
     assert engine.store_room() == 0
@@ -477,7 +477,7 @@ def test_counters_count_what_happened(make_engine: MakeEngine) -> None:
     store_keys(engine, ranks, [A, B])
     store_keys(engine, ranks, [C])
     load(engine, ranks, engine.acquire([A, B]))
-    engine.release(engine.acquire([A]))
+    engine.release_lease(engine.acquire([A]))
     engine.acquire([E])
     stats = engine.stats()
     assert stats.lookups.results == {"full": 1, "partial": 1, "miss": 1}
@@ -531,7 +531,7 @@ def test_blocks_are_listed_in_pages(make_engine: MakeEngine, clock: FakeClock) -
     assert [view.key for view in rest.blocks] == [C.hex()]
     assert rest.next_slot is None
     assert rest.blocks[0].idle_seconds == 5.0
-    engine.release(lease)
+    engine.release_lease(lease)
     view = engine.block(A)
     assert view is not None
     assert view.state == "cached"

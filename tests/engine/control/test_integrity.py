@@ -103,7 +103,7 @@ def keep_blocks_above_the_usable_slots(state: ControlState) -> None:
         (put_a_slot_into_two_states, "a slot is in two states"),
         (free_a_used_slot, "used slots are in no state"),
         (miscount_free_slots, "the counts of free slots and slots in service are wrong"),
-        (miscount_leaving_slots, "the count of slots on their way out is wrong"),
+        (miscount_leaving_slots, "the count of used slots above the limit is wrong"),
         (forget_to_watch_a_transfer, "the transfers that may become stuck are not those that are not stuck"),
         (settle_in_secret, "the filling slots are not those of the open stores"),
         (keep_the_blocks_of_a_dead_boot, "blocks that a rank has lost are visible"),
@@ -121,7 +121,7 @@ def test_every_inconsistency_is_found(
     engine.acquire([b"A", b"B", b"C"])  # held, of which C becomes an orphan
     lease = engine.acquire([b"A", b"B"])
     engine.admin.purge(keys=[b"C"]).run()
-    engine.release(lease)
+    engine.release_lease(lease)
     engine.begin_store([b"E"], [9])
     engine.check_integrity()
     disorder(engine._state)

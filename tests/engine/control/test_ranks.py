@@ -142,7 +142,7 @@ def test_a_lease_breaks_when_a_rank_loses_its_memory(make_engine: MakeEngine) ->
     rank.restart(pinned=4)
     with pytest.raises(LeaseError, match="a rank has lost its memory"):
         engine.begin_load(lease, [7])
-    engine.release(lease)
+    engine.release_lease(lease)
     assert engine.stats().pool.slots.free == 4
     engine.check_integrity()
 
@@ -324,7 +324,7 @@ def test_stores_and_leases_of_slots_unpinned_unasked_are_lost(make_engine: MakeE
     assert engine.contains([A, B, b"C", b"D"]) == [True, False, False, False]
     with pytest.raises(LeaseError, match="a rank has lost its memory"):
         engine.begin_load(lease, [7, 8])
-    engine.release(lease)
+    engine.release_lease(lease)
     assert engine.stats().pool.slots.free == 3
     engine.check_integrity()
 
@@ -413,7 +413,7 @@ def test_reports_of_another_pool_are_refused(make_engine: MakeEngine) -> None:
         engine.report(replace(good, slot_bytes=32))
     with pytest.raises(InvalidRequestError, match="boot_id"):
         engine.report(replace(good, boot_id=""))
-    with pytest.raises(InvalidRequestError, match="applied desired state 2; allowed: 0 to 1, as it was told"):
+    with pytest.raises(InvalidRequestError, match="applied desired state 2; allowed: 0 to 1, the latest one sent"):
         engine.report(replace(good, engine_id=engine.engine_id, applied=2))
     assert engine.readiness().state == "starting"
 

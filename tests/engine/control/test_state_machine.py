@@ -115,7 +115,7 @@ class Traffic(RuleBasedStateMachine):
             if what == "load" and lease.slots:
                 self.load(lease)
             else:
-                self.engine.release(lease)
+                self.engine.release_lease(lease)
 
     def store(self, keys: list[bytes]) -> None:
         blocks = self.fresh_blocks(len(keys))
@@ -127,13 +127,13 @@ class Traffic(RuleBasedStateMachine):
 
     def load_all(self) -> None:
         for found in map(self.engine.acquire, CHAINS):
-            self.load(found) if found.slots else self.engine.release(found)
+            self.load(found) if found.slots else self.engine.release_lease(found)
 
     def load(self, lease: Lease) -> None:
         try:
             op = self.engine.begin_load(lease, self.fresh_blocks(len(lease.slots)))
         except LeaseError:
-            self.engine.release(lease)
+            self.engine.release_lease(lease)
             return
         self.loads[op.op_id] = (op, lease, [rank.boot_id for rank in self.ranks])
         self.submit(op)
@@ -303,7 +303,7 @@ class Traffic(RuleBasedStateMachine):
         if not hasattr(self, "ranks"):
             return
         for lease in self.leases:
-            self.engine.release(lease)
+            self.engine.release_lease(lease)
         if self.sweep:
             self.sweep.cancel()
         for rank in self.ranks:

@@ -56,7 +56,7 @@ def test_neighbours_are_marked_in_one_piece(make_engine: Callable[..., OffloadEn
     store_keys(engine, make_ranks(engine), keys)
     times = engine._state.index.times
     times._used_at = Counting("d", times._used_at)
-    engine.release(engine.acquire(keys))
+    engine.release_lease(engine.acquire(keys))
     engine.begin_store(keys, range(1024))
     engine.refresh(keys)
     assert times._used_at.writes == 3

@@ -110,7 +110,7 @@ def test_an_answer_may_be_an_operation_that_is_followed(kvstow: Any, host: Any) 
     assert kvstow("config", "set", "capacity_slots=5", "--yes").exit_code == 5  # one at a time
     cancelled = kvstow("cancel", identity)
     assert "cancelled" in cancelled.stdout
-    host.engine.release(lease)
+    host.engine.release_lease(lease)
 
 
 def test_more_keys_than_one_lookup_may_have_are_asked_for_in_parts(kvstow: Any) -> None:
@@ -214,7 +214,7 @@ def held(host: Any) -> Any:
 def test_work_is_followed_to_its_end(host: Any, held: Any, child_environ: dict[str, str]) -> None:
     with Terminal("resize", "--slots", "2", "--yes", "--server", host.url, environ=child_environ) as terminal:
         terminal.until("resize (waiting for transfers)")
-        host.engine.release(held)
+        host.engine.release_lease(held)
         terminal.until("the pool has 2 slots")
         assert terminal.end() == 0
 

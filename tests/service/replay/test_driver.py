@@ -346,7 +346,7 @@ def test_a_stop_gives_up_what_does_not_finish_in_time(conversations: list[TraceR
 def test_an_engine_error_gives_leases_and_blocks_back(conversations: list[TraceRequest]) -> None:
     class Failing(OffloadEngine):
         def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int = 0, request_id: str = "") -> Op:
-            self.release(lease)
+            self.release_lease(lease)
             raise InvalidRequestError("defect")
 
     with bench(conversations, engine_type=Failing) as parts:

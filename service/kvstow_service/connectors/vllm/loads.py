@@ -73,7 +73,7 @@ class Loads:
     def release_hit(self, tracked: TrackedRequest) -> None:
         """Hold nothing for the request any more."""
         if tracked.hit is not None:
-            self._engine.release(tracked.hit.lease)
+            self._engine.release_lease(tracked.hit.lease)
             tracked.hit = None
 
     def _longest_end(self, tracked: TrackedRequest) -> int:
@@ -168,7 +168,7 @@ class Loads:
                 return self._planner.plan_load(hit.lease, targets, first, request_id)
         except LeaseError as error:  # a rank has lost its memory since the look-up
             logger.warning("request %s is computed, its hit is lost: %s", request_id, error)
-        self._engine.release(hit.lease)
+        self._engine.release_lease(hit.lease)
         return None
 
 

@@ -150,7 +150,7 @@ def test_a_block_missing_out_of_the_window_does_not_matter_and_one_inside_moves_
 
 def test_what_a_purge_takes_away_ends_the_hit_there() -> None:
     pool = Pool(present=keys_of(PROMPT))
-    pool.engine.admin.remove(keys_of(PROMPT)[5])
+    pool.engine.admin.remove_block(keys_of(PROMPT)[5])
     assert pool.loads.find_hit(pool.track(), 0) == 10
     assert pool.loads.find_hit(pool.track(), 10) == 0
     assert pool.loads.find_hit(pool.track(), 12) == 14

@@ -163,7 +163,7 @@ def test_a_full_pool_is_left_alone_until_there_is_room(monkeypatch: pytest.Monke
     assert counted.offers == [3]
     assert host.outcomes["dropped_cpu_full"] == 3
     assert idle_steps(host) == 0
-    host.engine.release(lease)
+    host.engine.release_lease(lease)
     assert idle_steps(host) > 0
     assert {*KEYS[:3]} <= host.stored()
     assert counted.offers == [3, 3]
