@@ -54,7 +54,7 @@ def resize(
         if dry_run:
             emit(plan, style, _would_resize)
             return
-        words = f"shrink the pool to {plan.capacity_slots:,} slots and evict {_evicted(plan)},"
+        words = f"shrink the pool to {counted(plan.capacity_slots, 'slot')} and evict {_evicted(plan)},"
         confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
         change = calls.resize(slots=slots, num_bytes=size, if_match=pool.etag, wait=server_wait(no_wait))
         answer = follow(client, change, no_wait=no_wait)

@@ -1,4 +1,4 @@
-"""A real engine behind a real server, and ways to run commands against it."""
+"""A real engine with a real server, and a way to run commands against it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def host(make_host: Callable[..., Host]) -> Host:
 
 @pytest.fixture
 def run(tmp_path: Any) -> Run:
-    """Runs `kvstow`; no terminal, no contexts of whoever runs the tests."""
+    """Runs `kvstow` without a terminal and without the contexts of the user who runs the tests."""
 
     def invoke(*arguments: str, stdin: str | None = None, environ: dict[str, str] | None = None) -> Result:
         clean = {

@@ -1,4 +1,4 @@
-"""A terminal of its own for a process, and what stands on its screen."""
+"""A process on a pseudo-terminal, and its output."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def until(self, words: str) -> str:
-        """What is written up to `words`, from where the last call ended."""
+        """Wait for `words`; returns the output between the end of the last call and them."""
         deadline = time.monotonic() + _PATIENCE
         while words not in self.text:
             assert self._read(deadline), f"{words!r} did not come; there is: {self.text[-_SHOWN:]}"
@@ -56,14 +56,14 @@ class Terminal:
         return before
 
     def end(self) -> int:
-        """The exit status, when the process has ended by itself."""
+        """Wait for the process to end; returns its exit status."""
         deadline = time.monotonic() + _PATIENCE
         while self._read(deadline):
             pass
         return self._process.wait(_PATIENCE)
 
     def _read(self, deadline: float) -> bool:
-        """Take in what has come; False at the end of the process's output."""
+        """Read what is there. False at the end of the process's output."""
         left = deadline - time.monotonic()
         assert left > 0, f"nothing more comes; there is: {self.text[-_SHOWN:]}"
         ready, _, _ = select.select([self._master], [], [], left)

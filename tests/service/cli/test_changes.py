@@ -1,4 +1,4 @@
-"""The commands that change a server: what they do, what they ask, and what they refuse."""
+"""Commands that change a server: effects, confirmations, refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def cached(host: Any) -> int:
         (["config", "set", "capacity_slots=2"], 2),
     ],
 )
-def test_destructive_work_needs_a_yes_and_can_be_tried(kvstow: Any, host: Any, arguments: list[str], left: int) -> None:
+def test_destructive_commands_need_a_yes_and_have_a_dry_run(
+    kvstow: Any, host: Any, arguments: list[str], left: int
+) -> None:
     outcome = kvstow(*arguments, "--dry-run")
     assert outcome.exit_code == 0, outcome.stderr
     assert cached(host) == 6
@@ -56,7 +58,7 @@ def test_destructive_work_needs_a_yes_and_can_be_tried(kvstow: Any, host: Any, a
     assert cached(host) == left
 
 
-def test_what_was_removed_is_said(kvstow: Any) -> None:
+def test_the_removed_amount_is_printed(kvstow: Any) -> None:
     assert kvstow("evict", "--slots", "1", "--dry-run").stdout == "would remove 1 block, 4 KiB of each rank\n"
     assert kvstow("evict", "--slots", "2", "--yes").stdout == "removed 2 blocks, 8 KiB of each rank\n"
     removed = json.loads(kvstow("purge", "--all", "--yes", "-o", "json").stdout)
@@ -87,22 +89,22 @@ def test_what_was_removed_is_said(kvstow: Any) -> None:
         ["drain", "--mode", "some", "--yes"],
     ],
 )
-def test_what_makes_no_sense_is_exit_code_2_and_changes_nothing(kvstow: Any, host: Any, arguments: list[str]) -> None:
+def test_invalid_arguments_are_exit_code_2_and_change_nothing(kvstow: Any, host: Any, arguments: list[str]) -> None:
     before = (host.engine.stats(), host.engine.desired())
     assert kvstow(*arguments).exit_code == 2
     assert (host.engine.stats(), host.engine.desired()) == before
 
 
-def test_growing_asks_nothing(kvstow: Any, host: Any) -> None:
+def test_growing_needs_no_confirmation(kvstow: Any, host: Any) -> None:
     assert kvstow("resize", "--slots", "32").exit_code == 0
     assert host.engine.desired().capacity_slots == 32
 
 
-def test_a_value_that_is_refused_names_what_is_allowed(kvstow: Any) -> None:
+def test_a_refused_value_comes_with_the_allowed_ones(kvstow: Any) -> None:
     assert "\nhint: policy: 'lru' or 'arc'\n" in kvstow("config", "set", "policy=mru").stderr
 
 
-def test_an_answer_may_be_an_operation_that_is_followed(kvstow: Any, host: Any) -> None:
+def test_one_resize_runs_at_a_time_and_can_be_cancelled(kvstow: Any, host: Any) -> None:
     lease = host.engine.lease(KEYS)
     assert lease is not None
     identity = json.loads(kvstow("resize", "--slots", "2", "--yes", "--no-wait", "-o", "json").stdout)["id"]
@@ -113,7 +115,7 @@ def test_an_answer_may_be_an_operation_that_is_followed(kvstow: Any, host: Any) 
     host.engine.release_lease(lease)
 
 
-def test_more_keys_than_one_lookup_may_have_are_asked_for_in_parts(kvstow: Any) -> None:
+def test_many_keys_are_looked_up_in_batches(kvstow: Any) -> None:
     keys = [HEX[0], *(f"{number:064x}" for number in range(5000)), HEX[1]]
     for command in ("protect", "unprotect"):
         answer = kvstow(command, "-", "--dry-run", stdin="\n".join(keys)).stdout
@@ -135,16 +137,16 @@ def test_protections_come_and_go(kvstow: Any, host: Any) -> None:
     assert host.engine.stats().pool.slots.protected == 0
 
 
-def test_protecting_what_is_not_there_is_exit_code_4(kvstow: Any) -> None:
+def test_protecting_absent_blocks_is_exit_code_4(kvstow: Any) -> None:
     assert kvstow("protect", "00ff").exit_code == 4
 
 
-def test_what_was_only_tried_is_listed_as_that(kvstow: Any) -> None:
+def test_a_dry_run_is_listed_as_one(kvstow: Any) -> None:
     kvstow("evict", "--slots", "2", "--dry-run")
     assert "would remove 2" in kvstow("get", "ops").stdout
 
 
-def test_a_size_beyond_the_servers_maximum_is_told_in_words(kvstow: Any) -> None:
+def test_a_size_above_the_maximum_is_explained(kvstow: Any) -> None:
     outcome = kvstow("resize", "1GiB", "--yes")
     assert outcome.exit_code == 2
     assert "1 GiB is too much: each rank can hold 128 KiB, 32 slots" in outcome.stderr
@@ -174,7 +176,7 @@ def test_a_bypass_begins_and_ends(kvstow: Any, host: Any) -> None:
     assert not host.engine.admin.bypass.store
 
 
-def test_pinning_of_memory_is_steered(kvstow: Any, host: Any) -> None:
+def test_pinning_pauses_resumes_and_retries(kvstow: Any, host: Any) -> None:
     assert kvstow("pinning", "pause").exit_code == 0
     assert host.engine.desired().paused
     assert kvstow("pinning", "resume").exit_code == 0
@@ -191,7 +193,7 @@ def test_settings_are_shown_and_changed(kvstow: Any, host: Any) -> None:
     assert "debug" in kvstow("config", "log-level", "debug", "--logger", "kvstow.admin", "--ttl", "1h").stdout
 
 
-def test_a_terminal_is_asked(host: Any, child_environ: dict[str, str]) -> None:
+def test_a_prompt_on_a_terminal(host: Any, child_environ: dict[str, str]) -> None:
     host.store(*KEYS)
     question = f"Remove 2 blocks, 8 KiB of each rank on {host.url}? [y/N]"
     evict = ("evict", "--slots", "2", "--server", host.url)
@@ -211,7 +213,7 @@ def held(host: Any) -> Any:
     return host.engine.lease(KEYS)
 
 
-def test_work_is_followed_to_its_end(host: Any, held: Any, child_environ: dict[str, str]) -> None:
+def test_an_operation_is_followed_to_its_end(host: Any, held: Any, child_environ: dict[str, str]) -> None:
     with Terminal("resize", "--slots", "2", "--yes", "--server", host.url, environ=child_environ) as terminal:
         terminal.until("resize (waiting for transfers)")
         host.engine.release_lease(held)
@@ -219,7 +221,7 @@ def test_work_is_followed_to_its_end(host: Any, held: Any, child_environ: dict[s
         assert terminal.end() == 0
 
 
-def test_work_that_is_cancelled_elsewhere_is_an_error(
+def test_an_operation_cancelled_elsewhere_is_an_error(
     run: Any, host: Any, held: Any, child_environ: dict[str, str]
 ) -> None:
     with Terminal("resize", "--slots", "2", "--yes", "--server", host.url, environ=child_environ) as terminal:
@@ -230,7 +232,7 @@ def test_work_that_is_cancelled_elsewhere_is_an_error(
         assert terminal.end() == 1
 
 
-def test_who_stops_following_is_told_that_it_goes_on(host: Any, held: Any, child_environ: dict[str, str]) -> None:
+def test_interrupting_says_that_the_operation_continues(host: Any, held: Any, child_environ: dict[str, str]) -> None:
     with Terminal("resize", "--slots", "2", "--yes", "--server", host.url, environ=child_environ) as terminal:
         terminal.until("waiting for transfers")
         terminal.type("\x03")

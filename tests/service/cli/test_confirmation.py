@@ -1,4 +1,4 @@
-"""Destructive commands: what they are, that they ask, and that they name their server."""
+"""Destructive commands ask for confirmation and name their server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_is_lost_for_good_or_fails_readyz_is_destructive(effect: Effect, is
     assert effect.is_destructive == is_destructive
 
 
-def test_a_harmless_command_is_not_asked_about() -> None:
+def test_a_harmless_command_needs_no_confirmation() -> None:
     confirm(Effect("grow the pool"), CONNECTION, yes=False)
 
 

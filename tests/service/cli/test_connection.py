@@ -1,4 +1,4 @@
-"""How commands find their server and are let in: flags, variables, contexts, tokens, TLS, Unix sockets."""
+"""How commands reach their server: flags, variables, contexts, tokens, TLS, Unix sockets."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_token_goes_only_to_the_server_that_it_belongs_to(contexts: dict[str, 
 
 # httpcore leaves the socket that it could not connect to the garbage collector
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_contexts_are_made_used_listed_and_forgotten(run: Any, host: Any, tmp_path: Path) -> None:
+def test_contexts_are_set_used_listed_and_deleted(run: Any, host: Any, tmp_path: Path) -> None:
     token = tmp_path / 'tøken "file"'
     token.write_text("t")
     assert run("context", "set", "here", "--server", host.url, "--token-file", str(token)).exit_code == 0
@@ -80,14 +80,14 @@ def test_contexts_are_made_used_listed_and_forgotten(run: Any, host: Any, tmp_pa
 
 
 @pytest.mark.parametrize("arguments", [["no spaces", "--server", SERVER], ["x", "--server", "a:1"], ["x"]])
-def test_a_context_that_makes_no_sense_is_refused(run: Any, arguments: list[str]) -> None:
+def test_an_invalid_context_is_refused(run: Any, arguments: list[str]) -> None:
     assert run("context", "set", *arguments).exit_code == 2
 
 
 @pytest.mark.parametrize(
     "text", ["nonsense", "unknown = 1", "contexts = 3", "[contexts.a]\nport = 1", '[contexts.a]\nserver = ["b"]']
 )
-def test_a_file_that_is_wrong_is_named(run: Any, tmp_path: Path, text: str) -> None:
+def test_an_invalid_contexts_file_is_named(run: Any, tmp_path: Path, text: str) -> None:
     path = tmp_path / "contexts.toml"
     path.write_text(text)
     outcome = run(*ASK)
@@ -95,7 +95,7 @@ def test_a_file_that_is_wrong_is_named(run: Any, tmp_path: Path, text: str) -> N
     assert str(path) in outcome.stderr
 
 
-def test_a_file_that_cannot_be_written_is_named(run: Any, tmp_path: Path) -> None:
+def test_an_unwritable_contexts_file_is_named(run: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "contexts.toml"
     outcome = run("context", "set", "a", "--server", SERVER, environ={"KVSTOW_CONTEXTS": str(path)})
@@ -108,14 +108,14 @@ def test_a_unix_socket_is_a_server(run: Any, make_host: Any, tmp_path: Path) -> 
     assert run(*ASK, "--server", f"unix:{tmp_path}/admin.sock").exit_code == 0
 
 
-def test_a_server_that_is_away_is_named_with_what_to_do(run: Any) -> None:
+def test_an_unreachable_server_is_named_with_a_hint(run: Any) -> None:
     outcome = run(*ASK, "--server", "http://127.0.0.1:1")
     assert outcome.exit_code == 1
     assert outcome.stderr.startswith("kvstow get pools: http://127.0.0.1:1 cannot be reached: ")
     assert "hint: check that KVStow's admin server runs there, or choose another: --server" in outcome.stderr
 
 
-def test_tokens_are_shown_and_a_viewers_is_not_enough_for_changes(run: Any, make_host: Any, tmp_path: Path) -> None:
+def test_changes_need_an_admins_token(run: Any, make_host: Any, tmp_path: Path) -> None:
     admin, viewer = tmp_path / "admin", tmp_path / "viewer"
     admin.write_text("a-token")
     viewer.write_text("v-token")
@@ -130,7 +130,7 @@ def test_tokens_are_shown_and_a_viewers_is_not_enough_for_changes(run: Any, make
     assert run("undrain", "--server", url, "--token-file", str(tmp_path / "none")).exit_code == 2
 
 
-def test_certificates_are_checked_and_shown(run: Any, make_host: Any, tmp_path: Path) -> None:
+def test_server_and_client_certificates(run: Any, make_host: Any, tmp_path: Path) -> None:
     authority = trustme.CA()
     files = {name: tmp_path / name for name in ("ca", "cert", "key", "client-cert", "client-key")}
     authority.cert_pem.write_to_path(files["ca"])
@@ -151,7 +151,7 @@ def test_certificates_are_checked_and_shown(run: Any, make_host: Any, tmp_path: 
     assert run("undrain", "--server", url, "--ca-file", str(files["key"])).exit_code == 2
 
 
-def test_a_timeout_of_nothing_is_refused(run: Any) -> None:
+def test_a_timeout_of_zero_is_refused(run: Any) -> None:
     assert run(*ASK, "--request-timeout", "0").exit_code == 2
 
 

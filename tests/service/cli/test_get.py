@@ -84,18 +84,18 @@ def test_get_lists_and_points_to_describe(get: Any) -> None:
 
 
 @pytest.mark.parametrize("item", [["rank", "7"], ["pool", "gpu"], ["block", "00ff"], ["operation", "evict-1"]])
-def test_what_is_not_there_is_exit_code_4(run: Any, host: Any, item: list[str]) -> None:
+def test_an_absent_item_is_exit_code_4(run: Any, host: Any, item: list[str]) -> None:
     outcome = run("describe", *item, "--server", host.url)
     assert (outcome.exit_code, outcome.stdout) == (4, "")
     assert outcome.stderr.startswith("kvstow describe ")
     assert f"\nhint: `kvstow get {item[0]}s` lists what there is\n" in outcome.stderr
 
 
-def test_a_key_that_is_no_key_is_a_usage_error(run: Any, host: Any) -> None:
+def test_an_invalid_key_is_a_usage_error(run: Any, host: Any) -> None:
     assert run("describe", "block", "xyz", "--server", host.url).exit_code == 2
 
 
-def test_pages_are_put_together_up_to_the_limit(get: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_joined_up_to_the_limit(get: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstow_service.cli.get._PAGE", 2)
     assert len(json.loads(get("blocks", "-o", "json").stdout)["items"]) == 6
     outcome = get("blocks", "-o", "json", "--limit", "5")
@@ -128,7 +128,7 @@ def test_transfers_in_flight_are_listed(get: Any, host: Any) -> None:
         (["block", KEYS[1].hex()], ["  leases"]),
     ],
 )
-def test_describe_says_everything_of_one_thing(run: Any, host: Any, arguments: list[str], lines: list[str]) -> None:
+def test_describe_shows_every_field(run: Any, host: Any, arguments: list[str], lines: list[str]) -> None:
     host.store(*KEYS)
     outcome = run("describe", *arguments, "--server", host.url)
     assert outcome.exit_code == 0, outcome.stderr
@@ -173,13 +173,13 @@ def test_watching_prints_what_has_changed(capsys: pytest.CaptureFixture[str]) ->
     assert looks.slept == [2.0, 2.0, 2.0]
 
 
-def test_watching_goes_on_when_the_server_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_watching_survives_a_lost_connection(capsys: pytest.CaptureFixture[str]) -> None:
     watched(Looks("one", ApiError("it is away"), ApiError("it is away"), "one", "two"))
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("one\ntwo\n", "no answer: it is away; trying again\n")
 
 
-def test_watching_ends_where_there_is_nothing_to_wait_for() -> None:
+def test_watching_ends_if_the_server_refuses_or_never_answered() -> None:
     with pytest.raises(ApiError, match="away"):
         watched(Looks(ApiError("it is away")))
     refusal = ProblemView(

@@ -46,7 +46,7 @@ def standalone(tmp_path: Path, child_environ: dict[str, str]) -> Iterator[str]:
 
 @pytest.fixture
 def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """What vLLM's scheduler starts."""
+    """The server that vLLM's scheduler starts."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16, num_ranks=2, report_timeout=3600.0))
     make_ranks(engine)
@@ -59,7 +59,7 @@ def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def check(run: Callable[..., Any], server: str, environ: dict[str, str]) -> dict[str, Any]:
-    """All that an operator does in an ordinary week; returns what the server says of itself."""
+    """The ordinary work of an operator. Returns the server's description."""
 
     def kvstow(*arguments: str, code: int = 0) -> str:
         outcome = run(*arguments, "--server", server)

@@ -33,7 +33,7 @@ def invoke(*arguments: str, stdin: str | None = None) -> Result:
     return CliRunner().invoke(app, ["replay", *arguments], input=stdin)
 
 
-def test_the_json_has_the_promised_fields(trace: str) -> None:
+def test_the_json_has_the_documented_fields(trace: str) -> None:
     outcome = invoke(trace, "--slot-size", "1KiB", "--pool-slots", "100", "--ranks", "2", "--json")
     assert outcome.exit_code == 0, outcome.stderr
     result = json.loads(outcome.stdout)
@@ -43,7 +43,7 @@ def test_the_json_has_the_promised_fields(trace: str) -> None:
     assert (result["ranks"], result["slots"], result["policy"]) == (2, 100, "lru")
 
 
-def test_the_summary_names_what_matters(trace: str) -> None:
+def test_the_summary_has_the_main_numbers(trace: str) -> None:
     outcome = invoke(trace, "--slot-size", "1KiB", "--pool-slots", "100", "--concurrency", "3")
     assert outcome.exit_code == 0
     names = [line[:16].strip() for line in outcome.stdout.splitlines()]
@@ -51,14 +51,14 @@ def test_the_summary_names_what_matters(trace: str) -> None:
     assert names[5:] == ["evicted", "dropped stores", "failed", "verified", "mismatches"]
 
 
-def test_the_trace_may_come_from_standard_input_and_be_cut(trace: str) -> None:
+def test_a_trace_from_standard_input_can_be_truncated(trace: str) -> None:
     outcome = invoke("-", "--no-data", "--requests", "7", "--json", "--policy", "arc", stdin=Path(trace).read_text())
     assert outcome.exit_code == 0, outcome.stderr
     result = json.loads(outcome.stdout)
     assert (result["requests"], result["policy"], result["loaded_bytes"]) == (7, "arc", 0)
 
 
-def test_wrong_bytes_end_with_status_1(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = CpuDevice.launch_load
 
     def flip_a_byte(self: CpuDevice, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> object:
@@ -112,20 +112,20 @@ def test_wrong_bytes_end_with_status_1(trace: str, monkeypatch: pytest.MonkeyPat
         (("--rate", "1", "--time-scale", "1"), "not both"),
     ],
 )
-def test_bad_options_end_with_status_2_and_a_reason(trace: str, arguments: tuple[str, ...], complaint: str) -> None:
+def test_invalid_options_are_exit_code_2_with_a_reason(trace: str, arguments: tuple[str, ...], complaint: str) -> None:
     outcome = invoke(trace, "--no-data", *arguments)
     assert outcome.exit_code == 2
     assert complaint in outcome.stderr
 
 
-def test_a_known_shape_moves_pages_as_its_model_does(trace: str) -> None:
+def test_a_shape_moves_pages_like_its_model(trace: str) -> None:
     outcome = invoke(trace, "--shape", "llama-3-70b-tp8", "--pool-slots", "100", "--requests", "4", "--json")
     assert outcome.exit_code == 0, outcome.stderr
     result = json.loads(outcome.stdout)
     assert result["verified_bytes"] == result["hit_blocks"] * 80 * 8192 > 0
 
 
-def test_without_cuda_the_cuda_device_is_refused_with_the_reason(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuda_the_error_says_why(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise DriverUnavailableError("no CUDA driver on this machine: no libcuda.so")
 
@@ -136,14 +136,14 @@ def test_without_cuda_the_cuda_device_is_refused_with_the_reason(trace: str, mon
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_on_a_machine_without_a_gpu_the_refusal_is_one_line(trace: str) -> None:
+def test_without_a_gpu_the_error_is_one_line(trace: str) -> None:
     outcome = invoke(trace, "--device", "cuda")
     assert outcome.exit_code == 2
     assert outcome.stderr.startswith("kvstow replay: ")
     assert len(outcome.stderr.splitlines()) == 1
 
 
-def test_a_bad_line_ends_with_status_2_and_its_place(tmp_path: Path) -> None:
+def test_an_invalid_line_is_exit_code_2_and_located(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"timestamp": 0}\n')
     outcome = invoke(str(tmp_path / "bad.jsonl"))
     assert outcome.exit_code == 2
@@ -151,7 +151,7 @@ def test_a_bad_line_ends_with_status_2_and_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_replay_without_data_does_without_torch(trace: str) -> None:
+def test_a_replay_without_data_does_not_import_torch(trace: str) -> None:
     program = (
         "import sys; from kvstow_service.cli import app; app(sys.argv[1:], standalone_mode=False);"
         "sys.exit('torch' in sys.modules)"

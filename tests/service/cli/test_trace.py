@@ -27,13 +27,13 @@ def test_a_file_holds_the_first_requests(tmp_path: Path) -> None:
     assert read_trace(str(path)) == generate_trace(TraceShape(), limit=9)
 
 
-def test_a_shape_that_makes_no_sense_ends_with_status_2() -> None:
+def test_an_invalid_shape_is_exit_code_2() -> None:
     outcome = invoke("--turns", "0")
     assert outcome.exit_code == 2
     assert "turns is 0; allowed" in outcome.stderr
 
 
-def test_a_reader_that_has_enough_is_no_error(child_environ: dict[str, str]) -> None:
+def test_a_closed_pipe_is_no_error(child_environ: dict[str, str]) -> None:
     command = [sys.executable, "-m", "kvstow_service", "trace", "generate", "--sessions", "500"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=child_environ) as generating:
         assert generating.stdout is not None
@@ -43,7 +43,7 @@ def test_a_reader_that_has_enough_is_no_error(child_environ: dict[str, str]) -> 
         assert generating.stderr.read() == b""
 
 
-def test_a_file_that_cannot_be_written_ends_with_status_2(tmp_path: Path) -> None:
+def test_an_unwritable_file_is_exit_code_2(tmp_path: Path) -> None:
     outcome = invoke("--output", str(tmp_path / "none" / "trace.jsonl"))
     assert outcome.exit_code == 2
     assert "a writable file, or - (No such file or directory)" in outcome.stderr

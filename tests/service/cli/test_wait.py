@@ -15,12 +15,12 @@ from kvstow.testing.fakes import FakeClock
 from kvstow_service.cli.wait import _Lines, _Look
 
 
-def test_a_ready_server_is_not_waited_for(run: Any, host: Any) -> None:
+def test_wait_returns_at_once_if_the_server_is_ready(run: Any, host: Any) -> None:
     outcome = run("wait", "--for=ready", "--timeout=30s", environ={"KVSTOW_SERVER": host.url})
     assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (0, "ready: 16 of 16 slots are usable\n", "")
 
 
-def test_ready_does_not_need_all_slots_and_pinned_does(run: Any, make_host: Any) -> None:
+def test_pinned_needs_all_slots_and_ready_does_not(run: Any, make_host: Any) -> None:
     url = make_host(pinned=4).url
     assert run("wait", "--server", url).exit_code == 0
     outcome = run("wait", "--server", url, "--for", "pinned", "--timeout", "0")
@@ -46,7 +46,7 @@ def test_a_draining_server_is_drained_and_not_ready(run: Any, host: Any) -> None
     assert "engine failed: the engine is draining" in outcome.stderr
 
 
-def test_a_server_that_is_not_there_yet_is_waited_for(
+def test_wait_tolerates_a_server_that_has_not_started(
     make_host: Any, tmp_path: Path, child_environ: dict[str, str]
 ) -> None:
     uds = tmp_path / "admin.sock"
@@ -62,7 +62,7 @@ def test_a_server_that_is_not_there_yet_is_waited_for(
         assert waiting.stdout.read() == "ready: 16 of 16 slots are usable\n"
 
 
-def test_a_refusal_is_not_waited_out(run: Any, make_host: Any, tmp_path: Path) -> None:
+def test_wait_fails_at_once_if_access_is_denied(run: Any, make_host: Any, tmp_path: Path) -> None:
     (tmp_path / "admin").write_text("secret")
     (tmp_path / "viewer").write_text("other")
     url = make_host(token_file=tmp_path / "admin", viewer_token_file=tmp_path / "viewer").url
@@ -74,11 +74,11 @@ def test_a_refusal_is_not_waited_out(run: Any, make_host: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("arguments", [["--for", "green"], ["--timeout", "soon"], ["--server", "kvstow:9595"]])
-def test_what_makes_no_sense_is_a_usage_error(run: Any, arguments: list[str]) -> None:
+def test_invalid_arguments_are_usage_errors(run: Any, arguments: list[str]) -> None:
     assert run("wait", *arguments).exit_code == 2
 
 
-def test_what_keeps_memory_from_being_pinned_is_told(run: Any, make_host: Any) -> None:
+def test_wait_says_why_memory_is_not_pinned(run: Any, make_host: Any) -> None:
     host = make_host(pinned=4)
     pinned = ("wait", "--server", host.url, "--for=pinned", "--timeout=0")
     host.engine.admin.pause_pinning(True)
@@ -88,7 +88,7 @@ def test_what_keeps_memory_from_being_pinned_is_told(run: Any, make_host: Any) -
     assert "4 of 16 slots are usable; rank 1 is degraded: no more memory" in run(*pinned).stderr
 
 
-def test_a_log_is_not_flooded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_lines_are_rate_limited(capsys: pytest.CaptureFixture[str]) -> None:
     clock = FakeClock()
     lines = _Lines(clock)
     for _ in range(12):
@@ -110,7 +110,7 @@ def test_on_a_terminal_it_shows_each_rank(make_host: Any, child_environ: dict[st
         assert terminal.end() == 0
 
 
-def test_a_silent_server_is_named(run: Any) -> None:
+def test_a_server_that_does_not_answer_is_named(run: Any) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -36,11 +36,11 @@ def test_events_for_programs(run: Any, host: Any) -> None:
     assert (as_json["type"], as_json["data"]["method"]) == ("change", "PUT")
 
 
-def test_a_type_that_does_not_exist_is_refused(run: Any, host: Any) -> None:
+def test_an_unknown_event_type_is_refused(run: Any, host: Any) -> None:
     assert run("events", "--type", "weather", "--server", host.url).exit_code == 2
 
 
-def test_events_go_on_over_a_lost_connection(
+def test_events_resume_after_a_lost_connection(
     run: Any, make_host: Any, tmp_path: Path, child_environ: dict[str, str]
 ) -> None:
     uds = tmp_path / "admin.sock"
@@ -78,15 +78,13 @@ def diagnosis(*findings: FindingView) -> DoctorView:
     )
 
 
-def test_a_healthy_server_is_exit_code_0(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_exits_0_for_a_healthy_server(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstow_api.client.Client.send", lambda self, call: diagnosis())
     outcome = run("doctor", "--server", host.url)
     assert (outcome.exit_code, outcome.stdout) == (0, "1 check, 0 findings\n")
 
 
-def test_findings_are_told_with_their_fix_and_are_exit_code_1(
-    run: Any, host: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_shows_findings_with_fixes_and_exits_1(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstow_api.client.Client.send", lambda self, call: diagnosis(FINDING))
     outcome = run("doctor", "--server", host.url, "-o", "wide")
     assert outcome.exit_code == 1
@@ -101,7 +99,7 @@ def test_findings_are_told_with_their_fix_and_are_exit_code_1(
     ]
 
 
-def test_a_server_that_is_not_ready_is_not_healthy(run: Any, host: Any) -> None:
+def test_doctor_reports_a_server_that_is_not_ready(run: Any, host: Any) -> None:
     host.ranks[1].state = "failed"
     host.ranks[1].report()
     outcome = run("doctor", "--server", host.url)
@@ -109,7 +107,7 @@ def test_a_server_that_is_not_ready_is_not_healthy(run: Any, host: Any) -> None:
     assert "error  /readyz fails at ranks: rank 1 is failed" in outcome.stdout
 
 
-def test_a_real_server_is_examined(run: Any, host: Any) -> None:
+def test_doctor_works_against_a_real_server(run: Any, host: Any) -> None:
     outcome = run("doctor", "--server", host.url, "-o", "json")
     view = json.loads(outcome.stdout)
     assert outcome.exit_code == (0 if view["healthy"] else 1)
@@ -135,7 +133,7 @@ def points(metric: str, line: int = 0) -> tuple[float | None, ...]:
     return lines_of(METRICS[metric], HISTORY.items)[line].points
 
 
-def test_figures_are_of_the_time_between_samples() -> None:
+def test_points_are_rates_between_samples() -> None:
     assert points("hit-ratio") == (0.5, None, None)
     assert points("bandwidth") == (1 << 20, 2 << 20, None)
     assert points("bandwidth", 1) == (0.0, 0.0, 0.0)
@@ -143,7 +141,7 @@ def test_figures_are_of_the_time_between_samples() -> None:
     assert lines_of(METRICS["usage"], HISTORY.items[:1])[0].points == ()
 
 
-def test_now_is_the_last_ten_seconds_and_every_figure_is_defined_once() -> None:
+def test_now_covers_ten_seconds_and_every_metric_is_defined_once() -> None:
     now = now_of([sample(n, query_blocks=10 * n, hit_blocks=n * n, evicted_blocks=n**3) for n in range(5)])
     assert now.seconds == 10.0
     assert now.hit_ratio == (16 - 4) / 20
@@ -153,7 +151,7 @@ def test_now_is_the_last_ten_seconds_and_every_figure_is_defined_once() -> None:
     assert {figure for metric in METRICS.values() for figure in metric.lines.values()} == set(FIGURES)
 
 
-def test_a_hit_ratio_of_long_ago_is_not_that_of_now() -> None:
+def test_the_hit_ratio_now_ignores_old_samples() -> None:
     def hits(*hits_of_samples: int) -> float | None:
         return now_of(
             [sample(n, query_blocks=2 * hits, hit_blocks=hits) for n, hits in enumerate(hits_of_samples)]
@@ -165,7 +163,7 @@ def test_a_hit_ratio_of_long_ago_is_not_that_of_now() -> None:
     assert hits(0, 1, 1, 1) is None
 
 
-def test_a_sparkline_has_gaps_and_fits() -> None:
+def test_a_sparkline_has_gaps_and_a_fixed_width() -> None:
     assert sparkline([0.0, 0.5, None, 1.0], 10, 1.0) == "▁▅ █"
     assert sparkline([0.0, 1.0, 1.0], 2) == "██"
     assert sparkline([], 5) == ""
@@ -184,14 +182,14 @@ def test_every_metric_can_be_plotted(plot: Any) -> None:
         assert plot(metric).exit_code == 0
 
 
-def test_a_plot_says_what_is_now_and_the_highest(plot: Any) -> None:
+def test_a_plot_shows_the_current_and_the_highest_value(plot: Any) -> None:
     loads, stores = plot("bandwidth").stdout.splitlines()
     assert loads.startswith("loads   ▅█")
     assert "now 1.5 MiB/s  highest 2 MiB/s" in loads
     assert "highest 0 B/s" in stores
 
 
-def test_since_cuts(plot: Any) -> None:
+def test_since_limits_the_samples(plot: Any) -> None:
     assert len(json.loads(plot("usage", "--since", "5s", "-o", "json").stdout)["items"]) == 2
     assert "nothing yet" in plot("usage", "--since", "0").stdout
 
@@ -203,13 +201,13 @@ def test_a_picture_is_drawn(plot: Any, tmp_path: Path, metric: str) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_that_cannot_be_written_is_an_error(plot: Any, tmp_path: Path) -> None:
+def test_an_unwritable_picture_is_an_error(plot: Any, tmp_path: Path) -> None:
     outcome = plot("usage", "--png", str(tmp_path / "none" / "figure.png"))
     assert outcome.exit_code == 1
     assert "cannot be written" in outcome.stderr
 
 
-def test_without_matplotlib_the_fix_is_named(plot: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_matplotlib_there_is_a_hint(plot: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.dates", None)
     outcome = plot("usage", "--png", str(tmp_path / "figure.png"))
     assert outcome.exit_code == 1

@@ -1,4 +1,4 @@
-"""What the command line loads, and what it knows without loading it."""
+"""The list of commands, their lazy imports, shell completion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ON_THIS_MACHINE = {"serve", "replay"}
 
 
 def loaded(arguments: list[str], watched: list[str], environ: dict[str, str]) -> list[str]:
-    """Which of these modules `kvstow ARGUMENTS` has loaded when it ends."""
+    """Which of these modules `kvstow ARGUMENTS` imports."""
     code = (
         "import atexit, sys\n"
         f"atexit.register(lambda: print('loaded', [name for name in {watched!r} if name in sys.modules]))\n"
@@ -30,25 +30,27 @@ def loaded(arguments: list[str], watched: list[str], environ: dict[str, str]) ->
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS if name != "serve")])
-def test_help_loads_no_machinery(arguments: list[str], child_environ: dict[str, str]) -> None:
+def test_help_imports_no_heavy_modules(arguments: list[str], child_environ: dict[str, str]) -> None:
     assert loaded(arguments, [*HEAVY, "httpx", "rich", "yaml"], child_environ) == []
 
 
 @pytest.mark.parametrize(
     "arguments", [["get", "pools"], ["describe", "stats", "-o", "yaml"], ["top"], ["doctor"], ["plot", "bandwidth"]]
 )
-def test_asking_a_server_loads_no_machinery(host: Any, arguments: list[str], child_environ: dict[str, str]) -> None:
+def test_remote_commands_import_no_heavy_modules(
+    host: Any, arguments: list[str], child_environ: dict[str, str]
+) -> None:
     assert loaded([*arguments, "--server", host.url], HEAVY, child_environ) == []
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_list_of_commands_says_what_their_own_help_says(name: str) -> None:
+def test_the_command_list_matches_each_commands_help(name: str) -> None:
     first = (load(name).help or "").split("\n\n")[0]
     assert COMMANDS[name].help == " ".join(first.split())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_that_asks_a_server_can_be_told_which(name: str) -> None:
+def test_every_remote_command_has_connection_flags(name: str) -> None:
     command = load(name)
     commands = list(command.commands.values()) if isinstance(command, click.Group) else [command]
     if name in ON_THIS_MACHINE or name in ("trace", "context", "completion"):
@@ -58,17 +60,17 @@ def test_every_command_that_asks_a_server_can_be_told_which(name: str) -> None:
         assert {"--server", "--context", "--token-file", "--ca-file"} <= flags, one.name
 
 
-def test_it_tells_its_version(run: Any) -> None:
+def test_version(run: Any) -> None:
     assert run("--version").stdout == f"kvstow, version {kvstow.__version__}\n"
 
 
-def test_a_command_that_does_not_exist_is_a_usage_error(run: Any) -> None:
+def test_an_unknown_command_is_a_usage_error(run: Any) -> None:
     outcome = run("evic")
     assert outcome.exit_code == 2
     assert "evict" in outcome.stderr
 
 
-def test_a_package_that_is_not_there_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "kvstow_service.cli.serve", raising=False)
     monkeypatch.setitem(sys.modules, "pydantic.fields", None)
     outcome = run("serve", "--help")
@@ -78,7 +80,7 @@ def test_a_package_that_is_not_there_is_named(run: Any, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_gets_its_script(run: Any, shell: str) -> None:
+def test_each_shell_has_a_completion_script(run: Any, shell: str) -> None:
     outcome = run("completion", shell)
     assert outcome.exit_code == 0
     assert f"_KVSTOW_COMPLETE={shell}_complete" in outcome.stdout
