@@ -107,10 +107,9 @@ class Meter:
 class MeteredDevice:
     """A CUDA device whose calls are timed."""
 
-    capabilities = CudaDevice.capabilities
-
     def __init__(self, meter: Meter, *arguments: Any, **keywords: Any) -> None:
         self._meter, self._device = meter, CudaDevice(*arguments, **keywords)
+        self.capabilities = self._device.capabilities
         self._transfers: list[Transfer] = []
 
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:

@@ -53,6 +53,7 @@ class DataPlane:
         self._excess: str | None = None
         self._closed = False
         name = f"kvstow-copy-{rank}"
+        self._device = device.capabilities.name
         self._may_drive = device.capabilities.copies_alone
         pool.add_listener(self._listeners.call)
         # Last: once the thread runs, an error would leave the device with two owners.
@@ -142,6 +143,7 @@ class DataPlane:
             engine_id=applied.engine_id,
             applied=applied.number,
             stale_desired_states=self._newest.stale,
+            device=self._device,
             sender="",
             number=0,
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -22,10 +24,12 @@ class ReportSequence:
         self._last = 0
 
     def next_report(self, make: Callable[[], RankReport]) -> RankReport:
-        """The report that `make` returns, numbered. One is made at a time: a larger number means newer state."""
+        """The report that `make` returns, with its number, host and pid. One is made at a time: a larger number means
+        newer state."""
         with self._reporting:
             self._last += 1
-            return replace(make(), sender=self._name, number=self._last)
+            host, pid = socket.gethostname(), os.getpid()
+            return replace(make(), sender=self._name, number=self._last, host=host, pid=pid)
 
 
 class NewestDesiredState:

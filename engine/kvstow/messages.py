@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 from kvstow.errors import InvalidRequestError
 
@@ -105,7 +106,8 @@ class RankFigures(PoolFigures, CopyFigures):
 
     `boot_id` changes when the rank's process or pool restarts: its memory is empty then. `stale_desired_states` counts
     desired states that it ignored because a newer one had arrived first. `numa_bytes`: the pool's memory by NUMA node,
-    empty if the kernel does not report it.
+    empty if the kernel does not report it. `host` and `pid` name the rank's process, and `device` the device of its KV
+    cache ("cpu", "cuda:1"); null if unknown.
     """
 
     rank: int
@@ -116,6 +118,9 @@ class RankFigures(PoolFigures, CopyFigures):
     error: str | None = None
     stale_desired_states: int = 0
     numa_bytes: Mapping[str, int] = field(default_factory=dict)
+    host: str | None = None
+    pid: int | None = None
+    device: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,18 +249,17 @@ def _shape(cls: type) -> Mapping[str, _Field]:
 
 def _kind(hint: Any) -> _Kind:
     """The JSON values of a field's type; negative numbers never make sense in a message."""
+    if isinstance(hint, UnionType):
+        given = _kind(next(one for one in get_args(hint) if one is not NoneType))
+        return _Kind(lambda value: value is None or given.accepts(value), f"{given.allowed}, or null")
     if hint is int:
         return _Kind(_is_count, "a whole number, 0 or more")
     if hint is float:
         return _Kind(_is_amount, "a number, 0 or more")
-    if hint == float | None:
-        return _Kind(lambda value: value is None or _is_amount(value), "a number, 0 or more, or null")
     if hint is bool:
         return _Kind(lambda value: type(value) is bool, "true or false")
     if hint is str:
         return _Kind(lambda value: type(value) is str, "a text")
-    if hint == str | None:
-        return _Kind(lambda value: value is None or type(value) is str, "a text or null")
     if hint == Mapping[str, int]:
         return _Kind(_is_counts, f"up to {_MAX_ENTRIES} names with whole numbers, 0 or more")
     return _Kind(lambda value: type(value) is str and value in RANK_STATES, ", ".join(RANK_STATES))

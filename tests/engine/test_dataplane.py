@@ -192,7 +192,7 @@ def test_the_report_follows_pinning_from_starting_to_ready(make_pool: MakePool, 
     assert states == ["pinning", "pinning", "pinning", "ready"]
     final = worker.report()
     assert RankReport.from_json(final.to_json()) == final
-    assert (final.pin_mode, final.locked_bytes) == ("fake", 16 * 4096)
+    assert (final.pin_mode, final.locked_bytes, final.device) == ("fake", 16 * 4096, "fake")
 
 
 @pytest.mark.parametrize(("failing", "slots"), [(0, 0), (2, 8)])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
 import pytest
 
-from kvstow.messageorder import NewestDesiredState
-from kvstow.messages import DesiredState
+from kvstow.messageorder import NewestDesiredState, ReportSequence
+from kvstow.messages import DesiredState, RankReport
 
 
 class Rank:
@@ -21,6 +24,27 @@ class Rank:
         if self.error is not None:
             raise self.error
         self.obeyed.append(desired.capacity_slots)
+
+
+def test_reports_name_their_process_and_are_numbered() -> None:
+    reports = ReportSequence()
+    made = RankReport(
+        rank=0,
+        boot_id="boot",
+        state="ready",
+        slot_bytes=64,
+        pinned_slots=4,
+        target_slots=4,
+        pinned_bytes=256,
+        target_bytes=256,
+        device="cpu",
+        sender="",
+        number=0,
+    )
+    first, second = reports.next_report(lambda: made), reports.next_report(lambda: made)
+    assert (first.number, second.number) == (1, 2)
+    assert first.sender == second.sender != ""
+    assert (first.host, first.pid, first.device) == (socket.gethostname(), os.getpid(), "cpu")
 
 
 def test_each_newer_state_is_applied_once() -> None:

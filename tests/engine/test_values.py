@@ -149,7 +149,7 @@ def test_messages_survive_json() -> None:
         ({"boot_id": None}, "RankReport.boot_id is None; allowed: a text"),
         ({"state": "fine"}, "RankReport.state is 'fine'; allowed: starting, pinning, ready, degraded, failed, stopped"),
         ({"pin_elapsed_seconds": float("nan")}, "pin_elapsed_seconds is nan; allowed: a number, 0 or more"),
-        ({"error": 5}, "RankReport.error is 5; allowed: a text or null"),
+        ({"error": 5}, "RankReport.error is 5; allowed: a text, or null"),
         ({"numa_bytes": [1]}, r"RankReport.numa_bytes is \[1\]; allowed: up to 64 names with whole numbers, 0 or more"),
         ({"pin_failures": {"driver": -1}}, "RankReport.pin_failures is {'driver': -1}"),
         ({"pin_failures": {str(n): 1 for n in range(65)}}, "RankReport.pin_failures is "),

@@ -65,7 +65,8 @@ class PreparedLoad(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """`kv_in_place`: the KV cache stays in the same buffers (false for JAX, which replaces arrays).
+    """`name`: which device of this process, such as "cuda:1".
+    `kv_in_place`: the KV cache stays in the same buffers (false for JAX, which replaces arrays).
     `pin_mode`: what pinning means here. `copies_alone`: the device moves bytes without the CPU; `poll` only checks."""
 
     name: str

@@ -17,7 +17,7 @@ class _Command(NamedTuple):
 
 
 COMMANDS = {
-    "serve": _Command("serve", "Run the service: engine, data plane, admin server."),
+    "serve": _Command("serve", "Run the service: engine, data plane and admin server in one process."),
     "replay": _Command("replay", "Replay a request trace and verify every loaded byte."),
     "trace": _Command("replay", "Generate request traces."),
     "get": _Command("get", "List pools, ranks, blocks, transfers, operations, ..."),

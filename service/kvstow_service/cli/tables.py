@@ -77,6 +77,9 @@ def _protection_left(item: BlockStatus) -> str:
 RANKS = (
     _field("RANK", "rank"),
     _field("STATE", "state"),
+    _field("HOST", "host"),
+    _field("PID", "pid"),
+    _field("DEVICE", "device"),
     Column("PINNED", _pinned),
     Column("RATE", lambda item: rate(item.pin_rate_bytes_per_second)),
     _field("PENDING", "pending_ops"),

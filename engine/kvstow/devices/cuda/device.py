@@ -83,8 +83,6 @@ class CudaDevice:
     fence; until it is reached, it delays the later ops of its direction.
     """
 
-    capabilities = Capabilities(name="cuda", kv_in_place=True, pin_mode="cuda")
-
     def __init__(
         self,
         pool: HostPool,
@@ -102,6 +100,7 @@ class CudaDevice:
         self._pool, self._registrar, self._num_blocks = pool, registrar, layout.num_blocks
         self._area = SlotArea(pool.address, pool.slot_stride)
         self._context = primary_context(tensors[0].device.index)
+        self.capabilities = Capabilities(name=f"cuda:{self._context.ordinal}", kv_in_place=True, pin_mode="cuda")
         self._closed = False
         with self._context.current(), ExitStack() as undo:
             self._build(layout, tensors, options or CudaOptions(), undo)
