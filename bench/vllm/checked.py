@@ -75,8 +75,8 @@ class CheckedKVStowConnector(KVStowConnector):
 
     def build_connector_worker_meta(self) -> Any:
         metadata = super().build_connector_worker_meta()
-        for news in (news for rank in (metadata.news.values() if metadata else ()) for news in rank):
-            for _, completions in news.completions:
+        for update in (update for rank in (metadata.updates.values() if metadata else ()) for update in rank):
+            for _, completions in update.completions:
                 for completion in completions:
                     op = self._loads.pop(completion.op_id, None)
                     if op is not None and completion.mark == "done":

@@ -20,7 +20,7 @@ from kvstow.messages import DesiredState
 from kvstow_service.agent import AdminAddress
 from kvstow_service.connectors.vllm import connector, schedulerhost, workerhost
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankNews
+from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.vllm.vllmprocess import this_node
 
 pytestmark = pytest.mark.vllm
@@ -76,7 +76,7 @@ def test_a_version_that_cannot_be_told_of_failed_loads_is_warned_of(
     setup = Setup("warned", layers=layers)
     config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20})
     make(config, setup, KVConnectorRole.SCHEDULER)
-    assert sum("0.30 computes it" in line for line in caplog.messages) == lines
+    assert sum("vLLM 0.30 computes it" in line for line in caplog.messages) == lines
 
 
 def test_a_cache_owes_no_delivery_and_may_sleep() -> None:
@@ -104,12 +104,12 @@ def test_ranks_of_all_stages_are_heard_and_what_others_say_is_not(monkeypatch: p
     assert made._host.offload.engine.readiness().state == "stopped"
 
 
-def test_news_of_ranks_add_up() -> None:
-    news = [RankNews(hello=RankHello(rank, 1, 1, "", 0)) for rank in range(3)]
-    merged = KVStowWorkerMetadata({0: [news[0]]})
-    for other in ({1: [news[1]]}, {0: [news[2]]}):
+def test_updates_of_ranks_add_up() -> None:
+    updates = [RankUpdate(hello=RankHello(rank, 1, 1, "", 0)) for rank in range(3)]
+    merged = KVStowWorkerMetadata({0: [updates[0]]})
+    for other in ({1: [updates[1]]}, {0: [updates[2]]}):
         merged = merged.aggregate(KVStowWorkerMetadata(other))
-    assert merged.news == {0: [news[0], news[2]], 1: [news[1]]}
+    assert merged.updates == {0: [updates[0], updates[2]], 1: [updates[1]]}
 
 
 @pytest.mark.parametrize("answer", [True, False])
@@ -129,14 +129,14 @@ def raise_memory_error(*_: Any) -> None:
     raise MemoryError("injected")
 
 
-@pytest.mark.parametrize("broken", ["hear", "settle", "continuing"])
+@pytest.mark.parametrize("broken", ["update", "settle", "continuing"])
 def test_nothing_that_goes_wrong_with_a_steps_output_reaches_vllm(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     """It would end vLLM's process. A request whose load may have failed is not let go on."""
     monkeypatch.setattr(connector, "_TELLS_FAILED_REQUESTS", False)
     setup = Setup("broken output", layers="hybrid")
     made = make(make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20}), setup, KVConnectorRole.SCHEDULER)
     failures: list[str] = []
-    works = {"hear": lambda *_: None, "settle": lambda: None, "continuing": set}
+    works = {"update": lambda *_: None, "settle": lambda: None, "continuing": set}
     methods = {**works, broken: raise_memory_error}
     side = SimpleNamespace(
         settle=methods["settle"],
@@ -144,9 +144,9 @@ def test_nothing_that_goes_wrong_with_a_steps_output_reaches_vllm(monkeypatch: p
         release_gpu_blocks=lambda: None,
     )
     made._host.offload = SimpleNamespace(side=side, engine=SimpleNamespace(fail=failures.append))
-    monkeypatch.setattr(made._host, "_take", methods["hear"])
+    monkeypatch.setattr(made._host, "_process_update", methods["update"])
     output = SimpleNamespace(
-        kv_connector_worker_meta=KVStowWorkerMetadata({0: [RankNews()]}), finished_recving={"request"}
+        kv_connector_worker_meta=KVStowWorkerMetadata({0: [RankUpdate()]}), finished_recving={"request"}
     )
     made.update_connector_output(output)
     assert len(failures) == 1

@@ -20,12 +20,13 @@ from kvstow.testing.rank import FakeRank
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.connectors.vllm import schedulerhost, workerhost
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
+from kvstow_service.connectors.vllm.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.vllm.options import ConnectorOptions
 from kvstow_service.connectors.vllm.rankdataplane import NoDataPlane, wait_until_pinned
 from kvstow_service.connectors.vllm.schedulerhost import SchedulerHost
 from kvstow_service.connectors.vllm.vllmprocess import this_node
 from kvstow_service.connectors.vllm.workerhost import WorkerHost
+from kvstow_service.connectors.vllm.workerside import BootCompletions
 
 pytestmark = pytest.mark.vllm
 
@@ -89,9 +90,9 @@ def engine_of(host: SchedulerHost) -> OffloadEngine:
 def test_the_engine_is_made_when_every_rank_and_the_pool_are_known(admins: list[FakeAdmin], pool_first: bool) -> None:
     host = make_host(num_ranks=2, binds=pool_first)
     for rank in (1, 1):
-        host.greet(make_hello(rank, 50, 7))
+        host.add_rank(make_hello(rank, 50, 7))
     assert host.offload is None
-    host.greet(make_hello())
+    host.add_rank(make_hello())
     if not pool_first:
         assert host.offload is None
         host.bind(FakeBlockPool(8))
@@ -105,9 +106,9 @@ def test_the_engine_is_made_when_every_rank_and_the_pool_are_known(admins: list[
 
 def test_an_engine_is_made_once(admins: list[FakeAdmin]) -> None:
     host = make_host()
-    host.greet(make_hello())
+    host.add_rank(make_hello())
     engine = engine_of(host)
-    host.greet(make_hello(0, 10, 9))
+    host.add_rank(make_hello(0, 10, 9))
     host.bind(FakeBlockPool(8))
     assert engine_of(host) is engine
     assert len(admins) == 1
@@ -115,16 +116,16 @@ def test_an_engine_is_made_once(admins: list[FakeAdmin]) -> None:
 
 def test_a_resize_may_go_as_far_as_each_node_has_room_for_the_slots_of_its_ranks(admins: list[FakeAdmin]) -> None:
     host = make_host(num_ranks=3)
-    host.greet(make_hello(0, 30, 1000, "small", 2050))
-    host.greet(make_hello(1, 20, 1000, "small", 2000))
-    host.greet(make_hello(2, 50, 1000, "large", 10_000))
+    host.add_rank(make_hello(0, 30, 1000, "small", 2050))
+    host.add_rank(make_hello(1, 20, 1000, "small", 2000))
+    host.add_rank(make_hello(2, 50, 1000, "large", 10_000))
     assert admins[0].arguments["max_capacity_slots"] == 40
 
 
 @pytest.mark.parametrize(("port", "wanted"), [(9000, 9003), (0, 0)])
 def test_each_data_parallel_engine_looks_for_a_port_of_its_own(admins: list[FakeAdmin], port: int, wanted: int) -> None:
     host = make_host(ConnectorOptions(admin_port=port), data_parallel_index=3)
-    host.greet(make_hello())
+    host.add_rank(make_hello())
     assert admins[0].options.port == wanted
 
 
@@ -136,7 +137,7 @@ def test_an_admin_server_open_to_other_machines_is_refused_at_once() -> None:
 def test_less_than_a_block_is_refused_when_its_size_is_known() -> None:
     host = make_host()
     with pytest.raises(ConfigError, match="at least one block, 1001 bytes"):
-        host.greet(make_hello(0, 1001, 9))
+        host.add_rank(make_hello(0, 1001, 9))
 
 
 @pytest.mark.parametrize(("node", "address"), [(None, None), ("another", "an address")])
@@ -146,7 +147,7 @@ def test_only_ranks_of_other_nodes_are_sent_an_address(
     host = make_host(num_ranks=2)
     assert host.address_for_remote_ranks is None
     for rank in range(2):
-        host.greet(make_hello(rank, 100, 9, node if rank else None))
+        host.add_rank(make_hello(rank, 100, 9, node if rank else None))
     assert host.address_for_remote_ranks == address
     assert bool(admins[0].arguments["node_host"]) == bool(address)
 
@@ -160,49 +161,49 @@ def test_lazy_stores_are_two_steps_ahead_of_eviction(
     monkeypatch.setattr(schedulerhost, "SchedulerSide", lambda *_, lazy_blocks, **__: made.append(lazy_blocks))
     groups = KVGroups((KVGroup(0, 16, 1), KVGroup(1, 32, 2)), 32)
     host = make_host(ConnectorOptions(cpu_bytes_to_use=1000, lazy_offload=lazy), groups, max_batched_tokens=1000)
-    host.greet(make_hello())
+    host.add_rank(make_hello())
     assert made == [blocks]
 
 
 def test_what_a_rank_says_reaches_the_engine() -> None:
     host = make_host()
     early = Completion(1, "done")
-    host.hear(0, RankNews((("boot", (early,)),)))  # nobody to hear it yet
-    host.hear(0, RankNews(hello=make_hello()))
+    host.receive(0, RankUpdate((BootCompletions("boot", (early,)),)))  # there is no engine yet
+    host.receive(0, RankUpdate(hello=make_hello()))
     rank = FakeRank(engine_of(host))
     rank.pin(10)
     op = engine_of(host).begin_store([b"key"], [1]).op
     assert op is not None
-    host.hear(0, RankNews(((rank.boot_id, (Completion(op.op_id, "done"),)),)))
+    host.receive(0, RankUpdate((BootCompletions(rank.boot_id, (Completion(op.op_id, "done"),)),)))
     assert engine_of(host).lookup([b"key"]) == 1
 
 
 def test_a_report_that_comes_with_a_step_counts_and_a_wrong_one_is_counted() -> None:
     host = make_host()
-    host.greet(make_hello())
+    host.add_rank(make_hello())
     rank = NoDataPlane(0, 100, "cuda", "no device")
-    host.hear(0, RankNews(report=rank.report()))
+    host.receive(0, RankUpdate(report=rank.report()))
     assert engine_of(host).boot_ids() == (rank.boot_id,)
-    host.hear(0, RankNews(report=NoDataPlane(7, 100).report()))
+    host.receive(0, RankUpdate(report=NoDataPlane(7, 100).report()))
     assert engine_of(host).stats().faults.errors["rank_report"] == 1
     assert engine_of(host).boot_ids() == (rank.boot_id,)
 
 
 def test_a_host_that_cannot_be_built_in_a_step_leaves_vllm_without_offload(caplog: pytest.LogCaptureFixture) -> None:
-    """The handshake reaches only one of several connectors; then the news of a step bring what a rank is."""
+    """The handshake reaches only one of several connectors; then a rank introduces itself with a step."""
     host = make_host()
     for _ in range(3):
-        host.hear(0, RankNews(hello=make_hello(0, 1001, 9)))
+        host.receive(0, RankUpdate(hello=make_hello(0, 1001, 9)))
     assert host.offload is None
     assert [record.message for record in caplog.records if "serves without offload" in record.message] == [
-        "news of rank 0: KVStow has failed; vLLM serves without offload until it restarts"
+        "update of rank 0: KVStow has failed; vLLM serves without offload until it restarts"
     ]
 
 
 @pytest.mark.parametrize("method", ["report", "complete"])
 def test_what_goes_wrong_with_news_of_a_step_closes_the_gate(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host()
-    host.greet(make_hello())
+    host.add_rank(make_hello())
     rank = FakeRank(engine_of(host))
     rank.pin(10)
     assert engine_of(host).store_room() == 10
@@ -213,20 +214,20 @@ def test_what_goes_wrong_with_news_of_a_step_closes_the_gate(method: str, monkey
     monkeypatch.setattr(engine_of(host), method, fail)
     report = NoDataPlane(0, 100).report()
     for _ in range(2):
-        host.hear(0, RankNews(((rank.boot_id, (Completion(1, "done"),)),), report=report))
+        host.receive(0, RankUpdate((BootCompletions(rank.boot_id, (Completion(1, "done"),)),), report=report))
     assert engine_of(host).store_room() == 0
     assert engine_of(host).stats().faults.errors["host"] == 2
     readiness = engine_of(host).readiness()
     assert (readiness.state, readiness.reason) == (
         "degraded",
-        "the host has failed: news of rank 0: MemoryError('injected')",
+        "the host has failed: update of rank 0: MemoryError('injected')",
     )
 
 
 def test_closing_stops_what_there_is(admins: list[FakeAdmin]) -> None:
     host = make_host()
     host.close()
-    host.greet(make_hello())
+    host.add_rank(make_hello())
     host.close()
     host.close()
     assert engine_of(host).readiness().state == "stopped"
@@ -251,7 +252,7 @@ def test_ranks_of_unlike_slots_all_reach_the_capacity(admins: list[FakeAdmin]) -
         for worker, pages in zip(workers, (3, 2), strict=True):
             worker.register({"layer": torch.zeros(BLOCKS, pages * PAGE, dtype=torch.uint8)})
             assert worker.hello is not None
-            host.greet(worker.hello)
+            host.add_rank(worker.hello)
         assert engine_of(host).config.capacity_slots == admins[0].arguments["max_capacity_slots"] == 2
         for rank, worker in enumerate(workers):
             worker.follow({rank: engine_of(host).report(worker.side.report())})
@@ -275,11 +276,11 @@ def test_a_rank_whose_agent_finds_no_server_is_resized_with_the_steps(
     assert worker.agent is not None
     worker.agent.stop()
     host = make_host(options)
-    host.greet(make_hello(0, PAGE, 5))
+    host.add_rank(make_hello(0, PAGE, 5))
 
     def step() -> None:
         clock.advance(1.6)
-        host.hear(0, RankNews(report=worker.report_without_agent()))
+        host.receive(0, RankUpdate(report=worker.report_without_agent()))
         worker.follow(host.take_desired())
 
     step()

@@ -1,6 +1,6 @@
 """KVStow in vLLM: name `KVStowConnector` as `kv_connector` and this package as `kv_connector_module_path`.
 
-Its class is imported when it is asked for: the rest of the package does without vLLM.
+The class is imported on first access, because most of the package works without vLLM.
 """
 
 from __future__ import annotations

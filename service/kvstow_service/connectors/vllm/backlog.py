@@ -14,7 +14,7 @@ class Backlog:
     """GPU blocks whose store was refused, dropped or failed, or did not fit into a step. Used by one thread.
 
     Nothing holds these blocks: the GPU may evict one before it is offered. So a block is offered under the hash by
-    which vLLM caches it at that time, whatever it held when it was added, and not at all if vLLM caches nothing in it.
+    which vLLM caches it then, not the one that it had when it was added, and not at all if vLLM caches nothing in it.
     Each block waits at most once, so the backlog never holds more blocks than the GPU has.
     """
 
@@ -60,7 +60,7 @@ class Backlog:
 
 
 class RetryPause:
-    """Steps to wait before blocks are offered again: none after the first failure, then 1, 2, 4 and so on to 256."""
+    """Steps to wait before blocks are offered again: none after the first failure, then 1, 2, 4 and so on up to 256."""
 
     def __init__(self) -> None:
         self._left = self._next = 0

@@ -1,7 +1,7 @@
 """KVStowConnector: vLLM's hooks, each passed on to the half that it is for.
 
 The contract is vLLM's `KVConnectorBase_V1`, from 0.26 to 0.33. Hooks that a version does not know are not called there.
-Whatever a version calls in a step, and in whatever order, the worker side begins the step at the first of these calls.
+Versions differ in which worker hooks a step calls, and in which order. The worker side begins the step at the first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.v1.core.sched import output
 
 from kvstow_service.connectors.vllm.kvevents import event_feed
 from kvstow_service.connectors.vllm.kvgroups import kv_groups
-from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankNews
+from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.vllm.metrics import KVStowPromMetrics, KVStowStats
 from kvstow_service.connectors.vllm.options import ConnectorOptions, misuse
 from kvstow_service.connectors.vllm.schedulerhost import Offload, SchedulerHost
@@ -36,10 +36,10 @@ _TELLS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")  # vLLM 0.3
 
 
 class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
-    """One half of KVStow in a vLLM process, which one the role says.
+    """One half of KVStow in a vLLM process: the role says which.
 
-    Importing and making it starts no thread and opens nothing: the worker's half comes up with `register_kv_caches`,
-    the scheduler's with the ranks' handshake. Raises `ConfigError` for options or a model that KVStow does not work
+    Importing and making it starts no thread and opens nothing. The worker's half starts with `register_kv_caches`, the
+    scheduler's with the ranks' handshake. Raises `ConfigError` for options or a model that KVStow does not work
     with.
     """
 
@@ -64,12 +64,12 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             raise misuse("lazy_offload", None, "does not work with recurrent layers")
         self._fails_requests = not groups.is_plain  # and not blocks
         self._finished = FinishedLoads(set(), set(), set())
-        self._has_greeted = False
+        self._has_sent_hello = False
         if role == KVConnectorRole.SCHEDULER:
             if self._fails_requests and not _TELLS_FAILED_REQUESTS:
                 logger.warning(
-                    "vLLM %s cannot be told of failed loads of this model (several KV groups or a window): the first "
-                    "such request waits until it is aborted, and loads are bypassed from then on; 0.30 computes it",
+                    "vLLM %s cannot handle a failed load of this model (several KV groups or a window): the first such "
+                    "request waits until it is aborted, and loads are bypassed from then on; vLLM 0.30 computes it",
                     vllm.__version__,
                 )
             self._half = self._host = SchedulerHost(
@@ -140,8 +140,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are stored as a whole, when all layers have written them."""
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: no step computes into a block that is being stored. vLLM calls this when it has
-        launched a forward pass: the moment at which pinning may use its thread."""
+        """There is nothing to wait for: no step computes into a block that is being stored. vLLM calls this when it
+        has launched a forward pass. That is when pinning may use its thread."""
         self._rank.side.launched()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -149,22 +149,22 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         return None, self._finished.done or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """As `get_finished` (vLLM 0.30). Of failed loads it tells by request where blocks do not say enough."""
+        """As `get_finished` (vLLM 0.30). Failed loads are reported by request where blocks do not say enough."""
         _, done = self.get_finished(finished_req_ids)
         failed = self._finished.failed if self._fails_requests else set()
         return base.KVConnectorTransferResults(finished_recving=done or set(), failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Of the loads that `get_finished` has just told of; each is told of once."""
+        """Of the loads that `get_finished` has just returned, each once."""
         finished, self._finished = self._finished, FinishedLoads(set(), set(), set())
         return set() if self._fails_requests else finished.bad_blocks
 
     def build_connector_worker_meta(self) -> KVStowWorkerMetadata | None:
         rank = self._rank
-        hello = None if self._has_greeted else rank.hello  # a handshake reaches only one of several connectors
-        self._has_greeted |= hello is not None
-        news = RankNews(tuple(rank.side.take_news()), hello, rank.report_without_agent())
-        return KVStowWorkerMetadata({rank.side.rank: [news]}) if any(news) else None
+        hello = None if self._has_sent_hello else rank.hello  # a handshake reaches only one of several connectors
+        self._has_sent_hello |= hello is not None
+        update = RankUpdate(tuple(rank.side.take_boot_completions()), hello, rank.report_without_agent())
+        return KVStowWorkerMetadata({rank.side.rank: [update]}) if any(update) else None
 
     def _begin_step(self, metadata: KVStowMetadata) -> None:
         rank = self._rank
@@ -181,15 +181,15 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         self._host.bind(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        self._greet(metadata.values())
+        self._add_ranks(metadata.values())
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        self._greet(metadata.values())
+        self._add_ranks(metadata.values())
 
-    def _greet(self, hellos: Iterable[Any]) -> None:
+    def _add_ranks(self, hellos: Iterable[Any]) -> None:
         for hello in hellos:
             if isinstance(hello, RankHello):
-                self._host.greet(hello)
+                self._host.add_rank(hello)
 
     # -- scheduler: requests --------------------------------------------------------------------------------
 
@@ -235,9 +235,9 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, KVStowWorkerMetadata):
-            for rank, every_news in metadata.news.items():
-                for news in every_news:
-                    self._host.hear(rank, news)
+            for rank, updates in metadata.updates.items():
+                for update in updates:
+                    self._host.receive(rank, update)
             self._host.ask("transfers that have ended", lambda offload: offload.side.settle(), None)
         if self._fails_requests and not _TELLS_FAILED_REQUESTS and self._host.offload is not None:
             ended, nothing = connector_output.finished_recving or (), set[str]()

@@ -182,7 +182,7 @@ class EagerStores:
         found.blocks.extend(blocks)
 
     def _caches(self, block: int, key: bytes) -> bool:
-        """Whether vLLM caches this content in the block: one that has left the window may be anybody's by now."""
+        """Whether vLLM caches this content in the block: one that has left the window may belong to another request."""
         block_hash = self._gpu.pool.blocks[block].block_hash
         return block_hash is not None and self._gpu.keys_of([block_hash]) == [key]
 

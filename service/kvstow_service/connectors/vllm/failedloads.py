@@ -1,4 +1,4 @@
-"""Failed loads that vLLM cannot be told of by request. Only versions before 0.30 need this module."""
+"""Failed loads that vLLM cannot handle. Only versions before 0.30 need this module."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ logger = logging.getLogger("kvstow.vllm")
 
 
 class FailedLoads:
-    """Sends a request whose load failed back to what it had before. Used by the scheduler's thread.
+    """Sends a request whose load failed back to the tokens that it had before. Used by the scheduler's thread.
 
-    Before 0.30 vLLM takes bad blocks only, of models with one KV group; and where that has a window, it would go on
-    from the first of them with nothing in the window before it. A request that had nothing on the GPU, or has lost its
-    window, can go nowhere: it is held back until it is aborted, rather than given wrong bytes. So that it stays the
-    only one, nothing is loaded after that until an operator says so.
+    Before 0.30 vLLM accepts bad blocks only, and only of models with one KV group. Where that group has a window, vLLM
+    would go on from the first bad block with nothing in the window before it. A request that had nothing on the GPU, or
+    has lost its window, cannot go on: it is held back until it is aborted, as it would read wrong bytes. To keep it the
+    only one, loads are bypassed from then on, until an operator enables them.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class FailedLoads:
         self._stranded: set[str] = set()
 
     def continuing(self, ended: Collection[str]) -> set[str]:
-        """Of the requests whose loads have ended, those that vLLM may go on with; and those held back before that were
+        """Of the requests whose loads have `ended`, those that may go on; and those that were held back and have been
         aborted since."""
         failed = {name for name in ended if name in self._requests and self._requests[name].load_failed}
         stuck = {name for name in failed if not self._rewind(self._requests[name])}
@@ -40,7 +40,7 @@ class FailedLoads:
         return {*ended} - stuck | aborted
 
     def _rewind(self, tracked: TrackedRequest) -> bool:
-        """Whether the request has all that the token after its local prefix reads, and goes on from there."""
+        """Let the request go on after its local prefix. False if it lacks something that the next token reads."""
         for group in self._groups.partial:
             first, end = group.first_block(tracked.start), tracked.start // group.block_tokens
             if self._null_block in tracked.tables[group.index][first:end]:
@@ -55,7 +55,7 @@ class FailedLoads:
         if not bypass.load:
             self._engine.admin.set_bypass(load=True, store=bypass.store, ttl_seconds=None)
         logger.error(
-            "requests %s wait until they are aborted: their loads failed, and vLLM before 0.30 computes none of those "
-            "where the model has several KV groups or a window; loads are bypassed from now on (`kvstow bypass --off`)",
+            "requests %s wait until they are aborted: their loads failed, and vLLM before 0.30 cannot compute them if "
+            "the model has several KV groups or a window; loads are bypassed until `kvstow bypass --off`",
             ", ".join(sorted(stuck)),
         )

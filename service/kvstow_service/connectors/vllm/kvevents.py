@@ -1,6 +1,6 @@
-"""KV events for routers that know the caches: what host memory holds, in vLLM's own words.
+"""KV events for cache-aware routers: what host memory holds, as vLLM's own events.
 
-An `EventFeed` is told of stores when they are planned, and asked for events once per step:
+An `EventFeed` learns of stores when they are planned, and is asked for events once per step:
 
     feed = event_feed(vllm_config, engine, kv_cache_specs)   # with the engine, once; None unless KV events are on
     feed.offered(request, group, first_block, keys)          # before a store, for each request and group
@@ -32,8 +32,8 @@ _GROUP_BYTES = 2  # of a key, before the block's hash
 
 
 class Vocabulary(NamedTuple):
-    """What this version of vLLM offers. `extra_keys(request, start, end)`: what a block's hash covers besides tokens,
-    as events tell it. `external_hash`: a block's hash as events tell it."""
+    """The event classes of this version of vLLM. `extra_keys(request, start, end)`: what a block's hash covers besides
+    tokens, as events carry it. `external_hash`: a block's hash as events carry it."""
 
     stored: Callable[..., Any]
     removed: Callable[..., Any]
@@ -59,7 +59,7 @@ class _Origin(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """What a router is told of a block. `parent`: hash of the block before it, None for a request's first."""
+    """What an event says about a block. `parent`: hash of the block before it, None for a request's first."""
 
     origin: _Origin
     parent: bytes | None
@@ -78,16 +78,16 @@ def event_feed(vllm_config: Any, engine: OffloadEngine, specs: Sequence[Any]) ->
 class EventFeed:
     """Translates the engine's log of stored and removed blocks. Used by the scheduler's thread alone.
 
-    The engine knows keys; the tokens behind them are noted when their store is planned, and forgotten once told. A
-    block is told of when its bytes are there, and its removal only if it was told of. A block whose tokens are not
-    known is told of by its hash alone, with no tokens and a block size of 0, as vLLM's OffloadingConnector does: a
-    router knows the hash from the GPU's event. That goes for lazy stores and for blocks from the backlog.
+    The engine knows keys. The tokens behind them are noted when their store is planned, and forgotten once they are
+    announced. A block is announced when its bytes are there, and its removal only if the block was announced. Blocks of
+    lazy stores and of the backlog have no known tokens: they are announced by their hash alone, with no tokens and a
+    block size of 0, as in vLLM's OffloadingConnector. A router knows the hash from the GPU's event.
 
-    Nothing stale stays told. When the engine drops events before they are read (it keeps 4,096 events, and nothing
-    reads while vLLM idles), every block told of is looked up again, slice by slice, and told as removed if it is gone.
-    `AllBlocksCleared` is no way out: it names no medium, so a router would forget the GPU's blocks as well.
+    No announcement stays stale. When the engine drops events before they are read (it keeps 4,096, and nothing reads
+    while vLLM idles), every announced block is looked up again, slice by slice, and removed if it is gone.
+    `AllBlocksCleared` would not do: it names no medium, so a router would forget the GPU's blocks as well.
 
-    Memory: a reference for each block told of, which the pool bounds, and `MAX_PLANNED` descriptions.
+    Memory: a reference for each announced block, which the pool bounds, and `MAX_PLANNED` descriptions.
     """
 
     def __init__(self, engine: OffloadEngine, kinds: Sequence[Kind], vocabulary: Vocabulary) -> None:
@@ -97,7 +97,7 @@ class EventFeed:
         self._cursor = engine.events.last_sequence
         self._offered: dict[bytes, tuple[Any, KVGroup, int]] = {}
         self._planned: dict[bytes, _Block] = {}
-        self._told: set[bytes] = set()
+        self._announced: set[bytes] = set()
         self._doubtful: deque[bytes] = deque()
 
     def offered(self, request: Any, group: KVGroup, first_block: int, keys: Sequence[bytes]) -> None:
@@ -129,39 +129,39 @@ class EventFeed:
             page = self._engine.events.read(self._cursor, _BATCHES_PER_TAKE)
             self._cursor = page.cursor
             if page.lost:
-                logger.warning("KV events were lost: %d blocks are looked up again", len(self._told))
-                self._doubtful = deque([*self._told, *self._planned])
+                logger.warning("KV events were lost: %d blocks are looked up again", len(self._announced))
+                self._doubtful = deque([*self._announced, *self._planned])
             for event in page.events:
-                events += self._store(event.keys) if event.kind == "stored" else self._remove(event.keys)
+                events += self._announce(event.keys) if event.kind == "stored" else self._remove(event.keys)
         if self._doubtful:
             events += self._check()
         return events
 
     def _check(self) -> list[Any]:
-        """Tell of some doubtful blocks what is true now, whatever the log still says of them later."""
+        """Look some doubtful blocks up: their events say what is true now, even if the log says otherwise later."""
         count = min(_CHECKS_PER_TAKE, len(self._doubtful))
         keys = [self._doubtful.popleft() for _ in range(count)]
         present = {key for key in keys if self._engine.block(key)}
         gone = [key for key in keys if key not in present]
-        found = [key for key in keys if key in present and key not in self._told]
-        return [*self._remove(gone), *self._store(found)]
+        found = [key for key in keys if key in present and key not in self._announced]
+        return [*self._remove(gone), *self._announce(found)]
 
-    def _store(self, keys: Sequence[bytes]) -> list[Any]:
+    def _announce(self, keys: Sequence[bytes]) -> list[Any]:
         """One event for each run of consecutive blocks."""
         runs: list[list[tuple[bytes, _Block]]] = []
         for key in keys:
             block = self._planned.pop(key, None)
             if block is None:
-                if key in self._told:
+                if key in self._announced:
                     continue
                 block = _Block(_Origin(_group(key)), None, [], None)
             if not runs or not _continues(runs[-1][-1], block):
                 runs.append([])
             runs[-1].append((_hash(key), block))
-        self._told.update(keys)
-        return [self._tell(run) for run in runs]
+        self._announced.update(keys)
+        return [self._stored_event(run) for run in runs]
 
-    def _tell(self, run: list[tuple[bytes, _Block]]) -> Any:
+    def _stored_event(self, run: list[tuple[bytes, _Block]]) -> Any:
         first, external = run[0][1], self._vocabulary.external_hash
         origin, kind = first.origin, self._kinds[first.origin.group]
         fields = {
@@ -183,12 +183,12 @@ class EventFeed:
 
     def _remove(self, keys: Sequence[bytes]) -> list[Any]:
         """One event for each run of blocks of one group."""
-        told = [key for key in keys if key in self._told]
-        self._told.difference_update(told)
+        gone = [key for key in keys if key in self._announced]
+        self._announced.difference_update(gone)
         external, shared = self._vocabulary.external_hash, {"medium": MEDIUM, "locality": LOCALITY}
         return [
             self._removed({"block_hashes": [external(_hash(key)) for key in run], "group_idx": group, **shared})
-            for group, run in groupby(told, _group)
+            for group, run in groupby(gone, _group)
         ]
 
 

@@ -91,7 +91,7 @@ class KVGroups:
     def places(self, start: int, end: int) -> list[tuple[int, int]]:
         """The blocks (group, number) that computing the token after `end` tokens reads, beyond those of the first
         `start` tokens; in the order of the tokens that they end with. So the end of a prefix is evicted before its
-        beginning, whatever the groups; and those of a later `start` are the last of these."""
+        beginning, in all groups alike; and those of a later `start` are the last of these."""
         places = [
             (group.index, number)
             for group in self.groups

@@ -74,7 +74,7 @@ class LazyStores:
         blocks: list[int] = []
         for _ in range(self._ahead_blocks - self._gpu.num_sources()):
             if block is None or block is tail or len(blocks) == most:
-                self._head = None  # what is freed next is near eviction at once; what is too much comes next
+                self._head = None  # look again: at blocks freed next, or at those beyond `most`
                 break
             content, block_id = block.block_hash, block.block_id
             if content is not None and content not in (self._offered.get(block_id), self._not_stored.get(block_id)):

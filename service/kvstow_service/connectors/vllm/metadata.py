@@ -1,4 +1,4 @@
-"""What the two halves of the connector say to each other through vLLM; picklable."""
+"""Messages between the two halves of the connector, which vLLM carries; picklable."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvstow.messages import Completion, DesiredState, RankReport
+from kvstow.messages import DesiredState, RankReport
 from kvstow_service.agent import AdminAddress
 from kvstow_service.connectors.vllm.stepplan import PlannedStep
+from kvstow_service.connectors.vllm.workerside import BootCompletions
 
 
 @dataclass(frozen=True)
 class RankHello(KVConnectorHandshakeMetadata):
-    """What a rank is. `max_slots`: how many its address space has room for. `node`: where it runs (`this_node`);
-    `node_bytes`: what the pools of all ranks there could have together."""
+    """A rank introduces itself. `max_slots`: how many slots its address space has room for. `node`: where it runs
+    (`this_node`). `node_bytes`: memory available to the pools of all ranks there together."""
 
     rank: int
     slot_bytes: int
@@ -39,24 +40,24 @@ class KVStowMetadata(KVConnectorMetadata):
     desired: Mapping[int, DesiredState] = field(default_factory=dict)
 
 
-class RankNews(NamedTuple):
-    """What a rank has to say after a step. `completions` are of the boot `boot_id`. `hello` comes with its first word,
-    `report` while its agent does not reach the admin server."""
+class RankUpdate(NamedTuple):
+    """What a rank sends after a step. `hello` comes with the first update, `report` while the rank's agent does not
+    reach the admin server."""
 
-    completions: tuple[tuple[str, tuple[Completion, ...]], ...] = ()
+    completions: tuple[BootCompletions, ...] = ()
     hello: RankHello | None = None
     report: RankReport | None = None
 
 
 @dataclass
 class KVStowWorkerMetadata(KVConnectorWorkerMetadata):
-    """From the ranks, with every step that has news."""
+    """From the ranks, with every step after which a rank has something to report."""
 
-    news: dict[int, list[RankNews]] = field(default_factory=dict)
+    updates: dict[int, list[RankUpdate]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, KVStowWorkerMetadata)
-        merged = {rank: list(news) for rank, news in self.news.items()}
-        for rank, news in other.news.items():
-            merged.setdefault(rank, []).extend(news)
+        merged = {rank: list(updates) for rank, updates in self.updates.items()}
+        for rank, updates in other.updates.items():
+            merged.setdefault(rank, []).extend(updates)
         return KVStowWorkerMetadata(merged)

@@ -1,4 +1,4 @@
-"""The plugin that tells every vLLM process of KVStowConnector: MultiConnector finds its children's classes by name."""
+"""vLLM plugin that registers KVStowConnector by name: MultiConnector looks its children up by name."""
 
 from __future__ import annotations
 

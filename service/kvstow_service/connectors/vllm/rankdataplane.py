@@ -31,9 +31,9 @@ from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess
 
 
 class NoDataPlane:
-    """Stands for the data plane of a rank that has none: not yet, no more, or because of the error that it reports.
+    """Stands for the data plane of a rank that has none: before it has one, while vLLM sleeps, or after an error.
 
-    It fails every op, so vLLM is told of every load. Used like a `DataPlane`.
+    It fails every op, so that each load ends for vLLM. Used like a `DataPlane`.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ RankDataPlane = DataPlane | NoDataPlane
 
 
 def require_memory(options: ConnectorOptions, process: VLLMProcess) -> int:
-    """Bytes that the pools of this node's ranks could have together; 0 where no limit can be read. Raises
-    `InsufficientMemoryError` if they do not fit. Call it before any of them has begun to pin."""
+    """Bytes available to the pools of this node's ranks together; 0 where no limit can be read. Raises
+    `InsufficientMemoryError` if the pools do not fit. Call it before any of them has begun to pin."""
     limits = limits_of(options.huge_pages)
     shortage = limits.shortage(
         round_up(options.bytes_of_rank(process.num_ranks), limits.page_bytes) * process.ranks_per_node
@@ -118,8 +118,7 @@ def build_plane(
     kv: KVGeometry,
     sender: ReportSequence | None = None,
 ) -> DataPlane:
-    """A rank's worker around `kv`; pins nothing yet. Raises a `KvstowError` for what cannot be had, and leaves nothing
-    behind then."""
+    """A rank's data plane around `kv`; pins nothing yet. If it raises a `KvstowError`, nothing is left behind."""
     slot_bytes, device = kv.layout.slot_bytes, kv.tensors[0].device
     if (most := max(pool_bytes, max_bytes)) < slot_bytes:
         raise refusal("cpu_bytes_to_use", most, f"at least one block, {slot_bytes} bytes on this rank")
@@ -154,7 +153,7 @@ def _on_cuda(config: PoolConfig, options: ConnectorOptions, kv: KVGeometry, undo
 
 
 def fence_of(device: torch.device) -> Callable[[], Fence | None]:
-    """Names the work given so far to the stream that computes: on the CPU it is done when its call returns."""
+    """Makes fences for the work given to the compute stream so far. On the CPU it is done when its call returns."""
     if device.type != "cuda":
         return lambda: None
     from kvstow.devices.cuda import CudaFence
@@ -163,7 +162,7 @@ def fence_of(device: torch.device) -> Callable[[], Fence | None]:
 
 
 def wait_until_pinned(pool: HostPool) -> None:
-    """Until the pool has its size or has stopped growing."""
+    """Return when the pool has its size or has stopped growing."""
     changed = threading.Event()
     pool.add_listener(changed.set)
     while pool.status().state == "pinning":

@@ -43,12 +43,12 @@ class RecurrentStates:
             self._take_over(step)
 
     def forget_states(self) -> None:
-        """The states that wait belong to a model that is no more."""
+        """The states that wait belong to weights that were replaced."""
         waiting, self._waiting = self._waiting, []
         self._unreference(waiting)
 
     def _take_over(self, step: Any) -> None:
-        """Blocks of requests that have gone may be anybody's by now."""
+        """Blocks of requests that have gone may belong to other requests now."""
         states = _handed_over(step)
         gone = {*(step.preempted_req_ids or ()), *step.finished_req_ids} if states else ()
         blocks = [

@@ -18,7 +18,7 @@ from kvstow_service.agent import AdminAddress
 from kvstow_service.connectors.vllm.gpublocks import BlockPool
 from kvstow_service.connectors.vllm.kvevents import EventFeed
 from kvstow_service.connectors.vllm.kvgroups import KVGroups
-from kvstow_service.connectors.vllm.metadata import RankHello, RankNews
+from kvstow_service.connectors.vllm.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.vllm.metrics import StatsFeed
 from kvstow_service.connectors.vllm.options import ConnectorOptions, misuse
 from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS, SchedulerSide
@@ -72,7 +72,7 @@ class SchedulerHost:
         self._pool = pool
         self._make_when_known()
 
-    def greet(self, hello: RankHello) -> None:
+    def add_rank(self, hello: RankHello) -> None:
         self._hellos.setdefault(hello.rank, hello)
         self._make_when_known()
 
@@ -83,16 +83,16 @@ class SchedulerHost:
             return otherwise
         try:
             return call(self.offload)
-        except Exception as error:  # noqa: BLE001 - whatever it is, vLLM goes on
+        except Exception as error:  # noqa: BLE001 - vLLM must go on
             self._fail(what, error)
             return otherwise
 
-    def hear(self, rank: int, news: RankNews) -> None:
+    def receive(self, rank: int, update: RankUpdate) -> None:
         """Process what a rank sends after a step. Never raises."""
         try:
-            self._take(rank, news)
-        except Exception as error:  # noqa: BLE001 - whatever it is, vLLM goes on
-            self._fail(f"news of rank {rank}", error)
+            self._process_update(rank, update)
+        except Exception as error:  # noqa: BLE001 - vLLM must go on
+            self._fail(f"update of rank {rank}", error)
 
     def take_desired(self) -> Mapping[int, DesiredState]:
         """The desired states of the ranks that have reported with a step since the last call."""
@@ -112,19 +112,19 @@ class SchedulerHost:
             self.offload.admin.stop()
             self.offload.engine.close()
 
-    def _take(self, rank: int, news: RankNews) -> None:
-        if news.hello is not None:
-            self.greet(news.hello)
+    def _process_update(self, rank: int, update: RankUpdate) -> None:
+        if update.hello is not None:
+            self.add_rank(update.hello)
         if self.offload is None:
             return
-        if news.report is not None:
+        if update.report is not None:
             try:
-                self._desired[rank] = self.offload.engine.report(news.report)
+                self._desired[rank] = self.offload.engine.report(update.report)
             except KvstowError as error:
                 self.offload.engine.count_error("rank_report")
                 logger.warning("rank %d: its report is not accepted: %s", rank, error)
-        for boot_id, completions in news.completions:
-            self.offload.side.complete(rank, boot_id, completions)
+        for boot_id, completions in update.completions:
+            self.offload.side.take_completions(rank, boot_id, completions)
 
     def _fail(self, what: str, error: Exception) -> None:
         if not self._has_failed:
@@ -136,12 +136,12 @@ class SchedulerHost:
         try:  # vLLM may be waiting for the GPU blocks of stores whose end nobody reports now
             self.offload.side.release_gpu_blocks()
         except Exception:
-            logger.exception("some GPU blocks stay held until vLLM restarts")
+            logger.exception("some GPU blocks stay referenced until vLLM restarts")
 
     def _make_when_known(self) -> None:
         if self.offload is not None or self._pool is None or len(self._hellos) < self._process.num_ranks:
             return
-        if self._has_failed:  # when ranks were heard of with a step
+        if self._has_failed:  # the same error, at every step
             return
         hellos = [self._hellos[rank] for rank in range(self._process.num_ranks)]
         sizes = [hello.slot_bytes for hello in hellos]

@@ -26,8 +26,8 @@ STEP_BLOCKS = 1024
 class SchedulerSide:
     """Follows the requests of one vLLM scheduler. Every method is called on its thread.
 
-    A step costs O(blocks that became complete), whatever the number of requests, and offers a bounded number of them;
-    later steps offer the others. The engine's own threads (admin server, ticker) work beside it, under the engine's
+    A step costs O(blocks that became complete), independent of the number of requests, and offers a bounded number of
+    them; later steps offer the others. The engine's own threads (admin server, ticker) run beside it: the engine has a
     lock.
     """
 
@@ -150,8 +150,8 @@ class SchedulerSide:
 
     # -- completion -----------------------------------------------------------------------------------------
 
-    def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
-        """Take what a rank says of its ops."""
+    def take_completions(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
+        """A rank has finished ops, or read the blocks of stores."""
         self._engine.complete(rank, boot_id, completions)
 
     def settle(self) -> None:

@@ -108,7 +108,7 @@ class Stores:
             self._gpu.free_sources(op_id)
 
     def forget_stores(self) -> None:
-        """What is under way belongs to a model that is no more: it is not stored again if it fails."""
+        """What is under way belongs to weights that were replaced: it is not stored again if it fails."""
         self._last_before_reset = self.newest or self._last_before_reset
 
 

@@ -42,11 +42,11 @@ class Hit(NamedTuple):
 class TrackedRequest:
     """A request between its arrival and its end. Used by the scheduler's thread.
 
-    `tables[group]`: its GPU blocks in order. `offered_tokens`: blocks of all groups before it were offered to the
+    `tables[group]`: its GPU blocks in order. `offered_tokens`: the blocks of the tokens before it were offered to the
     pool. `hit`: what is held for the next admission. `start`: tokens that were on the GPU when the hit was looked up.
-    `loading`: the admission began with a load, of the tokens `loaded`; `load_failed`: it has not written all.
-    `withheld`: its blocks are of a model that is no more, and never offered. `admitted_at`: the step that gave the
-    tables; `has_run`: it was computed since, so that its tokens are more than a promise of some load.
+    `loading`: the admission began with a load, of the tokens `loaded`; `load_failed`: some of them were not written.
+    `withheld`: its blocks belong to weights that were replaced, and are never offered. `admitted_at`: the step that
+    gave the tables. `has_run`: it was computed since, so its tokens are more than the promise of a load.
     """
 
     __slots__ = (
@@ -102,7 +102,7 @@ class TrackedRequest:
         return in_token_order(runs)
 
     def forget_stale_keys(self, groups: KVGroups) -> None:
-        """The hashes of a streamed request can be made anew, from another prompt."""
+        """A streamed request can go on with another prompt, and then has other hashes."""
         hashes = self.request.block_hashes
         for group in groups.groups:
             known = self._keys[group.index]
@@ -111,7 +111,7 @@ class TrackedRequest:
                 known.clear()
 
     def admit(self, tables: Sequence[Sequence[int]], step: int) -> None:
-        """The request has these GPU blocks now, and no others; none of them was offered."""
+        """The request has these GPU blocks now, and no others. None of them has been offered yet."""
         self.tables = [list(table) for table in tables]
         self.offered_tokens = 0
         self.admitted_at, self.has_run = step, False

@@ -15,9 +15,9 @@ from kvstow.errors import ConfigError
 class VLLMProcess:
     """One vLLM engine, as seen from one of its processes. Sizes in tokens.
 
-    `engine_id` is the same in all processes of the engine and no other's. `rank` counts the workers of the engine, over
-    all its nodes; 0 in the scheduler's process. `frees_late`: vLLM gives a freed block out only after every step in
-    flight has ended, so that a load never meets an older step's writes.
+    `engine_id` is the same in all processes of the engine, and in no other engine. `rank` counts the workers of the
+    engine, over all its nodes; 0 in the scheduler's process. `frees_late`: vLLM hands a freed block out only after
+    every step in flight has ended, so a load never writes a block that an older step still writes.
     """
 
     engine_id: str
@@ -34,8 +34,8 @@ class VLLMProcess:
     @classmethod
     def of(cls, config: Any, kv_cache_config: Any, engine_transfer: Any) -> VLLMProcess:
         """Read a `VllmConfig` and a `KVCacheConfig`. `engine_transfer`: the `KVTransferConfig` that vLLM's scheduler
-        goes by; a child of MultiConnector has one of its own in `config`. Raises `ConfigError` for what KVStow cannot
-        work with, and says what would do."""
+        goes by; a child of MultiConnector has one of its own in `config`. Raises `ConfigError` for settings that KVStow
+        does not work with."""
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         if not config.cache_config.enable_prefix_caching:
             raise ConfigError("enable_prefix_caching", False, "true: blocks are found by their prefix hash")
@@ -46,7 +46,7 @@ class VLLMProcess:
         if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
             allowed = "mp or ray: one scheduler decides for all ranks"
             raise ConfigError("distributed_executor_backend", parallel.distributed_executor_backend, allowed)
-        # A drafter writes blocks after its step's output is known, and so does a step that zeroes blocks and no more.
+        # A drafter writes blocks after its step's output is known, and so does a step that only zeroes blocks.
         writes_late = config.speculative_config is not None or kv_cache_config.needs_kv_cache_zeroing
         return cls(
             engine_id=f"{config.instance_id}-{transfer.engine_id}",  # the second alone may be set by users
@@ -63,7 +63,7 @@ class VLLMProcess:
 
 
 def this_node() -> str:
-    """Names the machine, or the container, that a process runs in: processes of one meet in its file system."""
+    """Name of the machine or container that this process runs in. Processes of the same node share a file system."""
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 

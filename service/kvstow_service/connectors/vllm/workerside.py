@@ -54,12 +54,12 @@ class WorkerSide:
         self._loading: dict[int, _Load] = {}  # by op
         self._done: list[_Load] = []
         self._failed: list[_Load] = []
-        self._news: list[BootCompletions] = []
+        self._completed: list[BootCompletions] = []
         self._replacing = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
     def begin_step(self, step: PlannedStep) -> None:
-        """Submit the ops of a step; a step that was seen before is left alone."""
+        """Submit the ops of a step, once: later calls for the same step do nothing."""
         if step.number == self._step:
             return
         self._step = step.number
@@ -80,12 +80,12 @@ class WorkerSide:
             self.plane.submit(step.stores, fence)
 
     def launched(self) -> None:
-        """vLLM has launched the forward pass of a step; steps without one end without it."""
+        """vLLM has launched the forward pass of a step. Steps without a forward pass do not call it."""
         self.plane.launched()
 
     def take_finished_loads(self) -> FinishedLoads:
-        """What has ended since the last call: done and failed in one snapshot, which `take_news` returns too. vLLM
-        calls it at the end of each step."""
+        """Loads that have ended since the last call, done and failed in one snapshot; `take_boot_completions` returns
+        the same completions. vLLM calls it at the end of each step."""
         self.plane.end_step()
         self.plane.drive()
         self._collect()
@@ -97,10 +97,10 @@ class WorkerSide:
             {block for load in failed for block in load.blocks},
         )
 
-    def take_news(self) -> list[BootCompletions]:
+    def take_boot_completions(self) -> list[BootCompletions]:
         """For the scheduler side: what `take_finished_loads` has collected since the last call."""
-        news, self._news = self._news, []
-        return news
+        completed, self._completed = self._completed, []
+        return completed
 
     def close_plane(self) -> bool:
         """Close the data plane: what was under way fails, and afterwards it touches no memory. False while a copy
@@ -147,9 +147,9 @@ class WorkerSide:
         if completions := self.plane.take_completions():
             self._take(BootCompletions(self.plane.boot_id, tuple(completions)))
 
-    def _take(self, news: BootCompletions) -> None:
-        self._news.append(news)
-        for completion in news.completions:
+    def _take(self, batch: BootCompletions) -> None:
+        self._completed.append(batch)
+        for completion in batch.completions:
             if completion.mark != "source_free":
                 self._end_load(completion)
 

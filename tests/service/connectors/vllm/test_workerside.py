@@ -158,13 +158,13 @@ def test_a_load_is_told_of_once_with_its_completion(mark: Mark, failed: set[str]
     rank = Rank()
     rank.side.begin_step(step(1, stores=(STORE,), loads={"r": LOAD}))
     assert rank.side.take_finished_loads() == NOTHING
-    assert rank.side.take_news() == []
+    assert rank.side.take_boot_completions() == []
     rank.plane.say(2, mark)
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, failed, bad)
-    (news,) = rank.side.take_news()
-    assert (news.boot_id, [completion.op_id for completion in news.completions]) == ("boot", [2])
+    (batch,) = rank.side.take_boot_completions()
+    assert (batch.boot_id, [completion.op_id for completion in batch.completions]) == ("boot", [2])
     assert rank.side.take_finished_loads() == NOTHING
-    assert rank.side.take_news() == []
+    assert rank.side.take_boot_completions() == []
 
 
 def test_each_load_of_a_step_ends_with_its_own_op() -> None:
@@ -188,14 +188,14 @@ def test_a_load_that_an_older_step_began_ends_with_its_own_op() -> None:
 
 
 def test_what_completes_after_the_snapshot_is_in_the_next_one() -> None:
-    """Done and failed belong together: news tells nothing that the finished loads did not."""
+    """Done and failed belong together: no completion is sent before its load is reported as finished."""
     rank = Rank()
     rank.side.begin_step(step(1, loads={"r": LOAD}))
     assert rank.side.take_finished_loads() == NOTHING
     rank.plane.say(2)
-    assert rank.side.take_news() == []
+    assert rank.side.take_boot_completions() == []
     assert rank.side.take_finished_loads().done == {"r"}
-    assert len(rank.side.take_news()) == 1
+    assert len(rank.side.take_boot_completions()) == 1
 
 
 def test_a_source_that_is_free_ends_nothing() -> None:
@@ -203,7 +203,7 @@ def test_a_source_that_is_free_ends_nothing() -> None:
     rank.side.begin_step(step(1, loads={"r": LOAD}))
     rank.plane.say(2, "source_free")
     assert rank.side.take_finished_loads() == NOTHING
-    assert len(rank.side.take_news()) == 1
+    assert len(rank.side.take_boot_completions()) == 1
 
 
 def test_a_lost_load_is_told_of_without_any_op() -> None:
@@ -226,11 +226,11 @@ def test_ops_for_another_boot_are_refused() -> None:
     rank.side.begin_step(step(1, stores=(STORE,), loads={"r": LOAD}, boot="before"))
     assert rank.plane.submitted == []
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
-    every_news = rank.side.take_news()
+    updates = rank.side.take_boot_completions()
     # The rank may have restarted while the step was planned: its last ops are of the new boot then.
-    assert [news.boot_id for news in every_news] == ["before", rank.plane.boot_id]
-    for news in every_news:
-        assert {(word.op_id, word.mark) for word in news.completions} == {(1, "failed"), (2, "failed")}
+    assert [batch.boot_id for batch in updates] == ["before", rank.plane.boot_id]
+    for batch in updates:
+        assert {(word.op_id, word.mark) for word in batch.completions} == {(1, "failed"), (2, "failed")}
 
 
 def test_another_plane_takes_over_and_what_was_under_way_fails() -> None:
@@ -241,7 +241,7 @@ def test_another_plane_takes_over_and_what_was_under_way_fails() -> None:
     again = FakePlane("again")
     rank.side.replace_plane(again)
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
-    assert [news.boot_id for news in rank.side.take_news()] == [old_news]
+    assert [batch.boot_id for batch in rank.side.take_boot_completions()] == [old_news]
     rank.side.begin_step(step(2, loads={"q": op(3, "load", 7)}, boot="again"))
     assert again.submitted == [((3,), rank.fence)]
 
