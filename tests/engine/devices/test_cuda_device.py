@@ -93,6 +93,10 @@ def test_a_load_copies_at_once_but_writes_its_blocks_after_its_fence(
     assert rank.block(1) == expected
 
 
+def test_the_device_is_named_after_its_gpu(make_cuda_rank: MakeRank) -> None:
+    assert make_cuda_rank().device.capabilities.name == "cuda:0"
+
+
 @directions
 @strategies
 def test_a_fence_that_the_device_does_not_know_is_polled(
@@ -151,10 +155,6 @@ def test_copies_run_one_after_another_on_separate_streams(direction: str, cuda: 
 
 @directions
 @strategies
-def test_the_device_is_named_after_its_gpu(make_cuda_rank: MakeRank) -> None:
-    assert make_cuda_rank().device.capabilities.name == "cuda:0"
-
-
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 def test_no_more_batches_are_queued_than_configured(
     ahead: int, options: Any, direction: str, cuda: Any, make_cuda_rank: MakeRank
