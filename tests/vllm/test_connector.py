@@ -34,6 +34,16 @@ CHILD = {
 }
 
 
+def make_config(setup: Setup, **extra: Any) -> VllmConfig:
+    return make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20, **extra})
+
+
+def make_scheduler(**varied: Any) -> Any:
+    """The scheduler's half, of a `Setup` with these fields."""
+    setup = Setup("scheduler", **varied)
+    return make(make_config(setup), setup, KVConnectorRole.SCHEDULER)
+
+
 def make(config: VllmConfig, setup: Setup, role: KVConnectorRole) -> Any:
     return KVConnectorFactory.create_connector(
         config=config, role=role, kv_cache_config=make_geometry(setup, config).workers
@@ -73,27 +83,21 @@ def test_a_version_that_cannot_be_told_of_failed_loads_is_warned_of(
     lines: int,
 ) -> None:
     monkeypatch.setattr(connector, "_TELLS_FAILED_REQUESTS", tells)
-    setup = Setup("warned", layers=layers)
-    config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20})
-    make(config, setup, KVConnectorRole.SCHEDULER)
+    make_scheduler(layers=layers)
     assert sum("vLLM 0.30 computes it" in line for line in caplog.messages) == lines
 
 
 def test_a_cache_owes_no_delivery_and_may_sleep() -> None:
     """Else vLLM drops a preempted request's output for it (0.28), or refuses sleep mode (0.33)."""
-    setup = Setup("hooks")
-    config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20})
-    made = make(config, setup, KVConnectorRole.SCHEDULER)
+    made = make_scheduler()
     assert not made.requires_kv_delivery
-    assert made.supports_sleep_mode(config.kv_transfer_config)
+    assert made.supports_sleep_mode(None)
 
 
 def test_ranks_of_all_stages_are_heard_and_what_others_say_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's default refuses ranks of later pipeline stages; beside other connectors theirs may come, too."""
     monkeypatch.setattr(schedulerhost, "EmbeddedAdmin", NoThread)
-    setup = Setup("stages", ranks=2)
-    config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20})
-    made = make(config, setup, KVConnectorRole.SCHEDULER)
+    made = make_scheduler(ranks=2)
     made.bind_gpu_block_pool(FakeBlockPool(8))
     hellos = [RankHello(rank, 1024 << rank, 9, this_node(), 0) for rank in range(2)]
     made.set_xfer_handshake_metadata_pp_aware({(0, 0): hellos[0], (0, 1): object()})
@@ -115,8 +119,7 @@ def test_updates_of_ranks_add_up() -> None:
 @pytest.mark.parametrize("answer", [True, False])
 def test_vllm_is_told_what_its_side_says(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
     """Of stores under way, of blocks that come back by themselves, and whether a reset is possible now."""
-    setup = Setup("told")
-    made = make(make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20}), setup, KVConnectorRole.SCHEDULER)
+    made = make_scheduler()
     side = SimpleNamespace(has_pending_stores=answer, holds_gpu_blocks=answer, reset=lambda: answer)
     made._host.offload = SimpleNamespace(side=side)
     assert made.has_pending_push_work() is answer
@@ -133,8 +136,7 @@ def raise_memory_error(*_: Any) -> None:
 def test_nothing_that_goes_wrong_with_a_steps_output_reaches_vllm(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     """It would end vLLM's process. A request whose load may have failed is not let go on."""
     monkeypatch.setattr(connector, "_TELLS_FAILED_REQUESTS", False)
-    setup = Setup("broken output", layers="hybrid")
-    made = make(make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20}), setup, KVConnectorRole.SCHEDULER)
+    made = make_scheduler(layers="hybrid")
     failures: list[str] = []
     works = {"update": lambda *_: None, "settle": lambda: None, "continuing": set}
     methods = {**works, broken: raise_memory_error}
@@ -170,11 +172,12 @@ def test_nothing_that_goes_wrong_with_a_steps_output_reaches_vllm(monkeypatch: p
 def test_nothing_that_goes_wrong_in_the_scheduler_reaches_vllm(
     monkeypatch: pytest.MonkeyPatch, hook: str, arguments: tuple[Any, ...], answer: Any
 ) -> None:
-    setup = Setup("broken side")
-    made = make(make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20}), setup, KVConnectorRole.SCHEDULER)
+    made = make_scheduler()
 
     class Broken:
-        find_hit = admit = finish = reset = take = release_gpu_blocks = staticmethod(raise_memory_error)
+        find_hit = admit = finish = reset = take_events = take_stats = release_gpu_blocks = staticmethod(
+            raise_memory_error
+        )
         has_pending_stores = property(raise_memory_error)
 
     failures: list[str] = []
@@ -189,7 +192,7 @@ def test_lazy_stores_of_recurrent_layers_are_refused(monkeypatch: pytest.MonkeyP
     groups = KVGroups((KVGroup(0, 16, 1, is_state=True),), 16)
     monkeypatch.setattr(connector, "kv_groups", lambda *_, **__: groups)
     setup = Setup("lazy states")
-    config = make_vllm_config(setup, MODULE, {"lazy_offload": True})
+    config = make_config(setup, lazy_offload=True)
     with pytest.raises(ConfigError, match="lazy_offload does not work with recurrent layers"):
         make(config, setup, KVConnectorRole.SCHEDULER)
 
@@ -203,7 +206,7 @@ def test_groups_are_read_with_the_context_parallel_size_and_the_hash_block(monke
 
     monkeypatch.setattr(connector, "kv_groups", note)
     setup = Setup("groups")
-    config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20})
+    config = make_config(setup)
     geometry = make_geometry(setup, config).scheduler
     config.parallel_config.decode_context_parallel_size = 4
     connector.KVStowConnector(config, KVConnectorRole.SCHEDULER, geometry)
@@ -213,7 +216,7 @@ def test_groups_are_read_with_the_context_parallel_size_and_the_hash_block(monke
 def test_what_ranks_without_a_server_have_to_know_comes_with_the_steps() -> None:
     """The address for other nodes with each, what is wanted of a rank once."""
     setup = Setup("address")
-    config = make_vllm_config(setup, MODULE, {"cpu_bytes_to_use": 1 << 20, "lock": False})
+    config = make_config(setup, lock=False)
     scheduler, worker = (make(config, setup, role) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER))
     address, offered = AdminAddress("http://node-0:9595", "token"), list[AdminAddress]()
     wanted, followed = {0: DesiredState("engine", 1, number=1)}, list[dict[int, DesiredState]]()

@@ -72,7 +72,7 @@ class Host:
 
     def take(self) -> list[Any]:
         assert self.feed is not None
-        return self.feed.take()
+        return self.feed.take_events()
 
 
 @pytest.fixture(params=["0", "1"], ids=["bytes", "int"])

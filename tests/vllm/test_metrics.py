@@ -64,7 +64,7 @@ class Host:
 
     def take(self) -> Any:
         self.clock.advance(1)
-        return self.feed.take()
+        return self.feed.take_stats()
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_stats_are_told_once(host: Host) -> None:
 def test_a_look_is_taken_ten_times_a_second_and_when_the_last_transfer_has_ended(host: Host) -> None:
     assert host.take() is not None
     host.store(1)
-    take: Any = host.feed.take
+    take: Any = host.feed.take_stats
     assert take() is None, "it is too early"
     host.clock.advance(0.1)
     assert take().data["store_bytes"] == 2 * SLOT

@@ -54,7 +54,7 @@ class Backlog:
         queue.extend(waiting)
         return Offer(self._gpu.keys_of(hashes), blocks)
 
-    def clear(self) -> None:
+    def forget_backlog(self) -> None:
         self._queue.clear()
         self._queued.clear()
 

@@ -202,11 +202,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             offload.side.admit(request, blocks.get_block_ids(), num_external_tokens)
             return True
 
-        def lose(offload: Offload) -> None:
-            offload.side.lose(request, blocks.get_block_ids(), num_external_tokens)
+        def fail(offload: Offload) -> None:
+            offload.side.fail_admission(request, blocks.get_block_ids(), num_external_tokens)
 
         if not self._host.ask("admission", admit, otherwise=False) and num_external_tokens:
-            self._host.ask("load", lose, None)
+            self._host.ask("load", fail, None)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -252,12 +252,12 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         return self._host.ask("GPU blocks of stores", lambda offload: offload.side.holds_gpu_blocks, otherwise=False)
 
     def take_events(self) -> Iterable[Any]:
-        return self._host.ask("KV events", lambda offload: offload.events.take() if offload.events else (), ())
+        return self._host.ask("KV events", lambda offload: offload.events.take_events() if offload.events else (), ())
 
     def get_kv_connector_stats(self) -> KVStowStats | None:
         """vLLM asks both halves; a worker's has none."""
         if isinstance(self._half, SchedulerHost):
-            return self._half.ask("statistics", lambda offload: offload.stats.take(), None)
+            return self._half.ask("statistics", lambda offload: offload.stats.take_stats(), None)
         return None
 
     def reset_cache(self) -> bool | None:

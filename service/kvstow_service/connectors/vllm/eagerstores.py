@@ -83,7 +83,7 @@ class EagerStores:
         self._backlog.add_blocks(block_ids)
 
     def forget_blocks(self) -> None:
-        self._backlog.clear()
+        self._backlog.forget_backlog()
 
     def _follow_tables(self, running: Any, number: int) -> None:
         """Running requests got more GPU blocks, for tokens of the step that is being planned."""

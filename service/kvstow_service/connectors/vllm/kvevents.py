@@ -5,7 +5,7 @@ An `EventFeed` learns of stores when they are planned, and is asked for events o
     feed = event_feed(vllm_config, engine, kv_cache_specs)   # with the engine, once; None unless KV events are on
     feed.offered(request, group, first_block, keys)          # before a store, for each request and group
     feed.granted(keys_of_the_op)                             # after `begin_store`
-    return feed.take()                                       # take_events
+    return feed.take_events()                                # the hook of that name
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class EventFeed:
         tokens = list(request.all_token_ids[start:end])
         return _Block(origin, parent, tokens, self._vocabulary.extra_keys(request, start, end))
 
-    def take(self) -> list[Any]:
+    def take_events(self) -> list[Any]:
         """vLLM's events for what became visible or went since the last call, oldest first."""
         events: list[Any] = []
         if self._engine.events.last_sequence != self._cursor:

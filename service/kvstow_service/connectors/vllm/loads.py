@@ -147,7 +147,7 @@ class Loads:
         places = self._groups.places(tracked.start, tracked.start + num_tokens)
         tracked.load_failed = True
         blocks = tuple([tracked.tables[group][number] for group, number in places])
-        self._planner.plan_lost_load(tracked.request.request_id, blocks)
+        self._planner.add_lost_load(tracked.request.request_id, blocks)
 
     def load_settled(self, op_id: int, *, failed: bool) -> None:
         """A load has ended on every rank."""
@@ -165,7 +165,7 @@ class Loads:
         first = held.index(places[0]) if places and places[0] in held else len(held)
         try:
             if held[first : first + len(places)] == places and self._null_block not in targets:
-                return self._planner.plan_load(hit.lease, targets, first, request_id)
+                return self._planner.add_load(hit.lease, targets, first, request_id)
         except LeaseError as error:  # a rank has lost its memory since the look-up
             logger.warning("request %s is computed, its hit is lost: %s", request_id, error)
         self._engine.release_lease(hit.lease)

@@ -4,7 +4,7 @@ The scheduler side polls a `StatsFeed` in every step. vLLM sends the `KVStowStat
 `KVStowPromMetrics` exports them:
 
     feed = StatsFeed(engine, slot_bytes=2 << 20, slot_tokens=16)               # with the engine, once
-    return feed.take()                                                         # get_kv_connector_stats
+    return feed.take_stats()                                                   # get_kv_connector_stats
     return KVStowStats(data=data or {})                                        # build_kv_connector_stats
     return KVStowPromMetrics(vllm_config, metric_types, labelnames, values)    # build_prom_metrics
 """
@@ -83,7 +83,7 @@ class StatsFeed:
         """Record one observation of the histogram `name` of the family."""
         self._observed.setdefault(name, []).append(value)
 
-    def take(self) -> KVStowStats | None:
+    def take_stats(self) -> KVStowStats | None:
         """The changes since the last reading, or since the engine's start; None if there are none, or the next reading
         is not due."""
         now, is_busy = self._clock(), self._engine.open_transfers > 0

@@ -85,7 +85,7 @@ class SchedulerSide:
         that came from there: those that the pool has count as used, and those that it has lost come back.
         """
         tracked = self._tracked(request)
-        tracked.admit(tables, self._planner.number)
+        tracked.give_tables(tables, self._planner.number)
         if load_tokens:
             self._loads.count_hit(tracked, load_tokens)
             tracked.loaded = range(tracked.start, tracked.start + load_tokens)
@@ -102,10 +102,10 @@ class SchedulerSide:
         tracked.loading = tracked.load_failed = False
         self._finder.admitted(tracked)
 
-    def lose(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
+    def fail_admission(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
         """`admit` has raised. vLLM waits for the load all the same, so the next step reports it as failed."""
         tracked = self._tracked(request)
-        tracked.admit(tables, self._planner.number)
+        tracked.give_tables(tables, self._planner.number)
         tracked.hit = None
         self._loads.lose_load(tracked, load_tokens)
 
@@ -142,11 +142,11 @@ class SchedulerSide:
             self._states.follow_step(step)
         backlog_moves = self._finder.has_backlog and room > 0
         self._ended.refresh(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
-        return self._planner.take()
+        return self._planner.take_step()
 
     def take_planned(self) -> PlannedStep:
         """The step with what was planned for it so far."""
-        return self._planner.take()
+        return self._planner.take_step()
 
     # -- completion -----------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class StepPlanner:
         self._load_requests: list[str] = []
         self._lost_loads: dict[str, tuple[int, ...]] = {}
 
-    def plan_store(self, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> StoreGrant:
+    def add_store(self, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> StoreGrant:
         """Store `blocks[i]` under `keys[i]`, as far as there is room: see `OffloadEngine.begin_store`."""
         self._note_boots()
         grant = self._engine.begin_store(keys, blocks, request_id=request_id)
@@ -55,7 +55,7 @@ class StepPlanner:
             self._stores.append(grant.op)
         return grant
 
-    def plan_load(self, lease: Lease, blocks: Sequence[int], first: int, request_id: str) -> Op:
+    def add_load(self, lease: Lease, blocks: Sequence[int], first: int, request_id: str) -> Op:
         """Load the slots of the lease, from its `first` on, into `blocks`. Raises `LeaseError`."""
         self._note_boots()
         op = self._engine.begin_load(lease, blocks, first=first, request_id=request_id)
@@ -63,11 +63,11 @@ class StepPlanner:
         self._load_requests.append(request_id)
         return op
 
-    def plan_lost_load(self, request_id: str, blocks: tuple[int, ...]) -> None:
+    def add_lost_load(self, request_id: str, blocks: tuple[int, ...]) -> None:
         """Have each rank report that the load of these blocks has failed."""
         self._lost_loads[request_id] = blocks
 
-    def take(self) -> PlannedStep:
+    def take_step(self) -> PlannedStep:
         """The plan of the next step. All that was planned since the last call is in it."""
         self.number += 1
         planned = PlannedStep(

@@ -81,7 +81,7 @@ class Stores:
         """Store the blocks offered, as far as there is room; the blocks that found none."""
         if not offer.keys:
             return []
-        grant = self._planner.plan_store(offer.keys, offer.blocks, request_id)
+        grant = self._planner.add_store(offer.keys, offer.blocks, request_id)
         if self._events is not None:
             self._events.granted([offer.keys[index] for index in grant.accepted])
         if grant.op is not None:

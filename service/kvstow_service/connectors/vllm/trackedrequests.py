@@ -110,7 +110,7 @@ class TrackedRequest:
             if known and (last >= len(hashes) or not known[-1].endswith(hashes[last])):
                 known.clear()
 
-    def admit(self, tables: Sequence[Sequence[int]], step: int) -> None:
+    def give_tables(self, tables: Sequence[Sequence[int]], step: int) -> None:
         """The request has these GPU blocks now, and no others. None of them has been offered yet."""
         self.tables = [list(table) for table in tables]
         self.offered_tokens = 0

@@ -67,7 +67,7 @@ def test_it_is_no_larger_than_the_gpu() -> None:
     for _ in range(10):
         backlog.add_blocks(range(4))
     assert len(backlog) == 4
-    backlog.clear()
+    backlog.forget_backlog()
     assert (len(backlog), take(backlog)) == (0, [])
 
 

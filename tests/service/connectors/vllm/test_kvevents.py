@@ -96,7 +96,7 @@ def host() -> Host:
 
 def test_consecutive_blocks_are_one_event(host: Host) -> None:
     host.store(0, 3)
-    (event,) = host.feed.take()
+    (event,) = host.feed.take_events()
     assert event == Stored(
         block_hashes=[1, 2, 3],
         parent_block_hash=None,
@@ -109,18 +109,18 @@ def test_consecutive_blocks_are_one_event(host: Host) -> None:
         group_idx=0,
         kv_cache_spec_kind="full",
     )
-    assert host.feed.take() == []
+    assert host.feed.take_events() == []
 
 
 def test_a_block_names_its_parent_and_its_lora(host: Host) -> None:
     host.store(2, 3, Request(lora_request=Lora(7, "french")))
-    (event,) = host.feed.take()
+    (event,) = host.feed.take_events()
     assert (event.parent_block_hash, event.token_ids, event.lora_id, event.lora_name) == (2, [104, 105], 7, "french")
 
 
 def test_a_block_of_several_hash_blocks_has_the_hash_of_the_last(host: Host) -> None:
     host.store(1, 3, group=WINDOW)
-    (event,) = host.feed.take()
+    (event,) = host.feed.take_events()
     assert (event.block_hashes, event.parent_block_hash) == ([4, 6], 2)
     assert (event.token_ids, event.block_size) == (list(range(104, 112)), 4)
     assert (event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) == (1, "window", 8)
@@ -128,9 +128,9 @@ def test_a_block_of_several_hash_blocks_has_the_hash_of_the_last(host: Host) -> 
 
 def test_what_does_not_follow_is_an_event_of_its_own(host: Host) -> None:
     host.store(1, 2)
-    host.feed.take()
+    host.feed.take_events()
     host.store(0, 4)
-    first, last = host.feed.take()
+    first, last = host.feed.take_events()
     assert (first.block_hashes, first.parent_block_hash) == ([1], None)
     assert (last.block_hashes, last.parent_block_hash) == ([3, 4], 2)
 
@@ -138,7 +138,7 @@ def test_what_does_not_follow_is_an_event_of_its_own(host: Host) -> None:
 def test_the_session_is_told_where_vllm_has_sessions() -> None:
     host = Host(StoredOfSession)
     host.store(0, 1, Request(session_id="chat"))
-    assert host.feed.take()[0].session_id == "chat"
+    assert host.feed.take_events()[0].session_id == "chat"
 
 
 def test_a_block_is_told_of_when_its_bytes_are_there(host: Host) -> None:
@@ -147,24 +147,24 @@ def test_a_block_is_told_of_when_its_bytes_are_there(host: Host) -> None:
     grant = host.engine.begin_store(keys, [0])
     host.feed.granted(keys)
     assert grant.op is not None
-    assert host.feed.take() == []
+    assert host.feed.take_events() == []
     host.rank.say(grant.op.op_id, "failed")
-    assert host.feed.take() == []
+    assert host.feed.take_events() == []
 
 
 def test_removal_names_group_and_medium(host: Host) -> None:
     host.store(0, 2)
     host.store(0, 1, group=WINDOW)
-    host.feed.take()
+    host.feed.take_events()
     host.purge()
-    assert host.feed.take() == [Removed([1, 2], "CPU", 0), Removed([2], "CPU", 1)]
+    assert host.feed.take_events() == [Removed([1, 2], "CPU", 0), Removed([2], "CPU", 1)]
 
 
 def test_order_is_kept_within_one_take(host: Host) -> None:
     host.store(0, 1)
     host.purge()
     host.store(0, 1)
-    assert [type(event) for event in host.feed.take()] == [Stored, Removed, Stored]
+    assert [type(event) for event in host.feed.take_events()] == [Stored, Removed, Stored]
 
 
 def test_a_store_without_a_request_is_told_by_its_hash(host: Host) -> None:
@@ -173,7 +173,7 @@ def test_a_store_without_a_request_is_told_by_its_hash(host: Host) -> None:
     assert op is not None
     host.feed.granted(keys)
     host.rank.say(op.op_id, "done")
-    told = host.feed.take()
+    told = host.feed.take_events()
     assert [(event.block_hashes, event.token_ids, event.block_size) for event in told] == [([1], [], 0), ([2], [], 0)]
     assert {(event.group_idx, event.extra_keys, event.parent_block_hash) for event in told} == {(1, None, None)}
 
@@ -188,11 +188,11 @@ def lose_events(host: Host) -> None:
 def test_after_lost_events_nothing_stale_stays_told() -> None:
     host = Host(event_buffer=2)
     host.store(0, 3)
-    host.feed.take()
+    host.feed.take_events()
     host.purge()
     lose_events(host)
     host.store(1, 2)
-    told = host.feed.take()
+    told = host.feed.take_events()
     gone = {block for event in told if isinstance(event, Removed) for block in event.block_hashes}
     there = {block for event in told if isinstance(event, Stored) for block in event.block_hashes}
     assert {1, 3} <= gone
@@ -203,11 +203,11 @@ def test_after_lost_events_nothing_stale_stays_told() -> None:
 def test_a_block_is_told_as_removed_once() -> None:
     host = Host(event_buffer=2)
     host.store(0, 3)
-    host.feed.take()
+    host.feed.take_events()
     lose_events(host)
     host.store(0, 3)  # lost events took them away; now the log's last word is that they went
     host.purge()
-    told = host.feed.take()
+    told = host.feed.take_events()
     gone = [block for event in told if isinstance(event, Removed) for block in event.block_hashes]
     assert sorted(gone) == [1, 2, 3]
 
@@ -219,7 +219,7 @@ def test_after_lost_events_a_block_that_is_there_is_told() -> None:
     for _ in range(3):  # blocks that come and go push the first one's event out
         host.store(8, 9)
         assert host.engine.admin.purge(keys=[make_key(0, HASHES[8])]).run().finished
-    (event,) = [event for event in host.feed.take() if isinstance(event, Stored) and event.block_hashes == [1]]
+    (event,) = [event for event in host.feed.take_events() if isinstance(event, Stored) and event.block_hashes == [1]]
     assert event.token_ids == [100, 101]
     assert host.engine.lookup(keys) == 1
 
@@ -230,21 +230,21 @@ def test_a_block_that_was_found_is_not_told_again_by_the_log(monkeypatch: pytest
     lose_events(host)
     host.store(0, 1)
     host.store(1, 2)
-    (found,) = [event for event in host.feed.take() if 2 in event.block_hashes]
+    (found,) = [event for event in host.feed.take_events() if 2 in event.block_hashes]
     assert found.token_ids == [102, 103]
-    assert host.feed.take() == []
+    assert host.feed.take_events() == []
 
 
 def test_looking_again_goes_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvevents, "_CHECKS_PER_TAKE", 2)
     host = Host(event_buffer=2)
     host.store(0, 5)
-    host.feed.take()
+    host.feed.take_events()
     host.purge()
     lose_events(host)
     gone: set[int] = set()
     takes = 0
-    while told := host.feed.take():
+    while told := host.feed.take_events():
         gone |= {block for event in told if isinstance(event, Removed) for block in event.block_hashes}
         takes += 1
     assert {1, 2, 3, 4, 5} <= gone
@@ -271,7 +271,7 @@ def test_nothing_is_kept_of_what_was_told() -> None:
     del request
     assert alive() is None
     assert len(made) == len([ref for ref in made if ref() is not None]) == 2
-    host.feed.take()
+    host.feed.take_events()
     assert [ref for ref in made if ref() is not None] == []
 
 
@@ -279,6 +279,6 @@ def test_descriptions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvevents, "MAX_PLANNED", 2)
     host = Host()
     host.store(0, 3)
-    first, rest = host.feed.take()
+    first, rest = host.feed.take_events()
     assert (first.block_hashes, first.token_ids) == ([1], [])
     assert (rest.block_hashes, rest.token_ids) == ([2, 3], [102, 103, 104, 105])

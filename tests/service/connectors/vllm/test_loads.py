@@ -248,7 +248,7 @@ def test_a_load_whose_admission_raised_is_reported_as_lost(monkeypatch: pytest.M
     monkeypatch.setattr(host.engine, "begin_load", fail)
     with pytest.raises(MemoryError, match="injected"):
         host.admit(request, load=found)
-    host.side.lose(request, request.block_ids, found)
+    host.side.fail_admission(request, request.block_ids, found)
     plan = host.step()
     assert (plan.loads.ops, plan.lost_loads) == ((), {"r": tuple(request.block_ids[0])})
     assert host.ask(request) == 0

@@ -56,6 +56,6 @@ def test_admission_gives_new_tables_of_which_nothing_was_offered() -> None:
     tracked = TrackedRequest(FakeRequest("r", "abcdefghijklmn"), 2)
     tracked.has_run = True
     tracked.offered_tokens = 4
-    tracked.admit([[1, 2], [3]], 5)
+    tracked.give_tables([[1, 2], [3]], 5)
     assert (tracked.tables, tracked.offered_tokens) == ([[1, 2], [3]], 0)
     assert (tracked.admitted_at, tracked.has_run) == (5, False)
