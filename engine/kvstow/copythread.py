@@ -23,7 +23,7 @@ from kvstow.devices.base import Device, Fence, TicketState, start_load
 from kvstow.errors import CopyError, DataPlaneFailedError
 from kvstow.memory.pool import Hold
 from kvstow.messages import Completion, CopyFigures, Direction, Op
-from kvstow.opqueues import OpQueues, RunningOp
+from kvstow.opqueues import OpQueues, PendingOp
 
 # Seconds between two polls of fences and tickets. A staging buffer of 32 MiB is on the link for 0.6 ms: polling every
 # 1 ms cost a fifth of the rate (43 of 54 GB/s); every 0.2 ms costs almost nothing, and 5 ms of CPU per 2 GiB.
@@ -180,7 +180,7 @@ class CopyThread:
             self._defect = error
             raise
 
-    def _publish_each(self, step: Callable[[RunningOp], Completion | None]) -> bool:
+    def _publish_each(self, step: Callable[[PendingOp], Completion | None]) -> bool:
         """Publish the completions that `step` returns for running ops; True if there were any."""
         published = False
         for copy in self._ops.running():
@@ -190,10 +190,10 @@ class CopyThread:
                 self._finish(copy, completion)
         return published
 
-    def _begin(self, copy: RunningOp) -> Completion | None:
+    def _begin(self, copy: PendingOp) -> Completion | None:
         if copy.ticket is None:
-            op, after = copy.op, copy.queued.after
-            copy.queue_seconds = self._clock() - copy.queued.submitted
+            op, after = copy.op, copy.after
+            copy.queue_seconds = self._clock() - copy.submitted
             try:
                 copy.hold = self._hold(max(op.slots, default=-1) + 1)
                 if op.direction == "store":
@@ -204,7 +204,7 @@ class CopyThread:
                 return _failed(op, error)
         return None
 
-    def _poll(self, copy: RunningOp) -> Completion | None:
+    def _poll(self, copy: PendingOp) -> Completion | None:
         """The completion that is not published yet, if there is one."""
         assert copy.ticket is not None
         state = copy.ticket.poll()
@@ -218,7 +218,7 @@ class CopyThread:
             return Completion(copy.op.op_id, "source_free")
         return None
 
-    def _finish(self, copy: RunningOp, completion: Completion) -> None:
+    def _finish(self, copy: PendingOp, completion: Completion) -> None:
         """The order matters: if a step raises, the op is still reported once, now or when the thread ends."""
         with self._lock:
             if completion.mark == "done":

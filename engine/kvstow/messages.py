@@ -1,4 +1,4 @@
-"""What the control plane and the data plane say to each other.
+"""The messages between the control plane and the data plane.
 
 Frozen dataclasses of plain values: picklable for an inference engine's own channel; `RankReport` and
 `DesiredState` also travel as JSON between an agent and the admin server (`to_json` / `from_json`).
@@ -25,7 +25,7 @@ RANK_STATES: tuple[RankState, ...] = ("starting", "pinning", "ready", "degraded"
 class Op:
     """One store or load: pair `i` moves block `blocks[i]` to or from slot `slots[i]` on every rank.
 
-    `op_id` is never reused while an engine lives.
+    `op_id` is never reused by an engine.
     """
 
     op_id: int
@@ -43,11 +43,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one rank says of one op.
+    """Progress of one op on one rank.
 
-    `source_free`: the blocks of a store may be overwritten on this rank. `done` (implies it): the host bytes
-    are valid, or the blocks of a load are written. `failed`: no byte of the op can be trusted, and this rank
-    reads and writes none of its blocks and slots any more.
+    `source_free`: the blocks of a store may be overwritten on this rank. `done` (implies it): the host bytes are
+    valid, or the blocks of a load are written. `failed`: no byte of the op can be trusted, and this rank no longer
+    reads or writes its blocks and slots.
     """
 
     op_id: int
@@ -176,10 +176,10 @@ class RankReport(RankFigures):
 
 @dataclass(frozen=True, slots=True)
 class DesiredState:
-    """What the control plane wants of a rank.
+    """What the control plane wants from a rank.
 
     `engine_id` identifies one life of the engine, and `number` grows with each change in it: a rank ignores smaller
-    numbers (`NewestDesiredState`). `capacity_slots`: pin up to it; give back what lies above it. `paused`: start no
+    numbers (`NewestDesiredState`). `capacity_slots`: pin up to it; free the memory above. `paused`: start no
     further chunk. `pin_attempt`: when it grows, try a failed chunk again.
     """
 
@@ -198,13 +198,13 @@ class DesiredState:
         return _from_json(cls, value)
 
 
-_MAX_ENTRIES = 64  # in a mapping of a message: the reasons of failures are few, and so are the nodes of a machine
+_MAX_ENTRIES = 64  # of a mapping in a message: failure reasons and NUMA nodes are few
 
 _Message = TypeVar("_Message", RankReport, DesiredState)
 
 
 class _Kind(NamedTuple):
-    """What JSON values a field takes, and the words for them."""
+    """The JSON values that a field accepts, and their description in errors."""
 
     accepts: Callable[[Any], bool]
     allowed: str
@@ -248,30 +248,26 @@ def _shape(cls: type) -> Mapping[str, _Field]:
 
 
 def _kind(hint: Any) -> _Kind:
-    """The JSON values of a field's type; negative numbers never make sense in a message."""
     if isinstance(hint, UnionType):
         given = _kind(next(one for one in get_args(hint) if one is not NoneType))
         return _Kind(lambda value: value is None or given.accepts(value), f"{given.allowed}, or null")
-    if hint is int:
-        return _Kind(_is_count, "a whole number, 0 or more")
-    if hint is float:
-        return _Kind(_is_amount, "a number, 0 or more")
-    if hint is bool:
-        return _Kind(lambda value: type(value) is bool, "true or false")
-    if hint is str:
-        return _Kind(lambda value: type(value) is str, "a text")
-    if hint == Mapping[str, int]:
-        return _Kind(_is_counts, f"up to {_MAX_ENTRIES} names with whole numbers, 0 or more")
-    return _Kind(lambda value: type(value) is str and value in RANK_STATES, ", ".join(RANK_STATES))
+    return _KINDS[hint]
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _is_amount(value: Any) -> bool:
-    return type(value) in (int, float) and value >= 0  # false for NaN
-
-
-def _is_counts(value: Any) -> bool:
+def _are_counts(value: Any) -> bool:
     return type(value) is dict and all(map(_is_count, value.values())) and len(value) <= _MAX_ENTRIES
+
+
+# The JSON values of a field by its type. Negative numbers never make sense in a message; NaN is not 0 or more either.
+_KINDS: Mapping[Any, _Kind] = {
+    int: _Kind(_is_count, "a whole number, 0 or more"),
+    float: _Kind(lambda value: type(value) in (int, float) and value >= 0, "a number, 0 or more"),
+    bool: _Kind(lambda value: type(value) is bool, "true or false"),
+    str: _Kind(lambda value: type(value) is str, "a text"),
+    Mapping[str, int]: _Kind(_are_counts, f"up to {_MAX_ENTRIES} names with whole numbers, 0 or more"),
+    RankState: _Kind(lambda value: type(value) is str and value in RANK_STATES, ", ".join(RANK_STATES)),
+}

@@ -13,28 +13,18 @@ from kvstow.messages import Direction, Op
 _IN_FLIGHT = 2  # ops per direction: more would make a sampled token's copy wait behind them on the link
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedOp:
-    """`submitted`: when it was queued. The op may begin once `after` is reached."""
+@dataclass(slots=True)
+class PendingOp:
+    """An op that is not complete. It may begin once `after` is reached. `submitted`: when it was queued; `ticket` is
+    None until the device has the op."""
 
     op: Op
     after: Fence | None
     submitted: float
-
-
-@dataclass(slots=True)
-class RunningOp:
-    """`ticket` is None until the device has the op."""
-
-    queued: QueuedOp
     hold: Hold | None = None
     ticket: Ticket | None = None
     queue_seconds: float = 0.0
     source_free: bool = False
-
-    @property
-    def op(self) -> Op:
-        return self.queued.op
 
     def drop_memory(self) -> None:
         """Let go of the memory of the op's slots, which the device no longer accesses."""
@@ -51,30 +41,30 @@ class OpQueues:
 
     def __init__(self, max_queued: int) -> None:
         self._max_queued = max_queued
-        self._queued: dict[Direction, deque[QueuedOp]] = {"load": deque(), "store": deque()}
-        self._running: dict[Direction, list[RunningOp]] = {"load": [], "store": []}
+        self._queued: dict[Direction, deque[PendingOp]] = {"load": deque(), "store": deque()}
+        self._running: dict[Direction, list[PendingOp]] = {"load": [], "store": []}
 
     def put(self, op: Op, after: Fence | None, now: float) -> None:
         """Raises `QueueFullError`."""
         if self.num_queued() >= self._max_queued:
             raise QueueFullError(f"{self._max_queued} ops are queued; no more are taken")
-        self._queued[op.direction].append(QueuedOp(op, after, now))
+        self._queued[op.direction].append(PendingOp(op, after, now))
 
     def admit(self) -> None:
         """Let queued ops run where there is room."""
         for direction, queue in self._queued.items():
             while self._has_room(direction):
-                self._running[direction].append(RunningOp(queue[0]))
+                self._running[direction].append(queue[0])  # first: it may raise, and no op may get lost
                 queue.popleft()
 
-    def running(self) -> list[RunningOp]:
+    def running(self) -> list[PendingOp]:
         """Loads first, each direction in order of its start."""
         return [*self._running["load"], *self._running["store"]]
 
-    def queued(self) -> list[QueuedOp]:
+    def queued(self) -> list[PendingOp]:
         return [*self._queued["load"], *self._queued["store"]]
 
-    def discard_running(self, running: RunningOp) -> None:
+    def discard_running(self, running: PendingOp) -> None:
         self._running[running.op.direction].remove(running)
 
     def clear_queued(self) -> None:

@@ -37,8 +37,8 @@ class Readiness:
 @dataclass(frozen=True, slots=True)
 class TransferStatus:
     """One op in flight: `queued` (no rank has reported on it), `running` (some have), `stuck` (too old), or
-    `quarantined` (a store that was given up and whose slots wait for the last ranks). `idle_ranks`: those of
-    `pending_ranks` that have nothing under way, by their last report: the host has not given them the op, or has not
+    `quarantined` (an abandoned store whose slots wait for the last ranks). `idle_ranks`: those of
+    `pending_ranks` that have nothing under way, by their last report: the host has not submitted the op, or has not
     collected or passed on its completion."""
 
     op_id: int
@@ -76,8 +76,8 @@ class BlockPage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """Which of the keys are in the pool. `leading` counts those from the first on. `refusal`: why loads are answered
-    with a miss all the same, null where they are not."""
+    """Which of the keys are in the pool. `leading` counts those from the first on. `refusal`: why loads
+    miss nevertheless, or null."""
 
     leading: int
     present: list[bool]
@@ -95,7 +95,7 @@ class ProtectionResult:
 
 @dataclass(frozen=True, slots=True)
 class BypassStatus:
-    """Which direction is switched off; `ttl_seconds_left` is null where that has no end."""
+    """Which direction is switched off; `ttl_seconds_left` is null if it has no end."""
 
     load: bool
     store: bool

@@ -252,14 +252,14 @@ def test_a_signal_that_interrupts_a_host_while_it_drives_reaches_it_and_ends_the
 def test_an_op_that_cannot_be_queued_for_lack_of_memory_fails_alone(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queued = opqueues.QueuedOp
+    queued = opqueues.PendingOp
 
     def make(op: Op, *rest: Any) -> Any:
         if op.op_id == 2:
             raise MemoryError("no room")
         return queued(op, *rest)
 
-    monkeypatch.setattr(opqueues, "QueuedOp", make)
+    monkeypatch.setattr(opqueues, "PendingOp", make)
     harness.submit(1, 2, 3)
     assert harness.completions(1) == [Completion(2, "failed", "MemoryError: no room")]
     assert harness.device.ticket(3)

@@ -17,7 +17,7 @@ class Rank:
         self.obeyed: list[int] = []
         self.error: Exception | None = None
 
-    def hear(self, number: int, engine: str = "engine") -> bool:
+    def receive(self, number: int, engine: str = "engine") -> bool:
         return self.newest.apply_if_newer(DesiredState(engine, 10 * number, number=number), self.obey)
 
     def obey(self, desired: DesiredState) -> None:
@@ -49,25 +49,25 @@ def test_reports_name_their_process_and_are_numbered() -> None:
 
 def test_each_newer_state_is_applied_once() -> None:
     rank = Rank()
-    assert [rank.hear(number) for number in (1, 1, 3, 2, 3, 4)] == [True, False, True, False, False, True]
+    assert [rank.receive(number) for number in (1, 1, 3, 2, 3, 4)] == [True, False, True, False, False, True]
     assert rank.obeyed == [10, 30, 40]
     assert (rank.newest.applied.number, rank.newest.stale) == (4, 1)
 
 
 def test_another_engine_counts_from_the_start_and_a_replaced_one_is_ignored() -> None:
     rank = Rank()
-    rank.hear(5)
-    assert rank.hear(1, "another")
-    assert not rank.hear(6)
+    rank.receive(5)
+    assert rank.receive(1, "another")
+    assert not rank.receive(6)
     assert (rank.obeyed, rank.newest.stale) == ([50, 10], 1)
-    assert rank.hear(2, "another")
+    assert rank.receive(2, "another")
 
 
 def test_a_state_that_could_not_be_applied_is_tried_again() -> None:
     rank = Rank()
     rank.error = RuntimeError("no such pool")
     with pytest.raises(RuntimeError):
-        rank.hear(1)
+        rank.receive(1)
     assert rank.newest.applied.number == 0
     rank.error = None
-    assert rank.hear(1)
+    assert rank.receive(1)

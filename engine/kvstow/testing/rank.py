@@ -1,4 +1,4 @@
-"""A rank of lies: its memory is a dict, its copies run when the test says so, in any order."""
+"""A simulated rank: its memory is a dict, and its copies run when the test says so, in any order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _boots = count(1)
 class FakeRank:
     """One rank of an `OffloadEngine`, without threads.
 
-    `blocks[b]` and `slots[s]` are the contents of device blocks and host slots; what was never written, or was
-    lost, is None. A submitted op waits until `run` copies and reports it. Nothing here checks the engine: a
-    wrong decision of the engine shows as a wrong content.
+    `blocks[b]` and `slots[s]` are the contents of device blocks and host slots; None if never written or lost. A
+    submitted op waits until `run` copies and reports it. Nothing here checks the engine: a wrong decision of the engine
+    shows as wrong content.
     """
 
     def __init__(self, engine: OffloadEngine, rank: int = 0) -> None:
@@ -32,7 +32,7 @@ class FakeRank:
         self.pinned = 0
         self.newest = NewestDesiredState()
         self.sender, self.reports = self.boot_id, 0
-        self.heard: deque[DesiredState] = deque(maxlen=8)
+        self.received: deque[DesiredState] = deque(maxlen=8)
         self.sent: deque[RankReport] = deque(maxlen=8)
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
@@ -40,8 +40,8 @@ class FakeRank:
         self.staging: dict[int, list[Content]] = {}
 
     def report(self, boot_id: str | None = None) -> DesiredState:
-        """Send a report (of another boot, to play a late one). Memory that is no longer wanted is given back then; only
-        the next report says so."""
+        """Send a report (of another boot, to simulate a late one). Applies the desired state that it gets; only the
+        next report shows that."""
         self.reports += 1
         slot_bytes = self.engine.config.slot_bytes_of(self.rank)
         target = self.engine.config.capacity_slots
@@ -67,16 +67,16 @@ class FakeRank:
         self.sent.append(report)
         desired = self.engine.report(report)
         if boot_id is None:
-            self.heard.append(desired)
-            self.hear(desired)
+            self.received.append(desired)
+            self.receive(desired)
         return desired
 
-    def hear(self, desired: DesiredState) -> None:
-        """Be told what is wanted, however late."""
+    def receive(self, desired: DesiredState) -> None:
+        """Get a desired state, possibly late."""
         self.newest.apply_if_newer(desired, lambda new: self._keep(min(self.pinned, new.capacity_slots)))
 
     def pin(self, num_slots: int) -> DesiredState:
-        """Have the slots below `num_slots` pinned, and report it. Contents above are lost."""
+        """Pin the slots below `num_slots`, and report it. Contents above are lost."""
         self._keep(num_slots)
         return self.report()
 
@@ -85,8 +85,8 @@ class FakeRank:
         self.slots = {slot: content for slot, content in self.slots.items() if slot < num_slots}
 
     def restart(self, pinned: int = 0, *, same_process: bool = False) -> None:
-        """Die and come back: memory and queue are gone, the boot id is new. In the same process, as after a sleep,
-        reports are numbered on."""
+        """Restart without memory and queue, with a new boot id. In the same process, as after a sleep, the numbers of
+        reports continue."""
         self.boot_id = f"boot-{next(_boots)}"
         self.state, self.error = "ready", None
         self.newest = NewestDesiredState()
@@ -104,12 +104,12 @@ class FakeRank:
                 self.queue[op.op_id] = op
 
     def gather(self, op_id: int) -> None:
-        """Read the blocks of a queued store into staging, and say that its source is free."""
+        """Read the blocks of a queued store into staging, and report that its source is free."""
         self.staging.setdefault(op_id, [self.blocks.get(block) for block in self.queue[op_id].blocks])
         self.say(op_id, "source_free")
 
     def run(self, op_id: int, *, fail: bool = False) -> None:
-        """Copy a queued op and report it; a failing one spoils what it would have written."""
+        """Copy a queued op and report it. If it fails, it corrupts what it would have written."""
         op = self.queue.pop(op_id)
         if op.direction == "store":
             contents = self.staging.pop(op_id, [self.blocks.get(block) for block in op.blocks])
@@ -127,7 +127,7 @@ class FakeRank:
             self.run(op_id)
 
     def say(self, op_id: int, mark: Mark, *, boot_id: str | None = None) -> None:
-        """Report a mark of an op, whether it is true or not."""
+        """Report a mark of an op, true or not."""
         error = "injected" if mark == "failed" else None
         self.engine.complete(self.rank, boot_id or self.boot_id, [Completion(op_id, mark, error, seconds=0.001)])
 
@@ -141,14 +141,14 @@ def make_ranks(engine: OffloadEngine, pinned: int | None = None) -> list[FakeRan
 
 
 def write_blocks(ranks: Iterable[FakeRank], blocks: Iterable[int], keys: Iterable[bytes]) -> None:
-    """Compute: every rank's block `blocks[i]` holds the content that `keys[i]` names."""
+    """Compute: write the content of `keys[i]` into block `blocks[i]` of every rank."""
     pairs = list(zip(blocks, keys, strict=True))
     for rank in ranks:
         rank.blocks.update(pairs)
 
 
 def store_keys(engine: OffloadEngine, ranks: Sequence[FakeRank], keys: Sequence[bytes]) -> None:
-    """Compute these keys' blocks on all ranks, store them, and see the store through, with all else that is queued."""
+    """Compute these keys' blocks on all ranks, store them, and finish the store and all else that is queued."""
     blocks = range(len(keys))
     write_blocks(ranks, blocks, keys)
     op = engine.begin_store(keys, blocks).op

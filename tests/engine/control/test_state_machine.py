@@ -42,15 +42,15 @@ ACTIONS = {  # who: what, as often as it is named
         "restart",
         "restart between slices",
         "restart between slices",
-        "late words of a boot",
+        "late completions of a boot",
         "silence",
         "pin",
         "pin",
         "report",
         "report",
         "report late",
-        "hear late",
-        "hear late",
+        "receive late",
+        "receive late",
     ],
     "operate": ["evict", "idle", "purge", "protect", "unprotect", "resize", "to and fro", "policy", "gate"]
     + ["go on"] * 3,
@@ -179,12 +179,12 @@ class Traffic(RuleBasedStateMachine):
             rank.restart(self.engine.desired().capacity_slots)
             self.settle()
             self.load_all()  # whatever is found must be right
-        elif what == "late words of a boot":
-            words = len(self.said)
+        elif what == "late completions of a boot":
+            completions = len(self.said)
             rank.restart(self.engine.desired().capacity_slots)
             self.settle()
             self.store(CHAINS[pick % len(CHAINS)])
-            for at in range(words):
+            for at in range(completions):
                 self.repeat(at)
             self.load_all()
         elif what == "silence":
@@ -194,9 +194,9 @@ class Traffic(RuleBasedStateMachine):
             rank.pin(min(rank.pinned + 2, self.engine.desired().capacity_slots))
         elif what == "report late":
             self.engine.report(rank.sent[pick % len(rank.sent)])
-        elif what == "hear late":
-            if rank.heard:
-                rank.hear(rank.heard[pick % len(rank.heard)])
+        elif what == "receive late":
+            if rank.received:
+                rank.receive(rank.received[pick % len(rank.received)])
         else:
             for each in self.ranks:
                 each.report()
