@@ -1,4 +1,4 @@
-"""What KVStow's admin server says of an engine that runs."""
+"""What KVStow's admin server reports about a running engine."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class _Log:
 
 @contextmanager
 def observe_captures() -> Iterator[Callable[[], Captures]]:
-    """Inside, captures and registrations of this process are noted; the callable says what there was so far."""
+    """Inside, captures and registrations of this process are recorded; the callable returns a summary so far."""
     log, registrar = _Log(), import_module("kvstow.devices.cuda").CudaRegistrar
     runners = [import_module(name).GPUModelRunner for name in _RUNNERS]
     saved = [(owner, "capture_model", owner.capture_model) for owner in runners]

@@ -1,6 +1,6 @@
-"""KVStow's connector, which also looks whether each block that was loaded holds what was in it when it was stored.
+"""KVStow's connector with a check that each loaded block holds what it held when it was stored.
 
-Equal answers show that vLLM computed the same; this shows that the bytes are the same, whatever a kernel's rounding.
+Equal answers show that vLLM computed the same; this shows that the bytes are the same, whatever kernels round.
 A fingerprint is taken of every block on the compute stream: before its store begins, and after its load has ended.
 """
 
@@ -26,7 +26,7 @@ FOLDER = "KVSTOW_BENCH_CHECKS"
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Loaded blocks over all ranks: looked at, and those with other bytes. `told_apart`: neighbours in a load whose
+    """Loaded blocks over all ranks: checked ones, and those with other bytes. `told_apart`: neighbours in a load whose
     fingerprints differ; else equal ones would prove nothing."""
 
     blocks: int

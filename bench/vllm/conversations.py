@@ -67,7 +67,7 @@ class Talk:
         await asyncio.gather(*(self._client(client, deadline) for client in range(self._load.clients)))
 
     async def ask(self, prompt: list[int], max_tokens: int) -> Answer:
-        # Log-probabilities tell apart what equal tokens hide.
+        # Log-probabilities differ where tokens do not.
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=0,

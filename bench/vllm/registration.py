@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 @contextmanager
 def observe_registration() -> Iterator[Callable[[], float]]:
-    """Inside, connectors that this process makes are timed: their making, and `register_kv_caches`. The callable says
+    """Inside, the connectors of this process are timed: their making, and `register_kv_caches`. The callable returns
     the seconds so far."""
     spent = 0.0
     create = KVConnectorFactory.create_connector

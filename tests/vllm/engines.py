@@ -192,7 +192,7 @@ class Engine:
         return int(pending["loads"] + pending["stores"])
 
     def _idle(self) -> bool:
-        """In this process nobody else steps the engine, which completions of transfers need."""
+        """In this process only the test steps the engine, and completions of transfers need steps."""
         if not self.setup.processes:
             self.llm.llm_engine.step()
         return True

@@ -1,4 +1,4 @@
-"""What the connector reads of the vLLM that makes it, and says of it."""
+"""What the connector reads from the vLLM that makes it, and what its hooks return."""
 
 from __future__ import annotations
 
@@ -72,30 +72,31 @@ def test_a_child_of_multiconnector_goes_by_what_vllm_does_for_its_parent(
 
 
 @pytest.mark.parametrize(
-    ("layers", "tells", "lines"), [("full", False, 0), ("hybrid", True, 0), ("hybrid", False, 1), ("window", False, 1)]
+    ("layers", "handles", "lines"),
+    [("full", False, 0), ("hybrid", True, 0), ("hybrid", False, 1), ("window", False, 1)],
 )
-def test_a_version_that_cannot_be_told_of_failed_loads_is_warned_of(
+def test_a_version_that_cannot_handle_failed_loads_is_warned_of(
     own_log: None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     layers: Layers,
-    tells: bool,
+    handles: bool,
     lines: int,
 ) -> None:
-    monkeypatch.setattr(connector, "_TELLS_FAILED_REQUESTS", tells)
+    monkeypatch.setattr(connector, "_TELLS_FAILED_REQUESTS", handles)
     make_scheduler(layers=layers)
     assert sum("vLLM 0.30 computes it" in line for line in caplog.messages) == lines
 
 
-def test_a_cache_owes_no_delivery_and_may_sleep() -> None:
-    """Else vLLM drops a preempted request's output for it (0.28), or refuses sleep mode (0.33)."""
+def test_a_cache_requires_no_delivery_and_supports_sleep_mode() -> None:
+    """Otherwise vLLM drops a preempted request's output (0.28), or refuses sleep mode (0.33)."""
     made = make_scheduler()
     assert not made.requires_kv_delivery
     assert made.supports_sleep_mode(None)
 
 
-def test_ranks_of_all_stages_are_heard_and_what_others_say_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's default refuses ranks of later pipeline stages; beside other connectors theirs may come, too."""
+def test_ranks_of_all_stages_are_known_and_other_metadata_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's default refuses ranks of later pipeline stages; beside other connectors, theirs may come too."""
     monkeypatch.setattr(schedulerhost, "EmbeddedAdmin", NoThread)
     made = make_scheduler(ranks=2)
     made.bind_gpu_block_pool(FakeBlockPool(8))
@@ -117,8 +118,8 @@ def test_updates_of_ranks_add_up() -> None:
 
 
 @pytest.mark.parametrize("answer", [True, False])
-def test_vllm_is_told_what_its_side_says(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
-    """Of stores under way, of blocks that come back by themselves, and whether a reset is possible now."""
+def test_hooks_return_what_the_scheduler_side_returns(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
+    """Stores under way, GPU blocks that are still referenced, and whether a reset is possible now."""
     made = make_scheduler()
     side = SimpleNamespace(has_pending_stores=answer, holds_gpu_blocks=answer, reset=lambda: answer)
     made._host.offload = SimpleNamespace(side=side)
@@ -133,8 +134,8 @@ def raise_memory_error(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("broken", ["update", "settle", "continuing"])
-def test_nothing_that_goes_wrong_with_a_steps_output_reaches_vllm(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """It would end vLLM's process. A request whose load may have failed is not let go on."""
+def test_no_error_in_a_steps_output_reaches_vllm(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """It would end vLLM's process. A request whose load may have failed must not go on."""
     monkeypatch.setattr(connector, "_TELLS_FAILED_REQUESTS", False)
     made = make_scheduler(layers="hybrid")
     failures: list[str] = []
@@ -169,7 +170,7 @@ def test_nothing_that_goes_wrong_with_a_steps_output_reaches_vllm(monkeypatch: p
         ("reset_cache", (), False),
     ],
 )
-def test_nothing_that_goes_wrong_in_the_scheduler_reaches_vllm(
+def test_no_error_in_the_scheduler_reaches_vllm(
     monkeypatch: pytest.MonkeyPatch, hook: str, arguments: tuple[Any, ...], answer: Any
 ) -> None:
     made = make_scheduler()
@@ -213,8 +214,8 @@ def test_groups_are_read_with_the_context_parallel_size_and_the_hash_block(monke
     assert calls == [(16, 4, {"hands_states_over": True})]
 
 
-def test_what_ranks_without_a_server_have_to_know_comes_with_the_steps() -> None:
-    """The address for other nodes with each, what is wanted of a rank once."""
+def test_ranks_without_a_server_get_their_messages_with_the_steps() -> None:
+    """The address for other nodes with each step, a rank's desired state once."""
     setup = Setup("address")
     config = make_config(setup, lock=False)
     scheduler, worker = (make(config, setup, role) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER))

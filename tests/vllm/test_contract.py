@@ -58,7 +58,7 @@ def test_what_cannot_be_fetched_fails_and_leaves_nothing(tmp_path: Path, monkeyp
 
 
 class Edit(NamedTuple):
-    """A change of the installed vLLM's sources, and a part of the sentence that must come of it."""
+    """A change of the installed vLLM's sources, and a part of the sentence that it must cause."""
 
     module: str
     old: str

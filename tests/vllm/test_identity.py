@@ -44,7 +44,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(params=["full", "hybrid"])
 def setup(request: pytest.FixtureRequest, model: Path, hybrid_model: Path) -> Setup:
-    """A model with full attention, then one with a sliding window in every other layer, of which vLLM is told to keep
+    """A model with full attention, then one with a sliding window in every other layer, of which vLLM has to keep
     every block: by default it keeps those that a repeated prompt needs."""
     if request.param == "full":
         return Setup(model, extra={})
@@ -119,7 +119,7 @@ def test_cold_and_from_the_host(setup: Setup, step_tokens: int, reference: Refer
 
 
 def test_all_of_a_prompt_from_the_host(setup: Setup, reference: Reference) -> None:
-    """Only its last token is computed, anew; where a window counts, its last block."""
+    """Only its last token is computed again; where a window counts, its last block."""
     expected = reference(setup.model, WHOLE)
     with running(setup) as engine:
         engine.ask(WHOLE)
@@ -314,7 +314,7 @@ def test_purges_in_the_middle(setup: Setup, reference: Reference) -> None:
 
 
 def test_purge_while_blocks_are_loaded(setup: Setup, reference: Reference, held_loads: Gate) -> None:
-    """Slots that are being read keep their bytes although nobody can look them up any more."""
+    """Slots that are being read keep their bytes although they are in no index any more."""
     expected = reference(setup.model, A, C)
     with running(replace(setup, slots=80)) as engine:
         engine.ask(A)
@@ -333,7 +333,7 @@ def test_purge_while_blocks_are_loaded(setup: Setup, reference: Reference, held_
 
 
 def test_restarted_rank(setup: Setup, reference: Reference) -> None:
-    """What a rank had in its pool is lost, and nobody is told otherwise."""
+    """What a rank had in its pool is lost, and is not served."""
     expected = reference(setup.model, A)
     with running(setup) as engine:
         assert_same(engine.ask(A), expected)
@@ -364,7 +364,7 @@ def test_rank_restarts_while_blocks_are_loaded(setup: Setup, reference: Referenc
 
 
 def _restart_rank(engine: Engine) -> None:
-    """As after a suspended engine: the data plane is made anew."""
+    """As after sleep mode: the rank gets a new data plane."""
     restarts = engine.stats("faults")["rank_restarts"]
     engine.rank_connector.unregister_kv_caches()
     engine.rank_connector.restore_kv_caches()

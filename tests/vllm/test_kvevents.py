@@ -1,4 +1,4 @@
-"""KV events in a real vLLM: its own GPU events say what ours must say."""
+"""KV events in a real vLLM: ours must match its own events of the GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_request(**options: Any) -> Any:
 
 
 def gpu_events(request: Any, first: int, end: int, group: KVGroup) -> list[Any]:
-    """What vLLM tells of the same blocks in its own cache."""
+    """vLLM's events for the same blocks in its own cache."""
     from vllm.v1.core.block_pool import BlockPool
 
     pool = BlockPool(16, True, HASH_TOKENS, enable_kv_cache_events=True)
@@ -48,7 +48,7 @@ def fields(event: Any) -> dict[str, Any]:
 
 
 class Host:
-    """An engine with one rank, and the feed that vLLM's words are made by."""
+    """An engine with one rank, and the feed of vLLM's events."""
 
     def __init__(self) -> None:
         import torch
@@ -85,7 +85,7 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Hos
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("group", [KVGroup(0, 16, 1), KVGroup(1, 32, 2, window=64)], ids=["full", "window"])
 @pytest.mark.parametrize("kind", ["plain", "salted", "lora"])
-def test_a_stored_block_is_told_as_on_the_gpu(host: Host, first: int, group: KVGroup, kind: str) -> None:
+def test_a_stored_block_is_announced_as_on_the_gpu(host: Host, first: int, group: KVGroup, kind: str) -> None:
     from vllm.lora.request import LoRARequest
 
     options: dict[str, Any] = {
@@ -104,7 +104,7 @@ def test_a_stored_block_is_told_as_on_the_gpu(host: Host, first: int, group: KVG
     assert ours.kv_cache_spec_sliding_window == group.window
 
 
-def test_a_removed_block_is_told_as_on_the_gpu(host: Host) -> None:
+def test_a_removal_is_announced_as_on_the_gpu(host: Host) -> None:
     from vllm.distributed.kv_events import BlockRemoved
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 

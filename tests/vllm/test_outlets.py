@@ -1,4 +1,4 @@
-"""What a running vLLM tells of KVStow: its own metrics, and its KV events."""
+"""What a running vLLM publishes about KVStow: in its own metrics, and as KV events."""
 
 from __future__ import annotations
 

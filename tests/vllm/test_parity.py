@@ -30,7 +30,7 @@ class Engine(Run):
         return [self._random.randrange(VOCABULARY) for _ in range(length)]
 
     def serve(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """The answer; all that comes of the request has ended."""
+        """The answer; all transfers of the request have ended."""
         core = self._core
         self._requests += 1
         name = f"request-{self._requests}"
@@ -121,7 +121,7 @@ def test_host_memory_offers_what_the_gpu_offers(engine: Engine, setup: Setup) ->
             for asked, on_gpu in zip(prompts, found, strict=True):
                 in_host = engine.host_hit(asked)
                 some += on_gpu > 0
-                is_whole = is_plain and in_host == len(asked) == on_gpu + 16  # vLLM computes its last token anew
+                is_whole = is_plain and in_host == len(asked) == on_gpu + 16  # vLLM computes its last token again
                 # Where free blocks are few, the GPU may have lost by the end what lazy stores have saved before.
                 if in_host != on_gpu and not is_whole and not (setup.lazy and in_host > on_gpu):
                     differing.append((length, max_tokens, len(asked), on_gpu, in_host))

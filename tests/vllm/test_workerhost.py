@@ -34,7 +34,7 @@ def rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def worker() -> Iterator[WorkerHost]:
-    """A rank with room for five slots, which pins when it is told to and makes vLLM wait for it."""
+    """A rank with room for five slots, which pins at its registration and makes vLLM wait for it."""
     options = ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False, pin_pause=0.0, async_register_cache=False)
     host = WorkerHost(options, make_process(), BLOCKS)
     yield host
@@ -156,7 +156,7 @@ def test_a_rank_that_sleeps_fails_loads_and_wakes_as_another(worker: WorkerHost)
 def test_a_rank_sleeps_only_when_its_data_plane_has_ended(
     own_log: None, worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another boot would tell the engine that no copy of this one writes any more."""
+    """A new boot would tell the engine that no copy of the old one writes any more."""
     worker.register(kv_caches())
     plane, close, seen = worker.side.plane, DataPlane.close, list[str]()
 
@@ -186,7 +186,7 @@ def test_a_rank_that_wakes_pins_what_is_wanted_by_then(worker: WorkerHost) -> No
 
 
 @pytest.mark.parametrize(
-    "error", [InsufficientMemoryError("somebody took it"), ConfigError("kv_caches", 1, "2"), RuntimeError("no")]
+    "error", [InsufficientMemoryError("too little memory"), ConfigError("kv_caches", 1, "2"), RuntimeError("no")]
 )
 def test_a_rank_that_cannot_wake_up_serves_without_offload(
     worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, error: Exception

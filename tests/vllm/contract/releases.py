@@ -42,7 +42,7 @@ def _download(version: str, folder: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         pytest.fail(
-            f"vLLM {version} cannot be fetched, so nobody knows whether KVStow fits it: this test needs a package "
+            f"vLLM {version} cannot be fetched, so it is unknown whether KVStow fits it: this test needs a package "
             f"index that pip can reach (300 MB per version). pip says: {result.stderr.strip()}",
             pytrace=False,
         )

@@ -1,4 +1,4 @@
-"""What KVStow takes from vLLM that its sources cannot be asked for: versions, hooks left alone, fields, orders,
+"""What KVStow relies on in vLLM and its own sources do not show: versions, unused hooks, fields, orders of calls,
 statements."""
 
 from __future__ import annotations

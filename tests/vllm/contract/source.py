@@ -86,10 +86,10 @@ class Signature(NamedTuple):
         if other.takes_any_keyword and not self.takes_any_keyword:
             yield "lacks **kwargs"
         for name in self.positional[len(other.positional) : self.num_required]:
-            yield f"wants the parameter {name}, which nobody gives"
+            yield f"wants the parameter {name}, which is never passed"
         for name in self.required_keywords:
             if name not in other.keywords and name not in other.positional:
-                yield f"wants the keyword {name}, which nobody gives"
+                yield f"wants the keyword {name}, which is never passed"
 
 
 class Function(NamedTuple):

@@ -59,7 +59,7 @@ class SimulatedLoad:
 
 class SimulatedDevice:
     """A device over the memory of the CPU device. The copies happen in `tick`, on the caller's thread: nothing
-    depends on when the copy thread gets its turn, which only hears of them."""
+    depends on when the copy thread gets its turn, which only sees their results."""
 
     capabilities = Capabilities(name="simulated", kv_in_place=True, pin_mode="none")
 

@@ -1,4 +1,4 @@
-"""What operators do in the middle of the traffic, and what befalls ranks."""
+"""What operators do in the middle of the traffic, and how ranks fail."""
 
 from __future__ import annotations
 

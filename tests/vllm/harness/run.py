@@ -119,6 +119,6 @@ def run(setup: Setup, patch: pytest.MonkeyPatch | None = None, *, stop_at_proble
             this.drive()
             if not (stop_at_problem and this.report.problems):
                 this.finish()
-        except Exception:  # noqa: BLE001 - whatever a defect does to the engine
+        except Exception:  # noqa: BLE001 - a defect may raise anything
             this.report.add(f"raised: {traceback.format_exc()}")
         return this.report

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class ComputeStream:
-    """Runs nothing by itself: the engine says when the next forward has its turn."""
+    """Runs nothing on its own: the engine says when the next forward runs."""
 
     def __init__(self) -> None:
         self._launched: deque[Callable[[], None]] = deque()
@@ -25,7 +25,7 @@ class ComputeStream:
             self.num_run += 1
 
     def fence(self) -> ComputeFence:
-        """Reached when all that is launched by now has run."""
+        """Reached when all that is launched so far has run."""
         return ComputeFence(self, self._num_launched)
 
 

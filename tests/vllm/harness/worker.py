@@ -1,4 +1,4 @@
-"""The worker with a lock step: its copy thread is real, and the run waits for it at every turn."""
+"""A data plane in lock step with the run: its copy thread is real, and the run waits for it at every step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT = 10.0
 
 
 class SteppedWorker(DataPlane):
-    """Completions come to the host in the order in which the device made them, whatever the threads did."""
+    """Completions come to the host in the order in which the device made them, however the threads ran."""
 
     def __init__(self, rank: int, pool: HostPool, device: Device, **rest: object) -> None:
         assert isinstance(device, SimulatedDevice)
@@ -40,7 +40,7 @@ class SteppedWorker(DataPlane):
         return ready
 
     def close(self, timeout: float = 0.0) -> bool:
-        """Fail what has not ended: nobody lets the device go on."""
+        """Fail what has not ended: the device no longer ticks."""
         ended = super().close(0.0)
         self._take_the_rest()
         return ended
@@ -54,15 +54,15 @@ class SteppedWorker(DataPlane):
         self._take_the_rest()
 
     def _take_the_rest(self) -> None:
-        self._ready += sorted(super().take_completions(), key=lambda word: word.op_id)
+        self._ready += sorted(super().take_completions(), key=lambda each: each.op_id)
 
     def advance(self) -> None:
         """Let a tick of the device pass, and see its completions through the copy thread."""
         for what in self.device.tick():
             while what not in self._arrived:
                 if not self.wait_completions(_TIMEOUT):
-                    raise TimeoutError(f"no word of op {what[0]}: {what[1]}")
-                self._arrived |= {(word.op_id, word.mark): word for word in super().take_completions()}
+                    raise TimeoutError(f"op {what[0]} did not become {what[1]}")
+                self._arrived |= {(each.op_id, each.mark): each for each in super().take_completions()}
             self._ready.append(self._arrived.pop(what))
 
     def wait_pinned(self) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's block pool, as far as a connector meets it: references, hashes, and the queue of free blocks."""
+"""vLLM's block pool, as far as a connector uses it: references, hashes, and the queue of free blocks."""
 
 from __future__ import annotations
 

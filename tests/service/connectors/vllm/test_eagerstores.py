@@ -122,7 +122,7 @@ def test_two_requests_with_the_same_prompt_store_it_once() -> None:
 
 
 def test_a_request_that_does_not_run_is_left_alone() -> None:
-    """A preempted one has no blocks; its tables are somebody else's by now."""
+    """A preempted request has no blocks: its tables may belong to another one."""
     host, first, second = VllmHost(gpu_blocks=6), FakeRequest("1", PROMPT), FakeRequest("2", "ABCDEFGH")
     host.run(first)
     host.preempt(first)
@@ -180,7 +180,7 @@ def test_the_last_blocks_are_those_that_vllm_names() -> None:
     host.run(request)
     full, window = request.block_ids
     for block in window[:2]:
-        host.pool.blocks[block].block_hash = None  # somebody else has got them
+        host.pool.blocks[block].block_hash = None  # other requests have them now
     host.side.finish(request, [full[:3], [0, 0, *window[2:]]])
     assert blocks_of(host.step(copy=False)) == [*full[:2], full[2], window[2]]
 
@@ -215,7 +215,7 @@ def test_blocks_that_left_the_window_are_stored_as_long_as_they_are_cached() -> 
     assert host.stored() == {*keys_of(PROMPT), *keys_of(PROMPT, SHORT_WINDOW)}
 
 
-def test_a_block_that_left_the_window_and_is_somebody_elses_is_not_stored() -> None:
+def test_a_block_that_left_the_window_and_belongs_to_another_request_is_not_stored() -> None:
     host, request, other = VllmHost(WITH_SHORT_WINDOW), FakeRequest("r", PROMPT), FakeRequest("o", "AB")
     host.run(request)
     window = request.block_ids[1]
@@ -231,7 +231,7 @@ def test_a_block_that_left_the_window_and_is_somebody_elses_is_not_stored() -> N
 
 
 def test_a_block_that_left_the_window_and_is_written_in_this_step_is_not_stored() -> None:
-    """It bears the right hash: its new owner is about to compute the same tokens. What it holds is a third one's."""
+    """Its hash is right: its new owner is about to compute the same tokens. It still holds those of a third request."""
     host, request, twin, third = VllmHost(WITH_SHORT_WINDOW), *(FakeRequest(name, PROMPT) for name in "rt3")
     host.run(request)
     window = request.block_ids[1]
@@ -297,7 +297,7 @@ def test_the_source_of_a_store_given_up_is_released_once() -> None:
 
 
 def host_with_a_store_given_up() -> tuple[VllmHost, int]:
-    """Its second rank says nothing of the store, though it reports."""
+    """Its second rank reports, but never completes the store."""
     host, request = VllmHost(num_ranks=2), FakeRequest("r", PROMPT)
     host.run(request)
     host.finish(request)
@@ -312,7 +312,7 @@ def host_with_a_store_given_up() -> tuple[VllmHost, int]:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_steps_are_asked_for_a_store_given_up(fails: bool) -> None:
-    """An idle vLLM would step for as long as the rank is silent. Its word comes with the next step that is needed."""
+    """An idle vLLM would step as long as the rank is silent. Its completion comes with the next step that is needed."""
     host, op_id = host_with_a_store_given_up()
     for _ in range(2):
         assert not host.side.has_pending_stores
@@ -329,7 +329,7 @@ def test_no_steps_are_asked_for_a_store_given_up(fails: bool) -> None:
     host.engine.check_integrity()
 
 
-def test_a_store_given_up_is_planned_again_when_the_silent_rank_starts_anew() -> None:
+def test_a_store_given_up_is_planned_again_when_the_silent_rank_restarts() -> None:
     host, _ = host_with_a_store_given_up()
     assert not host.side.has_pending_stores
     on_the_gpu = dict(host.ranks[1].blocks)

@@ -1,4 +1,4 @@
-"""Hits: how far the pool can carry a request on, against a brute-force oracle, and what is held meanwhile."""
+"""Hits: how far the pool can carry a request on, against a brute-force oracle, and what is held until admission."""
 
 from __future__ import annotations
 
@@ -106,14 +106,12 @@ def test_the_last_token_is_always_computed(num_tokens: int, found: int) -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "found"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 4), (5, 4), (26, 26)])
-def test_all_of_a_prompt_is_a_hit_where_nothing_but_the_last_token_is_computed_anew(
-    num_tokens: int, found: int
-) -> None:
+def test_all_of_a_prompt_is_a_hit_where_only_the_last_token_is_computed_again(num_tokens: int, found: int) -> None:
     pool = Pool(present=keys_of(PROMPT))
     assert pool.loads.find_hit(pool.track(PROMPT[:num_tokens]), 0) == found
 
 
-def test_the_last_block_alone_is_not_worth_a_load_whatever_is_held() -> None:
+def test_the_last_block_alone_is_never_worth_a_load() -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
     assert pool.loads.find_hit(tracked, 22) == 4
@@ -179,7 +177,7 @@ def test_a_local_prefix_that_grew_is_served_from_what_is_held() -> None:
     assert (tracked.start, pool.leases) == (10, 1)
 
 
-def test_a_local_prefix_that_shrank_is_looked_up_anew() -> None:
+def test_a_local_prefix_that_shrank_is_looked_up_again() -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
     assert pool.loads.find_hit(tracked, 10) == 16
@@ -197,7 +195,7 @@ def test_a_local_prefix_beyond_the_hit_lets_it_go() -> None:
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_a_local_prefix_within_a_block_is_a_miss_whatever_is_held(held: bool) -> None:
+def test_a_local_prefix_within_a_block_is_always_a_miss(held: bool) -> None:
     """Its last block belongs to others too: nothing is loaded into it."""
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()

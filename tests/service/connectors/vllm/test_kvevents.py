@@ -1,4 +1,4 @@
-"""KV events: what routers are told of host memory, in the words of a vLLM that is not needed here."""
+"""KV events: what routers learn about host memory, with stand-ins for the event classes of vLLM."""
 
 from __future__ import annotations
 
@@ -135,13 +135,13 @@ def test_what_does_not_follow_is_an_event_of_its_own(host: Host) -> None:
     assert (last.block_hashes, last.parent_block_hash) == ([3, 4], 2)
 
 
-def test_the_session_is_told_where_vllm_has_sessions() -> None:
+def test_the_session_is_announced_where_vllm_has_sessions() -> None:
     host = Host(StoredOfSession)
     host.store(0, 1, Request(session_id="chat"))
     assert host.feed.take_events()[0].session_id == "chat"
 
 
-def test_a_block_is_told_of_when_its_bytes_are_there(host: Host) -> None:
+def test_a_block_is_announced_when_its_bytes_are_there(host: Host) -> None:
     keys = [make_key(0, HASHES[0])]
     host.feed.offered(Request(), FULL, 0, keys)
     grant = host.engine.begin_store(keys, [0])
@@ -167,7 +167,7 @@ def test_order_is_kept_within_one_take(host: Host) -> None:
     assert [type(event) for event in host.feed.take_events()] == [Stored, Removed, Stored]
 
 
-def test_a_store_without_a_request_is_told_by_its_hash(host: Host) -> None:
+def test_a_store_without_a_request_is_announced_by_its_hash(host: Host) -> None:
     keys = [make_key(1, HASHES[0]), make_key(1, HASHES[1])]
     op = host.engine.begin_store(keys, [0, 1]).op
     assert op is not None
@@ -185,7 +185,7 @@ def lose_events(host: Host) -> None:
         host.purge()
 
 
-def test_after_lost_events_nothing_stale_stays_told() -> None:
+def test_after_lost_events_no_announcement_is_stale() -> None:
     host = Host(event_buffer=2)
     host.store(0, 3)
     host.feed.take_events()
@@ -200,19 +200,19 @@ def test_after_lost_events_nothing_stale_stays_told() -> None:
     assert 2 not in gone
 
 
-def test_a_block_is_told_as_removed_once() -> None:
+def test_a_removal_is_announced_once() -> None:
     host = Host(event_buffer=2)
     host.store(0, 3)
     host.feed.take_events()
     lose_events(host)
-    host.store(0, 3)  # lost events took them away; now the log's last word is that they went
+    host.store(0, 3)  # lost events took them away; the log now ends with their removal
     host.purge()
     told = host.feed.take_events()
     gone = [block for event in told if isinstance(event, Removed) for block in event.block_hashes]
     assert sorted(gone) == [1, 2, 3]
 
 
-def test_after_lost_events_a_block_that_is_there_is_told() -> None:
+def test_after_lost_events_a_block_that_is_there_is_announced() -> None:
     host = Host(event_buffer=2)
     host.store(0, 1)
     keys = [make_key(0, HASHES[0])]
@@ -224,7 +224,7 @@ def test_after_lost_events_a_block_that_is_there_is_told() -> None:
     assert host.engine.lookup(keys) == 1
 
 
-def test_a_block_that_was_found_is_not_told_again_by_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_was_found_is_not_announced_again_by_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvevents, "_BATCHES_PER_TAKE", 1)
     host = Host(event_buffer=2)
     lose_events(host)
@@ -235,7 +235,7 @@ def test_a_block_that_was_found_is_not_told_again_by_the_log(monkeypatch: pytest
     assert host.feed.take_events() == []
 
 
-def test_looking_again_goes_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_announced_blocks_are_checked_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvevents, "_CHECKS_PER_TAKE", 2)
     host = Host(event_buffer=2)
     host.store(0, 5)
@@ -255,7 +255,7 @@ class Keys(list[int]):
     """Of a block, and known to be gone or not: a plain list takes no weak reference."""
 
 
-def test_nothing_is_kept_of_what_was_told() -> None:
+def test_nothing_is_kept_of_announced_blocks() -> None:
     host = Host()
     made: list[weakref.ref[Any]] = []
 

@@ -91,7 +91,7 @@ def test_what_every_rank_has_whole_spans_its_own_tokens() -> None:
 
 
 def test_a_window_is_loaded_with_all_that_vllm_retains() -> None:
-    """Else vLLM would serve blocks as cached that nobody has written."""
+    """Otherwise vLLM would treat blocks as cached that were never written."""
     (group,) = kv_groups([SlidingWindowSpec(16, 33, extra_retained_tokens=16)], 16).groups
     assert group.first_block(160) == (160 - 33 + 1 - 16) // 16 == 7
     assert group.late_tokens == 16

@@ -152,5 +152,5 @@ def test_what_the_pool_refuses_is_not_offered_in_every_step() -> None:
 
 def test_nothing_is_stored_before_a_request_shows_the_length_of_hashes() -> None:
     host = lazy_host(ahead=8)
-    host.pool.blocks[3].block_hash = b"somebody" + bytes(4)
+    host.pool.blocks[3].block_hash = b"other123" + bytes(4)
     assert stores(host) == ()

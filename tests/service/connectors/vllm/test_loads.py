@@ -1,4 +1,4 @@
-"""Loads: what goes into which GPU block, and what becomes of a load that cannot be had."""
+"""Loads: what goes into which GPU block, and how a load that has become impossible ends."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_more_than_was_found_is_lost() -> None:
     assert (plan.loads.ops, plan.lost_loads) == ((), {"r": tuple(request.block_ids[0])})
 
 
-def test_a_load_that_nobody_found_is_lost() -> None:
+def test_a_load_without_a_hit_is_lost() -> None:
     host, request = make_host(), FakeRequest("r", PROMPT)
     host.admit(request, load=12)
     assert host.step().lost_loads == {"r": tuple(request.block_ids[0])}

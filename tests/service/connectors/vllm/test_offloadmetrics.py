@@ -1,4 +1,4 @@
-"""The family `vllm:kv_offload_*`: what becomes of the engine's counters. No vLLM is needed."""
+"""The family `vllm:kv_offload_*`: what it makes of the engine's counters. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_first_changes_tell_the_configuration(engine: OffloadEngine) -> None
     assert changes["cpu_cache_usage_perc"] == 0
 
 
-def test_whatever_is_told_is_watched(engine: OffloadEngine) -> None:
+def test_every_reported_value_is_watched(engine: OffloadEngine) -> None:
     ops: list[Op | None] = []
 
     def finish_and_begin_another() -> None:

@@ -86,7 +86,7 @@ def test_blocks_of_all_layers_go_to_a_slot_and_come_back(
     }
 
 
-def test_a_plane_takes_no_memory_before_it_is_told_to(worker: DataPlane) -> None:
+def test_a_plane_takes_no_memory_before_its_start(worker: DataPlane) -> None:
     report = worker.report()
     assert (report.rank, report.slot_bytes, report.pinned_slots, report.target_slots) == (3, 2 * PAGE, 0, 5)
     assert worker.pool.max_slots == 8
@@ -215,7 +215,7 @@ def test_pools_of_a_node_share_its_reserved_huge_pages() -> None:
         require_memory(options, process)
 
 
-def test_where_no_limit_can_be_read_nothing_is_known_to_be_left(available: Path) -> None:
+def test_without_a_readable_limit_the_available_memory_is_unknown(available: Path) -> None:
     available.unlink()
     assert require_memory(ConnectorOptions(cpu_bytes_to_use=1000), make_process()) == 0
 
@@ -248,7 +248,7 @@ def test_memory_in_reserved_huge_pages_needs_no_lock(
 # -- without a data plane --------------------------------------------------------------------------------------
 
 
-def test_a_rank_without_data_plane_numbers_its_reports_and_keeps_what_is_wanted() -> None:
+def test_a_rank_without_data_plane_numbers_its_reports_and_keeps_the_desired_state() -> None:
     plane = NoDataPlane(3, 64)
     for number in (2, 1):
         plane.apply(DesiredState("engine", 1, number=number))
@@ -261,11 +261,11 @@ def test_a_rank_without_data_plane_numbers_its_reports_and_keeps_what_is_wanted(
 def test_a_rank_without_data_plane_fails_every_op() -> None:
     rank = NoDataPlane(3, 64, "cuda", "no device")
     rank.submit(StepPlan((Op(1, "store", (4,), (0,)), Op(2, "load", (5,), (0,)))))
-    assert [(word.op_id, word.mark) for word in rank.take_completions()] == [(1, "failed"), (2, "failed")]
+    assert [(each.op_id, each.mark) for each in rank.take_completions()] == [(1, "failed"), (2, "failed")]
     assert rank.take_completions() == []
 
 
-def test_a_rank_without_data_plane_says_why() -> None:
+def test_a_rank_without_data_plane_reports_why() -> None:
     report = NoDataPlane(3, 64, "cuda", "no device").report()
     assert (report.rank, report.state, report.error_reason, report.error) == (3, "failed", "cuda", "no device")
     assert (report.slot_bytes, report.pinned_slots, report.target_slots) == (64, 0, 0)

@@ -64,13 +64,13 @@ def test_a_new_request_of_a_known_name_lets_the_hit_of_the_old_one_go() -> None:
     assert host.leases == 0
 
 
-def test_a_request_that_wants_no_cache_gets_none() -> None:
+def test_a_request_that_skips_the_cache_gets_no_hit() -> None:
     host, request = holding_host()
     request.skip_reading_prefix_cache = True
     assert host.ask(request) == 0
 
 
-def test_a_request_that_wants_no_cache_holds_nothing() -> None:
+def test_a_request_that_skips_the_cache_holds_nothing() -> None:
     host, request = holding_host()
     request.skip_reading_prefix_cache = True
     host.ask(request)
@@ -181,7 +181,7 @@ def test_steps_are_numbered() -> None:
 
 
 class Touchy(FakeRequest):
-    """Minds being looked at, once it is told to."""
+    """Fails the test when it is read, once `minds` is set."""
 
     minds = False
 
@@ -191,7 +191,7 @@ class Touchy(FakeRequest):
         return object.__getattribute__(self, name)
 
 
-def test_a_step_with_nothing_due_looks_at_no_request() -> None:
+def test_a_step_with_nothing_due_reads_no_request() -> None:
     host, request, waiting = VllmHost(), Touchy("r", PROMPT), Touchy("w", PROMPT)
     host.run(request)
     request.tokens += "j"
@@ -202,7 +202,7 @@ def test_a_step_with_nothing_due_looks_at_no_request() -> None:
     assert host.side.plan_step(Output({"r": 1})).stores.ops == ()
 
 
-def test_a_request_is_looked_at_again_when_it_gets_a_block() -> None:
+def test_a_request_is_read_again_when_it_gets_a_block() -> None:
     host, request = VllmHost(), Touchy("r", PROMPT + "j")
     host.run(request)
     host.step({request: 0})
@@ -225,23 +225,23 @@ def test_a_table_that_was_given_at_admission_is_not_followed_twice() -> None:
     assert op.blocks == (30,)
 
 
-class Observer:
-    """Keeps what it hears."""
+class FakeEvents:
+    """Keeps what it is given."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[str, list[bytes]]] = []
+        self.given: list[tuple[str, list[bytes]]] = []
 
     def offered(self, request: Any, group: KVGroup, first_block: int, keys: Any) -> None:
-        self.heard.append((f"{request.request_id} {group.index} {first_block}", list(keys)))
+        self.given.append((f"{request.request_id} {group.index} {first_block}", list(keys)))
 
     def granted(self, keys: Any) -> None:
-        self.heard.append(("granted", list(keys)))
+        self.given.append(("granted", list(keys)))
 
 
-def test_an_observer_hears_what_is_offered_and_what_is_being_stored() -> None:
-    events = Observer()
+def test_events_get_what_is_offered_and_what_is_being_stored() -> None:
+    events = FakeEvents()
     host, request, keys = VllmHost(events=events), FakeRequest("r", PROMPT), keys_of(PROMPT)
     host.store(keys[1])
     host.run(request)
     host.finish(request)
-    assert events.heard == [("r 0 0", keys), ("granted", [keys[0], *keys[2:]])]
+    assert events.given == [("r 0 0", keys), ("granted", [keys[0], *keys[2:]])]

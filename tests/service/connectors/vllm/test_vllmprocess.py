@@ -134,7 +134,7 @@ def test_the_tokens_of_a_hash_are_those_that_vllm_has_settled() -> None:
 
 @pytest.fixture
 def vllm_handler() -> Iterator[logging.Handler]:
-    """vLLM's logger as vLLM configures it, and ours as nobody has."""
+    """vLLM's logger as vLLM configures it, and ours not configured."""
     before = [(each, each.handlers, each.level, each.propagate) for each in (OURS, THEIRS)]
     handler = logging.NullHandler()
     THEIRS.handlers, OURS.handlers, OURS.propagate = [handler], [], True
@@ -154,7 +154,7 @@ def test_what_kvstow_says_goes_to_vllms_log(vllm_handler: logging.Handler) -> No
 
 @pytest.mark.parametrize("configure", ["handler", "level"])
 @pytest.mark.usefixtures("vllm_handler")
-def test_a_logger_that_somebody_has_configured_is_left_alone(configure: str) -> None:
+def test_a_logger_that_is_configured_already_is_left_alone(configure: str) -> None:
     own = logging.NullHandler()
     if configure == "handler":
         OURS.addHandler(own)

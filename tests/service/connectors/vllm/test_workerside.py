@@ -1,4 +1,4 @@
-"""The worker side: each step's ops are started once, and each load ends in exactly one word to vLLM."""
+"""The worker side: each step's ops are started once, and each load is reported to vLLM exactly once."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_an_empty_step_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize(("mark", "failed", "bad"), [("done", set(), set()), ("failed", {"r"}, {5, 6})])
-def test_a_load_is_told_of_once_with_its_completion(mark: Mark, failed: set[str], bad: set[int]) -> None:
+def test_a_load_is_reported_once_with_its_completion(mark: Mark, failed: set[str], bad: set[int]) -> None:
     rank = Rank()
     rank.side.begin_step(step(1, stores=(STORE,), loads={"r": LOAD}))
     assert rank.side.take_finished_loads() == NOTHING
@@ -206,7 +206,7 @@ def test_a_source_that_is_free_ends_nothing() -> None:
     assert len(rank.side.take_boot_completions()) == 1
 
 
-def test_a_lost_load_is_told_of_without_any_op() -> None:
+def test_a_lost_load_is_reported_without_any_op() -> None:
     rank = Rank()
     rank.side.begin_step(step(1, lost={"r": (5, 6)}))
     assert rank.side.take_finished_loads() == FinishedLoads({"r"}, {"r"}, {5, 6})
@@ -230,7 +230,7 @@ def test_ops_for_another_boot_are_refused() -> None:
     # The rank may have restarted while the step was planned: its last ops are of the new boot then.
     assert [batch.boot_id for batch in updates] == ["before", rank.plane.boot_id]
     for batch in updates:
-        assert {(word.op_id, word.mark) for word in batch.completions} == {(1, "failed"), (2, "failed")}
+        assert {(each.op_id, each.mark) for each in batch.completions} == {(1, "failed"), (2, "failed")}
 
 
 def test_another_plane_takes_over_and_what_was_under_way_fails() -> None:
@@ -247,7 +247,7 @@ def test_another_plane_takes_over_and_what_was_under_way_fails() -> None:
 
 
 def test_the_old_boot_is_the_visible_one_until_its_data_plane_has_ended() -> None:
-    """A new boot tells the engine that the old one touches nothing any more: it then calls loads failed."""
+    """A new boot tells the engine that the old one accesses no memory any more: its loads have failed then."""
     rank = Rank()
     seen = list[str]()
     rank.plane.at_close = lambda: seen.append(rank.side.report().boot_id)
@@ -258,7 +258,7 @@ def test_the_old_boot_is_the_visible_one_until_its_data_plane_has_ended() -> Non
     assert seen == ["boot", "boot", "again"]
 
 
-def test_a_data_plane_that_does_not_end_is_said_so_and_heard_still() -> None:
+def test_completions_of_a_data_plane_that_does_not_end_are_still_collected() -> None:
     rank = Rank()
     rank.side.begin_step(step(1, loads={"r": LOAD}))
     rank.plane.ends = False
@@ -268,7 +268,7 @@ def test_a_data_plane_that_does_not_end_is_said_so_and_heard_still() -> None:
     assert rank.side.take_finished_loads().failed == {"r"}
 
 
-def test_a_new_data_plane_begins_with_what_is_wanted_before_anybody_sees_it() -> None:
+def test_a_new_data_plane_begins_with_the_desired_state() -> None:
     rank = Rank()
     between, again = FakePlane("between"), FakePlane("again")
     rank.side.replace_plane(between)
@@ -279,7 +279,7 @@ def test_a_new_data_plane_begins_with_what_is_wanted_before_anybody_sees_it() ->
     assert again.desired == [desired]
 
 
-def test_the_agent_speaks_for_the_plane_that_there_is() -> None:
+def test_the_agent_reports_the_current_data_plane() -> None:
     rank, calls = Rank(), []
     rank.side.add_listener(lambda: calls.append(rank.side.report().boot_id))
     rank.plane.listeners[0]()
@@ -293,7 +293,7 @@ def test_the_agent_speaks_for_the_plane_that_there_is() -> None:
     assert again.at_ease == [False], "a server that answers has started"
 
 
-def test_pinning_hears_of_each_step_once_and_when_it_is_launched() -> None:
+def test_pinning_learns_of_each_step_once_and_when_it_is_launched() -> None:
     rank = Rank()
     rank.side.begin_step(step(1))
     rank.side.begin_step(step(1))

@@ -1,4 +1,4 @@
-"""vLLM's scheduler and its ranks in a few lines: what of them a connector's scheduler side depends on.
+"""vLLM's scheduler and its ranks in a few lines: as much as a connector's scheduler side depends on.
 
 The engine and the scheduler side are real. A block's content is the key of what was computed into it, so a store that
 reads too early or too late, and a load into the wrong block, show as wrong contents.
@@ -205,13 +205,13 @@ class VllmHost:
     # -- what there is ----------------------------------------------------------------------------------------
 
     def store(self, *keys: bytes) -> None:
-        """Have the pool hold these blocks, whoever computed them."""
+        """Have the pool hold these blocks."""
         store_keys(self.engine, self.ranks, keys)
         for rank in self.ranks:
             rank.blocks.clear()
 
     def stored(self) -> set[bytes]:
-        """Keys that the pool serves, after a look at what lies in their slots."""
+        """Keys that the pool serves, after a check of the contents of their slots."""
         blocks = self.engine.blocks(limit=1000).blocks
         keys = [bytes.fromhex(block.key) for block in blocks]
         for rank in self.ranks:
