@@ -71,7 +71,7 @@ def make_pool(no_limits: MemoryLimits) -> Iterator[MakePool]:
 
 @pytest.fixture
 def reserve() -> Iterator[Callable[[int], None]]:
-    """Let the machine have so many more 2 MiB pages reserved until the test ends; skips where it may not."""
+    """Reserve this many more 2 MiB pages until the test ends; skips without permission."""
     total = HugePageLimits().pages / "nr_hugepages"
     try:
         before = total.read_text()
@@ -95,7 +95,7 @@ def no_limits() -> MemoryLimits:
 
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
-    """Every thread that a test started has ended with it."""
+    """Every thread that a test has started must end with it."""
     before = set(threading.enumerate())
     yield
     left = [

@@ -117,7 +117,7 @@ def test_at_most_two_ops_of_a_direction_run_and_the_other_direction_is_not_held_
 
 
 def test_in_one_turn_loads_begin_before_stores(harness: Harness) -> None:
-    """A request waits for a load, and nobody for a store."""
+    """A request waits for a load, and nothing waits for a store."""
     ops = [Op(1, "store", (1,), (1,)), Op(2, "store", (2,), (2,)), Op(3, "load", (3,), (3,)), Op(4, "load", (4,), (4,))]
     harness.copies.submit(ops, None)
     harness.device.ticket(2)
@@ -206,7 +206,7 @@ def test_a_device_in_an_unknown_state_is_closed_before_its_ops_fail(
 
 
 def test_after_an_error_the_device_is_not_called_again(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host drives at the very moment at which the thread fails: what is under way is unknown by then."""
+    """A host drives just as the thread fails; the state of the device is unknown then."""
     calls: list[str] = []
 
     def advance() -> None:
@@ -338,7 +338,7 @@ def test_close_reports_a_copy_that_hangs(harness: Harness, monkeypatch: pytest.M
 
 @pytest.fixture
 def rounds(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses that the thread makes between two looks, as they come."""
+    """The pauses that the thread makes between two turns, as they come."""
     rounds: list[float] = []
     wait = harness.copies._wait_for_work
 

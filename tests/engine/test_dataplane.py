@@ -293,7 +293,7 @@ def test_a_late_desired_state_is_counted_and_reverts_nothing(
 def test_reports_are_numbered_in_the_order_in_which_they_are_made(
     make_pool: MakePool, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads report: what the larger number says must be the newer state."""
+    """Two threads report: the report with the larger number must have the newer state."""
     pool = make_pool()
     worker = make_worker(pool)
     looking, go_on = threading.Event(), threading.Event()
@@ -327,7 +327,7 @@ def test_reports_are_numbered_in_the_order_in_which_they_are_made(
 def test_memory_under_a_copy_is_freed_only_after_the_copy(
     make_worker: MakeWorker, eventually: Eventually, direction: Direction
 ) -> None:
-    """Whatever makes the pool smaller meanwhile: a device that copies by itself would write to memory that is gone."""
+    """However the pool is made smaller: a device with a copy engine would write to freed memory."""
     device = FakeDevice()
     worker = make_worker(device=device)
     pool = worker.pool

@@ -1,4 +1,4 @@
-"""What is older than the last desired state is never obeyed, whichever way it came."""
+"""A desired state that is older than the last one is never applied, whatever path it took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A pool that shrinks and grows again at once, with a real rank: the engine gives out only what the rank has pinned."""
+"""A pool that shrinks and immediately grows again, with a real rank: the engine uses only slots that the rank has
+pinned."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ KEYS = [bytes([number]) for number in range(SLOTS)]
 
 
 class Host:
-    """An engine and its one rank, whose agent speaks when the test says so."""
+    """An engine and its one rank, which reports when the test says so."""
 
     def __init__(self, pool: HostPool, eventually: Eventually) -> None:
         kv = torch.zeros(SLOTS, 4096, dtype=torch.uint8)
@@ -44,14 +45,14 @@ class Host:
         return report
 
     def shrink_and_grow(self) -> None:
-        """The rank hears of the shrink, gives its memory back, and has not heard of the growth."""
+        """The rank receives the shrink, frees its memory, and has not received the growth."""
         self.engine.admin.resize(FEW).run()
         self.beat()
         self.eventually(lambda: self.worker.report().chunks_done == 1)
         self.engine.admin.resize(SLOTS).run()
 
     def store(self) -> tuple[int, str]:
-        """Store as many blocks as there is room for: how many they were, and what became of them on the rank."""
+        """Store as many blocks as fit. Returns the number of blocks and the result on the rank."""
         op = self.engine.begin_store(KEYS, range(SLOTS)).op
         assert op is not None
         self.worker.submit(StepPlan((op,)))
@@ -109,7 +110,7 @@ def test_a_report_from_before_a_shrink_does_not_override_a_later_one(host: Host)
 
 
 def test_listeners_are_called_when_a_shrink_is_applied(host: Host) -> None:
-    """So that the agent reports at once, and the engine need not wait a beat to count on what has been kept."""
+    """The agent then reports at once, so the engine can count on the kept slots without delay."""
     host.beat()
     told_on: list[threading.Thread] = []
     host.worker.add_listener(lambda: told_on.append(threading.current_thread()))

@@ -1,4 +1,4 @@
-"""The plain values that all parts share: sizes, keys, layouts, settings, messages, errors."""
+"""The values that all parts share: sizes, keys, layouts, settings, messages, errors."""
 
 from __future__ import annotations
 

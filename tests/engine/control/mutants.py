@@ -1,4 +1,4 @@
-"""Mutants of the engine that more than one test must notice: each takes one safeguard out."""
+"""Mutants of the engine that several tests must notice: each removes one safeguard."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_a_purge_reaches_stores_in_flight(make_engine: MakeEngine) -> None:
     old = engine.begin_store([A, B], [0, 1]).op
     engine.admin.purge(keys=[A]).run()
     again = engine.begin_store([A], [0])
-    assert again.op is not None, "the purged key may be stored anew while the old store still runs"
+    assert again.op is not None, "the purged key may be stored again while the old store still runs"
     rank.submit(old, again.op)
     rank.run_all()
     assert engine.contains([A, B]) == [True, True]

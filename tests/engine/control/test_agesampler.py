@@ -15,7 +15,7 @@ def keys_of(first: int, count: int) -> list[bytes]:
 
 
 def observed(snapshot: Histogram) -> dict[float, int]:
-    """How many observations are in the bucket with each upper bound, without empty ones."""
+    """Observations by the upper bound of their bucket, without empty buckets."""
     bounds = (*snapshot.bounds, float("inf"))
     return {bound: count for bound, count in zip(bounds, snapshot.counts, strict=True) if count}
 

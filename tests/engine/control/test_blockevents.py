@@ -94,7 +94,7 @@ def test_an_event_that_is_not_kept_is_lost() -> None:
 
 
 class Walked(deque):  # type: ignore[type-arg]
-    """Counts how far a reader walks: an item is found from the nearer end."""
+    """Counts the steps of a reader: an item is found from the nearer end."""
 
     steps = 0
 

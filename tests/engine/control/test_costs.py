@@ -1,4 +1,4 @@
-"""What a call does while it holds the lock, counted: O(blocks given), whatever state the pool is in."""
+"""Counts what a call does while it holds the lock: O(blocks given) in any state of the pool."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def count_calls(patch: pytest.MonkeyPatch, owner: type, name: str, count: Callab
 
 
 class Holding:
-    """What is counted for each time that the lock is held."""
+    """A count for each time that the lock is held."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -56,7 +56,7 @@ class Holding:
 
 @pytest.fixture
 def count_by_holding(monkeypatch: pytest.MonkeyPatch) -> Callable[[OffloadEngine], Holding]:
-    """Begins a new count each time that the engine's lock is taken."""
+    """Starts a new count whenever the engine's lock is taken."""
 
     def watch(engine: OffloadEngine) -> Holding:
         holding, lock = Holding(), engine._state.lock
@@ -100,7 +100,7 @@ def test_a_store_evicts_few_blocks_while_the_pool_shrinks(
 
 
 def test_a_store_finds_room_while_the_pool_shrinks_to_half(make_engine: MakeEngine) -> None:
-    """Every other block that would be evicted lies above the limit."""
+    """Every other block in the order of eviction is above the limit."""
     engine = make_engine(slots=64, slice_slots=1)
     keys = make_keys(64)
     fill(engine, keys)

@@ -19,7 +19,7 @@ A, B, C, D, E = (bytes([letter]) for letter in b"ABCDE")
 
 
 def load(engine: OffloadEngine, ranks: list[FakeRank], lease: Lease) -> list[bytes | None]:
-    """Load what is leased into fresh blocks; the contents as the first rank has them."""
+    """Load the leased slots into fresh blocks. Returns their contents on the first rank."""
     blocks = range(500, 500 + len(lease.slots))
     op = engine.begin_load(lease, blocks)
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""`check_integrity` must see every kind of disorder: each test puts one book out of step with the others."""
+"""`check_integrity` must find every kind of inconsistency: each test changes one record only."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Pool:
         self.links = links
 
     def use(self, key: bytes) -> bool:
-        """A hit touches, a miss stores with eviction as needed; True on a hit."""
+        """A hit uses the block, a miss stores it, evicting as needed. True on a hit."""
         if key in self.keys:
             slot = self.keys.index(key)
             self.policy.detach([slot])
@@ -98,7 +98,7 @@ def test_use_equals_detach_and_attach(pool: Pool) -> None:
 
 
 def test_refresh_does_not_count_as_a_second_use() -> None:
-    """A scan that is refreshed as it goes flushes ARC no more than one that is not."""
+    """A scan whose blocks are refreshed flushes ARC no more than any other scan."""
     pool = Pool("arc")
     hot = [bytes([1, n]) for n in range(4)]
     for key in hot * 3:
@@ -183,7 +183,7 @@ def test_arc_remembers_at_most_one_ghost_a_slot() -> None:
 
 
 def shrink_with_ghosts() -> tuple[Pool, ArcPolicy]:
-    """A pool of frequent blocks and ghosts that shall shrink to two slots."""
+    """A pool of frequent blocks and ghosts that is about to shrink to two slots."""
     pool = Pool("arc")
     for n in [*range(NUM_SLOTS), *range(NUM_SLOTS), *range(20, 20 + NUM_SLOTS)]:
         pool.use(bytes([n]))

@@ -13,7 +13,7 @@ from kvstow.testing.rank import make_ranks, store_keys
 
 
 def size(protections: Protections) -> int:
-    """Entries in all its books."""
+    """Entries in all its records."""
     ending = protections._slots_ending
     return (
         len(protections._end_of)

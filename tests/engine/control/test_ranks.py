@@ -160,7 +160,7 @@ def test_a_late_report_of_a_former_boot_is_ignored(make_engine: MakeEngine) -> N
 
 
 def test_a_late_report_of_the_same_boot_is_counted_and_changes_nothing(make_engine: MakeEngine) -> None:
-    """Two ways lead to the engine, so an old report may come after a newer one."""
+    """There are two paths to the engine, so an old report may arrive after a newer one."""
     engine = make_engine()
     rank = FakeRank(engine)
     rank.pin(1)
@@ -335,7 +335,7 @@ def test_slots_that_a_rank_unpins_do_not_count_when_the_pool_grows_again(make_en
     early = ranks[0].sent[-1]
     engine.admin.resize(1).run()
     engine.admin.resize(3).run()
-    assert engine.stats().pool.usable_slots == 1, "it may be that the ranks have been told of the one slot"
+    assert engine.stats().pool.usable_slots == 1, "the ranks may have received the state with one slot"
     for rank in ranks:
         assert rank.report().capacity_slots == 3
     assert engine.stats().pool.usable_slots == 1, "reports from before"
@@ -367,7 +367,7 @@ def test_a_rank_that_restarts_in_a_small_pool_counts_no_more_when_it_grows(make_
     rank.report()
     rank.report()
     rank.restart(pinned=4)
-    assert rank.pinned == 1, "it was told"
+    assert rank.pinned == 1, "it has received the state"
     engine.admin.resize(4).run()
     assert engine.stats().pool.usable_slots == 1
 

@@ -61,7 +61,7 @@ PICKS = 252
 
 @pytest.fixture(autouse=True, scope="module")
 def no_log_lines() -> Iterator[None]:
-    """Failures are the rule here."""
+    """Failures are common here."""
     logger = logging.getLogger("kvstow")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -299,7 +299,7 @@ class Traffic(RuleBasedStateMachine):
             assert stats.pool.slots.usable == stats.pool.usable_slots
 
     def teardown(self) -> None:
-        """Let everything end: nothing may be left behind."""
+        """Let everything end; nothing may be left behind."""
         if not hasattr(self, "ranks"):
             return
         for lease in self.leases:
@@ -335,7 +335,7 @@ class Traffic(RuleBasedStateMachine):
                 self.settle_load(settled)
 
     def settle_store(self, settled: Settled) -> None:
-        """The host uses the blocks for something else from now on."""
+        """The host reuses the blocks from now on."""
         for rank in self.ranks:
             rank.blocks.update(dict.fromkeys(settled.blocks, b"overwritten"))
         if settled.mark != "source_free":
@@ -389,7 +389,7 @@ def op_ids_are_reused(patch: pytest.MonkeyPatch) -> None:
 
 
 def dead_boots_are_believed(patch: pytest.MonkeyPatch) -> None:
-    """Where a boot numbers its ops from 1: unique op ids protect from late words, too."""
+    """With a boot that numbers its ops from 1, as unique op ids also protect from late completions."""
     complete, fail_rank = OffloadEngine.complete, OpsInFlight.fail_rank
 
     def believe(self: OffloadEngine, rank: int, boot_id: str, completions: list[Completion]) -> None:
@@ -409,7 +409,7 @@ def restarts_keep_the_index(patch: pytest.MonkeyPatch) -> None:
 
 
 def restarts_clear_the_usable_slots_only(patch: pytest.MonkeyPatch) -> None:
-    """A resize has lowered the limit already, and may be cancelled."""
+    """A resize may have lowered the limit, and may be cancelled."""
     patch.setattr(SlotMap, "top", property(lambda self: self.limit))
 
 
@@ -418,7 +418,7 @@ def leases_outlive_a_restart(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_blocks_are_served(patch: pytest.MonkeyPatch) -> None:
-    """Until they are removed, and they never are."""
+    """They are served until they are removed, and they never are."""
     patch.setattr(ControlState, "remove_lost", lambda self: None)
     patch.setattr(Acceptance, "rebuilding", property(lambda self: False, lambda self, value: None), raising=False)
 
@@ -466,7 +466,7 @@ MUTANTS = [
 
 
 def run_schedules(count: int) -> None:
-    """Schedules that depend on their number alone. Hypothesis shrinks and replays, and takes ten times as long."""
+    """Schedules that depend only on their number. Hypothesis, which shrinks and replays, takes ten times as long."""
     for seed in range(count):
         choose = random.Random(seed)
         traffic = Traffic()

@@ -29,7 +29,7 @@ _ERRORS = {1: "CUDA_ERROR_INVALID_VALUE", 2: "CUDA_ERROR_OUT_OF_MEMORY", 100: "C
 
 
 class FakeEvent:
-    """Reached when as many records have run as were made."""
+    """Reached when all of its records have run."""
 
     def __init__(self) -> None:
         self.recorded = self.run = 0
@@ -107,7 +107,7 @@ class FakeCuda:
         raise status("injected")
 
     def run(self, *streams: FakeStream) -> None:
-        """Do all queued work (of `streams` alone, if given) that waits for no event that is still to come."""
+        """Do all queued work (of `streams` only, if given) that waits for no outstanding event."""
         with self._running:
             while sum(stream.step() for stream in streams or self.streams):
                 pass
@@ -134,7 +134,7 @@ class FakeCuda:
         return (0, _ERRORS[status].encode()) if status in _ERRORS else (_INVALID_VALUE, None)
 
     def cuGetErrorString(self, status: int) -> Any:
-        return (0, b"as the driver tells it") if status in _ERRORS else (_INVALID_VALUE, None)
+        return (0, b"the driver's text") if status in _ERRORS else (_INVALID_VALUE, None)
 
     def cuDeviceGet(self, ordinal: int) -> Any:
         return 0, ordinal

@@ -1,4 +1,4 @@
-"""The CUDA device over a CUDA in host memory (conftest): what is given to the device when, and what becomes of it."""
+"""The CUDA device over a fake CUDA in host memory (conftest): what is queued when, and its results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _finish(cuda: Any, ticket: Any) -> TicketState:
 
 
 def _queued(cuda: Any) -> list[str]:
-    """The kernels and copies that were given to the device and have not run."""
+    """The kernels and copies that are queued and have not run."""
     return sorted(name for stream in cuda.streams for name in stream.names)
 
 
@@ -141,7 +141,7 @@ def test_only_kernels_have_high_priority(direction: str, cuda: Any, make_cuda_ra
 
 @directions
 def test_copies_run_one_after_another_on_separate_streams(direction: str, cuda: Any, make_cuda_rank: MakeRank) -> None:
-    """A copy engine leaves a stream for the host's only when that has no more work."""
+    """A copy engine leaves a stream for the host's only when it has no more work."""
     rank = make_cuda_rank([4096], staging_bytes=1)
     ticket = getattr(rank, direction)(range(2), range(2))
     first, second = (stream for stream in cuda.streams if "copy" in stream.names)
@@ -159,7 +159,7 @@ def test_copies_run_one_after_another_on_separate_streams(direction: str, cuda: 
 def test_no_more_batches_are_queued_than_configured(
     ahead: int, options: Any, direction: str, cuda: Any, make_cuda_rank: MakeRank
 ) -> None:
-    """Stores: as many as there are buffers, since a sampled token's copy waits for all that is queued."""
+    """Stores: one per buffer, since the copy of a sampled token waits for all queued batches."""
     rank = make_cuda_rank([4096], staging_bytes=1, loads_ahead=ahead, **options)
     op, most = getattr(rank, direction), ahead if direction == "load" else 2
     tickets = [op(range(4), range(4)), op(range(4, 8), range(4, 8))]
@@ -437,7 +437,7 @@ def test_a_device_that_cannot_be_created_leaves_nothing_behind(
 
 
 def test_copies_of_two_chunks_are_never_merged(cuda: Any, make_cuda_rank: MakeRank) -> None:
-    """The driver refuses a copy that spans two registrations; chunks are of 16 KiB here."""
+    """The driver refuses a copy that spans two registrations. Chunks have 16 KiB here."""
     rank = make_cuda_rank([4096], slots=8)
     assert len(rank.registrar.starts()) == 2
     ticket = rank.store(range(8), range(8))
@@ -533,7 +533,7 @@ def test_an_event_is_not_reused_while_its_fence_may_be_queried(cuda: Any, new_fe
 def test_an_event_is_not_reused_while_an_op_has_yet_to_wait_for_it(
     options: Any, direction: str, cuda: Any, make_cuda_rank: MakeRank, new_fence: NewFence
 ) -> None:
-    """The op is behind another in its copier, so the device knows nothing of its fence yet."""
+    """The op is behind another in its copier, so the device does not know its fence yet."""
     rank, first = make_cuda_rank(**options), Latch()
     blocker = getattr(rank, direction)([0], [0], first)
     fence, compute = new_fence()

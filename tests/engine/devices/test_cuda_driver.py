@@ -22,7 +22,7 @@ def test_an_error_carries_the_drivers_name_and_text_and_can_be_pickled(cuda: Any
         primary_context(0).driver.allocate(64)
     error = caught.value
     assert isinstance(error, KvstowError)
-    assert (error.call, error.name, error.text) == ("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", "as the driver tells it")
+    assert (error.call, error.name, error.text) == ("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", "the driver's text")
     assert error.is_out_of_memory
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.status) == (DriverError, str(error), 2)

@@ -1,5 +1,5 @@
-"""Each call of the CUDA driver fails once, wherever in the life of a rank that is: nothing hangs, nothing lies, nothing
-is left behind."""
+"""Each call of the CUDA driver fails once, at any point in the life of a rank: nothing hangs, reports a wrong result
+or is left behind."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _SLOTS = 8
 
 
 class Host:
-    """Lives through all that a rank does: it is made, pinned, used with fences and without, driven, and closed."""
+    """Does everything that a rank does: it is created, pinned, used with and without fences, driven, and closed."""
 
     def __init__(self, cuda: FakeCuda, undo: ExitStack) -> None:
         self.cuda, self._ids = cuda, count(1)
@@ -73,7 +73,7 @@ class Host:
         self.final: dict[int, Completion] = {}
 
     def pin(self) -> None:
-        """A chunk that fails is tried again, as an operator would have it."""
+        """Retries a chunk that fails, as an operator would."""
         deadline = time.monotonic() + _PATIENCE
         while (pinned := self.worker.report()).state != "ready":
             assert time.monotonic() < deadline, pinned
@@ -82,7 +82,7 @@ class Host:
             time.sleep(0.0005)
 
     def use(self) -> list[Op]:
-        """Store every slot's block and load it elsewhere; whatever says that it is done must be right."""
+        """Store every slot's block and load it elsewhere. The bytes of every op that is done must be right."""
         self.rank.scramble()
         contents = [self.rank.block(block) for block in range(_SLOTS)]
         stores = [self._op("store", range(3), range(3)), self._op("store", range(3, 8), range(3, 8))]
@@ -109,23 +109,25 @@ class Host:
         try:
             return CudaFence.record(stream)
         except (KvstowError, MemoryError):
-            return None  # the host's own call has failed, and it knows
+            return None  # the host's own call has failed
 
     def _submit(self, ops: list[Op], fence: CudaFence | None) -> None:
         self.worker.submit(StepPlan(tuple(ops)), fence)
 
     def _finish(self, ops: list[Op]) -> None:
-        """Until each op has its final word, which it gets once."""
+        """Wait for the final completion of each op, which must come once."""
         deadline = time.monotonic() + _PATIENCE
         left = {op.op_id: op for op in ops}
         while left:
-            assert time.monotonic() < deadline, f"no word of {sorted(left)}; the rank is {self.worker.report()}"
+            assert time.monotonic() < deadline, (
+                f"no final completion of {sorted(left)}; the rank is {self.worker.report()}"
+            )
             self.cuda.run()
             self.worker.drive()
             self.worker.wait_completions(0.0005)
             for completion in self.worker.take_completions():
                 if completion.mark != "source_free":
-                    assert completion.op_id not in self.final, "told twice"
+                    assert completion.op_id not in self.final, "completed twice"
                     self.final[completion.op_id] = completion
                     self._check_untouched(left.pop(completion.op_id))
 
@@ -142,7 +144,7 @@ class Host:
 
 
 def _left(cuda: FakeCuda) -> list[str]:
-    """What is left, without the events that the context keeps for later fences."""
+    """Remaining resources, without the events that the context keeps for later fences."""
     idle = primary_context(0).events._idle
     return sorted(kind for handle, kind in cuda.live.items() if handle not in idle)
 
@@ -152,13 +154,13 @@ def _live_through(cuda: FakeCuda, call: str, number: int) -> None:
         try:
             host = Host(cuda, undo)
         except (KvstowError, MemoryError):
-            return  # told to whoever builds it
+            return  # the caller got the error
     try:
         host.pin()
         host.use()
         has_failed = cuda.calls.get(call, 0) > number
         ops = host.use()
-        if host.worker.report().state != "failed":  # told to the operator, and the server takes it out of service
+        if host.worker.report().state != "failed":  # the report shows it, and the server stops using it
             assert host.all_done(ops) or not has_failed, host.final
     finally:
         host.worker.close()

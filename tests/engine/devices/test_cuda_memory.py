@@ -19,7 +19,7 @@ SLOTS = 8
 
 @pytest.fixture
 def start_copy(cuda: Any, make_cuda_rank: Any, new_fence: Any, eventually: Eventually) -> Any:
-    """A worker whose device was given a copy of the top slot, and waits for the host's work."""
+    """A data plane whose device has a copy of the top slot under way, which waits for the host's work."""
 
     ranks: list[Any] = []  # they keep the KV caches
 

@@ -13,7 +13,7 @@ from kvstow.errors import PinError
 
 
 class FakeDriver:
-    """Registers what it is told, unless `status` is an error; only while its context is current."""
+    """Registers memory, unless `status` is an error; only while its context is current."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
@@ -131,7 +131,7 @@ def test_a_signal_right_after_the_drivers_call_leaves_nothing_registered(
 def test_an_unprepared_thread_makes_the_context_current_even_with_a_reused_number(
     registrar: CudaRegistrar, context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system gives the number of a thread that has ended to the next one."""
+    """The system reuses the number of a thread that has ended."""
     context.settle = lambda: None
     pinning = threading.Thread(target=registrar.prepare_thread)
     pinning.start()
