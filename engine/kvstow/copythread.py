@@ -128,7 +128,7 @@ class CopyThread:
         with self._lock:
             if self._stop_at is None:
                 self._stop_at = self._clock() + timeout
-                self._fail_queued("the worker was closed before the op began")
+                self._fail_queued("the data plane was closed before the op began")
                 self._work.notify()
         self._thread.join(timeout + _STUCK_GRACE)
         return not self._thread.is_alive()
@@ -232,7 +232,7 @@ class CopyThread:
         """Close the device before its ops fail: until then it may still access their memory."""
         with self._lock:
             self._stop_at = self._clock() if self._stop_at is None else self._stop_at
-            reason = self._failure or "the worker was closed while the op ran"
+            reason = self._failure or "the data plane was closed while the op ran"
             self._fail_queued(reason)
         try:
             with self._turn:
@@ -260,7 +260,7 @@ class CopyThread:
 
     def _enqueue(self, op: Op, after: Fence | None, now: float) -> None:
         if self._stop_at is not None:
-            raise DataPlaneFailedError(self._failure or "the worker is closed")
+            raise DataPlaneFailedError(self._failure or "the data plane is closed")
         self._ops.put(op, after, now)
 
     def _publish(self, completions: Sequence[Completion]) -> None:

@@ -287,7 +287,7 @@ def test_closing_lets_running_ops_finish_and_fails_the_queued_ones(harness: Harn
     closing = threading.Thread(target=harness.copies.close, args=(10,))
     closing.start()
     assert harness.completions(1) == [
-        Completion(3, "failed", "DataPlaneFailedError: the worker was closed before the op began"),
+        Completion(3, "failed", "DataPlaneFailedError: the data plane was closed before the op began"),
     ]
     for op_id in (1, 2):
         harness.device.ticket(op_id).finish()
@@ -303,8 +303,8 @@ def test_closing_fails_ops_that_are_not_finished_in_time_and_later_ones(harness:
     assert harness.copies.close(0), "a second time"
     harness.submit(2)
     assert [(c.op_id, c.mark, c.error) for c in harness.completions(2)] == [
-        (1, "failed", "DataPlaneFailedError: the worker was closed while the op ran"),
-        (2, "failed", "DataPlaneFailedError: the worker is closed"),
+        (1, "failed", "DataPlaneFailedError: the data plane was closed while the op ran"),
+        (2, "failed", "DataPlaneFailedError: the data plane is closed"),
     ]
 
 

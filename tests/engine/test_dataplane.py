@@ -20,7 +20,7 @@ from kvstow.testing.fakes import FakeDevice, FakeRegistrar, Latch
 
 if TYPE_CHECKING:
     MakePool = Callable[..., HostPool]
-    MakeWorker = Callable[..., DataPlane]
+    MakeDataPlane = Callable[..., DataPlane]
     Eventually = Callable[[Callable[[], object]], None]
 
 BLOCKS = 8
@@ -30,105 +30,105 @@ def plan(op_id: int, direction: Direction, blocks: tuple[int, ...], slots: tuple
     return StepPlan((Op(op_id, direction, blocks, slots),))
 
 
-def wait_for(worker: DataPlane, *op_ids: int) -> dict[int, Completion]:
+def wait_for(plane: DataPlane, *op_ids: int) -> dict[int, Completion]:
     """The final completions of these ops."""
     seen: dict[int, Completion] = {}
     while not seen.keys() >= set(op_ids):
-        assert worker.wait_completions(10), f"only {sorted(seen)}"
-        seen |= {c.op_id: c for c in worker.take_completions() if c.mark != "source_free"}
+        assert plane.wait_completions(10), f"only {sorted(seen)}"
+        seen |= {c.op_id: c for c in plane.take_completions() if c.mark != "source_free"}
     return seen
 
 
 @pytest.fixture
-def make_worker(make_pool: MakePool, eventually: Eventually) -> Iterator[MakeWorker]:
-    """Workers over 16 slots of 4 KiB; not pinned before `pool.start()`, but for a fake device to copy."""
-    workers: list[DataPlane] = []
+def make_data_plane(make_pool: MakePool, eventually: Eventually) -> Iterator[MakeDataPlane]:
+    """Data planes over 16 slots of 4 KiB; not pinned before `pool.start()`, but for a fake device to copy."""
+    planes: list[DataPlane] = []
 
     def make(pool: HostPool | None = None, device: Any = None, **options: Any) -> DataPlane:
-        workers.append(DataPlane(len(workers), pool or make_pool(), device or FakeDevice(), **options))
+        planes.append(DataPlane(len(planes), pool or make_pool(), device or FakeDevice(), **options))
         if isinstance(device, FakeDevice):
-            workers[-1].pool.start()
-            eventually(lambda: workers[-1].pool.pinned_slots == 16)
-        return workers[-1]
+            planes[-1].pool.start()
+            eventually(lambda: planes[-1].pool.pinned_slots == 16)
+        return planes[-1]
 
     yield make
-    for worker in workers:
-        worker.close(0)
+    for plane in planes:
+        plane.close(0)
 
 
 class CpuRank:
-    """A worker over a CPU device whose blocks hold their own number, with a pinned pool."""
+    """A data plane over a CPU device whose blocks hold their own number, with a pinned pool."""
 
-    def __init__(self, pool: HostPool, make_worker: MakeWorker, eventually: Eventually) -> None:
+    def __init__(self, pool: HostPool, make_data_plane: MakeDataPlane, eventually: Eventually) -> None:
         self.kv = torch.arange(BLOCKS, dtype=torch.uint8).repeat_interleave(4096).view(BLOCKS, 4096)
         self.pool = pool
         device = CpuDevice(pool, KVLayout((Region("kv", BLOCKS, 4096, 4096),)), [self.kv])
-        self.worker = make_worker(pool, device)
+        self.plane = make_data_plane(pool, device)
         pool.start()
-        eventually(lambda: self.worker.report().state == "ready")
+        eventually(lambda: self.plane.report().state == "ready")
 
     def slot(self, slot: int) -> bytes:
         return ctypes.string_at(self.pool.address + slot * 4096, 4096)
 
 
 @pytest.fixture
-def make_rank(make_pool: MakePool, make_worker: MakeWorker, eventually: Eventually) -> Callable[[], CpuRank]:
-    return lambda: CpuRank(make_pool(), make_worker, eventually)
+def make_rank(make_pool: MakePool, make_data_plane: MakeDataPlane, eventually: Eventually) -> Callable[[], CpuRank]:
+    return lambda: CpuRank(make_pool(), make_data_plane, eventually)
 
 
 def test_blocks_survive_a_store_and_a_load(make_rank: Callable[[], CpuRank]) -> None:
     rank = make_rank()
-    rank.worker.submit(plan(1, "store", (5, 2), (0, 9)))
-    stored = wait_for(rank.worker, 1)[1]
+    rank.plane.submit(plan(1, "store", (5, 2), (0, 9)))
+    stored = wait_for(rank.plane, 1)[1]
     assert (stored.mark, stored.num_bytes, stored.error) == ("done", 2 * 4096, None)
     assert stored.seconds > 0
-    rank.worker.submit(plan(2, "load", (7, 1), (9, 0)))
-    assert wait_for(rank.worker, 2)[2].mark == "done"
+    rank.plane.submit(plan(2, "load", (7, 1), (9, 0)))
+    assert wait_for(rank.plane, 2)[2].mark == "done"
     assert rank.kv[:, 0].tolist() == [0, 5, 2, 3, 4, 5, 6, 2]
-    report = rank.worker.report()
+    report = rank.plane.report()
     assert (report.store_bytes_total, report.load_bytes_total, report.pending_ops) == (8192, 8192, 0)
     assert report.store_busy_seconds == stored.seconds
 
 
 def test_a_report_counts_uncollected_completions(make_rank: Callable[[], CpuRank], eventually: Eventually) -> None:
-    worker = make_rank().worker
-    worker.submit(plan(1, "store", (5,), (0,)))
-    eventually(lambda: worker.report().pending_ops == 0)
-    assert worker.report().uncollected_completions == 1
-    worker.take_completions()
-    assert worker.report().uncollected_completions == 0
+    plane = make_rank().plane
+    plane.submit(plan(1, "store", (5,), (0,)))
+    eventually(lambda: plane.report().pending_ops == 0)
+    assert plane.report().uncollected_completions == 1
+    plane.take_completions()
+    assert plane.report().uncollected_completions == 0
 
 
 def test_a_store_reads_its_blocks_only_after_the_fence(make_rank: Callable[[], CpuRank]) -> None:
     rank, latch = make_rank(), Latch()
-    rank.worker.submit(plan(1, "store", (3,), (0,)), latch)
+    rank.plane.submit(plan(1, "store", (3,), (0,)), latch)
     assert latch.wait_queried(2)
     rank.kv[3] = 99  # the work that the fence names
     latch.open()
-    wait_for(rank.worker, 1)
+    wait_for(rank.plane, 1)
     assert rank.slot(0) == b"\x63" * 4096
 
 
 def test_a_load_writes_its_blocks_only_after_the_fence(make_rank: Callable[[], CpuRank]) -> None:
     rank, latch = make_rank(), Latch()
-    rank.worker.submit(plan(1, "load", (3,), (0,)), latch)
+    rank.plane.submit(plan(1, "load", (3,), (0,)), latch)
     assert latch.wait_queried(2)
     assert rank.kv[3].tolist() == [3] * 4096
     rank.kv[3] = 99  # an older step that still writes the destination
     latch.open()
-    wait_for(rank.worker, 1)
+    wait_for(rank.plane, 1)
     assert rank.kv[3].tolist() == [0] * 4096
 
 
 def test_a_fence_that_is_not_reached_delays_no_other_op(make_rank: Callable[[], CpuRank]) -> None:
     rank, latch = make_rank(), Latch()
-    rank.worker.submit(plan(1, "store", (1,), (1,)), latch)
-    rank.worker.submit(plan(2, "load", (7,), (2,)))
-    rank.worker.submit(plan(3, "store", (4,), (4,)))
-    assert wait_for(rank.worker, 2, 3).keys() == {2, 3}
-    assert rank.worker.report().pending_ops == 1
+    rank.plane.submit(plan(1, "store", (1,), (1,)), latch)
+    rank.plane.submit(plan(2, "load", (7,), (2,)))
+    rank.plane.submit(plan(3, "store", (4,), (4,)))
+    assert wait_for(rank.plane, 2, 3).keys() == {2, 3}
+    assert rank.plane.report().pending_ops == 1
     latch.open()
-    assert wait_for(rank.worker, 1)[1].mark == "done"
+    assert wait_for(rank.plane, 1)[1].mark == "done"
 
 
 def test_a_copy_that_fails_in_the_middle_of_the_queue_leaves_the_others_right(make_rank: Callable[[], CpuRank]) -> None:
@@ -139,125 +139,125 @@ def test_a_copy_that_fails_in_the_middle_of_the_queue_leaves_the_others_right(ma
         Op(3, "store", (8,), (3,)),
         Op(4, "store", (4,), (4,)),
     ]
-    rank.worker.submit(StepPlan(tuple(ops)))
-    completions = wait_for(rank.worker, 1, 2, 3, 4)
+    rank.plane.submit(StepPlan(tuple(ops)))
+    completions = wait_for(rank.plane, 1, 2, 3, 4)
     assert [completions[op_id].mark for op_id in (1, 2, 3, 4)] == ["done", "failed", "failed", "done"]
     assert "slot 16 is not pinned" in str(completions[2].error)
     assert "blocks 8 to 8; allowed: 0 to 7" in str(completions[3].error)
     assert (rank.slot(1)[0], rank.slot(4)[0]) == (1, 4)
 
 
-def test_an_op_on_slots_that_are_not_pinned_fails(make_pool: MakePool, make_worker: MakeWorker) -> None:
+def test_an_op_on_slots_that_are_not_pinned_fails(make_pool: MakePool, make_data_plane: MakeDataPlane) -> None:
     pool = make_pool()
     kv = torch.zeros((BLOCKS, 4096), dtype=torch.uint8)
-    worker = make_worker(pool, CpuDevice(pool, KVLayout((Region("kv", BLOCKS, 4096, 4096),)), [kv]))
-    worker.submit(plan(1, "store", (0,), (0,)))
-    assert wait_for(worker, 1)[1].mark == "failed"
+    plane = make_data_plane(pool, CpuDevice(pool, KVLayout((Region("kv", BLOCKS, 4096, 4096),)), [kv]))
+    plane.submit(plan(1, "store", (0,), (0,)))
+    assert wait_for(plane, 1)[1].mark == "failed"
 
 
-def test_two_workers_in_one_process_keep_their_bytes_apart(make_rank: Callable[[], CpuRank]) -> None:
+def test_two_data_planes_in_one_process_keep_their_bytes_apart(make_rank: Callable[[], CpuRank]) -> None:
     first, second = make_rank(), make_rank()
-    assert first.worker.boot_id != second.worker.boot_id
+    assert first.plane.boot_id != second.plane.boot_id
     for rank, block in ((first, 3), (second, 6)):
-        rank.worker.submit(plan(1, "store", (block,), (0,)))
+        rank.plane.submit(plan(1, "store", (block,), (0,)))
     for rank in (first, second):
-        wait_for(rank.worker, 1)
+        wait_for(rank.plane, 1)
     assert (first.slot(0)[0], second.slot(0)[0]) == (3, 6)
-    first.worker.close()
-    second.worker.submit(plan(2, "load", (0,), (0,)))
-    assert wait_for(second.worker, 2)[2].mark == "done"
+    first.plane.close()
+    second.plane.submit(plan(2, "load", (0,), (0,)))
+    assert wait_for(second.plane, 2)[2].mark == "done"
     assert second.kv[0, 0] == 6
 
 
-def test_the_report_follows_pinning_from_starting_to_ready(make_pool: MakePool, make_worker: MakeWorker) -> None:
+def test_the_report_follows_pinning_from_starting_to_ready(make_pool: MakePool, make_data_plane: MakeDataPlane) -> None:
     registrar = FakeRegistrar(wait_at=1)
     pool = make_pool(registrar)
-    worker = make_worker(pool)
+    plane = make_data_plane(pool)
     states: list[str] = []
     ready = threading.Event()
 
     def listen() -> None:
-        states.append(worker.report().state)
+        states.append(plane.report().state)
         if states[-1] == "ready":
             ready.set()
 
-    worker.add_listener(listen)
-    assert worker.report().state == "starting"
+    plane.add_listener(listen)
+    assert plane.report().state == "starting"
     pool.start()
     assert registrar.waiting.wait(10)
-    report = worker.report()
+    report = plane.report()
     assert (report.state, report.pinned_slots, report.target_slots) == ("pinning", 4, 16)
     registrar.go_on.set()
     assert ready.wait(10)
     assert states == ["pinning", "pinning", "pinning", "ready"]
-    final = worker.report()
+    final = plane.report()
     assert RankReport.from_json(final.to_json()) == final
     assert (final.pin_mode, final.locked_bytes, final.device) == ("fake", 16 * 4096, "fake")
 
 
 @pytest.mark.parametrize(("failing", "slots"), [(0, 0), (2, 8)])
 def test_a_pin_failure_degrades_the_rank_until_another_attempt_is_desired(
-    make_pool: MakePool, make_worker: MakeWorker, eventually: Eventually, failing: int, slots: int
+    make_pool: MakePool, make_data_plane: MakeDataPlane, eventually: Eventually, failing: int, slots: int
 ) -> None:
     pool = make_pool(FakeRegistrar({failing: PinError("driver", "no more pages")}))
-    worker = make_worker(pool)
-    worker.apply(DesiredState("engine", 16, number=1))
+    plane = make_data_plane(pool)
+    plane.apply(DesiredState("engine", 16, number=1))
     pool.start()
-    eventually(lambda: worker.report().state == "degraded")
-    report = worker.report()
+    eventually(lambda: plane.report().state == "degraded")
+    report = plane.report()
     assert (report.error_reason, report.error, report.pinned_slots) == ("driver", "no more pages", slots)
     assert report.pin_failures == {"driver": 1}
-    worker.apply(DesiredState("engine", 16, number=2))
-    assert worker.report().state == "degraded", "no new attempt was asked for"
-    worker.apply(DesiredState("engine", 16, pin_attempt=1, number=9))
-    eventually(lambda: worker.report().state == "ready")
-    assert worker.report().error is None
+    plane.apply(DesiredState("engine", 16, number=2))
+    assert plane.report().state == "degraded", "no new attempt was asked for"
+    plane.apply(DesiredState("engine", 16, pin_attempt=1, number=9))
+    eventually(lambda: plane.report().state == "ready")
+    assert plane.report().error is None
 
 
 def test_the_pool_follows_the_desired_capacity_and_pause(
-    make_pool: MakePool, make_worker: MakeWorker, eventually: Eventually
+    make_pool: MakePool, make_data_plane: MakeDataPlane, eventually: Eventually
 ) -> None:
     pool = make_pool(max_bytes=32 * 4096)
-    worker = make_worker(pool)
+    plane = make_data_plane(pool)
     pool.start()
-    worker.apply(DesiredState("engine", 24, number=3))
-    eventually(lambda: worker.report().pinned_slots == 24)
-    worker.apply(DesiredState("engine", 3, number=4))
-    assert worker.report().pinned_slots == 3
-    eventually(lambda: worker.report().chunks_done == 1)
+    plane.apply(DesiredState("engine", 24, number=3))
+    eventually(lambda: plane.report().pinned_slots == 24)
+    plane.apply(DesiredState("engine", 3, number=4))
+    assert plane.report().pinned_slots == 3
+    eventually(lambda: plane.report().chunks_done == 1)
     pinned_more = threading.Event()
-    worker.add_listener(lambda: pinned_more.set() if worker.report().pinned_slots > 4 else None)
-    worker.apply(DesiredState("engine", 24, paused=True, number=5))
+    plane.add_listener(lambda: pinned_more.set() if plane.report().pinned_slots > 4 else None)
+    plane.apply(DesiredState("engine", 24, paused=True, number=5))
     assert not pinned_more.wait(0.05)
-    assert worker.report().pinned_slots == 4
-    worker.apply(DesiredState("engine", 24, number=6))
-    eventually(lambda: worker.report().state == "ready")
+    assert plane.report().pinned_slots == 4
+    plane.apply(DesiredState("engine", 24, number=6))
+    eventually(lambda: plane.report().state == "ready")
 
 
 def test_a_report_counts_slots_after_it_reads_the_applied_state(
-    make_pool: MakePool, make_worker: MakeWorker, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    make_pool: MakePool, make_data_plane: MakeDataPlane, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = make_pool()
-    worker = make_worker(pool)
+    plane = make_data_plane(pool)
     pool.start()
     eventually(lambda: pool.pinned_slots == 16)
     meanwhile: list[RankReport] = []
     count, set_target = pool.status, pool.set_target
 
     def report_first(slots: int) -> None:
-        meanwhile.append(worker.report())
+        meanwhile.append(plane.report())
         set_target(slots)
 
     def apply_after() -> PoolStatus:
         status = count()
         monkeypatch.undo()
-        worker.apply(DesiredState("engine", 2, number=2))
+        plane.apply(DesiredState("engine", 2, number=2))
         return status
 
     monkeypatch.setattr(pool, "set_target", report_first)
-    worker.apply(DesiredState("engine", 4, number=1))
+    plane.apply(DesiredState("engine", 4, number=1))
     monkeypatch.setattr(pool, "status", apply_after)
-    meanwhile += [worker.report(), worker.report()]
+    meanwhile += [plane.report(), plane.report()]
     assert [(said.engine_id, said.applied, said.pinned_slots) for said in meanwhile] == [
         ("", 0, 16),
         ("engine", 1, 4),
@@ -275,27 +275,27 @@ def test_a_report_counts_slots_after_it_reads_the_applied_state(
     ids=["shrink", "growth", "pause"],
 )
 def test_a_late_desired_state_is_counted_and_reverts_nothing(
-    make_worker: MakeWorker, newer: DesiredState, late: DesiredState
+    make_data_plane: MakeDataPlane, newer: DesiredState, late: DesiredState
 ) -> None:
-    worker = make_worker()
-    worker.apply(newer)
-    worker.apply(late)
-    report = worker.report()
+    plane = make_data_plane()
+    plane.apply(newer)
+    plane.apply(late)
+    report = plane.report()
     assert (report.target_slots, report.applied) == (newer.capacity_slots, 2)
-    assert not worker.pool._paused
+    assert not plane.pool._paused
     assert report.stale_desired_states == 1
-    worker.apply(newer)
-    assert worker.report().stale_desired_states == 1, "the same one comes with every answer"
-    worker.apply(DesiredState("another engine", 16, number=1))
-    assert (worker.report().target_slots, worker.report().applied) == (16, 1)
+    plane.apply(newer)
+    assert plane.report().stale_desired_states == 1, "the same one comes with every answer"
+    plane.apply(DesiredState("another engine", 16, number=1))
+    assert (plane.report().target_slots, plane.report().applied) == (16, 1)
 
 
 def test_reports_are_numbered_in_the_order_in_which_they_are_made(
-    make_pool: MakePool, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+    make_pool: MakePool, make_data_plane: MakeDataPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads report: the report with the larger number must have the newer state."""
     pool = make_pool()
-    worker = make_worker(pool)
+    plane = make_data_plane(pool)
     looking, go_on = threading.Event(), threading.Event()
     status = pool.status
 
@@ -307,12 +307,12 @@ def test_reports_are_numbered_in_the_order_in_which_they_are_made(
 
     monkeypatch.setattr(pool, "status", slow)
     reports: list[RankReport] = []
-    first = threading.Thread(target=lambda: reports.append(worker.report()))
+    first = threading.Thread(target=lambda: reports.append(plane.report()))
     first.start()
     assert looking.wait(10)
     monkeypatch.undo()
-    worker.apply(DesiredState("engine", 4, number=1))
-    second = threading.Thread(target=lambda: reports.append(worker.report()))
+    plane.apply(DesiredState("engine", 4, number=1))
+    second = threading.Thread(target=lambda: reports.append(plane.report()))
     second.start()
     go_on.set()
     first.join(10)
@@ -325,86 +325,86 @@ def test_reports_are_numbered_in_the_order_in_which_they_are_made(
 
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_memory_under_a_copy_is_freed_only_after_the_copy(
-    make_worker: MakeWorker, eventually: Eventually, direction: Direction
+    make_data_plane: MakeDataPlane, eventually: Eventually, direction: Direction
 ) -> None:
     """However the pool is made smaller: a device with a copy engine would write to freed memory."""
     device = FakeDevice()
-    worker = make_worker(device=device)
-    pool = worker.pool
-    worker.submit(plan(1, direction, (0,), (5,)))
+    plane = make_data_plane(device=device)
+    pool = plane.pool
+    plane.submit(plan(1, direction, (0,), (5,)))
     ticket = device.ticket(1)
     pool.set_target(0)
     eventually(lambda: pool.status().chunks_done == 2)
     assert pool._next_step() is None, "the chunk of slot 5 stays, and so do those below"
     ticket.finish()
-    wait_for(worker, 1)
+    wait_for(plane, 1)
     eventually(lambda: pool.status().chunks_done == 0)
 
 
-def test_a_copy_to_unmapped_memory_fails_before_it_reaches_the_device(make_worker: MakeWorker) -> None:
+def test_a_copy_to_unmapped_memory_fails_before_it_reaches_the_device(make_data_plane: MakeDataPlane) -> None:
     device = FakeDevice()
-    worker = make_worker(device=device)
-    worker.submit(plan(1, "store", (0,), (16,)))
-    assert wait_for(worker, 1)[1].error == "CopyError: slot 16 is not pinned; the pool has 16 slots pinned"
+    plane = make_data_plane(device=device)
+    plane.submit(plan(1, "store", (0,), (16,)))
+    assert wait_for(plane, 1)[1].error == "CopyError: slot 16 is not pinned; the pool has 16 slots pinned"
     assert not device.begun
 
 
 def test_a_capacity_beyond_the_reserved_space_is_met_in_part_and_reported(
-    make_worker: MakeWorker, eventually: Eventually
+    make_data_plane: MakeDataPlane, eventually: Eventually
 ) -> None:
-    worker = make_worker()
-    worker.pool.start()
-    worker.apply(DesiredState("engine", 17, number=7))
-    eventually(lambda: worker.report().pinned_slots == 16)
-    report = worker.report()
+    plane = make_data_plane()
+    plane.pool.start()
+    plane.apply(DesiredState("engine", 17, number=7))
+    eventually(lambda: plane.report().pinned_slots == 16)
+    report = plane.report()
     assert (report.state, report.target_slots, report.error_reason) == ("degraded", 16, "max_bytes")
     assert report.error == "the capacity is 17 slots; max_bytes of this rank's pool allows 16"
-    worker.apply(DesiredState("engine", 16, number=8))
-    assert worker.report().state == "ready"
+    plane.apply(DesiredState("engine", 16, number=8))
+    assert plane.report().state == "ready"
 
 
-def test_the_end_of_the_copy_thread_is_reported_and_listeners_are_called(make_worker: MakeWorker) -> None:
+def test_the_end_of_the_copy_thread_is_reported_and_listeners_are_called(make_data_plane: MakeDataPlane) -> None:
     device, told = FakeDevice(), threading.Event()
-    worker = make_worker(device=device)
-    worker.add_listener(told.set)
-    worker.submit(plan(1, "store", (0,), (0,)))
+    plane = make_data_plane(device=device)
+    plane.add_listener(told.set)
+    plane.submit(plan(1, "store", (0,), (0,)))
     device.ticket(1).poll_error = RuntimeError("a defect")
-    assert wait_for(worker, 1)[1].mark == "failed"
+    assert wait_for(plane, 1)[1].mark == "failed"
     assert told.wait(10)
-    report = worker.report()
+    report = plane.report()
     assert (report.state, report.error_reason) == ("failed", "copy_thread")
     assert report.error == "the copy thread has failed: RuntimeError('a defect')"
-    worker.submit(plan(2, "load", (0,), (0,)))
-    assert wait_for(worker, 2)[2].mark == "failed"
+    plane.submit(plan(2, "load", (0,), (0,)))
+    assert wait_for(plane, 2)[2].mark == "failed"
 
 
-def test_ops_beyond_the_queue_fail(make_worker: MakeWorker) -> None:
+def test_ops_beyond_the_queue_fail(make_data_plane: MakeDataPlane) -> None:
     device = FakeDevice()
-    worker = make_worker(device=device, max_queued=1)
+    plane = make_data_plane(device=device, max_queued=1)
     for op_id in (1, 2):
-        worker.submit(plan(op_id, "store", (0,), (0,)))
+        plane.submit(plan(op_id, "store", (0,), (0,)))
         device.ticket(op_id)
-    worker.submit(StepPlan((Op(3, "store", (0,), (0,)), Op(4, "store", (0,), (0,)))))
-    assert "QueueFullError" in str(wait_for(worker, 4)[4].error)
+    plane.submit(StepPlan((Op(3, "store", (0,), (0,)), Op(4, "store", (0,), (0,)))))
+    assert "QueueFullError" in str(wait_for(plane, 4)[4].error)
 
 
-def test_closing_ends_threads_device_and_pool_and_keeps_the_completions(make_worker: MakeWorker) -> None:
+def test_closing_ends_threads_device_and_pool_and_keeps_the_completions(make_data_plane: MakeDataPlane) -> None:
     device = FakeDevice()
-    worker = make_worker(device=device)
-    worker.pool.start()
-    worker.submit(plan(1, "store", (0,), (0,)))
+    plane = make_data_plane(device=device)
+    plane.pool.start()
+    plane.submit(plan(1, "store", (0,), (0,)))
     device.ticket(1)
-    worker.close(0)
-    worker.close(0)
+    plane.close(0)
+    plane.close(0)
     assert device.closed
-    assert worker.pool.status().state == "closed"
+    assert plane.pool.status().state == "closed"
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstow")] == []
-    assert [(c.op_id, c.mark) for c in worker.take_completions()] == [(1, "failed")]
-    assert worker.report().state == "stopped"
+    assert [(c.op_id, c.mark) for c in plane.take_completions()] == [(1, "failed")]
+    assert plane.report().state == "stopped"
 
 
 def test_the_pool_outlives_a_copy_that_hangs(
-    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_data_plane: MakeDataPlane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvstow.copythread._STUCK_GRACE", 0.01)
     device, hanging, go_on = FakeDevice(), threading.Event(), threading.Event()
@@ -414,14 +414,14 @@ def test_the_pool_outlives_a_copy_that_hangs(
         go_on.wait(10)
 
     monkeypatch.setattr(device, "launch_store", hang)
-    worker = make_worker(device=device)
-    worker.submit(plan(1, "store", (0,), (0,)))
+    plane = make_data_plane(device=device)
+    plane.submit(plan(1, "store", (0,), (0,)))
     assert hanging.wait(10)
     with caplog.at_level(logging.ERROR):
-        worker.close(0)
-    assert worker.pool.status().state != "closed"
+        plane.close(0)
+    assert plane.pool.status().state != "closed"
     assert "a copy hangs in the device; its pool is not freed" in caplog.text
     go_on.set()
     monkeypatch.undo()
-    worker.close(0)
-    assert worker.pool.status().state == "closed"
+    plane.close(0)
+    assert plane.pool.status().state == "closed"

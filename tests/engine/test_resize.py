@@ -35,31 +35,31 @@ class Host:
         layout = KVLayout((Region("kv", SLOTS, 4096, 4096),))
         self.eventually = eventually
         self.engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=SLOTS))
-        self.worker = DataPlane(0, pool, CpuDevice(pool, layout, [kv]))
+        self.plane = DataPlane(0, pool, CpuDevice(pool, layout, [kv]))
         pool.start()
-        eventually(lambda: self.worker.report().pinned_slots == SLOTS)
+        eventually(lambda: self.plane.report().pinned_slots == SLOTS)
 
     def beat(self) -> RankReport:
-        report = self.worker.report()
-        self.worker.apply(self.engine.report(report))
+        report = self.plane.report()
+        self.plane.apply(self.engine.report(report))
         return report
 
     def shrink_and_grow(self) -> None:
         """The rank receives the shrink, frees its memory, and has not received the growth."""
         self.engine.admin.resize(FEW).run()
         self.beat()
-        self.eventually(lambda: self.worker.report().chunks_done == 1)
+        self.eventually(lambda: self.plane.report().chunks_done == 1)
         self.engine.admin.resize(SLOTS).run()
 
     def store(self) -> tuple[int, str]:
         """Store as many blocks as fit. Returns the number of blocks and the result on the rank."""
         op = self.engine.begin_store(KEYS, range(SLOTS)).op
         assert op is not None
-        self.worker.submit(StepPlan((op,)))
+        self.plane.submit(StepPlan((op,)))
         while True:
-            assert self.worker.wait_completions(10)
-            completions = self.worker.take_completions()
-            self.engine.complete(0, self.worker.boot_id, completions)
+            assert self.plane.wait_completions(10)
+            completions = self.plane.take_completions()
+            self.engine.complete(0, self.plane.boot_id, completions)
             if last := [said.error or said.mark for said in completions if said.mark != "source_free"]:
                 return len(op.slots), last[0]
 
@@ -68,7 +68,7 @@ class Host:
 def host(make_pool: MakePool, eventually: Eventually) -> Iterator[Host]:
     host = Host(make_pool(), eventually)
     yield host
-    host.worker.close(0)
+    host.plane.close(0)
 
 
 def test_freed_slots_are_not_used_before_they_are_pinned_again(host: Host, eventually: Eventually) -> None:
@@ -76,7 +76,7 @@ def test_freed_slots_are_not_used_before_they_are_pinned_again(host: Host, event
     host.shrink_and_grow()
     assert host.store() == (FEW, "done")
     host.beat()
-    eventually(lambda: host.worker.report().pinned_slots == SLOTS)
+    eventually(lambda: host.plane.report().pinned_slots == SLOTS)
     host.beat()
     host.engine.admin.purge(everything=True).run()
     assert host.store() == (SLOTS, "done")
@@ -92,7 +92,7 @@ def test_a_forgotten_shrink_is_noticed(host: Host, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_report_from_before_a_shrink_may_come_after_it(host: Host) -> None:
-    early = host.worker.report()
+    early = host.plane.report()
     host.beat()
     host.shrink_and_grow()
     host.engine.report(early)
@@ -113,7 +113,7 @@ def test_listeners_are_called_when_a_shrink_is_applied(host: Host) -> None:
     """The agent then reports at once, so the engine can count on the kept slots without delay."""
     host.beat()
     told_on: list[threading.Thread] = []
-    host.worker.add_listener(lambda: told_on.append(threading.current_thread()))
+    host.plane.add_listener(lambda: told_on.append(threading.current_thread()))
     host.beat()
     assert threading.current_thread() not in told_on, "nothing has changed"
     host.engine.admin.pause_pinning(True)

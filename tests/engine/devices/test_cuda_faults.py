@@ -67,7 +67,7 @@ class Host:
         options = {"strategy": "auto", "threshold_bytes": 2048, "staging_bytes": 11_000}  # two blocks a batch
         self.rank = CudaRank(undo, [4096, 1000], 24, 16, _SLOTS, options)
         undo.pop_all()
-        self.worker = DataPlane(0, self.rank.pool, self.rank.device)
+        self.plane = DataPlane(0, self.rank.pool, self.rank.device)
         self._compute = FakeStream(0)
         cuda.streams.append(self._compute)
         self.final: dict[int, Completion] = {}
@@ -75,7 +75,7 @@ class Host:
     def pin(self) -> None:
         """Retries a chunk that fails, as an operator would."""
         deadline = time.monotonic() + _PATIENCE
-        while (pinned := self.worker.report()).state != "ready":
+        while (pinned := self.plane.report()).state != "ready":
             assert time.monotonic() < deadline, pinned
             if pinned.error is not None:
                 self.rank.pool.retry()
@@ -92,7 +92,7 @@ class Host:
         assert [self.rank.slot(slot) for slot in stored] == [contents[slot] for slot in stored]
         loads = [self._op("load", range(8, 11), range(3)), self._op("load", range(11, 16), range(3, 8))]
         self._submit(loads, self._fence())
-        self.worker.drive()
+        self.plane.drive()
         self._finish(loads)
         loaded = [block for op in loads if self._is_done(op) for block in op.blocks if block - 8 in stored]
         assert [self.rank.block(block) for block in loaded] == [contents[block - 8] for block in loaded]
@@ -112,7 +112,7 @@ class Host:
             return None  # the host's own call has failed
 
     def _submit(self, ops: list[Op], fence: CudaFence | None) -> None:
-        self.worker.submit(StepPlan(tuple(ops)), fence)
+        self.plane.submit(StepPlan(tuple(ops)), fence)
 
     def _finish(self, ops: list[Op]) -> None:
         """Wait for the final completion of each op, which must come once."""
@@ -120,12 +120,12 @@ class Host:
         left = {op.op_id: op for op in ops}
         while left:
             assert time.monotonic() < deadline, (
-                f"no final completion of {sorted(left)}; the rank is {self.worker.report()}"
+                f"no final completion of {sorted(left)}; the rank is {self.plane.report()}"
             )
             self.cuda.run()
-            self.worker.drive()
-            self.worker.wait_completions(0.0005)
-            for completion in self.worker.take_completions():
+            self.plane.drive()
+            self.plane.wait_completions(0.0005)
+            for completion in self.plane.take_completions():
                 if completion.mark != "source_free":
                     assert completion.op_id not in self.final, "completed twice"
                     self.final[completion.op_id] = completion
@@ -160,11 +160,11 @@ def _live_through(cuda: FakeCuda, call: str, number: int) -> None:
         host.use()
         has_failed = cuda.calls.get(call, 0) > number
         ops = host.use()
-        if host.worker.report().state != "failed":  # the report shows it, and the server stops using it
+        if host.plane.report().state != "failed":  # the report shows it, and the server stops using it
             assert host.all_done(ops) or not has_failed, host.final
     finally:
-        host.worker.close()
-    assert host.worker.report().pending_ops == 0
+        host.plane.close()
+    assert host.plane.report().pending_ops == 0
 
 
 @pytest.mark.parametrize("how", [700, MemoryError], ids=["refused", "raised"])

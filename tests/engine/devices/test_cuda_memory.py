@@ -25,20 +25,20 @@ def start_copy(cuda: Any, make_cuda_rank: Any, new_fence: Any, eventually: Event
 
     def start(direction: Direction) -> DataPlane:
         ranks.append(rank := make_cuda_rank(slots=SLOTS))
-        worker = DataPlane(0, rank.pool, rank.device)
+        plane = DataPlane(0, rank.pool, rank.device)
         fence, _ = new_fence()
-        worker.submit(StepPlan((Op(1, direction, (0,), (SLOTS - 1,)),)), fence)
+        plane.submit(StepPlan((Op(1, direction, (0,), (SLOTS - 1,)),)), fence)
         eventually(lambda: {"copy", "gather", "scatter"} & {name for stream in cuda.streams for name in stream.names})
-        return worker
+        return plane
 
     return start
 
 
-def _finish(cuda: Any, worker: DataPlane) -> str:
+def _finish(cuda: Any, plane: DataPlane) -> str:
     for _ in range(1000):
         cuda.run()
-        if worker.wait_completions(0.01):
-            return worker.take_completions()[-1].mark
+        if plane.wait_completions(0.01):
+            return plane.take_completions()[-1].mark
     raise AssertionError("the copy does not end")
 
 
@@ -46,14 +46,14 @@ def _finish(cuda: Any, worker: DataPlane) -> str:
 def test_a_shrink_waits_for_the_copy(
     cuda: Any, start_copy: Callable[[Direction], DataPlane], eventually: Eventually, direction: Direction
 ) -> None:
-    worker = start_copy(direction)
-    worker.apply(DesiredState("engine", 1, number=1))
-    assert worker.pool._next_step() is None
-    assert worker.report().pinned_slots == 1, "no other copy begins above it"
-    assert _finish(cuda, worker) == "done"
-    eventually(lambda: worker.pool.status().chunks_done == 1)
+    plane = start_copy(direction)
+    plane.apply(DesiredState("engine", 1, number=1))
+    assert plane.pool._next_step() is None
+    assert plane.report().pinned_slots == 1, "no other copy begins above it"
+    assert _finish(cuda, plane) == "done"
+    eventually(lambda: plane.pool.status().chunks_done == 1)
     assert cuda.offences == []
-    worker.close()
+    plane.close()
 
 
 def test_without_holds_memory_is_unregistered_during_the_copy(
@@ -67,9 +67,9 @@ def test_without_holds_memory_is_unregistered_during_the_copy(
 
     monkeypatch.setattr(HostPool, "_may_give_back", given_back_all_the_same)
     monkeypatch.setattr(ChunkMemory, "decommit", lambda self, chunk: None)  # or this copy would crash
-    worker = start_copy("store")
-    worker.apply(DesiredState("engine", 1, number=1))
+    plane = start_copy("store")
+    plane.apply(DesiredState("engine", 1, number=1))
     eventually(lambda: cuda.offences)
     assert cuda.offences[0] == "memory of the host is unregistered while a copy is to touch it"
-    _finish(cuda, worker)
-    worker.close()
+    _finish(cuda, plane)
+    plane.close()
