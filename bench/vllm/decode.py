@@ -27,7 +27,7 @@ from bench.report import Table
 from bench.vllm.admin import PinWatch
 from bench.vllm.engines import GIB, Setup, start_async
 from bench.vllm.model import SHAPES, write_model
-from bench.vllm.results import add_common, add_engines, open_results
+from bench.vllm.results import add_engines, make_parser, open_results
 
 _TIMEOUT = 240.0
 
@@ -185,11 +185,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python3 -m bench.vllm decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_common(parser)
-    parser.add_argument("--shape", default="8b", choices=[name for name in SHAPES if name != "tiny"])
+    parser = make_parser("decode", __doc__, shape=True)
     add_engines(parser, ["none", "kvstow", "simple", "none"], pool=64.0, graphs="decode")
     parser.add_argument("--windows", type=int, default=FULL.windows, help=f"of {FULL.steps} steps each")
     return parser

@@ -30,7 +30,7 @@ from bench.vllm.engines import GIB, Setup, block_tokens, start_llm
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.process import run
 from bench.vllm.registration import observe_registration
-from bench.vllm.results import Results, add_common, add_engines, open_results
+from bench.vllm.results import Results, add_engines, make_parser, open_results
 
 BAR = 1.10  # of the floor
 START_BAR = 0.5  # seconds above no connector
@@ -253,10 +253,7 @@ def _measure_shape(shape: str, model: Path, options: argparse.Namespace, results
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python3 -m bench.vllm hits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_common(parser)
+    parser = make_parser("hits", __doc__)
     shapes = [name for name in SHAPES if name != "tiny"]
     parser.add_argument("--shapes", nargs="+", default=["8b", "tp8"], choices=shapes)
     add_engines(parser, ["none", "kvstow", "simple", "offloading", "none"], pool=40.0, graphs="none")

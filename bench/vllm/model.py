@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -55,29 +56,38 @@ SHAPES = {
 }
 
 
-def write_model(folder: Path, shape: Shape, *, weights: bool) -> None:
+def write_model(
+    folder: Path,
+    shape: Shape,
+    *,
+    weights: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    config: Mapping[str, object] | None = None,
+) -> None:
     """Without `weights` vLLM has to make its own (`load_format="dummy"`): then all answers look alike.
 
-    With them, answers depend on all of the KV cache: one wrong block changes them.
+    With them, answers depend on all of the KV cache: one wrong block changes them. The same seed gives the same bytes.
+    `config` replaces values of the shape's.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shape.config()))
+    (folder / "config.json").write_text(json.dumps(shape.config() | dict(config or {})))
     if weights:
         save_file = import_module("safetensors.torch").save_file  # comes with vLLM
-        save_file(_weights(shape), folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(_weights(shape, dtype, seed), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _weights(shape: Shape) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
+def _weights(shape: Shape, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     spread = (256 / shape.hidden) ** 0.5
 
     def normal(rows: int, columns: int, std: float) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * std).to(torch.bfloat16)
+        return (torch.randn(rows, columns, generator=generator) * std).to(dtype)
 
     hidden, queries, keys = shape.hidden, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     weights = {
         "model.embed_tokens.weight": normal(shape.vocabulary, hidden, 1.0),
-        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+        "model.norm.weight": torch.ones(hidden, dtype=dtype),
         "lm_head.weight": normal(shape.vocabulary, hidden, 0.15 * spread),
     }
     for layer in range(shape.layers):
@@ -93,5 +103,5 @@ def _weights(shape: Shape) -> dict[str, torch.Tensor]:
         for name, (rows, columns, std) in sizes.items():
             weights[f"model.layers.{layer}.{name}.weight"] = normal(rows, columns, std * spread)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+            weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden, dtype=dtype)
     return weights

@@ -13,6 +13,7 @@ from typing import Any
 
 from bench.report import Table
 from bench.vllm.engines import CONNECTORS, GRAPHS, Graphs, Setup
+from bench.vllm.model import SHAPES
 from bench.vllm.process import MeasurementError, run
 
 _ERROR = 3000  # characters, the last ones
@@ -70,6 +71,17 @@ def open_results(name: str, options: argparse.Namespace) -> Results:
     results = Results(options.out / f"{name}.jsonl")
     results.add("options", **{key: str(value) for key, value in vars(options).items()})
     return results
+
+
+def make_parser(name: str, doc: str | None, *, shape: bool = False) -> argparse.ArgumentParser:
+    """Of the benchmark `name`, with the options of all; `shape`: it takes one model."""
+    parser = argparse.ArgumentParser(
+        prog=f"python3 -m bench.vllm {name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_common(parser)
+    if shape:
+        parser.add_argument("--shape", default="8b", choices=[each for each in SHAPES if each != "tiny"])
+    return parser
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:

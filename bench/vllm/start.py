@@ -21,7 +21,7 @@ from bench.report import Table, verdict
 from bench.vllm.engines import GIB, Setup, start_llm
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.registration import observe_registration
-from bench.vllm.results import add_common, add_engines, open_results
+from bench.vllm.results import add_engines, make_parser, open_results
 
 BAR = 0.5  # seconds above no connector
 
@@ -83,10 +83,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python3 -m bench.vllm start", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_common(parser)
-    parser.add_argument("--shape", default="8b", choices=[name for name in SHAPES if name != "tiny"])
+    parser = make_parser("start", __doc__, shape=True)
     add_engines(parser, ["none", "kvstow"] * 3, pool=40.0, graphs="none")
     return parser

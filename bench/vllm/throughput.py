@@ -23,7 +23,7 @@ from bench.report import Table, verdict
 from bench.vllm import admin
 from bench.vllm.engines import GIB, Setup, start_llm
 from bench.vllm.model import SHAPES, write_model
-from bench.vllm.results import add_common, add_engines, open_results
+from bench.vllm.results import add_engines, make_parser, open_results
 
 BAR = 0.99
 
@@ -121,13 +121,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python3 -m bench.vllm throughput",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_common(parser)
-    parser.add_argument("--shape", default="8b", choices=[name for name in SHAPES if name != "tiny"])
+    parser = make_parser("throughput", __doc__, shape=True)
     add_engines(parser, ["none", "kvstow", "none", "kvstow"], pool=16.0, graphs="decode")
     parser.add_argument("--rounds", type=int, default=2)
     return parser

@@ -30,7 +30,7 @@ from bench.vllm.conversations import Answer, Load, Talk, Turn
 from bench.vllm.engines import CONNECTORS, Setup, block_tokens, start_async
 from bench.vllm.model import SHAPES, Shape, write_model
 from bench.vllm.process import Measurement, MeasurementError, run
-from bench.vllm.results import add_common, open_results
+from bench.vllm.results import make_parser, open_results
 
 _STARTING = 180.0  # seconds
 _PROMPTS = 16  # of the control
@@ -192,10 +192,7 @@ def _figures(talked: Talked) -> dict[str, object]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python3 -m bench.vllm verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_common(parser)
+    parser = make_parser("verify", __doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="of talking to each of the two engines")
     parser.add_argument(
         "--connector", choices=CONNECTORS, default="kvstow", help="compared; with none, the comparison itself is tried"
