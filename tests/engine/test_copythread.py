@@ -77,14 +77,14 @@ def test_the_memory_of_an_op_is_held_until_it_is_complete(harness: Harness, dire
 
 
 def test_an_op_that_does_not_begin_holds_nothing(harness: Harness) -> None:
-    harness.device.begin_error = CopyError("no")
+    harness.device.launch_error = CopyError("no")
     harness.submit(7)
     assert harness.completions(1)[0].mark == "failed"
     assert harness.held == []
 
 
 def test_a_load_that_cannot_be_launched_is_closed_and_the_next_one_runs(harness: Harness) -> None:
-    harness.device.begin_error = CopyError("no")
+    harness.device.launch_error = CopyError("no")
     harness.submit(7, direction="load")
     assert harness.completions(1)[0].mark == "failed"
     assert (harness.device.prepared, harness.held) == ({}, [])
@@ -135,7 +135,7 @@ def test_waiting_for_room_counts_as_queue_time(harness: Harness) -> None:
 
 
 def test_an_op_that_fails_on_the_device_or_at_its_begin_does_not_stop_the_next(harness: Harness) -> None:
-    harness.device.begin_error = ValueError("no such block")
+    harness.device.launch_error = ValueError("no such block")
     harness.submit(1, 2, 3)
     harness.device.ticket(2).fail(OSError("link down"))
     harness.device.ticket(3).finish()
@@ -453,7 +453,7 @@ def test_an_error_during_drive_ends_the_thread_and_not_the_host(harness: Harness
 
 def test_nothing_is_driven_after_the_end(harness: Harness) -> None:
     harness.copies.close(0)
-    harness.device.begin_error = RuntimeError("the device is closed")
+    harness.device.launch_error = RuntimeError("the device is closed")
     harness.submit(1)
     harness.copies.drive()
-    assert harness.device.begin_error is not None
+    assert harness.device.launch_error is not None

@@ -82,8 +82,8 @@ class Device(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:
-        """Queue the copy of block `blocks[i]` to slot `slots[i]`, to start once `after` has finished. Touches neither.
-        After an error nothing is queued."""
+        """Queue the copy of block `blocks[i]` to slot `slots[i]`, to start once `after` has finished. Touches neither
+        itself. After an error nothing is queued."""
 
     def prepare_load(self, op_id: int, slots: Sequence[int]) -> PreparedLoad:
         """Begin a load from these slots. May start to copy them into staging memory of this load alone; touches no
@@ -91,7 +91,7 @@ class Device(Protocol):
 
     def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> Ticket:
         """Queue the copy of the prepared slot `i` to block `blocks[i]`, which is written once `after` has finished.
-        Touches neither. After an error nothing is queued, and `load` is still to be closed."""
+        Touches no block itself. After an error nothing is queued, and `load` is still to be closed."""
 
     def advance(self) -> None:
         """Start queued work, loads before stores, and notice what has finished. Never waits for the device, and starts

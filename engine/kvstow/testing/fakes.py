@@ -127,13 +127,13 @@ class FakeLoad:
 
 
 class FakeDevice:
-    """Hands out `FakeTicket`s by op id. `begin_error` is raised by the next `launch_store` or `launch_load`,
+    """Returns `FakeTicket`s by op id. `launch_error` is raised by the next `launch_store` or `launch_load`,
     `advance_error` by each `advance`. `prepared`: loads that were neither launched nor closed."""
 
     capabilities = Capabilities(name="fake", kv_in_place=True, pin_mode="fake")
 
     def __init__(self) -> None:
-        self.begin_error: Exception | None = None
+        self.launch_error: Exception | None = None
         self.advance_error: Exception | None = None
         self.close_error: Exception | None = None
         self.closed = False
@@ -177,8 +177,8 @@ class FakeDevice:
 
     def _begin(self, op_id: int) -> FakeTicket:
         with self._begun:
-            if (error := self.begin_error) is not None:
-                self.begin_error = None
+            if (error := self.launch_error) is not None:
+                self.launch_error = None
                 raise error
             self._tickets[op_id] = FakeTicket()
             self._begun.notify_all()
