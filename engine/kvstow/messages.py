@@ -217,7 +217,7 @@ class _Field(NamedTuple):
 
 def figures_of(kind: type[RankFigures | PoolFigures | CopyFigures], of: Any) -> dict[str, Any]:
     """The fields of `kind`, which is a base of the class of `of`, as keyword arguments."""
-    return {known.name: getattr(of, known.name) for known in fields(kind)}
+    return {name: getattr(of, name) for name in kind.__dataclass_fields__}
 
 
 def _from_json(cls: type[_Message], value: Any) -> _Message:

@@ -4,7 +4,7 @@ copy of it, which the admin API serves. Times are in seconds."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -219,8 +219,8 @@ class Counters:
         self, state: EngineState, pool: PoolStats, pending: PendingTransfers, block_tokens: int | None
     ) -> EngineStats:
         """A copy of all counters, with the values given. O(counters)."""
-        counters = {known.name: _copied(getattr(self, known.name)) for known in fields(Counters)}
-        stats = EngineStats(state=state, pool=pool, block_tokens=block_tokens, **counters)
+        counters = [_copied(getattr(self, name)) for name in Counters.__slots__]
+        stats = EngineStats(*counters, state=state, pool=pool, block_tokens=block_tokens)
         stats.transfers.pending = pending
         if stats.lookups.query_blocks:
             stats.lookups.hit_ratio = stats.lookups.hit_blocks / stats.lookups.query_blocks
@@ -251,5 +251,5 @@ def _copied(value: Any) -> Any:
     if isinstance(value, (dict, Histogram)):
         return value.copy()
     if isinstance(value, (DirectionStats, TransferStats, LookupStats, FaultStats, AgeStats)):
-        return type(value)(*(_copied(getattr(value, known.name)) for known in fields(value)))
+        return type(value)(*[_copied(getattr(value, name)) for name in value.__slots__])
     return value
