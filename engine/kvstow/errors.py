@@ -66,6 +66,24 @@ class PinError(KvstowError):
         return type(self), (self.reason, str(self))
 
 
+class ForeignMemoryError(KvstowError):
+    """A file descriptor that was handed over is not the memory that it should be."""
+
+    code = "foreign_memory"
+
+
+class JournalError(KvstowError):
+    """The journal of an index cannot be used: it belongs to another pool, another layout or another version."""
+
+    code = "journal_invalid"
+
+
+class KeeperError(KvstowError):
+    """The keeper, which holds memory across restarts of the service, refused a request or cannot be reached."""
+
+    code = "keeper"
+
+
 class CopyError(KvstowError):
     """A copy between the device and the pool failed."""
 

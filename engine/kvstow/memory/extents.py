@@ -1,0 +1,219 @@
+"""Extents: the pieces of shared memory of which a node's pools are made.
+
+All calls that take long go through ctypes, which lets go of the interpreter lock while the kernel works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstow.bytesize import format_size
+from kvstow.config import HugePages
+from kvstow.errors import ConfigError, PinError
+from kvstow.memfd import MemfdIdentity, create_memfd, identify_memfd, populated_prefix, require_memfd
+from kvstow.memory.numa import bytes_by_node, prefer_node
+from kvstow.memory.region import HUGE_PAGE_BYTES, PAGE_BYTES, HostRegion, round_up
+
+EXTENT_NAME = "kvstow-extent"
+STEP_BYTES = 64 << 20  # the watermark moves by so much
+
+_PIECE_BYTES = 8 << 20  # between two looks at whether to stop: 1 ms for huge pages, 5 for others
+_NODE_STEP = 16 << 20  # bytes between two samples of where memory lies
+
+_PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
+_MADV_DONTFORK, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 10, 23, 25
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_libc.mmap.restype, _libc.mmap.argtypes = _address, (_address, _size, _int, _int, _int, ctypes.c_long)
+_libc.madvise.argtypes = (_address, _size, _int)
+
+
+@dataclass(frozen=True, slots=True)
+class Populated:
+    """What one call of `Window.populate` did. `small_page_bytes` of the bytes lie in pages of 4 KiB."""
+
+    num_bytes: int
+    small_page_bytes: int
+    numa_bytes: Counter[int]
+
+
+class Extent:
+    """A memfd of `num_bytes`, a multiple of 2 MiB; those below `populated_bytes`, the watermark, may be shown to
+    clients. The owner closes it, after the populator has let go of it (`Populator.discard`).
+
+    Any thread may read the properties; only the populator's writes them.
+    """
+
+    def __init__(self, fd: int, num_bytes: int, huge_pages: HugePages, numa_node: int | None) -> None:
+        """Takes over `fd`. Use `create` or `adopt`."""
+        self.fd, self.num_bytes, self.huge_pages, self.numa_node = fd, num_bytes, huge_pages, numa_node
+        self.populated_bytes = 0
+        self.small_page_bytes = 0
+        """Of those populated by this process: bytes in pages of 4 KiB."""
+        self.numa_bytes: Counter[int] = Counter()
+        """The same by NUMA node; empty where the kernel does not tell."""
+        self.notice: str | None = None
+        """A sentence for people where memory cannot be bound to the node, else None."""
+
+    @classmethod
+    def create(cls, num_bytes: int, huge_pages: HugePages = "advised", numa_node: int | None = None) -> Extent:
+        """An extent that takes no memory yet. Raises `PinError`, or `ConfigError` for another size."""
+        _require_whole_pages(num_bytes)
+        fd = create_memfd(EXTENT_NAME, num_bytes, reserved_huge_pages=huge_pages == "reserved")
+        return cls(fd, num_bytes, huge_pages, numa_node)
+
+    @classmethod
+    def adopt(
+        cls,
+        fd: int,
+        num_bytes: int,
+        huge_pages: HugePages = "advised",
+        numa_node: int | None = None,
+        *,
+        identity: MemfdIdentity | None = None,
+    ) -> Extent:
+        """An extent that an earlier service made, with its bytes; takes over `fd`. The watermark is where the memory
+        has its first gap. Raises `ForeignMemoryError`, and then the caller still owns `fd`."""
+        require_memfd(fd, EXTENT_NAME, num_bytes, identity=identity)
+        extent = cls(fd, num_bytes, huge_pages, numa_node)
+        prefix = populated_prefix(fd, reserved_huge_pages=huge_pages == "reserved")
+        extent.populated_bytes = num_bytes if prefix >= num_bytes else prefix - prefix % STEP_BYTES
+        return extent
+
+    @property
+    def identity(self) -> MemfdIdentity:
+        return identify_memfd(self.fd)
+
+    @property
+    def is_closed(self) -> bool:
+        return self.fd < 0
+
+    def close(self) -> None:
+        """Give the memory back, once no client and no keeper has it any more; idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def record(self, populated: Populated, end: int) -> None:
+        """The bytes up to `end` are populated. Called by the populator; the watermark moves by whole steps."""
+        self.small_page_bytes += populated.small_page_bytes
+        self.numa_bytes += populated.numa_bytes
+        self.populated_bytes = end if end == self.num_bytes else max(self.populated_bytes, end - end % STEP_BYTES)
+
+
+@dataclass(slots=True)
+class Window:
+    """Address space through which extents are populated, one range of at most `STEP_BYTES` at a time. So this process
+    keeps no mapping of a pool: neither page tables nor the pool's bytes in its resident size.
+
+    Not locked: one thread at a time. The owner calls `close`.
+    """
+
+    notice: str | None = field(default=None, init=False)
+    """A sentence for people where the kernel makes no huge pages, else None."""
+    _region: HostRegion = field(default_factory=lambda: HostRegion(STEP_BYTES), init=False)
+    _can_collapse: bool = field(default=True, init=False)
+    _can_populate: bool = field(default=True, init=False)
+
+    def populate(self, extent: Extent, start: int, end: int, stop: Callable[[], bool]) -> Populated | None:
+        """Back `start` to `end`, multiples of 2 MiB, by memory, in huge pages if the kernel can. Bytes that are there
+        already stay. None if `stop` said so in between. Raises `PinError`."""
+        self._map(extent, start, end)
+        try:
+            small_page_bytes = 0
+            for offset in range(start, end, _PIECE_BYTES):
+                if stop():
+                    return None
+                piece = min(_PIECE_BYTES, end - offset)
+                small_page_bytes += self._populate_piece(extent, offset, self._region.address + offset - start, piece)
+            numa_bytes = bytes_by_node(self._region.address, end - start, _NODE_STEP)
+            return Populated(end - start, small_page_bytes, numa_bytes)
+        finally:
+            self._unmap(end - start)
+
+    def close(self) -> None:
+        """Give the address space back; idempotent."""
+        self._region.close()
+
+    def _map(self, extent: Extent, start: int, end: int) -> None:
+        size = end - start
+        flags = _MAP_SHARED | _MAP_FIXED
+        if _libc.mmap(self._region.address, size, _PROT_READ_WRITE, flags, extent.fd, start) != self._region.address:
+            if extent.huge_pages == "reserved":
+                why = "the machine or the cgroup has no reserved 2 MiB page left"
+                raise PinError("hugepages", f"mapping {format_size(size)} failed: {why} ({_error_text()})")
+            raise PinError("out_of_memory", f"mapping {format_size(size)} failed: {_error_text()}")
+        _libc.madvise(self._region.address, size, _MADV_DONTFORK)
+        if extent.numa_node is not None:
+            extent.notice = prefer_node(self._region.address, size, extent.numa_node)
+
+    def _unmap(self, num_bytes: int) -> None:
+        """Put reserved address space back where the extent was mapped."""
+        flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        if _libc.mmap(self._region.address, num_bytes, _PROT_NONE, flags, -1, 0) != self._region.address:
+            raise PinError("out_of_memory", f"unmapping {format_size(num_bytes)} failed: {_error_text()}")
+        _libc.madvise(self._region.address, num_bytes, _MADV_DONTFORK)
+
+    def _populate_piece(self, extent: Extent, offset: int, address: int, num_bytes: int) -> int:
+        """The bytes that lie in small pages afterwards."""
+        small = 0 if extent.huge_pages == "reserved" else self._make_huge(extent, offset, address, num_bytes)
+        self._populate(extent, offset, address, num_bytes)
+        return small
+
+    def _make_huge(self, extent: Extent, offset: int, address: int, num_bytes: int) -> int:
+        """Turn one 4 KiB page into a huge one, for each 2 MiB: 10 GiB/s, where populating 512 small pages first and
+        collapsing them afterwards reaches 0.2 to 0.35. A range without any page is refused by the kernel."""
+        if not self._can_collapse:
+            return num_bytes
+        for start in range(0, num_bytes, HUGE_PAGE_BYTES):
+            self._populate(extent, offset + start, address + start, PAGE_BYTES)
+        if _libc.madvise(address, num_bytes, _MADV_COLLAPSE) == 0:
+            return 0
+        if ctypes.get_errno() == errno.EINVAL:
+            self._can_collapse = False
+            self.notice = (
+                "shared memory lies in 4 KiB pages, which take longer to register: MADV_COLLAPSE failed with "
+                f"{_error_text()}; it needs Linux 6.1 and transparent huge pages"
+            )
+            return num_bytes
+        starts = range(address, address + num_bytes, HUGE_PAGE_BYTES)
+        refused: int = sum(_libc.madvise(start, HUGE_PAGE_BYTES, _MADV_COLLAPSE) != 0 for start in starts)
+        if refused:
+            self.notice = f"some shared memory lies in 4 KiB pages: MADV_COLLAPSE failed with {_error_text()}"
+        return refused * HUGE_PAGE_BYTES
+
+    def _populate(self, extent: Extent, offset: int, address: int, num_bytes: int) -> None:
+        if self._can_populate:
+            if _libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0:
+                return
+            if ctypes.get_errno() != errno.EINVAL:
+                raise self._refusal(extent, num_bytes, _error_text())
+            self._can_populate = False
+        try:
+            os.posix_fallocate(extent.fd, offset, num_bytes)  # a kernel before 5.14
+        except OSError as error:
+            raise self._refusal(extent, num_bytes, error.strerror or str(error)) from error
+
+    @staticmethod
+    def _refusal(extent: Extent, num_bytes: int, why: str) -> PinError:
+        if extent.huge_pages == "reserved":
+            why = f"the machine or the cgroup has no reserved 2 MiB page left ({why})"
+            return PinError("hugepages", f"populating {format_size(num_bytes)} failed: {why}")
+        return PinError("out_of_memory", f"populating {format_size(num_bytes)} failed: {why}")
+
+
+def _require_whole_pages(num_bytes: int) -> None:
+    if num_bytes <= 0 or num_bytes != round_up(num_bytes, HUGE_PAGE_BYTES):
+        raise ConfigError("size of an extent", num_bytes, "a multiple of 2 MiB")
+
+
+def _error_text() -> str:
+    code = ctypes.get_errno()
+    return f"{errno.errorcode.get(code, code)} ({os.strerror(code)})"

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstow.errors import ConfigError, PinError
+from kvstow.memory import populator as populator_module
+from kvstow.memory.extents import STEP_BYTES, Extent, Populated, Window
+from kvstow.memory.limits import MemoryLimits
+from kvstow.memory.populator import Populator
+
+MIB, GIB = 1 << 20, 1 << 30
+
+Eventually = Callable[[Callable[[], object]], None]
+MakePopulator = Callable[..., Populator]
+MakeExtent = Callable[[int], Extent]
+
+
+class FakeWindow(Window):
+    """Takes no memory. `go_on` is waited for in each call while it is clear; `failures` come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranges: list[tuple[Extent, int, int]] = []
+        self.failures: list[Exception] = []
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def populate(self, extent: Extent, start: int, end: int, stop: Callable[[], bool]) -> Populated | None:
+        self.entered.set()
+        while not self.go_on.wait(0.001):
+            if stop():
+                return None
+        if self.failures:
+            raise self.failures.pop(0)
+        self.ranges.append((extent, start, end))
+        return Populated(end - start, 2 * MIB, Counter({0: end - start}))
+
+
+@pytest.fixture
+def window(monkeypatch: pytest.MonkeyPatch) -> FakeWindow:
+    window = FakeWindow()
+    monkeypatch.setattr(populator_module, "Window", lambda: window)
+    return window
+
+
+@pytest.fixture
+def limits(tmp_path: Path) -> MemoryLimits:
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
+    return MemoryLimits(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs")
+
+
+@pytest.fixture
+def make(limits: MemoryLimits) -> Iterator[MakePopulator]:
+    made: list[Populator] = []
+
+    def make(**given: object) -> Populator:
+        populator = Populator(limits, **{"pause": 0.0, **given})  # type: ignore[arg-type]
+        made.append(populator)
+        populator.start()
+        return populator
+
+    yield make
+    for populator in made:
+        populator.close()
+
+
+@pytest.fixture
+def extent() -> Iterator[MakeExtent]:
+    made: list[Extent] = []
+
+    def make(num_bytes: int) -> Extent:
+        made.append(Extent.create(num_bytes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_extents_are_populated_in_the_order_of_adding_and_the_watermark_moves_in_steps(
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+) -> None:
+    one, other = extent(STEP_BYTES + 6 * MIB), extent(4 * MIB)
+    populator = make(chunk_bytes=40 * MIB)
+    marks: set[int] = set()
+    populator.add_listener(lambda: marks.add(one.populated_bytes))
+    populator.add(one)
+    populator.add(other)
+    eventually(lambda: populator.status().state == "ready")
+    assert [(found is one, start // MIB, end // MIB) for found, start, end in window.ranges] == [
+        (True, 0, 40),
+        (True, 40, 64),
+        (True, 64, 70),
+        (False, 0, 4),
+    ]
+    assert marks == {0, STEP_BYTES, one.num_bytes}
+    status = populator.status()
+    assert status.populated_bytes == status.target_bytes == one.num_bytes + other.num_bytes
+    assert status.small_page_bytes == 8 * MIB
+    assert status.numa_bytes == {0: status.target_bytes}
+
+
+def test_real_memory(make: MakePopulator, extent: MakeExtent, eventually: Eventually) -> None:
+    one = extent(STEP_BYTES + 2 * MIB)
+    populator = make()
+    populator.add(one)
+    eventually(lambda: populator.status().state == "ready")
+    assert os.fstat(one.fd).st_blocks * 512 == one.populated_bytes == one.num_bytes
+
+
+def test_what_the_limits_refuse_is_shown_and_tried_again_on_request(
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent, limits: MemoryLimits, eventually: Eventually
+) -> None:
+    limits.meminfo.write_text(f"MemAvailable: {(64 + 64 + 32) << 10} kB\n")  # one step, the reserve, and half a step
+    populator = make()
+    one, other = extent(STEP_BYTES), extent(STEP_BYTES)
+
+    def take() -> None:
+        limits.meminfo.write_text(f"MemAvailable: {(64 + 32) << 10} kB\n")
+
+    populator.add_listener(take)
+    populator.add(one)
+    eventually(lambda: populator.status().state == "ready")
+    populator.add(other)
+    eventually(lambda: populator.status().state == "degraded")
+    status = populator.status()
+    assert status.error_reason == "out_of_memory"
+    assert status.error is not None
+    assert "64 MiB are needed beside a reserve of 64 MiB, but the machine has 96 MiB" in status.error
+    assert (one.populated_bytes, other.populated_bytes) == (STEP_BYTES, 0)
+    assert status.failures == {"out_of_memory": 1}
+    limits.meminfo.write_text(f"MemAvailable: {1 << 30} kB\n")
+    assert populator.status().state == "degraded", "nobody has asked"
+    populator.retry()
+    eventually(lambda: populator.status().state == "ready")
+    assert other.populated_bytes == STEP_BYTES
+
+
+def test_a_defect_stops_populating_but_neither_the_thread_nor_silently(
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+) -> None:
+    window.failures.append(ZeroDivisionError("a defect"))
+    populator = make()
+    populator.add(extent(2 * MIB))
+    eventually(lambda: populator.status().state == "failed")
+    status = populator.status()
+    assert status.error_reason == "internal"
+    assert "a defect" in str(status.error)
+    populator.add(extent(2 * MIB))
+    eventually(lambda: populator.status().state == "ready")
+
+
+def test_a_refusal_of_the_machine_has_its_reason(
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+) -> None:
+    window.failures.append(PinError("hugepages", "no page left"))
+    populator = make()
+    populator.add(extent(2 * MIB))
+    eventually(lambda: populator.status().state == "degraded")
+    assert populator.status().error_reason == "hugepages"
+
+
+def test_close_does_not_wait_for_the_pause_nor_for_the_rest_of_a_chunk(
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent
+) -> None:
+    populator = make(pause=1e6)
+    populator.add(extent(4 * STEP_BYTES))
+    assert window.entered.wait(10)
+    populator.close()
+    assert populator.status().state == "closed"
+    window.entered.clear()
+    window.go_on.clear()
+    other = make()
+    other.add(extent(4 * STEP_BYTES))
+    assert window.entered.wait(10)
+    other.close()
+
+
+def test_a_discarded_extent_is_left_alone_before_discard_returns(
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+) -> None:
+    window.go_on.clear()
+    populator = make()
+    one, other = extent(STEP_BYTES), extent(STEP_BYTES)
+    populator.add(one)
+    assert window.entered.wait(10)
+    populator.discard(one)
+    one.close()
+    window.go_on.set()
+    populator.add(other)
+    eventually(lambda: populator.status().state == "ready")
+    assert [found for found, *_ in window.ranges] == [other]
+    assert one.populated_bytes == 0
+    populator.discard(one)
+
+
+def test_pausing_starts_no_further_chunk(
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+) -> None:
+    populator = make()
+    populator.set_paused(True)
+    one = extent(STEP_BYTES)
+    populator.add(one)
+    assert populator.status().state == "paused"
+    assert window.ranges == []
+    populator.set_paused(False)
+    eventually(lambda: populator.status().state == "ready")
+
+
+def test_an_adopted_extent_is_populated_from_its_watermark_on(
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+) -> None:
+    one = extent(3 * STEP_BYTES)
+    one.populated_bytes = 2 * STEP_BYTES
+    populator = make()
+    populator.add(one)
+    eventually(lambda: populator.status().state == "ready")
+    assert [(start, end) for _, start, end in window.ranges] == [(2 * STEP_BYTES, 3 * STEP_BYTES)]
+
+
+@pytest.mark.parametrize(("name", "value"), [("chunk_bytes", 0), ("pause", -1.0)])
+def test_settings_out_of_range_are_refused(limits: MemoryLimits, name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match="allowed"):
+        Populator(limits, **{name: value})  # type: ignore[arg-type]
