@@ -187,7 +187,7 @@ class CopyThread:
             completion = step(copy)
             if completion is not None:
                 published = True
-                self._finish(copy, completion)
+                self._complete(copy, completion)
         return published
 
     def _begin(self, copy: PendingOp) -> Completion | None:
@@ -218,7 +218,7 @@ class CopyThread:
             return Completion(copy.op.op_id, "source_free")
         return None
 
-    def _finish(self, copy: PendingOp, completion: Completion) -> None:
+    def _complete(self, copy: PendingOp, completion: Completion) -> None:
         """The order matters: if a step raises, the op is still reported once, now or when the thread ends."""
         with self._lock:
             if completion.mark == "done":

@@ -288,10 +288,10 @@ class Index:
             found.append("a protected slot is not visible")
         if self._held_and_protected != len(held & protected):
             found.append("the count of held and protected slots is wrong")
-        if not self.pending_stores.balances():
+        if not self.pending_stores.is_consistent():
             found.append("the count of filling slots is wrong")
-        if not self._held.balances():
+        if not self._held.is_consistent():
             found.append("a slot has further holders, but no first one")
-        if not self._protections.balances():
+        if not self._protections.is_consistent():
             found.append("the protections by slot and by end time differ")
         return found

@@ -251,6 +251,6 @@ class OpsInFlight:
             reasons.append(f"the host has {fault}: ranks {idle} have nothing under way")
         return "; ".join(reasons)
 
-    def balances(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether exactly the ops that are not stuck may become so. For integrity checks."""
         return self._moving.keys() == {op_id for op_id, entry in self._open.items() if not entry.stuck}

@@ -66,6 +66,6 @@ class PendingStores:
         else:
             self.disown([key for key, its_slot in self._slot_of.items() if its_slot >= slot])
 
-    def balances(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether every slot is counted once. For integrity checks."""
         return len(self._slot_of) + len(self._disowned) == self._num_slots == len(self.slots())

@@ -94,7 +94,7 @@ class Protections:
         """A copy of the protected slots. O(protections): for integrity checks."""
         return set(self._end_of)
 
-    def balances(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether all records agree on which slots are protected. O(protections): for integrity checks."""
         ending = {slot: end for end, slots in self._slots_ending.items() for slot in slots}
         counted = {group: count for group, count in self._counts.items() if count}

@@ -64,6 +64,6 @@ class RefCounts:
         """A copy of the slots with a holder. O(held)."""
         return set(self._held)
 
-    def balances(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether only held slots have further holders. For integrity checks."""
         return self._extra.keys() <= self._held and all(count > 0 for count in self._extra.values())

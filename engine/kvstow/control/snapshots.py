@@ -83,7 +83,7 @@ def defects(state: ControlState) -> list[str]:
     counts = _slot_counts(state)
     if counts.usable != state.slots.in_service:
         found.append(f"the states {counts} do not add up to {state.slots.in_service}")
-    if not state.ops.balances():
+    if not state.ops.is_consistent():
         found.append("the transfers that may become stuck are not those that are not stuck")
     stores = [entry for entry in state.ops if entry.op.direction == "store"]
     for name, abandoned in (("filling", False), ("quarantined", True)):

@@ -79,7 +79,7 @@ def test_protections_behave_like_a_plain_dict(steps: list[tuple[str, int, float]
             if end < inf:
                 assert sorted(protections.due(end, 100)) == over
                 assert len(protections.due(end, 2)) == min(2, len(over))
-        assert protections.balances()
+        assert protections.is_consistent()
         assert protections.slots() == expected.keys()
         assert protections.count_from(slot) == sum(each >= slot for each in expected)
         assert protections.between(slot, slot + 500) == sorted(each for each in expected if slot <= each < slot + 500)
