@@ -110,7 +110,7 @@ class Breaking:
 @pytest.mark.parametrize(
     "broken",
     [
-        "loads.Loads.find_hit",
+        "loads.Loads.hold_hit",
         "loads.Loads.count_hit",
         "loads.Loads._load_hit",
         "eagerstores.EagerStores.offer_due",

@@ -50,7 +50,7 @@ class Loads:
 
     # -- look-up --------------------------------------------------------------------------------------------
 
-    def find_hit(self, tracked: TrackedRequest, local: int) -> int:
+    def hold_hit(self, tracked: TrackedRequest, local: int) -> int:
         """Tokens beyond the first `local` that can be loaded; they are held for the request. A hit without blocks to
         load, as at the start of a chunk, is none: vLLM waits for the end of each load."""
         tracked.start = local

@@ -124,7 +124,7 @@ class SchedulerHost:
                 self.offload.engine.count_error("rank_report")
                 logger.warning("rank %d: its report is not accepted: %s", rank, error)
         for boot_id, completions in update.completions:
-            self.offload.side.take_completions(rank, boot_id, completions)
+            self.offload.side.record_completions(rank, boot_id, completions)
 
     def _fail(self, what: str, error: Exception) -> None:
         if not self._has_failed:

@@ -76,7 +76,7 @@ class SchedulerSide:
         if tracked.load_failed:
             tracked.start = local
             return 0
-        return self._loads.find_hit(tracked, local)
+        return self._loads.hold_hit(tracked, local)
 
     def admit(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
         """The request has its GPU blocks; `load_tokens` of what `find_hit` found are to be loaded into them.
@@ -150,7 +150,7 @@ class SchedulerSide:
 
     # -- completion -----------------------------------------------------------------------------------------
 
-    def take_completions(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
+    def record_completions(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
         """A rank has finished ops, or read the blocks of stores."""
         self._engine.complete(rank, boot_id, completions)
 

@@ -90,7 +90,7 @@ def test_a_hit_is_the_longest_that_serves_every_group(kind: str, data: st.DataOb
     present = set(blocks) - missing
     pool = Pool(groups, [keys_of(tokens, group)[number] for group, number in blocks if (group, number) in present])
     tracked = pool.track(tokens)
-    found = pool.loads.find_hit(tracked, local)
+    found = pool.loads.hold_hit(tracked, local)
     assert found == oracle(groups, len(tokens), local, present)
     wanted = {keys_of(tokens, group)[number] for group, number in needed(groups, local, local + found)}
     assert pool.held == wanted if found else pool.leases == 0
@@ -102,27 +102,27 @@ def test_a_hit_is_the_longest_that_serves_every_group(kind: str, data: st.DataOb
 @pytest.mark.parametrize(("num_tokens", "found"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 2), (5, 4), (26, 24)])
 def test_the_last_token_is_always_computed(num_tokens: int, found: int) -> None:
     pool = Pool(KINDS["window"], [*keys_of(PROMPT), *keys_of(PROMPT, WINDOW)])
-    assert pool.loads.find_hit(pool.track(PROMPT[:num_tokens]), 0) == found
+    assert pool.loads.hold_hit(pool.track(PROMPT[:num_tokens]), 0) == found
 
 
 @pytest.mark.parametrize(("num_tokens", "found"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 4), (5, 4), (26, 26)])
 def test_all_of_a_prompt_is_a_hit_where_only_the_last_token_is_computed_again(num_tokens: int, found: int) -> None:
     pool = Pool(present=keys_of(PROMPT))
-    assert pool.loads.find_hit(pool.track(PROMPT[:num_tokens]), 0) == found
+    assert pool.loads.hold_hit(pool.track(PROMPT[:num_tokens]), 0) == found
 
 
 def test_the_last_block_alone_is_never_worth_a_load() -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
-    assert pool.loads.find_hit(tracked, 22) == 4
-    assert pool.loads.find_hit(tracked, 24) == 0
+    assert pool.loads.hold_hit(tracked, 22) == 4
+    assert pool.loads.hold_hit(tracked, 24) == 0
     assert (tracked.hit, pool.leases) == (None, 0)
 
 
 def test_what_is_looked_for_is_counted_as_far_as_it_would_be_loaded() -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
-    pool.loads.count_hit(tracked, pool.loads.find_hit(tracked, 4))
+    pool.loads.count_hit(tracked, pool.loads.hold_hit(tracked, 4))
     stats = pool.engine.stats()
     assert (stats.lookups.results["full"], stats.lookups.hit_blocks) == (1, 11)
 
@@ -133,9 +133,9 @@ def test_a_window_that_is_no_whole_number_of_blocks_needs_the_block_that_it_cuts
         groups = KVGroups((FULL, KVGroup(1, 2, 1, window=window)), 2)
         keys = keys_of(PROMPT, groups.groups[1])
         pool = Pool(groups, [*keys_of(PROMPT)[:5], *keys[first:5]])
-        assert pool.loads.find_hit(pool.track(), 0) == 10
+        assert pool.loads.hold_hit(pool.track(), 0) == 10
         pool = Pool(groups, [*keys_of(PROMPT)[:5], *keys[first + 1 : 5]])
-        assert pool.loads.find_hit(pool.track(), 0) == 0
+        assert pool.loads.hold_hit(pool.track(), 0) == 0
 
 
 def test_a_block_missing_out_of_the_window_does_not_matter_and_one_inside_moves_the_hit() -> None:
@@ -143,24 +143,24 @@ def test_a_block_missing_out_of_the_window_does_not_matter_and_one_inside_moves_
     keys = keys_of(PROMPT, WINDOW)
     for missing, found in ((9, 24), (10, 20), (11, 22), (8, 24)):
         pool = Pool(groups, [*keys_of(PROMPT), *keys[:missing], *keys[missing + 1 :]])
-        assert pool.loads.find_hit(pool.track(), 0) == found
+        assert pool.loads.hold_hit(pool.track(), 0) == found
 
 
 def test_what_a_purge_takes_away_ends_the_hit_there() -> None:
     pool = Pool(present=keys_of(PROMPT))
     pool.engine.admin.remove_block(keys_of(PROMPT)[5])
-    assert pool.loads.find_hit(pool.track(), 0) == 10
-    assert pool.loads.find_hit(pool.track(), 10) == 0
-    assert pool.loads.find_hit(pool.track(), 12) == 14
+    assert pool.loads.hold_hit(pool.track(), 0) == 10
+    assert pool.loads.hold_hit(pool.track(), 10) == 0
+    assert pool.loads.hold_hit(pool.track(), 12) == 14
 
 
 def test_asking_again_holds_nothing_twice() -> None:
     pool = Pool(KINDS["window"], [*keys_of(PROMPT), *keys_of(PROMPT, WINDOW)])
     tracked = pool.track()
-    assert pool.loads.find_hit(tracked, 0) == 24
+    assert pool.loads.hold_hit(tracked, 0) == 24
     hit, lookups = tracked.hit, pool.engine.stats().lookups.seconds
     for _ in range(5):
-        assert pool.loads.find_hit(tracked, 0) == 24
+        assert pool.loads.hold_hit(tracked, 0) == 24
     assert tracked.hit is hit
     assert pool.engine.stats().lookups.seconds == lookups
     assert pool.leases == 1
@@ -170,9 +170,9 @@ def test_asking_again_holds_nothing_twice() -> None:
 def test_a_local_prefix_that_grew_is_served_from_what_is_held() -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
-    pool.loads.find_hit(tracked, 4)
+    pool.loads.hold_hit(tracked, 4)
     hit = tracked.hit
-    assert pool.loads.find_hit(tracked, 10) == 16
+    assert pool.loads.hold_hit(tracked, 10) == 16
     assert tracked.hit is hit
     assert (tracked.start, pool.leases) == (10, 1)
 
@@ -180,8 +180,8 @@ def test_a_local_prefix_that_grew_is_served_from_what_is_held() -> None:
 def test_a_local_prefix_that_shrank_is_looked_up_again() -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
-    assert pool.loads.find_hit(tracked, 10) == 16
-    assert pool.loads.find_hit(tracked, 4) == 22
+    assert pool.loads.hold_hit(tracked, 10) == 16
+    assert pool.loads.hold_hit(tracked, 4) == 22
     assert pool.held == set(keys_of(PROMPT)[2:])
     assert (tracked.start, pool.leases) == (4, 1)
 
@@ -189,8 +189,8 @@ def test_a_local_prefix_that_shrank_is_looked_up_again() -> None:
 def test_a_local_prefix_beyond_the_hit_lets_it_go() -> None:
     pool = Pool(present=keys_of(PROMPT)[:5])
     tracked = pool.track()
-    assert pool.loads.find_hit(tracked, 0) == 10
-    assert pool.loads.find_hit(tracked, 10) == 0
+    assert pool.loads.hold_hit(tracked, 0) == 10
+    assert pool.loads.hold_hit(tracked, 10) == 0
     assert (tracked.hit, pool.leases) == (None, 0)
 
 
@@ -200,25 +200,25 @@ def test_a_local_prefix_within_a_block_is_always_a_miss(held: bool) -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
     if held:
-        pool.loads.find_hit(tracked, 0)
-    assert pool.loads.find_hit(tracked, 5) == 0
+        pool.loads.hold_hit(tracked, 0)
+    assert pool.loads.hold_hit(tracked, 5) == 0
     assert pool.leases == 0
 
 
 def test_a_hit_of_nothing_but_the_start_of_a_chunk_loads_nothing_and_is_none() -> None:
     pool = Pool(KINDS["chunked alone"])
     tracked = pool.track(PROMPT[:9])
-    assert pool.loads.find_hit(tracked, 0) == 0
+    assert pool.loads.hold_hit(tracked, 0) == 0
     assert tracked.hit is None
 
 
 def test_a_request_that_goes_on_with_another_prompt_is_looked_up_by_that() -> None:
     pool = Pool(present=[*keys_of("abcdefghi"), *keys_of("abXYefghi")])
     tracked = pool.track("abcdefghi")
-    assert pool.loads.find_hit(tracked, 0) == 8
+    assert pool.loads.hold_hit(tracked, 0) == 8
     pool.loads.release_hit(tracked)
     tracked.request.tokens = "abXYefghi"  # type: ignore[attr-defined]
-    assert pool.loads.find_hit(tracked, 0) == 8
+    assert pool.loads.hold_hit(tracked, 0) == 8
     assert pool.held == set(keys_of("abXYefghi"))
 
 
@@ -226,7 +226,7 @@ def test_a_request_with_a_hit_counts_once_when_it_is_admitted() -> None:
     pool = Pool(KINDS["two block sizes"], [*keys_of(PROMPT, KVGroup(0, 4, 2)), *keys_of(PROMPT, LARGE)])
     tracked = pool.track()
     for _ in range(3):
-        assert pool.loads.find_hit(tracked, 0) == 24
+        assert pool.loads.hold_hit(tracked, 0) == 24
     assert pool.engine.stats().lookups.query_blocks == 0
     pool.loads.count_hit(tracked, 24)
     stats = pool.engine.stats()
@@ -236,6 +236,6 @@ def test_a_request_with_a_hit_counts_once_when_it_is_admitted() -> None:
 def test_a_request_with_nothing_to_find_counts_as_no_lookup() -> None:
     pool = Pool()
     tracked = pool.track("ab")
-    pool.loads.find_hit(tracked, 0)
+    pool.loads.hold_hit(tracked, 0)
     pool.loads.count_hit(tracked, 0)
     assert pool.engine.stats().lookups.results == {"full": 0, "partial": 0, "miss": 0}
