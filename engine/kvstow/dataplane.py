@@ -14,7 +14,7 @@ from kvstow.callbacks import Callbacks
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import Device, Fence
 from kvstow.memory.pool import HostPool
-from kvstow.memory.status import PoolStatus
+from kvstow.memory.poolstatus import PoolStatus
 from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import (
     Completion,

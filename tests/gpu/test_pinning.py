@@ -23,7 +23,7 @@ from kvstow.devices.cuda import CudaRegistrar
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.driver import DriverError
 from kvstow.memory.pool import HostPool
-from kvstow.memory.status import PoolStatus
+from kvstow.memory.poolstatus import PoolStatus
 
 MIB = 1 << 20
 CAPTURES = 300

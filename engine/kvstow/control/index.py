@@ -23,7 +23,7 @@ from kvstow.control.policy import EvictionPolicy, LruPolicy
 from kvstow.control.protections import Protections
 from kvstow.control.recency import Links, RecencyList
 from kvstow.control.refcounts import RefCounts
-from kvstow.control.times import SlotTimes
+from kvstow.control.slottimes import SlotTimes
 from kvstow.errors import ConfigError
 
 

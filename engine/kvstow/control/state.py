@@ -21,8 +21,8 @@ from kvstow.control.leases import LeaseBook
 from kvstow.control.ops import OpsInFlight
 from kvstow.control.ranks import RankTable
 from kvstow.control.slots import SlotMap
+from kvstow.control.slottimes import AgeSampler
 from kvstow.control.sweeps import SLICE_SLOTS
-from kvstow.control.times import AgeSampler
 from kvstow.messages import DesiredState
 from kvstow.stats import Counters
 

@@ -21,7 +21,7 @@ from kvstow.memory.hoststeps import HostSteps
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.pace import pace_of
 from kvstow.memory.pinning import PinProgress, PopulateOnly, Registrar
-from kvstow.memory.status import PoolState, PoolStatus
+from kvstow.memory.poolstatus import PoolState, PoolStatus
 
 _DEFECT = "internal"  # the reason of failures that are not a `PinError`
 

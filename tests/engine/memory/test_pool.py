@@ -17,8 +17,8 @@ from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinEr
 from kvstow.memory import chunkmemory
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.pool import HostPool
+from kvstow.memory.poolstatus import PoolState
 from kvstow.memory.region import HostRegion
-from kvstow.memory.status import PoolState
 from kvstow.testing.fakes import FakeClock, FakeRegistrar
 
 if TYPE_CHECKING:
