@@ -1,4 +1,4 @@
-"""How far the memory limits let a pool grow."""
+"""How far a pool may grow within the memory limits."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable
 from kvstow.errors import PinError
 from kvstow.memory.limits import Shortage
 
-_ASKED_BYTES = 1 << 30  # a second's worth beside a busy host, which each file read disturbs
-_PLENTY_BYTES = 2 << 30  # beyond those: more than anybody takes while they are populated, in 20 ms
-_VALID_SECONDS = 1.0  # a pool may pause for hours, and others take the memory meanwhile
+_ASKED_BYTES = 1 << 30  # a second of growth beside a busy host, which every file read disturbs
+_PLENTY_BYTES = 2 << 30  # on top: more than other processes take in the 20 ms of populating a chunk
+_VALID_SECONDS = 1.0  # pinning may pause for hours, while other processes take the memory
 
 
 class Allowance:
-    """Asks the limits, which stand in a dozen files, for more than one chunk at a time. Used by the pinning thread."""
+    """Checks the limits for many chunks at a time, because that reads a dozen files. Used by the pinning thread."""
 
     def __init__(self, shortage: Callable[[int], Shortage | None], clock: Callable[[], float]) -> None:
-        """`shortage` says what forbids to take so many bytes more."""
+        """`shortage(num_bytes)` returns why that much more memory does not fit, or None."""
         self._shortage, self._clock = shortage, clock
         self._end = 0
         self._valid_until = 0.0
         self.is_plenty = False
-        """Whether what was allowed is so far from every limit that taking it ends no process."""
+        """Memory is so far from every limit that touching pages cannot invoke the OOM killer."""
 
     def require(self, start: int, end: int) -> None:
-        """Allow the pool's bytes from `start` to `end`. Raises `PinError` when they do not fit."""
+        """Check that the pool's bytes from `start` to `end` fit. Raises `PinError` if not."""
         if end <= self._end and self._clock() < self._valid_until:
             return
         asked = max(end - start, _ASKED_BYTES)
@@ -35,5 +35,5 @@ class Allowance:
             raise PinError(shortage.reason, f"the next chunk does not fit: {shortage.message}")
 
     def forget(self) -> None:
-        """Ask anew next time."""
+        """Check again next time."""
         self._end = 0

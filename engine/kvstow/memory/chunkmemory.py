@@ -1,4 +1,4 @@
-"""The memory of a pool's chunks: populated, registered, unregistered and given back, one chunk at a time."""
+"""The memory of a pool's chunks: populated, registered, unregistered and given back one chunk at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstow.memory.pinning import Registrar
 from kvstow.memory.region import HostRegion, round_up
 
 _POPULATORS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads while the host is idle; otherwise one
-_NODE_STEP = 16 << 20  # bytes between two samples of where memory lies: sampling keeps the interpreter
+_NODE_STEP = 16 << 20  # bytes between two samples of the NUMA node: sampling holds the GIL
 
 logger = logging.getLogger("kvstow.pool")
 
@@ -26,8 +26,8 @@ logger = logging.getLogger("kvstow.pool")
 class ChunkMemory:
     """A region of address space, resident from its start to `resident_bytes`.
 
-    Chunks are committed from the bottom up and decommitted from the top down. Each step either succeeds or leaves
-    nothing of itself behind. Not locked: the pinning thread calls it, and `close` comes after that thread has ended.
+    Chunks are committed from the bottom up and decommitted from the top down. Each step either succeeds or is
+    undone completely. Not locked: the pinning thread calls it, and `close` follows the end of that thread.
     """
 
     def __init__(
@@ -43,21 +43,21 @@ class ChunkMemory:
         cpu_clock: Callable[[], float],
         numa_node: int | None,
     ) -> None:
-        """Reserves address space and takes no memory. Raises `PinError` when not even address space is left."""
+        """Reserves address space and uses no memory. Raises `PinError` if there is not even address space."""
         self.resident_bytes = 0
         self._registrar, self._allowance, self._pace, self._steps = registrar, allowance, pace, steps
         self._clock, self._cpu_clock = clock, cpu_clock
         self._is_prepared = False
         self._region = HostRegion(num_bytes, huge_pages)
         self.numa_notice = None if numa_node is None else prefer_node(self.address, self._region.num_bytes, numa_node)
-        """A sentence for people where memory cannot be bound to the node, else None."""
+        """A sentence for people if memory cannot be bound to the node, else None."""
 
     @property
     def address(self) -> int:
         return self._region.address
 
     def commit(self, chunk: Chunk) -> None:
-        """Take memory for the chunk. Raises `PinError`: the limits or the machine do not allow it."""
+        """Populate the chunk. Raises `PinError` if the limits or the machine do not allow it."""
         if not self._is_prepared:
             self._registrar.prepare_thread()
             self._is_prepared = True
@@ -69,24 +69,24 @@ class ChunkMemory:
         self.resident_bytes = end
 
     def decommit(self, chunk: Chunk) -> None:
-        """Give the chunk's memory back to the machine."""
+        """Give the chunk's memory back."""
         start, end = self._pages(chunk)
         if start < end:
             self._region.decommit(start, end - start)
         self.resident_bytes = start
 
     def bytes_by_node(self, chunk: Chunk) -> Counter[int]:
-        """Where the memory of a committed chunk lies."""
+        """A committed chunk's bytes by NUMA node."""
         start, end = self._pages(chunk)
         return bytes_by_node(self.address + start, end - start, _NODE_STEP)
 
     def register(self, chunk: Chunk) -> None:
-        """Pin a committed chunk, on the thread that the pace wants. Raises `PinError`, and then it is not pinned. The
-        caller calls `record` once its books name the chunk: nothing may fail between the two."""
+        """Pin a committed chunk, on the thread that the pace chooses. Raises `PinError`; the chunk is then not pinned.
+        The caller records the chunk, then calls `record`; nothing may fail between `register` and recording."""
         self._call(self._registrar.register, chunk)
 
     def unregister(self, chunk: Chunk) -> None:
-        """Undo `register`. Raises `PinError`, and then the chunk counts as pinned still."""
+        """Undo `register`. Raises `PinError`; the chunk is then still pinned."""
         self._call(self._registrar.unregister, chunk)
 
     def record(self, chunk: Chunk) -> None:
@@ -95,11 +95,12 @@ class ChunkMemory:
         self._pace.record(chunk.num_bytes, seconds, self._clock())
 
     def forget_allowance(self) -> None:
-        """Ask the limits anew before the next chunk."""
+        """Check the limits again before the next chunk."""
         self._allowance.forget()
 
     def unregister_at_close(self, chunk: Chunk) -> None:
-        """On the calling thread, whatever the pace. Logs an error: the other chunks are unregistered all the same."""
+        """Unregister on the calling thread, without a pace. Logs an error instead of raising it, so that the caller
+        goes on to the other chunks."""
         try:
             self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
         except Exception as error:  # noqa: BLE001
@@ -120,7 +121,7 @@ class ChunkMemory:
             self._of_host = self._steps.run(made, expected)
 
     def _pages(self, chunk: Chunk) -> tuple[int, int]:
-        """Start and end of the chunk's own memory: the region's pages that begin in it. A reserved huge page on its
-        lower boundary belongs to the chunk before, and goes with that."""
+        """Start and end of the chunk's own memory: the region's pages that begin in it. A reserved huge page across its
+        lower boundary belongs to the previous chunk."""
         page_bytes = self._region.page_bytes
         return round_up(chunk.offset, page_bytes), round_up(chunk.end_offset, page_bytes)

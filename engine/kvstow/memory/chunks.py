@@ -1,4 +1,4 @@
-"""How a pool's slots are cut into the chunks that are made ready one after the other."""
+"""Chunks: the units in which a pool's slots are populated and registered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstow.memory.region import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The slots from `first_slot` to before `end_slot`, in whole pages `offset`, `num_bytes` of the region."""
+    """Slots `first_slot` up to, but not including, `end_slot`: whole pages, `num_bytes` from `offset` in the region."""
 
     first_slot: int
     end_slot: int
@@ -25,8 +25,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PinnedChunks:
-    """The chunks that are pinned: `last` on top of those `below`. Immutable: the pool makes the next value before it
-    registers a chunk and assigns it afterwards, so no error can come between registering a chunk and recording it.
+    """The pinned chunks: `last` on top of those `below`. Immutable: the pool creates the next value before it registers
+    a chunk and assigns it afterwards, so no error can occur between registering a chunk and recording it.
 
     `numa_bytes`: the memory of all of them by NUMA node.
     """
@@ -47,10 +47,9 @@ class PinnedChunks:
 class ChunkGrid:
     """Chunks of whole slots that share no page of `PAGE_BYTES`, so that each can be registered and given back alone.
 
-    `slot_stride`: distance of two slots. It is `slot_bytes`, but for sizes that meet a page boundary too seldom;
-    those are padded, by at most 8 KiB per `chunk_bytes` or a page per slot. `unit_slots`: chunks end at a multiple
-    of it, or at the end of the region; those short of the target at a multiple of `step_slots`.
-    """
+    `slot_stride`: bytes from one slot to the next. It is `slot_bytes`, except for sizes that rarely meet a page
+    boundary: those are padded, by at most 8 KiB per `chunk_bytes` or a page per slot. `unit_slots`: chunks end at a
+    multiple of it, or at the end of the region; those short of the target at a multiple of `step_slots`."""
 
     slot_stride: int
     unit_slots: int
@@ -59,7 +58,7 @@ class ChunkGrid:
 
     @classmethod
     def of(cls, slot_bytes: int, max_slots: int, chunk_bytes: int) -> ChunkGrid:
-        """A grid that can be cut into chunks of about `chunk_bytes` and any larger size."""
+        """A grid for chunks of about `chunk_bytes` or more."""
         stride = _stride(slot_bytes, chunk_bytes)
         unit = _slots_between_boundaries(stride, PAGE_BYTES)
         huge_unit = _slots_between_boundaries(stride, HUGE_PAGE_BYTES)
@@ -70,18 +69,18 @@ class ChunkGrid:
         return self.end_offset(self.max_slots)
 
     def end_offset(self, target: int) -> int:
-        """The bytes of all chunks on the way to `target` slots."""
+        """Total bytes of the chunks that hold `target` slots."""
         return round_up(self._end_slot(target) * self.slot_stride, PAGE_BYTES)
 
     def next_chunk(self, covered: int, target: int, num_bytes: int) -> Chunk:
-        """The chunk after the first `covered` slots, on the way to `target` slots (`covered` < `target`), of at most
-        `num_bytes`, or as small as can be."""
+        """The chunk after the first `covered` slots, for a pool of `target` slots (`covered` < `target`): at most
+        `num_bytes`, or the smallest possible chunk."""
         end = min(self._next_step(covered, num_bytes), self._end_slot(target))
         offset = covered * self.slot_stride
         return Chunk(covered, end, offset, round_up(end * self.slot_stride, PAGE_BYTES) - offset)
 
     def count(self, covered: int, target: int, num_bytes: int) -> int:
-        """How many chunks of `num_bytes` lie between `covered` and `target` slots."""
+        """The number of chunks of `num_bytes` from `covered` to `target` slots."""
         if covered >= target:
             return 0
         rest = max(0, target - self._next_step(covered, num_bytes))

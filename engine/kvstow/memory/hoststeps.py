@@ -1,4 +1,4 @@
-"""The steps of the pool's host: what it is doing, and the register calls that its own thread makes between them."""
+"""The steps of the pool's host, and the register calls that the host's thread makes between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstow.errors import PinError
 HostState = Literal["starting", "idle", "stepping"]
 
 IDLE_SECONDS = 0.02  # after a launch: the host has no work, or waits for a long step of its device
-_LAUNCH_SECONDS = 0.25  # a step that takes this long to launch was abandoned
+_LAUNCH_SECONDS = 0.25  # a step that takes longer to launch was abandoned
 _SHARE = 0.033  # of the time between two launches, for register calls
 _FEWER = 0.45  # of short steps: the median step has no call
 _WORTHWHILE = 0.001  # seconds: shorter calls spend over a quarter of their time on their fixed cost
@@ -20,13 +20,13 @@ _MOST_DEBT = 0.1  # seconds: one call that took unusually long delays the next b
 
 
 class _Offer:
-    """One call, made at most once, by the thread that claims it first. Waiting for it and ending it allocate nothing,
-    so they cannot fail once the call has been made."""
+    """A call, made at most once, by the thread that claims it first. Waiting for it and ending it allocate nothing, so
+    they cannot fail once the call has been made."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
         self.seconds: float | None = None
-        """How long the call took, if the host's thread made it."""
+        """Duration of the call, if the host's thread made it."""
         self._claim, self._done = threading.Lock(), threading.Lock()
         self._done.acquire()
         self.is_made = False
@@ -36,7 +36,8 @@ class _Offer:
         return self._claim.acquire(blocking=False)
 
     def make(self) -> None:
-        """For the thread that has claimed it. Raises only what interrupts that thread, such as a signal handler."""
+        """Called by the thread that has claimed it. Raises only what interrupts that thread, such as a signal handler's
+        exception."""
         try:
             self._call()
         except Exception as error:  # noqa: BLE001 (raised by the thread that made the offer)
@@ -44,7 +45,7 @@ class _Offer:
         self.is_made = True
 
     def end(self) -> None:
-        """Let `wait` return. Does nothing the second time, and nothing to a thread that makes the call itself."""
+        """Let `wait` return. Idempotent."""
         if self._done.locked():
             self._done.release()
 
@@ -55,17 +56,16 @@ class _Offer:
 class HostSteps:
     """Tracks what the host is doing, and lets its thread make calls that hold a lock of the driver.
 
-    A call on another thread makes the host wait for the lock, for the interpreter and to be woken whenever it
-    launches something: it was measured to cost twice the call's own time. So while the host makes steps, its thread
-    makes the call itself, right after a launch. It then pays for the call alone, or nothing if it would have waited
-    for its device.
+    If another thread makes such a call, the host waits for the lock and for being woken at each launch: eager steps
+    took 1.2 to 1.4 times as long. So while the host makes steps, its own thread makes the call, right after a launch.
+    That costs the time of the call, or nothing if the host would have waited for its device.
 
     All calls together take at most a thirtieth of the time between launches. Steps long enough to pay for a call each
     (from 30 ms on) make one each; of shorter steps fewer than half make one, so that the median step has none.
 
     The host's thread calls `begin` before it gives a step's work to the device, `launched` after it, and `end` last; a
-    step that ends without a launch had no work for the device. Without an offer each takes about a microsecond and
-    takes no lock. `run` is called by the pinning thread, one call at a time; everything else by any thread.
+    step that ends without `launched` had no work for the device. Without an offer each takes about a microsecond and no
+    lock. The pinning thread calls `run`, one call at a time; any thread may call everything else.
 
     A host that never begins a step counts as idle once it has started.
     """
@@ -73,7 +73,7 @@ class HostSteps:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.is_starting = False
-        """The host is starting up: it makes no steps yet, but is not idle either."""
+        """The host is starting: it makes no steps yet, but is not idle either."""
         self._is_closed = False
         self._is_launching = False
         self._begun: float | None = None  # when it last began to launch
@@ -95,8 +95,8 @@ class HostSteps:
         self._is_launching = True
 
     def launched(self) -> None:
-        """The step's work has been given to the device. Makes the offered call, if the steps since the last call pay
-        for it. Never raises, except what interrupts the host anyway: a signal handler's exception."""
+        """The device has the step's work. Makes the offered call, if the steps since the last call have paid for it.
+        Raises nothing but a signal handler's exception, which interrupts the host anyway."""
         now = self._clock()
         if self._launched is not None:
             self._interval = now - self._launched
@@ -125,7 +125,7 @@ class HostSteps:
         self._is_launching = False
 
     def close(self) -> None:
-        """Make no more calls on the host's thread, except for one that is under way."""
+        """Make no more calls on the host's thread, apart from one under way."""
         self._is_closed = True
 
     def state(self, now: float) -> HostState:
@@ -139,9 +139,9 @@ class HostSteps:
         return "stepping" if launched is not None and now - launched < IDLE_SECONDS else "idle"
 
     def run(self, call: Callable[[], None], seconds: float) -> float | None:
-        """Make `call`, expected to take `seconds`: on the host's thread while it makes steps, else on this one.
-        Returns when the call is over: the seconds that it took on the host's thread, or None. Raises what the call
-        raised, and `PinError` if the host's thread was interrupted in it."""
+        """Make `call`, expected to take `seconds`: on the host's thread while it makes steps, else on this one. Returns
+        after the call: its duration on the host's thread, or None. Raises what the call raised, and `PinError` if the
+        host's thread was interrupted during it."""
         offer = _Offer(call)
         self._expected = seconds
         self._offer = offer

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the machine's limit and those of its cgroups."""
+"""How much more memory this process may use: the limits of the machine and of its cgroups."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvstow.bytesize import format_size
 from kvstow.config import HugePages
 from kvstow.memory.region import HUGE_PAGE_BYTES, PAGE_BYTES
 
-RESERVE_BYTES = 64 << 20  # always left to the rest of the cgroup and the machine
+RESERVE_BYTES = 64 << 20  # always left for the rest of the cgroup and the machine
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Why an amount of memory may not be taken. `reason` is one of `PinError.PIN_FAILURES`."""
+    """Why an amount of memory does not fit. `reason` is one of `PinError.PIN_FAILURES`."""
 
     reason: str
     message: str
@@ -25,7 +25,7 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """`num_bytes` may still be taken before `limit`, named in words, is reached."""
+    """`num_bytes` are left before `limit`, a description, is reached."""
 
     num_bytes: int
     reason: str
@@ -33,7 +33,7 @@ class Headroom:
 
 
 class _Files(NamedTuple):
-    """How the files of a cgroup are called: limit, usage, and what of the usage is given up on demand."""
+    """File names of a cgroup: limit, usage, and the part of the usage that the kernel can reclaim."""
 
     limit: str
     usage: str
@@ -42,7 +42,7 @@ class _Files(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """Reads the limits anew at each call. The paths are parameters for tests only."""
+    """Reads the limits at each call. The paths are parameters for tests only."""
 
     reserve_bytes: ClassVar[int] = RESERVE_BYTES
     page_bytes: ClassVar[int] = PAGE_BYTES
@@ -57,12 +57,12 @@ class MemoryLimits:
     cgroup_root: Path = Path("/sys/fs/cgroup")
 
     def headroom(self) -> Headroom | None:
-        """The tightest limit, `reserve_bytes` not yet taken off; None where no limit can be read."""
+        """The tightest limit, before `reserve_bytes` is subtracted; None if no limit can be read."""
         found = [headroom for headroom in (self._machine(), *self._cgroups()) if headroom is not None]
         return min(found, key=lambda headroom: headroom.num_bytes, default=None)
 
     def shortage(self, num_bytes: int) -> Shortage | None:
-        """What forbids to take `num_bytes` more; None where they fit."""
+        """Why `num_bytes` more do not fit; None if they do."""
         tightest = self.headroom()
         if tightest is None or num_bytes + self.reserve_bytes <= tightest.num_bytes:
             return None
@@ -76,7 +76,7 @@ class MemoryLimits:
         return Headroom(num_bytes, "out_of_memory", f"the machine has {format_size(num_bytes)} of memory available")
 
     def _cgroups(self) -> list[Headroom | None]:
-        """The limits of this process's cgroups and of all above them: each of them can stop it."""
+        """The limits of this process's cgroups and their ancestors, which all apply."""
         headrooms = []
         for line in _read(self.own_cgroups).splitlines():
             _, _, rest = line.partition(":")
@@ -92,7 +92,7 @@ class MemoryLimits:
         limit, usage = _read(folder / files.limit).strip(), _read(folder / files.usage).strip()
         if not limit.isdecimal() or not usage.isdecimal() or int(limit) >= _UNLIMITED:
             return None
-        # Page cache that was not used lately is given up before the limit stops anybody.
+        # Inactive page cache is reclaimed before the limit is enforced.
         reclaimable = _read_fields(folder / "memory.stat").get(files.reclaimable, 0)
         num_bytes = max(0, int(limit) - int(usage) + reclaimable)
         words = (
@@ -104,7 +104,7 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True)
 class HugePageLimits(MemoryLimits):
-    """The same of the 2 MiB pages that the machine has reserved: no limit on other memory counts them."""
+    """Limits on the reserved 2 MiB pages, which count against no limit on other memory."""
 
     reserve_bytes: ClassVar[int] = 0
     page_bytes: ClassVar[int] = HUGE_PAGE_BYTES
@@ -114,7 +114,7 @@ class HugePageLimits(MemoryLimits):
     _v2: ClassVar[_Files] = _Files("hugetlb.2MB.max", "hugetlb.2MB.current")
     _cgroup_reason: ClassVar[str] = "hugepages"
 
-    # Not /proc/meminfo: that counts pages of the machine's default size, which may be 1 GiB.
+    # Not /proc/meminfo, which counts pages of the default size: that may be 1 GiB.
     pages: Path = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 
     def _machine(self) -> Headroom | None:
@@ -132,13 +132,13 @@ def limits_of(huge_pages: HugePages) -> MemoryLimits:
 
 
 def _with_ancestors(root: Path, path: str) -> list[Path]:
-    """`root`/`path` up to `root`. In a container `path` can be the host's, and then only `root` exists."""
+    """`root`/`path` and its parents up to `root`. In a container `path` can be the host's; then only `root` exists."""
     relative = PurePosixPath(path.lstrip("/"))
     return [root / relative, *(root / parent for parent in relative.parents)]
 
 
 def _read(path: Path) -> str:
-    """The file's text; empty where it cannot be read, which means that this limit does not exist here."""
+    """The file's text; empty if it cannot be read, which means that there is no such limit."""
     try:
         return path.read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Memory near the device: a preference for one NUMA node, given before the memory is taken, and where it came from."""
+"""Memory near the device: prefer one NUMA node for memory not yet populated, and find where memory is."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 _NODES = 1024  # the kernel's most; a mask may be larger than the machine
 _WORD_BITS = 64
 
-# Calls of 2 us keep the interpreter: beside a host that computes in Python, each that let go of it would wait 5 ms.
+# Calls of 2 us keep the GIL: beside a host that computes in Python, each release of it would cost 5 ms of waiting.
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> str | None:
-    """Let the range's future pages come from `node`. Returns a sentence for people where the kernel refuses: the
-    memory works all the same. `address` is a multiple of the page size."""
+    """Prefer `node` for the range's future pages. Returns a sentence for people if the kernel refuses; the memory works
+    all the same. `address` is a multiple of the page size."""
     number = _MBIND.get(os.uname().machine)
     if number is None:
         return _refusal(node, f"not supported on {os.uname().machine}")
@@ -28,7 +28,7 @@ def prefer_node(address: int, num_bytes: int, node: int) -> str | None:
         return _refusal(node, f"there are nodes 0 to {_NODES - 1}")
     mask = (ctypes.c_uint64 * (_NODES // _WORD_BITS))()
     mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
-    # The kernel takes one off the number of bits that it is told.
+    # The kernel subtracts one from the given number of bits.
     arguments = (ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_long(_MPOL_PREFERRED), mask)
     if _libc.syscall(ctypes.c_long(number), *arguments, ctypes.c_ulong(_NODES + 1), ctypes.c_ulong(0)) == 0:
         return None
@@ -37,8 +37,8 @@ def prefer_node(address: int, num_bytes: int, node: int) -> str | None:
 
 
 def bytes_by_node(address: int, num_bytes: int, step: int) -> Counter[int]:
-    """Where the populated range lies, as far as one page in `step` bytes tells (2 us each; of a huge page, all do).
-    Nothing where the kernel refuses, as containers may have it."""
+    """Bytes of the populated range by node, from one page in every `step` bytes (2 us each). Empty if the kernel
+    refuses, as in some containers."""
     found: Counter[int] = Counter()
     number = _GET_MEMPOLICY.get(os.uname().machine)
     if number is None:

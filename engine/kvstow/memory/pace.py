@@ -1,6 +1,6 @@
-"""The pace of pinning: how much one register call takes, and how long the calls of others come first after it.
+"""The pace of pinning: the size of each register call, and the pause after it.
 
-A register call holds a lock of the driver, so the host can launch nothing meanwhile. The lock is unfair: without a
+A register call holds a lock of the driver, so the host cannot launch anything meanwhile. The lock is unfair: without a
 pause the next call acquires it again, and the host waits for many calls (200 ms was measured).
 """
 
@@ -16,8 +16,8 @@ _LATENCY_TARGET = 0.0015  # a call of 64 MiB, or of 40 where the machine is slow
 _EASE = 5  # factor for a fixed pause while the host starts
 _FIRST_BYTES, _MOST_BYTES = 16 << 20, 64 << 20
 _LEAST_BYTES = 8 << 20  # any call takes at least 0.25 ms
-_GROWTH = 1.5  # per call at most: one that was fast by chance must not be followed by one that is far too long
-_LEAST_SECONDS = 1e-6  # of a call: registrars that do nothing take no time
+_GROWTH = 1.5  # per call at most, in case one call was fast by chance
+_LEAST_SECONDS = 1e-6  # registrars that do nothing take no time
 _IDLE_SHARE, _STARTING_SHARE = 0.4, 0.1  # of the time, for register calls
 
 
@@ -26,22 +26,22 @@ class Pace(Protocol):
 
     @property
     def chunk_bytes(self) -> int:
-        """What the next call should take."""
+        """Bytes that the next call should register."""
 
     @property
     def call_seconds(self) -> float | None:
-        """How long the next call will take, if the host's own thread may make it; None if it must not."""
+        """Expected duration of the next call, if the host's thread may make it; None if it must not."""
 
     def delay(self, now: float) -> float:
-        """Seconds until the next call may begin; 0 or less: now."""
+        """Seconds until the next call may begin; now if 0 or less."""
 
     def record(self, num_bytes: int, seconds: float, now: float) -> None:
-        """A call that ended at `now` held the driver's lock for `seconds`. On the pinning thread that is its
-        processor time: its elapsed time would include waiting for the lock and the interpreter."""
+        """A call that ended at `now` held the driver's lock for `seconds`. On the pinning thread that is its CPU time:
+        its elapsed time would include waiting for the lock and the GIL."""
 
 
 class FixedPace:
-    """Independent of how long calls take and of what the host does, except for longer pauses while the host starts."""
+    """Fixed size and pause, except for longer pauses while the host starts."""
 
     call_seconds = None
 
@@ -86,7 +86,7 @@ class AdaptivePace:
         return self._ended + self._seconds * (1 / share - 1) - now
 
     def record(self, num_bytes: int, seconds: float, now: float) -> None:
-        """Sizes follow a slow call down at once, and a fast one up step by step."""
+        """After a slow call the next is smaller at once; after a fast one it grows step by step."""
         self._ended, self._seconds = now, max(seconds, _LEAST_SECONDS)
         self._bytes_per_second = num_bytes / self._seconds
         seconds = self._steps.call_seconds(self._target)

@@ -1,4 +1,4 @@
-"""Pinning: the calls by which a device makes populated memory fit for its copies, and how far they are."""
+"""Pinning: how a device registers populated memory for its copies, and the progress of it."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from typing import Protocol
 
 
 class Registrar(Protocol):
-    """Registers a pool's memory, range by range. Calls come one at a time: from the pool's pinning thread, from its
-    host's (see `HostSteps`), and finally from the one that closes the pool."""
+    """Registers a pool's memory range by range. Called by one thread at a time: the pool's pinning thread, its host's
+    thread (see `HostSteps`), and finally the thread that closes the pool."""
 
     @property
     def mode(self) -> str:
-        """What pinning is at the moment: "mlock", "cuda", "populate" (nothing but resident), ..."""
+        """The current kind of pinning: "mlock", "cuda", "populate" (resident only), ..."""
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes that the machine may not take away now."""
+        """Bytes that the kernel cannot swap out now."""
 
     @property
     def notice(self) -> str | None:
-        """A sentence for people where the memory is less than pinned, else None."""
+        """A sentence for people if the memory is not fully pinned, else None."""
 
     def prepare_thread(self) -> None:
-        """Called once by the pinning thread before anything else. Raises `PinError`; it is then tried again."""
+        """Called once, first, on the pinning thread. If it raises `PinError` it is called again."""
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin a populated range of whole pages. Raises `PinError`; after any error it has pinned none of it."""
+        """Pin a populated range of whole pages. Raises `PinError`; after any error none of it is pinned."""
 
     def unregister(self, address: int, num_bytes: int) -> None:
-        """Undo `register` of the same range. Raises `PinError`; after any error the range still counts as pinned."""
+        """Undo `register` of the same range. Raises `PinError`; after any error the range is still pinned."""
 
 
 class PopulateOnly:
-    """Pins nothing: the memory is resident, and the machine may swap it."""
+    """Pins nothing: the memory is resident, but the kernel may swap it out."""
 
     mode = "populate"
     locked_bytes = 0
@@ -50,18 +50,17 @@ class PopulateOnly:
 
 
 class PinProgress:
-    """How fast the current or last growth is, and how long it has taken. Not locked: the pool calls it
-    under its own lock."""
+    """Rate and duration of the current or last growth. Not locked: the pool calls it under its own lock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began: float | None = None
         self._elapsed = 0.0
-        self._started: tuple[float, int] | None = None  # time and bytes at the begin of the growth
-        self._pinned: tuple[float, int] | None = None  # and when its last chunk was pinned
+        self._started: tuple[float, int] | None = None  # time and bytes when the growth began
+        self._pinned: tuple[float, int] | None = None  # time and bytes when its last chunk was pinned
 
     def begin(self, pinned_bytes: int) -> None:
-        """Growth starts from `pinned_bytes`; nothing changes where it is under way."""
+        """Growth starts at `pinned_bytes`. No effect while it is under way."""
         if self._began is None:
             self._began = self._clock()
             self._started, self._pinned = (self._began, pinned_bytes), None
@@ -75,7 +74,7 @@ class PinProgress:
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the present growth, or of the last one."""
+        """Seconds of the current growth, or of the last one."""
         return self._elapsed if self._began is None else self._clock() - self._began
 
     @property

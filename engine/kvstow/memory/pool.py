@@ -1,4 +1,4 @@
-"""One rank's host pool: slots in memory that grows, is pinned and is given back while the slots are in use."""
+"""One rank's host pool: slots in memory that is pinned, and given back, while the slots are in use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Failure:
 
 
 class Hold:
-    """Memory of a pool that stays where it is until `release`, which is idempotent. A context manager, too."""
+    """Keeps memory of a pool in place until `release`, which is idempotent. Also a context manager."""
 
     __slots__ = ("_release",)
 
@@ -57,14 +57,14 @@ class Hold:
 class HostPool:
     """Slots of `slot_bytes` at `address + slot * slot_stride`; those below `pinned_slots` may be used.
 
-    Guarantees: every slot below `pinned_slots` is populated and registered. Memory is given back from the
-    top, by whole chunks, and never while somebody holds it. A failed chunk leaves nothing of itself behind
-    and stops growth, not the pool; no error ends the pinning thread. After `close` nothing is left.
+    Guarantees: every slot below `pinned_slots` is populated and registered. Memory is given back from the top, by whole
+    chunks, and never while it is held. A chunk that fails is undone completely and stops growth, not the pool; no error
+    ends the pinning thread. After `close` nothing is left.
 
-    The pinning thread populates a chunk while the pause after the one before lasts. Then the chunk is registered, by a
-    call whose size and moment a `Pace` gives; while the host makes steps, its own thread makes the call (`steps`).
-    Never populating and registering at once: register calls beside populating were measured to take up to 2.3 ms in
-    place of 0.6 (p99), and others wait for them, for no higher rate.
+    The pinning thread populates a chunk during the pause after the previous one. Then it registers the chunk with a
+    call whose size and time the `Pace` sets; while the host makes steps, the host's thread makes that call (`steps`).
+    It never populates and registers at the same time: register calls beside populating took up to 2.3 ms instead of 0.6
+    (p99), and others wait for them, for no higher rate.
 
     Assumes: a caller that copies to or from slots holds their memory (`hold`) from before the copy begins until the
     device no longer touches it. `close` waits for the last of them.
@@ -83,8 +83,8 @@ class HostPool:
         cpu_clock: Callable[[], float] = time.thread_time,
         numa_node: int | None = None,
     ) -> None:
-        """Reserve address space; takes no memory yet. The memory shall come from `numa_node`, where that is possible.
-        Raises `InsufficientMemoryError` when `pool_bytes` cannot fit, `PinError` when not even address space is left.
+        """Reserve address space; uses no memory yet. Memory comes from `numa_node` if possible. Raises
+        `InsufficientMemoryError` if `pool_bytes` cannot fit, `PinError` if there is not even address space.
         """
         self._config = config
         limits = limits or limits_of(config.huge_pages)
@@ -143,8 +143,8 @@ class HostPool:
             return self._pinned()
 
     def start(self, *, at_ease: bool = False) -> None:
-        """Start to pin, in the background; idempotent. `at_ease`: with longer pauses, until it is called without or the
-        host begins a step."""
+        """Start pinning in the background; idempotent. `at_ease`: with longer pauses, until the host begins a step or
+        `start` is called without it."""
         with self._state:
             self.steps.is_starting = at_ease
             if self._thread is None and not self._closing:
@@ -153,12 +153,12 @@ class HostPool:
                 self._thread = thread
 
     def add_listener(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the pinning thread after each of its steps. It must neither block nor close the pool."""
+        """Call `callback` on the pinning thread after each chunk or failure. It must not block or close the pool."""
         self._listeners.register(callback)
 
     def set_target(self, slots: int) -> None:
-        """Grow or shrink to `slots`, in the background; slots above it are unusable at once. A new target is also a
-        new attempt after a failure. Raises `ConfigError` outside 0 to `max_slots`."""
+        """Grow or shrink to `slots` in the background; slots above it are unusable at once. A new target also retries
+        after a failure. Raises `ConfigError` outside 0 to `max_slots`."""
         if not 0 <= slots <= self.max_slots:
             raise ConfigError("target slots", slots, f"0 to {self.max_slots} (max_bytes of the pool)")
         with self._state:
@@ -170,19 +170,19 @@ class HostPool:
                 self._state.notify_all()
 
     def set_paused(self, paused: bool) -> None:
-        """Start no further chunk until unpaused; shrinking goes on."""
+        """Start no further chunk until unpaused; shrinking continues."""
         with self._state:
             self._paused = paused
             self._state.notify_all()
 
     def retry(self) -> None:
-        """Try the chunk that failed once more; nothing happens where none has."""
+        """Try a chunk that failed again. No effect if none has."""
         with self._state:
             self._failure = None
             self._state.notify_all()
 
     def hold(self, end_slot: int) -> Hold:
-        """Keep the memory of all slots below `end_slot` where it is, until the hold is released. Never waits. Raises
+        """Keep the memory of all slots below `end_slot` in place until the hold is released. Never waits. Raises
         `CopyError` if they are not all pinned."""
         with self._state:
             if (pinned := self._pinned()) < end_slot:
@@ -195,7 +195,7 @@ class HostPool:
             self._held[end_slot] -= 1
             if not self._held[end_slot]:
                 del self._held[end_slot]
-            if self._closing or self._covered() > self._target:  # else nobody waits for it
+            if self._closing or self._covered() > self._target:  # otherwise no thread waits for it
                 self._state.notify_all()
 
     def status(self) -> PoolStatus:
@@ -224,7 +224,7 @@ class HostPool:
             )
 
     def close(self) -> None:
-        """Stop pinning at the next chunk, unregister, give the memory back; idempotent, safe at any moment."""
+        """Stop pinning at the next chunk, unregister and give the memory back. Idempotent; safe at any time."""
         with self._state:
             self._closing = True
             self.steps.close()
@@ -260,12 +260,12 @@ class HostPool:
                 logger.warning("pinning stopped at %d slots: %s", self.pinned_slots, error)
                 self._fail(error.reason, str(error))
             except Exception as error:
-                logger.exception("pinning stopped at %d slots by a defect", self.pinned_slots)
+                logger.exception("pinning stopped at %d slots: unexpected error", self.pinned_slots)
                 self._fail(_DEFECT, repr(error))
             self._listeners.call()
 
     def _wait_for_step(self) -> Callable[[], None] | None:
-        """The next thing to do, once there is one; None when the pool closes."""
+        """Wait for work and return it; None when the pool closes."""
         with self._state:
             self._state.wait_for(lambda: self._closing or self._next_step() is not None)
             return None if self._closing else self._next_step()
@@ -299,25 +299,25 @@ class HostPool:
         self._memory.record(chunk)
 
     def _shrink(self) -> None:
-        """Give the last chunk back, unless the target has grown or somebody holds it in the meantime."""
+        """Give the last chunk back, unless it is wanted or held by then."""
         if not self._wait_for_turn():
             return
         with self._state:
             chunks = self._chunks
             if not self._may_give_back(chunks):
                 return
-            self._chunks = chunks.below  # nobody can hold the chunk from now on
+            self._chunks = chunks.below  # the chunk cannot be held from now on
         try:
             self._memory.unregister(chunks.last)
         except BaseException:
             with self._state:
-                self._chunks = chunks  # it is pinned still: `close` or the next attempt sees to it
+                self._chunks = chunks  # it is still pinned; the next attempt or `close` unregisters it
             raise
         self._memory.decommit(chunks.last)
         self._memory.record(chunks.last)
 
     def _wait_for_turn(self) -> bool:
-        """Let others at the driver's lock for as long as the pace says; False when the pool closes."""
+        """Leave the driver's lock to others for as long as the pace says; False when the pool closes."""
         with self._state:
             while not self._closing and (seconds := self._pace.delay(self._clock())) > 0:
                 self._state.wait(seconds)

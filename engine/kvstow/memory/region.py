@@ -1,9 +1,8 @@
 """Host memory as address space that is committed and given back piece by piece.
 
-All calls go through ctypes or numpy, which let go of the interpreter lock while the kernel works: populating 64 MiB
-takes 10 ms, and serving must not wait for it. Beside a host's steps one thread populates, at 5 GiB/s; with two, steps
-took 2 ms longer at the 99th percentile. While the host is idle eight reach 26 GiB/s (memory that the machine has had).
-"""
+Long calls go through ctypes or numpy, which release the GIL: populating 64 MiB takes 10 ms, and serving must not wait
+for that. Beside a host's steps one thread populates, at 5 GiB/s; with two, steps took 2 ms longer at the 99th
+percentile. While the host is idle, eight threads reach 26 GiB/s (memory that the machine has used before)."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from kvstow.errors import PinError
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 HUGE_PAGE_BYTES = 2 << 20
-_TOUCH_BYTES = 8 << 20  # below this, another thread is not worth starting
+_TOUCH_BYTES = 8 << 20  # less is not worth another thread
 _POPULATE_BYTES = 8 << 20  # per call, 1 ms or more: meanwhile an mmap of any thread waits
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 1 | 2
@@ -37,7 +36,7 @@ _libc.mmap.restype, _libc.mmap.argtypes = _address, (_address, _size, _int, _int
 _libc.munmap.argtypes = (_address, _size)
 _libc.madvise.argtypes = (_address, _size, _int)
 
-# Takes 2 us and keeps the interpreter lock: beside a computing host, a thread that lets go of it waits 5 ms.
+# Takes 2 us and keeps the GIL: beside a computing host, a thread that releases it waits 5 ms to get it back.
 _mprotect = ctypes.PyDLL(None, use_errno=True).mprotect
 _mprotect.argtypes = (_address, _size, _int)
 
@@ -46,11 +45,11 @@ class HostRegion:
     """`num_bytes` of reserved address space, aligned to a huge page; a child process does not inherit it.
 
     Offsets and sizes given to `commit` and `decommit` are multiples of `page_bytes`. Not locked: one thread at
-    a time. The owner calls `close`, and sees to it that nobody touches the memory afterwards.
+    a time. The owner calls `close`, and nothing may use the memory afterwards.
     """
 
     def __init__(self, num_bytes: int, huge_pages: HugePages = "advised") -> None:
-        """Raises `PinError` when there is no such address space, or reserved huge pages cannot be used here."""
+        """Raises `PinError` if there is no address space, or reserved huge pages cannot be used here."""
         self._is_reserved = huge_pages == "reserved"
         self.page_bytes = HUGE_PAGE_BYTES if self._is_reserved else PAGE_BYTES
         self.num_bytes = round_up(num_bytes, self.page_bytes)
@@ -60,16 +59,16 @@ class HostRegion:
         self._closed = False
         # A pool's memory must not double in a fork, nor its huge pages be split by copy-on-write.
         _libc.madvise(self.address, self.num_bytes, _MADV_DONTFORK)
-        # Registering huge pages is 10 times cheaper. A kernel without them refuses: the pool works all the same. Of
-        # reserved ones it changes nothing.
+        # Registering huge pages is 10 times cheaper. A kernel without them refuses, and the pool works all the same.
+        # For reserved pages this changes nothing.
         _libc.madvise(self.address, self.num_bytes, _MADV_HUGEPAGE)
 
     def commit(self, offset: int, num_bytes: int, *, plenty: bool = False, threads: int = 1) -> None:
-        """Back the range by memory. Raises `PinError`, and then the range holds none. `threads` share the touching.
+        """Populate the range, with `threads` threads. Raises `PinError`; the range then holds no memory.
 
-        `plenty`: no limit is near, so the pages may be touched. That keeps no other thread waiting (an mmap for 1 ms at
-        the 99th percentile, for 28 beside the kernel's populating: bench/README.md) and is faster, but where memory
-        runs out, who touches it is killed.
+        `plenty`: no limit is near, so pages may be touched. That is faster and delays other threads less (an mmap waits
+        1 ms at the 99th percentile, and 28 ms when the kernel populates: bench/README.md), but if memory runs out, the
+        OOM killer ends the process.
         """
         address = self.address + offset
         touch = partial(_touch_by_threads, threads=threads)
@@ -82,7 +81,7 @@ class HostRegion:
             raise
 
     def decommit(self, offset: int, num_bytes: int) -> None:
-        """Give the range's memory back to the machine; its bytes are lost."""
+        """Give the range's memory back; its bytes are lost."""
         address = self.address + offset
         _check(_libc.madvise(address, num_bytes, _MADV_DONTNEED), "madvise(MADV_DONTNEED)", num_bytes)
         _check(_mprotect(address, num_bytes, _PROT_NONE), "mprotect", num_bytes)
@@ -99,7 +98,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def _reserve_aligned(num_bytes: int, more_flags: int) -> int:
-    """Reserve more than is asked, then give back what lies before and after the aligned part."""
+    """Reserve more than needed, then unmap what lies before and after the aligned part."""
     asked = num_bytes + HUGE_PAGE_BYTES
     flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | more_flags
     start = _libc.mmap(None, asked, _PROT_NONE, flags, -1, 0)
@@ -114,8 +113,8 @@ def _reserve_aligned(num_bytes: int, more_flags: int) -> int:
 
 
 def _require_giving_back(address: int, num_bytes: int) -> None:
-    """Raises `PinError`, and unmaps the range, where the kernel cannot take reserved huge pages back. A range that
-    holds none is enough to ask."""
+    """Raise `PinError` and unmap the range if the kernel cannot take reserved huge pages back. An empty range is enough
+    to find out."""
     if _libc.madvise(address, num_bytes, _MADV_DONTNEED) != 0:
         what = _error_text()
         _libc.munmap(address, num_bytes)
@@ -125,8 +124,8 @@ def _require_giving_back(address: int, num_bytes: int) -> None:
 def _touch(address: int, num_bytes: int) -> None:
     """Write to every page. A fault locks its own mapping (from Linux 6.4 on), populating the whole address space.
 
-    numpy releases the interpreter lock from 500 elements (2 MiB) on: a series of smaller pieces kept it
-    from vLLM's eager steps and made them four times as long.
+    numpy releases the GIL from 500 elements (2 MiB) on: a series of smaller pieces held it and made vLLM's eager steps
+    four times as long.
     """
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
     memory[::PAGE_BYTES] = 0
@@ -143,7 +142,7 @@ def _touch_by_threads(address: int, num_bytes: int, *, threads: int) -> None:
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Let the kernel fault every page in, so that no later touch can fail or wait."""
+    """Let the kernel fault in every page, so that no later access can fail or wait."""
     for start, size in _refused(address, num_bytes):
         if ctypes.get_errno() == errno.EINVAL:  # a kernel before 5.14
             _touch(start, size)
@@ -152,7 +151,7 @@ def _populate(address: int, num_bytes: int) -> None:
 
 
 def _populate_reserved(address: int, num_bytes: int) -> None:
-    """As `_populate`. Nothing is touched instead: of reserved pages, a missing one would be a SIGBUS."""
+    """As `_populate`, but never by touching: a missing reserved page would raise SIGBUS."""
     for _, size in _refused(address, num_bytes):
         is_short = ctypes.get_errno() == errno.EFAULT
         why = "the machine or the cgroup has no reserved 2 MiB page left" if is_short else _error_text()
@@ -160,8 +159,8 @@ def _populate_reserved(address: int, num_bytes: int) -> None:
 
 
 def _refused(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ask the kernel to populate the range, piece by piece; start and size of each piece that it refuses, as errno
-    says why."""
+    """Let the kernel populate the range piece by piece. Yields start and size of each piece that it refuses, with errno
+    set."""
     for start in range(address, address + num_bytes, _POPULATE_BYTES):
         size = min(_POPULATE_BYTES, address + num_bytes - start)
         if _libc.madvise(start, size, _MADV_POPULATE_WRITE) != 0:
