@@ -116,8 +116,8 @@ class EagerStores:
         return offer, left
 
     def _complete_tokens(self, tracked: TrackedRequest) -> int:
-        """Up to where the request's blocks can be stored: whole strides of `alignment`, where hits end. Of a group
-        with a window vLLM caches blocks not before that."""
+        """Up to where the request's blocks can be stored: whole strides of `alignment`, where hits end. vLLM caches the
+        blocks of a group with a window no earlier."""
         if tracked.withheld:
             return 0
         end, num_hashes = tracked.confirmed_tokens - self._late_tokens, len(tracked.request.block_hashes)
@@ -127,14 +127,14 @@ class EagerStores:
         return end // self._alignment * self._alignment
 
     def _expects_more(self, tracked: TrackedRequest) -> bool:
-        """Whether complete blocks are there, or may be before the request gets another: one was begun behind them."""
+        """Whether there are complete blocks, or may be before the request gets another one: the next was begun."""
         stride_end = tracked.offered_tokens + self._alignment
         if any(len(tracked.tables[group.index]) * group.block_tokens > stride_end for group in self._groups):
             return True
         return self._complete_tokens(tracked) >= stride_end
 
     def _take_next(self, tracked: TrackedRequest, most: int, written: WrittenBlocks, offer: Offer) -> int:
-        """Add the request's next complete blocks to the offer, about `most` of them; how many were looked at."""
+        """Add the request's next complete blocks to the offer, about `most` of them; how many were visited."""
         alignment, start = self._alignment, tracked.offered_tokens
         strides = min((self._complete_tokens(tracked) - start) // alignment, max(1, most // self._stride_blocks))
         if strides <= 0:

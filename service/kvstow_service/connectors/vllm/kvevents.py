@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """What the blocks of one event have in common."""
+    """What all blocks of one event have in common."""
 
     group: int
     block_tokens: int = 0
@@ -123,13 +123,13 @@ class EventFeed:
         return _Block(origin, parent, tokens, self._vocabulary.extra_keys(request, start, end))
 
     def take_events(self) -> list[Any]:
-        """vLLM's events for what became visible or went since the last call, oldest first."""
+        """vLLM's events for blocks that were stored or removed since the last call, oldest first."""
         events: list[Any] = []
         if self._engine.events.last_sequence != self._cursor:
             page = self._engine.events.read(self._cursor, _BATCHES_PER_TAKE)
             self._cursor = page.cursor
             if page.lost:
-                logger.warning("KV events were lost: %d blocks are looked up again", len(self._announced))
+                logger.warning("KV events were lost: looking %d announced blocks up again", len(self._announced))
                 self._doubtful = deque([*self._announced, *self._planned])
             for event in page.events:
                 events += self._announce(event.keys) if event.kind == "stored" else self._remove(event.keys)
@@ -193,13 +193,13 @@ class EventFeed:
 
 
 def _known_fields(event: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """Makes the event of those fields that this version of vLLM knows."""
+    """Makes an event from the fields that this version of vLLM has."""
     known = set(inspect.signature(event).parameters)
     return lambda fields: event(**{name: value for name, value in fields.items() if name in known})
 
 
 def _continues(last: tuple[bytes, _Block], block: _Block) -> bool:
-    """Whether `block` may stand in one event behind the `last` one."""
+    """Whether `block` may follow the `last` one in the same event."""
     return block.parent == last[0] and block.origin == last[1].origin
 
 

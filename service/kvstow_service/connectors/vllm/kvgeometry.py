@@ -1,8 +1,8 @@
 """Geometry: where a block's bytes lie in vLLM's KV cache tensors, read from their strides alone.
 
 Layouts differ from version to version, backend to backend and model to model: K and V in one tensor or two, heads
-inside a block or outside, all layers in one storage or each in its own, groups of layers that overlay each other. The
-strides tell all of them apart; the names of vLLM's configuration fields change too often to be read.
+inside a block or outside, all layers in one storage or each in its own, groups of layers in the same memory. The
+strides show which it is. vLLM's configuration fields change their names too often to rely on them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class KVGeometry(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Bytes of block 0 that lie together in a storage, and how far the next block's lie behind them."""
+    """Contiguous bytes of block 0 in a storage, and the distance to the same bytes of the next block."""
 
     start: int
     num_bytes: int
@@ -34,7 +34,7 @@ class _Run(NamedTuple):
 def kv_geometry(kv_caches: Mapping[str, Any], num_blocks: int) -> KVGeometry:
     """The regions of a rank's KV cache of `num_blocks` blocks. `kv_caches[layer]` is a tensor, or several.
 
-    Layers that share memory are counted once, and what lies side by side in a block becomes one region. Raises
+    Layers that share memory count once, and adjacent bytes of a block become one region. Raises
     `ConfigError` for a tensor that is not cut into that many blocks.
     """
     storages: dict[int, torch.Tensor] = {}
@@ -62,7 +62,7 @@ def _tensors_of(value: Any) -> Sequence[torch.Tensor]:
 
 
 def _runs_of(layer: str, tensor: torch.Tensor, num_blocks: int) -> Iterable[_Run]:
-    """Where block 0 lies. A block may be cut into several kernel blocks, which follow one another."""
+    """The bytes of block 0. A block may consist of several kernel blocks, one after the other."""
     itemsize = tensor.element_size()
     dims = [(int(size), int(stride) * itemsize) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     axis = _block_axis(layer, tensor.shape, num_blocks)
@@ -80,7 +80,7 @@ def _runs_of(layer: str, tensor: torch.Tensor, num_blocks: int) -> Iterable[_Run
 
 
 def _block_axis(layer: str, shape: Sequence[int], num_blocks: int) -> int:
-    """The dimension that counts blocks: the first one; the second where the first tells K from V."""
+    """The dimension that counts blocks: the first one, or the second where the first is K and V."""
     if shape[0] % num_blocks == 0 and not (shape[0] == 2 and len(shape) > 1 and shape[1] == num_blocks):
         return 0
     if len(shape) > 1 and shape[0] == 2 and shape[1] % num_blocks == 0:
@@ -89,7 +89,7 @@ def _block_axis(layer: str, shape: Sequence[int], num_blocks: int) -> int:
 
 
 def _merged(runs: Iterable[_Run]) -> list[_Run]:
-    """Runs of one stride that touch or overlap, joined as long as they stay within a block."""
+    """Runs of one stride that touch or overlap, joined while they stay within a block."""
     merged: list[_Run] = []
     for run in sorted(runs, key=lambda run: (run.stride, run.start)):
         last = merged[-1] if merged else None

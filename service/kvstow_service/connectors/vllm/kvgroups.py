@@ -23,11 +23,10 @@ _UNIFORM = "UniformTypeKVCacheSpecs"
 class KVGroup:
     """Layers that share a block table. All sizes in tokens.
 
-    `hashes_per_block`: hash blocks of a request that one block of this group spans; the last one's hash names the
-    block, as hashes are chained. `window`: the token at position `p` attends to `p - window + 1` and later. `chunk`:
-    it attends to no token before its own chunk. `is_state`: its block at the end of a prefix is all that it needs of
-    it. None of these: it attends to all tokens. `late_tokens`: vLLM may cache a block only when so many tokens behind
-    it are computed.
+    `hashes_per_block`: hash blocks of a request in one block of this group; the last one's hash names the block, as
+    hashes are chained. `window`: the token at position `p` attends to `p - window + 1` and later. `chunk`: it attends
+    to no token before its own chunk. `is_state`: the group needs only its block at the end of a prefix. None of these:
+    it attends to all tokens. `late_tokens`: vLLM may cache a block only when this many tokens after it are computed.
     """
 
     index: int
@@ -56,7 +55,7 @@ class KVGroup:
 @dataclass(frozen=True, slots=True)
 class KVGroups:
     """The groups of a model that are kept. `alignment`: hits end at multiples of it. `num_scratch`: groups of vLLM's
-    that are not kept; what is in them is of use only to the request that wrote it, and nothing where a hit ends."""
+    that are not kept: only the request that wrote them needs their contents, and none of them where a hit ends."""
 
     groups: tuple[KVGroup, ...]
     alignment: int
@@ -70,8 +69,8 @@ class KVGroups:
     @property
     def is_plain(self) -> bool:
         """Whether vLLM has one group, which attends to all tokens: then a request can go on after any of its blocks,
-        and from its last token. Else it may lack what the next token reads: blocks out of the window of a hit's end
-        are never loaded, nor is scratch."""
+        and from its last token. Otherwise it may lack what the next token reads, because blocks before the window at a
+        hit's end are never loaded, nor is scratch."""
         return self.num_tables == 1 and self.groups[0].is_full
 
     @property
@@ -80,18 +79,18 @@ class KVGroups:
 
     @property
     def partial(self) -> tuple[KVGroup, ...]:
-        """Those that need a part of the prefix only."""
+        """Those that need only a part of the prefix."""
         return tuple(group for group in self.groups if not group.is_full)
 
     @property
     def in_tables(self) -> tuple[KVGroup, ...]:
-        """Those whose blocks are where a request's block table says, once their tokens are computed."""
+        """Those whose blocks are in a request's block table once their tokens are computed."""
         return tuple(group for group in self.groups if not group.is_state)
 
     def places(self, start: int, end: int) -> list[tuple[int, int]]:
         """The blocks (group, number) that computing the token after `end` tokens reads, beyond those of the first
         `start` tokens; in the order of the tokens that they end with. So the end of a prefix is evicted before its
-        beginning, in all groups alike; and those of a later `start` are the last of these."""
+        beginning, in all groups alike. The places of a later `start` are the last of these."""
         places = [
             (group.index, number)
             for group in self.groups
@@ -111,11 +110,11 @@ def kv_groups(
     specs: Sequence[Any], hash_tokens: int, context_parallel: int = 1, *, hands_states_over: bool = False
 ) -> KVGroups:
     """The groups of vLLM's `KVCacheSpec`s, whose requests are hashed every `hash_tokens` tokens. `hands_states_over`:
-    whether this vLLM tells connectors of the states of recurrent layers.
+    whether this vLLM hands the states of recurrent layers to connectors.
 
-    With decode context parallelism a block spans `context_parallel` times its own tokens, where each rank has its share
-    and not all (states; some draft models, vLLM 0.32). Scratch is left out, but counts for where hits end, as it does
-    in vLLM. Raises `ConfigError` for kinds of KV cache that cannot be kept, naming them.
+    With decode context parallelism a block spans `context_parallel` times its own tokens if each rank holds a share of
+    it. Ranks hold states, and some draft models (vLLM 0.32), in full. Scratch is left out, but counts for where hits
+    end, as in vLLM. Raises `ConfigError` for kinds of KV cache that cannot be kept, and names them.
     """
     scratch = {index: spec for index, spec in enumerate(specs) if type(_layer_spec(spec)).__name__ == _SCRATCH}
     groups = tuple(
@@ -144,7 +143,7 @@ def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int, hands
     if name in _FULL:
         return KVGroup(index, tokens, hashes)
     if name in _WINDOW:
-        # Nobody attends to the rest (vLLM 0.28), but vLLM takes it for cached once a load is done.
+        # No token attends to the extra tokens (vLLM 0.28), but vLLM treats them as cached once a load is done.
         extra = getattr(kind, "extra_retained_tokens", 0)
         return KVGroup(index, tokens, hashes, window=kind.sliding_window + extra, late_tokens=extra)
     if name in _CHUNKED:
@@ -166,7 +165,7 @@ def _block_tokens(spec: Any, context_parallel: int) -> int:
 
 
 def _layer_spec(spec: Any) -> Any:
-    """What stands for a group's layers: specs of one type differ in sizes only."""
+    """The spec of one of a group's layers: specs of one type differ only in sizes."""
     return next(iter(spec.kv_cache_specs.values())) if type(spec).__name__ == _UNIFORM else spec
 
 
