@@ -51,7 +51,7 @@ def make(config: VllmConfig, setup: Setup, role: KVConnectorRole) -> Any:
 
 
 @pytest.mark.parametrize(("role", "frees_late"), [("kv_both", True), ("kv_producer", False)])
-def test_a_child_of_multiconnector_goes_by_what_vllm_does_for_its_parent(
+def test_a_child_of_multiconnector_follows_the_settings_of_its_parent(
     monkeypatch: pytest.MonkeyPatch, role: Any, frees_late: bool
 ) -> None:
     """vLLM defers frees for consumers, and reads the role and the policy of the connector that it knows."""

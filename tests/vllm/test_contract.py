@@ -46,7 +46,7 @@ def test_a_released_vllm_fits(ours: Ours, release: str) -> None:
         assert Drift(ours, Source(root), release).sentences() == []
 
 
-def test_what_cannot_be_fetched_fails_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with (
@@ -179,14 +179,14 @@ def test_a_change_is_named(ours: Ours, installed: Installed, tmp_path: Path, edi
     assert all(sentence.startswith(f"vLLM {installed.version}") for sentence in sentences)
 
 
-def test_what_a_version_has_too_early_is_named(ours: Ours, installed: Installed) -> None:
+def test_a_feature_that_comes_too_early_is_named(ours: Ours, installed: Installed) -> None:
     sentences = Drift(ours, Source(installed.root), "0.26.0").sentences()
     assert "vLLM 0.26.0 has KVConnectorBase_V1.get_transfer_results already; we thought that 0.30 introduced it" in (
         sentences
     )
 
 
-def test_what_a_version_should_have_by_now_is_named(ours: Ours, installed: Installed) -> None:
+def test_a_feature_that_is_missing_is_named(ours: Ours, installed: Installed) -> None:
     sentences = Drift(ours, Source(installed.root), "0.99.0").sentences()
     assert [
         sentence

@@ -72,7 +72,7 @@ def host() -> Host:
     return Host()
 
 
-def test_stats_are_told_once(host: Host) -> None:
+def test_stats_are_sent_once(host: Host) -> None:
     assert not host.take().is_empty()
     assert host.take() is None
     host.store(1)
@@ -191,7 +191,7 @@ def test_names_types_and_labels_are_those_of_vllm() -> None:
 
 
 @pytest.mark.parametrize("first", ["KVStowConnector", "OffloadingConnector"])
-def test_beside_an_offloading_connector_its_names_are_its_own(
+def test_beside_an_offloading_connector_metrics_of_the_same_name_are_its_own(
     host: Host, registry: CollectorRegistry, first: str
 ) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector

@@ -165,7 +165,7 @@ def test_lazy_stores_are_two_steps_ahead_of_eviction(
     assert made == [blocks]
 
 
-def test_what_a_rank_says_reaches_the_engine() -> None:
+def test_updates_of_a_rank_reach_the_engine() -> None:
     host = make_host()
     early = Completion(1, "done")
     host.receive(0, RankUpdate((BootCompletions("boot", (early,)),)))  # there is no engine yet
@@ -178,7 +178,7 @@ def test_what_a_rank_says_reaches_the_engine() -> None:
     assert engine_of(host).lookup([b"key"]) == 1
 
 
-def test_a_report_that_comes_with_a_step_counts_and_a_wrong_one_is_counted() -> None:
+def test_a_report_that_comes_with_a_step_is_accepted_and_a_wrong_one_is_counted() -> None:
     host = make_host()
     host.add_rank(make_hello())
     rank = NoDataPlane(0, 100, "cuda", "no device")
@@ -201,7 +201,7 @@ def test_a_host_that_cannot_be_built_in_a_step_leaves_vllm_without_offload(caplo
 
 
 @pytest.mark.parametrize("method", ["report", "complete"])
-def test_what_goes_wrong_with_news_of_a_step_closes_the_gate(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_an_update_closes_the_pool(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host()
     host.add_rank(make_hello())
     rank = FakeRank(engine_of(host))
@@ -224,7 +224,7 @@ def test_what_goes_wrong_with_news_of_a_step_closes_the_gate(method: str, monkey
     )
 
 
-def test_closing_stops_what_there_is(admins: list[FakeAdmin]) -> None:
+def test_closing_stops_server_and_engine(admins: list[FakeAdmin]) -> None:
     host = make_host()
     host.close()
     host.add_rank(make_hello())

@@ -50,7 +50,7 @@ def load(number: int, boot: str) -> PlannedStep:
     return PlannedStep(number, (boot,), StepPlan(), StepPlan((op,)), ("r",), {})
 
 
-def test_a_registered_rank_says_what_it_is_and_is_pinned(worker: WorkerHost) -> None:
+def test_a_registered_rank_introduces_itself_and_is_pinned(worker: WorkerHost) -> None:
     worker.register(kv_caches())
     assert worker.hello is not None
     assert (worker.hello.rank, worker.hello.slot_bytes) == (0, PAGE)
@@ -175,7 +175,7 @@ def test_a_rank_sleeps_only_when_its_data_plane_has_ended(
     assert seen == [plane.boot_id] * 2
 
 
-def test_a_rank_that_wakes_pins_what_is_wanted_by_then(worker: WorkerHost) -> None:
+def test_a_rank_that_wakes_pins_the_latest_desired_state(worker: WorkerHost) -> None:
     worker.register(kv_caches())
     worker.follow({0: DesiredState("engine", 5, number=1)})
     worker.suspend()
@@ -230,7 +230,7 @@ def test_a_rank_reports_with_its_steps_while_its_agent_finds_no_server(
     assert worker.report_without_agent() is not None
 
 
-def test_a_rank_follows_what_is_wanted_of_itself_and_lets_no_failure_into_a_step(
+def test_a_rank_applies_its_own_desired_state_and_no_error_reaches_the_step(
     own_log: None, worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.follow({0: DesiredState("engine", 1, number=1)})

@@ -16,7 +16,7 @@ def blocks_of(plan: PlannedStep) -> list[int]:
     return [block for op in plan.stores.ops for block in op.blocks]
 
 
-def test_a_prompt_is_stored_when_it_goes_on() -> None:
+def test_a_prompt_is_stored_when_its_request_continues() -> None:
     host, request = VllmHost(), FakeRequest("r", PROMPT)
     assert blocks_of(host.run(request)) == []
     request.tokens += "i"

@@ -31,7 +31,7 @@ def load(host: VllmHost, request: FakeRequest, local: int = 0, *, fail: bool) ->
     host.side.settle()
 
 
-def test_a_request_whose_load_was_done_goes_on() -> None:
+def test_a_request_whose_load_succeeded_continues() -> None:
     host, request = make_host(SHORT)
     load(host, request, fail=False)
     assert host.side.failed_loads.continuing({"r", "unknown"}) == {"r", "unknown"}
@@ -39,7 +39,7 @@ def test_a_request_whose_load_was_done_goes_on() -> None:
     assert not host.engine.admin.bypass.load
 
 
-def test_a_request_whose_load_failed_goes_on_from_what_the_gpu_had() -> None:
+def test_a_request_whose_load_failed_continues_from_the_tokens_on_the_gpu() -> None:
     host, request = make_host(LONG, local=4)
     load(host, request, 4, fail=True)
     assert host.side.failed_loads.continuing({"r"}) == {"r"}
@@ -54,7 +54,7 @@ def test_a_request_that_has_lost_its_window_is_held_back() -> None:
     assert request.num_computed_tokens == 8
 
 
-def test_a_request_that_had_nothing_is_held_back_until_it_is_aborted() -> None:
+def test_a_request_without_tokens_on_the_gpu_is_held_back_until_it_is_aborted() -> None:
     host, request = make_host(LONG)
     load(host, request, fail=True)
     assert host.side.failed_loads.continuing({"r"}) == set()

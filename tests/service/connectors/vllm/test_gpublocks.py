@@ -54,7 +54,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     assert pool.free == [3, 2, 1]
 
 
-def test_what_was_next_to_be_evicted_is_so_again() -> None:
+def test_blocks_from_the_head_of_the_queue_return_there() -> None:
     pool, gpu = three_held(5)
     pool.touch([pool.blocks[2]])  # a request has found it meanwhile
     for _ in range(2):

@@ -119,7 +119,7 @@ def test_the_last_block_alone_is_never_worth_a_load() -> None:
     assert (tracked.hit, pool.leases) == (None, 0)
 
 
-def test_what_is_looked_for_is_counted_as_far_as_it_would_be_loaded() -> None:
+def test_a_look_up_counts_the_blocks_that_would_be_loaded() -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
     pool.loads.count_hit(tracked, pool.loads.hold_hit(tracked, 4))
@@ -146,7 +146,7 @@ def test_a_block_missing_out_of_the_window_does_not_matter_and_one_inside_moves_
         assert pool.loads.hold_hit(pool.track(), 0) == found
 
 
-def test_what_a_purge_takes_away_ends_the_hit_there() -> None:
+def test_a_purged_block_ends_the_hit() -> None:
     pool = Pool(present=keys_of(PROMPT))
     pool.engine.admin.remove_block(keys_of(PROMPT)[5])
     assert pool.loads.hold_hit(pool.track(), 0) == 10
@@ -186,7 +186,7 @@ def test_a_local_prefix_that_shrank_is_looked_up_again() -> None:
     assert (tracked.start, pool.leases) == (4, 1)
 
 
-def test_a_local_prefix_beyond_the_hit_lets_it_go() -> None:
+def test_a_local_prefix_beyond_the_hit_releases_it() -> None:
     pool = Pool(present=keys_of(PROMPT)[:5])
     tracked = pool.track()
     assert pool.loads.hold_hit(tracked, 0) == 10
@@ -212,7 +212,7 @@ def test_a_hit_of_nothing_but_the_start_of_a_chunk_loads_nothing_and_is_none() -
     assert tracked.hit is None
 
 
-def test_a_request_that_goes_on_with_another_prompt_is_looked_up_by_that() -> None:
+def test_a_request_that_continues_with_another_prompt_is_looked_up_by_that() -> None:
     pool = Pool(present=[*keys_of("abcdefghi"), *keys_of("abXYefghi")])
     tracked = pool.track("abcdefghi")
     assert pool.loads.hold_hit(tracked, 0) == 8

@@ -126,7 +126,7 @@ def test_a_block_of_several_hash_blocks_has_the_hash_of_the_last(host: Host) -> 
     assert (event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) == (1, "window", 8)
 
 
-def test_what_does_not_follow_is_an_event_of_its_own(host: Host) -> None:
+def test_blocks_that_are_not_consecutive_are_separate_events(host: Host) -> None:
     host.store(1, 2)
     host.feed.take_events()
     host.store(0, 4)

@@ -173,7 +173,7 @@ def test_a_block_is_exactly_its_bytes_in_every_layer(name: str) -> None:
     ("name", "regions"),
     [("NHD", 3), ("K and V outermost", 6), ("packed", 1), ("LHBNC", 6), ("BHLNC", 1), ("kernel blocks", 3)],
 )
-def test_what_lies_side_by_side_is_one_region(name: str, regions: int) -> None:
+def test_adjacent_bytes_are_one_region(name: str, regions: int) -> None:
     assert len(kv_geometry(CASES[name]().caches, BLOCKS).layout.regions) == regions
 
 

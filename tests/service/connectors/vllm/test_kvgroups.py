@@ -84,7 +84,7 @@ def test_context_parallel_ranks_share_a_block() -> None:
     assert (group.block_tokens, group.hashes_per_block) == (32, 2)
 
 
-def test_what_every_rank_has_whole_spans_its_own_tokens() -> None:
+def test_a_block_that_every_rank_holds_in_full_spans_its_own_tokens() -> None:
     specs = [FullAttentionSpec(16), SlidingWindowSpec(16, 40, dcp_sharded=False)]
     groups = kv_groups(specs, 16, context_parallel=2).groups
     assert [group.block_tokens for group in groups] == [32, 16]
@@ -105,7 +105,7 @@ def test_scratch_is_left_out_but_counts_for_where_hits_end() -> None:
     assert groups.places(0, 48) == [(1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (2, 2)]
 
 
-def test_with_scratch_no_request_goes_on_from_its_last_token() -> None:
+def test_with_scratch_no_request_continues_from_its_last_token() -> None:
     """That token needs what is in scratch of those before it."""
     assert kv_groups([FullAttentionSpec(16)], 16).is_plain
     assert not kv_groups([FullAttentionSpec(16), CircularBufferSpec(8)], 16).is_plain

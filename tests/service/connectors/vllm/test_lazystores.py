@@ -24,7 +24,7 @@ def stores(host: VllmHost) -> tuple[Op, ...]:
     return host.step(copy=False).stores.ops
 
 
-def test_what_is_far_from_eviction_is_not_stored() -> None:
+def test_blocks_far_from_eviction_are_not_stored() -> None:
     host = lazy_host(ahead=4)
     fill(host, "a", 4)  # four blocks of eight were never used: they come first
     assert stores(host) == ()
@@ -63,7 +63,7 @@ def test_a_content_is_offered_once() -> None:
     assert host.outcomes == {"stored": 4}
 
 
-def test_what_the_pool_has_is_not_stored() -> None:
+def test_blocks_that_the_pool_has_are_not_stored() -> None:
     host = lazy_host(ahead=8)
     keys = keys_of("aaaaaaaa")
     host.store(*keys[:3])
@@ -126,7 +126,7 @@ def test_a_step_that_took_nothing_from_the_queue_does_not_walk_it() -> None:
     assert stores(host) == ()
 
 
-def test_after_a_reset_what_comes_back_is_stored_again() -> None:
+def test_after_a_reset_blocks_are_stored_again() -> None:
     host = lazy_host(ahead=8, gpu_blocks=2)
     fill(host, "a", 1)
     stores(host)
@@ -141,7 +141,7 @@ def test_after_a_reset_what_comes_back_is_stored_again() -> None:
     assert host.stored() == set(keys_of("aa"))
 
 
-def test_what_the_pool_refuses_is_not_offered_in_every_step() -> None:
+def test_refused_blocks_are_not_offered_in_every_step() -> None:
     host = lazy_host(ahead=9)
     host.engine.admin.set_bypass(load=False, store=True, ttl_seconds=None)
     fill(host, "a", 4)
@@ -150,7 +150,7 @@ def test_what_the_pool_refuses_is_not_offered_in_every_step() -> None:
     assert sum(host.engine.stats().stores.values()) == 4
 
 
-def test_nothing_is_stored_before_a_request_shows_the_length_of_hashes() -> None:
+def test_nothing_is_stored_before_the_length_of_hashes_is_known() -> None:
     host = lazy_host(ahead=8)
     host.pool.blocks[3].block_hash = b"other123" + bytes(4)
     assert stores(host) == ()

@@ -269,7 +269,7 @@ def test_loads_begin_although_the_plan_of_their_step_raised(monkeypatch: pytest.
     assert plan.boots == host.engine.boot_ids()
 
 
-def test_what_was_loaded_is_not_stored_again_and_what_follows_is() -> None:
+def test_loaded_blocks_are_not_stored_again_and_later_ones_are() -> None:
     host, request = make_host(), FakeRequest("r", PROMPT + "nopq")
     host.admit(request, load=host.ask(request))
     host.step()

@@ -114,7 +114,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
         assert key in str(refused.value)
 
 
-def test_what_vllm_reads_itself_is_left_alone() -> None:
+def test_keys_that_vllm_reads_are_ignored() -> None:
     assert ConnectorOptions.parse({"enable_cross_layers_blocks": True}) == ConnectorOptions()
 
 
@@ -162,7 +162,7 @@ def test_pool_and_bound_are_shared_by_one_rule() -> None:
     assert ConnectorOptions.parse({"cpu_bytes_to_use": 100, "max_bytes": 170}).max_slots([30, 20], fitting=9) == 3
 
 
-def test_without_a_bound_a_pool_may_grow_to_what_the_machine_has() -> None:
+def test_without_max_bytes_a_pool_may_grow_to_the_memory_of_the_machine() -> None:
     options = ConnectorOptions.parse({"cpu_bytes_to_use": 1000})
     assert (options.max_slots([100, 100], fitting=9), options.max_slots([100, 100], fitting=3)) == (9, 5)
     assert (options.reserved_bytes_of_rank(5000), options.reserved_bytes_of_rank(100)) == (5000, 1000)

@@ -109,7 +109,7 @@ def test_a_state_that_vllm_has_evicted_meanwhile_is_not_stored() -> None:
         assert host.state.ref_cnt == 0
 
 
-def test_a_reset_forgets_what_waits() -> None:
+def test_a_reset_forgets_waiting_states() -> None:
     host = StateHost()
     host.plan((1, 20, 8))
     assert host.side.reset()
@@ -117,7 +117,7 @@ def test_a_reset_forgets_what_waits() -> None:
     assert host.plan() == []
 
 
-def test_nothing_is_taken_before_a_request_shows_the_length_of_hashes() -> None:
+def test_no_state_is_taken_before_the_length_of_hashes_is_known() -> None:
     host = StateHost(prompt="a")
     host.plan((1, 20, 8))
     assert host.state.ref_cnt == 0

@@ -79,7 +79,7 @@ CLOSED_IDS = [closed.reason for closed in CLOSED]
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, WITH_SHORT_WINDOW], ids=["full", "window"])
 @pytest.mark.parametrize("closed", CLOSED, ids=CLOSED_IDS)
-def test_what_was_refused_is_stored_after_its_request_has_ended(closed: Closed, groups: KVGroups) -> None:
+def test_refused_blocks_are_stored_after_their_request_has_ended(closed: Closed, groups: KVGroups) -> None:
     host = VllmHost(groups, gpu_blocks=65, pinned=closed.pinned)
     closed.begin(host)
     before = host.outcomes.get("stored", 0)
@@ -98,7 +98,7 @@ def test_what_was_refused_is_stored_after_its_request_has_ended(closed: Closed, 
 
 
 @pytest.mark.parametrize("closed", CLOSED, ids=CLOSED_IDS)
-def test_what_was_refused_is_stored_while_its_request_runs(closed: Closed) -> None:
+def test_refused_blocks_are_stored_while_their_request_runs(closed: Closed) -> None:
     host, request = VllmHost(gpu_blocks=65, pinned=closed.pinned), FakeRequest("r", LONG)
     closed.begin(host)
     host.run(request, copy=False)
@@ -113,7 +113,7 @@ def test_what_was_refused_is_stored_while_its_request_runs(closed: Closed) -> No
 
 
 @pytest.mark.parametrize("closed", CLOSED[:3], ids=CLOSED_IDS[:3])
-def test_lazy_stores_offer_again_what_was_refused(closed: Closed) -> None:
+def test_lazy_stores_offer_refused_blocks_again(closed: Closed) -> None:
     host = VllmHost(gpu_blocks=17, lazy_blocks=16, pinned=closed.pinned)
     closed.begin(host)
     run_and_finish(host)
@@ -228,7 +228,7 @@ def test_stores_that_go_on_failing_become_rare(lazy_blocks: int | None) -> None:
     assert host.stored() == set(KEYS)
 
 
-def test_what_the_gpu_has_evicted_is_forgotten() -> None:
+def test_blocks_that_the_gpu_has_evicted_are_forgotten() -> None:
     host = VllmHost(gpu_blocks=18, pinned=0)
     run_and_finish(host)
     run_and_finish(host, "ABCDEFGH")  # in one block that was never used, and three that it evicts

@@ -39,26 +39,26 @@ def test_asking_in_every_step_holds_one_lease(groups: KVGroups) -> None:
     assert host.leases == 1
 
 
-def test_a_request_that_ends_before_its_admission_lets_its_hit_go() -> None:
+def test_a_request_that_ends_before_its_admission_releases_its_hit() -> None:
     host, request = holding_host(WITH_WINDOW)
     host.side.finish(request, [[], []])
     assert host.leases == 0
 
 
-def test_an_admission_without_load_lets_the_hit_go() -> None:
+def test_an_admission_without_load_releases_the_hit() -> None:
     host, request = holding_host()
     host.admit(request, 9)
     assert host.leases == 0
 
 
-def test_a_reset_lets_hits_go_and_the_request_is_a_miss() -> None:
+def test_a_reset_releases_hits_and_the_request_is_a_miss() -> None:
     host, request = holding_host()
     assert host.side.reset()
     assert host.leases == 0
     assert host.ask(request) == 0
 
 
-def test_a_new_request_of_a_known_name_lets_the_hit_of_the_old_one_go() -> None:
+def test_a_new_request_of_a_known_name_releases_the_hit_of_the_old_one() -> None:
     host, _ = holding_host()
     assert host.ask(FakeRequest("r", "XYZ")) == 0
     assert host.leases == 0
@@ -78,7 +78,7 @@ def test_a_request_that_skips_the_cache_holds_nothing() -> None:
     assert host.leases == 0
 
 
-def test_the_end_of_an_unknown_request_is_nothing() -> None:
+def test_the_end_of_an_unknown_request_is_ignored() -> None:
     host = VllmHost()
     host.side.finish(FakeRequest("r", PROMPT), [[1, 2]])
     assert host.step().stores.ops == ()

@@ -52,7 +52,7 @@ def test_tokens_of_a_step_in_flight_are_not_confirmed() -> None:
     assert TrackedRequest(request, 1).confirmed_tokens == 4
 
 
-def test_admission_gives_new_tables_of_which_nothing_was_offered() -> None:
+def test_new_tables_have_not_been_offered() -> None:
     tracked = TrackedRequest(FakeRequest("r", "abcdefghijklmn"), 2)
     tracked.has_run = True
     tracked.offered_tokens = 4

@@ -105,7 +105,7 @@ def test_loads_may_not_rely_on_late_frees(changes: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         process_of(**changes)
 
@@ -146,7 +146,7 @@ def vllm_handler() -> Iterator[logging.Handler]:
         logger.setLevel(level)
 
 
-def test_what_kvstow_says_goes_to_vllms_log(vllm_handler: logging.Handler) -> None:
+def test_kvstow_logs_to_vllms_log(vllm_handler: logging.Handler) -> None:
     for _ in range(2):
         join_vllm_log()
     assert (OURS.handlers, OURS.level, OURS.propagate) == ([vllm_handler], logging.INFO, False)

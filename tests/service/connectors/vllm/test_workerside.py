@@ -187,7 +187,7 @@ def test_a_load_that_an_older_step_began_ends_with_its_own_op() -> None:
     assert rank.side.take_finished_loads() == FinishedLoads({"q"}, set(), set())
 
 
-def test_what_completes_after_the_snapshot_is_in_the_next_one() -> None:
+def test_completions_after_the_snapshot_are_in_the_next_one() -> None:
     """Done and failed belong together: no completion is sent before its load is reported as finished."""
     rank = Rank()
     rank.side.begin_step(step(1, loads={"r": LOAD}))
@@ -233,7 +233,7 @@ def test_ops_for_another_boot_are_refused() -> None:
         assert {(each.op_id, each.mark) for each in batch.completions} == {(1, "failed"), (2, "failed")}
 
 
-def test_another_plane_takes_over_and_what_was_under_way_fails() -> None:
+def test_another_plane_takes_over_and_ops_under_way_fail() -> None:
     rank, old_news = Rank(), "boot"
     rank.side.begin_step(step(1, loads={"r": LOAD}))
     rank.plane.fails_at_close = (2,)
