@@ -94,6 +94,15 @@ def test_blocks_that_do_not_exist_are_refused(make_rank: MakeRank, finish: Finis
     assert finish(rank.load([0], [0])) is TicketState.DONE, "nothing of them was queued"
 
 
+def test_a_load_that_is_never_launched_delays_no_other(make_rank: MakeRank, finish: Finish) -> None:
+    rank = make_rank()
+    prepared = [rank.device.prepare_load(op_id, range(8)) for op_id in range(5)]
+    assert finish(rank.load([0], [0])) is TicketState.DONE
+    assert finish(rank.store([1], [1])) is TicketState.DONE
+    for load in prepared:
+        load.close()
+
+
 def test_ops_of_a_closed_device_fail(make_rank: MakeRank, finish: Finish) -> None:
     rank = make_rank()
     start_load(rank.device, 1, [0], [0], None)
