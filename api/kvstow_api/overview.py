@@ -52,7 +52,7 @@ class Switch(NamedTuple):
 
 
 class RankLine(NamedTuple):
-    """`progress` of pinning; `trouble` is empty if the rank is well."""
+    """`progress` of pinning; `trouble` is empty if the rank is well; `place`: host, pid and device, as far as known."""
 
     rank: int
     state: str
@@ -60,6 +60,7 @@ class RankLine(NamedTuple):
     target_bytes: int
     progress: str
     trouble: str
+    place: str
 
 
 class Row(NamedTuple):
@@ -162,7 +163,15 @@ def _drain(drain: DrainStatus) -> str:
 
 def rank_lines(ranks: Iterable[RankStatus]) -> tuple[RankLine, ...]:
     return tuple(
-        RankLine(rank.rank, rank.state, rank.pinned_bytes, rank.target_bytes, _pin_progress(rank), _rank_trouble(rank))
+        RankLine(
+            rank.rank,
+            rank.state,
+            rank.pinned_bytes,
+            rank.target_bytes,
+            _pin_progress(rank),
+            _rank_trouble(rank),
+            _rank_place(rank),
+        )
         for rank in ranks
     )
 
@@ -180,6 +189,11 @@ def _pin_progress(rank: RankStatus) -> str:
         return size
     words, speed = f"{format_size(rank.pinned_bytes)} of {size}", rank.pin_rate_bytes_per_second
     return f"{words}, {rate(speed)}, {duration(left / speed)} left" if speed and rank.state == "pinning" else words
+
+
+def _rank_place(rank: RankStatus) -> str:
+    process = f"pid {rank.pid}" if rank.pid is not None else None
+    return ", ".join(filter(None, (rank.host, process, rank.device)))
 
 
 def _rank_trouble(rank: RankStatus) -> str:

@@ -57,6 +57,9 @@ class Ranks:
             "target_slots": wanted,
             "pinned_bytes": slots * SLOT_BYTES,
             "target_bytes": wanted * SLOT_BYTES,
+            "host": "node",
+            "pid": 1000 + rank,
+            "device": f"cuda:{rank}",
         }
         return RankReport(**{**given, **changes})
 

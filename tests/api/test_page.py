@@ -110,7 +110,14 @@ async def test_the_page_shows_what_an_operator_looks_for_first(
     ranks.begin_store(keys[3:5])
     ranks.engine.admin.evict(slots=1).run()
     text = " ".join(" ".join(Document((await client.get("/")).text).texts).split())
-    told = ["kvstow ready", "rank 1 ready 64 KiB", "cached 2", "filling 2", "stores 1 8 KiB", "operator 1"]
+    told = [
+        "kvstow ready",
+        "rank 1 ready 64 KiB · node, pid 1001, cuda:1",
+        "cached 2",
+        "filling 2",
+        "stores 1 8 KiB",
+        "operator 1",
+    ]
     told += ["store queued 2 blocks, 0 ms, waits for rank 0, 1", "since 20"]
     assert [words for words in told if words not in text] == []
 

@@ -88,7 +88,7 @@ def rank_bars(ranks: Sequence[RankLine], width: int, most: int) -> RenderableTyp
         bar = ProgressBar(max(rank.target_bytes, 1), rank.pinned_bytes, _bar_width(width), complete_style="green")
         state = Text(rank.state, style=STATE_STYLES.get(rank.state, ""))
         line = _grid()
-        line.add_row(f"rank {rank.rank}", bar, Text.assemble(state, f"  {rank.progress}"))
+        line.add_row(f"rank {rank.rank}", bar, Text.assemble(state, f"  {rank.progress}", (f"  {rank.place}", "dim")))
         lines.append(line)
         if rank.trouble:
             lines.append(Padding(Text(rank.trouble, style="red"), (0, 0, 0, _LABEL + 2)))

@@ -80,7 +80,8 @@ def _would_resize(plan: PlanView) -> str:
 def _resized(before: int, slots: int, answer: Any) -> str:
     if getattr(answer, "state", "") == "running":
         return started(answer)
-    return f"the pool has {counted(slots, 'slot')}{'; ranks pin the new ones in the background' * (slots > before)}"
+    grown = "; ranks pin the new ones in the background" if slots > before else ""
+    return f"the pool has {counted(slots, 'slot')}{grown}"
 
 
 @click.group()

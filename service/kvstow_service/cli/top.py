@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
+import termios
+import tty
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import click
 
@@ -18,7 +24,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT = 2.0  # seconds; keys are not read while a request runs
 _SVG_WIDTH, _SVG_HEIGHT = 110, 40
-_KEYS = "q: quit"
+_KEYS = "q or Ctrl-C: quit"
 
 
 class Answer(NamedTuple):
@@ -96,12 +102,11 @@ def _watch(client: Client, interval: float, server: str) -> None:
 
     from kvstow_api.client import ApiError
     from kvstow_service.cli.board import board
-    from kvstow_service.cli.keyboard import Keyboard
 
     console = Console(highlight=False)
     shown, title, lost = None, server, None
     try:
-        with Keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
+        with _Keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
             key: str | None = None
             while key not in ("q", "Q"):
                 if key is None:
@@ -114,3 +119,39 @@ def _watch(client: Client, interval: float, server: str) -> None:
                 key = keyboard.wait(interval)
     except KeyboardInterrupt:
         return
+
+
+class _Keyboard:
+    """Reads single keys, without echo and without waiting for a line end. Ctrl-C still interrupts.
+
+    Used on the main thread. Closing it restores the terminal.
+    """
+
+    def __enter__(self) -> Self:
+        self._stdin = sys.stdin.fileno()
+        self._before = termios.tcgetattr(self._stdin)
+        self._resized, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wakeup = wakeup
+        self._old_wakeup = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        self._old_handler: Any = signal.signal(signal.SIGWINCH, lambda *_: None)
+        tty.setcbreak(self._stdin)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        termios.tcsetattr(self._stdin, termios.TCSADRAIN, self._before)
+        signal.signal(signal.SIGWINCH, self._old_handler)
+        signal.set_wakeup_fd(self._old_wakeup)
+        os.close(self._resized)
+        os.close(self._wakeup)
+
+    def wait(self, seconds: float) -> str | None:
+        """The next key; None on timeout, empty if the size has changed, q if the terminal is gone."""
+        ready, _, _ = select.select([self._stdin, self._resized], [], [], seconds)
+        if self._resized in ready:
+            os.read(self._resized, 1024)
+            return ""
+        if self._stdin not in ready:
+            return None
+        return os.read(self._stdin, 1).decode(errors="replace") or "q"

@@ -21,7 +21,7 @@ def test_top_shows_the_server_and_restores_the_terminal(host: Any, child_environ
         for words in (
             "version 1.2.3",
             "all slots are pinned",
-            "rank 1",
+            "host, pid 1001, fake:1",
             "cached 6",
             "hit ratio",
             "loads 0",
@@ -41,7 +41,7 @@ def test_top_shows_changes(host: Any, child_environ: dict[str, str]) -> None:
         host.engine.begin_store([b"\x09\x09"], [0], request_id="r-7")
         terminal.until("stores 1 (4 KiB)")
         terminal.until("request r-7")
-        terminal.until("q: quit")
+        terminal.until("q or Ctrl-C: quit")
         host.engine.admin.drain("all", None)
         terminal.until("draining")
         terminal.type("q")
@@ -88,7 +88,7 @@ def test_without_a_terminal_top_prints_once(run: Any, host: Any) -> None:
     outcome = run("top", "--server", host.url, "--interval", "100ms")
     assert outcome.exit_code == 0
     assert "all slots are pinned" in outcome.stdout
-    assert "q: quit" not in outcome.stdout
+    assert "q or Ctrl-C: quit" not in outcome.stdout
     assert "\x1b" not in outcome.stdout
 
 
