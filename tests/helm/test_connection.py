@@ -221,7 +221,7 @@ def test_the_notes_name_commands_that_exist(helm: Path) -> None:
 def test_the_notes_name_the_resource_that_a_pool_in_reserved_huge_pages_needs(helm: Path) -> None:
     notes = notes_of(helm, CHART / "ci" / "addon-hugepages-values.yaml")
     assert "\n     1 x (1 % of 8Gi)\n" in notes
-    assert "that makes 6226Mi." in notes
+    assert "the total is 6226Mi." in notes
     assert "\n     hugepages-2Mi: 8192Mi\n" in notes
     assert "hugepages" not in notes_of(helm, CHART / "ci" / "addon-values.yaml")
 

@@ -1,9 +1,9 @@
-{{/* Where the admin servers of a pod can be reached by name. */}}
+{{/* Name of the Service of the admin servers. */}}
 {{- define "kvstow.adminService" -}}
 {{ include "kvstow.fullname" . }}-admin
 {{- end -}}
 
-{{/* The name that a certificate must have: of that Service, for who checks it and knows a pod by its address alone. */}}
+{{/* The name in a certificate: that of the Service. Clients that know a pod only by address verify it too. */}}
 {{- define "kvstow.adminHost" -}}
 {{ include "kvstow.adminService" . }}.{{ .Release.Namespace }}.svc
 {{- end -}}
@@ -16,7 +16,7 @@
 {{- .Values.admin.tokenSecret.name | default (printf "%s-token" (include "kvstow.fullname" .)) -}}
 {{- end -}}
 
-{{/* Files of the admin server, by the names that `kvstow serve` and the connector have for them. */}}
+{{/* Files of the admin server, under their names in `kvstow serve` and the connector. */}}
 {{- define "kvstow.adminFiles" -}}
 {{- $admin := .Values.admin -}}
 token_file: /etc/kvstow/token/{{ $admin.tokenSecret.key }}
@@ -42,7 +42,7 @@ tls_client_ca: /etc/kvstow/client-ca/{{ $admin.tls.clientCa.key }}
 {{- end }}
 {{- end -}}
 
-{{/* Other users may not read secrets; the fsGroup of the pod, which goes with its user, may. */}}
+{{/* Secrets are readable by the pod's fsGroup, which is set with its user, and not by other users. */}}
 {{- define "kvstow.secretMode" -}}
 {{- if and .Values.pod.user (ne .Values.mode "addon") }}
     defaultMode: 0440
@@ -67,7 +67,7 @@ tls_client_ca: /etc/kvstow/client-ca/{{ $admin.tls.clientCa.key }}
 {{- end }}
 {{- end -}}
 
-{{/* What the command line needs to ask the server at .host; .tokenFile may be empty. */}}
+{{/* Environment of the command line for the server at .host; .tokenFile may be empty. */}}
 {{- define "kvstow.clientEnv" -}}
 - name: KVSTOW_SERVER
   value: {{ include "kvstow.adminScheme" .root }}://{{ .host }}:{{ .root.Values.admin.port }}
@@ -81,7 +81,7 @@ tls_client_ca: /etc/kvstow/client-ca/{{ $admin.tls.clientCa.key }}
 {{- end }}
 {{- end -}}
 
-{{/* So that `kubectl exec POD -- kvstow ...` works, changes included. */}}
+{{/* For `kubectl exec POD -- kvstow ...`, including changes. */}}
 {{- define "kvstow.ownClientEnv" -}}
 {{- $token := get (include "kvstow.adminFiles" . | fromYaml) "token_file" -}}
 {{- include "kvstow.clientEnv" (dict "root" . "host" "localhost" "tokenFile" $token) -}}

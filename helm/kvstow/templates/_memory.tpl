@@ -22,12 +22,12 @@
 {{- ternary 1 (.Values.parallel.data | int) (eq .Values.mode "service") -}}
 {{- end -}}
 
-{{/* Bytes of one rank's pool, as far as it may grow. */}}
+{{/* Bytes of one rank's pool, at its maximum size. */}}
 {{- define "kvstow.poolBytes" -}}
 {{- max (include "kvstow.bytes" .Values.pool.size) (include "kvstow.bytes" .Values.pool.maxSize) -}}
 {{- end -}}
 
-{{/* Reserved huge pages of one pod, in Mi: each rank takes whole ones. Empty where the pools take other memory. */}}
+{{/* Reserved huge pages of one pod, in Mi; each rank takes whole pages. Empty if the pools use other memory. */}}
 {{- define "kvstow.hugePages" -}}
 {{- if eq .Values.memory.hugePages "reserved" -}}
 {{- $pages := div (add (include "kvstow.poolBytes" .) 2097151) 2097152 -}}
@@ -55,7 +55,7 @@
 {{- with include "kvstow.sharedMemory" . }} + {{ . }}{{ end -}}
 {{- end -}}
 
-{{/* What a rank's pool counts for in it. */}}
+{{/* The share of a rank's pool in that sum. */}}
 {{- define "kvstow.poolShareInWords" -}}
 {{- $size := .Values.pool.maxSize | default .Values.pool.size -}}
 {{- if eq .Values.memory.hugePages "reserved" -}}

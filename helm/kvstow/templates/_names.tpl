@@ -25,7 +25,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end -}}
 
-{{/* Labels that find the pods in which KVStow runs. Of a Deployment they can never change. */}}
+{{/* Labels that select the pods with KVStow. A Deployment can never change them. */}}
 {{- define "kvstow.podSelector" -}}
 {{- if ne .Values.mode "addon" -}}
 app.kubernetes.io/name: {{ include "kvstow.name" . }}

@@ -1,8 +1,8 @@
-{{/* What all pods of the chart have in common, at the level of the pod's spec. */}}
+{{/* The part of the pod's spec that all pods of the chart share. */}}
 {{- define "kvstow.podSpec" -}}
 automountServiceAccountToken: false
 serviceAccountName: {{ .Values.pod.serviceAccountName }}
-# Variables that describe the namespace's Services would be read as settings of KVStow.
+# KVStow would read the variables that describe the namespace's Services as settings.
 enableServiceLinks: false
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
@@ -14,7 +14,7 @@ securityContext:
   {{- include "kvstow.podSecurity" . | nindent 2 }}
 {{- end -}}
 
-{{/* What those that serve have in common beyond that. */}}
+{{/* The part that all serving pods share in addition. */}}
 {{- define "kvstow.servingPodSpec" -}}
 {{ include "kvstow.podSpec" . }}
 terminationGracePeriodSeconds: {{ add .Values.shutdown.delaySeconds .Values.shutdown.drainSeconds 30 }}
@@ -62,7 +62,7 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* Without versions: a new chart alone must not restart pods, which would empty their caches. */}}
+{{/* Without versions: a new chart version must not restart pods, which would empty their caches. */}}
 {{- define "kvstow.podMetadata" -}}
 labels:
   {{- include "kvstow.podSelector" . | nindent 2 }}
@@ -74,7 +74,7 @@ labels:
   {{- end }}
 {{- end -}}
 
-{{/* Only the pods of before go while those of after come: a node has the memory and the GPUs for one of them. */}}
+{{/* Old pods stop before new ones start: a node has memory and GPUs for only one of them. */}}
 {{- define "kvstow.strategy" -}}
 type: RollingUpdate
 rollingUpdate:

@@ -1,4 +1,4 @@
-{{/* Settings that `kvstow serve` and the connector call the same. All are text. */}}
+{{/* Settings with the same names in `kvstow serve` and the connector. All are text. */}}
 {{- define "kvstow.settings" -}}
 {{ include "kvstow.adminFiles" . }}
 policy: {{ .Values.pool.policy }}
@@ -30,7 +30,7 @@ pin_pause: {{ . }}
     )
 -}}
 {{- with .Values.admin.readinessRequire }}{{ $_ := set $extra "readiness_require" . }}{{ end -}}
-{{- /* max_bytes is of all ranks of one engine. */ -}}
+{{- /* max_bytes covers all ranks of one engine. */ -}}
 {{- $ranks := mul .Values.parallel.tensor .Values.parallel.pipeline -}}
 {{- with .Values.pool.maxSize }}{{ $_ := set $extra "max_bytes" (mul $ranks (include "kvstow.bytes" .)) }}{{ end -}}
 {{- dict
