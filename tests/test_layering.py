@@ -26,6 +26,13 @@ WEB = {
 FORBIDDEN = {
     "engine/kvstow": {"kvstow_api", "kvstow_service", "vllm", *WEB},
     "engine/kvstow/control": {"torch", "cuda", "kvstow.memory", "kvstow.devices", "kvstow.dataplane", "kvstow.testing"},
+    "engine/kvstow/attach": {
+        "torch",
+        "cuda",
+        "msgspec",
+        "zmq",
+        *(f"kvstow.{part}" for part in ("control", "memory", "devices", "dataplane", "testing")),
+    },
     "engine/kvstow/memory": {"torch", "cuda", "kvstow.control", "kvstow.devices", "kvstow.dataplane", "kvstow.testing"},
     "engine/kvstow/devices": {"kvstow.control", "kvstow.dataplane", "kvstow.testing"},
     "api/kvstow_api": {"kvstow_service", "vllm", "torch", "kvstow.memory", "kvstow.devices", "kvstow.testing"},
@@ -66,6 +73,7 @@ def test_the_check_sees_a_violation() -> None:
     ("module", "absent"),
     [
         ("kvstow.control.engine", ["torch", "numpy", "fastapi", "httpx", "prometheus_client"]),
+        ("kvstow.attach.connection", ["torch", "fastapi", "httpx", "prometheus_client", "zmq", "msgspec"]),
         ("kvstow_api.app", ["torch"]),
         ("kvstow_service", ["torch", "fastapi"]),
         ("kvstow_service.rendezvous", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process

@@ -126,6 +126,57 @@ class LeaseError(KvstowError):
     code = "lease_invalid"
 
 
+class AttachError(KvstowError):
+    """An engine and the node service cannot talk to each other."""
+
+    code = "attach_failed"
+
+
+class AttachRefusedError(AttachError):
+    """The node service does not let a process attach; `reason` is a word in snake case, the message a sentence."""
+
+    code = "attach_refused"
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[AttachRefusedError], tuple[str, str]]:
+        return type(self), (self.reason, str(self))
+
+
+class ProtocolError(AttachError):
+    """The other end of an attach connection sent what the protocol does not allow; `reason` is a word in snake case."""
+
+    code = "attach_protocol"
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[ProtocolError], tuple[str, str]]:
+        return type(self), (self.reason, str(self))
+
+
+class DisconnectedError(AttachError):
+    """The other end of an attach connection has closed it, or its process has ended."""
+
+    code = "attach_disconnected"
+
+
+class CallFailedError(AttachError):
+    """The node service refused one call, and the connection goes on. `service_code`: the code of its error."""
+
+    code = "attach_call_failed"
+
+    def __init__(self, service_code: str, message: str) -> None:
+        super().__init__(message)
+        self.service_code = service_code
+
+    def __reduce__(self) -> tuple[type[CallFailedError], tuple[str, str]]:
+        return type(self), (self.service_code, str(self))
+
+
 class IntegrityError(KvstowError):
     """The control plane's records are inconsistent: a defect of KVStow, not of its user."""
 

@@ -1,0 +1,216 @@
+"""A non-blocking Unix stream socket that carries frames and file descriptors."""
+
+from __future__ import annotations
+
+import os
+import socket
+from array import array
+from collections import deque
+from collections.abc import Sequence
+
+from kvstow.attach.frames import HEADER_BYTES, MAX_FDS, MAX_PAYLOAD_BYTES, Frame, FrameDecoder, encode_header
+from kvstow.errors import DisconnectedError, ProtocolError
+
+MAX_UNSENT_BYTES = MAX_PAYLOAD_BYTES + (1 << 20)
+"""What may wait for a reader that does not read: one frame of the largest kind and some small ones."""
+
+SCRATCH_BYTES = 256 << 10
+_SOCKET_BUFFER_BYTES = 1 << 20
+_KERNEL_MAX_FDS = 253
+_FD_SPACE = socket.CMSG_SPACE(_KERNEL_MAX_FDS * array("i").itemsize)
+_BUFFERS_PER_CALL = 64
+_FDS_LOST = (
+    "file descriptors were sent, but did not all arrive: either SELinux forbids passing them between the two processes "
+    "(run both with the same level), or this process has reached its limit of open files"
+)
+_FDS_UNWANTED = "file descriptors were sent where none are expected"
+
+
+class Channel:
+    """Frames over a connected Unix stream socket, which it owns. Never blocks; one thread uses it.
+
+    Received descriptors are close-on-exec, and belong to the frame that announced them. After an error the channel
+    can only be closed.
+    """
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        *,
+        scratch: bytearray | None = None,
+        accepts_fds: bool = False,
+        limit: int = MAX_PAYLOAD_BYTES,
+        max_unsent: int = MAX_UNSENT_BYTES,
+    ) -> None:
+        """`scratch`: a buffer that channels of one thread may share; each call of `receive` overwrites it."""
+        connected.setblocking(False)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+        self._socket = connected
+        self._scratch = memoryview(scratch if scratch is not None else bytearray(SCRATCH_BYTES))
+        self._decoder = FrameDecoder(limit)
+        self._max_unsent = max_unsent
+        self._fds: deque[int] = deque()
+        """Received, and not yet assigned to a frame."""
+        self._unsent: deque[_Unsent] = deque()
+        self.unsent_bytes = 0
+        self.accepts_fds = accepts_fds
+        """Otherwise the kernel discards descriptors, and `receive` raises `ProtocolError`."""
+        self.bytes_received = 0
+        self.bytes_sent = 0
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Received bytes of a frame that is not complete yet."""
+        return self._decoder.buffered
+
+    def set_limit(self, limit: int) -> None:
+        """Change how long a payload may be that is received from now on."""
+        self._decoder.limit = limit
+
+    # -- receiving ------------------------------------------------------------------------------------------
+
+    def receive(self) -> list[Frame]:
+        """The frames that one read completes, often none. Reads `SCRATCH_BYTES` at most: call it again while the
+        socket is readable. Raises `DisconnectedError` at the end of the stream, and `ProtocolError`."""
+        try:
+            count, ancillary, flags, _ = self._socket.recvmsg_into(
+                [self._scratch], _FD_SPACE if self.accepts_fds else 0, socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            return []
+        except OSError as error:
+            raise DisconnectedError(f"the connection failed: {error.strerror}") from error
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._fds.extend(_descriptors(data))
+        if flags & socket.MSG_CTRUNC:
+            raise ProtocolError(*(("fds_lost", _FDS_LOST) if self.accepts_fds else ("fds_unwanted", _FDS_UNWANTED)))
+        if not count:
+            raise DisconnectedError("the other end has closed the connection")
+        self.bytes_received += count
+        frames: list[Frame] = []
+        try:
+            for kind, num_fds, request_id, payload in self._decoder.feed(self._scratch[:count]):
+                frames.append(Frame(kind, request_id, payload, self._take_fds(num_fds) if num_fds else ()))
+            if self._fds and (not self._decoder.buffered or len(self._fds) > MAX_FDS):
+                raise ProtocolError("fds_unannounced", f"{len(self._fds)} file descriptors belong to no frame")
+        except ProtocolError:
+            for frame in frames:
+                close_fds(frame.fds)
+            raise
+        return frames
+
+    def _take_fds(self, count: int) -> tuple[int, ...]:
+        """The descriptors of a frame: they travel with its first byte, so all of them are here."""
+        if len(self._fds) < count:
+            raise ProtocolError("fds_missing", f"a frame announces {count} file descriptors; {len(self._fds)} came")
+        return tuple(self._fds.popleft() for _ in range(count))
+
+    # -- sending --------------------------------------------------------------------------------------------
+
+    def send(self, kind: int, payload: bytes = b"", request_id: int = 0, fds: Sequence[int] = ()) -> None:
+        """Send a frame, or queue what the socket does not take at once: `flush` sends the rest. The caller keeps its
+        descriptors and may close them.
+
+        Raises `DisconnectedError`; `ProtocolError` with reason `slow_reader` when too much is queued already.
+        """
+        header = encode_header(kind, len(payload), request_id, len(fds))
+        if self._unsent:
+            size = HEADER_BYTES + len(payload)
+            if self.unsent_bytes + size > self._max_unsent:
+                raise ProtocolError("slow_reader", f"the other end has left {self.unsent_bytes} bytes unread")
+            self._queue(_Unsent(header, _duplicates(fds)), _Unsent(payload))
+            self.flush()
+            return
+        sent = self._send_now([header, payload], fds)
+        if sent < HEADER_BYTES:
+            kept = () if sent else _duplicates(fds)
+            self._queue(_Unsent(header[sent:], kept), _Unsent(payload))
+        elif sent < HEADER_BYTES + len(payload):
+            self._queue(_Unsent(memoryview(payload)[sent - HEADER_BYTES :]))
+
+    def flush(self) -> bool:
+        """Send what is queued, as far as the socket takes it; True if nothing is left. Raises `DisconnectedError`."""
+        while self._unsent:
+            first = self._unsent[0]
+            batch = [first.data]
+            for later in list(self._unsent)[1:_BUFFERS_PER_CALL]:
+                if later.fds:  # descriptors go with the first byte of their own frame
+                    break
+                batch.append(later.data)
+            sent = self._send_now(batch, first.fds)
+            if not sent:
+                return False
+            self._drop_sent(sent)
+        return True
+
+    def _queue(self, *parts: _Unsent) -> None:
+        for part in parts:
+            if part.data:
+                self._unsent.append(part)
+                self.unsent_bytes += len(part.data)
+
+    def _drop_sent(self, sent: int) -> None:
+        self.unsent_bytes -= sent
+        close_fds(self._unsent[0].fds)
+        while sent:
+            first = self._unsent.popleft()
+            if len(first.data) > sent:
+                self._unsent.appendleft(_Unsent(memoryview(first.data)[sent:]))
+                return
+            sent -= len(first.data)
+
+    def _send_now(self, buffers: Sequence[bytes | memoryview], fds: Sequence[int]) -> int:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+        try:
+            sent = self._socket.sendmsg(buffers, ancillary, socket.MSG_NOSIGNAL)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            raise DisconnectedError(f"the connection failed: {error.strerror}") from error
+        self.bytes_sent += sent
+        return sent
+
+    def close(self) -> None:
+        """Close the socket and every descriptor that waits in either direction. Idempotent."""
+        self._socket.close()
+        close_fds(self._fds)
+        self._fds.clear()
+        for part in self._unsent:
+            close_fds(part.fds)
+        self._unsent.clear()
+        self.unsent_bytes = 0
+
+
+class _Unsent:
+    """Bytes that wait for the socket, and copies of the descriptors that go with the first of them."""
+
+    __slots__ = ("data", "fds")
+
+    def __init__(self, data: bytes | memoryview, fds: tuple[int, ...] = ()) -> None:
+        self.data = data
+        self.fds = fds
+
+
+def close_fds(fds: Sequence[int] | deque[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _descriptors(data: bytes) -> array[int]:
+    found = array("i")
+    found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return found
+
+
+def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:
+    copies: list[int] = []
+    try:
+        copies.extend(map(os.dup, fds))
+    except OSError as error:
+        close_fds(copies)
+        raise DisconnectedError(f"file descriptors cannot be kept until they are sent: {error.strerror}") from error
+    return tuple(copies)

@@ -1,0 +1,357 @@
+"""The client's side of a connection to the node service: it comes, goes and comes back."""
+
+from __future__ import annotations
+
+import logging
+import random
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar, Literal, Protocol, Self, TypeVar
+
+from kvstow.attach.channel import Channel, close_fds
+from kvstow.attach.frames import Frame, encode_header
+from kvstow.attach.hello import CallError, Hello, Refused, Welcome
+from kvstow.attach.kinds import Kind, refusal_of
+from kvstow.errors import (
+    AttachError,
+    AttachRefusedError,
+    CallFailedError,
+    ConfigError,
+    DisconnectedError,
+    KvstowError,
+    ProtocolError,
+)
+
+logger = logging.getLogger("kvstow.attach")
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+REFUSED_PAUSE_SECONDS = 30.0
+"""After a refusal, which only a change on one of the two sides ends."""
+HELLO_SECONDS = 10.0
+
+State = Literal["detached", "greeting", "attached", "closed"]
+
+
+class Message(Protocol):
+    """What `kvstow.attach.calls` and its neighbours define."""
+
+    KIND: ClassVar[Kind]
+
+    def pack(self) -> bytes: ...
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self: ...
+
+
+_M = TypeVar("_M", bound=Message)
+
+
+class Call:
+    """A request that was sent. One thread uses it."""
+
+    __slots__ = ("_answer", "_error")
+
+    def __init__(self) -> None:
+        self._answer: Frame | None = None
+        self._error: KvstowError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether there is an answer, or will be none."""
+        return self._answer is not None or self._error is not None
+
+    def answer(self, kind: type[_M]) -> _M:
+        """The answer of a call that is `done`. Raises `AttachError`: `DisconnectedError` if the connection ended first,
+        `CallFailedError` if the service refused the call, `ProtocolError` for an answer of another kind."""
+        if self._error is not None:
+            raise self._error
+        if self._answer is None:
+            raise AttachError("the call has no answer yet")
+        if self._answer.kind != kind.KIND:
+            raise ProtocolError("malformed", f"kind {self._answer.kind} answers where {kind.KIND.name} must")
+        return kind.unpack(self._answer.payload)
+
+    def resolve(self, frame: Frame) -> None:
+        if frame.kind == Kind.ERROR:
+            try:
+                said = CallError.unpack(frame.payload)
+            except ProtocolError as error:
+                self._error = error
+            else:
+                self._error = CallFailedError(said.code, said.message)
+        else:
+            self._answer = frame
+
+    def fail(self, error: KvstowError) -> None:
+        self._error = error
+
+
+class AttachConnection:
+    """Connects to the service's socket, says hello, and connects again whenever the connection ends.
+
+    No thread and no waiting but in `poll` and `wait`: the host calls `poll` often, and all else happens there. One
+    thread uses it. No call raises because the service is absent, slow, refuses or breaks the protocol: then the state
+    is not `attached`, `problem` says why, and the next attempt comes after a pause that doubles from 0.1 to 5 seconds
+    (30 after a refusal), with up to a quarter more at random.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        make_hello: Callable[[], Hello],
+        *,
+        accepts_fds: bool = False,
+        on_attached: Callable[[Welcome], object] = lambda welcome: None,
+        on_lost: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """`make_hello` is called for each attempt. `on_attached` and `on_lost` are called from `poll`, `call` and
+        `tell`, in turn: each life of the connection is a session of its own, and nothing of the one before it is
+        valid."""
+        self._path = path
+        self._make_hello = make_hello
+        self._accepts_fds = accepts_fds
+        self._on_attached = on_attached
+        self._on_lost = on_lost
+        self._clock = clock
+        self._jitter = jitter
+        self._channel: Channel | None = None
+        self._hello: Hello | None = None
+        self._poll = select.poll()
+        self._events = 0
+        self._calls: dict[int, Call] = {}
+        self._last_request = 0
+        self._pushed: list[Frame] = []
+        self._pause = FIRST_PAUSE_SECONDS
+        self._next_attempt = float("-inf")
+        self._greeting_ends = 0.0
+        self.state: State = "detached"
+        self.welcome: Welcome | None = None
+        """Of the current session; None while there is none."""
+        self.problem: str | None = None
+        """Why it is not attached, as a sentence; None while it is, and before the first attempt."""
+        self.refusal: str | None = None
+        """The reason of the last attempt's refusal in snake case; None if it was not refused."""
+
+    # -- talking --------------------------------------------------------------------------------------------
+
+    def call(self, message: Message) -> Call:
+        """Send a request that the service answers. Never waits; without a session the call has failed already.
+
+        Raises `ProtocolError`, and sends nothing, for a message that no frame can hold."""
+        call = Call()
+        channel = self._channel
+        if channel is None or self.state != "attached":
+            call.fail(DisconnectedError(self.problem or "not attached"))
+            return call
+        payload = _payload_of(message)
+        self._last_request += 1
+        self._calls[self._last_request] = call
+        self._send(channel, message.KIND, payload, self._last_request)
+        return call
+
+    def tell(self, message: Message, fds: Sequence[int] = ()) -> bool:
+        """Send what has no answer; False if there is no session. The caller keeps its descriptors. Raises
+        `ProtocolError` as `call` does."""
+        channel = self._channel
+        if channel is None or self.state != "attached":
+            return False
+        self._send(channel, message.KIND, _payload_of(message), 0, fds)
+        return self._channel is channel
+
+    def wait(self, call: Call, seconds: float) -> bool:
+        """Wait for the answer of a call; whether it is done. What the service sends unasked meanwhile is kept for
+        `poll`."""
+        deadline = self._clock() + seconds
+        while not call.done and self.state == "attached":
+            left = deadline - self._clock()
+            self._exchange(max(0.0, left))
+            if left <= 0:
+                break
+        return call.done
+
+    def poll(self, seconds: float = 0.0) -> list[Frame]:
+        """Receive what there is, or wait for it up to `seconds`; connect if it is time. Returns what the service has
+        sent unasked, in order. The caller owns the descriptors."""
+        if self._channel is None:
+            if self.state == "closed" or self._clock() < self._next_attempt:
+                return []
+            self._attempt()
+        if self._channel is not None:
+            self._exchange(seconds)
+        pushed, self._pushed = self._pushed, []
+        return pushed
+
+    def fileno(self) -> int:
+        """The socket, for a host that waits for several; -1 while there is none."""
+        return -1 if self._channel is None else self._channel.fileno()
+
+    def retry_now(self) -> None:
+        """Let the next `poll` connect without a pause, for example because a hello would say something else now."""
+        self._next_attempt = float("-inf")
+
+    def disconnect(self, problem: str) -> None:
+        """End the connection; it comes back after a pause."""
+        self._lose(problem)
+
+    def close(self) -> None:
+        """End the connection for good. Idempotent."""
+        if self.state != "closed":
+            self.problem = "the client has closed the connection"  # nothing to log
+            self._lose(self.problem)
+            self.state = "closed"
+
+    # -- the connection's life ------------------------------------------------------------------------------
+
+    def _attempt(self) -> None:
+        hello = self._make_hello()
+        self.refusal = None
+        connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connecting.setblocking(False)
+        try:
+            connecting.connect(str(self._path))
+        except OSError as error:  # EAGAIN: the service has no time to accept connections
+            connecting.close()
+            self._lose(f"cannot connect to unix:{self._path}: {error.strerror or error}")
+            return
+        self._channel = channel = Channel(connecting, accepts_fds=self._accepts_fds)
+        self._poll.register(channel.fileno(), select.POLLIN)
+        self._events = select.POLLIN
+        self.state = "greeting"
+        self._greeting_ends = self._clock() + HELLO_SECONDS
+        self._hello = hello
+        self._send(channel, hello.KIND, _payload_of(hello))
+
+    def _send(self, channel: Channel, kind: Kind, payload: bytes, request_id: int = 0, fds: Sequence[int] = ()) -> None:
+        try:
+            channel.send(kind, payload, request_id, fds)
+        except AttachError as error:
+            self._lose_with_last_words(channel, str(error))
+
+    def _exchange(self, seconds: float) -> None:
+        """Send and receive what is possible now, after waiting for it up to `seconds`."""
+        channel = self._channel
+        if channel is None:
+            return
+        try:
+            if seconds > 0 or channel.unsent_bytes:
+                self._wait_for(channel, seconds)
+                if channel.unsent_bytes:
+                    channel.flush()
+            frames = channel.receive()
+            self._take_all(channel, frames)
+        except AttachRefusedError as error:
+            self.refusal = error.reason
+            self._lose(str(error), REFUSED_PAUSE_SECONDS)
+            return
+        except AttachError as error:
+            self._lose(str(error))
+            return
+        if self.state == "greeting" and self._clock() > self._greeting_ends:
+            self._lose(f"the service has not answered the hello for {HELLO_SECONDS:g} seconds")
+
+    def _wait_for(self, channel: Channel, seconds: float) -> None:
+        events = select.POLLIN | (select.POLLOUT if channel.unsent_bytes else 0)
+        if events != self._events:
+            self._poll.modify(channel.fileno(), events)
+            self._events = events
+        self._poll.poll(max(0.0, seconds) * 1000)
+
+    def _take_all(self, channel: Channel, frames: list[Frame]) -> None:
+        waiting = deque(frames)
+        try:
+            while waiting and self._channel is channel:  # a callback may end the connection
+                self._take(waiting[0])
+                waiting.popleft()
+        finally:
+            for frame in waiting:
+                close_fds(frame.fds)
+
+    def _take(self, frame: Frame) -> None:
+        version = 1 if self.welcome is None else self.welcome.version
+        refusal = refusal_of(frame.kind, "service", version, len(frame.fds))
+        if refusal is not None:
+            raise ProtocolError("unexpected", f"the service broke the protocol: {refusal}")
+        if frame.kind == Kind.REFUSED:
+            said = Refused.unpack(frame.payload)
+            raise AttachRefusedError(said.reason, said.message)
+        if self.state == "greeting":
+            if frame.kind != Kind.WELCOME:
+                raise ProtocolError("unexpected", f"{Kind(frame.kind).name} comes before the welcome")
+            self._attach(Welcome.unpack(frame.payload))
+        elif frame.request_id:
+            call = self._calls.pop(frame.request_id, None)
+            if call is not None:
+                call.resolve(frame)
+        else:
+            self._pushed.append(frame)
+
+    def _attach(self, welcome: Welcome) -> None:
+        assert self._hello is not None
+        versions = self._hello.versions
+        if not versions.oldest <= welcome.version <= versions.newest:
+            raise ProtocolError("version", f"the service chose version {welcome.version} of {versions}")
+        self.state, self.welcome, self.problem = "attached", welcome, None
+        self._pause = FIRST_PAUSE_SECONDS
+        logger.info("attached to unix:%s as session %s", self._path, welcome.session_id)
+        self._on_attached(welcome)
+
+    def _lose_with_last_words(self, channel: Channel, problem: str) -> None:
+        """Sending failed: the service may have said why before it closed."""
+        try:
+            while frames := channel.receive():
+                for frame in frames:
+                    close_fds(frame.fds)
+                    if frame.kind == Kind.REFUSED:
+                        said = Refused.unpack(frame.payload)
+                        self.refusal = said.reason
+                        self._lose(said.message, REFUSED_PAUSE_SECONDS)
+                        return
+        except AttachError:
+            pass
+        self._lose(problem)
+
+    def _lose(self, problem: str, pause: float | None = None) -> None:
+        """End this life of the connection. What was asked in it gets no answer; what was received is dropped."""
+        was_attached = self.state == "attached"
+        if self._channel is not None:
+            self._poll.unregister(self._channel.fileno())
+            self._channel.close()
+            self._channel = None
+        if self.state == "closed":
+            return
+        self.state, self.welcome = "detached", None
+        if problem != self.problem:
+            logger.warning("not attached to unix:%s: %s", self._path, problem)
+        self.problem = problem
+        for frame in self._pushed:
+            close_fds(frame.fds)
+        self._pushed.clear()
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.fail(DisconnectedError(problem))
+        self._next_attempt = self._clock() + (pause or self._pause) * (1 + self._jitter() / 4)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        if was_attached:
+            self._on_lost()
+
+
+def socket_path(address: str) -> Path:
+    """The path in `unix:PATH` or `unix:///PATH`. Raises `ConfigError` for anything else."""
+    scheme, colon, rest = address.partition(":")
+    path = rest.removeprefix("//") if rest.startswith("///") else rest
+    if scheme != "unix" or not colon or not path or path.startswith("//"):
+        raise ConfigError("attach", address, "unix:PATH or unix:///PATH")
+    return Path(path)
+
+
+def _payload_of(message: Message) -> bytes:
+    payload = message.pack()
+    encode_header(message.KIND, len(payload))
+    return payload

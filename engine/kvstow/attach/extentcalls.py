@@ -1,0 +1,211 @@
+"""What the worker of a rank and the node service say to each other about memory.
+
+A rank's memory is a list of extents: sealed memfds, each with the slots from `first_slot` on, back to back at the slot
+stride of the pool. The service publishes how far each is populated; the worker maps no further, and reports how many of
+its slots it has registered. It starts no copy in a revoked extent, and says when nothing of it is mapped any more.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+
+from kvstow.attach.kinds import Kind
+from kvstow.attach.payloads import PayloadReader, pack_rows, pack_text, pack_u64s
+from kvstow.errors import InvalidRequestError, ProtocolError
+from kvstow.messages import DesiredState, RankReport
+
+
+class Extent(NamedTuple):
+    """A piece of a rank's memory. `number`: its place among the rank's extents, equal on all ranks of a pool."""
+
+    extent_id: int
+    number: int
+    first_slot: int
+    num_slots: int
+    num_bytes: int
+    populated_bytes: int
+
+
+class ExtentBytes(NamedTuple):
+    extent_id: int
+    num_bytes: int
+
+
+class ExtentSlots(NamedTuple):
+    extent_id: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Extents that the rank may map from now on. The frame has a descriptor for each, in the same order."""
+
+    KIND: ClassVar[Kind] = Kind.EXTENTS
+    slot_stride: int
+    extents: tuple[Extent, ...]
+
+    def pack(self) -> bytes:
+        return _U64.pack(self.slot_stride) + pack_rows(_EXTENT, self.extents)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        reader = PayloadReader(payload, "extents")
+        stride = reader.u64()
+        extents = tuple(map(Extent._make, reader.rows(_EXTENT)))
+        reader.end()
+        for extent in extents:
+            if extent.num_slots * stride > extent.num_bytes or extent.populated_bytes > extent.num_bytes:
+                raise reader.error(f"extent {extent.extent_id} is too short for what it says")
+        return cls(stride, extents)
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """How many slots of each extent, from its first on, the worker can copy to and from."""
+
+    KIND: ClassVar[Kind] = Kind.REGISTERED
+    extents: tuple[ExtentSlots, ...]
+
+    def pack(self) -> bytes:
+        return pack_rows(_SLOTS, self.extents)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        reader = PayloadReader(payload, "registered extents")
+        extents = tuple(map(ExtentSlots._make, reader.rows(_SLOTS)))
+        reader.end()
+        return cls(extents)
+
+
+@dataclass(frozen=True, slots=True)
+class _ExtentSizes:
+    """A list of extents, each with a number of bytes."""
+
+    KIND: ClassVar[Kind]
+    extents: tuple[ExtentBytes, ...]
+
+    def pack(self) -> bytes:
+        return pack_rows(_BYTES, self.extents)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        reader = PayloadReader(payload, cls.__name__)
+        extents = tuple(map(ExtentBytes._make, reader.rows(_BYTES)))
+        reader.end()
+        return cls(extents)
+
+
+class Populated(_ExtentSizes):
+    """How many bytes of each extent, from its beginning on, are populated. They only grow."""
+
+    KIND = Kind.POPULATED
+
+
+class HandBack(_ExtentSizes):
+    """Extents of the service before this one, offered by a worker that has them mapped. The frame has a descriptor for
+    each, in the same order; the service checks every one."""
+
+    KIND = Kind.HAND_BACK
+
+
+@dataclass(frozen=True, slots=True)
+class _ExtentIds:
+    """A list of extents."""
+
+    KIND: ClassVar[Kind]
+    extent_ids: tuple[int, ...]
+
+    def pack(self) -> bytes:
+        return pack_u64s(self.extent_ids)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        reader = PayloadReader(payload, cls.__name__)
+        extent_ids = reader.u64s()
+        reader.end()
+        return cls(extent_ids)
+
+
+class Revoked(_ExtentIds):
+    """Extents to unregister and unmap, as soon as no copy uses them; answered with `LetGo`."""
+
+    KIND = Kind.REVOKED
+
+
+class LetGo(_ExtentIds):
+    """Extents of which this process has nothing mapped, registered or open any more."""
+
+    KIND = Kind.LET_GO
+
+
+class TakenBack(_ExtentIds):
+    """The extents that the service has taken back: the worker keeps them mapped. It lets go of the others."""
+
+    KIND = Kind.TAKEN_BACK
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A rank's report; answered with its desired state."""
+
+    KIND: ClassVar[Kind] = Kind.REPORT
+    report: RankReport
+
+    def pack(self) -> bytes:
+        return json.dumps(self.report.to_json(), separators=(",", ":")).encode()
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        return cls(_message(RankReport.from_json, payload, "report"))
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """A rank's desired state: the answer to its report, or sent unasked when it changes."""
+
+    KIND: ClassVar[Kind] = Kind.DESIRED
+    desired: DesiredState
+
+    def pack(self) -> bytes:
+        return json.dumps(self.desired.to_json(), separators=(",", ":")).encode()
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        return cls(_message(DesiredState.from_json, payload, "desired state"))
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """This process leaves: nothing of the pool is mapped or under way in it any more. No answer."""
+
+    KIND: ClassVar[Kind] = Kind.DETACH
+    reason: str = ""
+
+    def pack(self) -> bytes:
+        return pack_text(self.reason)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        reader = PayloadReader(payload, "detach")
+        reason = reader.text()
+        reader.end()
+        return cls(reason)
+
+
+_U64 = struct.Struct("<Q")
+_EXTENT = struct.Struct("<QIIIQQ")
+_BYTES = struct.Struct("<QQ")
+_SLOTS = struct.Struct("<QI")
+
+_Message = TypeVar("_Message", RankReport, DesiredState)
+
+
+def _message(read: Callable[[Any], _Message], payload: bytes, what: str) -> _Message:
+    try:
+        return read(json.loads(payload))
+    except (ValueError, RecursionError, InvalidRequestError) as error:
+        raise ProtocolError("malformed", f"{what}: {error}") from error

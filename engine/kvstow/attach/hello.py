@@ -1,0 +1,162 @@
+"""The first frames of a connection: who comes, and whether it may."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, cast
+
+from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
+from kvstow.attach.jsonobject import JsonObject, parse_object
+from kvstow.attach.kinds import VERSIONS, Kind, Role, VersionRange
+from kvstow.errors import InvalidRequestError, ProtocolError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """What a process says of itself. `pid` and `host` are for display: the kernel says who it is.
+
+    The scheduler half brings both identities and gets a token, which each worker brings. `wanted_bytes`: memory that
+    the engine would like on this node, over all ranks; 0 for all that there is. `settled_tokens`: sessions that this
+    process was in and whose copies have all ended in it, so that the service need not wait for its end.
+    """
+
+    KIND: ClassVar[Kind] = Kind.HELLO
+    role: Role
+    engine: str
+    host: str
+    pid: int
+    versions: VersionRange = VERSIONS
+    engine_version: str = ""
+    pool: PoolIdentity | None = None
+    namespace: NamespaceIdentity | None = None
+    wanted_bytes: int = 0
+    require_sharing: bool = False
+    token: str = ""
+    rank: int = 0
+    device: str = ""
+    numa_node: int | None = None
+    settled_tokens: tuple[str, ...] = ()
+
+    def pack(self) -> bytes:
+        value = {name: shown for name, shown in vars(self).items() if shown is not None}
+        value["versions"] = list(self.versions)
+        for name, identity in (("pool", self.pool), ("namespace", self.namespace)):
+            if identity is not None:
+                value[name] = identity.to_json()
+        return _dump(value)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        """Raises `ProtocolError`, with reason `malformed`, for anything that is not a hello."""
+        try:
+            return cls._read(parse_object(payload, "hello"))
+        except InvalidRequestError as error:
+            raise ProtocolError("malformed", str(error)) from error
+
+    @classmethod
+    def _read(cls, value: JsonObject) -> Self:
+        role = cast(Role, value.text("role", allowed=("scheduler", "worker")))
+        versions = value.wholes("versions")
+        if len(versions) != 2:
+            raise InvalidRequestError(f"hello.versions is {list(versions)}; allowed: the oldest and the newest version")
+        pool, namespace = value.optional_child("pool"), value.optional_child("namespace")
+        if role == "scheduler" and (pool is None or namespace is None):
+            raise InvalidRequestError("hello of a scheduler needs hello.pool and hello.namespace")
+        return cls(
+            role=role,
+            engine=value.text("engine"),
+            host=value.text("host"),
+            pid=value.whole("pid"),
+            versions=VersionRange(*versions),
+            engine_version=value.text("engine_version", ""),
+            pool=None if pool is None else PoolIdentity.from_json(pool),
+            namespace=None if namespace is None else NamespaceIdentity.from_json(namespace),
+            wanted_bytes=value.whole("wanted_bytes", 0),
+            require_sharing=value.flag("require_sharing", False),
+            token=value.text("token", ""),
+            rank=value.whole("rank", 0),
+            device=value.text("device", ""),
+            numa_node=value.optional_whole("numa_node"),
+            settled_tokens=value.texts("settled_tokens"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welcome:
+    """The connection belongs to a session now. `token` is for its workers; `sharing_off`: sentences that say why this
+    session shares no blocks with others, empty if it may."""
+
+    KIND: ClassVar[Kind] = Kind.WELCOME
+    version: int
+    session_id: str
+    service: str
+    token: str = ""
+    engine_id: str = ""
+    pool: str = ""
+    namespace: str = ""
+    sharing_off: tuple[str, ...] = field(default=())
+
+    def pack(self) -> bytes:
+        return _dump(vars(self))
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        try:
+            value = parse_object(payload, "welcome")
+            return cls(
+                version=value.whole("version"),
+                session_id=value.text("session_id"),
+                service=value.text("service", ""),
+                token=value.text("token", ""),
+                engine_id=value.text("engine_id", ""),
+                pool=value.text("pool", ""),
+                namespace=value.text("namespace", ""),
+                sharing_off=value.texts("sharing_off"),
+            )
+        except InvalidRequestError as error:
+            raise ProtocolError("malformed", str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why the connection is closed: a word in snake case and a sentence. Nothing follows."""
+
+    KIND: ClassVar[Kind] = Kind.REFUSED
+    reason: str
+    message: str
+
+    def pack(self) -> bytes:
+        return _dump({"reason": self.reason, "message": self.message})
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        return cls(*_two_texts(payload, "refusal", "reason"))
+
+
+@dataclass(frozen=True, slots=True)
+class CallError:
+    """The answer to a request that failed: the code of an error of `kvstow.errors`, and its message."""
+
+    KIND: ClassVar[Kind] = Kind.ERROR
+    code: str
+    message: str
+
+    def pack(self) -> bytes:
+        return _dump({"code": self.code, "message": self.message})
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        return cls(*_two_texts(payload, "error", "code"))
+
+
+def _dump(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _two_texts(payload: bytes, what: str, first: str) -> tuple[str, str]:
+    try:
+        value = parse_object(payload, what)
+        return value.text(first), value.text("message", "")
+    except InvalidRequestError as error:
+        raise ProtocolError("malformed", str(error)) from error

@@ -1,0 +1,204 @@
+"""Who may share what: the identity of a pool's memory, and of what keys mean in it.
+
+Engines with equal pool identities share memory, and those of them with equal namespace identities share blocks.
+Anything that changes what a slot's bytes mean belongs into one of the two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any, Self
+
+from kvstow.attach.jsonobject import JsonObject
+
+SLOT_FORMAT = 1
+"""How KVStow places pages in a slot (`KVLayout.offsets`)."""
+_NAME_DIGITS = 6
+_MAX_SLUG = 40
+
+
+class Identity:
+    """A frozen dataclass of plain values. Two are equal if their digests are."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload, no-any-return]  # both kinds are dataclasses
+
+    @cached_property
+    def canonical(self) -> bytes:
+        """The same bytes for equal identities, in every version of Python: JSON with sorted names, ASCII only."""
+        value = {"identity": type(self).__name__, **self.to_json()}
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of `canonical`."""
+        return hashlib.sha256(self.canonical).digest()
+
+    def name(self, model: str) -> str:
+        """`model` as a slug and six hex digits of the digest: `llama-3-1-8b-instruct-0a1b2c`."""
+        return f"{slug(model)}-{self.digest.hex()[:_NAME_DIGITS]}"
+
+
+@dataclass(frozen=True)
+class RegionIdentity:
+    """The pages of one region (layer) in a slot. `layout`: how a page's bytes are arranged (shape, order)."""
+
+    name: str
+    page_bytes: int
+    layout: str = ""
+
+
+@dataclass(frozen=True)
+class GroupIdentity:
+    """A KV group: what its blocks hold, tokens in a block and tokens that a hash covers, its window if it has one."""
+
+    kind: str
+    block_tokens: int
+    hash_tokens: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class PoolIdentity(Identity):
+    """One memory layout and one owner.
+
+    `slot_bytes[rank]`; `regions` are those of rank 0, in the order in which they lie in a slot, and
+    `other_regions` those of the ranks that differ from it (pipeline parallel), as (rank, regions). `replicated`: all
+    ranks hold the same bytes, which are stored once. `uid`: the user of the engines; None where users share.
+    """
+
+    slot_bytes: tuple[int, ...]
+    regions: tuple[RegionIdentity, ...]
+    kv_cache_dtype: str
+    groups: tuple[GroupIdentity, ...]
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    prefill_context_parallel: int = 1
+    decode_context_parallel: int = 1
+    replicated: bool = False
+    other_regions: tuple[tuple[int, tuple[RegionIdentity, ...]], ...] = ()
+    slot_format: int = SLOT_FORMAT
+    uid: int | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.slot_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        value = super().to_json()
+        value["other_regions"] = [{"rank": rank, "regions": regions} for rank, regions in value["other_regions"]]
+        return value
+
+    @classmethod
+    def from_json(cls, value: JsonObject) -> Self:
+        """Raises `InvalidRequestError` that names the field."""
+        return cls(
+            slot_bytes=value.wholes("slot_bytes"),
+            regions=_regions(value),
+            kv_cache_dtype=value.text("kv_cache_dtype"),
+            groups=tuple(
+                GroupIdentity(
+                    group.text("kind"),
+                    group.whole("block_tokens"),
+                    group.whole("hash_tokens"),
+                    group.optional_whole("window"),
+                )
+                for group in value.children("groups")
+            ),
+            tensor_parallel=value.whole("tensor_parallel", 1),
+            pipeline_parallel=value.whole("pipeline_parallel", 1),
+            prefill_context_parallel=value.whole("prefill_context_parallel", 1),
+            decode_context_parallel=value.whole("decode_context_parallel", 1),
+            replicated=value.flag("replicated", False),
+            other_regions=tuple((other.whole("rank"), _regions(other)) for other in value.children("other_regions")),
+            slot_format=value.whole("slot_format"),
+            uid=value.optional_whole("uid"),
+        )
+
+
+@dataclass(frozen=True)
+class NamespaceIdentity(Identity):
+    """One meaning of keys.
+
+    `weights_id` names the weights, `weights_source` says where that came from (`snapshot`, `files`, `configured`).
+    `value_settings`: settings that change values (quantization, rope, scales). `hash_probe`: what this engine's hash
+    function makes of known tokens. `adapters`: name and path of each LoRA adapter, where keys hold its name alone.
+    `epoch`: grows when the weights of a running engine change.
+    """
+
+    model: str
+    weights_id: str
+    weights_source: str
+    hash_probe: str
+    value_settings: tuple[tuple[str, str], ...] = ()
+    adapters: tuple[tuple[str, str], ...] = ()
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value_settings", tuple(sorted(self.value_settings)))
+        object.__setattr__(self, "adapters", tuple(sorted(self.adapters)))
+
+    def to_json(self) -> dict[str, Any]:
+        pairs = {"value_settings": dict(self.value_settings), "adapters": dict(self.adapters)}
+        return super().to_json() | pairs
+
+    @classmethod
+    def from_json(cls, value: JsonObject) -> Self:
+        """Raises `InvalidRequestError` that names the field."""
+        return cls(
+            model=value.text("model"),
+            weights_id=value.text("weights_id"),
+            weights_source=value.text("weights_source"),
+            hash_probe=value.text("hash_probe"),
+            value_settings=value.text_pairs("value_settings"),
+            adapters=value.text_pairs("adapters"),
+            epoch=value.whole("epoch", 0),
+        )
+
+
+def slug(text: str) -> str:
+    """The last part of a model's name or path in lower-case letters, digits and hyphens; `pool` if nothing is left."""
+    last = text.rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^a-z0-9]+", "-", last.lower()).strip("-")[:_MAX_SLUG].strip("-") or "pool"
+
+
+def difference(here: Identity, there: Identity) -> str | None:
+    """What keeps two identities of one kind from being equal, as a sentence that names the fields; None if nothing
+    does."""
+    found = list(_differences(here, there))
+    return None if not found else "; ".join(found)
+
+
+def _differences(here: Any, there: Any) -> Iterator[str]:
+    for known in fields(here):
+        mine, theirs = getattr(here, known.name), getattr(there, known.name)
+        if mine == theirs:
+            continue
+        if isinstance(mine, tuple) and isinstance(theirs, tuple):
+            yield _tuple_difference(known.name, mine, theirs)
+        else:
+            yield f"{known.name} is {_shown(mine)} here and {_shown(theirs)} there"
+
+
+def _tuple_difference(name: str, mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:
+    if len(mine) != len(theirs):
+        return f"{name} has {len(mine)} entries here and {len(theirs)} there"
+    at = next(number for number, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
+    return f"{name}[{at}] is {_shown(mine[at])} here and {_shown(theirs[at])} there"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 160 else f"{text[:160]}..."
+
+
+def _regions(value: JsonObject) -> tuple[RegionIdentity, ...]:
+    return tuple(
+        RegionIdentity(region.text("name"), region.whole("page_bytes"), region.text("layout", ""))
+        for region in value.children("regions")
+    )

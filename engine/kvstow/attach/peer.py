@@ -1,0 +1,109 @@
+"""The process at the other end of a Unix socket: who it is, and how its death shows."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import socket
+import struct
+from collections.abc import Callable
+
+from kvstow.errors import AttachRefusedError
+
+_SO_PEERPIDFD = 77
+"""Since Linux 6.5; works across pid namespaces. Python has no name for it."""
+_CREDENTIALS = struct.Struct("3i")
+_NO_PIDFD_ERRNOS = frozenset({errno.ENOPROTOOPT, errno.EINVAL, errno.EOPNOTSUPP})
+
+
+class Peer:
+    """A process that has connected. `pid` is as this process sees it, 0 if it does not; `uid` and `gid` are mapped to
+    this process's user namespace. `pidfd`, which this object owns, becomes readable when the process has ended and the
+    kernel has closed its files; None if there is none."""
+
+    __slots__ = ("gid", "pid", "pidfd", "uid")
+
+    def __init__(self, pid: int, uid: int, gid: int, pidfd: int | None) -> None:
+        self.pid = pid
+        self.uid = uid
+        self.gid = gid
+        self.pidfd = pidfd
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended; False without a pidfd."""
+        if self.pidfd is None:
+            return False
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def kill(self) -> bool:
+        """Send SIGKILL; False if that is not possible, or the process has ended."""
+        if self.pidfd is None:
+            return False
+        try:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+def peer_of(
+    connected: socket.socket, *, needs_pidfd: bool = True, open_pidfd: Callable[[int], int] = os.pidfd_open
+) -> Peer:
+    """The process that connected this socket. Raises `AttachRefusedError` if it has ended already, or if
+    `needs_pidfd` and no pidfd of it can be had."""
+    pid, uid, gid = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    try:
+        pidfd: int | None = _peer_pidfd(connected)
+    except OSError as error:
+        if error.errno not in _NO_PIDFD_ERRNOS:
+            raise _ended() from error
+        pidfd = _open_visible(connected, pid, open_pidfd)
+    if pidfd is None and needs_pidfd:
+        raise AttachRefusedError(
+            "no_pidfd",
+            "the service cannot see when this process ends: the kernel is older than 6.5, and the process is in "
+            "another pid namespace. Run both in one pid namespace (hostPID), use a newer kernel, or start the "
+            "service with --trust-eof SECONDS",
+        )
+    return Peer(pid, uid, gid, pidfd)
+
+
+def _peer_pidfd(connected: socket.socket) -> int:
+    fd = connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    os.set_inheritable(fd, False)
+    return fd
+
+
+def _open_visible(connected: socket.socket, pid: int, open_pidfd: Callable[[int], int]) -> int | None:
+    """A pidfd by number, for kernels before 6.5; None where the process is not visible.
+
+    The number may belong to another process if the peer has ended: then its socket is closed, too.
+    """
+    if pid <= 0:
+        return None
+    try:
+        pidfd = open_pidfd(pid)
+    except ProcessLookupError as error:
+        raise _ended() from error
+    except OSError:
+        return None
+    poll = select.poll()
+    poll.register(connected, select.POLLHUP | select.POLLRDHUP)
+    if poll.poll(0):
+        os.close(pidfd)
+        raise _ended()
+    return pidfd
+
+
+def _ended() -> AttachRefusedError:
+    return AttachRefusedError("peer_ended", "the process that connected has ended")

@@ -1,0 +1,320 @@
+"""A client's connection comes, goes and comes back, and its host is never surprised."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstow.attach.calls import Found, Lookup, Reset, ResetDone, SettledOps
+from kvstow.attach.channel import Channel
+from kvstow.attach.connection import (
+    FIRST_PAUSE_SECONDS,
+    HELLO_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    REFUSED_PAUSE_SECONDS,
+    AttachConnection,
+    Message,
+    socket_path,
+)
+from kvstow.attach.extentcalls import Extent, Extents
+from kvstow.attach.frames import Frame
+from kvstow.attach.hello import CallError, Hello, Refused, Welcome
+from kvstow.attach.kinds import Kind
+from kvstow.errors import AttachError, CallFailedError, ConfigError, DisconnectedError, ProtocolError
+
+HELLO = Hello(role="worker", engine="test", host="here", pid=os.getpid(), token="t")
+WELCOME = Welcome(version=1, session_id="s1", service="test")
+KEYS = [b"k" * 34]
+
+
+class FakeService:
+    """The other end, by hand. What it sends is there at once; it reads what the client has sent."""
+
+    def __init__(self, path: Path) -> None:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self.channel: Channel | None = None
+        self._received: list[Frame] = []
+
+    def accept(self) -> Hello:
+        if self.channel is not None:
+            self.channel.close()
+        connected, _ = self._listener.accept()
+        self.channel = Channel(connected)
+        return Hello.unpack(self.receive().payload)
+
+    def receive(self) -> Frame:
+        assert self.channel is not None
+        while not self._received:
+            assert select.select([self.channel], [], [], 10)[0]
+            self._received += self.channel.receive()
+        return self._received.pop(0)
+
+    def send(self, message: Message, request_id: int = 0, fds: tuple[int, ...] = ()) -> None:
+        assert self.channel is not None
+        self.channel.send(message.KIND, message.pack(), request_id, fds)
+
+    def hang_up(self) -> None:
+        assert self.channel is not None
+        self.channel.close()
+
+    def close(self) -> None:
+        self._listener.close()
+        if self.channel is not None:
+            self.channel.close()
+
+
+class Client:
+    """A connection with a clock of its own, and what it told its host."""
+
+    def __init__(self, path: Path) -> None:
+        self.now = 100.0
+        self.heard: list[str] = []
+        self.connection = AttachConnection(
+            path,
+            lambda: HELLO,
+            accepts_fds=True,
+            on_attached=lambda welcome: self.heard.append(welcome.session_id),
+            on_lost=lambda: self.heard.append("lost"),
+            clock=lambda: self.now,
+            jitter=lambda: 0.0,
+        )
+
+    def attach(self, service: FakeService) -> None:
+        assert self.connection.poll() == []
+        assert service.accept() == HELLO
+        service.send(WELCOME)
+        assert self.connection.poll() == []
+        assert self.connection.state == "attached"
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_left() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "attach.sock"
+
+
+@pytest.fixture
+def service(no_descriptor_left: None, path: Path) -> Iterator[FakeService]:
+    service = FakeService(path)
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def client(no_descriptor_left: None, path: Path) -> Iterator[Client]:
+    client = Client(path)
+    yield client
+    client.connection.close()
+    client.connection.close()
+    assert client.connection.state == "closed"
+
+
+def test_it_attaches_and_calls(client: Client, service: FakeService) -> None:
+    connection = client.connection
+    client.attach(service)
+    assert (connection.welcome, connection.problem, client.heard) == (WELCOME, None, ["s1"])
+    call = connection.call(Lookup(KEYS))
+    with pytest.raises(AttachError, match="no answer yet"):
+        call.answer(Found)
+    asked = service.receive()
+    assert Lookup.unpack(asked.payload) == Lookup(KEYS)
+    service.send(SettledOps(()))
+    service.send(Found(7, ((0, 1),)), asked.request_id)
+    assert connection.wait(call, 10)
+    assert call.answer(Found) == Found(7, ((0, 1),))
+    (pushed,) = connection.poll()
+    assert pushed.kind == Kind.SETTLED
+
+
+def test_a_call_that_is_not_answered_in_time_is_answered_later(client: Client, service: FakeService) -> None:
+    client.attach(service)
+    first, second = client.connection.call(Reset()), client.connection.call(Reset())
+    assert not client.connection.wait(first, 0.0)
+    for name in ("a", "b"):
+        service.send(ResetDone(name), service.receive().request_id)
+    assert client.connection.wait(second, 10)
+    assert [first.answer(ResetDone).namespace, second.answer(ResetDone).namespace] == ["a", "b"]
+
+
+def test_without_a_service_nothing_raises_and_the_pauses_grow(client: Client, path: Path) -> None:
+    connection = client.connection
+    pauses = []
+    for _ in range(8):
+        connection.poll()
+        assert connection.problem == f"cannot connect to unix:{path}: No such file or directory"
+        assert connection.state == "detached"
+        pauses.append(connection._next_attempt - client.now)
+        client.now = connection._next_attempt - 0.001
+        assert connection.poll() == []
+        assert connection._next_attempt > client.now  # no attempt before its time
+        client.now += 0.002
+    assert pauses[0] == pytest.approx(FIRST_PAUSE_SECONDS)
+    assert pauses[1] == pytest.approx(2 * FIRST_PAUSE_SECONDS)
+    assert pauses[-1] == LONGEST_PAUSE_SECONDS
+    call = connection.call(Lookup(KEYS))
+    assert call.done
+    assert connection.wait(call, 10)
+    with pytest.raises(DisconnectedError, match="cannot connect"):
+        call.answer(Found)
+    assert not connection.tell(Reset())
+    assert client.heard == []
+
+
+def test_the_end_of_the_service_fails_open_calls_and_the_next_life_is_another_session(
+    client: Client, service: FakeService
+) -> None:
+    connection = client.connection
+    client.attach(service)
+    call = connection.call(Lookup(KEYS))
+    request_id = service.receive().request_id
+    service.send(SettledOps(()))
+    service.hang_up()
+    connection.poll()
+    assert connection.poll() == []
+    assert (connection.state, connection.welcome) == ("detached", None)
+    with pytest.raises(DisconnectedError, match="has closed the connection"):
+        call.answer(Found)
+    client.now += FIRST_PAUSE_SECONDS
+    client.attach(service)
+    service.send(Found(7, ()), request_id)  # an answer to a call of the life before
+    again = connection.call(Lookup(KEYS))
+    connection.poll()
+    assert not again.done
+    assert client.heard == ["s1", "lost", "s1"]
+
+
+def test_a_refusal_says_why_and_waits_longer(client: Client, service: FakeService) -> None:
+    connection = client.connection
+    connection.poll()
+    service.accept()
+    service.send(Refused("version", "upgrade the engine"))
+    service.hang_up()
+    connection.poll()
+    assert (connection.state, connection.refusal, connection.problem) == ("detached", "version", "upgrade the engine")
+    client.now += REFUSED_PAUSE_SECONDS - 0.01
+    connection.poll()
+    assert connection.state == "detached"
+    connection.retry_now()
+    client.attach(service)
+    assert connection.refusal is None
+    assert client.heard == ["s1"]
+
+
+def test_a_service_that_does_not_answer_the_hello_is_left(client: Client, service: FakeService) -> None:
+    connection = client.connection
+    connection.poll()
+    client.now += HELLO_SECONDS + 0.1
+    connection.poll()
+    assert connection.state == "detached"
+    assert connection.problem == "the service has not answered the hello for 10 seconds"
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (Lookup(KEYS), "the service broke the protocol: LOOKUP does not come from a service"),
+        (Welcome(version=9, session_id="s", service="x"), "the service chose version 9"),
+        (SettledOps(()), "SETTLED comes before the welcome"),
+    ],
+)
+def test_what_no_service_says_ends_the_connection(
+    client: Client, service: FakeService, message: Message, problem: str
+) -> None:
+    client.connection.poll()
+    service.accept()
+    service.send(message)
+    client.connection.poll()
+    assert client.connection.state == "detached"
+    assert problem in (client.connection.problem or "")
+
+
+def test_garbage_ends_the_connection_and_nothing_else(client: Client, service: FakeService) -> None:
+    client.attach(service)
+    assert service.channel is not None
+    service.channel._socket.send(b"\xff" * 100)
+    assert client.connection.poll() == []
+    assert client.connection.problem is not None
+    assert "was announced; allowed here" in client.connection.problem
+    client.now += FIRST_PAUSE_SECONDS
+    client.attach(service)
+
+
+def test_a_refused_call_leaves_the_session(client: Client, service: FakeService) -> None:
+    client.attach(service)
+    call = client.connection.call(Reset())
+    service.send(CallError("conflict", "not now"), service.receive().request_id)
+    assert client.connection.wait(call, 10)
+    with pytest.raises(CallFailedError, match="not now") as caught:
+        call.answer(ResetDone)
+    assert caught.value.service_code == "conflict"
+    wrong = client.connection.call(Reset())
+    service.send(Found(1, ()), service.receive().request_id)
+    assert client.connection.wait(wrong, 10)
+    with pytest.raises(ProtocolError, match="where RESET_DONE must"):
+        wrong.answer(ResetDone)
+    assert client.connection.state == "attached"
+
+
+def test_a_message_that_no_frame_holds_is_the_hosts_error(client: Client, service: FakeService) -> None:
+    client.attach(service)
+    with pytest.raises(ProtocolError, match="a payload has"):
+        client.connection.call(Lookup([bytes(256)] * 40_000))
+    with pytest.raises(ProtocolError, match="different lengths"):
+        client.connection.tell(Lookup([b"a", b"bc"]))
+    assert client.connection.state == "attached"
+
+
+def test_descriptors_belong_to_the_host_or_are_closed(client: Client, service: FakeService) -> None:
+    client.attach(service)
+    fd = os.open("/dev/null", os.O_RDONLY)
+    extents = Extents(4096, (Extent(1, 0, 0, 1, 4096, 0),))
+    service.send(extents, fds=(fd,))
+    (pushed,) = client.connection.poll()
+    assert Extents.unpack(pushed.payload) == extents
+    os.close(pushed.fds[0])
+    service.send(extents, fds=(fd,))
+    client.connection.wait(client.connection.call(Reset()), 0.0)  # received, and not taken by the host
+    service.hang_up()
+    client.connection.poll()
+    client.connection.poll()
+    assert client.connection.state == "detached"
+    os.close(fd)
+
+
+def test_a_host_that_ends_the_connection_in_a_callback_hears_no_more(path: Path, service: FakeService) -> None:
+    fd = os.open("/dev/null", os.O_RDONLY)
+    connection = AttachConnection(
+        path, lambda: HELLO, accepts_fds=True, on_attached=lambda welcome: connection.disconnect("enough")
+    )
+    connection.poll()
+    service.accept()
+    service.send(WELCOME)
+    service.send(Extents(4096, (Extent(1, 0, 0, 1, 4096, 0),)), fds=(fd,))
+    assert connection.poll() == []
+    assert connection.poll() == []
+    assert connection.problem == "enough"
+    connection.close()
+    os.close(fd)
+
+
+def test_an_address_is_a_path_after_unix() -> None:
+    assert socket_path("unix:/run/kvstow/attach.sock") == Path("/run/kvstow/attach.sock")
+    assert socket_path("unix:///run/kvstow/attach.sock") == Path("/run/kvstow/attach.sock")
+    assert socket_path("unix:here.sock") == Path("here.sock")
+    for wrong in ("/run/kvstow.sock", "unix:", "tcp:host:1", "unix://host/path", "unix:////x"):
+        with pytest.raises(ConfigError, match="allowed: unix:PATH or unix:///PATH"):
+            socket_path(wrong)

@@ -1,0 +1,217 @@
+"""Every message comes back as it was sent, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import json
+import struct
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstow.attach import calls, extentcalls, hello
+from kvstow.attach.calls import Completions, Found, Hold, Lookup, SettledOp, SettledOps, StoreBegun
+from kvstow.attach.connection import Message
+from kvstow.attach.extentcalls import Extent, ExtentBytes, Extents, ExtentSlots
+from kvstow.attach.hello import Hello, Refused, Welcome
+from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
+from kvstow.attach.kinds import RULES, VERSIONS, Kind, VersionRange, refusal_of
+from kvstow.attach.payloads import pack_keys, pack_u32s
+from kvstow.errors import AttachRefusedError, ProtocolError
+from kvstow.messages import Completion, DesiredState, RankReport
+
+POOL = PoolIdentity(
+    slot_bytes=(4096, 4096),
+    regions=(RegionIdentity("layer.0", 2048, "NHD"), RegionIdentity("layer.1", 2048)),
+    kv_cache_dtype="fp8",
+    groups=(GroupIdentity("full", 16, 16), GroupIdentity("window", 16, 16, 1024)),
+    tensor_parallel=2,
+    other_regions=((1, (RegionIdentity("layer.2", 4096),)),),
+    uid=1000,
+)
+NAMESPACE = NamespaceIdentity(
+    model="meta-llama/Llama-3.1-8B",
+    weights_id="0e9e39f249a16976918f6564b8830bc894c89659",
+    weights_source="snapshot",
+    hash_probe="a1b2",
+    value_settings=(("rope", "default"), ("quantization", "none")),
+    adapters=(("sql", "/adapters/sql"),),
+    epoch=3,
+)
+HELLO = Hello(
+    role="scheduler", engine="vllm", host="node-1", pid=17, pool=POOL, namespace=NAMESPACE, wanted_bytes=1 << 40
+)
+
+MESSAGES: list[Any] = [
+    Lookup([b"a" * 33 + b"\0", bytes(34)], Hold.PRESENT, False),
+    Lookup([], Hold.NOTHING),
+    Found(9, ((0, 3), (7, 100_000))),
+    Found(0, ()),
+    calls.Release((1, 2**63)),
+    calls.BeginLoad(9, 2, 3, "request-ä"),
+    calls.LoadBegun(2**40, (5, 4, 3)),
+    calls.BeginStore([b"12", b"\0\0"], "r"),
+    StoreBegun(7, (0, 2), (11, 12), (3,), {"skipped_already_cached": 1}, 99),
+    StoreBegun(0, (), ()),
+    Completions(1, "boot", (Completion(7, "done", None, 4096, 0.25, 0.5), Completion(8, "failed", "no device"))),
+    SettledOps((SettledOp(7, "store", "source_free"), SettledOp(8, "load", "failed", "x" * 50)), 5),
+    calls.Refresh([b"abc"]),
+    calls.CountLookup(100, 99),
+    calls.Reset(),
+    calls.ResetDone("llama-3-1-8b-0a1b2c"),
+    Extents(2 << 20, (Extent(1, 0, 0, 512, 1 << 30, 64 << 20), Extent(2, 1, 512, 4, 8 << 20, 0))),
+    extentcalls.Populated((ExtentBytes(1, 128 << 20),)),
+    extentcalls.Registered((ExtentSlots(1, 64), ExtentSlots(2, 0))),
+    extentcalls.Revoked((1, 2)),
+    extentcalls.LetGo((1,)),
+    extentcalls.HandBack((ExtentBytes(1, 1 << 30),)),
+    extentcalls.TakenBack(()),
+    extentcalls.Report(RankReport.without_pool(1, "boot", "starting", 4096, error="later")),
+    extentcalls.Desired(DesiredState("engine", 100, paused=True, number=4)),
+    extentcalls.Detach("done"),
+    HELLO,
+    Hello(role="worker", engine="vllm", host="h", pid=1, token="t", rank=1, device="cuda:1", settled_tokens=("old",)),
+    Welcome(version=1, session_id="s1", service="node", token="t", sharing_off=("the probe differs",)),
+    Refused("version", "upgrade"),
+    hello.CallError("lease_invalid", "it has ended"),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_back_as_it_was_sent(message: Message) -> None:
+    assert type(message).unpack(message.pack()) == message
+
+
+def test_every_kind_has_a_message_and_a_rule() -> None:
+    assert {message.KIND for message in MESSAGES} == set(Kind) == set(RULES)
+
+
+BINARY = [message for message in MESSAGES if message.KIND not in (Kind.HELLO, Kind.WELCOME, Kind.REFUSED, Kind.ERROR)]
+
+
+@pytest.mark.parametrize("message", BINARY, ids=lambda message: type(message).__name__)
+def test_a_payload_that_is_cut_or_too_long_is_malformed(message: Message) -> None:
+    payload = message.pack()
+    for length in range(len(payload)):
+        with pytest.raises(ProtocolError) as caught:
+            type(message).unpack(payload[:length])
+        assert caught.value.reason == "malformed"
+    with pytest.raises(ProtocolError):
+        type(message).unpack(payload + b"\0x")
+
+
+@settings(max_examples=60)
+@given(st.binary(max_size=120))
+def test_garbage_raises_nothing_but_a_protocol_error(data: bytes) -> None:
+    for kind in {type(message) for message in MESSAGES}:
+        with suppress(ProtocolError):
+            kind.unpack(data)
+
+
+@pytest.mark.parametrize("kind", {type(message) for message in BINARY}, ids=lambda kind: kind.__name__)
+def test_a_count_of_four_billion_is_refused_before_anything_is_allocated(kind: type[Message]) -> None:
+    for lead in range(0, 24, 2):
+        with pytest.raises(ProtocolError):
+            kind.unpack(bytes(lead) + struct.pack("<HI", 34, 2**32 - 1))
+
+
+def test_keys_keep_their_zero_bytes() -> None:
+    keys = [bytes(34), b"\0" + b"x" * 33, b"x" * 33 + b"\0"]
+    assert Lookup.unpack(Lookup(keys).pack()).keys == keys
+
+
+def test_keys_of_different_lengths_do_not_go_into_one_message() -> None:
+    with pytest.raises(ProtocolError, match="different lengths"):
+        pack_keys([b"ab", b"c"])
+    with pytest.raises(ProtocolError, match="a key has 257 bytes; allowed: 1 to 256"):
+        pack_keys([bytes(257)])
+
+
+def test_a_slot_beyond_four_billion_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="no 32-bit number"):
+        pack_u32s([2**32])
+
+
+def test_values_out_of_range_are_malformed() -> None:
+    with pytest.raises(ProtocolError, match="hold is 9"):
+        Lookup.unpack(struct.pack("<B?HI", 9, True, 0, 0))
+    with pytest.raises(ProtocolError, match="1 hits of 0 blocks"):
+        calls.CountLookup.unpack(struct.pack("<II", 0, 1))
+    with pytest.raises(ProtocolError, match="1 blocks and 0 slots"):
+        StoreBegun.unpack(StoreBegun(1, (0,), ()).pack())
+    with pytest.raises(ProtocolError, match="too short for what it says"):
+        Extents.unpack(Extents(4096, (Extent(1, 0, 0, 2, 4096, 0),)).pack())
+    header = struct.pack("<I", 0) + struct.pack("<H", 0) + struct.pack("<I", 1)
+    for mark, seconds in ((3, 0.0), (1, float("nan")), (1, -1.0), (1, float("inf"))):
+        with pytest.raises(ProtocolError, match="has mark"):
+            Completions.unpack(header + struct.pack("<QBQdd", 1, mark, 0, seconds, 0.0) + struct.pack("<H", 0))
+
+
+def test_the_leading_run_begins_at_the_first_key() -> None:
+    assert Found(1, ((0, 3), (5, 1))).leading == 3
+    assert Found(1, ((2, 3),)).leading == 0
+    assert Found(0, ()).leading == 0
+
+
+# -- hello and versions ------------------------------------------------------------------------------------------
+
+
+def test_a_hello_ignores_fields_that_it_does_not_know() -> None:
+    value = json.loads(HELLO.pack()) | {"colour": "blue"}
+    assert Hello.unpack(json.dumps(value).encode()) == HELLO
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"role": "king"}, "hello.role is 'king'; allowed: scheduler, worker"),
+        ({"pid": -1}, "hello.pid is -1; allowed: a whole number, 0 or more"),
+        ({"pid": True}, "hello.pid is True"),
+        ({"engine": None}, "hello.engine is missing"),
+        ({"host": "h" * 5000}, "hello.host is 'hhh"),
+        ({"versions": [1]}, r"hello.versions is \[1\]; allowed: the oldest and the newest version"),
+        ({"pool": None}, "hello of a scheduler needs hello.pool and hello.namespace"),
+        ({"pool": 3}, "hello.pool is 3; allowed: an object"),
+        ({"namespace": {"model": "m"}}, "hello.namespace.weights_id is missing"),
+        ({"settled_tokens": [1]}, "hello.settled_tokens is"),
+        ({"settled_tokens": ["t"] * 5000}, "hello.settled_tokens is"),
+    ],
+)
+def test_a_wrong_hello_is_refused_with_the_name_of_the_field(change: dict[str, Any], complaint: str) -> None:
+    value = json.loads(HELLO.pack()) | change
+    with pytest.raises(ProtocolError, match=complaint):
+        Hello.unpack(json.dumps(value).encode())
+
+
+def test_a_hello_that_is_nested_too_deeply_is_malformed() -> None:
+    with pytest.raises(ProtocolError):
+        Hello.unpack(b"[" * 100_000)
+
+
+def test_two_versions_meet_at_the_newest_that_both_speak() -> None:
+    ours = VersionRange(3, 4)
+    assert ours.chosen_with(VersionRange(2, 3)) == 3
+    assert ours.chosen_with(VersionRange(4, 5)) == 4
+    assert ours.chosen_with(ours) == 4
+    with pytest.raises(AttachRefusedError, match="versions 3 to 4 of the attach protocol, the engine 1 to 2: upgrade"):
+        ours.chosen_with(VersionRange(1, 2))
+    with pytest.raises(AttachRefusedError):
+        ours.chosen_with(VersionRange(5, 6))
+
+
+def test_the_current_version_and_the_one_before_it_are_spoken() -> None:
+    assert VERSIONS.newest - VERSIONS.oldest <= 1
+    assert max(rule.since for rule in RULES.values()) <= VERSIONS.newest
+
+
+def test_a_kind_comes_only_from_its_senders_and_from_its_version_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusal_of(Kind.LOOKUP, "scheduler", 1) is None
+    assert refusal_of(Kind.LOOKUP, "worker", 1) == "LOOKUP does not come from a worker"
+    assert refusal_of(999, "scheduler", 1) == "kind 999 does not exist in version 1"
+    assert refusal_of(Kind.LOOKUP, "scheduler", 1, 2) == "LOOKUP came with 2 file descriptors"
+    assert refusal_of(Kind.HAND_BACK, "worker", 1, 2) is None
+    monkeypatch.setitem(RULES, Kind.RESET, RULES[Kind.RESET]._replace(since=2))
+    assert refusal_of(Kind.RESET, "scheduler", 1) == f"kind {Kind.RESET} does not exist in version 1"
+    assert refusal_of(Kind.RESET, "scheduler", 2) is None

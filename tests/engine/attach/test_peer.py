@@ -1,0 +1,144 @@
+"""Who is at the other end, and how its end shows."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvstow.attach import peer
+from kvstow.attach.peer import Peer, peer_of
+from kvstow.errors import AttachRefusedError
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+        yield listening
+
+
+class Child:
+    """A process that connects to a socket and waits for its end."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.pid = os.fork()
+        if self.pid == 0:
+            with suppress(BaseException), socket.socket(socket.AF_UNIX) as connecting:
+                connecting.connect(listener.getsockname())
+                connecting.recv(1)
+            os._exit(0)
+        self.connected, _ = listener.accept()
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+@pytest.fixture
+def child(listener: socket.socket) -> Iterator[Child]:
+    child = Child(listener)
+    with child.connected:
+        yield child
+    with suppress(ProcessLookupError, ChildProcessError):
+        child.kill()
+
+
+def readable(fd: int, seconds: float) -> bool:
+    return bool(select.select([fd], [], [], seconds)[0])
+
+
+def without_peer_pidfd(connected: socket.socket) -> int:
+    raise OSError(errno.ENOPROTOOPT, "an old kernel")
+
+
+@pytest.fixture(params=["peer pidfd", "pidfd by number"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "pidfd by number":
+        monkeypatch.setattr(peer, "_peer_pidfd", without_peer_pidfd)
+    else:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            try:
+                os.close(ours.getsockopt(socket.SOL_SOCKET, peer._SO_PEERPIDFD))
+            except OSError:
+                pytest.skip("needs Linux 6.5")
+    return str(request.param)
+
+
+def test_the_end_of_the_process_makes_its_pidfd_readable(child: Child, way: str) -> None:
+    found = peer_of(child.connected)
+    assert (found.pid, found.uid, found.gid) == (child.pid, os.getuid(), os.getgid())
+    assert found.pidfd is not None
+    assert not os.get_inheritable(found.pidfd)
+    assert not found.has_ended()
+    child.kill()
+    assert readable(found.pidfd, 10)
+    assert found.has_ended()
+    assert not found.kill()
+    found.close()
+    found.close()
+    assert not found.has_ended()
+
+
+def test_the_peer_can_be_killed(child: Child) -> None:
+    found = peer_of(child.connected)
+    assert found.kill()
+    assert os.waitpid(child.pid, 0)[1] == signal.SIGKILL
+    assert found.has_ended()
+    found.close()
+
+
+def test_a_process_that_has_ended_is_refused_or_seen_to_have_ended(child: Child, way: str) -> None:
+    """A kernel may still give out the pidfd of a process that has ended."""
+    child.kill()
+    with suppress(AttachRefusedError):
+        found = peer_of(child.connected)
+        assert found.has_ended()
+        found.close()
+
+
+def test_a_number_that_was_given_to_another_process_is_not_believed(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "_peer_pidfd", without_peer_pidfd)
+    child.kill()
+    opened: list[int] = []
+
+    def open_own(pid: int) -> int:
+        opened.append(os.pidfd_open(os.getpid()))
+        return opened[-1]
+
+    with pytest.raises(AttachRefusedError, match="has ended"):
+        peer_of(child.connected, open_pidfd=open_own)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
+
+
+def test_without_a_pidfd_the_process_is_refused_unless_its_eof_is_trusted(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "_peer_pidfd", without_peer_pidfd)
+
+    def forbidden(pid: int) -> int:
+        raise PermissionError(errno.EPERM, "no")
+
+    with pytest.raises(AttachRefusedError, match="--trust-eof SECONDS") as caught:
+        peer_of(child.connected, open_pidfd=forbidden)
+    assert caught.value.reason == "no_pidfd"
+    trusted = peer_of(child.connected, needs_pidfd=False, open_pidfd=forbidden)
+    assert trusted.pidfd is None
+    assert not trusted.kill()
+
+
+def test_a_process_of_another_pid_namespace_has_no_number(child: Child) -> None:
+    assert peer._open_visible(child.connected, 0, os.pidfd_open) is None
+    assert not Peer(0, 1, 1, None).has_ended()
