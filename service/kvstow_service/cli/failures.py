@@ -64,7 +64,7 @@ _LISTED_BY = {
     "operation": "operations",
     "cancel": "operations",
 }
-"""The lists of `kvstow get`, by the command that looks for one of their items."""
+"""The lists of `kvstow get`, by the command that takes one of their items."""
 
 
 def exit_code_of(error: KvstowError) -> ExitCode:

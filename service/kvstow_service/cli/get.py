@@ -95,11 +95,11 @@ def _command(noun: _Noun) -> click.Command:
         if extra:
             raise click.UsageError(f"unexpected argument {extra[0]}")
         with connection.client() as client:
-            look = partial(_look, client, noun, style, options, one_line=watch)
+            fetch = partial(_fetch, client, noun, style, options, one_line=watch)
             if watch:
-                _watch(look, max(interval, 0.1), title=f"kvstow get {noun.name}  {connection.server}")
+                _watch(fetch, max(interval, 0.1), title=f"kvstow get {noun.name}  {connection.server}")
             else:
-                click.echo(look(), nl=style != "name")
+                click.echo(fetch(), nl=style != "name")
 
     command.params[:0] = noun.options
     return command
@@ -109,7 +109,7 @@ for _noun in _NOUNS:
     _command(_noun)
 
 
-def _look(client: Client, noun: _Noun, style: Format, options: dict[str, Any], *, one_line: bool) -> str:
+def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], *, one_line: bool) -> str:
     from kvstow_service.cli.tables import LISTS
 
     columns, identifier = LISTS[noun.name]
@@ -145,14 +145,14 @@ def _pages(client: Client, call: Callable[..., Any], limit: int) -> Iterator[Any
 
 
 def _watch(
-    look: Callable[[], str],
+    fetch: Callable[[], str],
     interval: float,
     *,
     title: str,
     sleep: Callable[[float], object] = time.sleep,
     now: Callable[[], datetime] = datetime.now,
 ) -> None:
-    """Show `look()` until Ctrl-C: on a terminal each in place of the one before, elsewhere whenever it has changed.
+    """Print what `fetch` returns, until Ctrl-C: a terminal shows the newest text, a pipe gets every changed one.
 
     Once the server has answered, a lost connection is reported and tried again. Raises `ApiError` before that, and if
     the server refuses.
@@ -166,7 +166,7 @@ def _watch(
         while True:
             before, lost_before = shown, lost
             try:
-                shown, lost = look(), ""
+                shown, lost = fetch(), ""
             except ApiError as error:
                 if error.problem is not None or shown is None:
                     raise

@@ -26,8 +26,8 @@ _PASSING = (429, 502, 503, 504)
 """Statuses that may pass."""
 
 
-class _Look(NamedTuple):
-    """One look at the server: whether the condition is met, and the state in words. `error`: if it did not answer."""
+class _Status(NamedTuple):
+    """Whether the condition is met, and the state of the server in words. `error`: if it did not answer."""
 
     met: bool
     words: str
@@ -55,25 +55,25 @@ def wait(connection: Connection, condition: Condition, timeout: float) -> None:
     """
     ends = time.monotonic() + timeout
     with connection.client() as client, _display() as show:
-        while not (look := _look(client, condition)).met:
+        while not (status := _check(client, condition)).met:
             left = ends - time.monotonic()
             if left <= 0:
                 raise CommandError(
-                    f"not {condition} after {timeout:g} s: {look.words}", _hint(look), ExitCode.NOT_READY
+                    f"not {condition} after {timeout:g} s: {status.words}", _hint(status), ExitCode.NOT_READY
                 )
-            show(look)
+            show(status)
             time.sleep(min(_POLL_SECONDS, left))
-    click.echo(look.words)
+    click.echo(status.words)
 
 
-def _hint(look: _Look) -> str:
-    hint = look.error and hint_for(look.error)
+def _hint(status: _Status) -> str:
+    hint = status.error and hint_for(status.error)
     return f"{hint or '`kvstow doctor` shows problems'}; --timeout waits longer"
 
 
 @contextmanager
-def _display() -> Iterator[Callable[[_Look], None]]:
-    """Shows each look on standard error: in place on a terminal, as lines elsewhere."""
+def _display() -> Iterator[Callable[[_Status], None]]:
+    """Shows each status on standard error: in place on a terminal, as lines elsewhere."""
     if not sys.stderr.isatty():
         yield _Lines().show
         return
@@ -87,75 +87,75 @@ def _display() -> Iterator[Callable[[_Look], None]]:
     console = Console(stderr=True, highlight=False)
     with Live(console=console, transient=True, auto_refresh=False) as live:
 
-        def show(look: _Look) -> None:
-            words, (width, height) = Text(f"waiting: {look.words}"), console.size
-            ranks = () if look.readiness is None else rank_lines(look.readiness.ranks)
+        def show(status: _Status) -> None:
+            words, (width, height) = Text(f"waiting: {status.words}"), console.size
+            ranks = () if status.readiness is None else rank_lines(status.readiness.ranks)
             live.update(Group(words, rank_bars(ranks, width, max(4, height - 4))), refresh=True)
 
         yield show
 
 
 class _Lines:
-    """Prints the first look at once, and then a line every five seconds at most, to spare logs."""
+    """Prints the first status at once, and then a line every five seconds at most, to spare logs."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._said, self._next = clock, "", clock()
 
-    def show(self, look: _Look) -> None:
-        if look.words != self._said and self._clock() >= self._next:
-            click.echo(f"waiting: {look.words}", err=True)
-            self._said, self._next = look.words, self._clock() + _LINE_SECONDS
+    def show(self, status: _Status) -> None:
+        if status.words != self._said and self._clock() >= self._next:
+            click.echo(f"waiting: {status.words}", err=True)
+            self._said, self._next = status.words, self._clock() + _LINE_SECONDS
 
 
-def _look(client: Client, condition: Condition) -> _Look:
+def _check(client: Client, condition: Condition) -> _Status:
     """A server that is unreachable or busy is waited for. Raises `ApiError` for a refusal that will not pass."""
     from kvstow_api.client import ApiError
 
     try:
-        return _LOOKS[condition](client)
+        return _CHECKS[condition](client)
     except ApiError as error:
         if not _may_pass(error):
             raise
-        return _Look(False, str(error), error=error)
+        return _Status(False, str(error), error=error)
 
 
 def _may_pass(error: ApiError) -> bool:
     return error.status is None or error.status in _PASSING
 
 
-def _ready(client: Client) -> _Look:
+def _ready(client: Client) -> _Status:
     from kvstow_api.client import calls
 
     probe, readiness = client.send(calls.probe("readyz")), client.send(calls.readiness())
     if probe.ok:
-        return _Look(bool(readiness.usable_slots), _state(readiness), readiness)
+        return _Status(bool(readiness.usable_slots), _state(readiness), readiness)
     failed = [line for line in probe.text.splitlines() if line.startswith("[-]") and "(informational)" not in line]
     words = "; ".join(line.removeprefix("[-]") for line in failed) or "/readyz fails"
-    return _Look(False, words, readiness)
+    return _Status(False, words, readiness)
 
 
-def _pinned(client: Client) -> _Look:
+def _pinned(client: Client) -> _Status:
     from kvstow_api.client import calls
 
     readiness, pool = client.send(calls.readiness()), client.send(calls.pool())
     if readiness.usable_slots >= readiness.capacity_slots:
-        return _Look(True, _state(readiness), readiness)
+        return _Status(True, _state(readiness), readiness)
     paused = "; pinning is paused: `kvstow pinning resume`" if pool.pinning_paused else ""
-    return _Look(False, _state(readiness) + paused, readiness)
+    return _Status(False, _state(readiness) + paused, readiness)
 
 
-def _drained(client: Client) -> _Look:
+def _drained(client: Client) -> _Status:
     from kvstow_api.client import calls
 
     drain = client.send(calls.drain_status())
     if not drain.active:
-        return _Look(False, "the server is not draining; `kvstow drain` starts that")
+        return _Status(False, "the server is not draining; `kvstow drain` starts that")
     if drain.drained:
-        return _Look(True, "drained: nothing is in flight")
-    return _Look(False, f"draining: {drain.pending_transfers} transfers and {drain.leases} leases are left")
+        return _Status(True, "drained: nothing is in flight")
+    return _Status(False, f"draining: {drain.pending_transfers} transfers and {drain.leases} leases are left")
 
 
-_LOOKS = {"ready": _ready, "pinned": _pinned, "drained": _drained}
+_CHECKS = {"ready": _ready, "pinned": _pinned, "drained": _drained}
 
 
 def _state(readiness: Readiness) -> str:

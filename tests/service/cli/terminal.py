@@ -69,7 +69,7 @@ class Terminal:
         ready, _, _ = select.select([self._master], [], [], left)
         try:
             got = os.read(self._master, 65536) if ready else b""
-        except OSError:  # how Linux says that nobody holds the other side any more
+        except OSError:  # Linux: the other side is closed
             return False
         self.text += got.decode(errors="replace")
         return bool(got) or not ready

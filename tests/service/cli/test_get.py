@@ -151,14 +151,14 @@ def test_describe_server_has_a_row_for_each_rank(run: Any, host: Any) -> None:
     assert (first.split()[:2], second.split()[:2]) == (["0", "ready"], ["1", "ready"])
 
 
-class Looks:
-    """Answers of a watched server, one for each look. Ctrl-C ends the last sleep."""
+class Answers:
+    """Answers of a watched server, one for each request. Ctrl-C ends the last sleep."""
 
     def __init__(self, *answers: str | ApiError) -> None:
         self._answers = list(answers)
         self.slept: list[float] = []
 
-    def look(self) -> str:
+    def fetch(self) -> str:
         answer = self._answers.pop(0)
         if isinstance(answer, ApiError):
             raise answer
@@ -170,31 +170,31 @@ class Looks:
             raise KeyboardInterrupt
 
 
-def watched(looks: Looks) -> None:
-    _watch(looks.look, 2.0, title="kvstow get ranks", sleep=looks.sleep)
+def watched(answers: Answers) -> None:
+    _watch(answers.fetch, 2.0, title="kvstow get ranks", sleep=answers.sleep)
 
 
 def test_watching_prints_what_has_changed(capsys: pytest.CaptureFixture[str]) -> None:
-    looks = Looks("one", "one", "two")
-    watched(looks)
+    answers = Answers("one", "one", "two")
+    watched(answers)
     assert capsys.readouterr().out == "one\ntwo\n"
-    assert looks.slept == [2.0, 2.0, 2.0]
+    assert answers.slept == [2.0, 2.0, 2.0]
 
 
 def test_watching_survives_a_lost_connection(capsys: pytest.CaptureFixture[str]) -> None:
-    watched(Looks("one", ApiError("it is away"), ApiError("it is away"), "one", "two"))
+    watched(Answers("one", ApiError("it is away"), ApiError("it is away"), "one", "two"))
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("one\ntwo\n", "no answer: it is away; trying again\n")
 
 
 def test_watching_ends_if_the_server_refuses_or_never_answered() -> None:
     with pytest.raises(ApiError, match="away"):
-        watched(Looks(ApiError("it is away")))
+        watched(Answers(ApiError("it is away")))
     refusal = ProblemView(
         type="t", title="t", status=403, detail="d", instance="i", code="c", errors=[], retry_after=None
     )
     with pytest.raises(ApiError, match="no"):
-        watched(Looks("one", ApiError("no", refusal)))
+        watched(Answers("one", ApiError("no", refusal)))
 
 
 def test_a_watched_list_is_one_json_object_a_line(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:

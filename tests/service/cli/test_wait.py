@@ -12,7 +12,7 @@ import pytest
 from tests.service.cli.terminal import Terminal
 
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.cli.wait import _Lines, _Look
+from kvstow_service.cli.wait import _Lines, _Status
 
 
 def test_wait_returns_at_once_if_the_server_is_ready(run: Any, host: Any) -> None:
@@ -92,9 +92,9 @@ def test_progress_lines_are_rate_limited(capsys: pytest.CaptureFixture[str]) -> 
     clock = FakeClock()
     lines = _Lines(clock)
     for _ in range(12):
-        lines.show(_Look(False, f"at {clock():g} s"))
+        lines.show(_Status(False, f"at {clock():g} s"))
         clock.advance(1.0)
-    lines.show(_Look(False, "at 10 s"))
+    lines.show(_Status(False, "at 10 s"))
     assert capsys.readouterr().err == "waiting: at 0 s\nwaiting: at 5 s\nwaiting: at 10 s\n"
 
 
