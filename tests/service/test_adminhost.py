@@ -15,26 +15,26 @@ from kvstow_service.adminoptions import AdminOptions
     ("content", "word"),
     [("always [madvise] never\n", "madvise"), ("always madvise [never]\n", "never"), ("nonsense", ""), (None, "")],
 )
-def test_the_kernels_word_on_huge_pages_is_read(tmp_path: Path, content: str | None, word: str) -> None:
+def test_the_kernels_huge_page_setting_is_read(tmp_path: Path, content: str | None, word: str) -> None:
     path = tmp_path / "enabled"
     if content is not None:
         path.write_text(content)
     assert measure_memory(huge_pages=path).huge_pages == word
 
 
-def test_the_tightest_limit_is_told(tmp_path: Path) -> None:
+def test_the_lowest_limit_is_reported(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemAvailable: 1024 kB\n")
     facts = measure_memory(MemoryLimits(meminfo=tmp_path / "meminfo", own_cgroups=tmp_path / "none"))
     assert (facts.headroom_bytes, facts.reserve_bytes) == (1 << 20, RESERVE_BYTES)
     assert "1 MiB" in facts.limit
 
 
-def test_where_no_limit_can_be_read_none_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_limit_is_reported_as_none(tmp_path: Path) -> None:
     facts = measure_memory(MemoryLimits(meminfo=tmp_path / "none", own_cgroups=tmp_path / "none"))
     assert (facts.headroom_bytes, facts.limit) == (None, "")
 
 
-def test_pools_in_reserved_huge_pages_have_their_limits(tmp_path: Path) -> None:
+def test_reserved_huge_pages_have_limits_of_their_own(tmp_path: Path) -> None:
     for name, pages in {"free_hugepages": 3, "resv_hugepages": 0}.items():
         (tmp_path / name).write_text(str(pages))
     facts = measure_memory(HugePageLimits(own_cgroups=tmp_path / "none", pages=tmp_path))
@@ -42,7 +42,7 @@ def test_pools_in_reserved_huge_pages_have_their_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"huge_pages": "reserved"}, {"huge_pages": "advised"}, {}])
-def test_the_server_measures_what_its_settings_call_for(settings: dict[str, str]) -> None:
+def test_the_measured_limits_follow_the_huge_pages_setting(settings: dict[str, str]) -> None:
     parts: Any = SimpleNamespace(addresses=(), host=None, check=None)
     context = make_context(
         parts, parts, parts, AdminOptions(), mode="standalone", max_capacity_slots=1, settings=settings, agent_token="t"

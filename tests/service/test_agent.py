@@ -113,7 +113,7 @@ def start(rank: FakeRank) -> Iterator[Callable[..., RankAgent]]:
         agent.stop()
 
 
-def test_the_first_report_goes_out_at_once_with_the_token(
+def test_the_first_report_is_sent_at_once_with_the_token(
     serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
 ) -> None:
     _, listeners = serving(admin.app())
@@ -133,7 +133,7 @@ def test_a_unix_socket_is_preferred(
     eventually(lambda: rank.applied, "a report over the Unix socket")
 
 
-def test_a_change_is_reported_without_waiting_for_the_next_beat(
+def test_a_change_is_reported_at_once(
     serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
 ) -> None:
     _, listeners = serving(admin.app())
@@ -143,7 +143,7 @@ def test_a_change_is_reported_without_waiting_for_the_next_beat(
     eventually(lambda: [report.pinned_slots for report in admin.reports] == [0, 5], "the second report")
 
 
-def test_beats_come_without_a_change(
+def test_reports_are_sent_without_a_change(
     serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
 ) -> None:
     _, listeners = serving(admin.app())
@@ -151,7 +151,7 @@ def test_beats_come_without_a_change(
     eventually(lambda: len(admin.reports) >= 3, "three beats")
 
 
-def test_many_changes_make_few_reports(
+def test_many_changes_share_few_reports(
     serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
 ) -> None:
     _, listeners = serving(admin.app())
@@ -162,7 +162,7 @@ def test_many_changes_make_few_reports(
     assert len(admin.reports) < 100
 
 
-def test_more_memory_waits_for_the_next_beat_and_all_else_does_not(
+def test_only_a_little_more_memory_waits_for_the_next_report(
     serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
 ) -> None:
     _, listeners = serving(admin.app())
@@ -178,7 +178,7 @@ def test_more_memory_waits_for_the_next_beat_and_all_else_does_not(
     assert [report.pinned_slots for report in admin.reports] == [0, *(pinned for pinned, _ in news)]
 
 
-def test_a_server_that_is_away_is_tried_again_and_logged_once(
+def test_an_unreachable_server_is_retried_and_logged_once(
     serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvstow.agent")
@@ -198,7 +198,7 @@ def test_a_server_that_is_away_is_tried_again_and_logged_once(
 
 
 @pytest.mark.parametrize("desired", [{"engine_id": "e"}, {"engine_id": "e", "capacity_slots": -1}, []])
-def test_an_answer_that_makes_no_sense_is_not_applied(
+def test_a_malformed_response_is_not_applied(
     serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, desired: Any
 ) -> None:
     admin.desired = desired
@@ -258,7 +258,7 @@ def is_running() -> bool:
     return "kvstow-agent-1" in {thread.name for thread in threading.enumerate()}
 
 
-def test_stop_does_not_wait_for_a_server_that_hangs_and_its_late_answer_changes_nothing(
+def test_stop_does_not_wait_for_a_hanging_server_and_its_late_response_is_ignored(
     start: Any, rank: FakeRank, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -275,7 +275,7 @@ def test_stop_does_not_wait_for_a_server_that_hangs_and_its_late_answer_changes_
     assert caplog.records == []
 
 
-def test_a_beat_that_never_ends_does_not_hold_up_the_end_of_the_process(child_environ: dict[str, str]) -> None:
+def test_a_report_that_never_ends_does_not_delay_the_exit_of_the_process(child_environ: dict[str, str]) -> None:
     code = (
         "import threading; from types import SimpleNamespace; from kvstow_service.agent import RankAgent\n"
         "looking = threading.Event()\n"
@@ -306,7 +306,7 @@ class Whereabouts:
         return self.address
 
 
-def test_a_server_that_comes_late_is_waited_for_without_a_word(
+def test_the_agent_waits_silently_for_a_late_server(
     serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     where = Whereabouts()
@@ -320,7 +320,7 @@ def test_a_server_that_comes_late_is_waited_for_without_a_word(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_until_there_is_a_server_no_client_is_imported() -> None:
+def test_no_client_is_imported_before_there_is_a_server() -> None:
     """Its 0.3 s would fall into the host's own start."""
     code = (
         "import sys, threading; from types import SimpleNamespace; from kvstow_service.agent import RankAgent\n"
@@ -335,7 +335,7 @@ def test_until_there_is_a_server_no_client_is_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_it_looks_at_once_when_told(
+def test_address_changed_triggers_a_search_at_once(
     serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
 ) -> None:
     where = Whereabouts()
@@ -347,7 +347,7 @@ def test_it_looks_at_once_when_told(
     eventually(lambda: rank.applied, "a report long before the next beat")
 
 
-def test_an_offered_address_serves_where_none_is_found(
+def test_an_offered_address_is_used_if_none_is_found(
     serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
 ) -> None:
     where = Whereabouts()
@@ -359,7 +359,7 @@ def test_an_offered_address_serves_where_none_is_found(
     eventually(lambda: rank.applied, "a report long before the next beat")
 
 
-def test_another_address_that_is_offered_takes_the_place_of_the_first(
+def test_a_second_offered_address_replaces_the_first(
     serving: Any, start: Any, admin: FakeAdmin, eventually: Any
 ) -> None:
     another = FakeAdmin()
@@ -371,7 +371,7 @@ def test_another_address_that_is_offered_takes_the_place_of_the_first(
     assert agent.stats.failed == 0
 
 
-def test_an_address_that_is_found_goes_before_an_offered_one(
+def test_a_found_address_is_preferred_to_an_offered_one(
     serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any
 ) -> None:
     _, listeners = serving(admin.app())
@@ -384,7 +384,7 @@ def test_an_address_that_is_found_goes_before_an_offered_one(
     assert (agent.stats.failed, admin.tokens) == (0, {"Bearer secret"})
 
 
-def test_a_server_that_was_there_and_is_gone_is_a_failure(
+def test_a_server_that_disappears_is_a_failure(
     serving: Any, start: Any, rank: FakeRank, admin: FakeAdmin, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, listeners = serving(admin.app())
@@ -412,7 +412,7 @@ def test_a_search_that_raises_is_a_failure_like_any_other(
     assert "rank 1: report failed, will retry: not for you" in caplog.text
 
 
-def test_an_address_travels_and_shows_no_token() -> None:
+def test_an_address_is_picklable_and_its_repr_hides_the_token() -> None:
     address = AdminAddress("http://10.0.0.1:9595", "s3cret", Path("/run/admin.sock"))
     assert pickle.loads(pickle.dumps(address)) == address
     assert "s3cret" not in f"{address!r} {address}"

@@ -42,7 +42,7 @@ def admit(clock: FakeClock, dropped: list[str]) -> Callable[..., Connection | No
     return add
 
 
-def test_the_stranger_who_waited_longest_makes_room(admit: Callable[..., Connection], dropped: list[str]) -> None:
+def test_the_untrusted_connection_idle_longest_makes_room(admit: Callable[..., Connection], dropped: list[str]) -> None:
     """Before a busy stranger, and before trusted clients."""
     admit("trusted", trusted=True)
     admit("busy", wait=None)
@@ -53,7 +53,7 @@ def test_the_stranger_who_waited_longest_makes_room(admit: Callable[..., Connect
     assert dropped == ["idle", "busy"]
 
 
-def test_what_has_just_come_outlives_what_has_been_busy_for_long(
+def test_a_new_connection_outlives_one_that_was_busy_for_long(
     admit: Callable[..., Connection], dropped: list[str]
 ) -> None:
     """A probe whose request is on its way, among attackers who keep the server at work."""
@@ -75,7 +75,7 @@ def test_the_address_with_the_most_connections_makes_room(admit: Callable[..., C
     assert dropped == [f"flood {number}" for number in range(1, 8)]
 
 
-def test_an_idle_trusted_client_makes_room_when_no_stranger_is_left(
+def test_an_idle_trusted_client_makes_room_if_none_is_untrusted(
     admit: Callable[..., Connection], dropped: list[str]
 ) -> None:
     admit("agent", trusted=True, wait=None)
@@ -85,14 +85,14 @@ def test_an_idle_trusted_client_makes_room_when_no_stranger_is_left(
     assert dropped == ["operator"]
 
 
-def test_trusted_clients_at_work_are_never_dropped(admit: Callable[..., Connection], dropped: list[str]) -> None:
+def test_busy_trusted_clients_are_never_dropped(admit: Callable[..., Connection], dropped: list[str]) -> None:
     for name in ("a", "b", "c"):
         admit(name, trusted=True, wait=None)
     assert admit("probe") is None
     assert dropped == []
 
 
-def test_a_closed_connection_counts_no_more(admit: Callable[..., Connection], dropped: list[str]) -> None:
+def test_a_closed_connection_no_longer_counts(admit: Callable[..., Connection], dropped: list[str]) -> None:
     first = admit("a")
     admit("b")
     admit("c")
@@ -103,7 +103,7 @@ def test_a_closed_connection_counts_no_more(admit: Callable[..., Connection], dr
 
 
 @pytest.mark.parametrize("wait", list(Wait))
-def test_each_wait_has_an_end(wait: Wait, clock: FakeClock) -> None:
+def test_each_wait_has_a_deadline(wait: Wait, clock: FakeClock) -> None:
     registry = Connections(3, clock)
     ended: list[str] = []
     connection = registry.admit("192.0.2.1", trusted=True, wait=wait)
@@ -118,7 +118,7 @@ def test_each_wait_has_an_end(wait: Wait, clock: FakeClock) -> None:
     assert (ended, len(registry)) == (["dropped"], 0)
 
 
-def test_work_has_no_end_and_what_comes_after_it_has_its_own(clock: FakeClock) -> None:
+def test_work_has_no_deadline_and_the_next_wait_has_a_new_one(clock: FakeClock) -> None:
     registry = Connections(3, clock)
     connection = registry.admit("192.0.2.1", trusted=False, wait=Wait.HEAD)
     assert connection is not None
@@ -132,7 +132,7 @@ def test_work_has_no_end_and_what_comes_after_it_has_its_own(clock: FakeClock) -
     assert len(registry) == 1
 
 
-def test_a_flood_is_one_line_a_minute(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flood_logs_one_line_a_minute(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
     registry = Connections(1, clock)
     for _ in range(1001):
         registry.admit("192.0.2.1", trusted=False, wait=Wait.HEAD)

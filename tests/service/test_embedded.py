@@ -163,7 +163,7 @@ def free_ports(count: int) -> int:
     raise AssertionError("no free ports")
 
 
-def test_the_host_has_the_interpreter_for_itself_at_first(make: Any) -> None:
+def test_the_import_waits_for_the_hosts_head_start(make: Any) -> None:
     admin = make(head_start=3600.0)
     admin.start()
     assert admin.addresses == ()
@@ -173,7 +173,7 @@ def test_the_host_has_the_interpreter_for_itself_at_first(make: Any) -> None:
 
 
 @pytest.mark.parametrize("freezes", [True, False])
-def test_only_hosts_that_say_so_get_their_heap_frozen(
+def test_the_heap_is_frozen_only_if_the_host_asks_for_it(
     launch: Any, monkeypatch: pytest.MonkeyPatch, freezes: bool
 ) -> None:
     frozen: list[bool] = []
@@ -183,9 +183,7 @@ def test_only_hosts_that_say_so_get_their_heap_frozen(
     assert frozen == [True] * freezes
 
 
-def test_while_it_is_made_the_hosts_threads_wait_less_for_the_interpreter(
-    launch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_switch_interval_is_short_while_the_server_is_made(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     usual, seen = sys.getswitchinterval(), list[float]()
     create_app = app.create_app
 
@@ -219,7 +217,9 @@ def test_start_returns_while_the_server_is_still_imported(
     eventually(lambda: admin.addresses, "an address")
 
 
-def test_it_tells_where_it_is_and_what_runs(launch: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_the_server_reports_its_addresses_and_versions(
+    launch: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     caplog.set_level(logging.INFO, "kvstow.admin")
     admin = launch(settings={"cpu_bytes_to_use": 1}, build={"vllm": "0.32.0"})
     tcp, uds = admin.addresses
@@ -239,7 +239,7 @@ def test_the_engine_is_ticked(launch: Any, engine: OffloadEngine, monkeypatch: p
     assert "[+]ticker ok" in httpx.get(admin.addresses[0] + "/readyz?verbose").text
 
 
-def test_a_rank_that_is_there_first_reports_once_the_server_is(
+def test_a_rank_that_starts_first_reports_when_the_server_is_up(
     make: Any, report: Any, engine: OffloadEngine, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     agent = report()
@@ -289,7 +289,9 @@ def test_the_ranks_need_no_tcp_and_no_token_of_the_file(
     assert allowed.status_code in (200, 202)
 
 
-def test_a_port_that_is_taken_makes_it_take_the_next(launch: Any, taken: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_if_its_port_is_taken_the_server_uses_the_next(
+    launch: Any, taken: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     port = free_ports(16)
     taken(port)
     taken(port + 1)
@@ -321,14 +323,14 @@ def test_an_address_of_another_machine_leaves_the_unix_socket(launch: Any, tmp_p
     assert admin.address_for_remote_ranks is None
 
 
-def test_people_may_have_a_unix_socket_of_their_own(launch: Any, tmp_path: Path) -> None:
+def test_operators_can_have_their_own_unix_socket(launch: Any, tmp_path: Path) -> None:
     uds = tmp_path / "people.sock"
     launch(AdminOptions(port=0, uds=uds))
     with over(uds) as client:
         assert client.get("/livez").status_code == 200
 
 
-def test_what_cannot_be_had_of_several_sockets_is_done_without(
+def test_the_server_does_without_sockets_that_cannot_be_opened(
     launch: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither a place for agents nor the socket for people."""
@@ -343,7 +345,7 @@ def test_what_cannot_be_had_of_several_sockets_is_done_without(
     assert "the admin server does not listen on admin_uds" in starts
 
 
-def test_with_no_socket_at_all_the_host_goes_on(
+def test_without_any_socket_the_host_continues(
     make: Any, taken: Any, eventually: Any, tmp_path: Path, engine: OffloadEngine
 ) -> None:
     (tmp_path / f"kvstow-{os.geteuid()}").write_text("")
@@ -382,7 +384,7 @@ def test_a_server_that_cannot_be_built_does_not_reach_the_host(
     eventually(lambda: Rendezvous("engine", environ)() is None, "the end of the Unix socket")
 
 
-def test_a_server_that_does_not_come_up_is_told_of_once(
+def test_a_server_that_does_not_start_is_logged_once(
     make: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any, engine: OffloadEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(scope: Any, receive: Any, send: Any) -> None:
@@ -398,7 +400,7 @@ def test_a_server_that_does_not_come_up_is_told_of_once(
     assert sum("the engine continues without it" in message for message in caplog.messages) == 1
 
 
-def test_a_server_that_dies_is_seen_and_lets_go_of_its_sockets(
+def test_a_server_that_dies_is_noticed_and_its_sockets_are_closed(
     launch: Any,
     report: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -430,7 +432,7 @@ def test_a_server_that_dies_is_seen_and_lets_go_of_its_sockets(
     admin.stop()
 
 
-def test_a_thread_that_cannot_be_had_does_not_reach_the_host(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_start_does_not_reach_the_host(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -454,7 +456,7 @@ def test_one_that_was_never_started_can_be_stopped(make: Any) -> None:
     make().stop()
 
 
-def test_a_stop_in_the_middle_of_the_start_waits_for_it(
+def test_stop_waits_for_a_start_in_progress(
     make: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any, tmp_path: Path
 ) -> None:
     entered, release = threading.Event(), threading.Event()
@@ -479,7 +481,7 @@ def test_a_stop_in_the_middle_of_the_start_waits_for_it(
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstow")] == []
 
 
-def test_a_stop_before_the_import_opens_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_before_the_import_opens_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded_module, "_HEAD_START_SECONDS", 60.0)
     monkeypatch.setattr(AdminSockets, "listen_unix", lambda *args: pytest.fail("it has opened a socket"))
     admin = make()
@@ -488,7 +490,7 @@ def test_a_stop_before_the_import_opens_nothing(make: Any, monkeypatch: pytest.M
     assert admin.failure is None
 
 
-def test_a_host_that_was_killed_does_not_stop_its_successor(
+def test_a_killed_host_does_not_block_its_successor(
     launch: Any, environ: dict[str, str], stack: ExitStack, tmp_path: Path
 ) -> None:
     code = f"""
@@ -522,7 +524,7 @@ os._exit(1)
     assert len(admin.addresses) == 3
 
 
-def test_two_engines_of_one_process_have_servers_of_their_own(
+def test_two_engines_in_one_process_have_separate_servers(
     launch: Any, report: Any, eventually: Any, engine: OffloadEngine
 ) -> None:
     other = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=CAPACITY))
@@ -539,7 +541,7 @@ def test_two_engines_of_one_process_have_servers_of_their_own(
     assert httpx.get(second.addresses[0] + "/livez").status_code == 200
 
 
-def test_the_signal_handlers_of_the_host_stay(launch: Any) -> None:
+def test_the_hosts_signal_handlers_are_kept(launch: Any) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     admin = launch()
     admin.stop()
@@ -557,7 +559,7 @@ def test_the_signal_handlers_of_the_host_stay(launch: Any) -> None:
         ({"token_file": Path("/no/such/file")}, "token_file /no/such/file cannot be read: No such file"),
     ],
 )
-def test_what_is_not_allowed_is_refused_before_anything_starts(given: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused_before_anything_starts(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AdminOptions(**given)
 
@@ -566,7 +568,7 @@ def on_another_node() -> None:
     """Finds no server, as there is none."""
 
 
-def test_ranks_on_other_nodes_are_told_an_address_that_they_reach(
+def test_ranks_on_other_nodes_get_a_reachable_address(
     launch: Any, tmp_path: Path, stack: ExitStack, engine: OffloadEngine, eventually: Any
 ) -> None:
     token = tmp_path / "token"
@@ -638,7 +640,7 @@ def test_ranks_on_other_nodes_learn_of_a_renewed_certificate(
     assert running.stats.failed == 0
 
 
-def test_viewers_need_a_token_where_there_is_one(launch: Any, tmp_path: Path) -> None:
+def test_viewers_need_their_token_if_there_is_one(launch: Any, tmp_path: Path) -> None:
     for name in ("admin", "viewer"):
         (tmp_path / name).write_text(name)
     options = AdminOptions(port=0, token_file=tmp_path / "admin", viewer_token_file=tmp_path / "viewer")
@@ -649,14 +651,16 @@ def test_viewers_need_a_token_where_there_is_one(launch: Any, tmp_path: Path) ->
         AdminOptions(viewer_token_file=tmp_path / "viewer")
 
 
-def test_all_addresses_are_this_machines_name_unless_the_host_knows_better(launch: Any, tmp_path: Path) -> None:
+def test_a_server_on_all_addresses_is_reached_by_the_node_host_or_the_machines_name(
+    launch: Any, tmp_path: Path
+) -> None:
     token = tmp_path / "token"
     token.write_text("of-people")
     admin = launch(AdminOptions(host="0.0.0.0", port=0, token_file=token))
     assert admin.address_for_remote_ranks.url.startswith(f"http://{socket.gethostname()}:")
 
 
-def test_a_loopback_address_is_none_for_other_nodes_which_is_said_once(
+def test_a_loopback_address_is_not_given_to_other_nodes_and_logged_once(
     make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     admin = make()
@@ -666,7 +670,7 @@ def test_a_loopback_address_is_none_for_other_nodes_which_is_said_once(
     ]
 
 
-def test_before_it_listens_there_is_no_address_for_other_nodes(make: Any, tmp_path: Path) -> None:
+def test_other_nodes_get_no_address_before_the_server_listens(make: Any, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("of-people")
     assert make(AdminOptions(host="0.0.0.0", token_file=token)).address_for_remote_ranks is None

@@ -24,7 +24,7 @@ def test_json_is_one_object_a_line_with_extras_and_the_exception(capsys: pytest.
     assert "ValueError: two\nlines" in entry["exception"]
 
 
-def test_text_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_lines_have_time_level_logger_and_message(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs("text", "info")
     logging.getLogger("kvstow.pool").info("pinned %d", 4)
     assert capsys.readouterr().err.endswith("INFO    kvstow.pool: pinned 4\n")
@@ -44,7 +44,7 @@ def test_configuring_again_replaces_the_handlers(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.count("once") == 1
 
 
-def test_no_other_logger_is_touched() -> None:
+def test_other_loggers_are_left_alone() -> None:
     root, other = logging.getLogger(), logging.getLogger("vllm")
     before = [(logger.handlers[:], logger.level, logger.propagate) for logger in (root, other)]
     configure_logs("json", "debug")

@@ -50,7 +50,7 @@ async def change(request: Request) -> PlainTextResponse:
     return PlainTextResponse("done")
 
 
-def test_a_log_that_nobody_reads_stops_no_request(
+def test_a_blocked_log_stops_no_request(
     serving: Any, pipe: Pipe, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
     monkeypatch.setattr(logwriter, "_MOST_LINES", 10)
@@ -71,7 +71,7 @@ def test_a_log_that_nobody_reads_stops_no_request(
     assert dropped in pipe.lines
 
 
-def test_lines_of_other_threads_are_written_where_they_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_of_other_threads_are_written_on_their_threads(caplog: pytest.LogCaptureFixture) -> None:
     writer = LogWriter(lambda: pytest.fail("nothing is dropped"))
     guarded = threading.Thread(target=writer.start)
     guarded.start()
@@ -83,7 +83,7 @@ def test_lines_of_other_threads_are_written_where_they_are_logged(caplog: pytest
         writer.stop()
 
 
-def test_what_waits_is_written_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_lines_are_written_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     writer = LogWriter()
     writer.start()
     names = ["before"]
@@ -95,7 +95,7 @@ def test_what_waits_is_written_at_the_end(caplog: pytest.LogCaptureFixture) -> N
     assert _audit.filters == []
 
 
-def test_a_log_that_stays_full_does_not_keep_the_server_from_ending(
+def test_a_log_that_stays_blocked_does_not_keep_the_server_from_stopping(
     pipe: Pipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logwriter, "_MOST_LINES", 1)

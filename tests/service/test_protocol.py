@@ -214,7 +214,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     return Held(monkeypatch)
 
 
-def test_a_probe_and_who_is_known_pass_requests_of_strangers(served: Served, held: Held, eventually: Any) -> None:
+def test_probes_and_authenticated_requests_overtake_unauthenticated_ones(
+    served: Served, held: Held, eventually: Any
+) -> None:
     with httpx.Client(base_url=served.listeners.url, timeout=_SOCKET_SECONDS) as known, served.connect() as stranger:
         held.release()
         assert known.get("/login").text == "welcome"
@@ -227,7 +229,7 @@ def test_a_probe_and_who_is_known_pass_requests_of_strangers(served: Served, hel
         assert read_answer(stranger).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
-def test_a_request_is_not_begun_for_a_client_that_has_left(
+def test_a_request_of_a_client_that_has_left_is_not_started(
     served: Served, held: Held, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun = _begun.copy()
@@ -250,7 +252,7 @@ def test_a_url_beyond_the_limit_is_refused(served: Served) -> None:
 @pytest.mark.parametrize(
     "request_", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"hello\r\n\r\n"]
 )
-def test_what_is_no_http_is_refused_without_a_line_in_the_log(
+def test_input_that_is_not_http_is_refused_without_a_log_line(
     served: Served, request_: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with served.connect() as client:
@@ -259,19 +261,19 @@ def test_what_is_no_http_is_refused_without_a_line_in_the_log(
     assert caplog.records == []
 
 
-def test_an_upgrade_is_ignored_without_a_line_in_the_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_upgrade_is_ignored_without_a_log_line(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     with served.connect() as client:
         client.sendall(b"GET / HTTP/1.1\r\nHost: kvstow\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
         assert read_answer(client).startswith(b"HTTP/1.1 200 OK\r\n")
     assert caplog.records == []
 
 
-def test_a_forged_forwarding_header_does_not_change_who_asks(served: Served) -> None:
+def test_a_forged_forwarding_header_does_not_change_the_client(served: Served) -> None:
     answer = httpx.get(served.listeners.url, headers={"X-Forwarded-For": "192.0.2.1"})
     assert answer.text == "hello 127.0.0.1"
 
 
-def test_one_read_brings_little_to_parse(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_read_is_small(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     receive = AdminProtocol.data_received
 
@@ -287,7 +289,7 @@ def test_one_read_brings_little_to_parse(serving: Any, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: kvs"], ids=["nothing", "line", "half"])
 @pytest.mark.parametrize("requests_before", [0, 1, 2])
-def test_a_head_that_does_not_come_is_not_waited_for(
+def test_a_client_that_sends_no_head_is_dropped(
     served: Served, begun: bytes, requests_before: int, eventually: Any
 ) -> None:
     """Nor is the next one of a kept-alive connection."""
@@ -302,7 +304,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(
     assert served.open == 0
 
 
-def test_a_trickle_of_bytes_does_not_extend_the_time_for_a_head(served: Served, eventually: Any) -> None:
+def test_a_trickle_of_bytes_does_not_extend_the_deadline_of_a_head(served: Served, eventually: Any) -> None:
     with served.connect() as client:
         client.sendall(_GET)
         read_answer(client)
@@ -316,7 +318,7 @@ def test_a_trickle_of_bytes_does_not_extend_the_time_for_a_head(served: Served, 
         assert read_to_end(client) == b""
 
 
-def test_each_request_of_a_connection_has_its_own_time(served: Served, eventually: Any) -> None:
+def test_each_request_of_a_connection_has_its_own_deadline(served: Served, eventually: Any) -> None:
     with served.connect() as client:
         for _ in range(5):
             eventually(lambda: served.waits == [Wait.HEAD])
@@ -326,7 +328,7 @@ def test_each_request_of_a_connection_has_its_own_time(served: Served, eventuall
 
 
 @pytest.mark.parametrize("path", ["/large", "/whole"])
-def test_a_client_that_never_reads_is_given_up(served: Served, path: str, eventually: Any) -> None:
+def test_a_client_that_never_reads_is_dropped(served: Served, path: str, eventually: Any) -> None:
     """While an answer waits for it, and after the server has closed its side."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -338,7 +340,7 @@ def test_a_client_that_never_reads_is_given_up(served: Served, path: str, eventu
     assert served.get().is_success
 
 
-def test_a_stream_without_news_stays(served: Served, eventually: Any) -> None:
+def test_an_idle_stream_stays_open(served: Served, eventually: Any) -> None:
     with served.connect() as client:
         client.sendall(b"GET /forever HTTP/1.1\r\nHost: kvstow\r\n\r\n")
         assert client.recv(1 << 16)
@@ -348,7 +350,7 @@ def test_a_stream_without_news_stays(served: Served, eventually: Any) -> None:
         eventually(lambda: served.waits == [None], "the end of the second connection")
 
 
-def test_a_body_that_nobody_wants_is_not_read_for_ever(served: Served) -> None:
+def test_an_unneeded_body_is_not_read_forever(served: Served) -> None:
     with served.connect() as client:
         client.sendall(b"POST /refuse HTTP/1.1\r\nHost: kvstow\r\nTransfer-Encoding: chunked\r\n\r\n")
         assert read_answer(client).startswith(b"HTTP/1.1 401 ")
@@ -356,7 +358,7 @@ def test_a_body_that_nobody_wants_is_not_read_for_ever(served: Served) -> None:
             client.sendall((b"4000\r\n" + bytes(1 << 14) + b"\r\n") * (_LARGE >> 14))
 
 
-def test_a_small_body_that_comes_after_its_answer_keeps_the_connection(served: Served) -> None:
+def test_a_small_body_after_its_response_keeps_the_connection(served: Served) -> None:
     with served.connect() as client:
         client.sendall(b"POST /refuse HTTP/1.1\r\nHost: kvstow\r\nContent-Length: 5\r\n\r\n")
         assert read_answer(client).startswith(b"HTTP/1.1 401 ")
@@ -364,7 +366,7 @@ def test_a_small_body_that_comes_after_its_answer_keeps_the_connection(served: S
         assert read_answer(client).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_malformed_body_after_its_answer_is_no_error(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_malformed_body_after_its_response_is_no_error(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     with served.connect() as client:
         client.sendall(b"POST /refuse HTTP/1.1\r\nHost: kvstow\r\nTransfer-Encoding: chunked\r\n\r\n")
         assert read_answer(client).startswith(b"HTTP/1.1 401 ")
@@ -373,7 +375,7 @@ def test_a_malformed_body_after_its_answer_is_no_error(served: Served, caplog: p
     assert caplog.records == []
 
 
-def test_a_malformed_body_ends_an_answer_that_is_under_way(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_malformed_body_ends_a_response_in_progress(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     with served.connect() as client:
         client.sendall(b"POST /forever HTTP/1.1\r\nHost: kvstow\r\nTransfer-Encoding: chunked\r\n\r\n")
         answer = b""
@@ -398,7 +400,7 @@ def test_more_connections_than_allowed_leave_room_for_probes(served: Served, cap
     assert len([record for record in caplog.records if "connections" in record.message]) == 1
 
 
-def test_a_crowd_gets_one_request_for_a_connection(served: Served, eventually: Any) -> None:
+def test_above_half_of_the_limit_a_connection_gets_one_request(served: Served, eventually: Any) -> None:
     """But for those who are known."""
     with ExitStack() as stack:
         operator, stranger = (stack.enter_context(served.connect()) for _ in range(2))
@@ -415,7 +417,7 @@ def test_a_crowd_gets_one_request_for_a_connection(served: Served, eventually: A
             assert read_answer(operator).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_a_known_client_keeps_its_connection_in_a_flood(served: Served) -> None:
+def test_an_authenticated_client_keeps_its_connection_in_a_flood(served: Served) -> None:
     with served.connect() as operator, ExitStack() as stack:
         operator.sendall(b"GET /login HTTP/1.1\r\nHost: kvstow\r\n\r\n")
         read_answer(operator)
@@ -426,7 +428,7 @@ def test_a_known_client_keeps_its_connection_in_a_flood(served: Served) -> None:
         assert read_answer(operator).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_a_unix_socket_gets_through_where_strangers_hold_all_connections(
+def test_a_unix_socket_connects_when_untrusted_clients_hold_all_connections(
     serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "connection_limit", lambda: 4)
@@ -479,7 +481,7 @@ def test_a_tls_handshake_that_stalls_counts_and_ends(
     assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
-def test_what_comes_in_several_records_of_tls_is_read_whole(secured: Secured) -> None:
+def test_data_in_several_tls_records_is_read_completely(secured: Secured) -> None:
     pieces = [b"POST /read HTTP/1.1\r\nHost: kvstow\r\nContent-Length: 40000\r\n\r\n", *[b"x" * 10_000] * 4]
     buffer, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = secured.context.wrap_bio(buffer, sent, server_hostname="127.0.0.1")
@@ -518,7 +520,7 @@ class _Exhausted(socket.socket):
         return super().accept()
 
 
-def test_a_process_without_descriptors_is_served_again_later(
+def test_the_server_recovers_when_descriptors_are_free_again(
     serving: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(acceptor_module, "_PAUSE_SECONDS", 0.01)

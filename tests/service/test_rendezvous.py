@@ -52,14 +52,16 @@ def test_an_agent_finds_what_was_published(environ: dict[str, str], listeners: A
     assert list((tmp_path / "run" / FOLDER).iterdir()) == []
 
 
-def test_all_is_for_the_user_alone(environ: dict[str, str], listeners: AdminSockets, tmp_path: Path) -> None:
+def test_files_are_accessible_only_to_the_user(
+    environ: dict[str, str], listeners: AdminSockets, tmp_path: Path
+) -> None:
     Rendezvous("engine", environ).publish(listeners, "secret")
     folder = tmp_path / "run" / FOLDER
     modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in (folder, *folder.iterdir())}
     assert modes == {FOLDER: 0o700, "engine.sock": 0o600, "engine.token": 0o600}
 
 
-def test_the_token_is_there_before_the_socket_listens(
+def test_the_token_is_written_before_the_socket_listens(
     environ: dict[str, str], listeners: AdminSockets, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tokens: list[str] = []
@@ -68,7 +70,7 @@ def test_the_token_is_there_before_the_socket_listens(
     assert tokens == ["secret"]
 
 
-def test_what_a_killed_host_left_is_nobody_and_is_replaced(
+def test_files_of_a_killed_host_are_ignored_and_replaced(
     environ: dict[str, str], listeners: AdminSockets, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run" / FOLDER
@@ -95,7 +97,7 @@ time.sleep(600)
 """
 
 
-def test_what_killed_hosts_of_other_identities_left_is_removed_at_once(
+def test_files_of_killed_hosts_with_other_identities_are_removed(
     environ: dict[str, str], listeners: AdminSockets, tmp_path: Path, child_environ: dict[str, str]
 ) -> None:
     """But nothing of a living one, and not even where it does not listen yet."""
@@ -116,7 +118,7 @@ def test_what_killed_hosts_of_other_identities_left_is_removed_at_once(
     assert {path.name for path in folder.iterdir()} == {"engine.sock", "engine.token"}
 
 
-def test_a_place_that_cannot_be_written_to_is_named(
+def test_a_folder_that_is_not_writable_is_named(
     listeners: AdminSockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a container with a read-only root."""
@@ -131,7 +133,7 @@ def test_a_place_that_cannot_be_written_to_is_named(
         gone.publish(listeners, "secret")
 
 
-def test_a_file_that_cannot_be_written_is_one_sentence(
+def test_a_file_that_cannot_be_written_gives_a_clear_error(
     environ: dict[str, str], listeners: AdminSockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int, data: bytes) -> int:
@@ -147,9 +149,7 @@ def test_a_file_that_cannot_be_written_is_one_sentence(
     Rendezvous("engine", environ).publish(listeners, "secret")
 
 
-def test_a_second_engine_of_the_same_identity_is_refused_and_harms_nothing(
-    environ: dict[str, str], listeners: AdminSockets
-) -> None:
+def test_a_second_engine_with_the_same_identity_is_refused(environ: dict[str, str], listeners: AdminSockets) -> None:
     Rendezvous("engine", environ).publish(listeners, "first")
     second, others = Rendezvous("engine", environ), AdminSockets()
     with pytest.raises(ConflictError, match="another engine with the identity 'engine' listens"):
@@ -184,7 +184,7 @@ def test_any_text_is_an_identity(environ: dict[str, str], listeners: AdminSocket
     assert Rendezvous(identity + "x", environ)() is None
 
 
-def test_a_name_too_long_for_a_unix_socket_is_shortened_as_its_folder_demands(
+def test_a_name_too_long_for_a_unix_socket_is_hashed(
     listeners: AdminSockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 107 - len(f"/{FOLDER}/") - len(".sock")
@@ -213,7 +213,7 @@ def refuse_owner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "lstat", of_another)
 
 
-def test_a_folder_that_somebody_else_owns_is_not_used(
+def test_a_folder_of_another_user_is_not_used(
     environ: dict[str, str],
     listeners: AdminSockets,
     tmp_path: Path,
@@ -238,7 +238,7 @@ def test_a_folder_that_somebody_else_owns_is_not_used(
 
 
 @pytest.mark.parametrize("kind", ["open", "link", "file"])
-def test_a_folder_that_others_may_enter_or_that_is_none_is_refused(
+def test_an_accessible_folder_a_link_or_a_file_is_refused(
     listeners: AdminSockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -262,7 +262,7 @@ def test_a_folder_that_others_may_enter_or_that_is_none_is_refused(
     assert Rendezvous("engine", environ)() is None
 
 
-def test_a_runtime_directory_that_does_not_exist_is_passed_over(
+def test_a_missing_runtime_directory_is_skipped(
     environ: dict[str, str], listeners: AdminSockets, tmp_path: Path
 ) -> None:
     environ["XDG_RUNTIME_DIR"] = str(tmp_path / "gone")

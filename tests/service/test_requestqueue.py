@@ -32,7 +32,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def test_few_requests_begin_in_one_turn() -> None:
+async def test_few_requests_begin_per_iteration() -> None:
     requests = Requests()
     tasks = requests.send("other", 20)
     most = before = 0
@@ -42,7 +42,7 @@ async def test_few_requests_begin_in_one_turn() -> None:
     assert most == 4
 
 
-async def test_a_probe_passes_what_waits() -> None:
+async def test_a_probe_overtakes_waiting_requests() -> None:
     requests = Requests()
     tasks = requests.send("other", 100)
     while not requests.begun:
@@ -60,7 +60,7 @@ async def test_a_flood_of_probes_lets_others_through() -> None:
     assert len(requests.begun) == 102
 
 
-async def test_a_cancelled_request_keeps_nobody_waiting() -> None:
+async def test_a_cancelled_request_does_not_block_others() -> None:
     requests = Requests()
     cancelled, *tasks = requests.send("other", 10)
     await asyncio.sleep(0)

@@ -31,7 +31,7 @@ async def hello(request: Request) -> PlainTextResponse:
 APP = Starlette(routes=[Route("/", hello)])
 
 
-def test_it_answers_on_every_socket_once_started(serving: Any, tmp_path: Path) -> None:
+def test_every_socket_answers_after_start(serving: Any, tmp_path: Path) -> None:
     uds = tmp_path / "admin.sock"
     _, listeners = serving(APP, uds=uds)
     assert httpx.get(listeners.url).text == "hello"
@@ -39,7 +39,7 @@ def test_it_answers_on_every_socket_once_started(serving: Any, tmp_path: Path) -
         assert client.get("http://kvstow/").text == "hello"
 
 
-def test_the_signal_handlers_of_the_process_stay(serving: Any) -> None:
+def test_the_processs_signal_handlers_are_kept(serving: Any) -> None:
     before = signal.getsignal(signal.SIGTERM)
     server, _ = serving(APP)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -47,7 +47,7 @@ def test_the_signal_handlers_of_the_process_stay(serving: Any) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_the_access_log_of_another_server_in_the_process_stays_and_gets_nothing(
+def test_the_access_log_of_another_server_in_the_process_is_left_alone(
     serving: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     access = logging.getLogger("uvicorn.access")
@@ -63,7 +63,7 @@ def test_the_access_log_of_another_server_in_the_process_stays_and_gets_nothing(
     assert [record for record in caplog.records if record.name == "uvicorn.access"] == []
 
 
-def test_a_server_that_dies_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_dies_closes_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its idle clients would find out only when they wait for an answer."""
     dying = threading.Event()
 
@@ -103,14 +103,14 @@ def test_a_stop_does_not_wait_for_the_next_tick(serving: Any, monkeypatch: pytes
     assert "kvstow-admin" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_the_date_of_answers_is_renewed(serving: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_date_header_is_updated(serving: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_TICK_SECONDS", 0.01)
     _, listeners = serving(APP)
     first = httpx.get(listeners.url).headers["date"]
     eventually(lambda: httpx.get(listeners.url).headers["date"] != first)
 
 
-def test_an_idle_connection_does_not_hold_up_the_stop(serving: Any) -> None:
+def test_an_idle_connection_does_not_delay_the_stop(serving: Any) -> None:
     server, listeners = serving(APP)
     with httpx.Client(base_url=listeners.url) as client:
         assert client.get("/").text == "hello"
@@ -148,7 +148,7 @@ def test_an_app_that_does_not_start_is_an_error() -> None:
     assert "SystemExit" in reasons.get(timeout=10)
 
 
-def test_an_end_that_nobody_asked_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
     reasons: SimpleQueue[str] = SimpleQueue()
     server = AdminServer(APP, listeners.sockets, reasons.put)

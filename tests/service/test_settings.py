@@ -105,7 +105,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert "No such file" in error
 
 
-def test_every_wrong_value_gets_one_line_by_the_name_its_user_gave_it(config: Path) -> None:
+def test_every_wrong_value_gets_one_line_under_the_name_that_the_user_gave(config: Path) -> None:
     config.write_text("ranks = true\n")
     flags: dict[str, object] = {"pool_size": "8GX", "port": "65536", "readiness_require": "pool,pined"}
     environ = {"KVSTOW_PIN_PAUSE": "soon", "KVSTOW_LOG_FORMAT": "xml", "KVSTOW_LOCK": "maybe"}

@@ -63,7 +63,7 @@ def test_ipv6_addresses_are_written_in_brackets() -> None:
     listeners.close()
 
 
-def test_the_unix_socket_is_its_owners_alone_and_removed_at_the_end(tmp_path: Path) -> None:
+def test_the_unix_socket_is_private_and_removed_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "admin.sock"
     listeners = listeners_on(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -73,7 +73,7 @@ def test_the_unix_socket_is_its_owners_alone_and_removed_at_the_end(tmp_path: Pa
     assert not path.exists()
 
 
-def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
+def test_the_socket_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "admin.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
@@ -105,13 +105,13 @@ def test_a_path_that_cannot_be_bound_is_named(tmp_path: Path, name: str) -> None
         listeners_on(tmp_path / name)
 
 
-def test_a_socket_file_that_somebody_removed_is_not_missed(tmp_path: Path) -> None:
+def test_a_removed_socket_file_is_no_error(tmp_path: Path) -> None:
     listeners = listeners_on(tmp_path / "admin.sock")
     (tmp_path / "admin.sock").unlink()
     listeners.close()
 
 
-def test_closing_leaves_the_socket_of_a_successor(tmp_path: Path) -> None:
+def test_closing_keeps_the_socket_of_a_successor(tmp_path: Path) -> None:
     path = tmp_path / "admin.sock"
     first = listeners_on(path)
     path.unlink()

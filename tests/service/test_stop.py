@@ -25,7 +25,7 @@ def test_a_signal_interrupts_the_wait_and_means_success(stops: StopRequests, num
     sender.join()
 
 
-def test_a_signal_that_another_thread_gets_is_heard_as_well(stops: StopRequests) -> None:
+def test_a_signal_received_by_another_thread_counts(stops: StopRequests) -> None:
     """Nothing wakes the main thread then, and handlers of Python's run nowhere else."""
     end = threading.Event()
     target = threading.Thread(target=end.wait)
@@ -56,7 +56,7 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatc
     assert statuses == [130]
 
 
-def test_other_signals_are_none_of_its_business(stops: StopRequests) -> None:
+def test_other_signals_are_ignored(stops: StopRequests) -> None:
     before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
     signal.raise_signal(signal.SIGUSR1)
     stops.request("the test", 0)
@@ -64,7 +64,7 @@ def test_other_signals_are_none_of_its_business(stops: StopRequests) -> None:
     signal.signal(signal.SIGUSR1, before)
 
 
-def test_handlers_and_thread_are_put_back() -> None:
+def test_handlers_and_wakeup_fd_are_restored() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with StopRequests():
         assert signal.getsignal(signal.SIGTERM) is not before[0]

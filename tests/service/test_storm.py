@@ -106,7 +106,7 @@ def send_requests(url: str, seed: int, count: int) -> Counter[str]:
 
 
 @pytest.mark.process
-def test_a_storm_of_changes_under_a_replay_harms_no_byte() -> None:
+def test_a_storm_of_changes_under_a_replay_corrupts_no_byte() -> None:
     with ExitStack() as running:
         storm = Storm(running)
         stop = threading.Event()

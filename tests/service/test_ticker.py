@@ -73,7 +73,7 @@ def test_tls_files_are_renewed_at_each_tick_although_the_engine_fails(
     assert "OSError: no such file" in caplog.text
 
 
-def test_books_that_do_not_balance_are_a_lasting_problem(
+def test_a_failed_integrity_check_stays_a_problem(
     engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
     def check() -> None:
@@ -88,7 +88,7 @@ def test_books_that_do_not_balance_are_a_lasting_problem(
     ticker.stop()
 
 
-def test_books_are_left_alone_while_traffic_flows(
+def test_integrity_is_not_checked_under_traffic(
     engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
     checks: list[int] = []
@@ -113,7 +113,7 @@ def test_books_are_left_alone_while_traffic_flows(
     ticker.stop()
 
 
-def test_books_are_left_alone_beside_a_scheduler(
+def test_integrity_is_not_checked_beside_a_scheduler(
     engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
     ticks: list[int] = []
@@ -127,9 +127,7 @@ def test_books_are_left_alone_beside_a_scheduler(
     assert checks == []
 
 
-def test_a_tick_that_does_not_come_back_is_noticed(
-    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
-) -> None:
+def test_a_tick_that_hangs_is_noticed(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any) -> None:
     monkeypatch.setattr(ticker_module, "_JOIN_SECONDS", 0.01)
     hangs, release = threading.Event(), threading.Event()
 
@@ -149,7 +147,7 @@ def test_a_tick_that_does_not_come_back_is_noticed(
     release.set()
 
 
-def test_a_chore_that_does_not_come_back_stops_no_tick(
+def test_a_renewal_that_hangs_stops_no_tick(
     engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
     monkeypatch.setattr(ticker_module, "_JOIN_SECONDS", 0.01)
