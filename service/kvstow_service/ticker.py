@@ -67,7 +67,7 @@ class Ticker:
             if self._ticks % _TICKS_PER_CHECK == 0 and self._may_check():
                 self._engine.check_integrity()
         except IntegrityError as error:
-            self.problem = f"the engine's books do not balance: {error}"
+            self.problem = f"the integrity check failed: {error}"
             logger.error("%s", self.problem)
 
     def _may_check(self) -> bool:

@@ -84,7 +84,7 @@ def test_a_failed_integrity_check_stays_a_problem(
     ticker.start()
     eventually(lambda: ticker.problem)
     monkeypatch.setattr(engine, "check_integrity", lambda: None)
-    assert ticker.check() == "the engine's books do not balance: 2 free slots are lost"
+    assert ticker.check() == "the integrity check failed: 2 free slots are lost"
     ticker.stop()
 
 
