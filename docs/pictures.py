@@ -1,4 +1,4 @@
-"""Draws the pictures of the README that show a service under traffic: `make pictures`, or `python -m docs.pictures`."""
+"""Draws the README's pictures of a service under traffic: `make pictures`, or `python -m docs.pictures`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRAFFIC = ("--slot-size=256KiB", "--replay-rate=12", "--replay-concurrency=8")
 
 
 def draw(folder: Path, seconds: float = _SECONDS, port: int = _PORT) -> None:
-    """Run a service for that long, in which it pins most of its pool, then write its pictures into `folder`."""
+    """Run a service for `seconds`, in which it pins most of its pool, and write its pictures into `folder`."""
     pause = seconds / (_PINNED_PART * _POOL_MIB / _CHUNK_MIB)
     pool = (f"--ranks={_RANKS}", f"--pool-size={_POOL_MIB}MiB")
     pinning = (f"--pin-chunk={_CHUNK_MIB}MiB", f"--pin-pause={pause * 1000:.0f}ms")
@@ -47,12 +47,12 @@ def draw(folder: Path, seconds: float = _SECONDS, port: int = _PORT) -> None:
 def _has_blocks(kvstow: Client) -> bool:
     try:
         return len(kvstow.send(calls.blocks()).items) >= 40
-    except ApiError:  # it is not up yet
+    except ApiError:  # not started yet
         return False
 
 
 def _operate(kvstow: Client) -> None:
-    """What an operator might do: there are to be some events."""
+    """Changes that an operator might make, so that there are events."""
     kvstow.send(calls.protect([block.key for block in kvstow.send(calls.blocks()).items[:20]]))
     kvstow.send(calls.evict(slots=10))
 
