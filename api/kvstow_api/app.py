@@ -65,7 +65,7 @@ def create_app(host: ApiHost) -> FastAPI:
     app.state.page = StatusPage(state)
     problems.install(app)
     for router in ROUTERS:
-        app.router.routes.extend(router.routes)  # as they are: include_router would build all of them anew (13 ms)
+        app.router.routes.extend(router.routes)  # include_router would build all of them again (13 ms)
     app.openapi = Description(app)  # type: ignore[method-assign]
     host.registry.register(Collector(state))
     return app

@@ -1,4 +1,4 @@
-"""What a host tells the admin API: its engine, facts about itself, and its own health checks."""
+"""The process that runs the admin API: its engine, its settings, and its own health checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HealthCheck = Callable[[], str | None]
 
 @dataclass(frozen=True, slots=True)
 class ApiHost:
-    """The process that runs the admin API, as `create_app` needs to know it.
+    """What `create_app` needs to know of its host.
 
     `max_capacity_slots`: the limit of every resize: what the ranks' reserved address space can hold.
     `addresses`: where the server listens. `settings`: shown, like them, to every reader of `/v1/info`, so it must not

@@ -153,8 +153,9 @@ def _decode(call: Call[T], answer: httpx.Response, endpoint: Endpoint) -> T:
     try:
         return call.decode(Reply(answer.status_code, answer.content))
     except (ValueError, TypeError, KeyError) as error:
-        words = f"{_stranger(endpoint)}, or is of another version: its answer to {call.method} {call.path}"
-        raise ApiError(f"{words} is not what it should be: {error}") from error
+        request = f"{call.method} {call.path}"
+        message = f"{_not_kvstow(endpoint)}, or is another version: unexpected answer to {request}: {error}"
+        raise ApiError(message) from error
 
 
 def _failure(answer: httpx.Response, endpoint: Endpoint) -> ApiError:
@@ -163,12 +164,12 @@ def _failure(answer: httpx.Response, endpoint: Endpoint) -> ApiError:
     except (ValueError, TypeError):
         status = answer.status_code
         return ApiError(
-            f"{_stranger(endpoint)}: it answers with status {status}, and not as KVStow does", status=status
+            f"{_not_kvstow(endpoint)}: it answers with status {status} and no problem of KVStow", status=status
         )
     return ApiError(f"{problem.title}: {problem.detail}", problem)
 
 
-def _stranger(endpoint: Endpoint) -> str:
+def _not_kvstow(endpoint: Endpoint) -> str:
     return f"{_where(endpoint)} does not seem to be KVStow"
 
 

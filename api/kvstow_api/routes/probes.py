@@ -59,7 +59,7 @@ for _path in _PROBE_OF:
 
 @router.get("/metrics", response_class=Response, responses={**_METRICS_RESPONSES, **reading(guarded=False)})
 async def metrics(app: App) -> Response:
-    """All metrics in Prometheus' text format, whatever the scraper would prefer."""
+    """All metrics in Prometheus' text format, regardless of the Accept header."""
     return Response(render(app.host.registry), media_type=MEDIA_TYPE)
 
 

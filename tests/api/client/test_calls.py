@@ -182,7 +182,7 @@ async def test_a_failed_probe_is_an_answer(kvstow: AsyncClient, ranks: Any) -> N
 @pytest.mark.parametrize("body", [b"no JSON", b"{}", b'{"items": 3}', b"[]"])
 async def test_an_answer_of_another_shape_is_an_error(body: bytes) -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, content=body))
-    words = "^http://127.0.0.1:8000 does not seem to be KVStow, .* GET /v1/pools is not what it should be"
+    words = "^http://127.0.0.1:8000 does not seem to be KVStow, .* unexpected answer to GET /v1/pools"
     async with AsyncClient("http://127.0.0.1:8000", transport=transport) as client:
         with pytest.raises(ApiError, match=words):
             await client.send(calls.pools())
