@@ -7,7 +7,7 @@ file. Flags win over variables, variables over the file, and the file over the d
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -140,47 +140,34 @@ class Settings(BaseModel):
         return {**given, "slot_size": SHAPES[given["shape"]].slot_bytes}
 
     @model_validator(mode="after")
-    def _check_pace(self) -> Self:
+    def _check(self) -> Self:
+        for key, problem in self._conflicts():
+            raise _conflict(key, problem)
+        return self
+
+    def _conflicts(self) -> Iterator[tuple[str, str]]:
+        """The setting at fault, and the end of a sentence that begins with it and its value."""
         if self._is_pace_fixed and self.pin_latency_target is not None:
-            raise _conflict(
-                "pin_latency_target", "needs an adaptive pace: --pin-pace fixed, --pin-chunk and --pin-pause fix it"
-            )
+            yield "pin_latency_target", "needs an adaptive pace: --pin-pace fixed, --pin-chunk and --pin-pause fix it"
         if self._is_pace_fixed and self.pin_pace == "adaptive":
-            raise _conflict("pin_pace", "cannot be combined with --pin-chunk or --pin-pause, which fix the pace")
-        return self
-
-    @model_validator(mode="after")
-    def _check_sizes(self) -> Self:
+            yield "pin_pace", "cannot be combined with --pin-chunk or --pin-pause, which fix the pace"
         if self.pool_size < self.slot_size:
-            raise _conflict("pool_size", f"is less than one slot, {format_size(self.slot_size)}")
+            yield "pool_size", f"is less than one slot, {format_size(self.slot_size)}"
         if self.pool_max_size is not None and self.pool_max_size < self.pool_size:
-            raise _conflict("pool_max_size", f"is less than --pool-size {format_size(self.pool_size)}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_device(self) -> Self:
+            yield "pool_max_size", f"is less than --pool-size {format_size(self.pool_size)}"
         if self.device == "cuda" and not self.lock:
-            raise _conflict("lock", "cannot be combined with --device cuda: CUDA copies from registered memory only")
+            yield "lock", "cannot be combined with --device cuda: CUDA copies from registered memory only"
         if self.device == "cpu" and self.copy_strategy != "auto":
-            raise _conflict("copy_strategy", "needs --device cuda")
-        return self
-
-    @model_validator(mode="after")
-    def _check_credentials(self) -> Self:
+            yield "copy_strategy", "needs --device cuda"
         for key in ("tls_key", "tls_client_ca"):
             if getattr(self, key) is not None and self.tls_cert is None:
-                raise _conflict(key, "needs --tls-cert")
+                yield key, "needs --tls-cert"
         if self.viewer_token_file is not None and self.token_file is None and self.tls_client_ca is None:
-            raise _conflict("viewer_token_file", "needs --token-file or --tls-client-ca")
-        return self
-
-    @model_validator(mode="after")
-    def _check_replay(self) -> Self:
+            yield "viewer_token_file", "needs --token-file or --tls-client-ca"
         if self.replay_rate is not None and self.replay_time_scale is not None:
-            raise _conflict("replay_time_scale", "cannot be combined with --replay-rate")
+            yield "replay_time_scale", "cannot be combined with --replay-rate"
         if self.replay is None and self.exit_after_replay:
-            raise _conflict("exit_after_replay", "needs --replay")
-        return self
+            yield "exit_after_replay", "needs --replay"
 
     @property
     def _is_pace_fixed(self) -> bool:
