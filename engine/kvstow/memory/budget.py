@@ -1,0 +1,502 @@
+"""The node's budget: which extents there are, and which pool has them. Decisions only, no memory is touched here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+from kvstow.bytesize import format_size
+from kvstow.errors import ConfigError, ConflictError, IntegrityError, InvalidRequestError, NotFoundError
+from kvstow.memory.rows import UNIT_BYTES, PoolLayout, fair_shares
+
+
+class Create(NamedTuple):
+    """Make an extent with this number."""
+
+    extent: int
+    num_bytes: int
+    numa_node: int | None
+
+
+class Give(NamedTuple):
+    """The extent is this rank's, in this row of the pool. The slots of a row are usable once all its extents are
+    given, as far as they are populated."""
+
+    extent: int
+    pool: str
+    rank: int
+    row: int
+    num_slots: int
+
+
+class Recall(NamedTuple):
+    """The pool loses the row: evict what its slots hold, give out none of them, and ask each client that mapped one of
+    the extents to let go of it."""
+
+    pool: str
+    row: int
+    extents: tuple[int, ...]
+
+
+class TakeBack(NamedTuple):
+    """Nobody has the extent any more: it is no pool's, and spare."""
+
+    extent: int
+    pool: str
+
+
+class Close(NamedTuple):
+    """Give the spare extent's memory back to the machine, wherever this service or its keeper has it."""
+
+    extent: int
+
+
+Step = Create | Give | Recall | TakeBack | Close
+
+
+@dataclass(slots=True)
+class Row:
+    """Read by others, changed by `MemoryBudget`. A `recalled` row is on its way back."""
+
+    num_slots: int
+    extents: tuple[int, ...]
+    num_bytes: int
+    recalled: bool = False
+
+
+@dataclass(slots=True)
+class _Extent:
+    num_bytes: int
+    numa_node: int | None
+    owner: int | None = None  # the last one that had it
+    pool: str | None = None
+    row: int = 0
+    recalled: bool = False
+    maps: Counter[str] = field(default_factory=Counter)  # by client
+
+    @property
+    def is_spare(self) -> bool:
+        return self.pool is None
+
+
+@dataclass(slots=True)
+class _Pool:
+    layout: PoolLayout
+    idle_since: int
+    asks: dict[str, int | None] = field(default_factory=dict)  # slots, by session
+    wanted: int | None = None
+    removed: bool = False
+    rows: dict[int, Row] = field(default_factory=dict)
+
+    def active_rows(self) -> list[int]:
+        return sorted(number for number, row in self.rows.items() if not row.recalled)
+
+    def held_bytes(self) -> int:
+        return sum(row.num_bytes for row in self.rows.values() if not row.recalled)
+
+    def held_slots(self) -> int:
+        return sum(row.num_slots for row in self.rows.values() if not row.recalled)
+
+    def has_part_row(self) -> bool:
+        return any(row.num_slots < self.layout.row_slots for row in self.rows.values() if not row.recalled)
+
+    def demand_slots(self) -> int | None:
+        """The slots that the pool should have; None for all that there are."""
+        if not self.asks or self.removed:
+            return 0
+        bounds = [bound for bound in (self._asked(), self.wanted) if bound is not None]
+        return min(bounds, default=None)
+
+    def _asked(self) -> int | None:
+        asks = list(self.asks.values())
+        return None if None in asks else max(ask for ask in asks if ask is not None)
+
+
+class MemoryBudget:
+    """Shares `total_bytes` among pools, in extents.
+
+    Extents exist before there is a pool, spread over the NUMA nodes, so that they can be populated. A pool whose
+    sessions want more gets spare ones. When there are none, they come from pools without sessions, those first that
+    have had none for the longest time, then from the largest pools, down to their fair share.
+
+    Guarantees: the extents that exist never exceed the total, unless `restore` or a lower total made it so, and then
+    nothing is created. An extent belongs to one row of one pool. It changes hands only after its pool has lost it and
+    each client that mapped it has said so, or has died. No extent that one owner has used is given to another.
+
+    `plan` decides; the caller carries out its steps in their order, before it calls anything else. Not locked.
+    """
+
+    def __init__(
+        self, total_bytes: int, extent_bytes: int = 1 << 30, numa_nodes: Sequence[int | None] = (None,)
+    ) -> None:
+        """Raises `ConfigError`."""
+        _require_units("memory", total_bytes)
+        _require_units("extent size", extent_bytes)
+        self.total_bytes, self.extent_bytes = total_bytes, extent_bytes
+        self._numa_nodes = tuple(numa_nodes) or (None,)
+        self._extents: dict[int, _Extent] = {}
+        self._pools: dict[str, _Pool] = {}
+        self._numbers = count(1)
+        self._moments = count(1)  # of sessions' ends, in their order
+
+    # What engines, clients and operators do.
+
+    def set_total(self, total_bytes: int) -> None:
+        """Grow, or shrink as far as clients let go. Raises `ConfigError`."""
+        _require_units("memory", total_bytes)
+        self.total_bytes = total_bytes
+
+    def add_pool(self, name: str, layout: PoolLayout) -> None:
+        """Raises `ConflictError` if there is one with that name."""
+        if name in self._pools:
+            raise ConflictError(f"there is a pool {name} already")
+        if layout.extent_bytes != self.extent_bytes:
+            raise ConfigError("extent size of a pool", layout.extent_bytes, str(self.extent_bytes))
+        self._pools[name] = _Pool(layout, next(self._moments))
+
+    def remove_pool(self, name: str) -> None:
+        """Take all its extents back. The pool is gone when clients have let go. Raises `ConflictError` while it has
+        sessions."""
+        pool = self._pool(name)
+        if pool.asks:
+            raise ConflictError(f"pool {name} has sessions: {', '.join(sorted(pool.asks))}")
+        pool.removed = True
+
+    def attach(self, name: str, session: str, slots: int | None = None) -> None:
+        """The session asks for so many slots, or for all that there are. Of all sessions, the largest ask counts."""
+        pool = self._pool(name)
+        if pool.removed:
+            raise ConflictError(f"pool {name} is being removed")
+        pool.asks[session] = slots
+
+    def detach(self, name: str, session: str) -> None:
+        """The session has ended. Its pool keeps its extents until others need them."""
+        pool = self._pool(name)
+        if pool.asks.pop(session, 0) != 0 and not pool.asks:
+            pool.idle_since = next(self._moments)
+
+    def want(self, name: str, slots: int | None) -> None:
+        """The pool has use for so many slots now, or for all that it may have: extents are given on demand."""
+        self._pool(name).wanted = slots
+
+    def record_mapping(self, client: str, extent: int) -> None:
+        """Call it before the client gets the extent's descriptor. Raises `ConflictError` if it must not get it."""
+        found = self._extent(extent)
+        if found.is_spare or found.recalled:
+            raise ConflictError(f"extent {extent} is not in use, or was recalled: nobody may map it")
+        found.maps[client] += 1
+
+    def record_unmapping(self, client: str, extent: int) -> None:
+        """The client has said that it let go of the extent. Raises `InvalidRequestError` if it had none."""
+        found = self._extent(extent)
+        if not found.maps[client]:
+            del found.maps[client]
+            raise InvalidRequestError(f"{client} has no mapping of extent {extent}")
+        found.maps[client] -= 1
+        if not found.maps[client]:
+            del found.maps[client]
+
+    def record_death(self, client: str) -> None:
+        """The client's process has ended, as its pidfd says: it has no mappings any more."""
+        for found in self._extents.values():
+            found.maps.pop(client, None)
+
+    def restore(
+        self,
+        extent: int,
+        num_bytes: int,
+        numa_node: int | None,
+        owner: int | None,
+        place: Give | None = None,
+    ) -> None:
+        """An extent that an earlier service made, spare or in a row of a pool that was added. Rows with extents of some
+        ranks only are recalled by `plan`. The caller then records the mappings of clients that may live."""
+        _require_units("size of an extent", num_bytes)
+        if extent in self._extents:
+            raise ConflictError(f"extent {extent} is restored twice")
+        self._numbers = count(max(extent + 1, next(self._numbers)))
+        restored = _Extent(num_bytes, numa_node, owner)
+        if place is not None:
+            pool = self._pool(place.pool)
+            row = pool.rows.setdefault(place.row, Row(place.num_slots, (0,) * len(pool.layout.ranks), 0))
+            if not 0 <= place.rank < len(row.extents) or row.extents[place.rank]:
+                raise ConflictError(f"extent {extent} has no place in row {place.row} of pool {place.pool}")
+            row.extents = (*row.extents[: place.rank], extent, *row.extents[place.rank + 1 :])
+            row.num_bytes += num_bytes
+            restored.owner, restored.pool, restored.row = pool.layout.owner, place.pool, place.row
+        self._extents[extent] = restored
+
+    # What there is.
+
+    def rows(self, name: str) -> dict[int, Row]:
+        """The pool's rows by number; those recalled are among them."""
+        return dict(self._pool(name).rows)
+
+    def mappers(self, extent: int) -> list[str]:
+        """The clients that have not let go of the extent."""
+        return sorted(self._extent(extent).maps)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of all extents that exist."""
+        return sum(extent.num_bytes for extent in self._extents.values())
+
+    @property
+    def spare_bytes(self) -> int:
+        return sum(extent.num_bytes for extent in self._extents.values() if extent.is_spare)
+
+    def fair_shares(self) -> dict[str, int]:
+        """Bytes that each pool with sessions may have at least, if it wants them."""
+        demands = {}
+        for name, pool in self._pools.items():
+            if pool.asks:
+                slots = pool.demand_slots()
+                demands[name] = self.total_bytes if slots is None else pool.layout.bytes_of(slots)
+        return fair_shares(self.total_bytes, demands)
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` where rows and extents contradict each other."""
+        in_rows: Counter[int] = Counter()
+        for name, pool in self._pools.items():
+            for number, row in pool.rows.items():
+                for extent in filter(None, row.extents):
+                    in_rows[extent] += 1
+                    found = self._extents.get(extent)
+                    if found is None or (found.pool, found.row, found.owner) != (name, number, pool.layout.owner):
+                        raise IntegrityError(f"extent {extent} is in row {number} of {name}, and is {found}")
+        for extent, found in self._extents.items():
+            if in_rows[extent] != (0 if found.is_spare else 1) or (found.is_spare and found.maps):
+                raise IntegrityError(f"extent {extent} is in {in_rows[extent]} rows, and is {found}")
+
+    # Decisions.
+
+    def plan(self) -> list[Step]:
+        """What is to be done now. A second call without anything in between returns nothing."""
+        steps: list[Step] = []
+        self._recall_lost(steps)
+        self._take_back(steps)
+        self._close_surplus(steps)
+        shares = self.fair_shares()
+        self._give_rows(steps, shares, whole=True)
+        while self._recall_for(steps, shares):
+            self._take_back(steps)  # of rows that nobody has mapped
+            self._close_surplus(steps)
+            self._give_rows(steps, shares, whole=True)
+        if not self._pending_bytes():
+            self._give_rows(steps, shares, whole=False)
+        self._create_spares(steps)
+        return steps
+
+    def _recall_lost(self, steps: list[Step]) -> None:
+        """Rows of removed pools, and rows of which a restart has lost a part."""
+        for name, pool in self._pools.items():
+            for number, row in pool.rows.items():
+                if not row.recalled and (pool.removed or not all(row.extents)):
+                    self._recall(steps, name, number)
+
+    def _take_back(self, steps: list[Step]) -> None:
+        for number, extent in self._extents.items():
+            if extent.pool is None or not self._may_change_hands(extent):
+                continue
+            pool = self._pools[extent.pool]
+            row = pool.rows[extent.row]
+            row.extents = tuple(0 if other == number else other for other in row.extents)
+            if not any(row.extents):
+                del pool.rows[extent.row]
+            steps.append(TakeBack(number, extent.pool))
+            extent.pool, extent.recalled = None, False
+        for name in [name for name, pool in self._pools.items() if pool.removed and not pool.rows]:
+            del self._pools[name]
+
+    @staticmethod
+    def _may_change_hands(extent: _Extent) -> bool:
+        return extent.recalled and not extent.maps
+
+    def _close_surplus(self, steps: list[Step]) -> None:
+        while self.allocated_bytes > self.total_bytes and self.spare_bytes:
+            self._close_spare(steps, owner=None)
+
+    def _give_rows(self, steps: list[Step], shares: dict[str, int], *, whole: bool) -> None:
+        """Row by row, to the pool with the least memory first. `whole`: a pool that has rows, and a share for a whole
+        one more, waits until there is memory for that."""
+        while True:
+            for name in sorted(shares, key=lambda name: (self._pools[name].held_bytes(), name)):
+                if slots := self._next_row_slots(self._pools[name], shares[name], whole=whole):
+                    self._give_row(steps, name, slots)
+                    break
+            else:
+                return
+
+    def _next_row_slots(self, pool: _Pool, share: int, *, whole: bool) -> int:
+        """Slots of the row that the pool gets now; 0 for none. A pool has at most one row that is not whole."""
+        layout, available = pool.layout, self._available()
+        slots = self._missing_slots(pool, share)
+        if slots == layout.row_slots and layout.row_bytes <= available:
+            return slots
+        if pool.has_part_row():
+            return 0
+        if whole and slots == layout.row_slots and pool.active_rows():
+            return 0
+        return min(slots, layout.slots_within(available))
+
+    def _missing_slots(self, pool: _Pool, share: int) -> int:
+        """Of the next row, as far as demand and share go, wherever the memory is."""
+        layout, demand = pool.layout, pool.demand_slots()
+        within = layout.slots_within(max(0, share - pool.held_bytes()))
+        return within if demand is None else max(0, min(within, demand - pool.held_slots()))
+
+    def _available(self) -> int:
+        """Bytes that can be given at once: spare, or not yet taken."""
+        return self.total_bytes - self.allocated_bytes + self.spare_bytes
+
+    def _give_row(self, steps: list[Step], name: str, num_slots: int) -> None:
+        pool = self._pools[name]
+        number = next(number for number in count() if number not in pool.rows)
+        extents = []
+        for rank, size in enumerate(pool.layout.sizes(num_slots)):
+            node = pool.layout.ranks[rank].numa_node
+            extent = self._find_spare(size, node, pool.layout.owner)
+            if extent is None:
+                extent = self._create_in_place_of_spares(steps, size, node, pool.layout.owner)
+            found = self._extents[extent]
+            found.owner, found.pool, found.row = pool.layout.owner, name, number
+            steps.append(Give(extent, name, rank, number, num_slots))
+            extents.append(extent)
+        num_bytes = sum(self._extents[extent].num_bytes for extent in extents)
+        pool.rows[number] = Row(num_slots, tuple(extents), num_bytes)
+
+    def _find_spare(self, size: int, node: int | None, owner: int) -> int | None:
+        """On the node, else on the one with the most spare memory; the oldest, as it is populated first."""
+        by_node = self._bytes_by_node(spare_only=True)
+        fitting = [
+            (found.numa_node != node, -by_node[found.numa_node], number)
+            for number, found in self._extents.items()
+            if found.is_spare and found.num_bytes == size and found.owner in (None, owner)
+        ]
+        return min(fitting)[-1] if fitting else None
+
+    def _create_in_place_of_spares(self, steps: list[Step], size: int, node: int | None, owner: int) -> int:
+        while self.total_bytes - self.allocated_bytes < size:
+            self._close_spare(steps, owner)
+        return self._create(steps, size, self._emptiest_node() if node is None else node)
+
+    def _close_spare(self, steps: list[Step], owner: int | None) -> None:
+        """Of those that this owner cannot have, else of all: the newest, as it is populated last."""
+        spares = [
+            (found.owner not in (None, owner), number) for number, found in self._extents.items() if found.is_spare
+        ]
+        number = max(spares)[-1]
+        del self._extents[number]
+        steps.append(Close(number))
+
+    def _create_spares(self, steps: list[Step]) -> None:
+        while (left := self.total_bytes - self.allocated_bytes) >= UNIT_BYTES:
+            self._create(steps, min(left, self.extent_bytes), self._emptiest_node())
+
+    def _create(self, steps: list[Step], num_bytes: int, node: int | None) -> int:
+        number = next(self._numbers)
+        self._extents[number] = _Extent(num_bytes, node)
+        steps.append(Create(number, num_bytes, node))
+        return number
+
+    def _emptiest_node(self) -> int | None:
+        by_node = self._bytes_by_node(spare_only=False)
+        return min(self._numa_nodes, key=lambda node: by_node[node])
+
+    def _bytes_by_node(self, *, spare_only: bool) -> Counter[int | None]:
+        by_node: Counter[int | None] = Counter()
+        for extent in self._extents.values():
+            if extent.is_spare or not spare_only:
+                by_node[extent.numa_node] += extent.num_bytes
+        return by_node
+
+    def _recall_for(self, steps: list[Step], shares: dict[str, int]) -> bool:
+        """Recall rows for pools that have less than their share, and whether there were any."""
+        surplus = max(0, self.allocated_bytes - self.total_bytes)
+        short = surplus + self._needed(shares) - max(0, self._available()) - self._pending_bytes()
+        before = len(steps)
+        for name, row in self._victims(shares, may_cross=False):
+            if short <= 0:
+                break
+            short -= self._recall(steps, name, row)
+        starving = any(self._is_starving(name, shares[name]) for name in shares)
+        for name, row in self._victims(shares, may_cross=True):
+            if short <= 0 or not (starving or surplus):
+                break
+            short -= self._recall(steps, name, row)
+        return len(steps) > before
+
+    def _pending_bytes(self) -> int:
+        """Of extents that were recalled, and that clients still have."""
+        return sum(extent.num_bytes for extent in self._extents.values() if extent.recalled)
+
+    def _needed(self, shares: dict[str, int]) -> int:
+        """Bytes of the rows that pools lack up to their shares."""
+        needed = 0
+        for name, share in shares.items():
+            pool = self._pools[name]
+            demand, layout = pool.demand_slots(), pool.layout
+            missing = max(0, share - pool.held_bytes())
+            rows = missing // layout.row_bytes
+            if demand is not None:
+                rows = min(rows, max(0, demand - pool.held_slots()) // layout.row_slots)
+            needed += rows * layout.row_bytes
+            if not pool.has_part_row():
+                part = layout.slots_within(missing - rows * layout.row_bytes)
+                if demand is not None:
+                    part = min(part, max(0, demand - pool.held_slots() - rows * layout.row_slots))
+                needed += sum(layout.sizes(part)) if part else 0
+        return needed
+
+    def _is_starving(self, name: str, share: int) -> bool:
+        pool = self._pools[name]
+        return not pool.active_rows() and self._missing_slots(pool, share) > 0
+
+    def _victims(self, shares: dict[str, int], *, may_cross: bool) -> list[tuple[str, int]]:
+        """Rows that may be recalled, in their order: those of pools without sessions, then those of the largest pool
+        that is above its share. `may_cross`: also the row with which it falls below."""
+        idle = sorted((pool.idle_since, name) for name, pool in self._pools.items() if name not in shares)
+        found = [(name, row) for _, name in idle for row in reversed(self._pools[name].active_rows())]
+        held = {name: self._pools[name].held_bytes() for name in shares}
+        rows = {name: self._pools[name].active_rows() for name in shares}
+        while True:
+            above = [
+                name
+                for name in shares
+                if rows[name]
+                and held[name] - (0 if may_cross else self._pools[name].rows[rows[name][-1]].num_bytes)
+                >= shares[name] + (1 if may_cross else 0)
+            ]
+            if not above:
+                return found
+            largest = max(above, key=lambda name: (held[name], name))
+            row = rows[largest].pop()
+            held[largest] -= self._pools[largest].rows[row].num_bytes
+            found.append((largest, row))
+
+    def _recall(self, steps: list[Step], name: str, number: int) -> int:
+        row = self._pools[name].rows[number]
+        row.recalled = True
+        extents = tuple(filter(None, row.extents))
+        for extent in extents:
+            self._extents[extent].recalled = True
+        steps.append(Recall(name, number, extents))
+        return row.num_bytes
+
+    def _pool(self, name: str) -> _Pool:
+        if name not in self._pools:
+            raise NotFoundError(f"there is no pool {name}")
+        return self._pools[name]
+
+    def _extent(self, number: int) -> _Extent:
+        if number not in self._extents:
+            raise NotFoundError(f"there is no extent {number}")
+        return self._extents[number]
+
+
+def _require_units(what: str, num_bytes: int) -> None:
+    if num_bytes <= 0 or num_bytes % UNIT_BYTES:
+        raise ConfigError(what, format_size(num_bytes), "a multiple of 2 MiB, more than 0")
