@@ -133,5 +133,8 @@ _WITHOUT_COPIES = ("failed", "stopped")
 
 def _status(record: RankRecord, now: float) -> RankStatus:
     age = None if record.reported_at is None else now - record.reported_at
-    known = figures_of(RankFigures, record.report) | {"boot_id": record.report.boot_id or None}
-    return RankStatus(**known, last_report_age_seconds=age)
+    # Without __init__, which takes 5 us for the fields of a frozen dataclass: /readyz reads every rank four times.
+    status = object.__new__(RankStatus)
+    figures = figures_of(RankFigures, record.report)
+    vars(status).update(figures, boot_id=record.report.boot_id or None, last_report_age_seconds=age)
+    return status
