@@ -8,15 +8,12 @@ from collections.abc import Callable
 from typing import Literal
 
 from kvstow.errors import PinError
+from kvstow.memory.callbudget import CallBudget
 
 HostState = Literal["starting", "idle", "stepping"]
 
 IDLE_SECONDS = 0.02  # after a launch: the host has no work, or waits for a long step of its device
 _LAUNCH_SECONDS = 0.25  # a step that takes longer to launch was abandoned
-_SHARE = 0.033  # of the time between two launches, for register calls
-_FEWER = 0.45  # of short steps: the median step has no call
-_WORTHWHILE = 0.001  # seconds: shorter calls spend over a quarter of their time on their fixed cost
-_MOST_DEBT = 0.1  # seconds: one call that took unusually long delays the next by at most 3 s of steps
 
 
 class _Offer:
@@ -60,8 +57,7 @@ class HostSteps:
     took 1.2 to 1.4 times as long. So while the host makes steps, its own thread makes the call, right after a launch.
     That costs the time of the call, or nothing if the host would have waited for its device.
 
-    All calls together take at most a thirtieth of the time between launches. Steps long enough to pay for a call each
-    (from 30 ms on) make one each; of shorter steps fewer than half make one, so that the median step has none.
+    How many calls it makes depends on what they cost its steps (`CallBudget`).
 
     The host's thread calls `begin` before it gives a step's work to the device, `launched` after it, and `end` last; a
     step that ends without `launched` had no work for the device. Without an offer each takes about a microsecond and no
@@ -77,16 +73,15 @@ class HostSteps:
         self._is_closed = False
         self._is_launching = False
         self._begun: float | None = None  # when it last began to launch
-        self._launched: float | None = None  # when it had last launched something
-        self._interval = 0.0
-        self._credit = 0.0
+        self._launched: float | None = None  # the last time; a call may follow
+        self._idle_from: float | None = None  # after that call
+        self._budget = CallBudget()
         self._expected = 0.0
         self._offer: _Offer | None = None
 
     def call_seconds(self, most: float) -> float:
-        """How long a call should take: what one step can pay for, or `most` where only several steps together can."""
-        each = self._interval * _SHARE
-        return min(each, most) if each >= _WORTHWHILE else most
+        """How long a call should take, at most `most`."""
+        return self._budget.call_seconds(most)
 
     def begin(self) -> None:
         """The host begins to launch the work of a step."""
@@ -98,27 +93,22 @@ class HostSteps:
         """The device has the step's work. Makes the offered call, if the steps since the last call have paid for it.
         Raises nothing but a signal handler's exception, which interrupts the host anyway."""
         now = self._clock()
+        budget, expected, offer = self._budget, self._expected, self._offer
         if self._launched is not None:
-            self._interval = now - self._launched
-            earned = self._interval * _SHARE
-            if earned < _WORTHWHILE:
-                earned = min(earned, self._expected * _FEWER)
-            # No more than one call is saved up: a pause of the host must not be followed by many.
-            self._credit = min(self._credit + earned, self._expected)
-        offer = self._offer
-        # Half is enough, and the rest is owed: the estimates of a step and of a call may be a little off.
-        if offer is not None and not self._is_closed and self._credit >= self._expected / 2:
+            budget.end_step(now - self._launched, expected)
+        self._launched = now
+        if offer is not None and not self._is_closed and budget.allows(expected):
             try:
                 if offer.claim():
                     offer.make()
                     made = self._clock()
                     offer.seconds = made - now
-                    self._credit = max(self._credit - offer.seconds, -_MOST_DEBT)
+                    budget.spend(offer.seconds)
                     now = made
             finally:
                 offer.end()  # even if the host is interrupted: the pinning thread waits for this
         self._is_launching = False
-        self._launched = now
+        self._idle_from = now
 
     def end(self) -> None:
         """The step has ended, with or without work for the device."""
@@ -133,10 +123,10 @@ class HostSteps:
             return "starting"
         if self._is_closed:
             return "idle"
-        begun, launched = self._begun, self._launched
+        begun, idle_from = self._begun, self._idle_from
         if self._is_launching and begun is not None and now - begun < _LAUNCH_SECONDS:
             return "stepping"
-        return "stepping" if launched is not None and now - launched < IDLE_SECONDS else "idle"
+        return "stepping" if idle_from is not None and now - idle_from < IDLE_SECONDS else "idle"
 
     def run(self, call: Callable[[], None], seconds: float) -> float | None:
         """Make `call`, expected to take `seconds`: on the host's thread while it makes steps, else on this one. Returns

@@ -61,10 +61,9 @@ class FixedPace:
 class AdaptivePace:
     """Adapts to what the host is doing.
 
-    While the host makes steps, its own thread makes the calls, for at most a thirtieth of its time (`HostSteps`).
-    Each takes `latency_target`, or less where each step pays for a call. While the host is idle, or waits for a long
-    step of its device, calls take two fifths of the time; while it starts, a tenth.
-    """
+    While the host makes steps, its own thread makes the calls, for a share of its time that depends on what they cost
+    its steps (`CallBudget`). Each takes `latency_target`, or less where each step pays for a call. While the host is
+    idle, or waits for a long step of its device, calls take two fifths of the time; while it starts, a tenth."""
 
     def __init__(self, latency_target: float, steps: HostSteps) -> None:
         self.chunk_bytes = _FIRST_BYTES
