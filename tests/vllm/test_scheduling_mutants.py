@@ -17,7 +17,7 @@ from tests.vllm.harness.stream import ComputeStream
 from tests.vllm.harness.worker import SteppedWorker
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.state import ControlState
+from kvstow.control.pool import Pool
 from kvstow.messages import Completion, Mark, Op, StepPlan
 
 pytestmark = pytest.mark.vllm
@@ -128,7 +128,7 @@ def resets_keep_the_keys(patch: pytest.MonkeyPatch) -> None:
 
 
 def dead_boots_are_served(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ControlState, "_set_lost", lambda self, slots: None)
+    patch.setattr(Pool, "_set_lost", lambda self, slots: None)
 
 
 def ended_leases_are_not_released(patch: pytest.MonkeyPatch) -> None:

@@ -7,39 +7,48 @@ from math import inf
 from kvstow.status import BypassStatus, DrainMode, Refusal
 
 
-class Acceptance:
-    """What operators have switched off (drain, bypass), and what the engine itself cannot serve. Not locked."""
+class PoolAcceptance:
+    """What operators have switched off in a pool (drain, bypass), and whether its blocks can be trusted. Not locked."""
 
     def __init__(self) -> None:
         self.drain_mode: DrainMode | None = None
         self.drain_deadline = inf
-        self.serving = False
-        """Every rank can copy and no transfer is stuck."""
         self.rebuilding = False
         """Blocks that a rank has lost are still being removed; nothing is served meanwhile."""
-        self.closed = False
-        self._bypass_load = self._bypass_store = False
-        self._bypass_until = inf
+        self.bypass_load = self.bypass_store = False
+        self.bypass_until = inf
 
     def set_bypass(self, *, load: bool, store: bool, until: float) -> None:
-        self._bypass_load, self._bypass_store, self._bypass_until = load, store, until
+        self.bypass_load, self.bypass_store, self.bypass_until = load, store, until
 
     def bypass(self, now: float) -> BypassStatus:
-        if now >= self._bypass_until:
+        if now >= self.bypass_until:
             return BypassStatus(load=False, store=False, ttl_seconds_left=None)
-        left = None if self._bypass_until == inf else self._bypass_until - now
-        return BypassStatus(self._bypass_load, self._bypass_store, left)
+        left = None if self.bypass_until == inf else self.bypass_until - now
+        return BypassStatus(self.bypass_load, self.bypass_store, left)
+
+
+class SessionAcceptance:
+    """Whether one session may load and store: what its pool allows, and its own state. Not locked."""
+
+    def __init__(self, pool: PoolAcceptance) -> None:
+        self._pool = pool
+        self.serving = False
+        """Every rank can copy and no transfer is stuck."""
+        self.closed = False
 
     def load_refusal(self, now: float) -> Refusal | None:
-        if self.drain_mode == "all" or self.closed:
+        pool = self._pool
+        if pool.drain_mode == "all" or self.closed:
             return "draining"
-        if not self.serving or self.rebuilding:
+        if not self.serving or pool.rebuilding:
             return "not_ready"
-        return "bypassed" if self._bypass_load and now < self._bypass_until else None
+        return "bypassed" if pool.bypass_load and now < pool.bypass_until else None
 
     def store_refusal(self, now: float) -> Refusal | None:
-        if self.drain_mode or self.closed:
+        pool = self._pool
+        if pool.drain_mode or self.closed:
             return "draining"
-        if not self.serving or self.rebuilding:
+        if not self.serving or pool.rebuilding:
             return "not_ready"
-        return "bypassed" if self._bypass_store and now < self._bypass_until else None
+        return "bypassed" if pool.bypass_store and now < pool.bypass_until else None

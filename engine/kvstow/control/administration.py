@@ -10,7 +10,7 @@ from typing import Literal
 
 from kvstow.config import POLICIES
 from kvstow.control import sweeps
-from kvstow.control.state import ControlState
+from kvstow.control.pool import Pool
 from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from kvstow.keys import format_key
@@ -27,8 +27,8 @@ class Administrator:
     Invalid arguments raise `InvalidRequestError` before anything changes.
     """
 
-    def __init__(self, state: ControlState) -> None:
-        self._state = state
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
 
     # -- eviction -------------------------------------------------------------------------------------------
 
@@ -45,8 +45,8 @@ class Administrator:
         _exactly_one(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds)
         if idle_seconds is not None:
             wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
-            return sweeps.scan(self._state, "evict", "operator", dry_run, wanted)
-        return sweeps.evict_next(self._state, "evict", "operator", self._count_of(slots, num_bytes), dry_run)
+            return sweeps.scan(self._pool, "evict", "operator", dry_run, wanted)
+        return sweeps.evict_next(self._pool, "evict", "operator", self._count_of(slots, num_bytes), dry_run)
 
     def purge(
         self,
@@ -75,44 +75,44 @@ class Administrator:
             bytes=num_bytes,
         )
         if everything:
-            return sweeps.purge_matching(self._state, lambda key: True, dry_run)
+            return sweeps.purge_matching(self._pool, lambda key: True, dry_run)
         if key_prefixes is not None:
             prefixes = tuple(key_prefixes)
             if not prefixes or not all(prefixes):
                 raise InvalidRequestError("key_prefixes is empty or has an empty prefix; allowed: non-empty prefixes")
-            return sweeps.purge_matching(self._state, lambda key: key.startswith(prefixes), dry_run)
+            return sweeps.purge_matching(self._pool, lambda key: key.startswith(prefixes), dry_run)
         if keys is not None:
-            return sweeps.purge_keys(self._state, keys, dry_run)
+            return sweeps.purge_keys(self._pool, keys, dry_run)
         if idle_seconds is not None:
             wanted = self._evictable_since("used", idle_seconds, "idle_seconds")
-            return sweeps.scan(self._state, "purge", "purge", dry_run, wanted)
+            return sweeps.scan(self._pool, "purge", "purge", dry_run, wanted)
         if age_seconds is not None:
             wanted = self._evictable_since("stored", age_seconds, "age_seconds")
-            return sweeps.scan(self._state, "purge", "purge", dry_run, wanted)
-        return sweeps.evict_next(self._state, "purge", "purge", self._count_of(slots, num_bytes), dry_run)
+            return sweeps.scan(self._pool, "purge", "purge", dry_run, wanted)
+        return sweeps.evict_next(self._pool, "purge", "purge", self._count_of(slots, num_bytes), dry_run)
 
     def remove_block(self, key: bytes) -> None:
         """Remove one block. Raises `NotFoundError`, or `ConflictError` if it is leased, protected or being loaded."""
-        state = self._state
-        with state.lock:
-            (slot,) = state.index.keys.slots_of((key,))
+        pool = self._pool
+        with pool.lock:
+            (slot,) = pool.index.keys.slots_of((key,))
             if slot is None:
                 raise NotFoundError(f"there is no block with key {format_key(key)}")
-            if state.index.is_protected(slot) or state.index.holds(slot):
-                why = "protected; unprotect it first" if state.index.is_protected(slot) else "leased or being loaded"
+            if pool.index.is_protected(slot) or pool.index.holds(slot):
+                why = "protected; unprotect it first" if pool.index.is_protected(slot) else "leased or being loaded"
                 raise ConflictError(f"block {format_key(key)} is {why}")
-            state.remove_blocks((slot,), "operator")
+            pool.remove_blocks((slot,), "operator")
 
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
         """Which of the keys are in the pool. Holds nothing and is not counted, unlike a host's look-up."""
-        state = self._state
+        pool = self._pool
         present: list[bool] = []
-        for start in range(0, len(keys), state.slice_slots):
-            with state.lock:
-                some = state.index.keys.slots_of(keys[start : start + state.slice_slots])
+        for start in range(0, len(keys), pool.slice_slots):
+            with pool.lock:
+                some = pool.index.keys.slots_of(keys[start : start + pool.slice_slots])
             present += [slot is not None for slot in some]
-        with state.lock:
-            refusal = state.acceptance.load_refusal(state.clock())
+        with pool.lock:
+            refusal = pool.load_refusal(pool.clock())
         return LookupResult([*present, False].index(False), present, refusal)
 
     def _count_of(self, slots: int | None, num_bytes: int | None) -> int:
@@ -120,13 +120,13 @@ class Administrator:
         for name, value in (("slots", slots), ("bytes", num_bytes)):
             if value is not None and value < 1:
                 raise InvalidRequestError(f"{name} is {value}; allowed: 1 or more")
-        return slots if slots is not None else -(-(num_bytes or 0) // self._state.config.slot_bytes)
+        return slots if slots is not None else -(-(num_bytes or 0) // self._pool.config.slot_bytes)
 
     def _evictable_since(self, what: Literal["stored", "used"], seconds: float, name: str) -> sweeps.Wanted:
         if not 0 <= seconds < inf:
             raise InvalidRequestError(f"{name} is {seconds}; allowed: 0 or more seconds")
-        state, index = self._state, self._state.index
-        moment = state.clock() - seconds
+        pool, index = self._pool, self._pool.index
+        moment = pool.clock() - seconds
         return lambda low, high: index.evictable_since(what, moment, low, high)
 
     # -- size and policy ------------------------------------------------------------------------------------
@@ -139,71 +139,71 @@ class Administrator:
         """
         if capacity_slots < 1:
             raise InvalidRequestError(f"capacity_slots is {capacity_slots}; allowed: 1 or more")
-        state = self._state
-        with state.lock:
-            if state.resizing:
+        pool = self._pool
+        with pool.lock:
+            if pool.resizing:
                 raise ConflictError("another resize is under way; wait for its operation, or cancel it")
-            protected = state.index.num_protected_from(capacity_slots)
+            protected = pool.index.num_protected_from(capacity_slots)
             if protected:
                 where = f"above slot {capacity_slots}"
                 raise ConflictError(f"{protected} protected blocks lie {where}; unprotect them first")
-            top = max(state.slots.limit, state.slots.top)
-            state.resizing = True
-            state.settings_revision += capacity_slots != state.ceiling
-            state.ceiling = capacity_slots
-            if capacity_slots > state.capacity:
-                state.want(replace(state.desired, capacity_slots=capacity_slots))
-            state.apply_limit()
+            top = max(pool.slots.limit, pool.slots.top)
+            pool.resizing = True
+            pool.settings_revision += capacity_slots != pool.ceiling
+            pool.ceiling = capacity_slots
+            if capacity_slots > pool.capacity:
+                pool.want(replace(pool.desired, capacity_slots=capacity_slots))
+            pool.apply_limit()
         logger.info("resize to %d slots", capacity_slots)
         total = max(0, top - capacity_slots)
-        slot_bytes = state.config.slot_bytes
+        slot_bytes = pool.config.slot_bytes
         sweep = Sweep("resize", total, slot_bytes, lambda sweep: self._vacate(sweep, top), undo=self._undo_resize)
         sweep.step()
         return sweep
 
     def _vacate(self, sweep: Sweep, top: int) -> Iterator[None]:
-        state = self._state
-        low = state.ceiling
+        pool = self._pool
+        low = pool.ceiling
         while low < top:
-            with state.lock:
-                before = len(state.index.keys)
-                low = state.vacate(low, top, "resize")
-                sweep.evicted_slots += before - len(state.index.keys)
+            with pool.lock:
+                before = len(pool.index.keys)
+                low = pool.vacate(low, top, "resize")
+                sweep.evicted_slots += before - len(pool.index.keys)
             sweep.done = sweep.total - (top - low)
             yield
         while True:
-            with state.lock:
-                sweep.waiting = state.slots.leaving > 0
+            with pool.lock:
+                sweep.waiting = pool.slots.leaving > 0
                 if not sweep.waiting:
-                    if state.ceiling < state.capacity:
-                        state.settings_revision += 1
-                        state.want(replace(state.desired, capacity_slots=state.ceiling))
-                    state.resizing = False
+                    if pool.ceiling < pool.capacity:
+                        pool.settings_revision += 1
+                        pool.want(replace(pool.desired, capacity_slots=pool.ceiling))
+                    pool.resizing = False
                     return
             yield
 
     def _undo_resize(self) -> None:
         """Restore the capacity."""
-        state = self._state
-        with state.lock:
-            state.resizing = False
-            state.settings_revision += state.ceiling != state.capacity
-            state.ceiling = state.capacity
-            state.apply_limit()
+        pool = self._pool
+        with pool.lock:
+            pool.resizing = False
+            pool.settings_revision += pool.ceiling != pool.capacity
+            pool.ceiling = pool.capacity
+            pool.apply_limit()
 
     @property
     def settings_revision(self) -> int:
         """Grows with each change of size, policy or pausing, including one that reverts another."""
-        return self._state.settings_revision
+        return self._pool.settings_revision
 
     def set_policy(self, name: str) -> None:
         """Change the eviction policy, which starts from the current order. Raises `ConfigError`."""
         if name not in POLICIES:
             raise ConfigError("policy", name, " or ".join(POLICIES))
-        with self._state.lock:
-            replaced = self._state.index.set_policy(name)
-            self._state.settings_revision += replaced is not None
-        while replaced is not None and replaced.forget(self._state.slice_slots):
+        with self._pool.lock:
+            replaced = self._pool.index.set_policy(name)
+            self._pool.settings_revision += replaced is not None
+        while replaced is not None and replaced.forget(self._pool.slice_slots):
             pass
 
     # -- protections ----------------------------------------------------------------------------------------
@@ -213,35 +213,35 @@ class Administrator:
         Blocks above the size that a resize is bringing about count as missing."""
         if ttl_seconds is not None and not 0 < ttl_seconds < inf:
             raise InvalidRequestError(f"ttl_seconds is {ttl_seconds}; allowed: more than 0, or null")
-        state = self._state
-        expires = inf if ttl_seconds is None else state.clock() + ttl_seconds
+        pool = self._pool
+        expires = inf if ttl_seconds is None else pool.clock() + ttl_seconds
 
         def protect(slots: list[int]) -> int:
-            below = [slot for slot in slots if slot < state.slots.limit]
-            state.index.protect(below, expires)
+            below = [slot for slot in slots if slot < pool.slots.limit]
+            pool.index.protect(below, expires)
             return len(below)
 
         return self._each_slice(keys, protect)
 
     def unprotect(self, keys: Sequence[bytes] | None) -> ProtectionResult:
         """End the protections of these blocks, or of all (None)."""
-        state = self._state
+        pool = self._pool
         if keys is not None:
-            return self._each_slice(keys, state.index.unprotect)
+            return self._each_slice(keys, pool.index.unprotect)
         changed = 0
-        for start in range(0, state.index.keys.num_slots, state.slice_slots):
-            with state.lock:
-                changed += state.index.unprotect_between(start, start + state.slice_slots)
+        for start in range(0, pool.index.keys.num_slots, pool.slice_slots):
+            with pool.lock:
+                changed += pool.index.unprotect_between(start, start + pool.slice_slots)
         return ProtectionResult(changed, 0)
 
     def _each_slice(self, keys: Sequence[bytes], change: Callable[[list[int]], int]) -> ProtectionResult:
         """Call `change` with the slots of the keys that are present; it returns how many it changed."""
-        state = self._state
+        pool = self._pool
         unique = list(dict.fromkeys(keys))
         changed = 0
-        for start in range(0, len(unique), state.slice_slots):
-            with state.lock:
-                slots = state.index.keys.slots_of(unique[start : start + state.slice_slots])
+        for start in range(0, len(unique), pool.slice_slots):
+            with pool.lock:
+                slots = pool.index.keys.slots_of(unique[start : start + pool.slice_slots])
                 changed += change([slot for slot in slots if slot is not None])
         return ProtectionResult(changed, len(unique) - changed)
 
@@ -249,16 +249,16 @@ class Administrator:
 
     def retry_pinning(self) -> None:
         """Make ranks whose pinning failed try again."""
-        state = self._state
-        with state.lock:
-            state.want(replace(state.desired, pin_attempt=state.desired.pin_attempt + 1))
+        pool = self._pool
+        with pool.lock:
+            pool.want(replace(pool.desired, pin_attempt=pool.desired.pin_attempt + 1))
 
     def pause_pinning(self, paused: bool) -> None:
         """While paused, ranks start no further chunk; pinned slots stay usable."""
-        state = self._state
-        with state.lock:
-            state.settings_revision += paused != state.desired.paused
-            state.want(replace(state.desired, paused=paused))
+        pool = self._pool
+        with pool.lock:
+            pool.settings_revision += paused != pool.desired.paused
+            pool.want(replace(pool.desired, paused=paused))
 
     # -- drain and bypass -----------------------------------------------------------------------------------
 
@@ -267,25 +267,27 @@ class Administrator:
         The deadline only informs clients that wait: nothing in flight is aborted when it passes."""
         if deadline_seconds is not None and not 0 <= deadline_seconds < inf:
             raise InvalidRequestError(f"deadline_seconds is {deadline_seconds}; allowed: 0 or more, or null")
-        state = self._state
-        with state.lock:
-            state.acceptance.drain_mode = mode
-            state.acceptance.drain_deadline = inf if deadline_seconds is None else state.clock() + deadline_seconds
+        pool = self._pool
+        with pool.lock:
+            pool.acceptance.drain_mode = mode
+            pool.acceptance.drain_deadline = inf if deadline_seconds is None else pool.clock() + deadline_seconds
         return self.drain_status
 
     def undrain(self) -> DrainStatus:
         """Accept loads and stores again."""
-        with self._state.lock:
-            self._state.acceptance.drain_mode = None
-            self._state.acceptance.drain_deadline = inf
+        with self._pool.lock:
+            self._pool.acceptance.drain_mode = None
+            self._pool.acceptance.drain_deadline = inf
         return self.drain_status
 
     @property
     def drain_status(self) -> DrainStatus:
-        state = self._state
-        with state.lock:
-            gate, pending, leases = state.acceptance, len(state.ops), len(state.leases)
-            left = None if gate.drain_deadline == inf else max(0.0, gate.drain_deadline - state.clock())
+        pool = self._pool
+        with pool.lock:
+            gate = pool.acceptance
+            pending = sum(len(session.ops) for session in pool.sessions)
+            leases = pool.num_leases
+            left = None if gate.drain_deadline == inf else max(0.0, gate.drain_deadline - pool.clock())
             active = gate.drain_mode is not None
             return DrainStatus(active, gate.drain_mode, left, active and not pending and not leases, pending, leases)
 
@@ -293,16 +295,16 @@ class Administrator:
         """Switch loads or stores off, for `ttl_seconds` or until they are switched on again. Look-ups then miss."""
         if ttl_seconds is not None and not 0 < ttl_seconds < inf:
             raise InvalidRequestError(f"ttl_seconds is {ttl_seconds}; allowed: more than 0, or null")
-        state = self._state
-        with state.lock:
-            until = inf if ttl_seconds is None else state.clock() + ttl_seconds
-            state.acceptance.set_bypass(load=load, store=store, until=until)
+        pool = self._pool
+        with pool.lock:
+            until = inf if ttl_seconds is None else pool.clock() + ttl_seconds
+            pool.acceptance.set_bypass(load=load, store=store, until=until)
         return self.bypass
 
     @property
     def bypass(self) -> BypassStatus:
-        with self._state.lock:
-            return self._state.acceptance.bypass(self._state.clock())
+        with self._pool.lock:
+            return self._pool.acceptance.bypass(self._pool.clock())
 
 
 def _exactly_one(**selectors: object) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvstow.messages import Completion, Direction, Mark, Op
 
 if TYPE_CHECKING:
-    from kvstow.control.state import ControlState
+    from kvstow.control.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class OpenOp:
 
 
 class OpsInFlight:
-    """Open ops by id. Used with the lock of `state` held. O(1), or O(slots of the op) where it ends, unless a method
-    says otherwise."""
+    """The open ops of a session, by id. Used with the lock of its pool held. O(1), or O(slots of the op) where it ends,
+    unless a method says otherwise."""
 
-    def __init__(self, state: ControlState) -> None:
-        self._state = state
-        self._ranks = frozenset(range(state.config.num_ranks))
+    def __init__(self, session: Session) -> None:
+        self._session, self._pool = session, session.pool
+        self._ranks = frozenset(range(session.pool.config.num_ranks))
         self._open: dict[int, OpenOp] = {}
         self._moving: dict[int, OpenOp] = {}
         """Those that are not stuck. Like `_open`, in order of their start."""
@@ -113,7 +113,7 @@ class OpsInFlight:
 
     def complete(self, rank: int, completion: Completion) -> None:
         """Take a completion of `rank`; end the op if it was the last one."""
-        entry, faults = self._open.get(completion.op_id), self._state.counters.faults
+        entry, faults = self._open.get(completion.op_id), self._pool.counters.faults
         if entry is None:
             faults.stale_completions += 1
         elif rank not in (entry.reading if completion.mark == "source_free" else entry.pending):
@@ -132,32 +132,32 @@ class OpsInFlight:
             entry.error = entry.error or f"rank {rank}: {completion.error or 'failed'}"
             if entry.op.direction == "load":
                 # At the first failure: the request must not find these keys again and load in a circle.
-                self._state.remove_blocks(entry.op.slots, "load_failed")
+                self._pool.remove_blocks(entry.op.slots, "load_failed")
         if not entry.pending:
             self._end(entry)
         elif was_reading and not entry.reading and not entry.abandoned:
             self._settle(entry, "source_free")
 
     def _end(self, entry: OpenOp) -> None:
-        state, op = self._state, entry.op
+        pool, op = self._pool, entry.op
         self._forget(entry)
         if op.direction == "load":
             self._end_load(entry)
         else:
             self._end_store(entry)
         if entry.error:
-            state.counters.transfers.of(op.direction).error += 1
-            state.counters.faults.errors[f"{op.direction}_failed"] += 1
-            state.log(WARNING, "%s %d of %d blocks failed: %s", op.direction, op.op_id, len(op.blocks), entry.error)
+            pool.counters.transfers.of(op.direction).error += 1
+            pool.counters.faults.errors[f"{op.direction}_failed"] += 1
+            pool.log(WARNING, "%s %d of %d blocks failed: %s", op.direction, op.op_id, len(op.blocks), entry.error)
         else:
-            num_bytes = len(op.blocks) * state.config.slot_bytes
-            state.counters.transfers.of(op.direction).count_success(
+            num_bytes = len(op.blocks) * pool.config.slot_bytes
+            pool.counters.transfers.of(op.direction).count_success(
                 len(op.blocks), num_bytes, entry.seconds, entry.queue_seconds
             )
         if not entry.abandoned:
             self._settle(entry, "failed" if entry.error else "done")
         if entry.stuck:
-            state.refresh_acceptance()
+            self._session.refresh_acceptance()
 
     def _forget(self, entry: OpenOp) -> None:
         op = entry.op
@@ -169,29 +169,29 @@ class OpsInFlight:
         self.num_abandoned -= entry.abandoned
 
     def _end_load(self, entry: OpenOp) -> None:
-        self._state.unhold(entry.held)
+        self._pool.unhold(entry.held)
         if entry.error:
-            self._state.counters.lookups.miss_blocks["load_failed"] += len(entry.op.blocks)
-            self._state.counters.fallbacks["load_failed"] += 1
+            self._pool.counters.lookups.miss_blocks["load_failed"] += len(entry.op.blocks)
+            self._pool.counters.fallbacks["load_failed"] += 1
 
     def _end_store(self, entry: OpenOp) -> None:
-        state, op = self._state, entry.op
-        outcomes = state.counters.stores
+        pool, op = self._pool, entry.op
+        outcomes = pool.counters.stores
         if entry.abandoned:
-            state.index.end_quarantine(op.slots)
-            state.slots.deallocate(op.slots)
+            pool.index.end_quarantine(op.slots)
+            pool.slots.deallocate(op.slots)
         elif entry.error:
-            state.index.pending_stores.finish(entry.keys, op.slots)
-            state.slots.deallocate(op.slots)
+            pool.index.pending_stores.finish(entry.keys, op.slots)
+            pool.slots.deallocate(op.slots)
             outcomes["failed"] += len(op.slots)
         else:
-            published = state.index.publish(entry.keys, op.slots, state.clock())
-            state.slots.deallocate(published.freed)
-            state.events.append("stored", published.keys)
+            published = pool.index.publish(entry.keys, op.slots, pool.clock())
+            pool.slots.deallocate(published.freed)
+            pool.events.append("stored", published.keys)
             outcomes["stored"] += len(published.keys)
             outcomes["dropped_purged"] += len(published.freed)
-            if state.slots.leaving:  # a resize has passed these slots already
-                state.remove_blocks([slot for slot in op.slots if slot >= state.slots.limit], "resize")
+            if pool.slots.leaving:  # a resize has passed these slots already
+                pool.remove_blocks([slot for slot in op.slots if slot >= pool.slots.limit], "resize")
 
     def _settle(self, entry: OpenOp, mark: Mark) -> None:
         op = entry.op
@@ -202,7 +202,7 @@ class OpsInFlight:
     def fail_rank(self, rank: int) -> None:
         """Fail the ops of a rank that has restarted. O(open ops)."""
         pending = [op_id for op_id, entry in self._open.items() if rank in entry.pending]
-        self._state.log(WARNING, "rank %d has restarted: its memory is lost, %d transfers fail", rank, len(pending))
+        self._pool.log(WARNING, "rank %d has restarted: its memory is lost, %d transfers fail", rank, len(pending))
         for op_id in pending:
             self.complete(rank, Completion(op_id, "failed", f"rank {rank} has restarted"))
 
@@ -211,34 +211,34 @@ class OpsInFlight:
 
         A store fails now: its slots are quarantined, because the silent rank may still write them. A load keeps
         waiting, because that rank may still write the host's blocks."""
-        state = self._state
+        pool = self._pool
         entry = next(iter(self._moving.values()), None)
-        if entry is None or entry.started >= now - state.config.transfer_timeout:
+        if entry is None or entry.started >= now - pool.config.transfer_timeout:
             return False
         op = entry.op
         del self._moving[op.op_id]
         entry.stuck = True
         self.num_stuck += 1
-        state.counters.faults.errors["transfer_stuck"] += 1
+        pool.counters.faults.errors["transfer_stuck"] += 1
         reason = self.stuck_reason(entry, now)
-        state.log(
+        pool.log(
             ERROR,
             "%s %d is stuck after %g s: %s; loads and stores stop until it ends",
-            *(op.direction, op.op_id, state.config.transfer_timeout, reason),
+            *(op.direction, op.op_id, pool.config.transfer_timeout, reason),
         )
         if op.direction == "store":
             entry.abandoned = True
             self.num_abandoned += 1
             entry.error = entry.error or reason
-            state.index.quarantine(entry.keys, op.slots)
-            state.counters.stores["failed"] += len(op.slots)
+            pool.index.quarantine(entry.keys, op.slots)
+            pool.counters.stores["failed"] += len(op.slots)
             self._settle(entry, "failed")
         return True
 
     def idle_ranks(self, entry: OpenOp, now: float) -> list[int]:
         """Ranks that have not completed the op and have nothing under way: the host has not submitted the op to them,
         or has not collected or passed on their completion."""
-        return [rank for rank in sorted(entry.pending) if self._state.ranks.idle_since(rank, entry.started, now)]
+        return [rank for rank in sorted(entry.pending) if self._session.ranks.idle_since(rank, entry.started, now)]
 
     def stuck_reason(self, entry: OpenOp, now: float) -> str:
         """What keeps the op from ending: ranks that work on it, or the host."""
@@ -246,7 +246,7 @@ class OpsInFlight:
         busy = sorted(entry.pending.difference(idle))
         reasons = [f"ranks {busy} have not finished it"] if busy else []
         if idle:
-            missed = self._state.ranks.uncollected(idle)
+            missed = self._session.ranks.uncollected(idle)
             fault = f"not collected {missed} completions" if missed else "not submitted it, or lost its answer"
             reasons.append(f"the host has {fault}: ranks {idle} have nothing under way")
         return "; ".join(reasons)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
-from kvstow.control.state import ControlState
+from kvstow.control.pool import Pool
 from kvstow.messages import Op
 from kvstow.status import Refusal
+
+if TYPE_CHECKING:
+    from kvstow.control.session import Session
 
 _OUTCOME_OF: dict[Refusal, str] = {
     "not_ready": "dropped_not_ready",
@@ -32,50 +36,50 @@ class StoreGrant:
     unplaced: Sequence[int] = ()
 
 
-def place_store(state: ControlState, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> StoreGrant:
+def place_store(session: Session, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> StoreGrant:
     """Start a store of the keys that need a slot and find one. The caller holds the lock. O(keys) in every state."""
-    now = state.clock()
+    pool = session.pool
+    now = pool.clock()
     outcomes: dict[str, int] = {}
     op: Op | None = None
     fresh: list[int] = []
     unplaced: Sequence[int] = ()
-    refusal = _refusal(state, now)
+    refusal = _refusal(session, now)
     if refusal:
         outcomes[_OUTCOME_OF[refusal]] = len(keys)
         unplaced = range(len(keys))
     else:
-        fresh, present = _select(state, keys, outcomes)
-        slots = _make_room(state, len(fresh), present, now)
+        fresh, present = _select(pool, keys, outcomes)
+        slots = _make_room(pool, len(fresh), present, now)
         if len(slots) < len(fresh):
             outcomes["dropped_cpu_full"] = len(fresh) - len(slots)
-            state.counters.allocation_failures += 1
+            pool.counters.allocation_failures += 1
             unplaced = fresh[len(slots) :]
             del fresh[len(slots) :]
         if fresh:
             new_keys = tuple([keys[i] for i in fresh])
-            state.index.pending_stores.start(new_keys, slots)
+            pool.index.pending_stores.start(new_keys, slots)
             moved = tuple([blocks[i] for i in fresh])
-            op = state.ops.start("store", moved, tuple(slots), keys=new_keys, held=(), request_id=request_id, now=now)
+            op = session.ops.start("store", moved, tuple(slots), keys=new_keys, held=(), request_id=request_id, now=now)
     for outcome, count in outcomes.items():
-        state.counters.stores[outcome] += count
+        pool.counters.stores[outcome] += count
     return StoreGrant(op, tuple(fresh), outcomes, unplaced)
 
 
-def store_room(state: ControlState) -> int:
+def store_room(session: Session) -> int:
     """Slots for a store, free or by eviction; 0 while stores are refused. The caller holds the lock."""
-    return 0 if _refusal(state, state.clock()) else state.slots.free + state.index.num_cached
+    pool = session.pool
+    return 0 if _refusal(session, pool.clock()) else pool.slots.free + pool.index.num_cached
 
 
-def _refusal(state: ControlState, now: float) -> Refusal | None:
+def _refusal(session: Session, now: float) -> Refusal | None:
     """Why no store may start, which includes that no slot is pinned yet."""
-    return state.acceptance.store_refusal(now) or (None if state.slots.limit else "not_ready")
+    return session.acceptance.store_refusal(now) or (None if session.pool.slots.limit else "not_ready")
 
 
-def _select(
-    state: ControlState, keys: Sequence[bytes], outcomes: dict[str, int]
-) -> tuple[list[int], Sequence[Sequence[int]]]:
+def _select(pool: Pool, keys: Sequence[bytes], outcomes: dict[str, int]) -> tuple[list[int], Sequence[Sequence[int]]]:
     """Returns the indices of the keys that need a slot, and runs of the slots of keys that are present."""
-    index = state.index
+    index = pool.index
     present = index.keys.leading_runs(keys)
     known, rest = 0, keys  # usually none or all of the keys are present
     if present:
@@ -103,30 +107,30 @@ def _select(
     return fresh, [*present, scattered]
 
 
-def _make_room(state: ControlState, count: int, present: Sequence[Sequence[int]], now: float) -> list[int]:
+def _make_room(pool: Pool, count: int, present: Sequence[Sequence[int]], now: float) -> list[int]:
     """Up to `count` slots to fill: free ones, then evicted ones. Blocks of the same prefix count as used and are not
     evicted.
 
     Slots are in ascending order: copies and look-ups of a prefix are faster if its slots are neighbours."""
-    slots = state.slots.allocate(min(count, state.slots.free))
+    slots = pool.slots.allocate(min(count, pool.slots.free))
     missing = count - len(slots)
     if missing and present:
         held = list(chain.from_iterable(present))
-        state.index.times.mark_used(present, now)
-        state.index.hold(held)
-        slots += _evict(state, missing, now)
-        state.unhold(held)
+        pool.index.times.mark_used(present, now)
+        pool.index.hold(held)
+        slots += _evict(pool, missing, now)
+        pool.unhold(held)
     elif missing:
-        slots += _evict(state, missing, now)
+        slots += _evict(pool, missing, now)
     elif present:
-        state.index.use(present, now)
+        pool.index.use(present, now)
     slots.sort()
     return slots
 
 
-def _evict(state: ControlState, count: int, now: float) -> list[int]:
+def _evict(pool: Pool, count: int, now: float) -> list[int]:
     """Evict blocks for up to `count` slots."""
-    index, slots = state.index, list[int]()
+    index, slots = pool.index, list[int]()
     index.end_protections(now, count)
     budget = _EVICTIONS_PER_SLOT * count
     while len(slots) < count and budget > 0:
@@ -134,8 +138,8 @@ def _evict(state: ControlState, count: int, now: float) -> list[int]:
         if not removal.keys:
             break
         budget -= len(removal.keys)
-        state.counters.evictions["capacity"] += len(removal.keys)
-        state.ages.sample_evicted(removal.freed, now)
-        state.events.append("removed", removal.keys, "capacity")
-        slots += state.reuse(removal.freed)
+        pool.counters.evictions["capacity"] += len(removal.keys)
+        pool.ages.sample_evicted(removal.freed, now)
+        pool.events.append("removed", removal.keys, "capacity")
+        slots += pool.reuse(removal.freed)
     return slots

@@ -2,90 +2,99 @@
 
 from __future__ import annotations
 
+from heapq import merge
 from itertools import islice
 from math import inf
+from typing import TYPE_CHECKING
 
 from kvstow.control.ops import OpenOp
-from kvstow.control.state import ControlState
 from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.keys import format_key
 from kvstow.stats import EngineState, EngineStats, PendingTransfers, PoolStats, SlotCounts, SlotState
 from kvstow.status import BlockPage, BlockStatus, Readiness, TransferState, TransferStatus
 
+if TYPE_CHECKING:
+    from kvstow.control.pool import Pool
+    from kvstow.control.session import Session
 
-def stats(state: ControlState) -> EngineStats:
-    config = state.config
-    with state.lock:
-        now = state.clock()
-        pool = PoolStats(
-            capacity_slots=state.capacity,
-            usable_slots=state.slots.in_service,
+
+def stats(pool: Pool) -> EngineStats:
+    config = pool.config
+    with pool.lock:
+        now = pool.clock()
+        pool_stats = PoolStats(
+            capacity_slots=pool.capacity,
+            usable_slots=pool.slots.in_service,
             slot_bytes=config.slot_bytes,
-            policy=state.index.policy.name,
-            leases=len(state.leases),
-            slots=_slot_counts(state),
+            policy=pool.index.policy.name,
+            leases=pool.num_leases,
+            slots=_slot_counts(pool),
         )
-        return state.counters.snapshot(_state_of(state, now)[0], pool, _pending(state, now), config.block_tokens)
+        return pool.counters.snapshot(_state_of(pool, now)[0], pool_stats, _pending(pool, now), config.block_tokens)
 
 
-def readiness(state: ControlState) -> Readiness:
-    with state.lock:
-        now = state.clock()
-        name, reason = _state_of(state, now)
-        return Readiness(name, reason, state.slots.in_service, state.capacity, state.ranks.statuses(now))
+def readiness(pool: Pool) -> Readiness:
+    with pool.lock:
+        now = pool.clock()
+        name, reason = _state_of(pool, now)
+        ranks = [status for session in pool.sessions for status in session.ranks.statuses(now)]
+        return Readiness(name, reason, pool.slots.in_service, pool.capacity, tuple(ranks))
 
 
-def transfers(state: ControlState, limit: int) -> list[TransferStatus]:
-    with state.lock:
-        now = state.clock()
-        return [_transfer(entry, state, now) for entry in islice(state.ops, limit)]
+def transfers(pool: Pool, limit: int) -> list[TransferStatus]:
+    with pool.lock:
+        now = pool.clock()
+        by_session = [
+            [(entry.op.op_id, entry, session) for entry in islice(session.ops, limit)] for session in pool.sessions
+        ]
+        return [_transfer(entry, session, now) for _, entry, session in islice(merge(*by_session), limit)]
 
 
-def block(state: ControlState, key: bytes) -> BlockStatus | None:
-    with state.lock:
-        (slot,) = state.index.keys.slots_of((key,))
-        return None if slot is None else _block(state, slot, key, state.clock())
+def block(pool: Pool, key: bytes) -> BlockStatus | None:
+    with pool.lock:
+        (slot,) = pool.index.keys.slots_of((key,))
+        return None if slot is None else _block(pool, slot, key, pool.clock())
 
 
-def blocks(state: ControlState, start_slot: int, limit: int) -> BlockPage:
-    with state.lock:
-        now = state.clock()
-        end = min(start_slot + SLICE_SLOTS, state.index.keys.num_slots)
+def blocks(pool: Pool, start_slot: int, limit: int) -> BlockPage:
+    with pool.lock:
+        now = pool.clock()
+        end = min(start_slot + SLICE_SLOTS, pool.index.keys.num_slots)
         found: list[BlockStatus] = []
         slot = start_slot
         while slot < end and len(found) < limit:
-            key = state.index.keys.key_of[slot]
+            key = pool.index.keys.key_of[slot]
             if key is not None:
-                found.append(_block(state, slot, key, now))
+                found.append(_block(pool, slot, key, now))
             slot += 1
-        return BlockPage(tuple(found), slot if slot < state.index.keys.num_slots else None)
+        return BlockPage(tuple(found), slot if slot < pool.index.keys.num_slots else None)
 
 
-def defects(state: ControlState) -> list[str]:
+def defects(pool: Pool) -> list[str]:
     """Inconsistencies between the records of the control plane. O(pool); the caller holds the lock."""
-    found = state.index.defects()
-    in_use = state.index.slots_in_use()
-    used = state.slots.used_slots()
+    found = pool.index.defects()
+    in_use = pool.index.slots_in_use()
+    used = pool.slots.used_slots()
     listed = sorted(slot for slots in in_use.values() for slot in slots)
     if len(set(listed)) != len(listed):
         found.append("a slot is in two states")
     if set(listed) != used:
         found.append(f"{len(set(listed) ^ used)} used slots are in no state, or free ones in some")
-    if state.slots.counted() != (state.slots.free, state.slots.in_service):
+    if pool.slots.counted() != (pool.slots.free, pool.slots.in_service):
         found.append("the counts of free slots and slots in service are wrong")
-    if state.slots.leaving != sum(slot >= state.slots.limit for slot in used):
+    if pool.slots.leaving != sum(slot >= pool.slots.limit for slot in used):
         found.append("the count of used slots above the limit is wrong")
-    kept = {slot for slot in state.index.keys.slots() if slot not in state.lost}
-    if any(map(state.index.times.outlived_a_loss, kept)):
+    kept = {slot for slot in pool.index.keys.slots() if slot not in pool.lost}
+    if any(map(pool.index.times.outlived_a_loss, kept)):
         found.append("blocks that a rank has lost are visible")
-    if not state.resizing and any(slot >= state.slots.limit for slot in kept):
+    if not pool.resizing and any(slot >= pool.slots.limit for slot in kept):
         found.append("blocks above the usable slots are visible")
-    counts = _slot_counts(state)
-    if counts.usable != state.slots.in_service:
-        found.append(f"the states {counts} do not add up to {state.slots.in_service}")
-    if not state.ops.is_consistent():
+    counts = _slot_counts(pool)
+    if counts.usable != pool.slots.in_service:
+        found.append(f"the states {counts} do not add up to {pool.slots.in_service}")
+    if not all(session.ops.is_consistent() for session in pool.sessions):
         found.append("the transfers that may become stuck are not those that are not stuck")
-    stores = [entry for entry in state.ops if entry.op.direction == "store"]
+    stores = [entry for session in pool.sessions for entry in session.ops if entry.op.direction == "store"]
     for name, abandoned in (("filling", False), ("quarantined", True)):
         written = {slot for entry in stores if entry.abandoned is abandoned for slot in entry.op.slots}
         if written != in_use[name]:
@@ -93,10 +102,10 @@ def defects(state: ControlState) -> list[str]:
     return found
 
 
-def _slot_counts(state: ControlState) -> SlotCounts:
-    index = state.index
+def _slot_counts(pool: Pool) -> SlotCounts:
+    index = pool.index
     return SlotCounts(
-        free=state.slots.free,
+        free=pool.slots.free,
         filling=len(index.pending_stores),
         cached=index.num_cached,
         leased=index.num_leased,
@@ -105,84 +114,107 @@ def _slot_counts(state: ControlState) -> SlotCounts:
     )
 
 
-def _pending(state: ControlState, now: float) -> PendingTransfers:
-    ops, slot_bytes = state.ops, state.config.slot_bytes
-    oldest = ops.oldest()
+def _pending(pool: Pool, now: float) -> PendingTransfers:
+    loads = stores = load_blocks = store_blocks = stuck = 0
+    started = now
+    for session in pool.sessions:
+        ops = session.ops
+        loads += ops.num_ops["load"]
+        stores += ops.num_ops["store"]
+        load_blocks += ops.num_blocks["load"]
+        store_blocks += ops.num_blocks["store"]
+        stuck += ops.num_stuck
+        oldest = ops.oldest()
+        if oldest:
+            started = min(started, oldest.started)
+    slot_bytes = pool.config.slot_bytes
     return PendingTransfers(
-        loads=ops.num_ops["load"],
-        stores=ops.num_ops["store"],
-        load_blocks=ops.num_blocks["load"],
-        store_blocks=ops.num_blocks["store"],
-        load_bytes=ops.num_blocks["load"] * slot_bytes,
-        store_bytes=ops.num_blocks["store"] * slot_bytes,
-        oldest_seconds=now - oldest.started if oldest else 0.0,
-        stuck=ops.num_stuck,
+        loads=loads,
+        stores=stores,
+        load_blocks=load_blocks,
+        store_blocks=store_blocks,
+        load_bytes=load_blocks * slot_bytes,
+        store_bytes=store_blocks * slot_bytes,
+        oldest_seconds=now - started,
+        stuck=stuck,
     )
 
 
-def _state_of(state: ControlState, now: float) -> tuple[EngineState, str]:
+def _state_of(pool: Pool, now: float) -> tuple[EngineState, str]:
     """The engine's state, and the reason for it as a sentence."""
-    if state.acceptance.closed:
+    if any(session.acceptance.closed for session in pool.sessions):
         return "stopped", "the engine was closed"
-    if state.acceptance.drain_mode:
-        return "draining", f"an operator drains the engine (mode {state.acceptance.drain_mode})"
-    trouble = _trouble(state, now)
+    if pool.acceptance.drain_mode:
+        return "draining", f"an operator drains the engine (mode {pool.acceptance.drain_mode})"
+    trouble = _trouble(pool, now)
     if trouble:
         return "degraded", trouble
-    silent = [record.report.rank for record in state.ranks.records() if record.reported_at is None]
+    records = [record for session in pool.sessions for record in session.ranks.records()]
+    silent = [record.report.rank for record in records if record.reported_at is None]
     if silent:
         return "starting", f"ranks {silent} have not reported yet"
-    if state.slots.limit < state.ceiling:
-        return "pinning", f"{state.slots.limit} of {state.ceiling} slots are pinned on every rank"
+    if pool.slots.limit < pool.ceiling:
+        return "pinning", f"{pool.slots.limit} of {pool.ceiling} slots are pinned on every rank"
     return "ready", "all slots are pinned"
 
 
-def _trouble(state: ControlState, now: float) -> str:
-    if state.host_error:
-        return f"the host has failed: {state.host_error}"
-    if state.integrity_error:
-        return f"an integrity check failed: {state.integrity_error}"
-    if state.ops.num_stuck:
-        oldest = state.ops.oldest()
+def _trouble(pool: Pool, now: float) -> str:
+    for session in pool.sessions:
+        if session.host_error:
+            return f"the host has failed: {session.host_error}"
+    if pool.integrity_error:
+        return f"an integrity check failed: {pool.integrity_error}"
+    for session in pool.sessions:
+        trouble = _session_trouble(session, now)
+        if trouble:
+            return trouble
+    return ""
+
+
+def _session_trouble(session: Session, now: float) -> str:
+    if session.ops.num_stuck:
+        oldest = session.ops.oldest()
         assert oldest is not None
-        return f"{state.ops.num_stuck} transfers are stuck: {state.ops.stuck_reason(oldest, now)}"
-    for record in state.ranks.records():
+        return f"{session.ops.num_stuck} transfers are stuck: {session.ops.stuck_reason(oldest, now)}"
+    for record in session.ranks.records():
         report = record.report
         if record.reported_at is None:
             continue
         if report.state in ("degraded", "failed", "stopped"):
             return f"rank {report.rank} is {report.state}: {report.error or 'no reason given'}"
         age = now - record.reported_at
-        if age > state.config.report_timeout:
+        if age > session.pool.config.report_timeout:
             return f"rank {report.rank} has been silent for {age:.1f} s"
     return ""
 
 
-def _transfer(entry: OpenOp, state: ControlState, now: float) -> TransferStatus:
+def _transfer(entry: OpenOp, session: Session, now: float) -> TransferStatus:
     op = entry.op
     phase: TransferState = "queued"
     if entry.abandoned:
         phase = "quarantined"
     elif entry.stuck:
         phase = "stuck"
-    elif len(entry.pending) < len(state.ranks) or (op.direction == "store" and len(entry.reading) < len(state.ranks)):
+    elif len(entry.pending) < len(session.ranks) or (
+        op.direction == "store" and len(entry.reading) < len(session.ranks)
+    ):
         phase = "running"
     return TransferStatus(
         op_id=op.op_id,
         direction=op.direction,
         state=phase,
         blocks=len(op.blocks),
-        bytes=len(op.blocks) * state.config.slot_bytes,
+        bytes=len(op.blocks) * session.pool.config.slot_bytes,
         age_seconds=now - entry.started,
         pending_ranks=tuple(sorted(entry.pending)),
-        idle_ranks=tuple(state.ops.idle_ranks(entry, now)),
+        idle_ranks=tuple(session.ops.idle_ranks(entry, now)),
         failed=entry.error is not None,
         request_id=entry.request_id,
     )
 
 
-def _block(state: ControlState, slot: int, key: bytes, now: float) -> BlockStatus:
-    index = state.index
+def _block(pool: Pool, slot: int, key: bytes, now: float) -> BlockStatus:
+    index = pool.index
     expiry = index.protection_end(slot)
     holds = index.holds(slot)
     name: SlotState = "protected" if expiry is not None else "leased" if holds else "cached"

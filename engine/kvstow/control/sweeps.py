@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvstow.control.state import ControlState
+    from kvstow.control.pool import Pool
 
 SLICE_SLOTS = 1024
 """Slots per slice. Evicting that many holds the engine's lock for less than a millisecond."""
@@ -76,18 +76,18 @@ Wanted = Callable[[int, int], list[int]]
 """Selects the visible slots of a range to remove. Called with the lock held."""
 
 
-def evict_next(state: ControlState, kind: str, reason: str, count: int, dry_run: bool) -> Sweep:
+def evict_next(pool: Pool, kind: str, reason: str, count: int, dry_run: bool) -> Sweep:
     """Remove the next `count` evictable blocks in the policy's order."""
 
     def work(sweep: Sweep) -> Iterator[None]:
         while sweep.done < count:
-            with state.lock:
+            with pool.lock:
                 if dry_run:
-                    found = slice_size = min(count, state.index.num_cached)
+                    found = slice_size = min(count, pool.index.num_cached)
                 else:
-                    slice_size = min(state.slice_slots, count - sweep.done)
-                    removal = state.index.evict(slice_size)
-                    state.note_removal(removal, reason)
+                    slice_size = min(pool.slice_slots, count - sweep.done)
+                    removal = pool.index.evict(slice_size)
+                    pool.note_removal(removal, reason)
                     found = len(removal.keys)
             sweep.evicted_slots += found
             sweep.done += found
@@ -96,60 +96,60 @@ def evict_next(state: ControlState, kind: str, reason: str, count: int, dry_run:
                 return
             yield
 
-    return Sweep(kind, count, state.config.slot_bytes, work)
+    return Sweep(kind, count, pool.config.slot_bytes, work)
 
 
-def scan(state: ControlState, kind: str, reason: str, dry_run: bool, wanted: Wanted) -> Sweep:
+def scan(pool: Pool, kind: str, reason: str, dry_run: bool, wanted: Wanted) -> Sweep:
     """Visit all slots in ascending order, and remove the blocks in those that `wanted` selects."""
-    total = state.index.keys.num_slots
-    return Sweep(kind, total, state.config.slot_bytes, lambda sweep: _scan(sweep, state, reason, dry_run, wanted))
+    total = pool.index.keys.num_slots
+    return Sweep(kind, total, pool.config.slot_bytes, lambda sweep: _scan(sweep, pool, reason, dry_run, wanted))
 
 
-def _scan(sweep: Sweep, state: ControlState, reason: str, dry_run: bool, wanted: Wanted) -> Iterator[None]:
+def _scan(sweep: Sweep, pool: Pool, reason: str, dry_run: bool, wanted: Wanted) -> Iterator[None]:
     while sweep.done < sweep.total:
-        end = min(sweep.done + state.slice_slots, sweep.total)
-        with state.lock:
+        end = min(sweep.done + pool.slice_slots, sweep.total)
+        with pool.lock:
             found = wanted(sweep.done, end)
-            sweep.evicted_slots += len(found) if dry_run else state.remove_blocks(found, reason)
+            sweep.evicted_slots += len(found) if dry_run else pool.remove_blocks(found, reason)
         sweep.done = end
         yield
 
 
-def purge_matching(state: ControlState, matches: Callable[[bytes], bool], dry_run: bool) -> Sweep:
+def purge_matching(pool: Pool, matches: Callable[[bytes], bool], dry_run: bool) -> Sweep:
     """Remove the visible blocks whose keys match, including held and protected ones, and disown those being stored."""
-    index = state.index
+    index = pool.index
 
     def wanted(low: int, high: int) -> list[int]:
         return [slot for slot, key in index.keys.between(low, high) if matches(key)]
 
     def work(sweep: Sweep) -> Iterator[None]:
         if not dry_run:
-            with state.lock:
+            with pool.lock:
                 filling = list(index.pending_stores)
-            for start in range(0, len(filling), state.slice_slots):  # the scan finds keys that become visible meanwhile
-                matching = [key for key in filling[start : start + state.slice_slots] if matches(key)]
-                with state.lock:
+            for start in range(0, len(filling), pool.slice_slots):  # the scan finds keys that become visible meanwhile
+                matching = [key for key in filling[start : start + pool.slice_slots] if matches(key)]
+                with pool.lock:
                     index.pending_stores.disown(matching)
                 yield
-        yield from _scan(sweep, state, "purge", dry_run, wanted)
+        yield from _scan(sweep, pool, "purge", dry_run, wanted)
 
-    return Sweep("purge", index.keys.num_slots, state.config.slot_bytes, work)
+    return Sweep("purge", index.keys.num_slots, pool.config.slot_bytes, work)
 
 
-def purge_keys(state: ControlState, keys: Sequence[bytes], dry_run: bool) -> Sweep:
+def purge_keys(pool: Pool, keys: Sequence[bytes], dry_run: bool) -> Sweep:
     """`purge_matching` for exact keys: O(keys)."""
     wanted = list(dict.fromkeys(keys))
 
     def work(sweep: Sweep) -> Iterator[None]:
         while sweep.done < len(wanted):
-            some = wanted[sweep.done : sweep.done + state.slice_slots]
-            with state.lock:
-                found = [slot for slot in state.index.keys.slots_of(some) if slot is not None]
+            some = wanted[sweep.done : sweep.done + pool.slice_slots]
+            with pool.lock:
+                found = [slot for slot in pool.index.keys.slots_of(some) if slot is not None]
                 if not dry_run:
-                    state.index.pending_stores.disown(some)
-                    state.remove_blocks(found, "purge")
+                    pool.index.pending_stores.disown(some)
+                    pool.remove_blocks(found, "purge")
             sweep.evicted_slots += len(found)
             sweep.done += len(some)
             yield
 
-    return Sweep("purge", len(wanted), state.config.slot_bytes, work)
+    return Sweep("purge", len(wanted), pool.config.slot_bytes, work)

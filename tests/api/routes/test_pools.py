@@ -509,7 +509,7 @@ async def test_a_sweep_that_fails_answers_500_and_is_kept(
     def broken(count: int) -> None:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(engine._state.index, "evict", broken)
+    monkeypatch.setattr(engine.pool.index, "evict", broken)
     answer = await client.post(f"{HOST}/evict", json={"slots": 1}, params={"wait": 30})
     assert answer.status_code == 500
     assert "secret" not in answer.text

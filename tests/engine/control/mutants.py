@@ -8,7 +8,7 @@ import pytest
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.ops import OpenOp, OpsInFlight
-from kvstow.control.state import ControlState
+from kvstow.control.pool import Pool
 from kvstow.messages import Completion
 
 
@@ -18,10 +18,10 @@ def visible_at_submission(patch: pytest.MonkeyPatch) -> None:
     def publish_at_once(self: OffloadEngine, keys: list[bytes], blocks: list[int], **rest: str) -> object:
         grant = begin_store(self, keys, blocks, **rest)
         if grant.op:
-            state: ControlState = self._state
-            entry = state.ops.get(grant.op.op_id)
+            pool: Pool = self.pool
+            entry = self.ops.get(grant.op.op_id)
             assert entry is not None
-            state.index.publish(entry.keys, grant.op.slots, 0.0)
+            pool.index.publish(entry.keys, grant.op.slots, 0.0)
             entry.keys, entry.op = (), replace(grant.op, slots=())
         return grant
 

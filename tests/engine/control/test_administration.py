@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.state import ControlState
+from kvstow.control.pool import Pool
 from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError
 from kvstow.status import BypassStatus, ProtectionResult
@@ -393,7 +393,7 @@ def test_a_resize_that_is_abandoned_takes_no_lock_when_it_is_collected(
             pass
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._state, "lock", Watched())
+        patch.setattr(engine.pool, "lock", Watched())
         del sweep
         gc.collect()
     assert not taken
@@ -409,7 +409,7 @@ def test_a_resize_that_fails_puts_the_capacity_back(make_engine: MakeEngine, mon
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(ControlState, "vacate", fail)
+        patch.setattr(Pool, "vacate", fail)
         with pytest.raises(MemoryError):
             sweep.run()
     assert sweep.finished

@@ -59,7 +59,7 @@ def count_by_holding(monkeypatch: pytest.MonkeyPatch) -> Callable[[OffloadEngine
     """Starts a new count whenever the engine's lock is taken."""
 
     def watch(engine: OffloadEngine) -> Holding:
-        holding, lock = Holding(), engine._state.lock
+        holding, lock = Holding(), engine.pool.lock
 
         class Watched:
             def __enter__(self) -> None:
@@ -69,7 +69,7 @@ def count_by_holding(monkeypatch: pytest.MonkeyPatch) -> Callable[[OffloadEngine
             def __exit__(self, *error: object) -> None:
                 lock.release()
 
-        monkeypatch.setattr(engine._state, "lock", Watched())
+        monkeypatch.setattr(engine.pool, "lock", Watched())
         return holding
 
     return watch
@@ -275,14 +275,14 @@ def test_a_policy_that_is_replaced_forgets_slice_by_slice_without_the_lock(
     engine.release_lease(engine.acquire(make_keys(2500)))  # all are frequent, so that ghosts are kept beside new blocks
     for start in range(0, 2500, 100):
         store_keys(engine, ranks, make_keys(100, f"new{start}-"))
-    arc = engine._state.index.policy
+    arc = engine.pool.index.policy
     assert isinstance(arc, ArcPolicy)
     assert arc.num_ghosts > 2 * SLICE_SLOTS
     sizes = [arc.num_ghosts]
     forget = ArcPolicy.forget
 
     def counted(self: ArcPolicy, limit: int) -> bool:
-        assert not engine._state.lock.locked()
+        assert not engine.pool.lock.locked()
         more = forget(self, limit)
         sizes.append(self.num_ghosts)
         return more

@@ -7,84 +7,84 @@ from collections.abc import Callable
 import pytest
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.state import ControlState
+from kvstow.control.pool import Pool
 from kvstow.errors import IntegrityError
 from kvstow.testing.rank import make_ranks, write_blocks
 
-Disorder = Callable[[ControlState], object]
+Disorder = Callable[[Pool], object]
 
 
-def lose_a_key(state: ControlState) -> None:
-    del state.index.keys._slot_of[b"A"]
+def lose_a_key(pool: Pool) -> None:
+    del pool.index.keys._slot_of[b"A"]
 
 
-def swap_two_keys(state: ControlState) -> None:
-    key_of = state.index.keys.key_of
+def swap_two_keys(pool: Pool) -> None:
+    key_of = pool.index.keys.key_of
     key_of[0], key_of[1] = key_of[1], key_of[0]
 
 
-def lose_an_evictable_slot(state: ControlState) -> None:
-    state.index.policy.detach([3])
+def lose_an_evictable_slot(pool: Pool) -> None:
+    pool.index.policy.detach([3])
 
 
-def miscount_the_order(state: ControlState) -> None:
-    state.index.policy.hand_over()._size += 1
+def miscount_the_order(pool: Pool) -> None:
+    pool.index.policy.hand_over()._size += 1
 
 
-def forget_an_orphan(state: ControlState) -> None:
-    state.index._orphans.clear()
+def forget_an_orphan(pool: Pool) -> None:
+    pool.index._orphans.clear()
 
 
-def protect_an_invisible_slot(state: ControlState) -> None:
-    state.index._protections.add(6, 1.0)
+def protect_an_invisible_slot(pool: Pool) -> None:
+    pool.index._protections.add(6, 1.0)
 
 
-def lose_the_end_of_a_protection(state: ControlState) -> None:
-    state.index._protections._ends.append(1.0)
+def lose_the_end_of_a_protection(pool: Pool) -> None:
+    pool.index._protections._ends.append(1.0)
 
 
-def miscount_held_protections(state: ControlState) -> None:
-    state.index._held_and_protected += 1
+def miscount_held_protections(pool: Pool) -> None:
+    pool.index._held_and_protected += 1
 
 
-def miscount_filling_slots(state: ControlState) -> None:
-    state.index.pending_stores._num_slots += 1
+def miscount_filling_slots(pool: Pool) -> None:
+    pool.index.pending_stores._num_slots += 1
 
 
-def add_a_holder_to_a_free_slot(state: ControlState) -> None:
-    state.index._held._extra[7] = 1
+def add_a_holder_to_a_free_slot(pool: Pool) -> None:
+    pool.index._held._extra[7] = 1
 
 
-def put_a_slot_into_two_states(state: ControlState) -> None:
-    state.index._quarantined.add(0)
+def put_a_slot_into_two_states(pool: Pool) -> None:
+    pool.index._quarantined.add(0)
 
 
-def free_a_used_slot(state: ControlState) -> None:
-    state.slots.deallocate([0])
+def free_a_used_slot(pool: Pool) -> None:
+    pool.slots.deallocate([0])
 
 
-def miscount_free_slots(state: ControlState) -> None:
-    state.slots.free += 1
+def miscount_free_slots(pool: Pool) -> None:
+    pool.slots.free += 1
 
 
-def miscount_leaving_slots(state: ControlState) -> None:
-    state.slots.leaving += 1
+def miscount_leaving_slots(pool: Pool) -> None:
+    pool.slots.leaving += 1
 
 
-def settle_in_secret(state: ControlState) -> None:
-    state.ops._open.clear()
+def settle_in_secret(pool: Pool) -> None:
+    pool.sessions[0].ops._open.clear()
 
 
-def forget_to_watch_a_transfer(state: ControlState) -> None:
-    state.ops._moving.clear()
+def forget_to_watch_a_transfer(pool: Pool) -> None:
+    pool.sessions[0].ops._moving.clear()
 
 
-def keep_the_blocks_of_a_dead_boot(state: ControlState) -> None:
-    state.index.lose_contents(0, state.clock())
+def keep_the_blocks_of_a_dead_boot(pool: Pool) -> None:
+    pool.index.lose_contents(0, pool.clock())
 
 
-def keep_blocks_above_the_usable_slots(state: ControlState) -> None:
-    state.slots.set_limit(0)
+def keep_blocks_above_the_usable_slots(pool: Pool) -> None:
+    pool.slots.set_limit(0)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_every_inconsistency_is_found(
     engine.release_lease(lease)
     engine.begin_store([b"E"], [9])
     engine.check_integrity()
-    disorder(engine._state)
+    disorder(engine.pool)
     with pytest.raises(IntegrityError, match=complaint):
         engine.check_integrity()
     assert complaint.split()[-1] in engine.readiness().reason

@@ -29,11 +29,11 @@ def test_renewing_protections_takes_no_memory(make_engine: Callable[..., Offload
     keys = [bytes([number]) for number in range(64)]
     store_keys(engine, make_ranks(engine), keys)
     engine.admin.protect(keys, 1000.0)
-    before = size(engine._state.index._protections)
+    before = size(engine.pool.index._protections)
     for number in range(1000):
         clock.advance(0.5)
         engine.admin.protect(keys, 1000.0 if number % 2 else 900.0 - number / 2)  # later, and earlier than before
-    assert size(engine._state.index._protections) == before
+    assert size(engine.pool.index._protections) == before
     engine.check_integrity()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvstow.control.administration import Administrator
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.state import ControlState
+from kvstow.control.pool import Pool
 from kvstow.control.sweeps import Sweep
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
 from kvstow.messages import RankReport
@@ -276,14 +276,14 @@ def test_an_interrupted_removal_is_finished_before_anything_is_served(
     engine = make_engine(slots=12, slice_slots=2)
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], KEYS)
-    vacate = ControlState.vacate
+    vacate = Pool.vacate
 
-    def fail_later(self: ControlState, low: int, high: int, reason: str) -> int:
+    def fail_later(self: Pool, low: int, high: int, reason: str) -> int:
         if low >= 4:
             raise MemoryError
         return vacate(self, low, high, reason)
 
-    monkeypatch.setattr(ControlState, "vacate", fail_later)
+    monkeypatch.setattr(Pool, "vacate", fail_later)
     with pytest.raises(MemoryError):
         rank.restart(pinned=12)
     assert engine.contains(KEYS) == [False] * 12

@@ -54,7 +54,7 @@ def test_neighbours_are_marked_in_one_piece(make_engine: Callable[..., OffloadEn
     engine = make_engine(slots=1024)
     keys = [b"%d" % number for number in range(1024)]
     store_keys(engine, make_ranks(engine), keys)
-    times = engine._state.index.times
+    times = engine.pool.index.times
     times._used_at = Counting("d", times._used_at)
     engine.release_lease(engine.acquire(keys))
     engine.begin_store(keys, range(1024))

@@ -16,14 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.engine.control.mutants import first_rank_decides, visible_at_submission
 
 from kvstow.config import EngineConfig
-from kvstow.control.acceptance import Acceptance
+from kvstow.control.acceptance import PoolAcceptance
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.index import Index
 from kvstow.control.leases import Lease, LeaseBook
 from kvstow.control.ops import OpenOp, OpsInFlight, Settled
+from kvstow.control.pool import Pool
 from kvstow.control.ranks import RankTable
 from kvstow.control.slots import SlotMap
-from kvstow.control.state import ControlState
 from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConflictError, LeaseError
 from kvstow.messageorder import NewestDesiredState
@@ -393,7 +393,7 @@ def dead_boots_are_believed(patch: pytest.MonkeyPatch) -> None:
     complete, fail_rank = OffloadEngine.complete, OpsInFlight.fail_rank
 
     def believe(self: OffloadEngine, rank: int, boot_id: str, completions: list[Completion]) -> None:
-        complete(self, rank, self._state.ranks.boot_id(rank) or boot_id, completions)
+        complete(self, rank, self.ranks.boot_id(rank) or boot_id, completions)
 
     def number_again(self: OpsInFlight, rank: int) -> None:
         fail_rank(self, rank)
@@ -405,7 +405,7 @@ def dead_boots_are_believed(patch: pytest.MonkeyPatch) -> None:
 
 
 def restarts_keep_the_index(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ControlState, "_set_lost", lambda self, slots: None)
+    patch.setattr(Pool, "_set_lost", lambda self, slots: None)
 
 
 def restarts_clear_the_usable_slots_only(patch: pytest.MonkeyPatch) -> None:
@@ -419,17 +419,17 @@ def leases_outlive_a_restart(patch: pytest.MonkeyPatch) -> None:
 
 def lost_blocks_are_served(patch: pytest.MonkeyPatch) -> None:
     """They are served until they are removed, and they never are."""
-    patch.setattr(ControlState, "remove_lost", lambda self: None)
-    patch.setattr(Acceptance, "rebuilding", property(lambda self: False, lambda self, value: None), raising=False)
+    patch.setattr(Pool, "remove_lost", lambda self: None)
+    patch.setattr(PoolAcceptance, "rebuilding", property(lambda self: False, lambda self, value: None), raising=False)
 
 
 def resize_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     desired = OffloadEngine.desired
 
     def at_once(self: OffloadEngine) -> object:
-        state = self._state
-        if state.ceiling < state.capacity:
-            state.want(replace(state.desired, capacity_slots=state.ceiling))
+        pool = self.pool
+        if pool.ceiling < pool.capacity:
+            pool.want(replace(pool.desired, capacity_slots=pool.ceiling))
         return desired(self)
 
     patch.setattr(OffloadEngine, "desired", at_once)

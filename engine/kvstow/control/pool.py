@@ -1,4 +1,4 @@
-"""The state of the control plane, with the steps that several of its parts share.
+"""A pool: one memory layout, and everything whose life is that of the memory.
 
 Lock: every method and attribute is used with `lock` held, except `config`, `clock`, `events` and the methods that say
 so.
@@ -12,25 +12,30 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from kvstow.config import EngineConfig
-from kvstow.control.acceptance import Acceptance
+from kvstow.control import snapshots
+from kvstow.control.acceptance import PoolAcceptance
 from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.index import Index, Removal
-from kvstow.control.leases import LeaseBook
-from kvstow.control.ops import OpsInFlight
-from kvstow.control.ranks import RankTable
 from kvstow.control.slots import SlotMap
 from kvstow.control.slottimes import AgeSampler
 from kvstow.control.sweeps import SLICE_SLOTS
+from kvstow.errors import IntegrityError
 from kvstow.messages import DesiredState
 from kvstow.stats import Counters
+from kvstow.status import Refusal
+
+if TYPE_CHECKING:
+    from kvstow.control.session import Session
 
 logger = logging.getLogger("kvstow.engine")
 
 
-class ControlState:
-    """The state that the engine and its administration share."""
+class Pool:
+    """Slots, the index of their blocks, counters and what operators have set; shared by its sessions. Each session
+    adds itself to `sessions`."""
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float], *, slice_slots: int = SLICE_SLOTS) -> None:
         self.config = config
@@ -40,15 +45,13 @@ class ControlState:
         self.lock = Lock()
         self.slots = SlotMap()
         self.index = Index(config.policy)
-        self.ops = OpsInFlight(self)
-        self.leases = LeaseBook()
-        self.acceptance = Acceptance()
+        self.sessions: list[Session] = []
+        self.acceptance = PoolAcceptance()
         self.counters = Counters()
         self.ages = AgeSampler(self.index.times, self.counters.ages)
         self.events = BlockEventLog(config.event_buffer, lambda: self.desired.capacity_slots)
         self.desired = DesiredState(secrets.token_hex(8), config.capacity_slots, number=1)
         """The desired state of every rank; ranks free memory only when its capacity is lowered. See `want`."""
-        self.ranks = RankTable(config, self.desired)
         self.ceiling = config.capacity_slots
         """Slots at or above it are not allocated; below `capacity` while a resize vacates them."""
         self.resizing = False
@@ -58,7 +61,6 @@ class ControlState:
         self.settings_revision = 0
         """Grows with each change of capacity, ceiling, policy or pausing, reverted ones included."""
         self.integrity_error: str | None = None
-        self.host_error: str | None = None
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
 
     def log(self, level: int, message: str, *values: object) -> None:
@@ -73,10 +75,6 @@ class ControlState:
             except IndexError:  # another thread was faster
                 return
             logger.log(level, message, *values)
-
-    def refresh_acceptance(self) -> None:
-        """Update whether work is accepted, after a change of the ranks or of stuck ops."""
-        self.acceptance.serving = self.ranks.can_copy() and not self.ops.num_stuck and not self.host_error
 
     def note_removal(self, removal: Removal, reason: str) -> None:
         """Count blocks that left the index, and free their slots."""
@@ -101,6 +99,15 @@ class ControlState:
     def unhold(self, slots: Iterable[int]) -> None:
         self.slots.deallocate(self.index.unhold(list(slots)))
 
+    def load_refusal(self, now: float) -> Refusal | None:
+        """Why no session may load, or None."""
+        refusals = [session.acceptance.load_refusal(now) for session in self.sessions]
+        return None if None in refusals else next(iter(refusals), None)
+
+    @property
+    def num_leases(self) -> int:
+        return sum(len(session.leases) for session in self.sessions)
+
     @property
     def capacity(self) -> int:
         """Slots wanted on every rank."""
@@ -109,11 +116,12 @@ class ControlState:
     def want(self, desired: DesiredState) -> None:
         """Set a new desired state of the ranks, with the next number."""
         self.desired = replace(desired, number=self.desired.number + 1)
-        self.ranks.want(self.desired)
+        for session in self.sessions:
+            session.ranks.want(self.desired)
 
     def apply_limit(self) -> None:
         """Update the usable slots from the ceiling and the ranks. The caller removes blocks above a lower limit."""
-        limit = min(self.ceiling, self.ranks.usable_slots())
+        limit = min([self.ceiling, *(session.ranks.usable_slots() for session in self.sessions)])
         if limit != self.slots.limit:
             self.slots.set_limit(limit)
             self.index.set_num_slots(limit)
@@ -125,13 +133,42 @@ class ControlState:
         self.remove_blocks(range(low, end), reason)
         return end
 
+    def tick(self) -> None:
+        """Let time pass: protections end, transfers become stuck. Call it about once a second, without the lock.
+        O(what changes), with the lock held for no more than 1,024 protections, or one transfer, at a time."""
+        now = self.clock()
+        while self._end_protections(now) or self._mark_stuck(now):
+            pass
+        self.write_log()
+
+    def _end_protections(self, now: float) -> bool:
+        """One slice; True if more protections may have ended."""
+        with self.lock:
+            return self.index.end_protections(now, self.slice_slots) == self.slice_slots
+
+    def _mark_stuck(self, now: float) -> bool:
+        """Mark the oldest transfer of a session that has become stuck; False if there is none."""
+        with self.lock:
+            return any(session.mark_stuck(now) for session in self.sessions)
+
+    def check_integrity(self) -> None:
+        """Compare all records with each other, without the lock. Raises `IntegrityError`. O(pool) with the lock held,
+        1 s for a million slots: for tests and quiet hours."""
+        with self.lock:
+            defects = snapshots.defects(self)
+            self.integrity_error = "; ".join(defects) or None
+            self.counters.faults.errors["integrity"] += bool(defects)
+        if defects:
+            raise IntegrityError("; ".join(defects))
+
     def lose(self, low: int) -> None:
         """Some rank has lost the contents of its slots from `low` on.
 
         This includes slots above the limit, which a resize may have lowered already. Leases break, and no store in
         flight to these slots becomes visible. The caller then calls `remove_lost` without the lock.
         """
-        self.leases.epoch += 1
+        for session in self.sessions:
+            session.leases.epoch += 1
         self.index.lose_contents(low, self.clock())
         if self.lost:
             low = min(low, self.lost.start)

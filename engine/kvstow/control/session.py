@@ -1,0 +1,273 @@
+"""A session: one incarnation of an inference engine as a client of a pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+from kvstow.control.acceptance import SessionAcceptance
+from kvstow.control.leases import Lease, LeaseBook
+from kvstow.control.ops import OpsInFlight, Settled
+from kvstow.control.placement import StoreGrant, place_store, store_room
+from kvstow.control.pool import Pool
+from kvstow.control.ranks import RankTable
+from kvstow.errors import InvalidRequestError, LeaseError
+from kvstow.messages import Completion, DesiredState, Op, RankReport
+
+_NOTHING = Lease(0, (), ())
+"""The lease of a miss; it holds nothing."""
+
+
+class Session:
+    """Everything whose life is that of a client: its ranks, leases, ops in flight and their results.
+
+    Every call is safe from any thread. A call holds the pool's lock for O(blocks given) in any state of the pool, and
+    never waits; the exception is `report` when a rank has lost its memory or the number of slots changes. Attributes
+    are used with the lock held.
+
+    Keys and blocks are in prefix order, root first. Times are in seconds of the pool's clock.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.ranks = RankTable(pool.config, pool.desired)
+        self.leases = LeaseBook()
+        self.ops = OpsInFlight(self)
+        self.acceptance = SessionAcceptance(pool.acceptance)
+        self.host_error: str | None = None
+        pool.sessions.append(self)
+
+    # -- look-up and load -----------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """The number of leading keys that are present. Holds nothing; see `acquire`."""
+        pool = self.pool
+        with pool.lock:
+            if self.acceptance.load_refusal(pool.clock()):
+                return 0
+            return sum(map(len, pool.index.keys.leading_runs(keys)))
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key, whether it is present (for windows, which need no leading run). Holds nothing; see `lease`."""
+        pool = self.pool
+        with pool.lock:
+            if self.acceptance.load_refusal(pool.clock()):
+                return [False] * len(keys)
+            return [slot is not None for slot in pool.index.keys.slots_of(keys)]
+
+    def acquire(self, keys: Sequence[bytes], *, count: bool = True) -> Lease:
+        """Look up the leading keys that are present and keep them from eviction, in one step. The lease may be empty;
+        release it, or use it for `begin_load`. With `count` false this does not count as a look-up: a host that asks
+        repeatedly for one request reports the result with `count_lookup`."""
+        pool, counters = self.pool, self.pool.counters
+        begun = time.perf_counter()
+        with pool.lock:
+            now = pool.clock()
+            refusal = self.acceptance.load_refusal(now)
+            slots: list[int] = []
+            runs = None if refusal else pool.index.keys.leading_runs(keys)
+            if runs:
+                slots = list(chain.from_iterable(runs))
+                pool.ages.sample_found(slots, now)
+                pool.index.times.mark_used(runs, now)
+                pool.index.hold(slots)
+            hits = len(slots)
+            if count:
+                counters.count_lookup(len(keys), hits, refusal)
+            lease = self.leases.grant(tuple(keys[:hits]), tuple(slots)) if slots else _NOTHING
+            counters.lookups.seconds.observe(time.perf_counter() - begun)
+        return lease
+
+    def count_lookup(self, queried: int, hits: int) -> None:
+        """Count one look-up of `queried` blocks with `hits` hits."""
+        pool = self.pool
+        with pool.lock:
+            pool.counters.count_lookup(queried, hits, self.acceptance.load_refusal(pool.clock()))
+
+    def lease(self, keys: Sequence[bytes]) -> Lease | None:
+        """Keep exactly these keys from eviction. None, and nothing is held, if one of them is absent."""
+        pool = self.pool
+        with pool.lock:
+            now = pool.clock()
+            if self.acceptance.load_refusal(now):
+                return None
+            slots = [slot for slot in pool.index.keys.slots_of(keys) if slot is not None]
+            if len(slots) < len(keys):
+                return None
+            pool.index.times.mark_used((slots,), now)
+            pool.index.hold(slots)
+            return self.leases.grant(tuple(keys), tuple(slots))
+
+    def release_lease(self, lease: Lease) -> None:
+        """End a lease. Idempotent, also after a load has used it."""
+        pool = self.pool
+        with pool.lock:
+            if self.leases.end(lease):
+                pool.unhold(lease.slots)
+
+    def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int = 0, request_id: str = "") -> Op:
+        """Plan to load the slots of the lease, from its `first` on, into `blocks`. Uses the lease: its slots are kept
+        until the load ends.
+
+        Raises `LeaseError` if the lease has ended, or if a rank has lost its memory since (then release it), and
+        `InvalidRequestError` for no blocks, or more than the lease has from `first` on.
+        """
+        pool = self.pool
+        if not blocks or first < 0 or first + len(blocks) > len(lease.slots):
+            raise InvalidRequestError(
+                f"load of {len(blocks)} blocks from number {first} on; "
+                f"allowed: 1 or more, within the {len(lease.slots)} leased"
+            )
+        with pool.lock:
+            if not self.leases.is_open(lease):
+                raise LeaseError(f"lease {lease.lease_id} was released or used up")
+            if self.leases.is_broken(lease):
+                raise LeaseError(f"lease {lease.lease_id} is broken: a rank has lost its memory since it was given")
+            self.leases.end(lease)
+            end = first + len(blocks)
+            return self.ops.start(
+                "load",
+                tuple(blocks),
+                lease.slots[first:end],
+                keys=lease.keys[first:end],
+                held=lease.slots,
+                request_id=request_id,
+                now=pool.clock(),
+            )
+
+    # -- store ----------------------------------------------------------------------------------------------
+
+    def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str = "") -> StoreGrant:
+        """Plan to store block `blocks[i]` under `keys[i]`, evicting as needed. Keys that are present (this counts as a
+        use), in flight or repeated are skipped. If there are too few slots, the last keys are dropped.
+
+        Raises `InvalidRequestError` if keys and blocks differ in number.
+        """
+        if len(keys) != len(blocks):
+            raise InvalidRequestError(f"store of {len(keys)} keys and {len(blocks)} blocks; allowed: as many of each")
+        with self.pool.lock:
+            return place_store(self, keys, blocks, request_id)
+
+    def store_room(self) -> int:
+        """Blocks that `begin_store` would find a slot for now; 0 while stores are refused. O(1)."""
+        with self.pool.lock:
+            return store_room(self)
+
+    def refresh(self, keys: Sequence[bytes]) -> None:
+        """Mark the blocks that are present as most recently used, the first key's block last of all.
+
+        For a prefix that was stored in several steps: without this its beginning, which all of it depends on, would be
+        evicted first. Does not count as a look-up.
+        """
+        pool = self.pool
+        with pool.lock:
+            pool.index.refresh(pool.index.keys.present_runs(keys), pool.clock())
+
+    # -- completion -----------------------------------------------------------------------------------------
+
+    def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
+        """Take completions of `rank`. Idempotent: late and repeated ones, and those of a former boot, are counted and
+        ignored. Raises `NotFoundError` for an unknown rank."""
+        pool = self.pool
+        with pool.lock:
+            if self.ranks.boot_id(rank) != boot_id:
+                pool.counters.faults.stale_completions += len(completions)
+                return
+            for completion in completions:
+                self.ops.complete(rank, completion)
+        pool.write_log()
+
+    def take_settled(self) -> list[Settled]:
+        """All results that became final since the last call, in order, as one consistent snapshot of done and
+        failed."""
+        pool = self.pool
+        with pool.lock:
+            settled = list(self.ops.settled)
+            self.ops.settled.clear()
+            return settled
+
+    @property
+    def open_transfers(self) -> int:
+        """Ops that some rank has not finished, including abandoned ones. O(1)."""
+        return len(self.ops)
+
+    @property
+    def awaited_transfers(self) -> int:
+        """The `open_transfers` that are not abandoned: the host waits for them to end. O(1)."""
+        return len(self.ops) - self.ops.num_abandoned
+
+    # -- ranks ----------------------------------------------------------------------------------------------
+
+    def report(self, report: RankReport) -> DesiredState:
+        """Take a rank's report and return its desired state. A report that arrives after a newer one is counted and
+        changes nothing.
+
+        A new boot id means that the rank has lost its memory: its ops fail, leases break, and every block is removed,
+        slice by slice, before anything is served again. The same applies to slots that a rank has unpinned unasked.
+        That takes about 1 ms per 1,000 blocks, mostly without the lock: do not call it from an event loop. The lock is
+        held for O(blocks in flight) where ops fail, and for 60 ns for each new slot.
+
+        Raises `NotFoundError` or `InvalidRequestError` for a report of another pool.
+        """
+        pool = self.pool
+        if report.engine_id != pool.desired.engine_id:
+            report = replace(report, applied=0)  # it has applied no desired state of this engine
+        with pool.lock:
+            self.ranks.check(report)
+            if self.ranks.is_late(report):
+                pool.counters.faults.stale_reports += 1
+                return pool.desired
+            before = self.ranks.usable_slots()
+            restarted = self.ranks.update(report, pool.clock())
+            usable = self.ranks.usable_slots()
+            if restarted:
+                pool.counters.faults.rank_restarts += 1
+                pool.counters.faults.errors["rank_restarted"] += 1
+                pool.lose(0)
+                self.ops.fail_rank(report.rank)
+            elif usable < before and usable < pool.slots.top:
+                pool.lose(usable)
+            pool.apply_limit()
+            self.refresh_acceptance()
+        pool.write_log()
+        pool.remove_lost()
+        return self.desired()
+
+    def boot_ids(self) -> tuple[str | None, ...]:
+        """The current boot of each rank. A plan names the boots that its ops are for: after a restart its slots hold
+        other bytes."""
+        pool = self.pool
+        with pool.lock:
+            return tuple(self.ranks.boot_id(rank) for rank in range(len(self.ranks)))
+
+    def desired(self) -> DesiredState:
+        """The desired state of every rank."""
+        with self.pool.lock:
+            return self.pool.desired
+
+    # -- time and end ---------------------------------------------------------------------------------------
+
+    def mark_stuck(self, now: float) -> bool:
+        """Mark the oldest transfer that has become stuck; False if there is none. The caller holds the lock."""
+        found = self.ops.mark_stuck(now)
+        self.refresh_acceptance()
+        return found
+
+    def refresh_acceptance(self) -> None:
+        """Update whether work is accepted, after a change of the ranks or of stuck ops. The caller holds the lock."""
+        self.acceptance.serving = self.ranks.can_copy() and not self.ops.num_stuck and not self.host_error
+
+    def fail(self, reason: str) -> None:
+        """The host has lost track of its ops: nothing is served until it restarts. Transfers under way end as usual.
+        Counts as error `host`; the first reason is kept."""
+        with self.pool.lock:
+            self.pool.counters.faults.errors["host"] += 1
+            self.host_error = self.host_error or reason
+            self.refresh_acceptance()
+
+    def close(self) -> None:
+        """The host stops: nothing is served from now on. Idempotent."""
+        with self.pool.lock:
+            self.acceptance.closed = True
