@@ -79,6 +79,7 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow_service.rendezvous", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process
         ("kvstow_service.connectors.vllm.options", ["torch", "fastapi", "httpx", "prometheus_client"]),
         ("kvstow_service.embedded", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
+        ("kvstow_service.node.keeper", ["torch", "numpy", "fastapi", "pydantic", "asyncio"]),
         ("kvstow_service.cli", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
     ],
 )

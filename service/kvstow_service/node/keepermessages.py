@@ -1,0 +1,56 @@
+"""Messages between the service and its keeper: JSON and descriptors, one message a packet."""
+
+from __future__ import annotations
+
+import array
+import json
+import socket
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+VERSION = 1
+MESSAGE_BYTES = 64 << 10
+MESSAGE_FDS = 200  # the kernel takes 253
+MAX_NAME, MAX_INFO, MAX_HELD = 128, 2048, 8192
+
+_MAGIC = b"KVK1"
+
+
+class Held(NamedTuple):
+    """A descriptor, and what the service says of it; the keeper does not read that."""
+
+    fd: int
+    info: str
+
+
+class Garbage(Exception):
+    """Something that no program of ours sends."""
+
+
+def receive(peer: socket.socket) -> tuple[bytes, list[int], bool]:
+    """A message, its descriptors, which the caller owns, and whether a part of either was cut off."""
+    room = socket.CMSG_SPACE(253 * array.array("i").itemsize)
+    data, ancillary, flags, _ = peer.recvmsg(MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, list(fds), bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+
+
+def send(peer: socket.socket, message: dict[str, Any], fds: Sequence[int]) -> None:
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    peer.sendmsg([_MAGIC + json.dumps(message, separators=(",", ":")).encode()], ancillary)
+
+
+def take_apart(data: bytes, is_cut: bool) -> dict[str, Any]:
+    """What the message says. Raises `Garbage`."""
+    if is_cut or not data.startswith(_MAGIC):
+        raise Garbage
+    try:
+        message = json.loads(data[len(_MAGIC) :])
+    except (ValueError, RecursionError) as error:
+        raise Garbage from error
+    if not isinstance(message, dict):
+        raise Garbage
+    return message
