@@ -27,7 +27,7 @@ LIMIT = 15_000
 class Document(HTMLParser):
     """Tags that were opened, their attributes, and the texts between them."""
 
-    VOID = ("meta", "link", "rect", "line", "polyline")
+    VOID = ("meta", "link", "br", "rect", "line", "polyline")
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ async def test_the_page_shows_what_an_operator_looks_for_first(
     text = " ".join(" ".join(Document((await client.get("/")).text).texts).split())
     told = [
         "kvstow ready",
-        "rank 1 ready 64 KiB · node, pid 1001, cuda:1",
+        "rank 1 ready 64 KiB node, pid 1001, cuda:1",
         "cached 2",
         "filling 2",
         "stores 1 8 KiB",

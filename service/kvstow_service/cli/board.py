@@ -28,6 +28,7 @@ _SLOTS: dict[str, tuple[str, str]] = {
 assert set(_SLOTS) == {*SLOT_STATES, NOT_PINNED}
 
 _LABEL, _WORDS = 12, 58
+_GAPS = 4  # between the three columns
 _NARROWEST = 10  # a bar
 _OTHER_LINES = 24  # all but those of ranks, with a blank line above each section
 _SECTIONS = 5
@@ -84,17 +85,25 @@ def _grid() -> Table:
 def rank_bars(ranks: Sequence[RankLine], width: int, most: int) -> RenderableType:
     """A bar for each rank, or for `most` of them, as `select_ranks` chooses them."""
     lines: list[RenderableType] = []
-    for rank in select_ranks(ranks, most):
-        bar = ProgressBar(max(rank.target_bytes, 1), rank.pinned_bytes, _bar_width(width), complete_style="green")
-        state = Text(rank.state, style=STATE_STYLES.get(rank.state, ""))
+    chosen = select_ranks(ranks, most)
+    words = [_rank_words(rank) for rank in chosen]
+    room = width - _LABEL - _GAPS - max(map(len, words), default=0)
+    bar_width = max(_NARROWEST, min(room, _bar_width(width)))
+    for rank, text in zip(chosen, words, strict=True):
+        bar = ProgressBar(max(rank.target_bytes, 1), rank.pinned_bytes, bar_width, complete_style="green")
         line = _grid()
-        line.add_row(f"rank {rank.rank}", bar, Text.assemble(state, f"  {rank.progress}", (f"  {rank.place}", "dim")))
+        line.add_row(f"rank {rank.rank}", bar, text)
         lines.append(line)
         if rank.trouble:
             lines.append(Padding(Text(rank.trouble, style="red"), (0, 0, 0, _LABEL + 2)))
     if len(ranks) > most:
         lines.append(Text(f"and {len(ranks) - most} more ranks", style="dim"))
     return Group(*lines)
+
+
+def _rank_words(rank: RankLine) -> Text:
+    state = Text(rank.state, style=STATE_STYLES.get(rank.state, ""))
+    return Text.assemble(state, f"  {rank.progress}", (f"  {rank.place}" if rank.place else "", "dim"))
 
 
 def _pool(shown: Overview, width: int) -> RenderableType:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.service.cli.terminal import Terminal
 
+from kvstow_api.overview import RankLine
 from kvstow_service.cli.top import ask
 
 KEYS = [bytes([0, 0, number]) for number in range(6)]
@@ -159,3 +160,15 @@ def test_of_many_ranks_those_that_matter_are_shown(make_host: Any) -> None:
     assert "and 8 more ranks" in text
     assert "not pinned 13" in text
     assert "·" * 9 + " " * 41 in text  # 3 of 16 slots are there, in a bar of 50
+
+
+def test_the_bar_of_a_rank_leaves_room_for_its_place() -> None:
+    from rich.console import Console
+
+    from kvstow_service.cli.board import rank_bars
+
+    progress = "280 MiB of 384 MiB, 954.8 KiB/s, 1m 52s left"
+    rank = RankLine(0, "pinning", 280, 384, progress, "", "node-7, pid 24509, cuda:0")
+    console = Console(width=110, record=True)
+    console.print(rank_bars([rank], 110, 4))
+    assert f"pinning  {progress}  node-7, pid 24509, cuda:0" in console.export_text()
