@@ -53,7 +53,7 @@ class AdminSockets:
         self.sockets: list[socket.socket] = []
         self._tcp: _Bound | None = None
         self._scheme = "https" if secure else "http"
-        self._files: dict[Path, _FileId] = {}
+        self._files: dict[Path, FileId] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
             if address is not None:
@@ -70,8 +70,8 @@ class AdminSockets:
 
     def listen_unix(self, path: Path) -> None:
         """Open a Unix socket of mode 0600. Replaces a file that a dead process left. Raises `ConflictError`."""
-        self.sockets.append(_bind_uds(path))
-        self._files[path] = _file_id(path)
+        self.sockets.append(bind_unix(path))
+        self._files[path] = file_id(path)
 
     @property
     def host(self) -> str | None:
@@ -101,8 +101,8 @@ class AdminSockets:
         for listener in self.sockets:
             listener.close()
         # A successor may have replaced the file: that one is not ours to remove.
-        for path, file_id in self._files.items():
-            if file_id is not None and _file_id(path) == file_id:
+        for path, bound in self._files.items():
+            if bound is not None and file_id(path) == bound:
                 with suppress(FileNotFoundError):
                     path.unlink()
 
@@ -127,7 +127,7 @@ class _Bound(NamedTuple):
     port: int
 
 
-_FileId = tuple[int, int] | None
+FileId = tuple[int, int] | None
 """Device and inode; None where there is no file."""
 
 
@@ -147,13 +147,18 @@ def _bind_tcp(address: TcpAddress) -> socket.socket:
     return listener
 
 
-def _bind_uds(path: Path) -> socket.socket:
+def bind_unix(path: Path, *, mode: int = _UDS_MODE, group: int | None = None) -> socket.socket:
+    """A listening Unix socket with this mode, and of this group. Replaces a file that a dead process left. Raises
+    `ConflictError`."""
     with ExitStack() as undo:
         listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             _remove_stale(path)
             listener.bind(str(path))
-            os.chmod(path, _UDS_MODE)  # before listen: no client can have connected
+            # Before listen: no client can have connected.
+            if group is not None:
+                os.chown(path, -1, group)
+            os.chmod(path, mode)
             listener.listen(_BACKLOG)
         except OSError as error:
             raise ConflictError(f"cannot listen on unix:{path}: {error.strerror or error}") from error
@@ -174,7 +179,8 @@ def _remove_stale(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _file_id(path: Path) -> _FileId:
+def file_id(path: Path) -> FileId:
+    """Tells a file from one that has replaced it."""
     try:
         found = path.lstat()
     except FileNotFoundError:

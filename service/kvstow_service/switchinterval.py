@@ -10,21 +10,27 @@ from contextlib import contextmanager
 _SECONDS = 0.0005
 
 _changing = threading.Lock()
+_wanted: list[float] = []
+_before = 0.0
+"""The host's interval, while anything is in `_wanted`."""
 
 
 @contextmanager
-def short_switch_interval() -> Iterator[None]:
-    """Lower the switch interval from 5 ms to 0.5 ms for the whole process; a lower one is kept.
+def short_switch_interval(seconds: float = _SECONDS) -> Iterator[None]:
+    """Lower the switch interval from 5 ms to `seconds` for the whole process; a lower one is kept.
 
-    For imports on a background thread: the host's longest step then took 20 to 30 ms instead of 50 to 80. Only one
-    thread at a time is inside; others wait.
+    With 0.5 ms, for imports on a background thread, the host's longest step took 20 to 30 ms instead of 50 to 80.
+    Several threads may be inside: the smallest interval counts, and the last to leave restores the host's.
     """
+    global _before
     with _changing:
-        before = sys.getswitchinterval()
-        if before > _SECONDS:
-            sys.setswitchinterval(_SECONDS)
-        try:
-            yield
-        finally:
-            if before > _SECONDS:
-                sys.setswitchinterval(before)
+        if not _wanted:
+            _before = sys.getswitchinterval()
+        _wanted.append(seconds)
+        sys.setswitchinterval(min(_before, *_wanted))
+    try:
+        yield
+    finally:
+        with _changing:
+            _wanted.remove(seconds)
+            sys.setswitchinterval(min([_before, *_wanted]))

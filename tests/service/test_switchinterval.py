@@ -9,7 +9,6 @@ from contextlib import suppress
 
 import pytest
 
-from kvstow_service import switchinterval
 from kvstow_service.switchinterval import short_switch_interval
 
 
@@ -34,32 +33,23 @@ def test_a_shorter_interval_of_the_host_is_kept() -> None:
         assert sys.getswitchinterval() == pytest.approx(0.0001, abs=2e-6)  # whole microseconds, rounded down
 
 
-def test_a_second_thread_does_not_take_the_short_interval_for_the_hosts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_smallest_of_several_intervals_counts_until_the_last_thread_has_left() -> None:
     sys.setswitchinterval(0.004)
-    waiting, first_is_out = threading.Event(), threading.Event()
-    lock = switchinterval._changing
-
-    class ObservedLock:
-        def __enter__(self) -> None:
-            if lock.locked():
-                waiting.set()
-            lock.acquire()
-
-        def __exit__(self, *_: object) -> None:
-            lock.release()
-
-    monkeypatch.setattr(switchinterval, "_changing", ObservedLock())
+    inside, leave = threading.Event(), threading.Event()
 
     def enter() -> None:
-        with short_switch_interval():
-            first_is_out.wait(10)
+        with short_switch_interval(0.0002):
+            inside.set()
+            leave.wait(10)
 
     second = threading.Thread(target=enter)
     with short_switch_interval():
         second.start()
-        assert waiting.wait(10)
-    first_is_out.set()
-    second.join(10)
+        assert inside.wait(10)
+        assert sys.getswitchinterval() == pytest.approx(0.0002, abs=2e-6)
+    assert sys.getswitchinterval() == pytest.approx(0.0002, abs=2e-6)
+    with short_switch_interval():  # what is in force is not taken for the host's
+        leave.set()
+        second.join(10)
+        assert sys.getswitchinterval() == pytest.approx(0.0005)
     assert sys.getswitchinterval() == pytest.approx(0.004)

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, Protocol, Self, TypeVar
 
 from kvstow.attach.channel import Channel, close_fds
 from kvstow.attach.frames import Frame, encode_header
-from kvstow.attach.hello import CallError, Hello, Refused, Welcome
+from kvstow.attach.hello import TRANSIENT_REFUSALS, CallError, Hello, Refused, Welcome
 from kvstow.attach.kinds import Kind, refusal_of
 from kvstow.errors import (
     AttachError,
@@ -31,7 +31,7 @@ logger = logging.getLogger("kvstow.attach")
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 REFUSED_PAUSE_SECONDS = 30.0
-"""After a refusal, which only a change on one of the two sides ends."""
+"""After a refusal that only a change on one of the two sides ends."""
 HELLO_SECONDS = 10.0
 
 State = Literal["detached", "greeting", "attached", "closed"]
@@ -97,7 +97,7 @@ class AttachConnection:
     No thread and no waiting but in `poll` and `wait`: the host calls `poll` often, and all else happens there. One
     thread uses it. No call raises because the service is absent, slow, refuses or breaks the protocol: then the state
     is not `attached`, `problem` says why, and the next attempt comes after a pause that doubles from 0.1 to 5 seconds
-    (30 after a refusal), with up to a quarter more at random.
+    (30 after a refusal that is not transient), with up to a quarter more at random.
     """
 
     def __init__(
@@ -247,8 +247,7 @@ class AttachConnection:
             frames = channel.receive()
             self._take_all(channel, frames)
         except AttachRefusedError as error:
-            self.refusal = error.reason
-            self._lose(str(error), REFUSED_PAUSE_SECONDS)
+            self._take_refusal(error.reason, str(error))
             return
         except AttachError as error:
             self._lose(str(error))
@@ -310,12 +309,15 @@ class AttachConnection:
                     close_fds(frame.fds)
                     if frame.kind == Kind.REFUSED:
                         said = Refused.unpack(frame.payload)
-                        self.refusal = said.reason
-                        self._lose(said.message, REFUSED_PAUSE_SECONDS)
+                        self._take_refusal(said.reason, said.message)
                         return
         except AttachError:
             pass
         self._lose(problem)
+
+    def _take_refusal(self, reason: str, sentence: str) -> None:
+        self.refusal = reason
+        self._lose(sentence, None if reason in TRANSIENT_REFUSALS else REFUSED_PAUSE_SECONDS)
 
     def _lose(self, problem: str, pause: float | None = None) -> None:
         """End this life of the connection. What was asked in it gets no answer; what was received is dropped."""

@@ -19,7 +19,7 @@ from kvstow.errors import InvalidRequestError, ProtocolError
 from kvstow.messages import DesiredState, RankReport
 
 
-class Extent(NamedTuple):
+class ExtentGrant(NamedTuple):
     """A piece of a rank's memory. `number`: its place among the rank's extents, equal on all ranks of a pool."""
 
     extent_id: int
@@ -41,12 +41,12 @@ class ExtentSlots(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Extents:
+class GrantedExtents:
     """Extents that the rank may map from now on. The frame has a descriptor for each, in the same order."""
 
     KIND: ClassVar[Kind] = Kind.EXTENTS
     slot_stride: int
-    extents: tuple[Extent, ...]
+    extents: tuple[ExtentGrant, ...]
 
     def pack(self) -> bytes:
         return _U64.pack(self.slot_stride) + pack_rows(_EXTENT, self.extents)
@@ -55,7 +55,7 @@ class Extents:
     def unpack(cls, payload: bytes) -> Self:
         reader = PayloadReader(payload, "extents")
         stride = reader.u64()
-        extents = tuple(map(Extent._make, reader.rows(_EXTENT)))
+        extents = tuple(map(ExtentGrant._make, reader.rows(_EXTENT)))
         reader.end()
         for extent in extents:
             if extent.num_slots * stride > extent.num_bytes or extent.populated_bytes > extent.num_bytes:
@@ -64,7 +64,7 @@ class Extents:
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
+class RegisteredExtents:
     """How many slots of each extent, from its first on, the worker can copy to and from."""
 
     KIND: ClassVar[Kind] = Kind.REGISTERED
@@ -99,13 +99,13 @@ class _ExtentSizes:
         return cls(extents)
 
 
-class Populated(_ExtentSizes):
+class PopulatedExtents(_ExtentSizes):
     """How many bytes of each extent, from its beginning on, are populated. They only grow."""
 
     KIND = Kind.POPULATED
 
 
-class HandBack(_ExtentSizes):
+class HandedBackExtents(_ExtentSizes):
     """Extents of the service before this one, offered by a worker that has them mapped. The frame has a descriptor for
     each, in the same order; the service checks every one."""
 
@@ -130,19 +130,19 @@ class _ExtentIds:
         return cls(extent_ids)
 
 
-class Revoked(_ExtentIds):
-    """Extents to unregister and unmap, as soon as no copy uses them; answered with `LetGo`."""
+class RevokedExtents(_ExtentIds):
+    """Extents to unregister and unmap, as soon as no copy uses them; answered with `ReleasedExtents`."""
 
     KIND = Kind.REVOKED
 
 
-class LetGo(_ExtentIds):
+class ReleasedExtents(_ExtentIds):
     """Extents of which this process has nothing mapped, registered or open any more."""
 
     KIND = Kind.LET_GO
 
 
-class TakenBack(_ExtentIds):
+class AdoptedExtents(_ExtentIds):
     """The extents that the service has taken back: the worker keeps them mapped. It lets go of the others."""
 
     KIND = Kind.TAKEN_BACK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Final, Self, cast
 
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.jsonobject import JsonObject, parse_object
@@ -116,6 +116,12 @@ class Welcome:
             )
         except InvalidRequestError as error:
             raise ProtocolError("malformed", str(error)) from error
+
+
+TRANSIENT_REFUSALS: Final = frozenset(
+    {"draining", "no_descriptors", "too_many_clients", "too_many_lost", "too_many_strangers", "unknown_token"}
+)
+"""Reasons that may be gone in a moment: a client tries again soon."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,15 @@ class Peer:
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
+    def is_same_process(self, other: Peer) -> bool:
+        """Whether both are the same process, which has not ended; False where that cannot be known."""
+        if self.pidfd is None or other.pidfd is None or self.has_ended():
+            return False
+        if self.pid and self.pid == other.pid:
+            return not other.has_ended()  # two processes that live at once have different numbers
+        mine, theirs = _inode(self.pidfd), _inode(other.pidfd)
+        return mine == theirs and mine != _shared_inode()
+
     def kill(self) -> bool:
         """Send SIGKILL; False if that is not possible, or the process has ended."""
         if self.pidfd is None:
@@ -103,6 +112,20 @@ def _open_visible(connected: socket.socket, pid: int, open_pidfd: Callable[[int]
         os.close(pidfd)
         raise _ended()
     return pidfd
+
+
+def _inode(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
+
+
+def _shared_inode() -> tuple[int, int]:
+    """What all pidfds had before Linux 6.9, which gives each process an inode of its own."""
+    fd = os.eventfd(0, os.EFD_CLOEXEC)
+    try:
+        return _inode(fd)
+    finally:
+        os.close(fd)
 
 
 def _ended() -> AttachRefusedError:

@@ -21,7 +21,7 @@ from kvstow.attach.connection import (
     Message,
     socket_path,
 )
-from kvstow.attach.extentcalls import Extent, Extents
+from kvstow.attach.extentcalls import ExtentGrant, GrantedExtents
 from kvstow.attach.frames import Frame
 from kvstow.attach.hello import CallError, Hello, Refused, Welcome
 from kvstow.attach.kinds import Kind
@@ -281,10 +281,10 @@ def test_a_message_that_no_frame_holds_is_the_hosts_error(client: Client, servic
 def test_descriptors_belong_to_the_host_or_are_closed(client: Client, service: FakeService) -> None:
     client.attach(service)
     fd = os.open("/dev/null", os.O_RDONLY)
-    extents = Extents(4096, (Extent(1, 0, 0, 1, 4096, 0),))
+    extents = GrantedExtents(4096, (ExtentGrant(1, 0, 0, 1, 4096, 0),))
     service.send(extents, fds=(fd,))
     (pushed,) = client.connection.poll()
-    assert Extents.unpack(pushed.payload) == extents
+    assert GrantedExtents.unpack(pushed.payload) == extents
     os.close(pushed.fds[0])
     service.send(extents, fds=(fd,))
     client.connection.wait(client.connection.call(Reset()), 0.0)  # received, and not taken by the host
@@ -303,7 +303,7 @@ def test_a_host_that_ends_the_connection_in_a_callback_hears_no_more(path: Path,
     connection.poll()
     service.accept()
     service.send(WELCOME)
-    service.send(Extents(4096, (Extent(1, 0, 0, 1, 4096, 0),)), fds=(fd,))
+    service.send(GrantedExtents(4096, (ExtentGrant(1, 0, 0, 1, 4096, 0),)), fds=(fd,))
     assert connection.poll() == []
     assert connection.poll() == []
     assert connection.problem == "enough"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvstow.attach import calls, extentcalls, hello
 from kvstow.attach.calls import Completions, Found, Hold, Lookup, SettledOp, SettledOps, StoreBegun
 from kvstow.attach.connection import Message
-from kvstow.attach.extentcalls import Extent, ExtentBytes, Extents, ExtentSlots
+from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents
 from kvstow.attach.hello import Hello, Refused, Welcome
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.kinds import RULES, VERSIONS, Kind, VersionRange, refusal_of
@@ -61,13 +61,13 @@ MESSAGES: list[Any] = [
     calls.CountLookup(100, 99),
     calls.Reset(),
     calls.ResetDone("llama-3-1-8b-0a1b2c"),
-    Extents(2 << 20, (Extent(1, 0, 0, 512, 1 << 30, 64 << 20), Extent(2, 1, 512, 4, 8 << 20, 0))),
-    extentcalls.Populated((ExtentBytes(1, 128 << 20),)),
-    extentcalls.Registered((ExtentSlots(1, 64), ExtentSlots(2, 0))),
-    extentcalls.Revoked((1, 2)),
-    extentcalls.LetGo((1,)),
-    extentcalls.HandBack((ExtentBytes(1, 1 << 30),)),
-    extentcalls.TakenBack(()),
+    GrantedExtents(2 << 20, (ExtentGrant(1, 0, 0, 512, 1 << 30, 64 << 20), ExtentGrant(2, 1, 512, 4, 8 << 20, 0))),
+    extentcalls.PopulatedExtents((ExtentBytes(1, 128 << 20),)),
+    extentcalls.RegisteredExtents((ExtentSlots(1, 64), ExtentSlots(2, 0))),
+    extentcalls.RevokedExtents((1, 2)),
+    extentcalls.ReleasedExtents((1,)),
+    extentcalls.HandedBackExtents((ExtentBytes(1, 1 << 30),)),
+    extentcalls.AdoptedExtents(()),
     extentcalls.Report(RankReport.without_pool(1, "boot", "starting", 4096, error="later")),
     extentcalls.Desired(DesiredState("engine", 100, paused=True, number=4)),
     extentcalls.Detach("done"),
@@ -142,7 +142,7 @@ def test_values_out_of_range_are_malformed() -> None:
     with pytest.raises(ProtocolError, match="1 blocks and 0 slots"):
         StoreBegun.unpack(StoreBegun(1, (0,), ()).pack())
     with pytest.raises(ProtocolError, match="too short for what it says"):
-        Extents.unpack(Extents(4096, (Extent(1, 0, 0, 2, 4096, 0),)).pack())
+        GrantedExtents.unpack(GrantedExtents(4096, (ExtentGrant(1, 0, 0, 2, 4096, 0),)).pack())
     header = struct.pack("<I", 0) + struct.pack("<H", 0) + struct.pack("<I", 1)
     for mark, seconds in ((3, 0.0), (1, float("nan")), (1, -1.0), (1, float("inf"))):
         with pytest.raises(ProtocolError, match="has mark"):

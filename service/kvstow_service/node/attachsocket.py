@@ -1,0 +1,68 @@
+"""The socket at which engines attach."""
+
+from __future__ import annotations
+
+import grp
+import os
+import socket
+import stat
+from pathlib import Path
+
+from kvstow.errors import ConfigError, ConflictError
+from kvstow_service.sockets import bind_unix, file_id
+
+FOLDER_MODE = 0o750
+SOCKET_MODE = 0o660
+
+
+class AttachSocket:
+    """A listening Unix socket of mode 0660, in a folder of mode 0750 if that had to be made.
+
+    Who may write to the socket may attach: the service's user and the group. The owner calls `close`, which is
+    idempotent and removes the file unless another service has replaced it.
+    """
+
+    def __init__(self, path: Path, group: int | None = None) -> None:
+        """Raises `ConflictError` if another process listens there, or if the folder cannot be used."""
+        self.path = path
+        _require_folder(path.parent, group)
+        self.listener: socket.socket = bind_unix(path, mode=SOCKET_MODE, group=group)
+        self._file = file_id(path)
+
+    def close(self) -> None:
+        self.listener.close()
+        if self._file is not None and file_id(self.path) == self._file:
+            self.path.unlink(missing_ok=True)
+        self._file = None
+
+
+def group_id(name: str) -> int:
+    """The id of a group, which may be given as a number. Raises `ConfigError` for an unknown name."""
+    if name.isdecimal():
+        return int(name)
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError as error:
+        raise ConfigError("attach-group", name, "the name or the number of a group of this machine") from error
+
+
+def _require_folder(folder: Path, group: int | None) -> None:
+    """Make the folder, or check that not everybody may replace files in it."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            mode = folder.stat().st_mode
+        else:
+            if group is not None:
+                os.chown(folder, -1, group)
+            folder.chmod(FOLDER_MODE)
+            return
+    except OSError as error:
+        raise ConflictError(f"cannot use the folder {folder}: {error.strerror or error}") from error
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise ConflictError(
+            f"the folder {folder} can be written by everybody (mode {stat.S_IMODE(mode):o}), who could replace the "
+            f"socket in it: use a folder of its own, with mode {FOLDER_MODE:o}"
+        )

@@ -1,0 +1,65 @@
+"""What the attach server counts and logs of its clients."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvstow.attach.kinds import Kind
+from kvstow_api.limitedlog import LimitedLog
+
+logger = logging.getLogger("kvstow.attach")
+
+_LINES_A_MINUTE = 10
+
+
+class AttachFigures(NamedTuple):
+    """What the attach server has counted. `refused`: connections that were refused or ended, by reason; `errors`:
+    calls that failed, by code; `frames`: received and allowed, by kind; `partial_bytes`: of frames that are not
+    complete yet."""
+
+    clients: int
+    strangers: int
+    sessions: int
+    partial_bytes: int
+    accepted: int
+    frames: Counter[str]
+    refused: Counter[str]
+    errors: Counter[str]
+
+
+class AttachTally:
+    """Written by the attach server's thread; `figures` may be called by any."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.accepted = 0
+        self.frames: Counter[int] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self._refusals = LimitedLog(logger, clock, burst=_LINES_A_MINUTE)
+        self._faults = LimitedLog(logger, clock, burst=_LINES_A_MINUTE)
+
+    def refuse(self, reason: str, sentence: str) -> None:
+        """Count a connection that was refused or ended for what its client did."""
+        self.refused[reason] += 1
+        self._refusals.warning("a connection to the attach socket was ended (%s): %s", reason, sentence)
+
+    def fault(self, error: BaseException) -> None:
+        """Count an error that is the service's own."""
+        self.errors["internal"] += 1
+        self._faults.log(logging.ERROR, "the attach server has failed for one client", exc_info=error)
+
+    def figures(self, *, clients: int, strangers: int, sessions: int, partial_bytes: int) -> AttachFigures:
+        return AttachFigures(
+            clients=clients,
+            strangers=strangers,
+            sessions=sessions,
+            partial_bytes=partial_bytes,
+            accepted=self.accepted,
+            frames=Counter({Kind(kind).name.lower(): count for kind, count in dict(self.frames).items()}),
+            refused=Counter(dict(self.refused)),
+            errors=Counter(dict(self.errors)),
+        )

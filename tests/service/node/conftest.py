@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+from tests.service.node.fakehost import FakeHost
+
+from kvstow.attach.connection import AttachConnection
+from kvstow.attach.frames import Frame
+from kvstow.attach.hello import Hello
+from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
+from kvstow.attach.peer import Peer
+from kvstow_service.node.attachserver import AttachServer
+from kvstow_service.node.attachsocket import AttachSocket
+
+POOL = PoolIdentity(
+    slot_bytes=(4096, 4096),
+    regions=(RegionIdentity("layer.0", 4096),),
+    kv_cache_dtype="bfloat16",
+    groups=(GroupIdentity("full", 16, 16),),
+    tensor_parallel=2,
+)
+NAMESPACE = NamespaceIdentity(model="m", weights_id="w", weights_source="files", hash_probe="p")
+HELLO = Hello(role="scheduler", engine="test", host="here", pid=1, pool=POOL, namespace=NAMESPACE)
+WORKER = Hello(role="worker", engine="test", host="here", pid=1)
+DEADLINE_SECONDS = 20.0
+
+
+_early: WeakKeyDictionary[AttachConnection, list[Frame]] = WeakKeyDictionary()
+"""What came with the welcome."""
+
+
+def wait_until(condition: Callable[[], object], step: Callable[[], object] = lambda: None) -> None:
+    """Fails after twenty seconds."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        step()
+        time.sleep(0.001)
+
+
+class FakeProcess:
+    """A process whose death a test decides: its pidfd is a pipe."""
+
+    def __init__(self, pid: int = 0, uid: int = 1000) -> None:
+        self.pid, self.uid = pid, uid
+        self._reader, self._writer = os.pipe()
+
+    def peer(self) -> Peer:
+        return Peer(self.pid, self.uid, self.uid, os.dup(self._reader))
+
+    def die(self) -> None:
+        os.write(self._writer, b"x")
+
+    def close(self) -> None:
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+class Node:
+    """An attach server over a fake host. `next_peer` is who connects next."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.host = FakeHost()
+        self.socket = AttachSocket(path)
+        self.path = path
+        self.next_peer: Callable[[], Peer] = lambda: Peer(0, 1000, 1000, os.pidfd_open(os.getpid()))
+        self.failures: list[str] = []
+        options = {"find_peer": self._find_peer, "on_failure": self.failures.append} | options
+        self.server = AttachServer(self.host, self.socket.listener, **options)
+        self.connections: list[AttachConnection] = []
+        self.processes: list[FakeProcess] = []
+
+    def _find_peer(self, connected: socket.socket, *, needs_pidfd: bool) -> Peer:
+        return self.next_peer()
+
+    def process(self, pid: int = 0, uid: int = 1000) -> FakeProcess:
+        """The process that connects next."""
+        process = FakeProcess(pid, uid)
+        self.processes.append(process)
+        self.next_peer = process.peer
+        return process
+
+    def connection(self, hello: Hello, **options: Any) -> AttachConnection:
+        connection = AttachConnection(self.path, lambda: hello, accepts_fds=hello.role == "worker", **options)
+        self.connections.append(connection)
+        return connection
+
+    def attach(self, hello: Hello = HELLO) -> AttachConnection:
+        """A connection that is attached."""
+        connection = self.connection(hello)
+        early = _early[connection] = list[Frame]()
+        wait_until(lambda: connection.state == "attached", lambda: early.extend(connection.poll(0.01)))
+        return connection
+
+    def attach_worker(self, scheduler: AttachConnection, rank: int = 0, **fields: Any) -> AttachConnection:
+        assert scheduler.welcome is not None
+        return self.attach(replace(WORKER, token=scheduler.welcome.token, rank=rank, **fields))
+
+    def events(self, *kinds: str) -> list[tuple[object, ...]]:
+        return [event for event in self.host.events if not kinds or event[0] in kinds]
+
+    def wait_for_event(self, kind: str, count: int = 1) -> None:
+        wait_until(lambda: len(self.events(kind)) >= count)
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """The server's thread does nothing meanwhile."""
+        entered, leave = threading.Event(), threading.Event()
+
+        def stand() -> None:
+            entered.set()
+            leave.wait(DEADLINE_SECONDS)
+
+        self.server.post(stand)
+        assert entered.wait(DEADLINE_SECONDS)
+        try:
+            yield
+        finally:
+            leave.set()
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        self.server.close()
+        self.server.close()
+        self.socket.close()
+        for process in self.processes:
+            process.close()
+
+
+def next_push(connection: AttachConnection) -> Frame:
+    frames = _early[connection]
+    wait_until(lambda: frames, lambda: frames.extend(connection.poll(0.01)))
+    assert len(frames) == 1
+    return frames.pop()
+
+
+MakeNode = Callable[..., Node]
+
+
+@pytest.fixture
+def make_node(tmp_path: Path) -> Iterator[MakeNode]:
+    """Nodes that are closed at the end; none leaves a descriptor open."""
+    before = len(os.listdir("/proc/self/fd"))
+    nodes: list[Node] = []
+
+    def make(**options: Any) -> Node:
+        node = Node(tmp_path / "node" / f"attach{len(nodes)}.sock", **options)
+        nodes.append(node)
+        node.server.start()
+        return node
+
+    yield make
+    for node in nodes:
+        node.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def node(make_node: MakeNode) -> Node:
+    return make_node()
