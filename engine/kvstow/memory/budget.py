@@ -150,11 +150,10 @@ class MemoryBudget:
         self.total_bytes = total_bytes
 
     def add_pool(self, name: str, layout: PoolLayout) -> None:
-        """Raises `ConflictError` if there is one with that name."""
+        """Raises `ConflictError` if there is one with that name. A pool from before a restart may have extents of
+        another size than the budget's."""
         if name in self._pools:
             raise ConflictError(f"there is a pool {name} already")
-        if layout.extent_bytes != self.extent_bytes:
-            raise ConfigError("extent size of a pool", layout.extent_bytes, str(self.extent_bytes))
         self._pools[name] = _Pool(layout, next(self._moments))
 
     def remove_pool(self, name: str) -> None:
@@ -221,15 +220,20 @@ class MemoryBudget:
         restored = _Extent(num_bytes, numa_node, owner)
         if place is not None:
             pool = self._pool(place.pool)
-            row = pool.rows.setdefault(place.row, Row(place.num_slots, (0,) * len(pool.layout.ranks), 0))
-            if not 0 <= place.rank < len(row.extents) or row.extents[place.rank]:
+            sizes = pool.layout.sizes(place.num_slots) if 0 < place.num_slots <= pool.layout.row_slots else []
+            row = pool.rows.get(place.row, Row(place.num_slots, (0,) * len(pool.layout.ranks), 0))
+            if sizes[place.rank : place.rank + 1] != [num_bytes] or row.extents[place.rank]:
                 raise ConflictError(f"extent {extent} has no place in row {place.row} of pool {place.pool}")
+            pool.rows[place.row] = row
             row.extents = (*row.extents[: place.rank], extent, *row.extents[place.rank + 1 :])
             row.num_bytes += num_bytes
             restored.owner, restored.pool, restored.row = pool.layout.owner, place.pool, place.row
         self._extents[extent] = restored
 
     # What there is.
+
+    def layout(self, name: str) -> PoolLayout:
+        return self._pool(name).layout
 
     def rows(self, name: str) -> dict[int, Row]:
         """The pool's rows by number; those recalled are among them."""

@@ -273,8 +273,20 @@ def test_a_restart_restores_rows_and_numbers_go_on() -> None:
     assert [step.row for step in settle(budget) if isinstance(step, Give)] == [0, 0]
     with pytest.raises(ConflictError, match="twice"):
         budget.restore(11, GIB, 0, 7)
-    with pytest.raises(ConflictError, match="no place"):
-        budget.restore(99, GIB, 0, 7, Give(99, "a", 0, 3, 512))
+    for place in (Give(99, "a", 0, 3, 512), Give(99, "a", 2, 4, 512), Give(99, "a", 0, 4, 513), Give(99, "a", 0, 4, 9)):
+        with pytest.raises(ConflictError, match="no place"):
+            budget.restore(99, GIB, 0, 7, place)
+    budget.check_integrity()
+    assert set(budget.rows("a")) == {0, 3}
+
+
+def test_a_pool_from_before_a_restart_keeps_its_size_of_extents() -> None:
+    budget = MemoryBudget(4 * GIB, 2 * GIB)
+    budget.add_pool("a", layout(2 * MIB, extent=GIB))
+    budget.restore(1, GIB, None, 1000, Give(1, "a", 0, 0, 512))
+    budget.attach("a", "s")
+    settle(budget)
+    assert [row.num_slots for row in budget.rows("a").values()] == [512] * 4
 
 
 def test_a_row_that_a_restart_has_in_part_is_taken_back() -> None:
@@ -304,7 +316,6 @@ def test_more_than_the_budget_may_be_restored_and_goes_down() -> None:
         lambda: MemoryBudget(0),
         lambda: MemoryBudget(MIB),
         lambda: MemoryBudget(GIB, 3 * MIB),
-        lambda: MemoryBudget(GIB).add_pool("a", layout(2 * MIB, extent=2 * GIB)),
         lambda: layout(0),
         lambda: layout(),
     ],
