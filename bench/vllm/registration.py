@@ -1,7 +1,9 @@
-"""How long vLLM waits for a connector while it starts."""
+"""How long vLLM waits for a connector while it starts, and for which of its functions."""
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,11 +11,13 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+_LEAST = 0.005  # seconds of a function that is listed
+
 
 @contextmanager
-def observe_registration() -> Iterator[Callable[[], float]]:
+def observe_registration(profile: cProfile.Profile | None = None) -> Iterator[Callable[[], float]]:
     """Inside, the connectors of this process are timed: their making, and `register_kv_caches`. The callable returns
-    the seconds so far."""
+    the seconds so far. `profile` records the calls."""
     spent = 0.0
     create = KVConnectorFactory.create_connector
 
@@ -21,7 +25,7 @@ def observe_registration() -> Iterator[Callable[[], float]]:
         nonlocal spent
         began = time.perf_counter()
         try:
-            return call(*args, **kwargs)
+            return call(*args, **kwargs) if profile is None else profile.runcall(call, *args, **kwargs)
         finally:
             spent += time.perf_counter() - began
 
@@ -36,3 +40,14 @@ def observe_registration() -> Iterator[Callable[[], float]]:
         yield lambda: spent
     finally:
         KVConnectorFactory.create_connector = create
+
+
+def slowest(profile: cProfile.Profile) -> dict[str, float]:
+    """Seconds by function, with what it calls, the longest first."""
+    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined] # by (file, line, function)
+    seconds = {
+        f"{file.rpartition('site-packages/')[2]}:{line} {name}": row[3] for (file, line, name), row in stats.items()
+    }
+    return {
+        name: round(value, 4) for name, value in sorted(seconds.items(), key=lambda item: -item[1]) if value >= _LEAST
+    }

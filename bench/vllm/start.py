@@ -9,6 +9,7 @@ counts: the first engine of a machine compiles kernels. Writes `start.jsonl` and
 from __future__ import annotations
 
 import argparse
+import cProfile
 import os
 import statistics
 import tempfile
@@ -20,7 +21,7 @@ from pathlib import Path
 from bench.report import Table, verdict
 from bench.vllm.engines import GIB, Setup, start_llm
 from bench.vllm.model import SHAPES, write_model
-from bench.vllm.registration import observe_registration
+from bench.vllm.registration import observe_registration, slowest
 from bench.vllm.results import add_engines, make_parser, open_results
 
 BAR = 0.5  # seconds above no connector
@@ -30,17 +31,20 @@ _TIMEOUT = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """`registration_seconds`: of them, in which vLLM waited for the connector."""
+    """`registration_seconds`: of them, in which vLLM waited for the connector; `functions`: of those, by function."""
 
     seconds: float
     registration_seconds: float
+    functions: dict[str, float] | None = None
 
 
-def measure(setup: Setup) -> Start:
+def measure(setup: Setup, is_profiled: bool = False) -> Start:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    profile = cProfile.Profile() if is_profiled else None
     with ExitStack() as stack:
-        waited = stack.enter_context(observe_registration())
-        return Start(start_llm(setup).seconds, waited())
+        waited = stack.enter_context(observe_registration(profile))
+        seconds = start_llm(setup).seconds
+        return Start(seconds, waited(), slowest(profile) if profile is not None else None)
 
 
 def table(runs: Sequence[tuple[str, Start]]) -> Table:
@@ -77,12 +81,13 @@ def main(argv: Sequence[str]) -> int:
             graphs=options.graphs,
             extra=options.extra,
         )
-        runs = results.attempt_each("start", options, _TIMEOUT, measure, plain)
+        runs = results.attempt_each("start", options, _TIMEOUT, measure, plain, options.profile)
     results.show(table(runs))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("start", __doc__, shape=True)
+    parser.add_argument("--profile", action="store_true", help="list the functions that vLLM waited for")
     add_engines(parser, ["none", "kvstow"] * 3, pool=40.0, graphs="none")
     return parser
