@@ -65,7 +65,11 @@ class AttachAcceptor:
                 self._pause(error)
                 return
             self._tally.accepted += 1
-            self._admit(accepted)
+            try:
+                self._admit(accepted)
+            except Exception as error:  # noqa: BLE001 - logged and counted
+                self._tally.fault(error)
+                accepted.close()
 
     def _pause(self, error: OSError) -> None:
         self._tally.refuse("no_descriptors", f"it cannot be accepted: {error.strerror}")
@@ -80,8 +84,9 @@ class AttachAcceptor:
         if oldest is not None and self._clients.is_crowded:
             self._calls.drop(oldest, "too_many_strangers", "too many connections came that have not said hello")
         client = self._clients.add(accepted, self._scratch)
+        self._calls.watch(client)
         if self._clients.is_over_limit:
             reason = f"the service serves {self._clients.limit} connections already"
             self._calls.drop(client, "too_many_clients", reason)
         else:
-            self._calls.on_accepted(client)
+            self._calls.on_event(client, select.EPOLLIN)  # its hello may be there, and survives a flood then

@@ -61,11 +61,10 @@ class ClientCalls:
         """Go on with the client's backlog."""
         self._guarded(client, partial(self._work, client))
 
-    def on_accepted(self, client: Client) -> None:
-        """Watch a new client, and read its hello if that is there: so it survives a flood of connections."""
-        self._epoll.register(client.channel.fileno(), select.EPOLLIN)
+    def watch(self, client: Client) -> None:
+        """Begin to watch a new client."""
         client.interest = select.EPOLLIN
-        self._guarded(client, partial(self._read, client))
+        self._epoll.register(client.channel.fileno(), client.interest)
 
     def _guarded(self, client: Client, step: Callable[[], object]) -> None:
         """Take a step for one client. Whatever goes wrong in it ends that client alone."""

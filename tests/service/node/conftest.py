@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import pytest
 from tests.service.node.fakehost import FakeHost
 
+from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.frames import Frame
 from kvstow.attach.hello import Hello
@@ -131,6 +132,8 @@ class Node:
     def close(self) -> None:
         for connection in self.connections:
             connection.close()
+            for frame in _early.pop(connection, []):
+                close_fds(frame.fds)
         self.server.close()
         self.server.close()
         self.socket.close()

@@ -10,6 +10,7 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 from tests.service.node.conftest import HELLO, WORKER, MakeNode, Node, next_push, wait_until
@@ -54,7 +55,10 @@ from kvstow_service.node.sessionhost import SessionLink
 KEYS = [bytes([number]) * 34 for number in range(8)]
 
 
-def ask(connection: AttachConnection, message: Message, kind: type[Message]) -> Message:
+Answer = TypeVar("Answer", bound=Message)
+
+
+def ask(connection: AttachConnection, message: Message, kind: type[Answer]) -> Answer:
     call = connection.call(message)
     assert connection.wait(call, 20)
     return call.answer(kind)
@@ -67,7 +71,6 @@ def refusal_by(node: Node, connection: AttachConnection) -> str:
 
 def store(scheduler: AttachConnection, keys: list[bytes], ranks: int = 2) -> StoreBegun:
     begun = ask(scheduler, BeginStore(keys), StoreBegun)
-    assert isinstance(begun, StoreBegun)
     for rank in range(ranks):
         scheduler.tell(Completions(rank, "boot", (Completion(begun.op_id, "done"),)))
     return begun
@@ -98,10 +101,8 @@ def test_a_block_that_one_engine_has_stored_is_found_and_loaded_by_another(node:
     assert [(op.op_id, op.mark) for op in settled.ops] == [(begun.op_id, "done")]
     assert settled.room == 7
     found = ask(second, Lookup(KEYS, Hold.PRESENT), Found)
-    assert isinstance(found, Found)
     assert found.runs == ((0, 3),)
     loading = ask(second, BeginLoad(found.lease_id, 1, 2), LoadBegun)
-    assert isinstance(loading, LoadBegun)
     assert loading.slots == begun.slots[1:]
     assert second.poll() == []  # the other session's op settled nothing here
 
@@ -110,7 +111,6 @@ def test_calls_without_an_answer_reach_the_host_in_order(node: Node) -> None:
     scheduler = node.attach()
     store(scheduler, KEYS)
     found = ask(scheduler, Lookup(KEYS), Found)
-    assert isinstance(found, Found)
     scheduler.tell(Refresh(KEYS))
     scheduler.tell(CountLookup(8, 8))
     scheduler.tell(Release((found.lease_id, 12345)))
@@ -146,7 +146,6 @@ def test_workers_report_and_get_memory(node: Node) -> None:
         os.close(fd)
     report = RankReport.without_pool(1, "boot", "ready", 4096)
     answer = ask(worker, Report(report), Desired)
-    assert isinstance(answer, Desired)
     assert answer.desired.capacity_slots == 101
     worker.tell(RegisteredExtents((ExtentSlots(5, 2),)))
     worker.tell(ReleasedExtents((5,)))
@@ -163,7 +162,6 @@ def test_a_worker_speaks_for_its_own_rank_alone(node: Node) -> None:
     scheduler = node.attach()
     worker = node.attach_worker(scheduler, 1)
     begun = ask(scheduler, BeginStore(KEYS), StoreBegun)
-    assert isinstance(begun, StoreBegun)
     worker.tell(Completions(0, "boot", (Completion(begun.op_id, "done"),)))
     with pytest.raises(CallFailedError, match="a report of rank 0, from rank 1"):
         ask(worker, Report(RankReport.without_pool(0, "boot", "ready", 4096)), Desired)
