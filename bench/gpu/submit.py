@@ -109,7 +109,7 @@ class MeteredDevice:
 
     def __init__(self, meter: Meter, *arguments: Any, **keywords: Any) -> None:
         self._meter, self._device = meter, CudaDevice(*arguments, **keywords)
-        self.capabilities = self._device.capabilities
+        self.name, self.copies_alone = self._device.name, self._device.copies_alone
         self._transfers: list[Transfer] = []
 
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Transfer:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kvstow.errors import ConfigError
 
 POLICIES = ("lru", "arc")
 
 CopyStrategy = Literal["auto", "staged", "direct"]
-COPY_STRATEGIES: tuple[CopyStrategy, ...] = ("auto", "staged", "direct")
+COPY_STRATEGIES: tuple[CopyStrategy, ...] = get_args(CopyStrategy)
 
 HugePages = Literal["advised", "reserved"]
-HUGE_PAGES: tuple[HugePages, ...] = ("advised", "reserved")
+HUGE_PAGES: tuple[HugePages, ...] = get_args(HugePages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,16 +252,13 @@ class CopyThread:
 
     def _take(self, op: Op, after: Fence | None, now: float) -> Completion | None:
         """Queue the op, or return its failure."""
+        if self._stop_at is not None:
+            return _failed(op, DataPlaneFailedError(self._failure or "the data plane is closed"))
         try:
-            self._enqueue(op, after, now)
+            self._ops.put(op, after, now)
         except Exception as error:  # noqa: BLE001 - the failure of one op; the others and the host's step continue
             return _failed(op, error)
         return None
-
-    def _enqueue(self, op: Op, after: Fence | None, now: float) -> None:
-        if self._stop_at is not None:
-            raise DataPlaneFailedError(self._failure or "the data plane is closed")
-        self._ops.put(op, after, now)
 
     def _publish(self, completions: Sequence[Completion]) -> None:
         if completions:

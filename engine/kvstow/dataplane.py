@@ -53,8 +53,7 @@ class DataPlane:
         self._excess: str | None = None
         self._closed = False
         name = f"kvstow-copy-{rank}"
-        self._device = device.capabilities.name
-        self._may_drive = device.capabilities.copies_alone
+        self._device, self._may_drive = device.name, device.copies_alone
         pool.add_listener(self._listeners.call)
         # Last: once the thread runs, an error would leave the device with two owners.
         self._copies = CopyThread(name, device, pool.hold, pool.slot_bytes, max_queued, clock, self._listeners.call)

@@ -5,13 +5,31 @@ Each class has a stable `code` in snake case, which the HTTP layer, counters and
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 
 class KvstowError(Exception):
-    """Base of all errors raised by KVStow."""
+    """Base of all errors raised by KVStow. They can be pickled, whatever their constructors take."""
 
     code: ClassVar[str] = "internal"
+
+    def __reduce__(self) -> tuple[Callable[..., KvstowError], tuple[Any, ...]]:
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[KvstowError], args: tuple[Any, ...], fields: dict[str, Any]) -> KvstowError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
+
+
+class _ReasonError(KvstowError):
+    """`reason` is a word in snake case, the message a sentence."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class ConfigError(KvstowError):
@@ -31,9 +49,6 @@ class ConfigError(KvstowError):
         """The same error under the name by which its user knows the setting."""
         return type(self)(key, self.value, self.allowed)
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
-        return type(self), (self.key, self.value, self.allowed)
-
 
 class SettingError(ConfigError):
     """A setting is unknown, contradicts another one, or needs one that is missing.
@@ -52,18 +67,11 @@ class InsufficientMemoryError(KvstowError):
     code = "insufficient_memory"
 
 
-class PinError(KvstowError):
+class PinError(_ReasonError):
     """Memory could not be populated or registered; `reason` is one of `PIN_FAILURES`."""
 
     code = "pin_failed"
     PIN_FAILURES: ClassVar[tuple[str, ...]] = ("memlock", "cgroup_limit", "driver", "out_of_memory", "hugepages")
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-    def __reduce__(self) -> tuple[type[PinError], tuple[str, str]]:
-        return type(self), (self.reason, str(self))
 
 
 class ForeignMemoryError(KvstowError):
@@ -132,30 +140,16 @@ class AttachError(KvstowError):
     code = "attach_failed"
 
 
-class AttachRefusedError(AttachError):
-    """The node service does not let a process attach; `reason` is a word in snake case, the message a sentence."""
+class AttachRefusedError(_ReasonError, AttachError):
+    """The node service does not let a process attach."""
 
     code = "attach_refused"
 
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
-    def __reduce__(self) -> tuple[type[AttachRefusedError], tuple[str, str]]:
-        return type(self), (self.reason, str(self))
-
-
-class ProtocolError(AttachError):
-    """The other end of an attach connection sent what the protocol does not allow; `reason` is a word in snake case."""
+class ProtocolError(_ReasonError, AttachError):
+    """The other end of an attach connection sent what the protocol does not allow."""
 
     code = "attach_protocol"
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-    def __reduce__(self) -> tuple[type[ProtocolError], tuple[str, str]]:
-        return type(self), (self.reason, str(self))
 
 
 class DisconnectedError(AttachError):
@@ -172,9 +166,6 @@ class CallFailedError(AttachError):
     def __init__(self, service_code: str, message: str) -> None:
         super().__init__(message)
         self.service_code = service_code
-
-    def __reduce__(self) -> tuple[type[CallFailedError], tuple[str, str]]:
-        return type(self), (self.service_code, str(self))
 
 
 class IntegrityError(KvstowError):

@@ -18,7 +18,7 @@ Direction = Literal["store", "load"]
 Mark = Literal["source_free", "done", "failed"]
 RankState = Literal["starting", "pinning", "ready", "degraded", "failed", "stopped"]
 
-RANK_STATES: tuple[RankState, ...] = ("starting", "pinning", "ready", "degraded", "failed", "stopped")
+RANK_STATES: tuple[RankState, ...] = get_args(RankState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,9 @@ class PoolFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyFigures:
-    """What a rank counts of its ops. `pending_ops`, `queued_*` (included in it) and `uncollected_completions`, which
-    wait for the host, are current values; the others only grow, and count ops that were done."""
+    """What a rank counts of its ops. Current values: `pending_ops`, which it has not finished, `queued_*` (included in
+    them), and `uncollected_completions`, which wait for the host. The others only grow, and count ops that were done.
+    """
 
     pending_ops: int = 0
     queued_stores: int = 0

@@ -6,14 +6,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvstow.messages import Direction
 
 EngineState = Literal["starting", "pinning", "ready", "degraded", "draining", "stopped"]
 SlotState = Literal["free", "filling", "cached", "leased", "protected", "quarantined"]
 
-SLOT_STATES: tuple[SlotState, ...] = ("free", "filling", "cached", "leased", "protected", "quarantined")
+SLOT_STATES: tuple[SlotState, ...] = get_args(SlotState)
 
 DIRECTIONS: tuple[Direction, ...] = ("load", "store")
 LOOKUP_RESULTS = ("full", "partial", "miss")

@@ -20,7 +20,6 @@ the caller closes the device, and its ops have ended only after that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -63,23 +62,16 @@ class PreparedLoad(Protocol):
         """Free what `prepare_load` has taken. Idempotent; does nothing after a launch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """`name`: which device of this process, such as "cuda:1".
-    `kv_in_place`: the KV cache stays in the same buffers (false for JAX, which replaces arrays).
-    `pin_mode`: what pinning means here. `copies_alone`: the device moves bytes without the CPU; `poll` only checks."""
-
-    name: str
-    kv_in_place: bool
-    pin_mode: str
-    copies_alone: bool = True
-
-
 class Device(Protocol):
     """One rank's device with its KV cache and its pool."""
 
     @property
-    def capabilities(self) -> Capabilities: ...
+    def name(self) -> str:
+        """Which device of this process, such as "cuda:1"."""
+
+    @property
+    def copies_alone(self) -> bool:
+        """Whether the device moves bytes without the CPU; `poll` then only checks."""
 
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:
         """Queue the copy of block `blocks[i]` to slot `slots[i]`, to start once `after` has finished. Touches neither

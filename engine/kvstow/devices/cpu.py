@@ -16,7 +16,7 @@ import torch
 
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
-from kvstow.devices.base import Capabilities, Fence, PreparedLoad, TicketState
+from kvstow.devices.base import Fence, PreparedLoad, TicketState
 from kvstow.devices.tensors import check_tensors
 from kvstow.errors import CopyError, PinError
 from kvstow.layout import KVLayout
@@ -96,7 +96,7 @@ class CpuDevice:
     between them. It is written and read in place; the caller keeps it alive. The pool is borrowed.
     """
 
-    capabilities = Capabilities(name="cpu", kv_in_place=True, pin_mode="mlock", copies_alone=False)
+    name, copies_alone = "cpu", False
 
     def __init__(self, pool: HostPool, layout: KVLayout, tensors: Sequence[torch.Tensor]) -> None:
         check_tensors(pool, layout, tensors, "cpu")

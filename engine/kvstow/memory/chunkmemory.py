@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import partial
 
 from kvstow.config import HugePages
-from kvstow.memory.allowance import Allowance
 from kvstow.memory.chunks import Chunk
 from kvstow.memory.hoststeps import HostSteps
+from kvstow.memory.limits import Allowance
 from kvstow.memory.numa import bytes_by_node, prefer_node
 from kvstow.memory.pace import Pace
 from kvstow.memory.pinning import Registrar

@@ -37,8 +37,8 @@ def prefer_node(address: int, num_bytes: int, node: int) -> str | None:
 
 
 def bytes_by_node(address: int, num_bytes: int, step: int) -> Counter[int]:
-    """Bytes of the populated range by node, from one page in every `step` bytes (2 us each). Empty if the kernel
-    refuses, as in some containers."""
+    """Bytes of the populated range by node, from one page in every `step` bytes (2 us each; any page of a huge page
+    tells its node). Empty if the kernel refuses, as in some containers."""
     found: Counter[int] = Counter()
     number = _GET_MEMPOLICY.get(os.uname().machine)
     if number is None:

@@ -7,18 +7,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeGuard
 
 from kvstow.callbacks import Callbacks
 from kvstow.config import PoolConfig
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
-from kvstow.memory.allowance import Allowance
 from kvstow.memory.chunkmemory import ChunkMemory
 from kvstow.memory.chunks import Chunk, ChunkGrid, PinnedChunks
 from kvstow.memory.hoststeps import HostSteps
-from kvstow.memory.limits import MemoryLimits, limits_of
+from kvstow.memory.limits import Allowance, MemoryLimits, limits_of
 from kvstow.memory.pace import pace_of
 from kvstow.memory.pinning import PinProgress, PopulateOnly, Registrar
 from kvstow.memory.poolstatus import PoolState, PoolStatus
@@ -26,12 +24,6 @@ from kvstow.memory.poolstatus import PoolState, PoolStatus
 _DEFECT = "internal"  # the reason of failures that are not a `PinError`
 
 logger = logging.getLogger("kvstow.pool")
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    reason: str
-    message: str
 
 
 class Hold:
@@ -99,7 +91,7 @@ class HostPool:
         self._held: Counter[int] = Counter()  # by the slot at which it ends
         self._target = config.capacity_slots
         self._chunks: PinnedChunks | None = None
-        self._failure: _Failure | None = None
+        self._failure: PinError | None = None
         self._pin_failures: Counter[str] = Counter()
         self._progress = PinProgress(clock)
         self._clock = clock
@@ -218,7 +210,7 @@ class HostPool:
                 chunks_total=done + self._grid.count(covered, self._target, self._pace.chunk_bytes),
                 chunks_failed=int(self._failure is not None),
                 error_reason=self._failure.reason if self._failure else None,
-                error=self._failure.message if self._failure else None,
+                error=str(self._failure) if self._failure else None,
                 pin_failures=dict(self._pin_failures),
                 numa_bytes=dict(self._chunks.numa_bytes) if self._chunks is not None else {},
             )
@@ -326,7 +318,7 @@ class HostPool:
     def _fail(self, reason: str, message: str) -> None:
         self._memory.forget_allowance()
         with self._state:
-            self._failure = _Failure(reason, message)
+            self._failure = PinError(reason, message)
             self._pin_failures[reason] += 1
             self._progress.end()
 

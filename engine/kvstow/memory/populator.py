@@ -12,9 +12,8 @@ from typing import Literal
 
 from kvstow.callbacks import Callbacks
 from kvstow.errors import ConfigError, PinError
-from kvstow.memory.allowance import Allowance
 from kvstow.memory.extents import STEP_BYTES, Extent, Window
-from kvstow.memory.limits import MemoryLimits
+from kvstow.memory.limits import Allowance, MemoryLimits
 from kvstow.memory.pinning import PinProgress
 from kvstow.memory.region import HUGE_PAGE_BYTES, round_up
 

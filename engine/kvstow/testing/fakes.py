@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvstow.devices.base import Capabilities, Device, Fence, PreparedLoad, Ticket, TicketState
+from kvstow.devices.base import Device, Fence, PreparedLoad, Ticket, TicketState
 from kvstow.errors import PinError
 
 
@@ -130,7 +130,7 @@ class FakeDevice:
     """Returns `FakeTicket`s by op id. `launch_error` is raised by the next `launch_store` or `launch_load`,
     `advance_error` by each `advance`. `prepared`: loads that were neither launched nor closed."""
 
-    capabilities = Capabilities(name="fake", kv_in_place=True, pin_mode="fake")
+    name, copies_alone = "fake", True
 
     def __init__(self) -> None:
         self.launch_error: Exception | None = None

@@ -9,7 +9,7 @@ from random import Random
 
 import torch
 
-from kvstow.devices.base import Capabilities, Fence, PreparedLoad, TicketState
+from kvstow.devices.base import Fence, PreparedLoad, TicketState
 from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import CopyError
 from kvstow.layout import KVLayout
@@ -61,7 +61,7 @@ class SimulatedDevice:
     """A device over the memory of the CPU device. The copies happen in `tick`, on the caller's thread: nothing
     depends on when the copy thread gets its turn, which only sees their results."""
 
-    capabilities = Capabilities(name="simulated", kv_in_place=True, pin_mode="none")
+    name, copies_alone = "simulated", True
 
     def __init__(
         self,

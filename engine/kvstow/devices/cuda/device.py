@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvstow.config import COPY_STRATEGIES, CopyStrategy
-from kvstow.devices.base import Capabilities, Fence, PreparedLoad
+from kvstow.devices.base import Fence, PreparedLoad
 from kvstow.devices.cuda.calibration import CANDIDATES, direct_threshold
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.copier import LoadCopier, StoreCopier
@@ -83,6 +83,8 @@ class CudaDevice:
     fence; until it is reached, it delays the later ops of its direction.
     """
 
+    copies_alone = True
+
     def __init__(
         self,
         pool: HostPool,
@@ -100,7 +102,7 @@ class CudaDevice:
         self._pool, self._registrar, self._num_blocks = pool, registrar, layout.num_blocks
         self._area = SlotArea(pool.address, pool.slot_stride)
         self._context = primary_context(tensors[0].device.index)
-        self.capabilities = Capabilities(name=f"cuda:{self._context.ordinal}", kv_in_place=True, pin_mode="cuda")
+        self.name = f"cuda:{self._context.ordinal}"
         self._closed = False
         with self._context.current(), ExitStack() as undo:
             self._build(layout, tensors, options or CudaOptions(), undo)

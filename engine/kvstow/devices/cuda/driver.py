@@ -42,9 +42,6 @@ class DriverError(KvstowError):
     def is_out_of_memory(self) -> bool:
         return self.status == _OUT_OF_MEMORY
 
-    def __reduce__(self) -> tuple[type[DriverError], tuple[str, int, str, str]]:
-        return type(self), (self.call, self.status, self.name, self.text)
-
 
 class DriverUnavailableError(KvstowError):
     """CUDA cannot be used here at all: no cuda-bindings, no driver, or one that is too old."""
