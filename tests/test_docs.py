@@ -16,7 +16,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.stats import SLOT_STATES, EngineState
 from kvstow_api.health import Health
 from kvstow_api.looplag import LoopMonitor
-from kvstow_service.adminhost import make_context
+from kvstow_service.adminhost import make_api_host
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.cli import app
 from kvstow_service.sockets import AdminSockets
@@ -119,7 +119,7 @@ def test_every_state_is_explained() -> None:
 
 def test_every_readiness_check_is_explained() -> None:
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
-    context = make_context(
+    host = make_api_host(
         engine, Ticker(engine), AdminSockets(), AdminOptions(), mode="test", max_capacity_slots=4, agent_token="token"
     )
-    assert explained("check") == set(Health(context, LoopMonitor()).probes["readyz"].checks)
+    assert explained("check") == set(Health(host, LoopMonitor()).probes["readyz"].checks)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvstow_api.auth import READING_METHODS
-from kvstow_api.hostnames import is_loopback, normal_host
+from kvstow_api.hostsettings import is_loopback, normal_host
 from kvstow_api.problems import problem
 
 _PORT = re.compile(r":\d+$")

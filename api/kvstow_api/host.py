@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError, SettingError
-from kvstow_api.checks import INFORMATIONAL_CHECKS
+from kvstow_api.hostsettings import INFORMATIONAL_CHECKS
 from kvstow_api.measurements import HostMemory
 
 HealthCheck = Callable[[], str | None]

@@ -1,4 +1,4 @@
-"""Bearer tokens in a file. Imports no web framework: settings are checked before one is loaded."""
+"""Bearer tokens in a file. Imports no web framework, like `hostsettings`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,10 @@ import hmac
 from pathlib import Path
 
 from kvstow.errors import ConfigError, SettingError
-from kvstow_api.hostnames import is_loopback
 from kvstow_api.regularfile import FileStamp, RegularFile, exposure
 
 MAX_TOKENS = 100
 """Per file: each request is compared with all of them."""
-
-
-def require_token(host: str | None, token_file: Path | None, *, certificates: bool = False) -> None:
-    """Raises `SettingError` if `host` is reachable from other machines without a token or a client certificate. None
-    stands for a Unix socket."""
-    if token_file is None and not certificates and host is not None and not is_loopback(host):
-        raise SettingError("host", host, "is reachable from other machines: set token_file or tls_client_ca")
 
 
 class TokenFile:

@@ -59,6 +59,25 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankProcess:
+    """Which process a rank is, and its state.
+
+    `boot_id` changes when the rank's process or pool restarts: its memory is empty then. `host` and `pid` name the
+    process, and `device` the device of its KV cache ("cpu", "cuda:1"); null if unknown.
+    """
+
+    rank: int
+    boot_id: str | None
+    host: str | None = None
+    pid: int | None = None
+    device: str | None = None
+    state: RankState
+    error_reason: str | None = None
+    error: str | None = None
+    slot_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PoolFigures:
     """What a rank measures of its pool. Times are in seconds.
 
@@ -102,26 +121,15 @@ class CopyFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFigures(PoolFigures, CopyFigures):
-    """What a rank knows of itself.
+class RankFigures(CopyFigures, PoolFigures, RankProcess):
+    """What a rank knows of itself; its process first, as fields of the last base come first.
 
-    `boot_id` changes when the rank's process or pool restarts: its memory is empty then. `stale_desired_states` counts
-    desired states that it ignored because a newer one had arrived first. `numa_bytes`: the pool's memory by NUMA node,
-    empty if the kernel does not report it. `host` and `pid` name the rank's process, and `device` the device of its KV
-    cache ("cpu", "cuda:1"); null if unknown.
+    `stale_desired_states` counts desired states that it ignored because a newer one had arrived first. `numa_bytes`:
+    the pool's memory by NUMA node, empty if the kernel does not report it.
     """
 
-    rank: int
-    boot_id: str | None
-    state: RankState
-    slot_bytes: int
-    error_reason: str | None = None
-    error: str | None = None
     stale_desired_states: int = 0
     numa_bytes: Mapping[str, int] = field(default_factory=dict)
-    host: str | None = None
-    pid: int | None = None
-    device: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

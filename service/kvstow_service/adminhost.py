@@ -16,7 +16,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.memory.limits import HugePageLimits, MemoryLimits, limits_of
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost
-from kvstow_api.hostnames import is_loopback
+from kvstow_api.hostsettings import is_loopback
 from kvstow_api.measurements import HostMemory
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.server import AdminServer
@@ -29,22 +29,22 @@ _CHOSEN = re.compile(r"\[(\w+)\]")
 
 
 def make_server(
-    context: ApiHost,
+    host: ApiHost,
     sockets: AdminSockets,
     tls: ServerTls | None,
     on_failure: Callable[[str], None],
 ) -> AdminServer:
-    """The server of `context` on `sockets`; lost log lines are counted as errors of the engine."""
+    """The server of `host` on `sockets`; lost log lines are counted as errors of the engine."""
     return AdminServer(
-        create_app(context),
+        create_app(host),
         sockets.sockets,
         on_failure,
         tls=None if tls is None else tls.context,
-        on_lost_line=partial(context.engine.count_error, "log_line_dropped"),
+        on_lost_line=partial(host.engine.count_error, "log_line_dropped"),
     )
 
 
-def make_context(
+def make_api_host(
     engine: OffloadEngine,
     ticker: Ticker,
     sockets: AdminSockets,

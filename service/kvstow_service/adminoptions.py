@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstow.errors import ConfigError, SettingError
-from kvstow_api.checks import INFORMATIONAL_CHECKS
-from kvstow_api.hostnames import parse_host_names
-from kvstow_api.tokens import TokenFile, require_token
+from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, parse_host_names, require_token
+from kvstow_api.tokens import TokenFile
 from kvstow_service.tls import TlsFiles
 
 

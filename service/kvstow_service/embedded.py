@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, KvstowError
-from kvstow_api.hostnames import is_loopback
+from kvstow_api.hostsettings import is_loopback
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.agent import AdminAddress
 from kvstow_service.rendezvous import Rendezvous
@@ -167,11 +167,11 @@ class EmbeddedAdmin:
 
     def _make_server(self) -> AdminServer:
         # Not earlier: the first import of prometheus_client decides how the whole process keeps its metrics.
-        from kvstow_service.adminhost import make_context, make_server
+        from kvstow_service.adminhost import make_api_host, make_server
 
         self._tls = None if self._options.tls is None else ServerTls(self._options.tls)
         self._listen()  # clients that connect now are answered soon
-        context = make_context(
+        host = make_api_host(
             self._engine,
             self._ticker,
             self._sockets,
@@ -180,7 +180,7 @@ class EmbeddedAdmin:
             tls=self._tls,
             **self._description,
         )
-        return make_server(context, self._sockets, self._tls, self._fail)
+        return make_server(host, self._sockets, self._tls, self._fail)
 
     def _renew_tls(self) -> None:
         if self._tls is not None:

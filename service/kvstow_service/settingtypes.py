@@ -11,8 +11,7 @@ from pydantic_core import PydanticCustomError
 from kvstow.bytesize import parse_size
 from kvstow.config import POLICIES
 from kvstow.errors import ConfigError
-from kvstow_api.checks import INFORMATIONAL_CHECKS
-from kvstow_api.hostnames import parse_host_names
+from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, parse_host_names
 from kvstow_service.duration import parse_duration
 from kvstow_service.shapes import SHAPES
 

@@ -17,7 +17,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.region import round_up
-from kvstow_service.adminhost import make_context, make_server
+from kvstow_service.adminhost import make_api_host, make_server
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.agent import AdminAddress
 from kvstow_service.fleet import Fleet
@@ -57,7 +57,7 @@ def run_service(settings: Settings) -> int:
         running.callback(ticker.stop)
 
         agents_reach = _meet_agents(settings, sockets, running)
-        context = make_context(
+        host = make_api_host(
             engine,
             ticker,
             sockets,
@@ -68,7 +68,7 @@ def run_service(settings: Settings) -> int:
             tls=plan.tls,
             settings=public_settings(settings),
         )
-        server = make_server(context, sockets, plan.tls, lambda reason: stops.request(reason, 1))
+        server = make_server(host, sockets, plan.tls, lambda reason: stops.request(reason, 1))
         server.start()
         running.callback(server.stop)
         _announce(settings, sockets)

@@ -14,8 +14,9 @@ from tests.api.conftest import AGENT, AGENT_TOKEN
 
 from kvstow.errors import ConfigError
 from kvstow_api import auth
+from kvstow_api.hostsettings import require_token
 from kvstow_api.routes import ROUTERS
-from kvstow_api.tokens import TokenFile, require_token
+from kvstow_api.tokens import TokenFile
 
 pytestmark = pytest.mark.anyio
 

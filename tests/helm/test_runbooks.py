@@ -25,7 +25,7 @@ from kvstow_api.metrics.collector import Collector
 from kvstow_api.requests import HttpCounters
 from kvstow_api.views import StatsView
 from kvstow_service import environment
-from kvstow_service.adminhost import make_context
+from kvstow_service.adminhost import make_api_host
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.cli import app
 from kvstow_service.sockets import AdminSockets
@@ -60,10 +60,10 @@ def code_words(text: str) -> Iterator[str]:
 @cache
 def app_state() -> AppState:
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
-    context = make_context(
+    host = make_api_host(
         engine, Ticker(engine), AdminSockets(), AdminOptions(), mode="test", max_capacity_slots=4, agent_token="token"
     )
-    return AppState.of(context, HttpCounters(), Credentials())
+    return AppState.of(host, HttpCounters(), Credentials())
 
 
 def scraped() -> Iterator[str]:

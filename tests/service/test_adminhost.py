@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
-from kvstow_service.adminhost import make_context, measure_memory
+from kvstow_service.adminhost import make_api_host, measure_memory
 from kvstow_service.adminoptions import AdminOptions
 
 
@@ -44,8 +44,8 @@ def test_reserved_huge_pages_have_limits_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [{"huge_pages": "reserved"}, {"huge_pages": "advised"}, {}])
 def test_the_measured_limits_follow_the_huge_pages_setting(settings: dict[str, str]) -> None:
     parts: Any = SimpleNamespace(addresses=(), host=None, check=None)
-    context = make_context(
+    host = make_api_host(
         parts, parts, parts, AdminOptions(), mode="standalone", max_capacity_slots=1, settings=settings, agent_token="t"
     )
-    assert context.host_memory is not None
-    assert (context.host_memory().huge_pages == "reserved") == (settings.get("huge_pages") == "reserved")
+    assert host.host_memory is not None
+    assert (host.host_memory().huge_pages == "reserved") == (settings.get("huge_pages") == "reserved")

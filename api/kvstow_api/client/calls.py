@@ -62,6 +62,8 @@ from kvstow_api.views import (
 
 ProbeName = Literal["livez", "readyz", "startupz"]
 
+_HOST_POOL = f"/v1/pools/{POOL_NAME}"
+
 
 class ProbeResult(NamedTuple):
     """Whether the probe passed, and its text."""
@@ -110,19 +112,19 @@ def pools() -> Call[PoolsView]:
 
 
 def pool(name: str = POOL_NAME) -> Call[PoolView]:
-    return get(_pool(name), PoolView)
+    return get(f"/v1/pools/{quote(name, safe='')}", PoolView)
 
 
 def change_pool(
-    settings: Mapping[str, Any], *, if_match: str | None = None, wait: float | None = None, name: str = POOL_NAME
+    settings: Mapping[str, Any], *, if_match: str | None = None, wait: float | None = None
 ) -> Call[PoolView | OperationView]:
     """`settings`: new values by name, such as `policy`; what is left out stays. `if_match`: an `etag` seen before."""
-    return work("PATCH", _pool(name), PoolView, wait, dict(settings), if_matching(if_match))
+    return work("PATCH", _HOST_POOL, PoolView, wait, dict(settings), if_matching(if_match))
 
 
-def plan_pool(settings: Mapping[str, Any], *, name: str = POOL_NAME) -> Call[PlanView]:
+def plan_pool(settings: Mapping[str, Any]) -> Call[PlanView]:
     """What `change_pool` would do now."""
-    return Call("PATCH", _pool(name), decoded(PlanView), body={**settings, "dry_run": True})
+    return Call("PATCH", _HOST_POOL, decoded(PlanView), body={**settings, "dry_run": True})
 
 
 def resize(
@@ -131,20 +133,19 @@ def resize(
     num_bytes: int | None = None,
     if_match: str | None = None,
     wait: float | None = None,
-    name: str = POOL_NAME,
 ) -> Call[PoolView | OperationView]:
     """Set the pool's size on each rank, in slots or bytes."""
     settings = fields(capacity_slots=slots, capacity_bytes=num_bytes)
-    return change_pool(settings, if_match=if_match, wait=wait, name=name)
+    return change_pool(settings, if_match=if_match, wait=wait)
 
 
-def plan_resize(*, slots: int | None = None, num_bytes: int | None = None, name: str = POOL_NAME) -> Call[PlanView]:
+def plan_resize(*, slots: int | None = None, num_bytes: int | None = None) -> Call[PlanView]:
     """What `resize` would do now."""
-    return plan_pool(fields(capacity_slots=slots, capacity_bytes=num_bytes), name=name)
+    return plan_pool(fields(capacity_slots=slots, capacity_bytes=num_bytes))
 
 
-def set_policy(policy: str, *, if_match: str | None = None, name: str = POOL_NAME) -> Call[PoolView]:
-    return Call("PATCH", _pool(name), decoded(PoolView), body={"policy": policy}, headers=if_matching(if_match))
+def set_policy(policy: str, *, if_match: str | None = None) -> Call[PoolView]:
+    return Call("PATCH", _HOST_POOL, decoded(PoolView), body={"policy": policy}, headers=if_matching(if_match))
 
 
 def evict(
@@ -155,11 +156,10 @@ def evict(
     dry_run: bool = False,
     wait: float | None = None,
     key: str | None = None,
-    name: str = POOL_NAME,
 ) -> Call[RemovedView | OperationView]:
     """Remove the coldest blocks. Takes exactly one of the first three arguments."""
     body = fields(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds, dry_run=dry_run)
-    return work("POST", f"{_pool(name)}/evict", RemovedView, wait, body, idempotent(key))
+    return work("POST", f"{_HOST_POOL}/evict", RemovedView, wait, body, idempotent(key))
 
 
 def purge(
@@ -174,7 +174,6 @@ def purge(
     dry_run: bool = False,
     wait: float | None = None,
     key: str | None = None,
-    name: str = POOL_NAME,
 ) -> Call[RemovedView | OperationView]:
     """Remove blocks by key, age or number. Takes exactly one selector."""
     body = fields(
@@ -187,34 +186,32 @@ def purge(
         bytes=num_bytes,
         dry_run=dry_run,
     )
-    return work("POST", f"{_pool(name)}/purge", RemovedView, wait, body, idempotent(key))
+    return work("POST", f"{_HOST_POOL}/purge", RemovedView, wait, body, idempotent(key))
 
 
-def protect(
-    keys: Sequence[str], *, ttl_seconds: float | None = None, key: str | None = None, name: str = POOL_NAME
-) -> Call[ProtectionResult]:
+def protect(keys: Sequence[str], *, ttl_seconds: float | None = None, key: str | None = None) -> Call[ProtectionResult]:
     body = {"keys": list(keys), "ttl_seconds": ttl_seconds}
-    return Call("POST", f"{_pool(name)}/protect", decoded(ProtectionResult), body=body, headers=idempotent(key))
+    return Call("POST", f"{_HOST_POOL}/protect", decoded(ProtectionResult), body=body, headers=idempotent(key))
 
 
-def unprotect(keys: Sequence[str] | None, *, key: str | None = None, name: str = POOL_NAME) -> Call[ProtectionResult]:
+def unprotect(keys: Sequence[str] | None, *, key: str | None = None) -> Call[ProtectionResult]:
     """None: all blocks."""
     body = {"all": True} if keys is None else {"keys": list(keys)}
-    return Call("POST", f"{_pool(name)}/unprotect", decoded(ProtectionResult), body=body, headers=idempotent(key))
+    return Call("POST", f"{_HOST_POOL}/unprotect", decoded(ProtectionResult), body=body, headers=idempotent(key))
 
 
-def retry_pinning(*, key: str | None = None, name: str = POOL_NAME) -> Call[PinningView]:
+def retry_pinning(*, key: str | None = None) -> Call[PinningView]:
     """Let ranks whose pinning failed try again."""
-    return Call("POST", f"{_pool(name)}/retry", decoded(PinningView), headers=idempotent(key))
+    return Call("POST", f"{_HOST_POOL}/retry", decoded(PinningView), headers=idempotent(key))
 
 
-def pause_pinning(*, name: str = POOL_NAME) -> Call[PoolView]:
+def pause_pinning() -> Call[PoolView]:
     """Ranks pin no further chunk."""
-    return Call("PATCH", _pool(name), decoded(PoolView), body={"pinning_paused": True})
+    return Call("PATCH", _HOST_POOL, decoded(PoolView), body={"pinning_paused": True})
 
 
-def resume_pinning(*, name: str = POOL_NAME) -> Call[PoolView]:
-    return Call("PATCH", _pool(name), decoded(PoolView), body={"pinning_paused": False})
+def resume_pinning() -> Call[PoolView]:
+    return Call("PATCH", _HOST_POOL, decoded(PoolView), body={"pinning_paused": False})
 
 
 # -- blocks --------------------------------------------------------------------------------------------------------
@@ -225,18 +222,17 @@ def blocks(
     state: BlockState | None = None,
     page_size: int | None = None,
     page_token: str | None = None,
-    name: str = POOL_NAME,
 ) -> Call[BlocksView]:
-    return get(f"{_pool(name)}/blocks", BlocksView, state=state, page_size=page_size, page_token=page_token)
+    return get(f"{_HOST_POOL}/blocks", BlocksView, state=state, page_size=page_size, page_token=page_token)
 
 
-def block(key: str, *, name: str = POOL_NAME) -> Call[BlockStatus]:
-    return get(f"{_pool(name)}/blocks/{quote(key, safe='')}", BlockStatus)
+def block(key: str) -> Call[BlockStatus]:
+    return get(f"{_HOST_POOL}/blocks/{quote(key, safe='')}", BlockStatus)
 
 
-def remove_block(key: str, *, name: str = POOL_NAME) -> Call[None]:
+def remove_block(key: str) -> Call[None]:
     """Fails with status 409 while the block is in use or protected."""
-    return Call("DELETE", f"{_pool(name)}/blocks/{quote(key, safe='')}", nothing)
+    return Call("DELETE", f"{_HOST_POOL}/blocks/{quote(key, safe='')}", nothing)
 
 
 def lookup(keys: Sequence[str]) -> Call[LookupResult]:
@@ -348,10 +344,6 @@ def set_log_level(level: str, *, logger: str = "kvstow", ttl_seconds: float | No
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------
-
-
-def _pool(name: str) -> str:
-    return f"/v1/pools/{quote(name, safe='')}"
 
 
 def _probe_result(reply: Reply) -> ProbeResult:

@@ -69,24 +69,24 @@ def http_families(http: HttpCounters) -> Iterator[Metric]:
     yield gauge("kvstow_http_requests_inflight", "HTTP requests in progress", [], scalar(http.inflight))
 
 
-def certificate_families(context: ApiHost) -> Iterator[Metric]:
+def certificate_families(host: ApiHost) -> Iterator[Metric]:
     yield gauge(
         "kvstow_tls_certificate_expiry_timestamp_seconds",
         "Expiry of the admin server's certificate, if it uses TLS",
         [],
-        scalar(context.certificate_ends()) if context.certificate_ends else [],
+        scalar(host.certificate_ends()) if host.certificate_ends else [],
     )
 
 
-def fact_families(context: ApiHost) -> Iterator[Metric]:
-    build = {"version": context.version, "python": platform.python_version(), "mode": context.mode, **context.build}
+def fact_families(host: ApiHost) -> Iterator[Metric]:
+    build = {"version": host.version, "python": platform.python_version(), "mode": host.mode, **host.build}
     yield gauge("kvstow_build_info", "Versions in the labels; always 1", list(build), [(list(build.values()), 1)])
-    config = context.engine.config
+    config = host.engine.config
     facts = {
-        "model_name": str(context.settings.get("model", "")),
+        "model_name": str(host.settings.get("model", "")),
         "slot_bytes": str(config.slot_bytes),
         "block_tokens": "" if config.block_tokens is None else str(config.block_tokens),
         "num_ranks": str(config.num_ranks),
-        "policy": context.engine.stats().pool.policy,
+        "policy": host.engine.stats().pool.policy,
     }
     yield gauge("kvstow_config_info", "Settings in the labels; always 1", list(facts), [(list(facts.values()), 1)])

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstow.bytesize import format_size
 from kvstow_api.numberformat import counted
-from kvstow_service.cli.confirmation import Effect, confirm, dry_run_flag, yes_flag
+from kvstow_service.cli.confirmation import Effect, confirm, dry_run_flag, evicted, yes_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.following import follow, no_wait_flag, server_wait, started
@@ -173,7 +172,7 @@ def _remove(
                 emit(planned, style, _removed)
                 return
             plan = _result(planned)
-            effect = Effect(f"remove {_amount(plan)}", lost_blocks=plan.evicted_slots)
+            effect = Effect(f"remove {evicted(plan)}", lost_blocks=plan.evicted_slots)
         confirm(effect, connection, yes)
         answer = follow(client, make(wait=server_wait(no_wait)), no_wait=no_wait)
         emit(answer, style, _removed)
@@ -188,11 +187,7 @@ def _removed(answer: Any) -> str:
     removed = _result(answer)
     if removed is None:
         return started(answer)
-    return f"{'would remove' if removed.dry_run else 'removed'} {_amount(removed)}"
-
-
-def _amount(removed: RemovedView) -> str:
-    return f"{counted(removed.evicted_slots, 'block')}, {format_size(removed.evicted_bytes)} of each rank"
+    return f"{'would remove' if removed.dry_run else 'removed'} {evicted(removed)}"
 
 
 def _keys(arguments: Sequence[str]) -> list[str]:

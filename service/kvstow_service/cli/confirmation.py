@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from kvstow.bytesize import format_size
+from kvstow_api.numberformat import counted
 from kvstow_service.cli.failures import CommandError, ExitCode
 
 if TYPE_CHECKING:
+    from kvstow_api.views import PlanView, RemovedView
     from kvstow_service.cli.connection import Connection
 
 yes_flag = click.option("--yes", "-y", is_flag=True, help="Proceed without a prompt.")
@@ -29,6 +32,11 @@ class Effect(NamedTuple):
         """The rule: a command is destructive if it loses what no other command brings back (blocks, or the record of
         which blocks are protected), or if it makes /readyz fail."""
         return self.lost_blocks != 0 or self.lost_protections != 0 or self.fails_readyz
+
+
+def evicted(plan: PlanView | RemovedView) -> str:
+    """What the server evicts, or has evicted, in words."""
+    return f"{counted(plan.evicted_slots, 'block')}, {format_size(plan.evicted_bytes)} of each rank"
 
 
 def confirm(effect: Effect, connection: Connection, yes: bool) -> None:

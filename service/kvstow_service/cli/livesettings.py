@@ -10,7 +10,7 @@ import click
 
 from kvstow.bytesize import format_size
 from kvstow_api.numberformat import counted
-from kvstow_service.cli.confirmation import Effect, confirm, dry_run_flag, yes_flag
+from kvstow_service.cli.confirmation import Effect, confirm, dry_run_flag, evicted, yes_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.describe import details
 from kvstow_service.cli.failures import CommandError, ExitCode
@@ -54,7 +54,7 @@ def resize(
         if dry_run:
             emit(plan, style, _would_resize)
             return
-        words = f"shrink the pool to {counted(plan.capacity_slots, 'slot')} and evict {_evicted(plan)},"
+        words = f"shrink the pool to {counted(plan.capacity_slots, 'slot')} and evict {evicted(plan)},"
         confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
         change = calls.resize(slots=slots, num_bytes=size, if_match=pool.etag, wait=server_wait(no_wait))
         answer = follow(client, change, no_wait=no_wait)
@@ -69,12 +69,8 @@ def _check_size(size: int, pool: PoolView) -> None:
         raise CommandError(f"{format_size(size)} is too much: each rank can hold {most}", hint, ExitCode.USAGE)
 
 
-def _evicted(plan: PlanView) -> str:
-    return f"{counted(plan.evicted_slots, 'block')}, {format_size(plan.evicted_bytes)} of each rank"
-
-
 def _would_resize(plan: PlanView) -> str:
-    return f"would set the capacity to {counted(plan.capacity_slots, 'slot')} and evict {_evicted(plan)}"
+    return f"would set the capacity to {counted(plan.capacity_slots, 'slot')} and evict {evicted(plan)}"
 
 
 def _resized(before: int, slots: int, answer: Any) -> str:
@@ -121,7 +117,7 @@ def set_values(
         if dry_run:
             emit(plan, style, details)
             return
-        words = f"change {', '.join(runtime)} and evict {_evicted(plan)},"
+        words = f"change {', '.join(runtime)} and evict {evicted(plan)},"
         confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
         change = calls.change_pool(runtime, if_match=etag, wait=server_wait(no_wait))
         answer = follow(client, change, no_wait=no_wait)

@@ -48,6 +48,7 @@ async def test_ranks_are_listed_and_shown(client: httpx.AsyncClient, ranks: Any)
     items = (await client.get("/v1/ranks")).json()["items"]
     assert items == (await client.get("/v1/readiness")).json()["ranks"]
     assert (await client.get("/v1/ranks/1")).json() == items[1]
+    assert list(items[1])[:5] == ["rank", "boot_id", "host", "pid", "device"]  # a reader sees first which rank it is
 
 
 @pytest.mark.parametrize(("rank", "status"), [("2", 404), ("-1", 422), ("x", 422), ("1.5", 422), ("9" * 30, 404)])

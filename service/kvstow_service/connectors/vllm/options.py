@@ -10,8 +10,7 @@ from typing import Annotated, Any, get_type_hints
 from kvstow.bytesize import parse_size
 from kvstow.config import COPY_STRATEGIES, HUGE_PAGES, POLICIES, CopyStrategy, EngineConfig, HugePages, PoolConfig
 from kvstow.errors import ConfigError, SettingError
-from kvstow_api.checks import INFORMATIONAL_CHECKS
-from kvstow_api.hostnames import parse_host_names
+from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, parse_host_names
 from kvstow_service.duration import parse_duration
 
 DEFAULT_BYTES = 8 << 30
