@@ -79,7 +79,7 @@ class _Scheduler:
 
     def complete(self, ops: tuple[Op, ...]) -> None:
         done = [Completion(op.op_id, "done", None, len(op.slots) * SLOT_BYTES, 0.001) for op in ops]
-        self.side.record_completions(0, self._worker.boot_id, done)
+        self._engine.complete(0, self._worker.boot_id, done)
         self.side.settle()
 
 

@@ -19,7 +19,7 @@ from vllm.v1.core.sched import output
 from kvstow_service.connectors.vllm.kvevents import event_feed
 from kvstow_service.connectors.vllm.kvgroups import kv_groups
 from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
-from kvstow_service.connectors.vllm.metrics import KVStowPromMetrics, KVStowStats
+from kvstow_service.connectors.vllm.metricsexport import KVStowPromMetrics, KVStowStats
 from kvstow_service.connectors.vllm.options import ConnectorOptions, misuse
 from kvstow_service.connectors.vllm.schedulerhost import Offload, SchedulerHost
 from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, hash_block_tokens, join_vllm_log

@@ -35,7 +35,7 @@ class Loads:
         planner: StepPlanner,
         groups: KVGroups,
         null_block: int,
-        observe: Observe | None = None,
+        observe: Observe,
     ) -> None:
         """`null_block`: what stands in a block table for blocks out of the window. `observe` takes the time of each
         look-up."""
@@ -55,12 +55,10 @@ class Loads:
         load, as at the start of a chunk, is none: vLLM waits for the end of each load."""
         tracked.start = local
         hit, end = tracked.hit, self._longest_end(tracked)
-        if hit is None or local % self._groups.alignment or not hit.start <= local < min(hit.end, end):
+        can_load = local % self._groups.alignment == 0 and local < end
+        if hit is None or not can_load or not hit.start <= local < hit.end:
             self.release_hit(tracked)
-            begun = time.perf_counter()
-            tracked.hit = hit = self._look_up(tracked, local, end)
-            if self._observe is not None:
-                self._observe("lookup_sync_delay_seconds", time.perf_counter() - begun)
+            tracked.hit = hit = self._look_up(tracked, local, end) if can_load else None
         return hit.end - local if hit is not None else 0
 
     def count_hit(self, tracked: TrackedRequest, num_tokens: int) -> None:
@@ -90,15 +88,19 @@ class Loads:
         return end
 
     def _look_up(self, tracked: TrackedRequest, local: int, end: int) -> Hit | None:
-        alignment = self._groups.alignment
-        if local % alignment or end <= local:
-            return None
+        begun = time.perf_counter()
         tracked.forget_stale_keys(self._groups)
+        hit = self._find_hit(tracked, local, end)
+        self._observe("lookup_sync_delay_seconds", time.perf_counter() - begun)
+        return hit
+
+    def _find_hit(self, tracked: TrackedRequest, local: int, end: int) -> Hit | None:
         if self._groups.is_plain:
             return self._hold_run(tracked, self._full[0], local, end)
         for group in self._full:
             keys = tracked.keys(group, local // group.block_tokens, end // group.block_tokens)
             end = min(end, local + self._engine.lookup(keys) * group.block_tokens)
+        alignment = self._groups.alignment
         end = self._end_that_windows_allow(tracked, local, end // alignment * alignment)
         if end <= local:
             return None

@@ -55,41 +55,28 @@ FAMILY: dict[str, Metric] = {
 }
 
 
-def watched(stats: EngineStats) -> tuple[object, ...]:
-    """Differs whenever a `Reading` would, and costs far less."""
-    transfers, pool = stats.transfers, stats.pool
-    moved = transfers.load.blocks, transfers.store.blocks
-    return moved, pool.slots, stats.stores["dropped_cpu_full"], pool.capacity_slots
+def read_family(stats: EngineStats, slot_bytes: int, slot_tokens: int | None) -> dict[str, Any]:
+    """The family's counters, gauges and labels at one moment, by name. Histograms are observed where look-ups and
+    transfers end. `slot_bytes`: bytes of a slot on all ranks together. `slot_tokens`: tokens in a slot, None with
+    several KV groups."""
+    values: dict[str, Any] = {"allocation_failure": stats.stores["dropped_cpu_full"]}
+    for direction in DIRECTIONS:
+        ended = stats.transfers.of(direction)
+        values[f"{direction}_bytes"] = ended.blocks * slot_bytes
+        values[f"{direction}_time"] = ended.seconds.sum
+    return values | _usage(stats) | {INFO: _info(stats.pool.capacity_slots, slot_bytes, slot_tokens)}
 
 
-class Reading:
-    """The family's counters, gauges and labels at one moment. Histograms are observed where look-ups and transfers end.
-
-    `slot_bytes`: bytes of a slot on all ranks together. `slot_tokens`: tokens in a slot, None with several KV groups.
-    """
-
-    def __init__(self, stats: EngineStats, slot_bytes: int, slot_tokens: int | None) -> None:
-        self._counters: dict[str, float] = {"allocation_failure": stats.stores["dropped_cpu_full"]}
-        for direction in DIRECTIONS:
-            ended = stats.transfers.of(direction)
-            self._counters[f"{direction}_bytes"] = ended.blocks * slot_bytes
-            self._counters[f"{direction}_time"] = ended.seconds.sum
-        self._states: dict[str, Any] = {
-            **_usage(stats),
-            INFO: _info(stats.pool.capacity_slots, slot_bytes, slot_tokens),
-        }
-
-    def since(self, before: Reading | None) -> Changes:
-        """The changes from `before`, or from the engine's start, to this reading."""
-        changes: Changes = {
-            name: grown for name, value in self._counters.items() if (grown := value - _of(before, name))
-        }
-        states = self._states.items()
-        return changes | {name: value for name, value in states if before is None or before._states[name] != value}
-
-
-def _of(reading: Reading | None, name: str) -> float:
-    return reading._counters[name] if reading else 0
+def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+    """The changes from one result of `read_family` to a later one; `before` is empty at the engine's start."""
+    changes: Changes = {}
+    for name, value in now.items():
+        if FAMILY[name].kind == "counter":
+            if grown := value - before.get(name, 0):
+                changes[name] = grown
+        elif before.get(name) != value:
+            changes[name] = value
+    return changes
 
 
 def _usage(stats: EngineStats) -> dict[str, float]:

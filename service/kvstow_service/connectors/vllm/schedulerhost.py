@@ -19,7 +19,7 @@ from kvstow_service.connectors.vllm.gpublocks import BlockPool
 from kvstow_service.connectors.vllm.kvevents import EventFeed
 from kvstow_service.connectors.vllm.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.metadata import RankHello, RankUpdate
-from kvstow_service.connectors.vllm.metrics import StatsFeed
+from kvstow_service.connectors.vllm.metricsexport import StatsFeed
 from kvstow_service.connectors.vllm.options import ConnectorOptions, misuse
 from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, this_node
@@ -124,7 +124,7 @@ class SchedulerHost:
                 self.offload.engine.count_error("rank_report")
                 logger.warning("rank %d: its report is not accepted: %s", rank, error)
         for boot_id, completions in update.completions:
-            self.offload.side.record_completions(rank, boot_id, completions)
+            self.offload.engine.complete(rank, boot_id, completions)
 
     def _fail(self, what: str, error: Exception) -> None:
         if not self._has_failed:
@@ -150,14 +150,16 @@ class SchedulerHost:
         events = self._make_events(engine)
         slot_tokens = self._groups.alignment if len(self._groups.groups) == 1 else None
         stats = StatsFeed(engine, sum(sizes), slot_tokens)
+        # How many blocks one step can take from the GPU's free queue, or complete.
+        per_step = sum(-(-self._process.max_batched_tokens // group.block_tokens) for group in self._groups.groups)
         side = SchedulerSide(
             engine,
             self._groups,
             self._pool,
-            lazy_blocks=2 * self._blocks_per_step if self._options.lazy_offload else None,
+            lazy_blocks=2 * per_step if self._options.lazy_offload else None,
             events=events,
             observe=stats.observe,
-            step_blocks=self._step_blocks,
+            step_blocks=max(STEP_BLOCKS, 2 * per_step),
         )
         admin = EmbeddedAdmin(
             engine,
@@ -189,15 +191,6 @@ class SchedulerHost:
         ]
         wanted = self._options.max_slots([hello.slot_bytes for hello in hellos], min(fitting))
         return min(wanted, *(hello.max_slots for hello in hellos))
-
-    @property
-    def _blocks_per_step(self) -> int:
-        """How many blocks one step can take from the GPU's free queue, or complete."""
-        return sum(-(-self._process.max_batched_tokens // group.block_tokens) for group in self._groups.groups)
-
-    @property
-    def _step_blocks(self) -> int:
-        return max(STEP_BLOCKS, 2 * self._blocks_per_step)
 
 
 def _admin_options(options: ConnectorOptions, process: VLLMProcess) -> AdminOptions:

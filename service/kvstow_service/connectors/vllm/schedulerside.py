@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.messages import Completion
 from kvstow_service.connectors.vllm.eagerstores import EagerStores
 from kvstow_service.connectors.vllm.failedloads import FailedLoads
 from kvstow_service.connectors.vllm.gpublocks import BlockPool, GPUBlocks, WrittenBlocks
@@ -21,6 +20,10 @@ from kvstow_service.connectors.vllm.trackedrequests import Request, TrackedReque
 
 STEP_BLOCKS = 1024
 """Blocks that one step offers to the pool by default, or marks as used: 1 ms."""
+
+
+def _ignore(name: str, value: float) -> None:
+    """Used where vLLM's own metrics are not exported."""
 
 
 class SchedulerSide:
@@ -39,7 +42,7 @@ class SchedulerSide:
         *,
         lazy_blocks: int | None = None,
         events: EventFeed | None = None,
-        observe: Observe | None = None,
+        observe: Observe = _ignore,
         step_blocks: int = STEP_BLOCKS,
     ) -> None:
         """`lazy_blocks`: how many blocks from eviction on the GPU a block is stored; None stores eagerly.
@@ -150,14 +153,10 @@ class SchedulerSide:
 
     # -- completion -----------------------------------------------------------------------------------------
 
-    def record_completions(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
-        """A rank has finished ops, or read the blocks of stores."""
-        self._engine.complete(rank, boot_id, completions)
-
     def settle(self) -> None:
         """Act on what has become final: GPU blocks that every rank has read are given back."""
         for settled in self._engine.take_settled():
-            if settled.mark == "done" and self._observe is not None:
+            if settled.mark == "done":
                 self._observe(f"{settled.direction}_size", len(settled.blocks) * self._engine.config.slot_bytes)
             if settled.direction == "load":
                 self._loads.load_settled(settled.op_id, failed=settled.mark == "failed")

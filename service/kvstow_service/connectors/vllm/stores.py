@@ -24,8 +24,8 @@ class StoreFinder(Protocol):
 
     @property
     def has_backlog(self) -> bool:
-        """Whether blocks that were not stored wait for another offer."""
-        ...
+        """Whether blocks wait that only the finder knows: they were offered and not stored, or their request has ended
+        before they could be offered."""
 
     def admitted(self, tracked: TrackedRequest) -> None:
         """The request has its tables."""
@@ -33,7 +33,6 @@ class StoreFinder(Protocol):
     def offer_due(self, step: Step, number: int, written: WrittenBlocks, room: int) -> int:
         """Offer what is due in this step, the `number`-th, and no more than `room` blocks of the backlog. Returns how
         many blocks were offered."""
-        ...
 
     def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
         """Offer what is complete at the end of a request that has run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvstow.control.leases import Lease
@@ -39,6 +40,7 @@ class Hit(NamedTuple):
     lease: Lease
 
 
+@dataclass(slots=True, eq=False)
 class TrackedRequest:
     """A request between its arrival and its end. Used by the scheduler's thread.
 
@@ -49,32 +51,23 @@ class TrackedRequest:
     gave the tables. `has_run`: it was computed since, so its tokens are more than the promise of a load.
     """
 
-    __slots__ = (
-        "_keys",
-        "admitted_at",
-        "has_run",
-        "hit",
-        "load_failed",
-        "loaded",
-        "loading",
-        "offered_tokens",
-        "request",
-        "start",
-        "tables",
-        "withheld",
-    )
+    request: Request
+    num_groups: InitVar[int]
+    offered_tokens: int = 0
+    hit: Hit | None = None
+    start: int = 0
+    loaded: range = range(0)
+    loading: bool = False
+    load_failed: bool = False
+    withheld: bool = False
+    admitted_at: int = -1
+    has_run: bool = False
+    tables: list[list[int]] = field(init=False)
+    _keys: list[list[bytes]] = field(init=False)
 
-    def __init__(self, request: Request, num_groups: int) -> None:
-        self.request = request
-        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
-        self.offered_tokens = 0
-        self.hit: Hit | None = None
-        self.start = 0
-        self.loaded = range(0)
-        self.loading = self.load_failed = self.withheld = False
-        self.admitted_at = -1
-        self.has_run = False
-        self._keys: list[list[bytes]] = [[] for _ in range(num_groups)]
+    def __post_init__(self, num_groups: int) -> None:
+        self.tables = [[] for _ in range(num_groups)]
+        self._keys = [[] for _ in range(num_groups)]
 
     @property
     def confirmed_tokens(self) -> int:

@@ -139,7 +139,8 @@ class WorkerSide:
     def _refuse(self, step: PlannedStep) -> None:
         """The step was planned for memory that this rank has since lost: the slots that it names hold other bytes.
         The rank may have restarted in the middle of the planning, so some ops may belong to its new boot."""
-        refusals = tuple(_refusal(op.op_id) for op in (*step.loads.ops, *step.stores.ops))
+        why = "this rank has restarted since the op was planned"
+        refusals = tuple(Completion(op.op_id, "failed", why) for op in (*step.loads.ops, *step.stores.ops))
         for boot_id in (step.boots[self.rank] or "", self.plane.boot_id):
             self._take(BootCompletions(boot_id, refusals))
 
@@ -150,14 +151,5 @@ class WorkerSide:
     def _take(self, batch: BootCompletions) -> None:
         self._completed.append(batch)
         for completion in batch.completions:
-            if completion.mark != "source_free":
-                self._end_load(completion)
-
-    def _end_load(self, completion: Completion) -> None:
-        load = self._loading.pop(completion.op_id, None)
-        if load is not None:
-            (self._failed if completion.mark == "failed" else self._done).append(load)
-
-
-def _refusal(op_id: int) -> Completion:
-    return Completion(op_id, "failed", "this rank has restarted since the op was planned")
+            if completion.mark != "source_free" and (load := self._loading.pop(completion.op_id, None)) is not None:
+                (self._failed if completion.mark == "failed" else self._done).append(load)

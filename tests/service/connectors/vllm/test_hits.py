@@ -40,7 +40,7 @@ class Pool:
     def __init__(self, groups: KVGroups = ONE_GROUP, present: list[bytes] | None = None, num_ranks: int = 1) -> None:
         self.engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=256, num_ranks=num_ranks))
         self.ranks: list[FakeRank] = make_ranks(self.engine)
-        self.loads = Loads(self.engine, StepPlanner(self.engine), groups, null_block=0)
+        self.loads = Loads(self.engine, StepPlanner(self.engine), groups, 0, lambda name, value: None)
         self.groups = groups
         if present:
             store_keys(self.engine, self.ranks, present)

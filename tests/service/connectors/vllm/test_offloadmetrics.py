@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tests.service.connectors.vllm.vllmhost import FakeRequest, VllmHost, keys_of
@@ -13,7 +13,7 @@ from kvstow.keys import chain_keys
 from kvstow.messages import Completion, Op
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks
-from kvstow_service.connectors.vllm.offloadmetrics import INFO, Changes, Reading, merge, watched
+from kvstow_service.connectors.vllm.offloadmetrics import INFO, Changes, changes_between, merge, read_family
 
 SLOT = 1 << 20
 KEYS = list(chain_keys([bytes([i]) for i in range(16)]))
@@ -34,12 +34,12 @@ def finish(engine: OffloadEngine, op: Op | None, seconds: float = 0.5) -> None:
     engine.complete(0, boot_id, [Completion(op.op_id, "done", None, num_bytes, seconds)])
 
 
-def read(engine: OffloadEngine) -> Reading:
-    return Reading(engine.stats(), slot_bytes=2 * SLOT, slot_tokens=16)
+def read(engine: OffloadEngine) -> dict[str, Any]:
+    return read_family(engine.stats(), slot_bytes=2 * SLOT, slot_tokens=16)
 
 
 def test_the_first_changes_tell_the_configuration(engine: OffloadEngine) -> None:
-    changes = read(engine).since(None)
+    changes = changes_between({}, read(engine))
     assert changes[INFO] == {
         "cpu_num_chunks": "4",
         "cpu_blocks_per_chunk": "1",
@@ -49,45 +49,18 @@ def test_the_first_changes_tell_the_configuration(engine: OffloadEngine) -> None
     assert changes["cpu_cache_usage_perc"] == 0
 
 
-def test_every_reported_value_is_watched(engine: OffloadEngine) -> None:
-    ops: list[Op | None] = []
-
-    def finish_and_begin_another() -> None:
-        finish(engine, ops[-1])
-        ops.append(engine.begin_store(KEYS[6:8], [0, 1]).op)
-
-    steps: list[Callable[[], object]] = [
-        lambda: ops.append(engine.begin_store(KEYS[:2], [7, 8]).op),
-        lambda: finish(engine, ops[-1]),
-        lambda: ops.append(engine.begin_load(engine.acquire(KEYS[:2]), [1, 2])),
-        lambda: finish(engine, ops[-1]),
-        lambda: ops.append(engine.begin_store(KEYS[2:4], [0, 1]).op),
-        finish_and_begin_another,
-        lambda: finish(engine, ops[-1]),
-        lambda: engine.begin_store(KEYS[8:12], range(4)),
-        lambda: engine.begin_store(KEYS[12:13], [4]),  # all slots are being filled
-        lambda: engine.admin.resize(6).run(),  # as yet without memory
-    ]
-    for step in steps:
-        before, stats = read(engine), engine.stats()
-        step()
-        assert read(engine).since(before)
-        assert watched(engine.stats()) != watched(stats)
-
-
 def test_nothing_changed_is_empty(engine: OffloadEngine) -> None:
-    assert read(engine).since(read(engine)) == {}
-    assert watched(engine.stats()) == watched(engine.stats())
+    assert changes_between(read(engine), read(engine)) == {}
 
 
 def test_a_store_and_a_load(engine: OffloadEngine) -> None:
     before = read(engine)
     op = engine.begin_store(KEYS[:3], [7, 8, 9]).op
     storing = read(engine)
-    assert storing.since(before) == {"cpu_cache_usage_perc": 0.75, "cpu_cache_write_usage_perc": 0.75}
+    assert changes_between(before, storing) == {"cpu_cache_usage_perc": 0.75, "cpu_cache_write_usage_perc": 0.75}
     finish(engine, op, seconds=0.25)
     stored = read(engine)
-    assert stored.since(storing) == {
+    assert changes_between(storing, stored) == {
         "store_bytes": 3 * 2 * SLOT,  # of both ranks
         "store_time": 0.25,
         "cpu_cache_usage_perc": 0,
@@ -95,13 +68,13 @@ def test_a_store_and_a_load(engine: OffloadEngine) -> None:
     }
     op = engine.begin_load(engine.acquire(KEYS[:2]), [1, 2])
     finish(engine, op)
-    assert read(engine).since(stored) == {"load_bytes": 2 * 2 * SLOT, "load_time": 0.5}
+    assert changes_between(stored, read(engine)) == {"load_bytes": 2 * 2 * SLOT, "load_time": 0.5}
 
 
 def test_a_hit_that_waits_counts_as_reading(engine: OffloadEngine) -> None:
     finish(engine, engine.begin_store(KEYS[:2], [7, 8]).op)
     engine.acquire(KEYS[:2])
-    assert read(engine).since(None)["cpu_cache_read_usage_perc"] == 0.5
+    assert read(engine)["cpu_cache_read_usage_perc"] == 0.5
 
 
 def test_a_store_that_was_given_up_still_takes_room() -> None:
@@ -111,36 +84,36 @@ def test_a_store_that_was_given_up_still_takes_room() -> None:
     engine.begin_store(KEYS[:2], [7, 8])
     clock.advance(2.0)
     engine.tick()
-    assert read(engine).since(None)["cpu_cache_write_usage_perc"] == 0.5
+    assert read(engine)["cpu_cache_write_usage_perc"] == 0.5
 
 
 def test_blocks_without_room_are_allocation_failures(engine: OffloadEngine) -> None:
     before = read(engine)
     engine.begin_store(KEYS[:6], list(range(6)))
-    assert read(engine).since(before)["allocation_failure"] == 2
+    assert changes_between(before, read(engine))["allocation_failure"] == 2
 
 
 def test_a_resize_tells_the_configuration_again(engine: OffloadEngine) -> None:
     before = read(engine)
     assert engine.admin.resize(3).run().finished
-    assert read(engine).since(before)[INFO]["cpu_num_chunks"] == "3"
+    assert changes_between(before, read(engine))[INFO]["cpu_num_chunks"] == "3"
 
 
 def test_several_groups_have_no_number_of_tokens(engine: OffloadEngine) -> None:
-    assert Reading(engine.stats(), SLOT, None).since(None)[INFO]["cpu_kv_cache_size_tokens"] == "None"
+    assert read_family(engine.stats(), SLOT, None)[INFO]["cpu_kv_cache_size_tokens"] == "None"
 
 
 def test_changes_add_up(engine: OffloadEngine) -> None:
     start = read(engine)
-    sum_of_parts = start.since(None)
+    sum_of_parts = changes_between({}, start)
     whole = dict(sum_of_parts)
     last = start
     for keys in (KEYS[:1], KEYS[1:3]):
         finish(engine, engine.begin_store(keys, list(range(len(keys)))).op)
         now = read(engine)
-        merge(sum_of_parts, now.since(last))
+        merge(sum_of_parts, changes_between(last, now))
         last = now
-    merge(whole, last.since(start))
+    merge(whole, changes_between(start, last))
     assert sum_of_parts == whole
 
 
@@ -181,6 +154,7 @@ def test_a_failed_transfer_is_not_observed() -> None:
 def test_each_look_up_is_observed_and_asking_again_is_none() -> None:
     host, request = VllmHost(), FakeRequest("r", "abcdefgh")
     host.store(*keys_of("abcdefgh"))
+    assert host.ask(FakeRequest("short", "a")) == 0, "there is nothing to look up"
     for _ in range(3):
         assert host.ask(request) > 0
     ((name, seconds),) = host.observed

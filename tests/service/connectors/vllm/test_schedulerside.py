@@ -163,6 +163,27 @@ def test_a_plan_names_the_boots_before_its_first_op() -> None:
     assert host.step(copy=False).boots == before
 
 
+@pytest.mark.parametrize("begin", ["begin_store", "begin_load"])
+def test_a_rank_that_restarts_while_an_op_is_planned_refuses_it(begin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's other threads take reports at any time."""
+    host, request = holding_host()
+    before, begin_op = host.engine.boot_ids(), getattr(host.engine, begin)
+
+    def restart_afterwards(*args: Any, **rest: Any) -> Any:
+        begun = begin_op(*args, **rest)
+        host.ranks[0].restart(pinned=64)
+        return begun
+
+    monkeypatch.setattr(host.engine, begin, restart_afterwards)
+    if begin == "begin_load":
+        host.admit(request, load=8)
+    else:
+        other = FakeRequest("o", "ABCDE")
+        host.run(other)
+        host.finish(other)
+    assert host.step(copy=False).boots == before
+
+
 def test_a_load_is_for_the_boots_of_its_look_up() -> None:
     host, request = holding_host()
     before = (host.ranks[0].boot_id,)

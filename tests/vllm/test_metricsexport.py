@@ -31,7 +31,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def prom(registry: CollectorRegistry) -> Any:
-    from kvstow_service.connectors.vllm.metrics import KVStowPromMetrics
+    from kvstow_service.connectors.vllm.metricsexport import KVStowPromMetrics
 
     types: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     config = SimpleNamespace(kv_transfer_config=None)
@@ -42,7 +42,7 @@ class Host:
     """An engine with one rank, and the feed of its statistics."""
 
     def __init__(self) -> None:
-        from kvstow_service.connectors.vllm.metrics import StatsFeed
+        from kvstow_service.connectors.vllm.metricsexport import StatsFeed
 
         self.engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=4))
         (self.rank,) = make_ranks(self.engine)

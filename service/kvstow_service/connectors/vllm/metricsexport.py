@@ -20,7 +20,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvstow.control.engine import OffloadEngine
-from kvstow_service.connectors.vllm.offloadmetrics import FAMILY, INFO, PREFIX, Reading, merge, watched
+from kvstow_service.connectors.vllm.offloadmetrics import FAMILY, INFO, PREFIX, changes_between, merge, read_family
 
 _PERIOD = 0.1  # seconds
 
@@ -59,7 +59,7 @@ def _reduced(data: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
 class StatsFeed:
     """Turns the engine's counters into the changes that vLLM asks for, twice a step. Used on the scheduler's thread.
 
-    Reading the counters takes 67 us, so they are read ten times a second, and when the last transfer has ended, since
+    Reading the counters takes 22 us, so they are read ten times a second, and when the last transfer has ended, since
     vLLM may make no further step then.
     """
 
@@ -75,8 +75,7 @@ class StatsFeed:
         self._engine, self._slot_bytes, self._slot_tokens, self._clock = engine, slot_bytes, slot_tokens, clock
         self._due = clock()
         self._was_busy = False
-        self._watched: tuple[object, ...] = ()
-        self._last: Reading | None = None
+        self._last: dict[str, Any] = {}
         self._observed: dict[str, list[float]] = {}
 
     def observe(self, name: str, value: float) -> None:
@@ -91,14 +90,10 @@ class StatsFeed:
         if now < self._due and not has_ended:
             return None
         self._due = now + _PERIOD
-        stats = self._engine.stats()
-        observed, self._observed = self._observed, {}
-        if (seen := watched(stats)) == self._watched:
-            return KVStowStats(data=dict(observed)) if observed else None
-        self._watched = seen
-        reading = Reading(stats, self._slot_bytes, self._slot_tokens)
-        changes, self._last = reading.since(self._last), reading
-        return KVStowStats(data=changes | observed) if changes or observed else None
+        values = read_family(self._engine.stats(), self._slot_bytes, self._slot_tokens)
+        changes = changes_between(self._last, values) | self._observed
+        self._last, self._observed = values, {}
+        return KVStowStats(data=changes) if changes else None
 
 
 class KVStowPromMetrics(KVConnectorPromMetrics):
