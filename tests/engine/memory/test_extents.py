@@ -132,14 +132,14 @@ def test_populating_stops_between_two_pieces(window: Window) -> None:
         return len(asked) == 3
 
     assert window.populate(extent, 0, 64 * MIB, stop) is None
-    assert resident(extent) == 16 * MIB
+    assert resident(extent) == 32 * MIB
     extent.close()
 
 
 def test_a_kernel_that_makes_no_huge_pages_is_told_in_a_sentence(
     window: Window, extent: Extent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extents_module, "_libc", OldKernel(25))
+    replace_kernel(monkeypatch, OldKernel(25))
     populated = window.populate(extent, 0, 8 * MIB, never)
     assert populated is not None
     assert populated.small_page_bytes == resident(extent) == 8 * MIB
@@ -151,9 +151,14 @@ def test_a_kernel_that_makes_no_huge_pages_is_told_in_a_sentence(
 def test_a_kernel_that_cannot_populate_gets_the_memory_by_another_call(
     window: Window, extent: Extent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extents_module, "_libc", OldKernel(23))
+    replace_kernel(monkeypatch, OldKernel(23))
     assert window.populate(extent, 0, 8 * MIB, never) is not None
     assert resident(extent) == 8 * MIB
+
+
+def replace_kernel(monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
+    for name in ("_libc", "_quick"):
+        monkeypatch.setattr(extents_module, name, kernel)
 
 
 class Refusing:
@@ -178,7 +183,7 @@ class Refusing:
 def test_pages_that_cannot_be_made_huge_are_counted(
     window: Window, extent: Extent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extents_module, "_libc", Refusing(25, errno.EAGAIN))
+    replace_kernel(monkeypatch, Refusing(25, errno.EAGAIN))
     populated = window.populate(extent, 0, 8 * MIB, never)
     assert populated is not None
     assert populated.small_page_bytes == 8 * MIB
@@ -189,7 +194,7 @@ def test_pages_that_cannot_be_made_huge_are_counted(
 def test_memory_that_the_machine_refuses_is_an_error_and_nothing_stays_mapped(
     window: Window, extent: Extent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extents_module, "_libc", Refusing(23, errno.EFAULT, first=2))
+    replace_kernel(monkeypatch, Refusing(23, errno.EFAULT, first=2))
     with pytest.raises(PinError, match=r"populating .* failed: EFAULT") as caught:
         window.populate(extent, 0, 8 * MIB, never)
     assert caught.value.reason == "out_of_memory"
