@@ -9,7 +9,8 @@ from itertools import count
 from typing import NamedTuple
 
 from kvstow.bytesize import format_size
-from kvstow.errors import ConfigError, ConflictError, IntegrityError, InvalidRequestError, NotFoundError
+from kvstow.errors import ConfigError, ConflictError, IntegrityError, NotFoundError
+from kvstow.memory.extentbook import BookedExtent, ExtentBook
 from kvstow.memory.rows import UNIT_BYTES, PoolLayout, fair_shares
 
 
@@ -68,21 +69,6 @@ class Row:
 
 
 @dataclass(slots=True)
-class _Extent:
-    num_bytes: int
-    numa_node: int | None
-    owner: int | None = None  # the last one that had it
-    pool: str | None = None
-    row: int = 0
-    recalled: bool = False
-    maps: Counter[str] = field(default_factory=Counter)  # by client
-
-    @property
-    def is_spare(self) -> bool:
-        return self.pool is None
-
-
-@dataclass(slots=True)
 class _Pool:
     layout: PoolLayout
     idle_since: int
@@ -136,10 +122,8 @@ class MemoryBudget:
         _require_units("memory", total_bytes)
         _require_units("extent size", extent_bytes)
         self.total_bytes, self.extent_bytes = total_bytes, extent_bytes
-        self._numa_nodes = tuple(numa_nodes) or (None,)
-        self._extents: dict[int, _Extent] = {}
+        self._book = ExtentBook(tuple(numa_nodes) or (None,))
         self._pools: dict[str, _Pool] = {}
-        self._numbers = count(1)
         self._moments = count(1)  # of sessions' ends, in their order
 
     # What engines, clients and operators do.
@@ -183,25 +167,15 @@ class MemoryBudget:
 
     def record_mapping(self, client: str, extent: int) -> None:
         """Call it before the client gets the extent's descriptor. Raises `ConflictError` if it must not get it."""
-        found = self._extent(extent)
-        if found.is_spare or found.recalled:
-            raise ConflictError(f"extent {extent} is not in use, or was recalled: nobody may map it")
-        found.maps[client] += 1
+        self._book.record_mapping(client, extent)
 
     def record_unmapping(self, client: str, extent: int) -> None:
         """The client has said that it let go of the extent. Raises `InvalidRequestError` if it had none."""
-        found = self._extent(extent)
-        if not found.maps[client]:
-            del found.maps[client]
-            raise InvalidRequestError(f"{client} has no mapping of extent {extent}")
-        found.maps[client] -= 1
-        if not found.maps[client]:
-            del found.maps[client]
+        self._book.record_unmapping(client, extent)
 
     def record_death(self, client: str) -> None:
         """The client's process has ended, as its pidfd says: it has no mappings any more."""
-        for found in self._extents.values():
-            found.maps.pop(client, None)
+        self._book.record_death(client)
 
     def restore(
         self,
@@ -214,10 +188,9 @@ class MemoryBudget:
         """An extent that an earlier service made, spare or in a row of a pool that was added. Rows with extents of some
         ranks only are recalled by `plan`. The caller then records the mappings of clients that may live."""
         _require_units("size of an extent", num_bytes)
-        if extent in self._extents:
+        if extent in self._book.extents:
             raise ConflictError(f"extent {extent} is restored twice")
-        self._numbers = count(max(extent + 1, next(self._numbers)))
-        restored = _Extent(num_bytes, numa_node, owner)
+        restored = BookedExtent(num_bytes, numa_node, owner)
         if place is not None:
             pool = self._pool(place.pool)
             sizes = pool.layout.sizes(place.num_slots) if 0 < place.num_slots <= pool.layout.row_slots else []
@@ -228,7 +201,7 @@ class MemoryBudget:
             row.extents = (*row.extents[: place.rank], extent, *row.extents[place.rank + 1 :])
             row.num_bytes += num_bytes
             restored.owner, restored.pool, restored.row = pool.layout.owner, place.pool, place.row
-        self._extents[extent] = restored
+        self._book.restore(extent, restored)
 
     # What there is.
 
@@ -241,16 +214,16 @@ class MemoryBudget:
 
     def mappers(self, extent: int) -> list[str]:
         """The clients that have not let go of the extent."""
-        return sorted(self._extent(extent).maps)
+        return sorted(self._book.find(extent).maps)
 
     @property
     def allocated_bytes(self) -> int:
         """Of all extents that exist."""
-        return sum(extent.num_bytes for extent in self._extents.values())
+        return self._book.allocated_bytes
 
     @property
     def spare_bytes(self) -> int:
-        return sum(extent.num_bytes for extent in self._extents.values() if extent.is_spare)
+        return self._book.spare_bytes
 
     def fair_shares(self) -> dict[str, int]:
         """Bytes that each pool with sessions may have at least, if it wants them."""
@@ -268,10 +241,10 @@ class MemoryBudget:
             for number, row in pool.rows.items():
                 for extent in filter(None, row.extents):
                     in_rows[extent] += 1
-                    found = self._extents.get(extent)
+                    found = self._book.extents.get(extent)
                     if found is None or (found.pool, found.row, found.owner) != (name, number, pool.layout.owner):
                         raise IntegrityError(f"extent {extent} is in row {number} of {name}, and is {found}")
-        for extent, found in self._extents.items():
+        for extent, found in self._book.extents.items():
             if in_rows[extent] != (0 if found.is_spare else 1) or (found.is_spare and found.maps):
                 raise IntegrityError(f"extent {extent} is in {in_rows[extent]} rows, and is {found}")
 
@@ -289,7 +262,7 @@ class MemoryBudget:
             self._take_back(steps)  # of rows that nobody has mapped
             self._close_surplus(steps)
             self._give_rows(steps, shares, whole=True)
-        if not self._pending_bytes():
+        if not self._book.recalled_bytes:
             self._give_rows(steps, shares, whole=False)
         self._create_spares(steps)
         return steps
@@ -302,8 +275,8 @@ class MemoryBudget:
                     self._recall(steps, name, number)
 
     def _take_back(self, steps: list[Step]) -> None:
-        for number, extent in self._extents.items():
-            if extent.pool is None or not self._may_change_hands(extent):
+        for number, extent in self._book.extents.items():
+            if extent.pool is None or not extent.may_change_hands:
                 continue
             pool = self._pools[extent.pool]
             row = pool.rows[extent.row]
@@ -314,10 +287,6 @@ class MemoryBudget:
             extent.pool, extent.recalled = None, False
         for name in [name for name, pool in self._pools.items() if pool.removed and not pool.rows]:
             del self._pools[name]
-
-    @staticmethod
-    def _may_change_hands(extent: _Extent) -> bool:
-        return extent.recalled and not extent.maps
 
     def _close_surplus(self, steps: list[Step]) -> None:
         while self.allocated_bytes > self.total_bytes and self.spare_bytes:
@@ -362,65 +331,39 @@ class MemoryBudget:
         extents = []
         for rank, size in enumerate(pool.layout.sizes(num_slots)):
             node = pool.layout.ranks[rank].numa_node
-            extent = self._find_spare(size, node, pool.layout.owner)
+            extent = self._book.find_spare(size, node, pool.layout.owner)
             if extent is None:
                 extent = self._create_in_place_of_spares(steps, size, node, pool.layout.owner)
-            found = self._extents[extent]
+            found = self._book.extents[extent]
             found.owner, found.pool, found.row = pool.layout.owner, name, number
             steps.append(Give(extent, name, rank, number, num_slots))
             extents.append(extent)
-        num_bytes = sum(self._extents[extent].num_bytes for extent in extents)
+        num_bytes = sum(self._book.extents[extent].num_bytes for extent in extents)
         pool.rows[number] = Row(num_slots, tuple(extents), num_bytes)
-
-    def _find_spare(self, size: int, node: int | None, owner: int) -> int | None:
-        """On the node, else on the one with the most spare memory; the oldest, as it is populated first."""
-        by_node = self._bytes_by_node(spare_only=True)
-        fitting = [
-            (found.numa_node != node, -by_node[found.numa_node], number)
-            for number, found in self._extents.items()
-            if found.is_spare and found.num_bytes == size and found.owner in (None, owner)
-        ]
-        return min(fitting)[-1] if fitting else None
 
     def _create_in_place_of_spares(self, steps: list[Step], size: int, node: int | None, owner: int) -> int:
         while self.total_bytes - self.allocated_bytes < size:
             self._close_spare(steps, owner)
-        return self._create(steps, size, self._emptiest_node() if node is None else node)
+        return self._create(steps, size, self._book.emptiest_node() if node is None else node)
 
     def _close_spare(self, steps: list[Step], owner: int | None) -> None:
-        """Of those that this owner cannot have, else of all: the newest, as it is populated last."""
-        spares = [
-            (found.owner not in (None, owner), number) for number, found in self._extents.items() if found.is_spare
-        ]
-        number = max(spares)[-1]
-        del self._extents[number]
+        number = self._book.newest_spare(owner)
+        self._book.close(number)
         steps.append(Close(number))
 
     def _create_spares(self, steps: list[Step]) -> None:
         while (left := self.total_bytes - self.allocated_bytes) >= UNIT_BYTES:
-            self._create(steps, min(left, self.extent_bytes), self._emptiest_node())
+            self._create(steps, min(left, self.extent_bytes), self._book.emptiest_node())
 
     def _create(self, steps: list[Step], num_bytes: int, node: int | None) -> int:
-        number = next(self._numbers)
-        self._extents[number] = _Extent(num_bytes, node)
+        number = self._book.create(num_bytes, node)
         steps.append(Create(number, num_bytes, node))
         return number
-
-    def _emptiest_node(self) -> int | None:
-        by_node = self._bytes_by_node(spare_only=False)
-        return min(self._numa_nodes, key=lambda node: by_node[node])
-
-    def _bytes_by_node(self, *, spare_only: bool) -> Counter[int | None]:
-        by_node: Counter[int | None] = Counter()
-        for extent in self._extents.values():
-            if extent.is_spare or not spare_only:
-                by_node[extent.numa_node] += extent.num_bytes
-        return by_node
 
     def _recall_for(self, steps: list[Step], shares: dict[str, int]) -> bool:
         """Recall rows for pools that have less than their share, and whether there were any."""
         surplus = max(0, self.allocated_bytes - self.total_bytes)
-        short = surplus + self._needed(shares) - max(0, self._available()) - self._pending_bytes()
+        short = surplus + self._needed(shares) - max(0, self._available()) - self._book.recalled_bytes
         before = len(steps)
         for name, row in self._victims(shares, may_cross=False):
             if short <= 0:
@@ -432,10 +375,6 @@ class MemoryBudget:
                 break
             short -= self._recall(steps, name, row)
         return len(steps) > before
-
-    def _pending_bytes(self) -> int:
-        """Of extents that were recalled, and that clients still have."""
-        return sum(extent.num_bytes for extent in self._extents.values() if extent.recalled)
 
     def _needed(self, shares: dict[str, int]) -> int:
         """Bytes of the rows that pools lack up to their shares."""
@@ -486,7 +425,7 @@ class MemoryBudget:
         row.recalled = True
         extents = tuple(filter(None, row.extents))
         for extent in extents:
-            self._extents[extent].recalled = True
+            self._book.extents[extent].recalled = True
         steps.append(Recall(name, number, extents))
         return row.num_bytes
 
@@ -494,11 +433,6 @@ class MemoryBudget:
         if name not in self._pools:
             raise NotFoundError(f"there is no pool {name}")
         return self._pools[name]
-
-    def _extent(self, number: int) -> _Extent:
-        if number not in self._extents:
-            raise NotFoundError(f"there is no extent {number}")
-        return self._extents[number]
 
 
 def _require_units(what: str, num_bytes: int) -> None:
