@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from tests.service.connectors.vllm.vllmhost import FULL, ONE_GROUP, FakeRequest, VllmHost
 
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.stores import EndedRequests
+from kvstow_service.connectors.vllm.trackedrequests import TrackedRequest
 
 PROMPT = "abcdefghijklmnopqrstuvwxy"  # 24 tokens can be loaded
 FULL_KINDS = {
@@ -95,3 +100,17 @@ def test_a_prompt_computed_in_several_steps_is_shortened_from_its_end(kind: str,
         serve_in_steps(host, FakeRequest("1", PROMPT), step_tokens)
         serve(host, FakeRequest("2", PROMPT.upper()))
         assert host.ask(FakeRequest("3", PROMPT)) == fitting(groups, room)
+
+
+def test_no_more_than_64_ended_requests_wait_for_the_backlog() -> None:
+    refreshed: list[int] = []
+    engine: Any = SimpleNamespace(refresh=lambda keys: refreshed.append(len(keys)))
+    stores: Any = SimpleNamespace(newest=0, oldest=1)
+    ended = EndedRequests(engine, ONE_GROUP, stores)
+    for count in range(65):
+        assert refreshed == [], f"after {count} requests"
+        tracked = TrackedRequest(FakeRequest(f"r{count}", PROMPT), 1)
+        tracked.offered_tokens = 4
+        ended.add_ended(tracked)
+        ended.refresh(1024, backlog_moves=True)
+    assert refreshed == [2] * 65

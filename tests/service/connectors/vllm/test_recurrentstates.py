@@ -117,6 +117,14 @@ def test_a_reset_forgets_waiting_states() -> None:
     assert host.plan() == []
 
 
+def test_after_a_failure_waiting_states_are_free() -> None:
+    host = StateHost()
+    host.plan((1, 20, 8))
+    host.side.release_gpu_blocks()
+    assert host.state.ref_cnt == 0
+    assert not host.side.holds_gpu_blocks
+
+
 def test_no_state_is_taken_before_the_length_of_hashes_is_known() -> None:
     host = StateHost(prompt="a")
     host.plan((1, 20, 8))
