@@ -129,13 +129,16 @@ class Populator:
         with self._state:
             extents = self._extents
             reason, error = self._failure or (None, None)
+            numa_bytes: Counter[int] = Counter()
+            for extent in extents:
+                numa_bytes.update(extent.numa_bytes)
             notices = dict.fromkeys(filter(None, (self._window.notice, *(extent.notice for extent in extents))))
             return PopulatorStatus(
                 state=self._current_state(),
                 populated_bytes=sum(extent.populated_bytes for extent in extents),
                 target_bytes=sum(extent.num_bytes for extent in extents),
                 small_page_bytes=sum(extent.small_page_bytes for extent in extents),
-                numa_bytes=dict(sum((extent.numa_bytes for extent in extents), Counter())),
+                numa_bytes=dict(numa_bytes),
                 rate_bytes_per_second=self._progress.rate,
                 elapsed_seconds=self._progress.elapsed,
                 notice="; ".join(notices) or None,
