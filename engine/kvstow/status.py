@@ -13,6 +13,7 @@ from kvstow.stats import EngineState, SlotState
 
 DrainMode = Literal["stop_stores", "all"]
 Refusal = Literal["not_ready", "draining", "bypassed"]
+SessionState = Literal["attaching", "attached", "stuck", "lost"]
 TransferState = Literal["queued", "running", "stuck", "quarantined"]
 
 
@@ -51,6 +52,25 @@ class TransferStatus:
     idle_ranks: tuple[int, ...]
     failed: bool
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStatus:
+    """One engine that is attached to a pool: `attaching` (not all ranks have reported and registered slots),
+    `attached`, `stuck` (a transfer is too old), or `lost` (its connection has ended, and `processes` of it may still
+    reach the memory). `in_flight`: ops that some rank has not finished. `quarantined_slots`: slots that are kept from
+    others only because those processes may still write them."""
+
+    session_id: int
+    engine: str
+    state: SessionState
+    in_flight: int
+    leases: int
+    leased_slots: int
+    registered_slots: int
+    quarantined_slots: int
+    processes: int
+    ranks: tuple[RankStatus, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,10 +137,9 @@ class Administrator:
 
         Raises `ConflictError` while another resize is under way, or when protected blocks lie above.
         """
-        if capacity_slots < 1:
-            raise InvalidRequestError(f"capacity_slots is {capacity_slots}; allowed: 1 or more")
         pool = self._pool
         with pool.lock:
+            pool.check_size(capacity_slots)
             if pool.resizing:
                 raise ConflictError("another resize is under way; wait for its operation, or cancel it")
             protected = pool.index.num_protected_from(capacity_slots)

@@ -38,6 +38,11 @@ class OffloadEngine(Session):
         self.engine_id = self.pool.desired.engine_id
         self.admin = Administrator(self.pool)
 
+    def close(self) -> None:
+        """The host stops: nothing is served from now on. Idempotent."""
+        with self.pool.lock:
+            self.acceptance.closed = self.pool.closed = True
+
     @property
     def events(self) -> BlockEventLog:
         return self.pool.events

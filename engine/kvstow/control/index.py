@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Literal
 
 from kvstow.control.arc import ArcPolicy
@@ -168,6 +168,11 @@ class Index:
         slots = self.policy.evict(num_slots)
         return Removal(tuple(self.keys.take(slots)), slots)
 
+    def evict_below(self, slot: int, num_slots: int, budget: int) -> Removal:
+        """Remove up to `num_slots` of the next `budget` evictable blocks: those in the slots below `slot`."""
+        found = [one for one in islice(self.policy, budget) if one < slot][:num_slots]
+        return self.remove(found)
+
     def remove(self, slots: Iterable[int]) -> Removal:
         """Remove visible blocks, also held and protected ones. A held slot stays in use until its last `unhold`."""
         key_of = self.keys.key_of
@@ -260,6 +265,10 @@ class Index:
         raise ConfigError("policy", name, "lru or arc")
 
     # -- integrity ------------------------------------------------------------------------------------------
+
+    def holders(self) -> dict[int, int]:
+        """How many holds each held slot has. O(held): for integrity checks."""
+        return {slot: self._held.count(slot) for slot in self._held.slots()}
 
     def slots_in_use(self) -> dict[str, set[int]]:
         """The used slots by state; held and protected ones count as protected. O(pool): for integrity checks."""

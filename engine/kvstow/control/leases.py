@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,30 +17,57 @@ class Lease:
 
 
 class LeaseBook:
-    """The leases that have not ended. Not locked; O(1).
+    """The leases of a session that have not ended, oldest first. Not locked; O(1).
 
-    `epoch` grows when a rank loses its memory: older leases are broken, though they still hold slots.
+    A broken lease cannot be used any more, though it still holds slots. `max_slots`: how many slots all leases together
+    may hold; the oldest ones end for a new one.
     """
 
     def __init__(self) -> None:
-        self._epoch_of: dict[int, int] = {}
+        self._open: dict[int, Lease] = {}
         self._last_id = 0
-        self.epoch = 0
+        self._last_broken_id = 0
+        self.num_slots = 0
+        self.max_slots: float = inf
 
     def __len__(self) -> int:
-        return len(self._epoch_of)
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._open.values())
+
+    def get(self, lease_id: int) -> Lease | None:
+        """The lease with this id, unless it has ended."""
+        return self._open.get(lease_id)
 
     def grant(self, keys: tuple[bytes, ...], slots: tuple[int, ...]) -> Lease:
         self._last_id += 1
-        self._epoch_of[self._last_id] = self.epoch
-        return Lease(self._last_id, keys, slots)
+        lease = self._open[self._last_id] = Lease(self._last_id, keys, slots)
+        self.num_slots += len(slots)
+        return lease
 
     def is_open(self, lease: Lease) -> bool:
-        return lease.lease_id in self._epoch_of
+        return self._open.get(lease.lease_id) is lease
 
     def is_broken(self, lease: Lease) -> bool:
-        return self._epoch_of.get(lease.lease_id) != self.epoch
+        return lease.lease_id <= self._last_broken_id
+
+    def break_all(self) -> None:
+        """All leases that were granted until now are broken."""
+        self._last_broken_id = self._last_id
 
     def end(self, lease: Lease) -> bool:
         """End the lease; False if it had ended before."""
-        return self._epoch_of.pop(lease.lease_id, None) is not None
+        if not self.is_open(lease):
+            return False
+        del self._open[lease.lease_id]
+        self.num_slots -= len(lease.slots)
+        return True
+
+    def end_excess(self) -> list[Lease]:
+        """End the oldest leases until the others hold at most `max_slots`; returns the ended ones."""
+        ended: list[Lease] = []
+        while self.num_slots > self.max_slots:
+            ended.append(next(iter(self._open.values())))
+            self.end(ended[-1])
+        return ended

@@ -67,7 +67,6 @@ class OpsInFlight:
         self._open: dict[int, OpenOp] = {}
         self._moving: dict[int, OpenOp] = {}
         """Those that are not stuck. Like `_open`, in order of their start."""
-        self._last_op_id = 0
         self.num_ops: dict[Direction, int] = {"store": 0, "load": 0}
         self.num_blocks: dict[Direction, int] = {"store": 0, "load": 0}
         self.num_stuck = 0
@@ -100,10 +99,13 @@ class OpsInFlight:
         now: float,
     ) -> Op:
         """Start an op with a new id, for every rank to finish."""
-        self._last_op_id += 1
-        op = Op(self._last_op_id, direction, blocks, slots)
-        reading = set(self._ranks) if direction == "store" else set()
-        entry = OpenOp(op, keys, held, request_id, now, set(self._ranks), reading)
+        pool = self._pool
+        pool.last_op_id += 1
+        op = Op(pool.last_op_id, direction, blocks, slots)
+        if direction == "store":
+            entry = OpenOp(op, keys, held, request_id, now, set(pool.storing_ranks), set(pool.storing_ranks))
+        else:
+            entry = OpenOp(op, keys, held, request_id, now, set(self._ranks))
         self._open[op.op_id] = self._moving[op.op_id] = entry
         self.num_ops[direction] += 1
         self.num_blocks[direction] += len(blocks)
@@ -119,6 +121,9 @@ class OpsInFlight:
         elif rank not in (entry.reading if completion.mark == "source_free" else entry.pending):
             faults.duplicate_completions += 1
         else:
+            if completion.mark == "failed" and entry.op.direction == "load":
+                # At the first failure: the request must not find these keys again and load in a circle.
+                self._pool.remove_blocks(entry.op.slots, "load_failed")
             self._accept(entry, rank, completion)
 
     def _accept(self, entry: OpenOp, rank: int, completion: Completion) -> None:
@@ -130,9 +135,6 @@ class OpsInFlight:
             entry.queue_seconds = max(entry.queue_seconds, completion.queue_seconds)
         if completion.mark == "failed":
             entry.error = entry.error or f"rank {rank}: {completion.error or 'failed'}"
-            if entry.op.direction == "load":
-                # At the first failure: the request must not find these keys again and load in a circle.
-                self._pool.remove_blocks(entry.op.slots, "load_failed")
         if not entry.pending:
             self._end(entry)
         elif was_reading and not entry.reading and not entry.abandoned:
@@ -201,10 +203,25 @@ class OpsInFlight:
 
     def fail_rank(self, rank: int) -> None:
         """Fail the ops of a rank that has restarted. O(open ops)."""
-        pending = [op_id for op_id, entry in self._open.items() if rank in entry.pending]
-        self._pool.log(WARNING, "rank %d has restarted: its memory is lost, %d transfers fail", rank, len(pending))
-        for op_id in pending:
-            self.complete(rank, Completion(op_id, "failed", f"rank {rank} has restarted"))
+        pending = [(op_id, entry) for op_id, entry in self._open.items() if rank in entry.pending]
+        self._pool.log(WARNING, "rank %d has restarted: %d transfers fail", rank, len(pending))
+        for op_id, entry in pending:
+            self._accept(entry, rank, Completion(op_id, "failed", f"rank {rank} has restarted"))
+
+    def dissolve(self) -> list[OpenOp]:
+        """Forget all ops and results, because the session has ended. Stores fail, and their slots are quarantined: the
+        session's processes may still write them. Returns the ops that were open."""
+        pool, dissolved = self._pool, list(self._open.values())
+        for entry in dissolved:
+            op = entry.op
+            self._forget(entry)
+            pool.counters.transfers.of(op.direction).error += 1
+            pool.counters.faults.errors[f"{op.direction}_failed"] += 1
+            if op.direction == "store" and not entry.abandoned:
+                pool.index.quarantine(entry.keys, op.slots)
+                pool.counters.stores["failed"] += len(op.slots)
+        self.settled.clear()
+        return dissolved
 
     def mark_stuck(self, now: float) -> bool:
         """Mark the oldest op that has exceeded the transfer timeout; False if there is none.

@@ -50,7 +50,7 @@ def place_store(session: Session, keys: Sequence[bytes], blocks: Sequence[int], 
         unplaced = range(len(keys))
     else:
         fresh, present = _select(pool, keys, outcomes)
-        slots = _make_room(pool, len(fresh), present, now)
+        slots = _make_room(session, len(fresh), present, now)
         if len(slots) < len(fresh):
             outcomes["dropped_cpu_full"] = len(fresh) - len(slots)
             pool.counters.allocation_failures += 1
@@ -67,9 +67,13 @@ def place_store(session: Session, keys: Sequence[bytes], blocks: Sequence[int], 
 
 
 def store_room(session: Session) -> int:
-    """Slots for a store, free or by eviction; 0 while stores are refused. The caller holds the lock."""
+    """Slots for a store, free or by eviction; 0 while stores are refused. An upper bound while the session has not
+    registered all slots. The caller holds the lock."""
     pool = session.pool
-    return 0 if _refusal(session, pool.clock()) else pool.slots.free + pool.index.num_cached
+    if _refusal(session, pool.clock()):
+        return 0
+    room = pool.slots.free + pool.index.num_cached
+    return room if session.watermark is None else min(room, session.watermark)
 
 
 def _refusal(session: Session, now: float) -> Refusal | None:
@@ -107,37 +111,43 @@ def _select(pool: Pool, keys: Sequence[bytes], outcomes: dict[str, int]) -> tupl
     return fresh, [*present, scattered]
 
 
-def _make_room(pool: Pool, count: int, present: Sequence[Sequence[int]], now: float) -> list[int]:
+def _make_room(session: Session, count: int, present: Sequence[Sequence[int]], now: float) -> list[int]:
     """Up to `count` slots to fill: free ones, then evicted ones. Blocks of the same prefix count as used and are not
     evicted.
 
     Slots are in ascending order: copies and look-ups of a prefix are faster if its slots are neighbours."""
-    slots = pool.slots.allocate(min(count, pool.slots.free))
+    pool = session.pool
+    below = session.watermark
+    slots = pool.slots.allocate(min(count, pool.slots.free), below)
     missing = count - len(slots)
     if missing and present:
         held = list(chain.from_iterable(present))
         pool.index.times.mark_used(present, now)
         pool.index.hold(held)
-        slots += _evict(pool, missing, now)
+        slots += _evict(pool, missing, now, below)
         pool.unhold(held)
     elif missing:
-        slots += _evict(pool, missing, now)
+        slots += _evict(pool, missing, now, below)
     elif present:
         pool.index.use(present, now)
     slots.sort()
     return slots
 
 
-def _evict(pool: Pool, count: int, now: float) -> list[int]:
-    """Evict blocks for up to `count` slots."""
+def _evict(pool: Pool, count: int, now: float, below: int | None) -> list[int]:
+    """Evict blocks for up to `count` slots, all below `below` unless that is None."""
     index, slots = pool.index, list[int]()
     index.end_protections(now, count)
     budget = _EVICTIONS_PER_SLOT * count
     while len(slots) < count and budget > 0:
-        removal = index.evict(min(count - len(slots), budget))
+        if below is None:
+            removal = index.evict(min(count - len(slots), budget))
+            budget -= len(removal.keys)
+        else:
+            removal = index.evict_below(below, count - len(slots), budget)
+            budget = 0
         if not removal.keys:
             break
-        budget -= len(removal.keys)
         pool.counters.evictions["capacity"] += len(removal.keys)
         pool.ages.sample_evicted(removal.freed, now)
         pool.events.append("removed", removal.keys, "capacity")

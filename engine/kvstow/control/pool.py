@@ -22,7 +22,7 @@ from kvstow.control.index import Index, Removal
 from kvstow.control.slots import SlotMap
 from kvstow.control.slottimes import AgeSampler
 from kvstow.control.sweeps import SLICE_SLOTS
-from kvstow.errors import IntegrityError
+from kvstow.errors import IntegrityError, InvalidRequestError
 from kvstow.messages import DesiredState
 from kvstow.stats import Counters
 from kvstow.status import Refusal
@@ -34,8 +34,11 @@ logger = logging.getLogger("kvstow.engine")
 
 
 class Pool:
-    """Slots, the index of their blocks, counters and what operators have set; shared by its sessions. Each session
-    adds itself to `sessions`."""
+    """Slots, the index of their blocks, counters and what operators have set, for its sessions. Each session adds
+    itself to `sessions`.
+
+    The memory is that of the ranks of the only session; in a `SharedPool` it belongs to the host.
+    """
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float], *, slice_slots: int = SLICE_SLOTS) -> None:
         self.config = config
@@ -60,7 +63,11 @@ class Pool:
         there are any."""
         self.settings_revision = 0
         """Grows with each change of capacity, ceiling, policy or pausing, reverted ones included."""
+        self.closed = False
         self.integrity_error: str | None = None
+        self.storing_ranks = frozenset(range(config.num_ranks))
+        """The ranks that a store has to finish on."""
+        self.last_op_id = 0
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
 
     def log(self, level: int, message: str, *values: object) -> None:
@@ -101,7 +108,7 @@ class Pool:
 
     def load_refusal(self, now: float) -> Refusal | None:
         """Why no session may load, or None."""
-        refusals = [session.acceptance.load_refusal(now) for session in self.sessions]
+        refusals = [session.acceptance.load_refusal(now) for session in self.sessions if not session.is_lost]
         return None if None in refusals else next(iter(refusals), None)
 
     @property
@@ -119,12 +126,28 @@ class Pool:
         for session in self.sessions:
             session.ranks.want(self.desired)
 
+    def silent_ranks(self) -> list[int]:
+        """Ranks that have to report before the pool has memory, and have not."""
+        records = [record for session in self.sessions for record in session.ranks.records()]
+        return [record.report.rank for record in records if record.reported_at is None]
+
+    def check_size(self, capacity_slots: int) -> None:
+        """Raises `InvalidRequestError` if the pool cannot be resized to so many slots."""
+        if capacity_slots < 1:
+            raise InvalidRequestError(f"capacity_slots is {capacity_slots}; allowed: 1 or more")
+
+    def memory_slots(self) -> int:
+        """Slots that there is memory for. Blocks above them are lost."""
+        return min(session.ranks.usable_slots() for session in self.sessions)
+
     def apply_limit(self) -> None:
         """Update the usable slots from the ceiling and the ranks. The caller removes blocks above a lower limit."""
-        limit = min([self.ceiling, *(session.ranks.usable_slots() for session in self.sessions)])
+        limit = min(self.ceiling, self.memory_slots())
         if limit != self.slots.limit:
             self.slots.set_limit(limit)
             self.index.set_num_slots(limit)
+            for session in self.sessions:
+                session.adapt_to_pool()
 
     def vacate(self, low: int, high: int, reason: str) -> int:
         """Remove the visible blocks of one slice of slots, `low` to at most `high`. Returns where the next one
@@ -168,7 +191,7 @@ class Pool:
         flight to these slots becomes visible. The caller then calls `remove_lost` without the lock.
         """
         for session in self.sessions:
-            session.leases.epoch += 1
+            session.leases.break_all()
         self.index.lose_contents(low, self.clock())
         if self.lost:
             low = min(low, self.lost.start)

@@ -72,6 +72,10 @@ class RankTable:
             return report.number <= last.number
         return (report.rank, report.sender) in self._gone
 
+    def is_of_another_process(self, report: RankReport) -> bool:
+        """Whether another process has reported for this rank before."""
+        return self._ranks[report.rank].report.sender not in ("", report.sender)
+
     def update(self, report: RankReport, now: float) -> bool:
         """Take a report that passed `check` and is not late; True if the rank has restarted."""
         record = self._ranks[report.rank]
@@ -94,6 +98,10 @@ class RankTable:
         """Slots that every rank has pinned and will keep; 0 until all have reported."""
         pinned = min(record.report.pinned_slots for record in self._ranks)
         return pinned if self._all_have_applied(self._lowered) else min(pinned, self._lowered.capacity_slots)
+
+    def have_all_applied(self, number: int) -> bool:
+        """Whether every rank has reported that it has applied this desired state, or a later one."""
+        return all(record.report.applied >= number for record in self._ranks)
 
     def _all_have_applied(self, desired: DesiredState) -> bool:
         """Whether all ranks that have reported have applied it. The others know no desired state yet."""

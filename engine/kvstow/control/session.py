@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, takewhile
+from typing import NamedTuple
 
 from kvstow.control.acceptance import SessionAcceptance
 from kvstow.control.leases import Lease, LeaseBook
@@ -16,12 +17,23 @@ from kvstow.control.ranks import RankTable
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 
+
+class KeyRun(NamedTuple):
+    """Neighbours among the keys of a look-up, all of which are present: the number of the first one, and how many."""
+
+    first: int
+    length: int
+
+
 _NOTHING = Lease(0, (), ())
 """The lease of a miss; it holds nothing."""
 
 
 class Session:
     """Everything whose life is that of a client: its ranks, leases, ops in flight and their results.
+
+    Sessions of one pool share its blocks: a key that one has stored is found by all, and is stored once. Each gets only
+    the results of its own ops.
 
     Every call is safe from any thread. A call holds the pool's lock for O(blocks given) in any state of the pool, and
     never waits; the exception is `report` when a rank has lost its memory or the number of slots changes. Attributes
@@ -37,6 +49,14 @@ class Session:
         self.ops = OpsInFlight(self)
         self.acceptance = SessionAcceptance(pool.acceptance)
         self.host_error: str | None = None
+        self.is_lost = False
+        """The client has gone; what is left waits for the end of its processes."""
+        self.quarantined_slots: list[int] = []
+        """Slots that processes of a lost session may still write."""
+        self.label = ""
+        """Begins the sentences about this session."""
+        self.watermark: int | None = None
+        """Slots from it on are not for this session; None if all are."""
         pool.sessions.append(self)
 
     # -- look-up and load -----------------------------------------------------------------------------------
@@ -47,7 +67,7 @@ class Session:
         with pool.lock:
             if self.acceptance.load_refusal(pool.clock()):
                 return 0
-            return sum(map(len, pool.index.keys.leading_runs(keys)))
+            return sum(map(len, self._leading_runs(keys)))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key, whether it is present (for windows, which need no leading run). Holds nothing; see `lease`."""
@@ -55,7 +75,15 @@ class Session:
         with pool.lock:
             if self.acceptance.load_refusal(pool.clock()):
                 return [False] * len(keys)
-            return [slot is not None for slot in pool.index.keys.slots_of(keys)]
+            return [slot is not None for slot in self._slots_of(keys)]
+
+    def find_runs(self, keys: Sequence[bytes]) -> list[KeyRun]:
+        """Which of all the keys are present, as runs. Holds nothing; see `acquire_runs`."""
+        pool = self.pool
+        with pool.lock:
+            if self.acceptance.load_refusal(pool.clock()):
+                return []
+            return _key_runs(self._slots_of(keys))
 
     def acquire(self, keys: Sequence[bytes], *, count: bool = True) -> Lease:
         """Look up the leading keys that are present and keep them from eviction, in one step. The lease may be empty;
@@ -66,19 +94,40 @@ class Session:
         with pool.lock:
             now = pool.clock()
             refusal = self.acceptance.load_refusal(now)
-            slots: list[int] = []
-            runs = None if refusal else pool.index.keys.leading_runs(keys)
-            if runs:
-                slots = list(chain.from_iterable(runs))
-                pool.ages.sample_found(slots, now)
-                pool.index.times.mark_used(runs, now)
-                pool.index.hold(slots)
+            runs = None if refusal else self._leading_runs(keys)
+            slots = list(chain.from_iterable(runs)) if runs else []
+            if len(slots) > self.leases.max_slots:
+                slots = slots[: int(self.leases.max_slots)]
+                runs = [slots]
             hits = len(slots)
+            pool.ages.sample_found(slots, now)
+            lease = self._hold(tuple(keys[:hits]), slots, runs, now) if runs else _NOTHING
             if count:
                 counters.count_lookup(len(keys), hits, refusal)
-            lease = self.leases.grant(tuple(keys[:hits]), tuple(slots)) if slots else _NOTHING
             counters.lookups.seconds.observe(time.perf_counter() - begun)
         return lease
+
+    def acquire_runs(self, keys: Sequence[bytes], *, count: bool = True) -> tuple[Lease, list[KeyRun]]:
+        """Look up all the keys, and keep those that are present from eviction. The lease has the keys of all runs."""
+        pool, counters = self.pool, self.pool.counters
+        begun = time.perf_counter()
+        with pool.lock:
+            now = pool.clock()
+            refusal = self.acceptance.load_refusal(now)
+            found: list[int | None] = [None] * len(keys) if refusal else self._slots_of(keys)
+            slots = [slot for slot in found if slot is not None]
+            if len(slots) > self.leases.max_slots:
+                slots = slots[: int(self.leases.max_slots)]
+                found = _first_present(found, len(slots))
+            lease = _NOTHING
+            if slots:
+                pool.ages.sample_found(slots, now)
+                present = tuple([key for key, slot in zip(keys, found, strict=True) if slot is not None])
+                lease = self._hold(present, slots, (slots,), now)
+            if count:
+                counters.count_lookup(len(keys), len(slots), refusal)
+            counters.lookups.seconds.observe(time.perf_counter() - begun)
+        return lease, _key_runs(found)
 
     def count_lookup(self, queried: int, hits: int) -> None:
         """Count one look-up of `queried` blocks with `hits` hits."""
@@ -93,12 +142,31 @@ class Session:
             now = pool.clock()
             if self.acceptance.load_refusal(now):
                 return None
-            slots = [slot for slot in pool.index.keys.slots_of(keys) if slot is not None]
-            if len(slots) < len(keys):
+            slots = [slot for slot in self._slots_of(keys) if slot is not None]
+            if len(slots) < len(keys) or len(slots) > self.leases.max_slots:
                 return None
-            pool.index.times.mark_used((slots,), now)
-            pool.index.hold(slots)
-            return self.leases.grant(tuple(keys), tuple(slots))
+            return self._hold(tuple(keys), slots, (slots,), now)
+
+    def _hold(self, keys: tuple[bytes, ...], slots: list[int], runs: Sequence[Sequence[int]], now: float) -> Lease:
+        """Lease present keys; `runs` are their slots as runs of neighbours."""
+        pool, leases = self.pool, self.leases
+        pool.index.times.mark_used(runs, now)
+        pool.index.hold(slots)
+        lease = leases.grant(keys, tuple(slots))
+        if leases.num_slots > leases.max_slots:
+            for ended in leases.end_excess():
+                pool.unhold(ended.slots)
+        return lease
+
+    def _leading_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
+        runs = self.pool.index.keys.leading_runs(keys)
+        return runs if self.watermark is None else _runs_below(runs, self.watermark)
+
+    def _slots_of(self, keys: Sequence[bytes]) -> list[int | None]:
+        slots = self.pool.index.keys.slots_of(keys)
+        if self.watermark is None:
+            return slots
+        return [slot if slot is not None and slot < self.watermark else None for slot in slots]
 
     def release_lease(self, lease: Lease) -> None:
         """End a lease. Idempotent, also after a load has used it."""
@@ -215,8 +283,8 @@ class Session:
         if report.engine_id != pool.desired.engine_id:
             report = replace(report, applied=0)  # it has applied no desired state of this engine
         with pool.lock:
-            self.ranks.check(report)
-            if self.ranks.is_late(report):
+            self.check_report(report)
+            if self.is_lost or self.ranks.is_late(report):
                 pool.counters.faults.stale_reports += 1
                 return pool.desired
             before = self.ranks.usable_slots()
@@ -225,12 +293,12 @@ class Session:
             if restarted:
                 pool.counters.faults.rank_restarts += 1
                 pool.counters.faults.errors["rank_restarted"] += 1
-                pool.lose(0)
+                self.lose_slots(0)
                 self.ops.fail_rank(report.rank)
             elif usable < before and usable < pool.slots.top:
-                pool.lose(usable)
+                self.lose_slots(usable)
             pool.apply_limit()
-            self.refresh_acceptance()
+            self.adapt_to_pool()
         pool.write_log()
         pool.remove_lost()
         return self.desired()
@@ -247,6 +315,20 @@ class Session:
         with self.pool.lock:
             return self.pool.desired
 
+    def check_report(self, report: RankReport) -> None:
+        """Raises `NotFoundError` or `InvalidRequestError` for a report that no rank of this session can have sent. The
+        caller holds the lock."""
+        self.ranks.check(report)
+
+    def lose_slots(self, low: int) -> None:
+        """A rank can no longer reach its slots from `low` on; here their contents are lost with them. The caller holds
+        the lock."""
+        self.pool.lose(low)
+
+    def adapt_to_pool(self) -> None:
+        """The ranks or the number of usable slots have changed. The caller holds the lock."""
+        self.refresh_acceptance()
+
     # -- time and end ---------------------------------------------------------------------------------------
 
     def mark_stuck(self, now: float) -> bool:
@@ -254,6 +336,11 @@ class Session:
         found = self.ops.mark_stuck(now)
         self.refresh_acceptance()
         return found
+
+    def held_slots(self) -> Iterator[tuple[int, ...]]:
+        """The slots of each lease and load. The caller holds the lock."""
+        yield from (lease.slots for lease in self.leases)
+        yield from (entry.held for entry in self.ops if entry.held)
 
     def refresh_acceptance(self) -> None:
         """Update whether work is accepted, after a change of the ranks or of stuck ops. The caller holds the lock."""
@@ -267,7 +354,36 @@ class Session:
             self.host_error = self.host_error or reason
             self.refresh_acceptance()
 
-    def close(self) -> None:
-        """The host stops: nothing is served from now on. Idempotent."""
-        with self.pool.lock:
-            self.acceptance.closed = True
+
+def _runs_below(runs: list[Sequence[int]], watermark: int) -> list[Sequence[int]]:
+    """The runs up to the first slot at or above the watermark."""
+    below: list[Sequence[int]] = []
+    for run in runs:
+        highest = run[-1] if isinstance(run, range) else max(run)
+        part = run if highest < watermark else list(takewhile(lambda slot: slot < watermark, run))
+        if part:
+            below.append(part)
+        if len(part) < len(run):
+            break
+    return below
+
+
+def _first_present(slots: list[int | None], count: int) -> list[int | None]:
+    """The slots with only the first `count` that are not None."""
+    kept = list[int | None]()
+    for slot in slots:
+        count -= slot is not None
+        kept.append(slot if count >= 0 else None)
+    return kept
+
+
+def _key_runs(slots: Sequence[int | None]) -> list[KeyRun]:
+    present = bytes(slot is not None for slot in slots)
+    runs: list[KeyRun] = []
+    start = present.find(1)
+    while start >= 0:
+        end = present.find(0, start)
+        end = len(present) if end < 0 else end
+        runs.append(KeyRun(start, end - start))
+        start = present.find(1, end)
+    return runs

@@ -27,13 +27,16 @@ class SlotMap:
         self.leaving = 0
         """Used slots at or above the limit."""
 
-    def allocate(self, count: int) -> list[int]:
-        """Mark `count` free slots as used; `count` is at most `free`.
+    def allocate(self, count: int, below: int | None = None) -> list[int]:
+        """Mark `count` free slots as used; `count` is at most `free`. With `below`, only slots below it, and as many as
+        there are.
 
         A memchr from the end of the last search finds them, so they are often neighbours, whose copies are merged. It
         passes 1 million used slots in 25 us, and only if free slots are rare but exist.
         """
         states, find = self._states, self._states.find
+        if below is not None:
+            return self._allocate_below(count, below)
         at = self._cursor
         slots: list[int] = []
         for _ in range(count):
@@ -44,6 +47,19 @@ class SlotMap:
             slots.append(at)
         self._cursor = at
         self.free -= count
+        return slots
+
+    def _allocate_below(self, count: int, below: int) -> list[int]:
+        states = self._states
+        slots: list[int] = []
+        at = 0
+        while len(slots) < count:
+            at = states.find(_FREE, at, below)
+            if at < 0:
+                break
+            states[at] = _USED
+            slots.append(at)
+        self.free -= len(slots)
         return slots
 
     def deallocate(self, slots: Iterable[int]) -> None:

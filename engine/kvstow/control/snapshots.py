@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from heapq import merge
 from itertools import islice
 from math import inf
@@ -97,8 +98,13 @@ def defects(pool: Pool) -> list[str]:
     stores = [entry for session in pool.sessions for entry in session.ops if entry.op.direction == "store"]
     for name, abandoned in (("filling", False), ("quarantined", True)):
         written = {slot for entry in stores if entry.abandoned is abandoned for slot in entry.op.slots}
+        if abandoned:
+            written.update(*(session.quarantined_slots for session in pool.sessions))
         if written != in_use[name]:
             found.append(f"the {name} slots are not those of the open stores")
+    holders = Counter(slot for session in pool.sessions for slots in session.held_slots() for slot in set(slots))
+    if holders != pool.index.holders():
+        found.append("the held slots are not those of leases and loads")
     return found
 
 
@@ -142,15 +148,14 @@ def _pending(pool: Pool, now: float) -> PendingTransfers:
 
 def _state_of(pool: Pool, now: float) -> tuple[EngineState, str]:
     """The engine's state, and the reason for it as a sentence."""
-    if any(session.acceptance.closed for session in pool.sessions):
+    if pool.closed:
         return "stopped", "the engine was closed"
     if pool.acceptance.drain_mode:
         return "draining", f"an operator drains the engine (mode {pool.acceptance.drain_mode})"
     trouble = _trouble(pool, now)
     if trouble:
         return "degraded", trouble
-    records = [record for session in pool.sessions for record in session.ranks.records()]
-    silent = [record.report.rank for record in records if record.reported_at is None]
+    silent = pool.silent_ranks()
     if silent:
         return "starting", f"ranks {silent} have not reported yet"
     if pool.slots.limit < pool.ceiling:
@@ -161,13 +166,13 @@ def _state_of(pool: Pool, now: float) -> tuple[EngineState, str]:
 def _trouble(pool: Pool, now: float) -> str:
     for session in pool.sessions:
         if session.host_error:
-            return f"the host has failed: {session.host_error}"
+            return f"{session.label}the host has failed: {session.host_error}"
     if pool.integrity_error:
         return f"an integrity check failed: {pool.integrity_error}"
     for session in pool.sessions:
-        trouble = _session_trouble(session, now)
+        trouble = "" if session.is_lost else _session_trouble(session, now)
         if trouble:
-            return trouble
+            return session.label + trouble
     return ""
 
 
@@ -190,14 +195,13 @@ def _session_trouble(session: Session, now: float) -> str:
 
 def _transfer(entry: OpenOp, session: Session, now: float) -> TransferStatus:
     op = entry.op
+    ranks = len(session.pool.storing_ranks) if op.direction == "store" else len(session.ranks)
     phase: TransferState = "queued"
     if entry.abandoned:
         phase = "quarantined"
     elif entry.stuck:
         phase = "stuck"
-    elif len(entry.pending) < len(session.ranks) or (
-        op.direction == "store" and len(entry.reading) < len(session.ranks)
-    ):
+    elif len(entry.pending) < ranks or (op.direction == "store" and len(entry.reading) < ranks):
         phase = "running"
     return TransferStatus(
         op_id=op.op_id,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 from kvstow.control.engine import OffloadEngine
+from kvstow.control.session import Session
 from kvstow.messageorder import NewestDesiredState
 from kvstow.messages import Completion, DesiredState, Mark, Op, RankReport, RankState
 
@@ -16,16 +17,18 @@ _boots = count(1)
 
 
 class FakeRank:
-    """One rank of an `OffloadEngine`, without threads.
+    """One rank of a session, without threads.
 
     `blocks[b]` and `slots[s]` are the contents of device blocks and host slots; None if never written or lost. A
     submitted op waits until `run` copies and reports it. Nothing here checks the engine: a wrong decision of the engine
     shows as wrong content.
     """
 
-    def __init__(self, engine: OffloadEngine, rank: int = 0) -> None:
+    def __init__(self, engine: Session, rank: int = 0, memory: dict[int, Content] | None = None) -> None:
+        """`memory`: slots that belong to the host of a shared pool, and not to the rank; it only registers them."""
         self.engine = engine
         self.rank = rank
+        self.has_memory = memory is None
         self.boot_id = f"boot-{next(_boots)}"
         self.state: RankState = "ready"
         self.error: str | None = None
@@ -35,7 +38,7 @@ class FakeRank:
         self.received: deque[DesiredState] = deque(maxlen=8)
         self.sent: deque[RankReport] = deque(maxlen=8)
         self.blocks: dict[int, Content] = {}
-        self.slots: dict[int, Content] = {}
+        self.slots: dict[int, Content] = {} if memory is None else memory
         self.queue: dict[int, Op] = {}
         self.staging: dict[int, list[Content]] = {}
 
@@ -43,8 +46,8 @@ class FakeRank:
         """Send a report (of another boot, to simulate a late one). Applies the desired state that it gets; only the
         next report shows that."""
         self.reports += 1
-        slot_bytes = self.engine.config.slot_bytes_of(self.rank)
-        target = self.engine.config.capacity_slots
+        slot_bytes = self.engine.pool.config.slot_bytes_of(self.rank)
+        target = self.engine.desired().capacity_slots
         report = RankReport(
             rank=self.rank,
             boot_id=boot_id or self.boot_id,
@@ -82,7 +85,8 @@ class FakeRank:
 
     def _keep(self, num_slots: int) -> None:
         self.pinned = num_slots
-        self.slots = {slot: content for slot, content in self.slots.items() if slot < num_slots}
+        if self.has_memory:
+            self.slots = {slot: content for slot, content in self.slots.items() if slot < num_slots}
 
     def restart(self, pinned: int = 0, *, same_process: bool = False) -> None:
         """Restart without memory and queue, with a new boot id. In the same process, as after a sleep, the numbers of
@@ -92,7 +96,8 @@ class FakeRank:
         self.newest = NewestDesiredState()
         if not same_process:
             self.sender, self.reports = self.boot_id, 0
-        self.slots.clear()
+        if self.has_memory:
+            self.slots.clear()
         self.blocks.clear()
         self.queue.clear()
         self.staging.clear()

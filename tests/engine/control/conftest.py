@@ -1,13 +1,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
+from typing import cast
 
 import pytest
 
 from kvstow.config import EngineConfig
+from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import OffloadEngine
+from kvstow.control.sharedpool import SharedPool
 from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.testing.fakes import FakeClock
+
+MakeEngine = Callable[..., OffloadEngine]
+
+
+class AttachedEngine(AttachedSession):
+    """The only session of a shared pool, with the calls of an `OffloadEngine`."""
+
+    def __init__(self, pool: SharedPool) -> None:
+        super().__init__(pool, 1, "engine")
+        self.config, self.admin, self.events = pool.config, pool.admin, pool.events
+        self.engine_id = pool.desired.engine_id
+        self.label = ""
+
+    def adapt_to_pool(self) -> None:
+        """Without the limit of leases, which has tests of its own."""
+        super().adapt_to_pool()
+        self.leases.max_slots = inf
+
+
+for name, member in vars(OffloadEngine).items():
+    if not name.startswith("__") and name not in vars(AttachedEngine) and name not in ("events", "close"):
+        setattr(AttachedEngine, name, member)
 
 
 @pytest.fixture
@@ -16,11 +42,28 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def make_engine(clock: FakeClock) -> Callable[..., OffloadEngine]:
+def make_engine(clock: FakeClock) -> MakeEngine:
     """Engines over `clock`, with few slots unless the test says otherwise."""
 
     def make(slots: int = 4, ranks: int = 1, slice_slots: int = SLICE_SLOTS, **settings: object) -> OffloadEngine:
         config = EngineConfig(slot_bytes=64, capacity_slots=slots, num_ranks=ranks, **settings)  # type: ignore[arg-type]
         return OffloadEngine(config, clock=clock, slice_slots=slice_slots)
+
+    return make
+
+
+@pytest.fixture(params=["embedded", "attached"])
+def make_host(request: pytest.FixtureRequest, clock: FakeClock, make_engine: MakeEngine) -> MakeEngine:
+    """`make_engine` for both hosts: an engine with a pool of its own, and one that is attached to a pool."""
+    if request.param == "embedded":
+        return make_engine
+
+    def make(slots: int = 4, ranks: int = 1, slice_slots: int = SLICE_SLOTS, **settings: object) -> OffloadEngine:
+        config = EngineConfig(slot_bytes=64, capacity_slots=slots, num_ranks=ranks, **settings)  # type: ignore[arg-type]
+        pool = SharedPool(config, clock=clock, slice_slots=slice_slots)
+        for _ in range(slots):
+            pool.add_extent(1)  # so that it can be resized to any number
+        pool.set_populated(slots)
+        return cast(OffloadEngine, AttachedEngine(pool))
 
     return make

@@ -18,8 +18,8 @@ MakeEngine = Callable[..., OffloadEngine]
 A, B, C, D = (bytes([letter]) for letter in b"ABCD")
 
 
-def test_eviction_by_count_takes_the_coldest(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_eviction_by_count_takes_the_coldest(make_host: MakeEngine) -> None:
+    engine = make_host()
     store_keys(engine, make_ranks(engine), [A, B, C])
     sweep = engine.admin.evict(slots=2).run()
     assert (sweep.evicted_slots, sweep.evicted_bytes, sweep.finished) == (2, 128, True)
@@ -28,14 +28,14 @@ def test_eviction_by_count_takes_the_coldest(make_engine: MakeEngine) -> None:
     engine.check_integrity()
 
 
-def test_eviction_by_bytes_frees_at_least_as_much(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_eviction_by_bytes_frees_at_least_as_much(make_host: MakeEngine) -> None:
+    engine = make_host()
     store_keys(engine, make_ranks(engine), [A, B, C])
     assert engine.admin.evict(num_bytes=65).run().evicted_slots == 2
 
 
-def test_eviction_ends_when_nothing_is_evictable(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_eviction_ends_when_nothing_is_evictable(make_host: MakeEngine) -> None:
+    engine = make_host()
     store_keys(engine, make_ranks(engine), [A, B, C])
     lease = engine.acquire([A])
     sweep = engine.admin.evict(slots=100).run()
@@ -44,8 +44,8 @@ def test_eviction_ends_when_nothing_is_evictable(make_engine: MakeEngine) -> Non
     assert engine.lookup([A]) == 1
 
 
-def test_eviction_by_idle_time(make_engine: MakeEngine, clock: FakeClock) -> None:
-    engine = make_engine()
+def test_eviction_by_idle_time(make_host: MakeEngine, clock: FakeClock) -> None:
+    engine = make_host()
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A])
     store_keys(engine, ranks, [B])
@@ -56,8 +56,8 @@ def test_eviction_by_idle_time(make_engine: MakeEngine, clock: FakeClock) -> Non
     assert engine.contains([A, B]) == [False, True]
 
 
-def test_a_dry_run_counts_and_changes_nothing(make_engine: MakeEngine, clock: FakeClock) -> None:
-    engine = make_engine()
+def test_a_dry_run_counts_and_changes_nothing(make_host: MakeEngine, clock: FakeClock) -> None:
+    engine = make_host()
     store_keys(engine, make_ranks(engine), [A, B, C])
     clock.advance(2.0)
     before = engine.stats()
@@ -80,10 +80,8 @@ def test_a_dry_run_counts_and_changes_nothing(make_engine: MakeEngine, clock: Fa
         {"idle_seconds": float("nan")},
     ],
 )
-def test_contradictory_selectors_of_an_eviction_are_refused(
-    make_engine: MakeEngine, selectors: dict[str, float]
-) -> None:
-    engine = make_engine()
+def test_contradictory_selectors_of_an_eviction_are_refused(make_host: MakeEngine, selectors: dict[str, float]) -> None:
+    engine = make_host()
     with pytest.raises(InvalidRequestError, match="allowed"):
         engine.admin.evict(**selectors)  # type: ignore[arg-type]
 
@@ -91,14 +89,14 @@ def test_contradictory_selectors_of_an_eviction_are_refused(
 @pytest.mark.parametrize(
     "selectors", [{}, {"everything": True, "keys": [A]}, {"key_prefixes": []}, {"key_prefixes": [b""]}]
 )
-def test_contradictory_selectors_of_a_purge_are_refused(make_engine: MakeEngine, selectors: dict[str, object]) -> None:
-    engine = make_engine()
+def test_contradictory_selectors_of_a_purge_are_refused(make_host: MakeEngine, selectors: dict[str, object]) -> None:
+    engine = make_host()
     with pytest.raises(InvalidRequestError, match="allowed"):
         engine.admin.purge(**selectors)  # type: ignore[arg-type]
 
 
-def test_purge_by_keys_prefixes_age_and_count(make_engine: MakeEngine, clock: FakeClock) -> None:
-    engine = make_engine(slots=8)
+def test_purge_by_keys_prefixes_age_and_count(make_host: MakeEngine, clock: FakeClock) -> None:
+    engine = make_host(slots=8)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [b"p1", b"p2", b"q1", b"q2", b"r1"])
     assert engine.admin.purge(keys=[b"p1", b"p1", b"none"]).run().evicted_slots == 1
@@ -112,8 +110,8 @@ def test_purge_by_keys_prefixes_age_and_count(make_engine: MakeEngine, clock: Fa
     engine.check_integrity()
 
 
-def test_a_purge_hides_leased_blocks_at_once_and_frees_them_later(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_a_purge_hides_leased_blocks_at_once_and_frees_them_later(make_host: MakeEngine) -> None:
+    engine = make_host()
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], [A])
     op = engine.begin_load(engine.acquire([A]), [7])
@@ -128,8 +126,8 @@ def test_a_purge_hides_leased_blocks_at_once_and_frees_them_later(make_engine: M
     engine.check_integrity()
 
 
-def test_a_purge_reaches_stores_in_flight(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_a_purge_reaches_stores_in_flight(make_host: MakeEngine) -> None:
+    engine = make_host()
     (rank,) = make_ranks(engine)
     write_blocks([rank], [0, 1], [A, B])
     old = engine.begin_store([A, B], [0, 1]).op
@@ -144,8 +142,8 @@ def test_a_purge_reaches_stores_in_flight(make_engine: MakeEngine) -> None:
     engine.check_integrity()
 
 
-def test_bulk_work_is_done_in_slices_that_release_the_lock(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=3 * SLICE_SLOTS)
+def test_bulk_work_is_done_in_slices_that_release_the_lock(make_host: MakeEngine) -> None:
+    engine = make_host(slots=3 * SLICE_SLOTS)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [n.to_bytes(4, "big") for n in range(3 * SLICE_SLOTS)])
     sweep = engine.admin.purge(everything=True)
@@ -159,8 +157,8 @@ def test_bulk_work_is_done_in_slices_that_release_the_lock(make_engine: MakeEngi
     engine.check_integrity()
 
 
-def test_protected_blocks_stay_until_their_protection_ends(make_engine: MakeEngine, clock: FakeClock) -> None:
-    engine = make_engine(slots=2)
+def test_protected_blocks_stay_until_their_protection_ends(make_host: MakeEngine, clock: FakeClock) -> None:
+    engine = make_host(slots=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B])
     assert engine.admin.protect([A, B, C], ttl_seconds=10.0) == ProtectionResult(2, 1)
@@ -173,8 +171,8 @@ def test_protected_blocks_stay_until_their_protection_ends(make_engine: MakeEngi
     assert engine.begin_store([D], [0]).op is not None
 
 
-def test_a_new_protection_replaces_the_old_one(make_engine: MakeEngine, clock: FakeClock) -> None:
-    engine = make_engine()
+def test_a_new_protection_replaces_the_old_one(make_host: MakeEngine, clock: FakeClock) -> None:
+    engine = make_host()
     store_keys(engine, make_ranks(engine), [A])
     engine.admin.protect([A], ttl_seconds=10.0)
     engine.admin.protect([A], ttl_seconds=None)
@@ -186,8 +184,8 @@ def test_a_new_protection_replaces_the_old_one(make_engine: MakeEngine, clock: F
     assert engine.stats().pool.slots.cached == 1
 
 
-def test_protections_and_leases_overlap(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_protections_and_leases_overlap(make_host: MakeEngine) -> None:
+    engine = make_host()
     store_keys(engine, make_ranks(engine), [A, B])
     engine.admin.protect([A], None)
     lease = engine.acquire([A, B])
@@ -202,9 +200,9 @@ def test_protections_and_leases_overlap(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("ttl", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_protection_needs_a_sensible_time_to_live(make_engine: MakeEngine, ttl: float) -> None:
+def test_a_protection_needs_a_sensible_time_to_live(make_host: MakeEngine, ttl: float) -> None:
     with pytest.raises(InvalidRequestError, match="ttl_seconds"):
-        make_engine().admin.protect([A], ttl_seconds=ttl)
+        make_host().admin.protect([A], ttl_seconds=ttl)
 
 
 def test_growing_is_finished_at_once_and_the_ranks_follow(make_engine: MakeEngine) -> None:
@@ -217,8 +215,8 @@ def test_growing_is_finished_at_once_and_the_ranks_follow(make_engine: MakeEngin
     assert (engine.stats().pool.usable_slots, engine.readiness().state) == (5, "ready")
 
 
-def test_shrinking_removes_blocks_before_the_ranks_unpin(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=4)
+def test_shrinking_removes_blocks_before_the_ranks_unpin(make_host: MakeEngine) -> None:
+    engine = make_host(slots=4)
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], [A, B, C])
     sweep = engine.admin.resize(1)
@@ -231,8 +229,8 @@ def test_shrinking_removes_blocks_before_the_ranks_unpin(make_engine: MakeEngine
     engine.check_integrity()
 
 
-def test_shrinking_waits_for_leases_and_transfers_above(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=4)
+def test_shrinking_waits_for_leases_and_transfers_above(make_host: MakeEngine) -> None:
+    engine = make_host(slots=4)
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], [A, B])
     op = engine.begin_load(engine.acquire([A, B]), [7, 8])
@@ -252,8 +250,8 @@ def test_shrinking_waits_for_leases_and_transfers_above(make_engine: MakeEngine)
     engine.check_integrity()
 
 
-def test_no_new_block_is_stored_where_a_resize_clears(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=4)
+def test_no_new_block_is_stored_where_a_resize_clears(make_host: MakeEngine) -> None:
+    engine = make_host(slots=4)
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], [A, B, C])
     sweep = engine.admin.resize(2)
@@ -263,8 +261,8 @@ def test_no_new_block_is_stored_where_a_resize_clears(make_engine: MakeEngine) -
     engine.check_integrity()
 
 
-def test_a_cancelled_shrink_puts_the_capacity_back(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=4)
+def test_a_cancelled_shrink_puts_the_capacity_back(make_host: MakeEngine) -> None:
+    engine = make_host(slots=4)
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], [A, B])
     lease = engine.acquire([A, B])
@@ -279,8 +277,8 @@ def test_a_cancelled_shrink_puts_the_capacity_back(make_engine: MakeEngine) -> N
     assert engine.admin.resize(3).run().finished
 
 
-def test_a_resize_can_be_cancelled_before_it_is_run(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=4)
+def test_a_resize_can_be_cancelled_before_it_is_run(make_host: MakeEngine) -> None:
+    engine = make_host(slots=4)
     make_ranks(engine)
     engine.admin.resize(1).cancel()
     assert (engine.stats().pool.capacity_slots, engine.stats().pool.usable_slots) == (4, 4)
@@ -303,8 +301,8 @@ def test_a_shrink_over_protected_blocks_is_refused(make_engine: MakeEngine) -> N
     assert sweep.run().finished
 
 
-def test_the_policy_changes_under_traffic_without_losing_a_block(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=3)
+def test_the_policy_changes_under_traffic_without_losing_a_block(make_host: MakeEngine) -> None:
+    engine = make_host(slots=3)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B, C])
     lease = engine.acquire([A])
@@ -322,8 +320,8 @@ def test_the_policy_changes_under_traffic_without_losing_a_block(make_engine: Ma
         engine.admin.set_policy("fifo")
 
 
-def test_draining_refuses_new_work_and_reports_when_it_is_done(make_engine: MakeEngine, clock: FakeClock) -> None:
-    engine = make_engine()
+def test_draining_refuses_new_work_and_reports_when_it_is_done(make_host: MakeEngine, clock: FakeClock) -> None:
+    engine = make_host()
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], [A])
     op = engine.begin_load(engine.acquire([A]), [7])
@@ -345,8 +343,8 @@ def test_draining_refuses_new_work_and_reports_when_it_is_done(make_engine: Make
     assert engine.readiness().state == "ready"
 
 
-def test_draining_stores_only_still_serves_loads(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_draining_stores_only_still_serves_loads(make_host: MakeEngine) -> None:
+    engine = make_host()
     store_keys(engine, make_ranks(engine), [A])
     engine.admin.drain("stop_stores", None)
     assert engine.lookup([A]) == 1
@@ -355,8 +353,8 @@ def test_draining_stores_only_still_serves_loads(make_engine: MakeEngine) -> Non
         engine.admin.drain("all", -1.0)
 
 
-def test_bypass_switches_off_each_direction_until_its_ttl_ends(make_engine: MakeEngine, clock: FakeClock) -> None:
-    engine = make_engine()
+def test_bypass_switches_off_each_direction_until_its_ttl_ends(make_host: MakeEngine, clock: FakeClock) -> None:
+    engine = make_host()
     store_keys(engine, make_ranks(engine), [A])
     engine.admin.set_bypass(load=True, store=False, ttl_seconds=10.0)
     assert engine.lookup([A]) == 0
@@ -375,10 +373,10 @@ def test_bypass_switches_off_each_direction_until_its_ttl_ends(make_engine: Make
 
 
 def test_a_resize_that_is_abandoned_takes_no_lock_when_it_is_collected(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    make_host: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The garbage collector may run on a thread that holds the lock."""
-    engine = make_engine()
+    engine = make_host()
     store_keys(engine, make_ranks(engine), [A, B, C, D])
     lease = engine.acquire([A, B, C, D])
     sweep = engine.admin.resize(1).run()
@@ -400,8 +398,8 @@ def test_a_resize_that_is_abandoned_takes_no_lock_when_it_is_collected(
     engine.release_lease(lease)
 
 
-def test_a_resize_that_fails_puts_the_capacity_back(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(slice_slots=1)
+def test_a_resize_that_fails_puts_the_capacity_back(make_host: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_host(slice_slots=1)
     store_keys(engine, make_ranks(engine), [A, B, C, D])
     sweep = engine.admin.resize(1)
 
@@ -418,8 +416,8 @@ def test_a_resize_that_fails_puts_the_capacity_back(make_engine: MakeEngine, mon
     engine.check_integrity()
 
 
-def test_a_block_above_the_new_size_cannot_be_protected(make_engine: MakeEngine) -> None:
-    engine = make_engine(slice_slots=1)
+def test_a_block_above_the_new_size_cannot_be_protected(make_host: MakeEngine) -> None:
+    engine = make_host(slice_slots=1)
     store_keys(engine, make_ranks(engine), [A, B, C, D])
     sweep = engine.admin.resize(2)
     assert engine.lookup([A, B, C, D]) == 2

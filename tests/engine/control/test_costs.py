@@ -77,10 +77,8 @@ def count_by_holding(monkeypatch: pytest.MonkeyPatch) -> Callable[[OffloadEngine
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("slots_left", [8, 100])
-def test_a_store_evicts_few_blocks_while_the_pool_shrinks(
-    make_engine: MakeEngine, policy: str, slots_left: int
-) -> None:
-    engine = make_engine(slots=4096, policy=policy)
+def test_a_store_evicts_few_blocks_while_the_pool_shrinks(make_host: MakeEngine, policy: str, slots_left: int) -> None:
+    engine = make_host(slots=4096, policy=policy)
     ranks = fill(engine, make_keys(4096))
     engine.admin.evict(slots=slots_left).run()  # the blocks that would be evicted first all lie above the limit
     store_keys(engine, ranks, make_keys(slots_left, "hot"))
@@ -99,9 +97,9 @@ def test_a_store_evicts_few_blocks_while_the_pool_shrinks(
     engine.check_integrity()
 
 
-def test_a_store_finds_room_while_the_pool_shrinks_to_half(make_engine: MakeEngine) -> None:
+def test_a_store_finds_room_while_the_pool_shrinks_to_half(make_host: MakeEngine) -> None:
     """Every other block in the order of eviction is above the limit."""
-    engine = make_engine(slots=64, slice_slots=1)
+    engine = make_host(slots=64, slice_slots=1)
     keys = make_keys(64)
     fill(engine, keys)
     for low, high in zip(keys[:32], keys[32:], strict=True):
@@ -112,8 +110,8 @@ def test_a_store_finds_room_while_the_pool_shrinks_to_half(make_engine: MakeEngi
     assert engine.stats().evictions["capacity"] == 15, "the resize has removed one block above the limit"
 
 
-def test_a_store_that_finds_some_slots_evicts_no_more(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=256, slice_slots=1)
+def test_a_store_that_finds_some_slots_evicts_no_more(make_host: MakeEngine) -> None:
+    engine = make_host(slots=256, slice_slots=1)
     keys = make_keys(256)
     fill(engine, keys)
     engine.refresh(keys[1:])  # slot 0 is the coldest, and below the limit; the next ones lie above
@@ -123,8 +121,8 @@ def test_a_store_that_finds_some_slots_evicts_no_more(make_engine: MakeEngine) -
     engine.check_integrity()
 
 
-def test_a_store_of_present_blocks_holds_nothing(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(slots=1024, policy="arc")
+def test_a_store_of_present_blocks_holds_nothing(make_host: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_host(slots=1024, policy="arc")
     keys = make_keys(1024)
     fill(engine, keys)
 
@@ -138,8 +136,8 @@ def test_a_store_of_present_blocks_holds_nothing(make_engine: MakeEngine, monkey
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_a_store_of_present_blocks_uses_them(make_engine: MakeEngine, clock: FakeClock, policy: str) -> None:
-    engine = make_engine(slots=8, policy=policy)
+def test_a_store_of_present_blocks_uses_them(make_host: MakeEngine, clock: FakeClock, policy: str) -> None:
+    engine = make_host(slots=8, policy=policy)
     ranks = make_ranks(engine)
     keys = make_keys(8)
     store_keys(engine, ranks, keys[:3])
@@ -154,8 +152,8 @@ def test_a_store_of_present_blocks_uses_them(make_engine: MakeEngine, clock: Fak
     engine.check_integrity()
 
 
-def test_a_store_of_present_blocks_leaves_those_in_use_where_they_are(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=4)
+def test_a_store_of_present_blocks_leaves_those_in_use_where_they_are(make_host: MakeEngine) -> None:
+    engine = make_host(slots=4)
     keys = make_keys(4)
     fill(engine, keys)
     lease = engine.acquire(keys[:1])
@@ -168,8 +166,8 @@ def test_a_store_of_present_blocks_leaves_those_in_use_where_they_are(make_engin
     engine.release_lease(lease)
 
 
-def test_a_key_that_is_refreshed_twice_is_refreshed_once(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=4)
+def test_a_key_that_is_refreshed_twice_is_refreshed_once(make_host: MakeEngine) -> None:
+    engine = make_host(slots=4)
     keys = make_keys(3)
     ranks = fill(engine, keys)
     engine.refresh([keys[0], keys[0], keys[2], keys[0]])
@@ -179,12 +177,12 @@ def test_a_key_that_is_refreshed_twice_is_refreshed_once(make_engine: MakeEngine
 
 
 def test_expired_protections_end_slice_by_slice(
-    make_engine: MakeEngine,
+    make_host: MakeEngine,
     clock: FakeClock,
     monkeypatch: pytest.MonkeyPatch,
     count_by_holding: Callable[[OffloadEngine], Holding],
 ) -> None:
-    engine = make_engine(slots=3000)
+    engine = make_host(slots=3000)
     keys = make_keys(3000)
     fill(engine, keys)
     engine.admin.protect(keys[:1500], 10.0)
@@ -202,9 +200,9 @@ def test_expired_protections_end_slice_by_slice(
 
 
 def test_unprotecting_all_is_done_slice_by_slice(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, count_by_holding: Callable[[OffloadEngine], Holding]
+    make_host: MakeEngine, monkeypatch: pytest.MonkeyPatch, count_by_holding: Callable[[OffloadEngine], Holding]
 ) -> None:
-    engine = make_engine(slots=3000)
+    engine = make_host(slots=3000)
     keys = make_keys(3000)
     fill(engine, keys)
     engine.admin.protect(keys, None)
@@ -216,9 +214,9 @@ def test_unprotecting_all_is_done_slice_by_slice(
 
 
 def test_a_resize_counts_protections_above_it_without_visiting_each(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    make_host: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(slots=8192)
+    engine = make_host(slots=8192)
     fill(engine, make_keys(8192))
     engine.admin.protect(make_keys(8192), None)
     looked: list[int] = []
@@ -229,12 +227,12 @@ def test_a_resize_counts_protections_above_it_without_visiting_each(
 
 
 def test_stuck_transfers_are_marked_one_by_one(
-    make_engine: MakeEngine,
+    make_host: MakeEngine,
     clock: FakeClock,
     monkeypatch: pytest.MonkeyPatch,
     count_by_holding: Callable[[OffloadEngine], Holding],
 ) -> None:
-    engine = make_engine(slots=64)
+    engine = make_host(slots=64)
     make_ranks(engine)
     for number in range(8):
         engine.begin_store(make_keys(8, f"store{number}-"), range(8))
@@ -248,9 +246,9 @@ def test_stuck_transfers_are_marked_one_by_one(
 
 
 def test_a_purge_disowns_what_is_being_stored_slice_by_slice(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, count_by_holding: Callable[[OffloadEngine], Holding]
+    make_host: MakeEngine, monkeypatch: pytest.MonkeyPatch, count_by_holding: Callable[[OffloadEngine], Holding]
 ) -> None:
-    engine = make_engine(slots=3000)
+    engine = make_host(slots=3000)
     (rank,) = make_ranks(engine)
     ops = [engine.begin_store(make_keys(1500, name), range(1500)).op for name in ("a", "b")]
     sweep = engine.admin.purge(key_prefixes=[b"a", b"b"])
@@ -268,9 +266,9 @@ def test_a_purge_disowns_what_is_being_stored_slice_by_slice(
 
 
 def test_a_policy_that_is_replaced_forgets_slice_by_slice_without_the_lock(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    make_host: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(slots=2500, policy="arc")
+    engine = make_host(slots=2500, policy="arc")
     ranks = fill(engine, make_keys(2500))
     engine.release_lease(engine.acquire(make_keys(2500)))  # all are frequent, so that ghosts are kept beside new blocks
     for start in range(0, 2500, 100):

@@ -28,8 +28,8 @@ def load(engine: OffloadEngine, ranks: list[FakeRank], lease: Lease) -> list[byt
     return [ranks[0].blocks.get(block) for block in blocks]
 
 
-def test_stored_blocks_are_found_and_loaded(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_stored_blocks_are_found_and_loaded(make_host: MakeEngine) -> None:
+    engine = make_host()
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B, C])
     lease = engine.acquire([A, B, C, D])
@@ -38,8 +38,8 @@ def test_stored_blocks_are_found_and_loaded(make_engine: MakeEngine) -> None:
     engine.check_integrity()
 
 
-def test_only_the_leading_run_is_a_hit(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_only_the_leading_run_is_a_hit(make_host: MakeEngine) -> None:
+    engine = make_host()
     store_keys(engine, make_ranks(engine), [A, C])
     assert engine.lookup([A, B, C]) == 1
     assert engine.contains([A, B, C]) == [True, False, True]
@@ -54,8 +54,8 @@ def test_nothing_is_found_before_every_rank_reported(make_engine: MakeEngine) ->
     assert engine.readiness().state == "starting"
 
 
-def test_a_lease_of_a_miss_is_empty_and_holds_nothing(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_a_lease_of_a_miss_is_empty_and_holds_nothing(make_host: MakeEngine) -> None:
+    engine = make_host()
     make_ranks(engine)
     lease = engine.acquire([A])
     assert lease.slots == ()
@@ -63,8 +63,8 @@ def test_a_lease_of_a_miss_is_empty_and_holds_nothing(make_engine: MakeEngine) -
     assert engine.stats().pool.leases == 0
 
 
-def test_leased_blocks_are_not_evicted_and_others_are(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=3)
+def test_leased_blocks_are_not_evicted_and_others_are(make_host: MakeEngine) -> None:
+    engine = make_host(slots=3)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B, C])
     lease = engine.acquire([A])
@@ -73,16 +73,16 @@ def test_leased_blocks_are_not_evicted_and_others_are(make_engine: MakeEngine) -
     assert load(engine, ranks, lease) == [A]
 
 
-def test_a_prefix_outlives_its_continuation(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=3)
+def test_a_prefix_outlives_its_continuation(make_host: MakeEngine) -> None:
+    engine = make_host(slots=3)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B, C])
     store_keys(engine, ranks, [D])
     assert engine.contains([A, B, C, D]) == [True, True, False, True]
 
 
-def test_a_slot_is_leased_until_its_last_lease_ends(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=1)
+def test_a_slot_is_leased_until_its_last_lease_ends(make_host: MakeEngine) -> None:
+    engine = make_host(slots=1)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A])
     first, second = engine.acquire([A]), engine.acquire([A])
@@ -93,8 +93,8 @@ def test_a_slot_is_leased_until_its_last_lease_ends(make_engine: MakeEngine) -> 
     assert engine.begin_store([B], [0]).op is not None
 
 
-def test_a_lease_of_single_keys_is_all_or_nothing(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_a_lease_of_single_keys_is_all_or_nothing(make_host: MakeEngine) -> None:
+    engine = make_host()
     store_keys(engine, make_ranks(engine), [A, C])
     assert engine.lease([A, B]) is None
     lease = engine.lease([C, A, C])
@@ -105,8 +105,8 @@ def test_a_lease_of_single_keys_is_all_or_nothing(make_engine: MakeEngine) -> No
     engine.check_integrity()
 
 
-def test_a_failed_load_of_repeated_keys_removes_them_once(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_a_failed_load_of_repeated_keys_removes_them_once(make_host: MakeEngine) -> None:
+    engine = make_host()
     (rank,) = make_ranks(engine)
     store_keys(engine, [rank], [A, B])
     lease = engine.lease([A, B, A])
@@ -119,8 +119,8 @@ def test_a_failed_load_of_repeated_keys_removes_them_once(make_engine: MakeEngin
     engine.check_integrity()
 
 
-def test_a_lease_can_be_used_only_once(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_a_lease_can_be_used_only_once(make_host: MakeEngine) -> None:
+    engine = make_host()
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A])
     lease = engine.acquire([A])
@@ -134,8 +134,8 @@ def test_a_lease_can_be_used_only_once(make_engine: MakeEngine) -> None:
     assert engine.stats().pool.slots.leased == 0
 
 
-def test_part_of_a_lease_may_be_loaded(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_part_of_a_lease_may_be_loaded(make_host: MakeEngine) -> None:
+    engine = make_host()
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B, C])
     op = engine.begin_load(engine.acquire([A, B, C]), [7], first=1)
@@ -146,8 +146,8 @@ def test_part_of_a_lease_may_be_loaded(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "first"), [([], 0), ([1, 2, 3], 0), ([1], 2), ([1], -1)])
-def test_a_load_outside_its_lease_is_refused(make_engine: MakeEngine, blocks: list[int], first: int) -> None:
-    engine = make_engine()
+def test_a_load_outside_its_lease_is_refused(make_host: MakeEngine, blocks: list[int], first: int) -> None:
+    engine = make_host()
     store_keys(engine, make_ranks(engine), [A, B])
     lease = engine.acquire([A, B])
     with pytest.raises(InvalidRequestError, match="allowed: 1 or more, within the 2 leased"):
@@ -155,15 +155,15 @@ def test_a_load_outside_its_lease_is_refused(make_engine: MakeEngine, blocks: li
     assert engine.stats().pool.leases == 1
 
 
-def test_keys_and_blocks_of_a_store_must_pair(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_keys_and_blocks_of_a_store_must_pair(make_host: MakeEngine) -> None:
+    engine = make_host()
     make_ranks(engine)
     with pytest.raises(InvalidRequestError, match="store of 2 keys and 1 blocks"):
         engine.begin_store([A, B], [0])
 
 
-def test_a_key_is_stored_once(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_a_key_is_stored_once(make_host: MakeEngine) -> None:
+    engine = make_host()
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A])
     in_flight = engine.begin_store([B], [1]).op
@@ -178,8 +178,8 @@ def test_a_key_is_stored_once(make_engine: MakeEngine) -> None:
     assert engine.lookup([A, B, C, D]) == 4
 
 
-def test_storing_a_present_key_counts_as_using_it(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=2)
+def test_storing_a_present_key_counts_as_using_it(make_host: MakeEngine) -> None:
+    engine = make_host(slots=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A])
     store_keys(engine, ranks, [B])
@@ -188,8 +188,8 @@ def test_storing_a_present_key_counts_as_using_it(make_engine: MakeEngine) -> No
     assert engine.contains([A, B, C]) == [True, False, True]
 
 
-def test_a_store_never_evicts_blocks_of_its_own_prefix(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=2)
+def test_a_store_never_evicts_blocks_of_its_own_prefix(make_host: MakeEngine) -> None:
+    engine = make_host(slots=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B])
     grant = engine.begin_store([A, B, C], range(3))
@@ -198,8 +198,8 @@ def test_a_store_never_evicts_blocks_of_its_own_prefix(make_engine: MakeEngine) 
     engine.check_integrity()
 
 
-def test_keys_without_a_slot_are_dropped_from_the_end(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=2)
+def test_keys_without_a_slot_are_dropped_from_the_end(make_host: MakeEngine) -> None:
+    engine = make_host(slots=2)
     ranks = make_ranks(engine)
     grant = engine.begin_store([A, B, C], range(3))
     assert grant.accepted == (0, 1)
@@ -211,8 +211,8 @@ def test_keys_without_a_slot_are_dropped_from_the_end(make_engine: MakeEngine) -
     assert engine.lookup([A, B, C]) == 2
 
 
-def test_settled_ops_are_reported_once_with_blocks_and_request(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_settled_ops_are_reported_once_with_blocks_and_request(make_host: MakeEngine) -> None:
+    engine = make_host()
     (rank,) = make_ranks(engine)
     op = engine.begin_store([A], [5], request_id="r1").op
     assert op is not None
@@ -226,8 +226,8 @@ def test_settled_ops_are_reported_once_with_blocks_and_request(make_engine: Make
     assert engine.take_settled() == []
 
 
-def test_the_source_is_free_only_when_it_is_on_every_rank(make_engine: MakeEngine) -> None:
-    engine = make_engine(ranks=2)
+def test_the_source_is_free_only_when_it_is_on_every_rank(make_host: MakeEngine) -> None:
+    engine = make_host(ranks=2)
     ranks = make_ranks(engine)
     op = engine.begin_store([A], [5]).op
     assert op is not None
@@ -238,8 +238,8 @@ def test_the_source_is_free_only_when_it_is_on_every_rank(make_engine: MakeEngin
     assert [settled.mark for settled in engine.take_settled()] == ["source_free"]
 
 
-def test_a_failed_store_publishes_nothing_and_frees_its_slots(make_engine: MakeEngine) -> None:
-    engine = make_engine(ranks=2)
+def test_a_failed_store_publishes_nothing_and_frees_its_slots(make_host: MakeEngine) -> None:
+    engine = make_host(ranks=2)
     ranks = make_ranks(engine)
     op = engine.begin_store([A, B], [0, 1]).op
     assert op is not None
@@ -258,8 +258,8 @@ def test_a_failed_store_publishes_nothing_and_frees_its_slots(make_engine: MakeE
     assert engine.stats().transfers.store.error == 1
 
 
-def test_a_failed_load_removes_its_keys_at_the_first_failure(make_engine: MakeEngine) -> None:
-    engine = make_engine(ranks=2)
+def test_a_failed_load_removes_its_keys_at_the_first_failure(make_host: MakeEngine) -> None:
+    engine = make_host(ranks=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B])
     op = engine.begin_load(engine.acquire([A, B]), [1, 2], request_id="r")
@@ -275,8 +275,8 @@ def test_a_failed_load_removes_its_keys_at_the_first_failure(make_engine: MakeEn
     engine.check_integrity()
 
 
-def test_late_and_repeated_completions_are_counted_and_ignored(make_engine: MakeEngine) -> None:
-    engine = make_engine(ranks=2)
+def test_late_and_repeated_completions_are_counted_and_ignored(make_host: MakeEngine) -> None:
+    engine = make_host(ranks=2)
     ranks = make_ranks(engine)
     op = engine.begin_store([A], [0]).op
     assert op is not None
@@ -294,14 +294,14 @@ def test_late_and_repeated_completions_are_counted_and_ignored(make_engine: Make
     assert engine.lookup([A]) == 1
 
 
-def test_a_completion_of_an_unknown_rank_is_an_error(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_a_completion_of_an_unknown_rank_is_an_error(make_host: MakeEngine) -> None:
+    engine = make_host()
     with pytest.raises(NotFoundError, match="rank is 3; allowed: 0 to 0"):
         engine.complete(3, "x", [Completion(1, "done")])
 
 
-def test_there_is_room_for_free_and_evictable_blocks_and_none_while_stores_are_refused(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=3)
+def test_there_is_room_for_free_and_evictable_blocks_and_none_while_stores_are_refused(make_host: MakeEngine) -> None:
+    engine = make_host(slots=3)
     assert engine.store_room() == 0
     rank = FakeRank(engine)
     rank.pin(3)
@@ -319,8 +319,8 @@ def test_there_is_room_for_free_and_evictable_blocks_and_none_while_stores_are_r
     assert [*engine.begin_store([D, E], [1, 2]).unplaced] == [0, 1]
 
 
-def test_a_store_is_refused_as_not_ready_while_no_slot_is_pinned(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=3)
+def test_a_store_is_refused_as_not_ready_while_no_slot_is_pinned(make_host: MakeEngine) -> None:
+    engine = make_host(slots=3)
     rank = FakeRank(engine)
     rank.report()
     assert engine.begin_store([A], [0]).outcomes == {"dropped_not_ready": 1}
@@ -328,8 +328,8 @@ def test_a_store_is_refused_as_not_ready_while_no_slot_is_pinned(make_engine: Ma
     assert engine.begin_store([A], [0]).accepted == (0,)
 
 
-def test_an_abandoned_store_is_not_awaited(make_engine: MakeEngine, clock: FakeClock) -> None:
-    engine = make_engine(slots=2, transfer_timeout=10.0)
+def test_an_abandoned_store_is_not_awaited(make_host: MakeEngine, clock: FakeClock) -> None:
+    engine = make_host(slots=2, transfer_timeout=10.0)
     (rank,) = make_ranks(engine)
     op = engine.begin_store([A], [0]).op
     assert op is not None
@@ -341,8 +341,8 @@ def test_an_abandoned_store_is_not_awaited(make_engine: MakeEngine, clock: FakeC
     assert (engine.awaited_transfers, engine.open_transfers) == (0, 0)
 
 
-def test_a_failed_host_gets_no_more_hits_or_stores(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=2)
+def test_a_failed_host_gets_no_more_hits_or_stores(make_host: MakeEngine) -> None:
+    engine = make_host(slots=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A])
     for reason in ("the first", "the second"):
@@ -354,8 +354,8 @@ def test_a_failed_host_gets_no_more_hits_or_stores(make_engine: MakeEngine) -> N
     assert engine.stats().faults.errors["host"] == 2
 
 
-def test_op_ids_are_never_reused(make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_op_ids_are_never_reused(make_host: MakeEngine) -> None:
+    engine = make_host()
     (rank,) = make_ranks(engine)
     seen = set()
     for n in range(20):
@@ -367,8 +367,8 @@ def test_op_ids_are_never_reused(make_engine: MakeEngine) -> None:
         rank.run(op.op_id, fail=n % 2 == 0)
 
 
-def test_a_stuck_store_is_abandoned_and_its_slots_wait_in_quarantine(make_engine: MakeEngine, clock: FakeClock) -> None:
-    engine = make_engine(slots=2, ranks=2, transfer_timeout=10.0)
+def test_a_stuck_store_is_abandoned_and_its_slots_wait_in_quarantine(make_host: MakeEngine, clock: FakeClock) -> None:
+    engine = make_host(slots=2, ranks=2, transfer_timeout=10.0)
     ranks = make_ranks(engine)
     write_blocks(ranks, [0], [A])
     op = engine.begin_store([A], [0], request_id="r").op
@@ -394,9 +394,9 @@ def test_a_stuck_store_is_abandoned_and_its_slots_wait_in_quarantine(make_engine
 
 
 def test_ranks_are_not_blamed_for_completions_that_the_host_has_not_collected(
-    make_engine: MakeEngine, clock: FakeClock, caplog: pytest.LogCaptureFixture
+    make_host: MakeEngine, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = make_engine(slots=4, ranks=2, transfer_timeout=10.0)
+    engine = make_host(slots=4, ranks=2, transfer_timeout=10.0)
     ranks = make_ranks(engine)
     op = engine.begin_store([A], [0]).op
     ranks[0].submit(op)  # it works on it; the other rank has done it, or was never given it
@@ -416,9 +416,9 @@ def test_ranks_are_not_blamed_for_completions_that_the_host_has_not_collected(
 
 @pytest.mark.parametrize(("uncollected", "fault"), [(3, "not collected 6 completions"), (0, "not submitted it")])
 def test_a_host_that_collects_nothing_is_named(
-    make_engine: MakeEngine, clock: FakeClock, uncollected: int, fault: str
+    make_host: MakeEngine, clock: FakeClock, uncollected: int, fault: str
 ) -> None:
-    engine = make_engine(slots=4, ranks=2, transfer_timeout=10.0)
+    engine = make_host(slots=4, ranks=2, transfer_timeout=10.0)
     ranks = make_ranks(engine)
     engine.begin_store([A], [0])
     clock.advance(9.0)
@@ -435,9 +435,9 @@ def test_a_host_that_collects_nothing_is_named(
 
 
 def test_an_idle_report_from_before_the_op_or_from_long_ago_clears_no_rank(
-    make_engine: MakeEngine, clock: FakeClock
+    make_host: MakeEngine, clock: FakeClock
 ) -> None:
-    engine = make_engine(slots=4, transfer_timeout=10.0)
+    engine = make_host(slots=4, transfer_timeout=10.0)
     (rank,) = make_ranks(engine)
     engine.begin_store([A], [0])
     (view,) = engine.transfers()
@@ -452,8 +452,8 @@ def test_an_idle_report_from_before_the_op_or_from_long_ago_clears_no_rank(
     assert settled.error == "ranks [0] have not finished it"
 
 
-def test_a_stuck_load_keeps_waiting(make_engine: MakeEngine, clock: FakeClock) -> None:
-    engine = make_engine(transfer_timeout=10.0)
+def test_a_stuck_load_keeps_waiting(make_host: MakeEngine, clock: FakeClock) -> None:
+    engine = make_host(transfer_timeout=10.0)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A])
     op = engine.begin_load(engine.acquire([A]), [7])
@@ -471,8 +471,8 @@ def test_a_stuck_load_keeps_waiting(make_engine: MakeEngine, clock: FakeClock) -
     assert engine.lookup([A]) == 1
 
 
-def test_counters_count_what_happened(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=2)
+def test_counters_count_what_happened(make_host: MakeEngine) -> None:
+    engine = make_host(slots=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B])
     store_keys(engine, ranks, [C])
@@ -495,8 +495,8 @@ def test_counters_count_what_happened(make_engine: MakeEngine) -> None:
     assert not any(stats.fallbacks.values())
 
 
-def test_pending_transfers_are_shown_with_their_ranks(make_engine: MakeEngine, clock: FakeClock) -> None:
-    engine = make_engine(ranks=2)
+def test_pending_transfers_are_shown_with_their_ranks(make_host: MakeEngine, clock: FakeClock) -> None:
+    engine = make_host(ranks=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A])
     engine.begin_load(engine.acquire([A]), [7], request_id="r7")
@@ -513,8 +513,8 @@ def test_pending_transfers_are_shown_with_their_ranks(make_engine: MakeEngine, c
     assert len(engine.transfers(limit=1)) == 1
 
 
-def test_blocks_are_listed_in_pages(make_engine: MakeEngine, clock: FakeClock) -> None:
-    engine = make_engine()
+def test_blocks_are_listed_in_pages(make_host: MakeEngine, clock: FakeClock) -> None:
+    engine = make_host()
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B, C])
     lease = engine.acquire([A])
@@ -538,8 +538,8 @@ def test_blocks_are_listed_in_pages(make_engine: MakeEngine, clock: FakeClock) -
     assert engine.block(D) is None
 
 
-def test_events_list_stored_and_removed_blocks(make_engine: MakeEngine) -> None:
-    engine = make_engine(slots=2)
+def test_events_list_stored_and_removed_blocks(make_host: MakeEngine) -> None:
+    engine = make_host(slots=2)
     ranks = make_ranks(engine)
     store_keys(engine, ranks, [A, B])
     store_keys(engine, ranks, [C])

@@ -55,6 +55,10 @@ def add_a_holder_to_a_free_slot(pool: Pool) -> None:
     pool.index._held._extra[7] = 1
 
 
+def forget_a_lease(pool: Pool) -> None:
+    pool.sessions[0].leases._open.popitem()
+
+
 def put_a_slot_into_two_states(pool: Pool) -> None:
     pool.index._quarantined.add(0)
 
@@ -100,6 +104,7 @@ def keep_blocks_above_the_usable_slots(pool: Pool) -> None:
         (miscount_held_protections, "the count of held and protected slots is wrong"),
         (miscount_filling_slots, "the count of filling slots is wrong"),
         (add_a_holder_to_a_free_slot, "a slot has further holders, but no first one"),
+        (forget_a_lease, "the held slots are not those of leases and loads"),
         (put_a_slot_into_two_states, "a slot is in two states"),
         (free_a_used_slot, "used slots are in no state"),
         (miscount_free_slots, "the counts of free slots and slots in service are wrong"),
@@ -111,9 +116,9 @@ def keep_blocks_above_the_usable_slots(pool: Pool) -> None:
     ],
 )
 def test_every_inconsistency_is_found(
-    make_engine: Callable[..., OffloadEngine], disorder: Disorder, complaint: str
+    make_host: Callable[..., OffloadEngine], disorder: Disorder, complaint: str
 ) -> None:
-    engine = make_engine(slots=8)
+    engine = make_host(slots=8)
     (rank,) = make_ranks(engine)
     write_blocks([rank], range(4), [b"A", b"B", b"C", b"D"])
     rank.submit(engine.begin_store([b"A", b"B", b"C", b"D"], range(4)).op)

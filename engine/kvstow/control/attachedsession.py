@@ -1,0 +1,154 @@
+"""Sessions of engines in other processes, which come and go while the pool stays."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from logging import INFO
+from typing import TYPE_CHECKING
+
+from kvstow.control.leases import LeaseBook
+from kvstow.control.session import Session
+from kvstow.errors import ConflictError, InvalidRequestError
+from kvstow.messages import RankReport
+from kvstow.status import SessionState, SessionStatus
+
+if TYPE_CHECKING:
+    from kvstow.control.sharedpool import SharedPool
+
+
+class AttachedSession(Session):
+    """One engine that is attached to a `SharedPool`; made by its `attach`.
+
+    A rank's `pinned_slots` are the slots that it has mapped and registered. The session sees no key, and gets no slot,
+    above the smallest number of them. A new boot of a rank fails the session's ops and leases, and no block: the
+    memory is not the rank's. Another process for the same rank needs a new session.
+
+    All unused leases together hold at most half of the pool's slots; the oldest ones end for a new one.
+
+    A lost session loads and stores no more, and what it says is counted and ignored. Its processes may still read the
+    slots of its leases and loads, and write those of its stores. So these slots are kept until
+    `SharedPool.process_died` has been called for every process that `map_memory` has named.
+    """
+
+    pool: SharedPool
+
+    def __init__(self, pool: SharedPool, session_id: int, engine: str) -> None:
+        super().__init__(pool)
+        self.session_id = session_id
+        self.engine = engine
+        self.label = f"session {session_id} ({engine}): "
+        self.processes: set[Hashable] = set()
+        self._held: list[tuple[int, ...]] = []
+        """The slots of each lease and load of a lost session."""
+        self._first_number = pool.desired.number
+        self.adapt_to_pool()
+
+    # -- processes and end ----------------------------------------------------------------------------------
+
+    def map_memory(self, process: Hashable) -> None:
+        """This process will get the pool's memory. `process` names it among all processes of the node. Raises
+        `ConflictError` if the session is lost."""
+        with self.pool.lock:
+            if self.is_lost:
+                raise ConflictError(f"{self.label}the session has ended; attach again")
+            self.processes.add(process)
+
+    def lose(self, reason: str) -> None:
+        """One of the session's connections has ended. Idempotent. O(blocks in flight or leased)."""
+        with self.pool.lock:
+            self.end(reason)
+        self.pool.write_log()
+
+    def end(self, reason: str) -> None:
+        """`lose`, with the lock held."""
+        if self.is_lost:
+            return
+        self.is_lost = self.acceptance.closed = True
+        self._held = [lease.slots for lease in self.leases]
+        for entry in self.ops.dissolve():
+            if entry.op.direction == "store":
+                self.quarantined_slots += entry.op.slots
+            else:
+                self._held.append(entry.held)
+        self.leases = LeaseBook()
+        held = sum(map(len, self._held))
+        self.pool.log(
+            *(INFO, "%s%s; %d leased slots and %d half-written ones wait for the end of %d processes", self.label),
+            *(reason, held, len(self.quarantined_slots), len(self.processes)),
+        )
+        self._free_after_death()
+
+    def forget_process(self, process: Hashable) -> None:
+        """The process has died. The session cannot go on without it. The caller holds the lock."""
+        if process in self.processes:
+            self.processes.remove(process)
+            self.end("one of its processes has ended")
+            self._free_after_death()
+
+    def _free_after_death(self) -> None:
+        if self.processes or self not in self.pool.sessions:
+            return
+        pool = self.pool
+        pool.sessions.remove(self)
+        for slots in self._held:
+            pool.unhold(slots)
+        pool.index.end_quarantine(self.quarantined_slots)
+        pool.slots.deallocate(self.quarantined_slots)
+        self._held, self.quarantined_slots = [], []
+
+    def held_slots(self) -> Iterator[tuple[int, ...]]:
+        yield from super().held_slots()
+        yield from self._held
+
+    # -- ranks ----------------------------------------------------------------------------------------------
+
+    def check_report(self, report: RankReport) -> None:
+        super().check_report(report)
+        if self.ranks.is_of_another_process(report):
+            raise InvalidRequestError(f"{self.label}rank {report.rank} reports from another process; attach again")
+
+    def lose_slots(self, low: int) -> None:
+        if any(max(lease.slots) >= low for lease in self.leases):
+            self.leases.break_all()
+
+    def adapt_to_pool(self) -> None:
+        registered = self.ranks.usable_slots()
+        self.watermark = None if registered >= self.pool.memory_slots() else registered
+        self.leases.max_slots = max(1, self.pool.slots.limit // 2)
+        self.refresh_acceptance()
+
+    def refresh_acceptance(self) -> None:
+        super().refresh_acceptance()
+        self.acceptance.serving = self.acceptance.serving and self.watermark != 0
+
+    def has_let_go(self, number: int) -> bool:
+        """Whether no process of this session can reach slots that the desired state with this number has no more. The
+        caller holds the lock."""
+        if not self.processes or self._first_number >= number:
+            return True
+        return not self.is_lost and self.ranks.have_all_applied(number)
+
+    # -- status ---------------------------------------------------------------------------------------------
+
+    def status(self) -> SessionStatus:
+        pool = self.pool
+        with pool.lock:
+            return SessionStatus(
+                session_id=self.session_id,
+                engine=self.engine,
+                state=self._state(),
+                in_flight=len(self.ops),
+                leases=len(self.leases),
+                leased_slots=sum(map(len, self.held_slots())),
+                registered_slots=self.ranks.usable_slots(),
+                quarantined_slots=len(self.quarantined_slots),
+                processes=len(self.processes),
+                ranks=self.ranks.statuses(pool.clock()),
+            )
+
+    def _state(self) -> SessionState:
+        if self.is_lost:
+            return "lost"
+        if self.ops.num_stuck:
+            return "stuck"
+        return "attached" if self.ranks.can_copy() and self.watermark != 0 else "attaching"

@@ -1,0 +1,128 @@
+"""Pools whose memory belongs to their host and outlives the engines that attach to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from itertools import accumulate
+
+from kvstow.config import EngineConfig
+from kvstow.control.administration import Administrator
+from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.pool import Pool
+from kvstow.control.sweeps import SLICE_SLOTS, Sweep
+from kvstow.errors import ConflictError, InvalidRequestError
+from kvstow.messages import DesiredState
+
+
+class SharedPool(Pool):
+    """A pool of extents. It begins without any, and grows and shrinks by whole ones, the last of which goes first.
+
+    `config.capacity_slots` plays no part. With `replicated`, all ranks of a session have the same KV: rank 0 stores it
+    for all of them, and every rank loads it.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        slice_slots: int = SLICE_SLOTS,
+        replicated: bool = False,
+    ) -> None:
+        super().__init__(config, clock, slice_slots=slice_slots)
+        self.desired = replace(self.desired, capacity_slots=0)
+        self.ceiling = 0
+        if replicated:
+            self.storing_ranks = frozenset((0,))
+        self.admin = Administrator(self)
+        self._extents: list[int] = []
+        self._populated = 0
+        self._last_lowering = 0
+        self._last_session_id = 0
+
+    # -- sessions -------------------------------------------------------------------------------------------
+
+    def attach(self, engine: str) -> AttachedSession:
+        """A new session of an engine with this name."""
+        with self.lock:
+            self._last_session_id += 1
+            return AttachedSession(self, self._last_session_id, engine)
+
+    def process_died(self, process: Hashable) -> None:
+        """A process has ended, or has said that all its copies have: it can neither read nor write the memory any more.
+        A process that no session has named is ignored."""
+        with self.lock:
+            for session in self.attached():
+                session.forget_process(process)
+        self.write_log()
+
+    def attached(self) -> list[AttachedSession]:
+        """All sessions, including lost ones. The caller holds the lock."""
+        return [session for session in self.sessions if isinstance(session, AttachedSession)]
+
+    # -- memory ---------------------------------------------------------------------------------------------
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The slots of each extent."""
+        return tuple(self._extents)
+
+    def add_extent(self, num_slots: int) -> None:
+        """The pool has so many slots more, above the others. They are used once they are populated. Raises
+        `ConflictError` while it is resized, or while a process may still use extents that were removed, whose slot
+        numbers these would be."""
+        with self.lock:
+            if not self._is_let_go():
+                raise ConflictError("some engines still use memory that was taken from the pool")
+            if self.resizing:
+                raise ConflictError("the pool is being resized; wait for its operation, or cancel it")
+            self._extents.append(num_slots)
+            self.ceiling = sum(self._extents)
+            self.want(replace(self.desired, capacity_slots=self.ceiling))
+            self.apply_limit()
+
+    def set_populated(self, num_slots: int) -> None:
+        """The slots below `num_slots` are populated on every rank."""
+        with self.lock:
+            self._populated = num_slots
+            self.apply_limit()
+            for session in self.sessions:
+                session.adapt_to_pool()
+
+    def drop_extents(self, count: int = 1) -> Sweep:
+        """Remove the last extents: first their blocks, then, when nothing uses their slots, the extents themselves.
+        Their memory may go to others once `is_let_go`. Raises `ConflictError` as `Administrator.resize` does."""
+        return self.admin.resize(sum(self._extents[: len(self._extents) - count]))
+
+    @property
+    def is_let_go(self) -> bool:
+        """Whether no process can reach the extents that were removed."""
+        with self.lock:
+            return self._is_let_go()
+
+    def _is_let_go(self) -> bool:
+        return all(session.has_let_go(self._last_lowering) for session in self.attached())
+
+    def memory_slots(self) -> int:
+        return min(self._populated, self.capacity)
+
+    def silent_ranks(self) -> list[int]:
+        return []
+
+    def want(self, desired: DesiredState) -> None:
+        is_lower = desired.capacity_slots < self.capacity
+        super().want(desired)
+        if is_lower:
+            self._last_lowering = self.desired.number
+            while sum(self._extents) > self.capacity:
+                self._extents.pop()
+            self._populated = min(self._populated, self.capacity)
+
+    def check_size(self, capacity_slots: int) -> None:
+        sizes = {0, *accumulate(self._extents)}
+        if capacity_slots not in sizes:
+            raise InvalidRequestError(
+                f"capacity_slots is {capacity_slots}; allowed: whole extents of this pool, one of {sorted(sizes)}"
+            )

@@ -1,0 +1,496 @@
+"""Random schedules of several engines on one shared pool: they attach, register memory, die at any point, hang, and
+copy and speak late. The contents of blocks and slots are real, so a wrong decision shows as a wrong byte. The mutants
+at the end take one safeguard out each: the schedules must notice."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import currently_in_test_context, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvstow.config import EngineConfig
+from kvstow.control import snapshots
+from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.leases import Lease
+from kvstow.control.ops import Settled
+from kvstow.control.pool import Pool
+from kvstow.control.sharedpool import SharedPool
+from kvstow.control.sweeps import Sweep
+from kvstow.errors import ConflictError, LeaseError
+from kvstow.messages import Mark, Op
+from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import Content, FakeRank, write_blocks
+
+EXTENT_SLOTS = 3
+MAX_EXTENTS = 3
+MAX_CLIENTS = 4
+CHAINS = [[bytes([chain, depth]) for depth in range(4)] for chain in range(3)]
+ACTIONS = {  # who: what, as often as it is named
+    "engine": ["store"] * 8 + ["look up"] * 6 + ["load"] * 6 + ["look up runs", "release", "refresh"],
+    "copy": ["copy"] * 8 + ["copy all"] * 4 + ["copy all of one"] * 3 + ["fail", "gather", "repeat"],
+    "life": ["attach"] * 8
+    + ["register"] * 4
+    + ["report", "boot", "end", "end and copy", "end and copy later", "process dies"]
+    + ["speak late", "speak late", "die", "die"],
+    "host": ["pass time", "add extent", "drop extent", "swap extent", "purge", "protect", "unprotect"]
+    + ["go on", "populate"] * 2,
+}
+CHOICES = [(who, what) for who, things in ACTIONS.items() for what in things]
+PICKS = 252
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_log_lines() -> Iterator[None]:
+    """Failures are common here."""
+    logger = logging.getLogger("kvstow")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(level)
+
+
+class Mapped(dict[int, Content]):
+    """The slots of the extents that one process has mapped. It keeps them mapped when the pool gives them to others."""
+
+    def __init__(self, extents: list[dict[int, Content]]) -> None:
+        self._of_pool = extents
+        self._mapped: list[dict[int, Content]] = []
+
+    def keep(self, num_slots: int) -> None:
+        """Map exactly these slots."""
+        count = -(-num_slots // EXTENT_SLOTS)
+        self._mapped = [*self._mapped[:count], *self._of_pool[len(self._mapped) : count]]
+
+    def get(self, slot: int, default: Any = None) -> Any:
+        return self._mapped[slot // EXTENT_SLOTS].get(slot, default)
+
+    def update(self, contents: Any) -> None:
+        for slot, content in dict(contents).items():
+            self._mapped[slot // EXTENT_SLOTS][slot] = content
+
+
+class MappingRank(FakeRank):
+    """A rank that maps the extents of the pool."""
+
+    def _keep(self, num_slots: int) -> None:
+        super()._keep(num_slots)
+        assert isinstance(self.slots, Mapped)
+        self.slots.keep(num_slots)
+
+
+class Engine:
+    """An inference engine: its session, and one process per rank. A rank whose process is alive can still copy, also
+    after the end of the session."""
+
+    def __init__(self, pool: SharedPool, memory: list[list[dict[int, Content]]]) -> None:
+        self.pool = pool
+        self.session = pool.attach("engine")
+        self.ranks = [MappingRank(self.session, rank, Mapped(extents)) for rank, extents in enumerate(memory)]
+        self.alive = list(range(len(memory)))
+        for rank in self.alive:
+            self.session.map_memory((self.session.session_id, rank))
+        self.leases: list[Lease] = []
+        self.loads: dict[int, tuple[Op, tuple[bytes, ...], list[str]]] = {}
+        self.stores: dict[int, Op] = {}
+        self.said: list[tuple[FakeRank, int, Mark]] = []
+        self.next_block = 0
+
+    def store(self, keys: list[bytes]) -> None:
+        blocks = self.fresh_blocks(len(keys))
+        write_blocks(self.ranks, blocks, keys)
+        op = self.session.begin_store(keys, blocks).op
+        if op:
+            self.stores[op.op_id] = op
+            self.submit(op, [self.ranks[rank] for rank in self.pool.storing_ranks])
+
+    def load(self, lease: Lease) -> None:
+        try:
+            op = self.session.begin_load(lease, self.fresh_blocks(len(lease.slots)))
+        except LeaseError:
+            self.session.release_lease(lease)
+            return
+        self.loads[op.op_id] = (op, lease.keys, [rank.boot_id for rank in self.ranks])
+        self.submit(op, self.ranks)
+
+    def submit(self, op: Op, ranks: Sequence[FakeRank]) -> None:
+        for rank in ranks:
+            rank.submit(op)
+
+    def queued(self) -> list[tuple[FakeRank, Op]]:
+        return [(self.ranks[rank], op) for rank in self.alive for op in self.ranks[rank].queue.values()]
+
+    def copy(self, rank: FakeRank, op: Op, *, fail: bool = False) -> None:
+        assert max(op.slots) < rank.pinned, "a slot was given out that the rank has not registered"
+        self.said.append((rank, op.op_id, "failed" if fail else "done"))
+        rank.run(op.op_id, fail=fail)
+
+    def die(self, rank: int) -> None:
+        """From now on it copies and says nothing."""
+        self.alive.remove(rank)
+        self.ranks[rank].queue.clear()
+        self.pool.process_died((self.session.session_id, rank))
+
+    def settle(self) -> None:
+        for settled in self.session.take_settled():
+            if settled.direction == "store":
+                self.settle_store(settled)
+            else:
+                self.settle_load(settled)
+
+    def settle_store(self, settled: Settled) -> None:
+        """The engine reuses the blocks from now on."""
+        for rank in self.ranks:
+            rank.blocks.update(dict.fromkeys(settled.blocks, b"overwritten"))
+        if settled.mark != "source_free":
+            del self.stores[settled.op_id]
+
+    def settle_load(self, settled: Settled) -> None:
+        op, keys, boots = self.loads.pop(settled.op_id)
+        if settled.mark != "done":
+            return
+        for rank, boot_id in zip(self.ranks, boots, strict=True):
+            if rank.boot_id == boot_id:
+                assert op.op_id not in rank.queue, "a load is done although a rank has not copied it"
+                assert tuple(rank.blocks[block] for block in op.blocks) == keys, "wrong bytes were loaded"
+        if currently_in_test_context():
+            event("a load was verified")
+
+    def fresh_blocks(self, count: int) -> list[int]:
+        self.next_block += count
+        return list(range(self.next_block - count, self.next_block))
+
+
+class Engines(RuleBasedStateMachine):
+    """A shared pool, its host, and the engines that come and go."""
+
+    pool: SharedPool
+    checks_books = True
+
+    @initialize(num_ranks=st.integers(1, 2), replicated=st.booleans(), policy=st.sampled_from(["lru", "arc"]))
+    def start(self, num_ranks: int, replicated: bool, policy: str) -> None:
+        self.clock = FakeClock()
+        config = EngineConfig(slot_bytes=1, capacity_slots=EXTENT_SLOTS, num_ranks=num_ranks, policy=policy)
+        self.pool = SharedPool(config, clock=self.clock, slice_slots=2, replicated=replicated)
+        self.memory: list[list[dict[int, Content]]] = [[] for _ in range(num_ranks)]
+        """The extents of each rank."""
+        if replicated:
+            self.memory = [self.memory[0]] * num_ranks
+        self.add_extent()
+        self.pool.set_populated(EXTENT_SLOTS)
+        self.engines: list[Engine] = []
+        self.ended: list[Engine] = []
+        self.sweep: Sweep | None = None
+        self.life("attach", 2)
+
+    # One rule: of several, hypothesis leaves some out of most runs.
+    @rule(action=st.sampled_from(CHOICES), pick=st.integers(0, PICKS - 1))
+    def act(self, action: tuple[str, str], pick: int) -> None:
+        who, what = action
+        {"engine": self.ask, "copy": self.copy, "life": self.life, "host": self.operate}[who](what, pick)
+        for engine in self.engines:
+            engine.settle()
+
+    def ask(self, what: str, pick: int) -> None:
+        if not self.engines:
+            return
+        engine = self.engines[pick % len(self.engines)]
+        chain = CHAINS[pick // 5 % len(CHAINS)]
+        if what == "store":
+            engine.store(chain[: 1 + pick % 4])
+        elif what == "refresh":
+            engine.session.refresh(chain)
+        elif what == "look up":
+            lease = engine.session.acquire(chain)
+            assert lease.keys == tuple(chain[: len(lease.slots)])
+            self.keep(engine, lease)
+        elif what == "look up runs":
+            lease, runs = engine.session.acquire_runs(chain)
+            found = [key for first, length in runs for key in chain[first : first + length]]
+            assert lease.keys == tuple(found)
+            self.keep(engine, lease)
+        elif engine.leases:
+            lease = engine.leases.pop(pick % len(engine.leases))
+            if what == "load" and lease.slots:
+                engine.load(lease)
+            else:
+                engine.session.release_lease(lease)
+
+    def keep(self, engine: Engine, lease: Lease) -> None:
+        registered = min(rank.pinned for rank in engine.ranks)
+        assert all(slot < registered for slot in lease.slots), "a slot was shown that a rank has not registered"
+        engine.leases.append(lease)
+
+    def copy(self, what: str, pick: int) -> None:
+        everyone = [*self.engines, *self.ended]
+        queued = [(engine, rank, op) for engine in everyone for rank, op in engine.queued()]
+        if what == "repeat":
+            said = [words for engine in everyone for words in engine.said]
+            if said:
+                rank, op_id, mark = said[pick % len(said)]
+                rank.say(op_id, mark)
+        elif queued:
+            engine, rank, op = queued[pick % len(queued)]
+            if what == "gather" and op.direction == "store":
+                rank.gather(op.op_id)
+            elif what in ("copy", "fail"):
+                engine.copy(rank, op, fail=what == "fail")
+            elif what != "gather":
+                for each, its_rank, waiting in queued:
+                    if what == "copy all" or each is engine:
+                        each.copy(its_rank, waiting)
+
+    def life(self, what: str, pick: int) -> None:
+        if what == "attach":
+            if len(self.engines) < MAX_CLIENTS:
+                engine = Engine(self.pool, self.memory)
+                for rank in engine.ranks:
+                    rank.pin(min(pick % 5 * 2, self.pool.desired.capacity_slots))
+                self.engines.append(engine)
+        elif what in ("speak late", "die"):
+            if self.ended:
+                self.after_the_end(what, self.ended[pick % len(self.ended)])
+        elif self.engines:
+            self.change(what, self.engines[pick % len(self.engines)], pick)
+
+    def change(self, what: str, engine: Engine, pick: int) -> None:
+        rank = engine.ranks[pick % len(engine.ranks)]
+        if what == "register":
+            rank.pin(min(rank.pinned + 2, engine.session.desired().capacity_slots))
+        elif what == "report":
+            for each in engine.ranks:
+                each.report()
+        elif what == "boot":
+            rank.restart(min(pick % 3 * 3, engine.session.desired().capacity_slots), same_process=True)
+        else:
+            if what == "process dies":
+                engine.die(pick % len(engine.ranks))
+            else:
+                engine.session.lose("its connection has ended")
+            self.engines.remove(engine)
+            if engine.alive:
+                self.ended.append(engine)
+            if what == "end and copy later":
+                self.operate("pass time", pick)
+            if what.startswith("end and copy"):  # others take what is free, and the lost engine writes after that
+                self.everyone_stores(pick)
+                for its_rank, op in engine.queued():
+                    engine.copy(its_rank, op)
+                self.everyone_loads()
+
+    def after_the_end(self, what: str, engine: Engine) -> None:
+        if what == "speak late":  # without having copied anything
+            for rank, op in engine.queued():
+                rank.say(op.op_id, "done")
+        else:
+            engine.die(engine.alive[0])
+            if not engine.alive:
+                self.ended.remove(engine)
+
+    def everyone_stores(self, pick: int) -> None:
+        for engine in self.engines:
+            engine.store(CHAINS[pick % len(CHAINS)])
+            for rank, op in engine.queued():
+                engine.copy(rank, op)
+            engine.settle()
+
+    def everyone_loads(self) -> None:
+        for engine in self.engines:
+            for chain in CHAINS:
+                lease = engine.session.acquire(chain)
+                if lease.slots:
+                    engine.load(lease)
+            for rank, op in engine.queued():
+                engine.copy(rank, op)
+            engine.settle()
+
+    # -- the host -------------------------------------------------------------------------------------------
+
+    def operate(self, what: str, pick: int) -> None:
+        pool, chain = self.pool, CHAINS[pick % len(CHAINS)]
+        if what == "pass time":
+            self.clock.advance(40.0)
+            pool.tick()
+        elif what == "add extent":
+            if len(pool.extents) < MAX_EXTENTS and self.sweep is None and pool.is_let_go:
+                self.add_extent()
+        elif what == "populate":
+            pool.set_populated(pool.capacity)
+        elif what == "drop extent":
+            if len(pool.extents) > 1 and self.sweep is None:
+                try:
+                    self.sweep = pool.drop_extents()
+                except ConflictError:  # protected blocks are in the way
+                    return
+                self.go_on(pick)
+        elif what == "swap extent":
+            self.swap_extent(pick)
+        elif what == "go on":
+            self.go_on(pick)
+        elif what == "purge":
+            pool.admin.purge(keys=chain).run()
+        elif what == "protect":
+            pool.admin.protect(chain[:2], 5.0 if pick % 2 else None)
+        else:
+            pool.admin.unprotect(chain if pick % 2 else None)
+
+    def swap_extent(self, pick: int) -> None:
+        """Ranks hear of the shrink and of the growth at once, and need not have let go of what is gone."""
+        self.operate("drop extent", 1)
+        self.operate("add extent", pick)
+        self.operate("populate", pick)
+        for engine in self.engines:
+            for rank in engine.ranks:
+                rank.pin(rank.pinned)
+
+    def go_on(self, pick: int) -> None:
+        if self.sweep:
+            (self.sweep.step, self.sweep.run, self.sweep.run, self.sweep.cancel)[pick % 4]()
+            self.sweep = None if self.sweep.finished else self.sweep
+
+    def add_extent(self) -> None:
+        """Its memory is not that of an extent which had the same slots before."""
+        count = len(self.pool.extents)
+        self.pool.add_extent(EXTENT_SLOTS)
+        for extents in {id(extents): extents for extents in self.memory}.values():
+            extents[count:] = [{}]
+
+    # -- what must be true ----------------------------------------------------------------------------------
+
+    @invariant()
+    def books_balance(self) -> None:
+        if self.checks_books and hasattr(self, "engines"):
+            self.pool.check_integrity()
+
+    def teardown(self) -> None:
+        """Let everything end; nothing may be left behind."""
+        if not hasattr(self, "engines"):
+            return
+        self.everyone_loads()
+        for engine in self.engines:
+            for lease in engine.leases:
+                engine.session.release_lease(lease)
+            for rank, op in engine.queued():
+                engine.copy(rank, op)
+            engine.settle()
+            assert not engine.loads, f"loads {list(engine.loads)} never settled"
+            assert not engine.stores, f"stores {list(engine.stores)} never settled"
+        for engine in self.ended:
+            for number in list(engine.alive):
+                engine.die(number)
+        self.books_balance()
+        stats = snapshots.stats(self.pool)
+        assert (stats.transfers.pending.loads, stats.transfers.pending.stores, stats.pool.leases) == (0, 0, 0)
+        assert (stats.pool.slots.leased, stats.pool.slots.filling, stats.pool.slots.quarantined) == (0, 0, 0)
+        assert len(self.pool.sessions) == len(self.engines)
+
+
+TestEngines = Engines.TestCase
+TestEngines.settings = settings(max_examples=150, stateful_step_count=80, deadline=None)
+
+
+# -- mutants ------------------------------------------------------------------------------------------------------
+
+
+def slots_are_freed_at_the_end_of_the_connection(patch: pytest.MonkeyPatch) -> None:
+    free = AttachedSession._free_after_death
+
+    def at_once(self: AttachedSession) -> None:
+        self.processes.clear()
+        free(self)
+
+    patch.setattr(AttachedSession, "_free_after_death", at_once)
+
+
+def a_clock_frees_leases(patch: pytest.MonkeyPatch) -> None:
+    tick = Pool.tick
+
+    def free(self: Pool) -> None:
+        tick(self)
+        with self.lock:
+            for session in self.sessions:
+                for lease in session.leases:
+                    self.index.unhold(list(lease.slots))
+
+    patch.setattr(Pool, "tick", free)
+
+
+def a_clock_ends_quarantine(patch: pytest.MonkeyPatch) -> None:
+    tick = Pool.tick
+
+    def free(self: Pool) -> None:
+        tick(self)
+        with self.lock:
+            for session in self.sessions:
+                self.index.end_quarantine(session.quarantined_slots)
+                self.slots.deallocate(session.quarantined_slots)
+                session.quarantined_slots = []
+
+    patch.setattr(Pool, "tick", free)
+
+
+def lost_sessions_are_believed(patch: pytest.MonkeyPatch) -> None:
+    def go_on(self: AttachedSession, reason: str) -> None:
+        self.is_lost = self.acceptance.closed = True
+
+    patch.setattr(AttachedSession, "end", go_on)
+
+
+def slots_are_shown_above_the_watermark(patch: pytest.MonkeyPatch) -> None:
+    adapt = AttachedSession.adapt_to_pool
+
+    def show_all(self: AttachedSession) -> None:
+        adapt(self)
+        self.watermark = None if self.watermark else self.watermark
+
+    patch.setattr(AttachedSession, "adapt_to_pool", show_all)
+
+
+def leases_outlive_a_boot(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AttachedSession, "lose_slots", lambda self, low: None)
+
+
+def extents_change_hands_while_they_are_mapped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SharedPool, "_is_let_go", lambda self: True)
+
+
+MUTANTS = [
+    slots_are_freed_at_the_end_of_the_connection,
+    a_clock_frees_leases,
+    a_clock_ends_quarantine,
+    lost_sessions_are_believed,
+    slots_are_shown_above_the_watermark,
+    leases_outlive_a_boot,
+    extents_change_hands_while_they_are_mapped,
+]
+
+
+def run_schedules(count: int) -> None:
+    """Schedules that depend only on their number. Hypothesis, which shrinks and replays, takes ten times as long."""
+    for seed in range(count):
+        choose = random.Random(seed)
+        engines = Engines()
+        engines.start(choose.randint(1, 2), choose.random() < 0.3, choose.choice(["lru", "arc"]))
+        for _ in range(100):
+            engines.act(choose.choice(CHOICES), choose.randrange(PICKS))
+            engines.books_balance()
+        engines.teardown()
+
+
+def test_with_all_safeguards_nothing_goes_wrong() -> None:
+    run_schedules(600)
+
+
+@pytest.mark.parametrize("mutate", MUTANTS)
+def test_taking_out_a_safeguard_is_noticed(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    monkeypatch.setattr(Engines, "checks_books", False)  # the bytes alone must tell
+    with pytest.raises((AssertionError, KeyError)):
+        run_schedules(600)

@@ -1,0 +1,424 @@
+"""Several sessions on one pool, whose memory outlives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvstow.config import EngineConfig
+from kvstow.control import snapshots
+from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.session import KeyRun
+from kvstow.control.sharedpool import SharedPool
+from kvstow.errors import ConflictError, InvalidRequestError, LeaseError
+from kvstow.messages import Op
+from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import Content, FakeRank, write_blocks
+
+A, B, C, D, E = (bytes([letter]) for letter in b"ABCDE")
+
+
+class Client:
+    """An engine with one process per rank; its ranks register `registered` slots (by default all)."""
+
+    def __init__(self, pool: SharedPool, memory: list[dict[int, Content]], registered: int | None = None) -> None:
+        self.session: AttachedSession = pool.attach("engine")
+        self.processes = [(self.session.session_id, rank) for rank in range(pool.config.num_ranks)]
+        for process in self.processes:
+            self.session.map_memory(process)
+        self.ranks = [FakeRank(self.session, rank, slots) for rank, slots in enumerate(memory)]
+        for rank in self.ranks:
+            rank.pin(pool.capacity if registered is None else registered)
+
+    def begin_store(self, keys: Sequence[bytes]) -> Op | None:
+        blocks = range(len(keys))
+        write_blocks(self.ranks, blocks, keys)
+        op = self.session.begin_store(keys, blocks).op
+        for rank in self.ranks:
+            rank.submit(op)
+        return op
+
+    def run(self) -> None:
+        for rank in self.ranks:
+            rank.run_all()
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        self.begin_store(keys)
+        self.run()
+        self.session.take_settled()
+
+    def load(self, keys: Sequence[bytes]) -> list[Content]:
+        lease = self.session.acquire(keys)
+        blocks = range(500, 500 + len(lease.slots))
+        op = self.session.begin_load(lease, blocks)
+        for rank in self.ranks:
+            rank.submit(op)
+        self.run()
+        return [self.ranks[0].blocks.get(block) for block in blocks]
+
+
+class Host:
+    """A shared pool with its memory."""
+
+    def __init__(self, slots: int = 8, ranks: int = 1, *, replicated: bool = False) -> None:
+        self.clock = FakeClock()
+        config = EngineConfig(slot_bytes=64, capacity_slots=slots, num_ranks=ranks)
+        self.pool = SharedPool(config, clock=self.clock, replicated=replicated)
+        self.memory: list[dict[int, Content]] = [{} for _ in range(ranks)]
+        if replicated:
+            self.memory = [self.memory[0]] * ranks
+        self.pool.add_extent(slots)
+        self.pool.set_populated(slots)
+
+    def attach(self, registered: int | None = None) -> Client:
+        return Client(self.pool, self.memory, registered)
+
+    def kill(self, client: Client) -> None:
+        for process in client.processes:
+            self.pool.process_died(process)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        self.pool.check_integrity()
+        slots = snapshots.stats(self.pool).pool.slots
+        return {name: getattr(slots, name) for name in ("free", "filling", "cached", "leased", "quarantined")}
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+def test_a_session_finds_what_another_has_stored(host: Host) -> None:
+    host.attach().store([A, B])
+    assert host.attach().load([A, B, C]) == [A, B]
+
+
+def test_blocks_survive_every_session(host: Host) -> None:
+    first = host.attach()
+    first.store([A, B])
+    first.session.lose("closed")
+    host.kill(first)
+    assert host.pool.sessions == []
+    assert host.counts["cached"] == 2
+    assert host.attach().load([A, B]) == [A, B]
+
+
+def test_a_session_gets_the_results_of_its_own_ops_only(host: Host) -> None:
+    first, second = host.attach(), host.attach()
+    first.begin_store([A])
+    second.begin_store([B])
+    first.run()
+    second.run()
+    assert [settled.op_id for settled in first.session.take_settled()] == [1]
+    assert [settled.op_id for settled in second.session.take_settled()] == [2]
+
+
+def test_ops_of_other_sessions_are_foreign(host: Host) -> None:
+    first, second = host.attach(), host.attach()
+    op = first.begin_store([A])
+    assert op is not None
+    second.ranks[0].say(op.op_id, "done")
+    assert host.counts["filling"] == 1
+    assert snapshots.stats(host.pool).faults.stale_completions == 1
+
+
+def test_leases_of_other_sessions_are_foreign(host: Host) -> None:
+    first, second = host.attach(), host.attach()
+    first.store([A])
+    lease = first.session.acquire([A])
+    second.session.acquire([A])
+    with pytest.raises(LeaseError):
+        second.session.begin_load(lease, [0])
+    second.session.release_lease(lease)
+    assert snapshots.stats(host.pool).pool.leases == 2
+
+
+def test_a_key_that_two_sessions_store_at_once_is_stored_once(host: Host) -> None:
+    first, second = host.attach(), host.attach()
+    first.begin_store([A, B])
+    grant = second.session.begin_store([A, B], [0, 1])
+    assert grant.op is None
+    assert grant.outcomes == {"skipped_in_flight": 2}
+    first.run()
+    assert host.counts["cached"] == 2
+
+
+def test_a_key_whose_store_fails_can_be_stored_by_another_session(host: Host) -> None:
+    first, second = host.attach(), host.attach()
+    op = first.begin_store([A])
+    assert op is not None
+    assert second.begin_store([A]) is None
+    first.ranks[0].run(op.op_id, fail=True)
+    second.store([A])
+    assert first.load([A]) == [A]
+
+
+def test_a_key_of_a_lost_session_can_be_stored_by_another_one_at_once(host: Host) -> None:
+    first, second = host.attach(), host.attach()
+    first.begin_store([A])
+    first.session.lose("closed")
+    second.store([A])
+    first.run()  # it writes its own slot, and what it says is ignored
+    assert second.load([A]) == [A]
+    assert host.counts["quarantined"] == 1
+
+
+def test_half_written_slots_are_kept_until_every_process_is_dead() -> None:
+    host = Host(ranks=2)
+    client = host.attach()
+    client.begin_store([A, B])
+    client.session.lose("closed")
+    assert host.counts == {"free": 6, "filling": 0, "cached": 0, "leased": 0, "quarantined": 2}
+    host.pool.process_died(client.processes[0])
+    host.clock.advance(1e9)
+    host.pool.tick()
+    assert host.counts["quarantined"] == 2
+    assert client.session.status().state == "lost"
+    host.pool.process_died(client.processes[1])
+    assert host.counts["free"] == 8
+    assert host.pool.sessions == []
+
+
+def test_leased_and_loading_slots_are_kept_until_every_process_is_dead(host: Host) -> None:
+    client = host.attach()
+    client.store([A, B])
+    client.session.acquire([A])
+    client.session.begin_load(client.session.acquire([B]), [7])
+    client.session.lose("closed")
+    host.clock.advance(1e9)
+    host.pool.tick()
+    assert host.counts["leased"] == 2
+    assert host.attach().load([A, B]) == [A, B], "others may read them"
+    host.kill(client)
+    assert host.counts["cached"] == 2
+
+
+def test_a_session_without_processes_leaves_nothing(host: Host) -> None:
+    session = host.pool.attach("engine")
+    session.lose("closed")
+    session.lose("closed")
+    assert host.pool.sessions == []
+    with pytest.raises(ConflictError, match=r"session 1 \(engine\): the session has ended; attach again"):
+        session.map_memory("process")
+
+
+def test_the_death_of_a_process_ends_its_session() -> None:
+    host = Host(ranks=2)
+    client = host.attach()
+    client.begin_store([A])
+    host.pool.process_died(client.processes[1])
+    assert client.session.status().state == "lost"
+    assert host.counts["quarantined"] == 1
+    host.pool.process_died("unknown")
+    host.pool.process_died(client.processes[0])
+    assert host.counts["free"] == 8
+
+
+def test_what_a_lost_session_says_is_counted_and_ignored(host: Host) -> None:
+    client = host.attach()
+    op = client.begin_store([A])
+    client.store([B])
+    assert op is not None
+    client.session.lose("closed")
+    client.ranks[0].say(op.op_id, "done")
+    client.ranks[0].pin(2)
+    faults = snapshots.stats(host.pool).faults
+    assert (faults.stale_completions, faults.stale_reports) == (1, 1)
+    assert client.session.lookup([B]) == 0
+    assert client.session.begin_store([C], [0]).outcomes == {"dropped_draining": 1}
+    assert client.session.take_settled() == []
+
+
+def test_a_new_boot_fails_the_ops_and_leases_of_its_session_and_no_block(host: Host) -> None:
+    first, second = host.attach(), host.attach()
+    first.store([A, B, C])
+    lease = first.session.acquire([A])
+    loading = first.session.begin_load(first.session.acquire([B]), [9])
+    first.ranks[0].submit(loading)
+    kept = second.session.acquire([C])
+    first.begin_store([D])
+    second.begin_store([E])
+    first.ranks[0].restart(8, same_process=True)
+    assert [settled.mark for settled in first.session.take_settled()] == ["failed", "failed"]
+    with pytest.raises(LeaseError, match="broken"):
+        first.session.begin_load(lease, [0])
+    first.session.release_lease(lease)
+    second.run()
+    assert second.session.lookup([A, B, C]) == 3
+    assert second.session.begin_load(kept, [1]).slots == kept.slots
+    assert first.session.lookup([E]) == 1
+    host.pool.check_integrity()
+
+
+def test_another_process_cannot_take_the_place_of_a_rank(host: Host) -> None:
+    client = host.attach()
+    with pytest.raises(InvalidRequestError, match="rank 0 reports from another process; attach again"):
+        client.ranks[0].restart(8)
+
+
+def test_a_session_sees_and_gets_only_slots_that_all_its_ranks_have_registered() -> None:
+    host = Host(ranks=2)
+    host.attach().store([A, B, C, D, E])
+    late = host.attach(registered=3)
+    late.ranks[1].pin(2)
+    assert late.session.status().registered_slots == 2
+    assert late.session.lookup([A, B, C, D, E]) == 2
+    assert late.session.contains([D, B]) == [False, True]
+    assert late.session.lease([A, C]) is None
+    assert late.session.find_runs([C, A, B, D]) == [(1, 2)]
+    assert late.session.acquire([A, B, C]).slots == (0, 1)
+    assert late.begin_store([A, C, D]) is None, "they are stored, although it does not see them"
+    assert late.begin_store([b"new"]) is None, "its slots are leased"
+    for rank in late.ranks:
+        rank.pin(8)
+    assert late.session.lookup([A, B, C, D, E]) == 5
+
+
+def test_a_session_evicts_only_what_is_in_its_slots(host: Host) -> None:
+    keys = [A, B, C, D, E, b"F", b"G", b"H"]
+    for key in reversed(keys):  # the coldest blocks are in the lowest slots
+        host.attach().store([key])
+    late = host.attach(registered=2)
+    op = late.begin_store([b"x", b"y", b"z"])
+    assert op is not None
+    assert sorted(op.slots) == [0, 1]
+    assert host.counts["cached"] == 6
+
+
+def test_a_session_without_registered_slots_is_attaching(host: Host) -> None:
+    session = host.pool.attach("engine")
+    rank = FakeRank(session, 0, host.memory[0])
+    assert session.status().state == "attaching"
+    rank.pin(0)
+    assert session.status().state == "attaching"
+    assert session.begin_store([A], [0]).outcomes == {"dropped_not_ready": 1}
+    rank.pin(1)
+    assert session.status().state == "attached"
+    assert session.begin_store([A], [0]).op is not None
+
+
+def test_memory_that_is_populated_later_is_shown_only_once_it_is_registered(host: Host) -> None:
+    client = host.attach()
+    client.store([A])
+    host.pool.add_extent(8)
+    host.pool.set_populated(16)
+    other = host.attach()
+    other.store([bytes([100 + n]) for n in range(12)])
+    assert client.session.lookup([bytes([100 + n]) for n in range(12)]) == 7
+    client.ranks[0].pin(16)
+    assert client.session.lookup([bytes([100 + n]) for n in range(12)]) == 12
+
+
+def test_unused_leases_hold_at_most_half_of_the_pool(host: Host) -> None:
+    client, other = host.attach(), host.attach()
+    client.store([A, B, C, D, E])
+    first, second = client.session.acquire([A, B]), client.session.acquire([C, D])
+    kept = other.session.acquire([E])
+    third = client.session.acquire([E])
+    with pytest.raises(LeaseError, match=f"lease {first.lease_id} was released or used up"):
+        client.session.begin_load(first, [0, 1])
+    client.session.release_lease(first)
+    client.session.begin_load(second, [0, 1])
+    client.session.acquire([A, B])
+    assert client.session.begin_load(third, [2]).slots == kept.slots
+    assert other.session.begin_load(kept, [0]).slots == kept.slots
+    assert host.counts["leased"] == 5
+
+
+def test_a_hit_of_more_than_half_of_the_pool_is_cut(host: Host) -> None:
+    client = host.attach()
+    client.store([A, B, C, D, E])
+    assert client.session.acquire([A, B, C, D, E]).keys == (A, B, C, D)
+    assert client.session.lease([A, B, C, D, E]) is None
+    lease, runs = client.session.acquire_runs([A, b"x", B, C, D, E])
+    assert (lease.keys, runs) == ((A, B, C, D), [(0, 1), (2, 3)])
+    assert snapshots.stats(host.pool).pool.leases == 1
+
+
+def test_a_look_up_of_all_keys_answers_with_runs(host: Host) -> None:
+    client = host.attach()
+    client.store([A, B, D])
+    keys = [E, A, B, C, D]
+    assert client.session.find_runs(keys) == [KeyRun(1, 2), KeyRun(4, 1)]
+    lease, runs = client.session.acquire_runs(keys)
+    assert runs == [KeyRun(1, 2), KeyRun(4, 1)]
+    assert lease.keys == (A, B, D)
+    assert client.session.acquire_runs([C]) == (client.session.acquire([C]), [])
+    lookups = snapshots.stats(host.pool).lookups
+    assert (lookups.query_blocks, lookups.hit_blocks) == (7, 3)
+
+
+def test_a_stuck_transfer_stops_its_session_only(host: Host) -> None:
+    hung, other = host.attach(), host.attach()
+    hung.begin_store([A])
+    host.clock.advance(40.0)
+    host.pool.tick()
+    assert (hung.session.status().state, other.session.status().state) == ("stuck", "attached")
+    assert hung.session.begin_store([B], [0]).outcomes == {"dropped_not_ready": 1}
+    other.store([A, B])
+    assert other.load([A, B]) == [A, B]
+    for rank in other.ranks:
+        rank.report()
+    readiness = snapshots.readiness(host.pool)
+    assert readiness.state == "degraded"
+    assert readiness.reason.startswith("session 1 (engine): 1 transfers are stuck: ranks [0] have not finished it")
+    assert host.counts["quarantined"] == 1
+    hung.session.lose("closed")
+    assert host.counts["quarantined"] == 1
+    host.kill(hung)
+    assert host.counts["quarantined"] == 0
+    assert snapshots.readiness(host.pool).state == "ready"
+
+
+def test_an_extent_is_let_go_when_every_rank_has_unmapped_it_or_is_dead(host: Host) -> None:
+    host.pool.add_extent(4)
+    host.pool.set_populated(12)
+    client, lost = host.attach(), host.attach()
+    client.store([bytes([n]) for n in range(10)])
+    lease = client.session.acquire([bytes([9])])
+    sweep = host.pool.drop_extents().run()
+    assert sweep.waiting
+    client.session.release_lease(lease)
+    lost.session.lose("closed")
+    sweep.run()
+    assert host.pool.extents == (8,)
+    assert host.counts == {"free": 0, "filling": 0, "cached": 8, "leased": 0, "quarantined": 0}
+    assert not host.pool.is_let_go
+    with pytest.raises(ConflictError, match="some engines still use memory"):
+        host.pool.add_extent(4)
+    client.ranks[0].report()
+    client.ranks[0].report()
+    assert not host.pool.is_let_go
+    host.kill(lost)
+    assert host.pool.is_let_go
+    host.pool.add_extent(4)
+
+
+def test_a_pool_is_resized_by_whole_extents(host: Host) -> None:
+    host.pool.add_extent(4)
+    with pytest.raises(InvalidRequestError, match=r"capacity_slots is 10; allowed: .* one of \[0, 8, 12\]"):
+        host.pool.admin.resize(10)
+    host.pool.admin.resize(8).run()
+    assert host.pool.extents == (8,)
+
+
+def test_replicated_blocks_are_stored_by_one_rank_and_loaded_by_all() -> None:
+    host = Host(ranks=2, replicated=True)
+    client = host.attach()
+    write_blocks(client.ranks, [0], [A])
+    op = client.session.begin_store([A], [0]).op
+    assert op is not None
+    client.ranks[0].submit(op)
+    client.run()
+    assert [settled.mark for settled in client.session.take_settled()] == ["done"]
+    client.load([A])
+    assert [rank.blocks[500] for rank in client.ranks] == [A, A]
+
+
+def test_readiness_of_a_pool_without_sessions(host: Host) -> None:
+    assert snapshots.readiness(host.pool).state == "ready"
+    host.pool.add_extent(4)
+    readiness = snapshots.readiness(host.pool)
+    assert (readiness.state, readiness.capacity_slots, readiness.usable_slots) == ("pinning", 12, 8)
