@@ -138,7 +138,7 @@ def _steps(
     p50, p99, _ = _spread(latencies)
     rows.append(["an admin request, p50 / p99", "", f"{_ms(p50)} / {_ms(p99)}", "", ""])
     head = ["", "no requests", f"{REQUESTS_PER_SECOND} requests/s", "ratio", "bar"]
-    title = f"Steps (look-up, lease and release of 1,000 blocks, store of 128) at {slots:,} slots and {RANKS} ranks"
+    title = f"Steps (lookup, lease and release of 1,000 blocks, store of 128) at {slots:,} slots and {RANKS} ranks"
     return Table(title, head, rows)
 
 

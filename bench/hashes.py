@@ -9,7 +9,7 @@ HASH_BYTES = 32
 
 class Hashes:
     """`count` random hashes, equal in every process. Each call gives fresh objects, as each request of an inference
-    engine makes its own: no look-up finds its key by identity, and none has its hash value cached."""
+    engine makes its own: no lookup finds its key by identity, and none has its hash value cached."""
 
     def __init__(self, count: int) -> None:
         self._bytes = random.Random(9595).randbytes(HASH_BYTES * count)

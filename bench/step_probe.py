@@ -139,7 +139,7 @@ def _store(scheduler: _Scheduler) -> dict[str, float]:
 
 
 def _hit(scheduler: _Scheduler) -> dict[str, float]:
-    """Look-up, admission and plan of a request whose 1,000 blocks are all in the pool."""
+    """Lookup, admission and plan of a request whose 1,000 blocks are all in the pool."""
     times, again = [], []
     for _ in range(_REPEATS):
         known = scheduler.request(_LONG)

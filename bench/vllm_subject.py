@@ -17,7 +17,7 @@ _BLOCK_TOKENS = 16
 class BlockPoolSubject:
     """One KV cache group with full attention, prefix caching on, events and metrics off: its fastest setting.
 
-    The pool adds the group id to each hash itself, at every look-up.
+    The pool adds the group id to each hash itself, at every lookup.
     """
 
     def __init__(self, slots: int) -> None:

@@ -155,7 +155,7 @@ class LookupBody(Body):
 
 
 class DrainBody(Body):
-    """`stop_stores` takes no new stores; `all` also answers look-ups with misses. `deadline_seconds` is only shown to
+    """`stop_stores` takes no new stores; `all` also answers lookups with misses. `deadline_seconds` is only shown to
     clients that wait: when it is over, nothing in flight is interrupted."""
 
     mode: DrainMode = "all"

@@ -53,7 +53,7 @@ def _plan(app: AppState, patch: PoolPatch) -> PlanView:
     while slot is not None:
         page = app.engine.blocks(slot, _PLANNED)
         if any(block.state == "protected" for block in page.blocks):
-            raise ConflictError(f"protected blocks lie above slot {patch.capacity_slots}; unprotect them first")
+            raise ConflictError(f"protected blocks are above slot {patch.capacity_slots}; unprotect them first")
         evicted += len(page.blocks)
         slot = page.next_slot
     return PlanView(

@@ -118,7 +118,7 @@ def overview(given: Readings) -> Overview:
         state=given.readiness.state,
         reason=given.readiness.reason,
         switches=tuple(switches(given.drain, given.bypass, given.pinning_paused)),
-        ranks=rank_lines(given.readiness.ranks),
+        ranks=rank_lines(given.readiness.ranks, pinning_paused=given.pinning_paused),
         pool=_pool(stats.pool),
         slots=_slots(stats.pool),
         hits=_hits(history, stats.lookups.hit_ratio),
@@ -161,14 +161,14 @@ def _drain(drain: DrainStatus) -> str:
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def rank_lines(ranks: Iterable[RankStatus]) -> tuple[RankLine, ...]:
+def rank_lines(ranks: Iterable[RankStatus], *, pinning_paused: bool = False) -> tuple[RankLine, ...]:
     return tuple(
         RankLine(
             rank.rank,
             rank.state,
             rank.pinned_bytes,
             rank.target_bytes,
-            _pin_progress(rank),
+            _pin_progress(rank, pinning_paused),
             _rank_trouble(rank),
             _rank_place(rank),
         )
@@ -182,13 +182,15 @@ def select_ranks(ranks: Iterable[RankLine], most: int) -> list[RankLine]:
     return sorted(first[:most], key=lambda rank: rank.rank)
 
 
-def _pin_progress(rank: RankStatus) -> str:
+def _pin_progress(rank: RankStatus, paused: bool) -> str:
     size = format_size(rank.target_bytes)
     left = rank.target_bytes - rank.pinned_bytes
     if left <= 0:
         return size
     words, speed = f"{format_size(rank.pinned_bytes)} of {size}", rank.pin_rate_bytes_per_second
-    return f"{words}, {rate(speed)}, {duration(left / speed)} left" if speed and rank.state == "pinning" else words
+    if not speed or paused or rank.state != "pinning":
+        return words
+    return f"{words}, {rate(speed)}, {duration(left / speed)} left"
 
 
 def _rank_place(rank: RankStatus) -> str:
@@ -230,7 +232,7 @@ def _block_rates(now: NowView) -> str:
 
 def _hits(history: HistoryView, since_start: float | None) -> Chart:
     (line,) = lines_of(METRICS["hit-ratio"], history.items[-NUM_POINTS - 1 :])
-    now = "no look-ups" if history.now.hit_ratio is None else percent(history.now.hit_ratio)
+    now = "no lookups" if history.now.hit_ratio is None else percent(history.now.hit_ratio)
     ever = "" if since_start is None else f"{percent(since_start)} since the start"
     return Chart((Curve(line.name, now, line.points),), 1.0, "0 to 100 %", ever)
 

@@ -153,8 +153,8 @@ class TransferStats:
 
 @dataclass(slots=True)
 class LookupStats:
-    """`results` counts look-ups (full, partial, miss), the other figures count blocks. `hit_ratio` is null before the
-    first look-up."""
+    """`results` counts lookups (full, partial, miss), the other figures count blocks. `hit_ratio` is null before the
+    first lookup."""
 
     results: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LOOKUP_RESULTS, 0))
     query_blocks: int = 0
@@ -179,7 +179,7 @@ class FaultStats:
 @dataclass(slots=True)
 class AgeStats:
     """Of one block in 61, in seconds. `lifetime`: from the store of a block to its eviction for capacity; `idle`: from
-    its last use to that eviction; `reuse_gap`: from one use to the next look-up that finds the block."""
+    its last use to that eviction; `reuse_gap`: from one use to the next lookup that finds the block."""
 
     lifetime: Histogram = field(default_factory=partial(Histogram, _AGE_SECONDS))
     idle: Histogram = field(default_factory=partial(Histogram, _AGE_SECONDS))
@@ -192,7 +192,7 @@ class Counters:
     engine's lock: counting takes 50 ns, a Counter.inc of prometheus_client 1.4 us.
 
     `stores`: blocks by outcome (stored, skipped_*, dropped_*, failed), each time that a block was offered: a host may
-    offer a dropped one again, and it counts as stored then, too. `evictions`: blocks by reason. `fallbacks`: look-ups
+    offer a dropped one again, and it counts as stored then, too. `evictions`: blocks by reason. `fallbacks`: lookups
     and loads that missed blocks for any reason but their absence. `allocation_failures`: stores that did not find room
     for all their blocks.
     """

@@ -173,7 +173,7 @@ def _on_replay_end(settings: Settings, stops: StopRequests, status: int) -> None
     if settings.exit_after_replay:
         stops.request("the replay has ended", status)
     else:
-        logger.info("the replay has ended; the service goes on")
+        logger.info("the replay has ended; the service continues")
 
 
 def _drain(engine: OffloadEngine, traffic: ReplayTraffic, settings: Settings) -> None:

@@ -65,6 +65,12 @@ def test_the_remaining_time_is_shown_for_a_rank_that_pins(changes: dict[str, Any
     assert line_of(replace(RANK, **changes)).progress == told
 
 
+def test_no_remaining_time_is_shown_while_pinning_is_paused() -> None:
+    rank = replace(RANK, pinned_bytes=2 * GIB, state="pinning", pin_rate_bytes_per_second=GIB / 2)
+    (line,) = rank_lines([rank], pinning_paused=True)
+    assert line.progress == "2 GiB of 8 GiB"
+
+
 def test_a_rank_shows_its_host_pid_and_device() -> None:
     assert line_of(replace(RANK, host=None, pid=None, device=None)).place == ""
     assert line_of(replace(RANK, host="node-7", pid=4711, device=None)).place == "node-7, pid 4711"

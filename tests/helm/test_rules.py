@@ -214,7 +214,7 @@ def switched_off() -> Iterator[Case]:
 
 
 def unbalanced() -> Iterator[Case]:
-    name, key = "KvstowBooksUnbalanced", "kvstow_errors_total"
+    name, key = "KvstowIntegrityCheckFailed", "kvstow_errors_total"
     labels = {**POD, "component": "engine"}
     summary = f"The integrity check of {WHERE} has failed."
     yield Case(name, 5, ((key, {**labels, "code": "integrity"}, "1x9"),), (POD, summary))

@@ -236,7 +236,7 @@ def test_the_service_outlives_its_replay(tmp_path: Path, eventually: Any, capfd:
     def ended() -> bool:
         nonlocal text
         text += capfd.readouterr().err
-        return "the replay has ended; the service goes on" in text
+        return "the replay has ended; the service continues" in text
 
     def visit(client: httpx.Client) -> None:
         eventually(ended, "the end of the replay")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from kvstow.errors import ConfigError
+from kvstow.errors import ConfigError, SettingError
 
 DEFAULT_SERVER = "http://127.0.0.1:9595"
 
@@ -41,7 +41,7 @@ class Endpoint:
     ) -> Self:
         """From `http://HOST:PORT`, `https://HOST:PORT` or `unix:/PATH`. Raises `ConfigError`."""
         if token is not None and token_file is not None:
-            raise ConfigError("token_file", str(token_file), "none beside a token")
+            raise SettingError("token_file", str(token_file), "cannot be combined with a token")
         if server.startswith("unix:"):
             path = server.removeprefix("unix:").removeprefix("//")
             if not path.startswith("/"):

@@ -68,7 +68,7 @@ def check_token_files(evidence: Evidence) -> Iterator[FindingView]:
             "token_files",
             "warning",
             f"{setting}: {exposure}",
-            "whoever reads a token has its rights, and whoever writes the file can add tokens",
+            "anyone who can read a token has its rights, and anyone who can write the file can add tokens",
             "chmod 600 (in Kubernetes: defaultMode 0440 for the volume, with an fsGroup)",
             exposed_files=len(evidence.exposed_files),
         )

@@ -1,4 +1,4 @@
-"""Metric families of the engine: pool, ranks, transfers, look-ups, faults.
+"""Metric families of the engine: pool, ranks, transfers, lookups, faults.
 
 A new figure of a rank is one line of `_RANK_FAMILIES`, a new fault one of `_FAULTS`.
 """
@@ -213,7 +213,7 @@ def _ages(stats: EngineStats) -> Iterator[Metric]:
     for name, text, snapshot in (
         ("lifetime", "Age of blocks that were evicted for capacity", stats.ages.lifetime),
         ("idle_before_evict", "Time since the last use of blocks that were evicted for capacity", stats.ages.idle),
-        ("reuse_gap", "Time since the last use of blocks that a look-up found", stats.ages.reuse_gap),
+        ("reuse_gap", "Time since the last use of blocks that a lookup found", stats.ages.reuse_gap),
     ):
         rows = [((POOL_NAME,), snapshot)]
         yield histogram(f"kvstow_block_{name}_seconds", f"{text}, for one block in 61", ["pool"], rows)
@@ -221,12 +221,12 @@ def _ages(stats: EngineStats) -> Iterator[Metric]:
 
 def _lookups(stats: EngineStats) -> Iterator[Metric]:
     lookups = stats.lookups
-    yield counter("kvstow_lookups", "Look-ups by result", ["result"], by_label(lookups.results))
-    yield histogram("kvstow_lookup_duration_seconds", "Duration of an index look-up", [], [((), lookups.seconds)])
+    yield counter("kvstow_lookups", "Lookups by result", ["result"], by_label(lookups.results))
+    yield histogram("kvstow_lookup_duration_seconds", "Duration of an index lookup", [], [((), lookups.seconds)])
     yield from _tokens(stats)
     yield counter(
         "kvstow_fallbacks",
-        "Look-ups and loads that missed blocks for another reason than their absence",
+        "Lookups and loads that missed blocks for another reason than their absence",
         ["reason"],
         by_label(stats.fallbacks),
     )

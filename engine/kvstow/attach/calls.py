@@ -20,7 +20,7 @@ _DIRECTIONS: Final[tuple[Direction, ...]] = ("store", "load")
 
 
 class Hold(IntEnum):
-    """What a look-up keeps from eviction."""
+    """What a lookup keeps from eviction."""
 
     NOTHING = 0
     PRESENT = 1
@@ -33,7 +33,7 @@ class Hold(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Which of `keys` are present. `counted`: it counts as a look-up of a request."""
+    """Which of `keys` are present. `counted`: it counts as a lookup of a request."""
 
     KIND: ClassVar[Kind] = Kind.LOOKUP
     keys: Sequence[bytes]
@@ -45,7 +45,7 @@ class Lookup:
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "look-up")
+        reader = PayloadReader(payload, "lookup")
         hold, counted = reader.fields(_LOOKUP)
         if hold > Hold.ALL:
             raise reader.error(f"hold is {hold}")
@@ -70,7 +70,7 @@ class Found:
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "answer to a look-up")
+        reader = PayloadReader(payload, "answer to a lookup")
         lease_id = reader.u64()
         runs = tuple(reader.rows(_PAIR))
         reader.end()
@@ -293,7 +293,7 @@ class Refresh:
 
 @dataclass(frozen=True, slots=True)
 class CountLookup:
-    """Count one look-up of `queried` blocks that found `hits`. No answer."""
+    """Count one lookup of `queried` blocks that found `hits`. No answer."""
 
     KIND: ClassVar[Kind] = Kind.COUNT_LOOKUP
     queried: int
@@ -304,7 +304,7 @@ class CountLookup:
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
-        reader = PayloadReader(payload, "count of a look-up")
+        reader = PayloadReader(payload, "count of a lookup")
         queried, hits = reader.fields(_PAIR)
         reader.end()
         if hits > queried:

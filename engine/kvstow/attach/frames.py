@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvstow.errors import ProtocolError
 
 MAX_PAYLOAD_BYTES = 8 << 20
-"""A look-up of 100,000 keys has 3.4 MB."""
+"""A lookup of 100,000 keys has 3.4 MB."""
 MAX_HELLO_BYTES = 256 << 10
 """Of the first frame, which anybody who can connect may send."""
 MAX_FDS = 250

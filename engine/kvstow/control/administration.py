@@ -104,7 +104,7 @@ class Administrator:
             pool.remove_blocks((slot,), "operator")
 
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        """Which of the keys are in the pool. Holds nothing and is not counted, unlike a host's look-up."""
+        """Which of the keys are in the pool. Holds nothing and is not counted, unlike a host's lookup."""
         pool = self._pool
         present: list[bool] = []
         for start in range(0, len(keys), pool.slice_slots):
@@ -135,7 +135,7 @@ class Administrator:
         """Give every rank `capacity_slots` slots. Growing ends immediately (the ranks then pin). Shrinking first
         removes the blocks above, and waits until no slot there is leased or in flight.
 
-        Raises `ConflictError` while another resize is under way, or when protected blocks lie above.
+        Raises `ConflictError` while another resize is under way, or when protected blocks are above.
         """
         pool = self._pool
         with pool.lock:
@@ -145,7 +145,7 @@ class Administrator:
             protected = pool.index.num_protected_from(capacity_slots)
             if protected:
                 where = f"above slot {capacity_slots}"
-                raise ConflictError(f"{protected} protected blocks lie {where}; unprotect them first")
+                raise ConflictError(f"{protected} protected blocks are {where}; unprotect them first")
             top = max(pool.slots.limit, pool.slots.top)
             pool.resizing = True
             pool.settings_revision += capacity_slots != pool.ceiling
@@ -291,7 +291,7 @@ class Administrator:
             return DrainStatus(active, gate.drain_mode, left, active and not pending and not leases, pending, leases)
 
     def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus:
-        """Switch loads or stores off, for `ttl_seconds` or until they are switched on again. Look-ups then miss."""
+        """Switch loads or stores off, for `ttl_seconds` or until they are switched on again. Lookups then miss."""
         if ttl_seconds is not None and not 0 < ttl_seconds < inf:
             raise InvalidRequestError(f"ttl_seconds is {ttl_seconds}; allowed: more than 0, or null")
         pool = self._pool

@@ -73,7 +73,7 @@ class Index:
     def num_quarantined(self) -> int:
         return len(self._quarantined)
 
-    # -- look-up --------------------------------------------------------------------------------------------
+    # -- lookup --------------------------------------------------------------------------------------------
 
     def is_protected(self, slot: int) -> bool:
         return slot in self._protections

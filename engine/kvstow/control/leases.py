@@ -1,4 +1,4 @@
-"""Leases: slots that a host keeps from eviction between a look-up and its load."""
+"""Leases: slots that a host keeps from eviction between a lookup and its load."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _make_room(session: Session, count: int, present: Sequence[Sequence[int]], n
     """Up to `count` slots to fill: free ones, then evicted ones. Blocks of the same prefix count as used and are not
     evicted.
 
-    Slots are in ascending order: copies and look-ups of a prefix are faster if its slots are neighbours."""
+    Slots are in ascending order: copies and lookups of a prefix are faster if its slots are neighbours."""
     pool = session.pool
     below = session.watermark
     slots = pool.slots.allocate(min(count, pool.slots.free), below)

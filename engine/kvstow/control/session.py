@@ -19,7 +19,7 @@ from kvstow.messages import Completion, DesiredState, Op, RankReport
 
 
 class KeyRun(NamedTuple):
-    """Neighbours among the keys of a look-up, all of which are present: the number of the first one, and how many."""
+    """Neighbours among the keys of a lookup, all of which are present: the number of the first one, and how many."""
 
     first: int
     length: int
@@ -59,7 +59,7 @@ class Session:
         """Slots from it on are not for this session; None if all are."""
         pool.sessions.append(self)
 
-    # -- look-up and load -----------------------------------------------------------------------------------
+    # -- lookup and load -----------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """The number of leading keys that are present. Holds nothing; see `acquire`."""
@@ -87,7 +87,7 @@ class Session:
 
     def acquire(self, keys: Sequence[bytes], *, count: bool = True) -> Lease:
         """Look up the leading keys that are present and keep them from eviction, in one step. The lease may be empty;
-        release it, or use it for `begin_load`. With `count` false this does not count as a look-up: a host that asks
+        release it, or use it for `begin_load`. With `count` false this does not count as a lookup: a host that asks
         repeatedly for one request reports the result with `count_lookup`."""
         pool, counters = self.pool, self.pool.counters
         begun = time.perf_counter()
@@ -130,7 +130,7 @@ class Session:
         return lease, _key_runs(found)
 
     def count_lookup(self, queried: int, hits: int) -> None:
-        """Count one look-up of `queried` blocks with `hits` hits."""
+        """Count one lookup of `queried` blocks with `hits` hits."""
         pool = self.pool
         with pool.lock:
             pool.counters.count_lookup(queried, hits, self.acceptance.load_refusal(pool.clock()))
@@ -227,7 +227,7 @@ class Session:
         """Mark the blocks that are present as most recently used, the first key's block last of all.
 
         For a prefix that was stored in several steps: without this its beginning, which all of it depends on, would be
-        evicted first. Does not count as a look-up.
+        evicted first. Does not count as a lookup.
         """
         pool = self.pool
         with pool.lock:

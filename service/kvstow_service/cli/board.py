@@ -83,27 +83,41 @@ def _grid() -> Table:
 
 
 def rank_bars(ranks: Sequence[RankLine], width: int, most: int) -> RenderableType:
-    """A bar for each rank, or for `most` of them, as `select_ranks` chooses them."""
+    """A bar for each rank, or for `most` of them, as `select_ranks` chooses them. Where host, pid and device do not fit
+    beside the bar, they are below it, unless that takes more than `most` lines."""
     lines: list[RenderableType] = []
     chosen = select_ranks(ranks, most)
-    words = [_rank_words(rank) for rank in chosen]
-    room = width - _LABEL - _GAPS - max(map(len, words), default=0)
+    room = width - _LABEL - _GAPS - _widest(chosen, with_place=True)
+    below = room < _NARROWEST and 2 * len(chosen) <= most
+    if below:
+        room = width - _LABEL - _GAPS - _widest(chosen, with_place=False)
     bar_width = max(_NARROWEST, min(room, _bar_width(width)))
-    for rank, text in zip(chosen, words, strict=True):
+    for rank in chosen:
         bar = ProgressBar(max(rank.target_bytes, 1), rank.pinned_bytes, bar_width, complete_style="green")
         line = _grid()
-        line.add_row(f"rank {rank.rank}", bar, text)
+        line.add_row(f"rank {rank.rank}", bar, _rank_words(rank, with_place=not below))
         lines.append(line)
+        if below and rank.place:
+            lines.append(_indented(Text(rank.place, style="dim")))
         if rank.trouble:
-            lines.append(Padding(Text(rank.trouble, style="red"), (0, 0, 0, _LABEL + 2)))
+            lines.append(_indented(Text(rank.trouble, style="red")))
     if len(ranks) > most:
         lines.append(Text(f"and {len(ranks) - most} more ranks", style="dim"))
     return Group(*lines)
 
 
-def _rank_words(rank: RankLine) -> Text:
+def _rank_words(rank: RankLine, *, with_place: bool) -> Text:
     state = Text(rank.state, style=STATE_STYLES.get(rank.state, ""))
-    return Text.assemble(state, f"  {rank.progress}", (f"  {rank.place}" if rank.place else "", "dim"))
+    place = f"  {rank.place}" if rank.place and with_place else ""
+    return Text.assemble(state, f"  {rank.progress}", (place, "dim"))
+
+
+def _widest(ranks: Sequence[RankLine], *, with_place: bool) -> int:
+    return max((len(_rank_words(rank, with_place=with_place)) for rank in ranks), default=0)
+
+
+def _indented(text: Text) -> RenderableType:
+    return Padding(text, (0, 0, 0, _LABEL + 2))
 
 
 def _pool(shown: Overview, width: int) -> RenderableType:
@@ -114,7 +128,7 @@ def _pool(shown: Overview, width: int) -> RenderableType:
             legend.append(f"{mark} ".lstrip(), style).append(f"{state} {count:,}   ")
     grid = _grid()
     grid.add_row("slots", _stack(shown.slots, _bar_width(width)), shown.pool)
-    return Group(grid, Padding(legend, (0, 0, 0, _LABEL + 2)))
+    return Group(grid, _indented(legend))
 
 
 def _stack(counts: Mapping[str, int], width: int) -> Text:

@@ -51,7 +51,7 @@ def test_a_token_file_is_read_for_each_request(tmp_path: Path) -> None:
 
 
 def test_one_source_of_tokens_is_enough(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="beside a token"):
+    with pytest.raises(ConfigError, match="cannot be combined with a token"):
         Endpoint.parse("http://a", token="t", token_file=tmp_path)
 
 

@@ -289,7 +289,7 @@ def test_a_shrink_over_protected_blocks_is_refused(make_engine: MakeEngine) -> N
     engine = make_engine(slots=4)
     store_keys(engine, make_ranks(engine), [A, B])
     engine.admin.protect([B], None)
-    with pytest.raises(ConflictError, match="1 protected blocks lie above slot 1; unprotect them first"):
+    with pytest.raises(ConflictError, match="1 protected blocks are above slot 1; unprotect them first"):
         engine.admin.resize(1)
     with pytest.raises(InvalidRequestError, match="capacity_slots is 0"):
         engine.admin.resize(0)

@@ -221,7 +221,7 @@ def test_a_resize_counts_protections_above_it_without_visiting_each(
     engine.admin.protect(make_keys(8192), None)
     looked: list[int] = []
     count_calls(monkeypatch, Protections, "between", lambda low, high: looked.append(high - low))
-    with pytest.raises(Exception, match="8182 protected blocks lie above slot 10"):
+    with pytest.raises(Exception, match="8182 protected blocks are above slot 10"):
         engine.admin.resize(10)
     assert sum(looked) <= SLICE_SLOTS
 

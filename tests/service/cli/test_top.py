@@ -162,13 +162,27 @@ def test_of_many_ranks_those_that_matter_are_shown(make_host: Any) -> None:
     assert "·" * 9 + " " * 41 in text  # 3 of 16 slots are there, in a bar of 50
 
 
-def test_the_bar_of_a_rank_leaves_room_for_its_place() -> None:
+PROGRESS, PLACE = "280 MiB of 384 MiB, 954.8 KiB/s, 1m 52s left", "node-7, pid 24509, cuda:0"
+
+
+def bars(num_ranks: int, width: int) -> list[str]:
     from rich.console import Console
 
     from kvstow_service.cli.board import rank_bars
 
-    progress = "280 MiB of 384 MiB, 954.8 KiB/s, 1m 52s left"
-    rank = RankLine(0, "pinning", 280, 384, progress, "", "node-7, pid 24509, cuda:0")
-    console = Console(width=110, record=True)
-    console.print(rank_bars([rank], 110, 4))
-    assert f"pinning  {progress}  node-7, pid 24509, cuda:0" in console.export_text()
+    ranks = [RankLine(rank, "pinning", 280, 384, PROGRESS, "", PLACE) for rank in range(num_ranks)]
+    console = Console(width=width, record=True)
+    console.print(rank_bars(ranks, width, 4))
+    return console.export_text().splitlines()
+
+
+def test_the_bar_of_a_rank_leaves_room_for_its_place() -> None:
+    (line,) = bars(1, 110)
+    assert f"pinning  {PROGRESS}  {PLACE}" in line
+
+
+def test_on_a_narrow_terminal_the_place_is_below_the_bar_if_there_is_room() -> None:
+    row, place = bars(1, 80)
+    assert row.rstrip().endswith(PROGRESS)
+    assert place.strip() == PLACE
+    assert len(bars(2, 80)) == len(bars(4, 80)) == 4

@@ -194,7 +194,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler: requests --------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        found = self._host.ask("look-up", lambda offload: offload.side.find_hit(request, num_computed_tokens), 0)
+        found = self._host.ask("lookup", lambda offload: offload.side.find_hit(request, num_computed_tokens), 0)
         return found, found > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

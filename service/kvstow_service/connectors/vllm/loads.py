@@ -38,7 +38,7 @@ class Loads:
         observe: Observe,
     ) -> None:
         """`null_block`: what stands in a block table for blocks out of the window. `observe` takes the time of each
-        look-up."""
+        lookup."""
         self._engine, self._planner, self._groups = engine, planner, groups
         self._null_block, self._observe = null_block, observe
         self._full, self._partial = groups.full, groups.partial
@@ -48,7 +48,7 @@ class Loads:
     def are_under_way(self) -> bool:
         return bool(self._under_way)
 
-    # -- look-up --------------------------------------------------------------------------------------------
+    # -- lookup --------------------------------------------------------------------------------------------
 
     def hold_hit(self, tracked: TrackedRequest, local: int) -> int:
         """Tokens beyond the first `local` that can be loaded; they are held for the request. A hit without blocks to
@@ -168,7 +168,7 @@ class Loads:
         try:
             if held[first : first + len(places)] == places and self._null_block not in targets:
                 return self._planner.add_load(hit.lease, targets, first, request_id)
-        except LeaseError as error:  # a rank has lost its memory since the look-up
+        except LeaseError as error:  # a rank has lost its memory since the lookup
             logger.warning("request %s is computed, its hit is lost: %s", request_id, error)
         self._engine.release_lease(hit.lease)
         return None

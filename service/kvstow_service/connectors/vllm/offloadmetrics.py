@@ -1,6 +1,6 @@
 """The metrics `vllm:kv_offload_*` that vLLM's dashboards read.
 
-Left out, because KVStow has nothing true to report: `lookup_async_delay_seconds` (no look-up is deferred),
+Left out, because KVStow has nothing true to report: `lookup_async_delay_seconds` (no lookup is deferred),
 `cpu_allocation_size` and `stores_skipped` (there is no reuse threshold). Left out as well: the names that vLLM
 has deprecated (`total_bytes`, `total_time`, `size`).
 """
@@ -42,7 +42,7 @@ FAMILY: dict[str, Metric] = {
     "store_bytes": Metric("counter", "Bytes stored from GPUs to host memory, on all ranks"),
     "store_time": Metric("counter", "Seconds of stores from GPUs to host memory, each on its slowest rank"),
     "store_size": Metric("histogram", "Bytes of a store on one rank", _SIZES),
-    "lookup_sync_delay_seconds": Metric("histogram", "Duration of a look-up in host memory", _DELAYS),
+    "lookup_sync_delay_seconds": Metric("histogram", "Duration of a lookup in host memory", _DELAYS),
     "allocation_failure": Metric("counter", "Blocks that were not stored because host memory had no room for them"),
     "cpu_cache_usage_perc": Metric("gauge", "Share of host memory (0 to 1) held by transfers and admitted hits"),
     "cpu_cache_write_usage_perc": Metric("gauge", "Share of host memory (0 to 1) that stores are filling"),
@@ -56,7 +56,7 @@ FAMILY: dict[str, Metric] = {
 
 
 def read_family(stats: EngineStats, slot_bytes: int, slot_tokens: int | None) -> dict[str, Any]:
-    """The family's counters, gauges and labels at one moment, by name. Histograms are observed where look-ups and
+    """The family's counters, gauges and labels at one moment, by name. Histograms are observed where lookups and
     transfers end. `slot_bytes`: bytes of a slot on all ranks together. `slot_tokens`: tokens in a slot, None with
     several KV groups."""
     values: dict[str, Any] = {"allocation_failure": stats.stores["dropped_cpu_full"]}
