@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import admin, control, populate, startup, steps
+from bench import admin, attach, control, populate, startup, steps
 from bench.machine import describe
 from bench.report import Table, write_section
 
 _ROOT = Path(__file__).parents[1]
-BENCHMARKS = ("control", "trace", "steps", "admin", "startup", "populate")
+BENCHMARKS = ("control", "trace", "steps", "admin", "startup", "populate", "attach")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +45,8 @@ def _run(name: str, options: argparse.Namespace) -> list[Table]:
         return admin.run(options.admin_slots, options.seconds, _say)
     if name == "startup":
         return startup.run(options.pools, options.repeats + 2, _say)
+    if name == "attach":
+        return attach.run(options.repeats, _say)
     return populate.run(options.repeats, _say)
 
 

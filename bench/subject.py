@@ -63,14 +63,14 @@ def measure(make: Callable[[int], Subject], slots: int) -> dict[str, float]:
     hashes = Hashes(3 * slots)
     before = _resident_bytes()
     subject = make(slots)
-    filling = _fill(subject, hashes, slots)
+    filling = fill(subject, hashes, slots)
     grown = _resident_bytes() - before
     gc.collect()
     gc.freeze()  # as vLLM does with what lives for long
     found = {"store": median(filling), "bytes_per_slot": grown / slots}
     found |= _lookups(subject, hashes, range(0, slots, CHAIN_BLOCKS), "_fresh")
     found |= _long_prefixes(subject, hashes, slots - LONG_BLOCKS, "_fresh")
-    stored, times = _wear(subject, hashes, slots)
+    stored, times = wear(subject, hashes, slots)
     found["store_evicting"] = median(times[-_STORES:])
     if stored:  # ARC keeps what was used twice, here the chains of the first fill, and none of these
         found |= _lookups(subject, hashes, stored, "_worn")
@@ -94,7 +94,7 @@ def replay(subject: Subject, requests: Sequence[Sequence[int]]) -> dict[str, Any
     return {"seconds": time.perf_counter() - started, "hits": hits, "blocks": sum(map(len, keys))}
 
 
-def _fill(subject: Subject, hashes: Hashes, slots: int) -> list[float]:
+def fill(subject: Subject, hashes: Hashes, slots: int) -> list[float]:
     """Store whole chains until every slot is used; seconds of each full-size store."""
     times = []
     for start in range(0, slots, CHAIN_BLOCKS):
@@ -102,7 +102,7 @@ def _fill(subject: Subject, hashes: Hashes, slots: int) -> list[float]:
     return times
 
 
-def _wear(subject: Subject, hashes: Hashes, slots: int) -> tuple[list[int], list[float]]:
+def wear(subject: Subject, hashes: Hashes, slots: int) -> tuple[list[int], list[float]]:
     """Store as many new blocks as there are slots, in prefixes of mixed lengths. Returns where the whole chains in
     the last half of them start, as far as they are still there (LRU keeps all), and the seconds of each full-size
     store."""
