@@ -18,6 +18,7 @@ from bench.attachhost import CALLS, chains, timed
 from bench.subject import CHAIN_BLOCKS
 from kvstow.attach.calls import Found, Hold, Lookup, Release
 from kvstow.attach.connection import AttachConnection
+from kvstow.attach.extentcalls import Detach
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 
@@ -97,6 +98,7 @@ def main(path: str, slots: int, mode: str, seconds: float = 0.0) -> None:
         }
     else:
         figures = {"lookup": looked_up(caller, [chain(number) for number in range(_PREFIXES)], seconds)}
+    connection.tell(Detach())
     connection.close()
     print(json.dumps(figures), flush=True)
 

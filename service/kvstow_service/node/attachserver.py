@@ -208,7 +208,7 @@ class AttachServer:
         if kill:
             for member in session.members:
                 member.peer.kill()
-        self._life.lose(session, "an operator has detached it")
+        self._life.lose(session, "an operator has detached it", expected=True)
 
 
 class _WatchedProcesses:

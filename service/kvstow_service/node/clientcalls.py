@@ -122,7 +122,7 @@ class ClientCalls:
             raise ProtocolError("unexpected", refusal)
         self._tally.frames[frame.kind] += 1
         if frame.kind == Kind.DETACH:
-            self._take_leave(client, member)
+            self._take_leave(member)
             return
         try:
             answer = answer_to(self._host, member, frame)
@@ -157,12 +157,12 @@ class ClientCalls:
         self._tally.frames[frame.kind] += 1
         client.channel.send(welcome.KIND, welcome.pack())
 
-    def _take_leave(self, client: Client, member: Member) -> None:
+    def _take_leave(self, member: Member) -> None:
         """The process has said that nothing of the pool is mapped or under way in it."""
         if member.rank is not None:
-            self.life.process_ended(member)
+            self.life.process_ended(member, expected=True)
         else:
-            self.life.lose(member.session, "the engine has detached")
+            self.life.lose(member.session, "the engine has detached", expected=True)
 
     # -- sending unasked ------------------------------------------------------------------------------------
 

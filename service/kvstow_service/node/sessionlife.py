@@ -88,7 +88,7 @@ class SessionLife:
         grant = self._host.open_session(session.session_id, hello, peer, self._make_link(session))
         self.table.add(session)
         member = self._add_member(session, hello, peer)
-        logger.info("session %s: %s on %s attached", session.session_id, hello.engine, hello.host)
+        logger.info("session %s: %r on %r attached", session.session_id, hello.engine, hello.host)
         return member, Welcome(
             version=version,
             session_id=session.session_id,
@@ -128,12 +128,12 @@ class SessionLife:
 
     # -- ending ---------------------------------------------------------------------------------------------
 
-    def lose(self, session: Session, reason: str) -> None:
-        """A connection of the session has ended. Idempotent."""
+    def lose(self, session: Session, reason: str, *, expected: bool = False) -> None:
+        """A connection of the session has ended. Idempotent. `expected`: somebody has asked for it."""
         if session.state != "attached":
             return
         session.state = "lost"
-        logger.warning("session %s is lost: %s", session.session_id, reason)
+        logger.log(logging.INFO if expected else logging.WARNING, "session %s ends: %s", session.session_id, reason)
         for member in session.members:
             if member.is_connected:
                 self._processes.disconnect(member)
@@ -147,15 +147,16 @@ class SessionLife:
                 self._trust_later(member)
         self._end_if_over(session)
 
-    def process_ended(self, member: Member) -> None:
-        """The member's process can reach no memory any more: it has died, or said so. Idempotent."""
+    def process_ended(self, member: Member, *, expected: bool = False) -> None:
+        """The member's process can reach no memory any more: it has died or, if that is `expected`, said so.
+        Idempotent."""
         if member.has_ended:
             return
         member.has_ended = True
         self._forget(member)
         session = member.session
         if session.state == "attached":
-            self.lose(session, f"{described(member)} has ended")
+            self.lose(session, f"{described(member)} has {'detached' if expected else 'ended'}", expected=expected)
         elif member.has_memory:
             self._tell("worker_let_go", session.session_id, member.rank)
             self._end_if_over(session)

@@ -214,6 +214,22 @@ def test_a_refusal_says_why_and_waits_longer(client: Client, service: FakeServic
     assert client.heard == ["s1"]
 
 
+@pytest.mark.parametrize(
+    ("reason", "pause"), [("slow_reader", REFUSED_PAUSE_SECONDS), ("too_many_clients", FIRST_PAUSE_SECONDS)]
+)
+def test_a_refusal_is_heard_although_sending_fails_first(
+    client: Client, service: FakeService, reason: str, pause: float
+) -> None:
+    connection = client.connection
+    client.attach(service)
+    service.send(Refused(reason, "a sentence"))
+    service.hang_up()
+    assert not connection.tell(Reset())
+    assert (connection.state, connection.refusal, connection.problem) == ("detached", reason, "a sentence")
+    assert connection._next_attempt - client.now == pytest.approx(pause)
+    assert client.heard == ["s1", "lost"]
+
+
 def test_a_service_that_does_not_answer_the_hello_is_left(client: Client, service: FakeService) -> None:
     connection = client.connection
     connection.poll()

@@ -142,3 +142,25 @@ def test_without_a_pidfd_the_process_is_refused_unless_its_eof_is_trusted(
 def test_a_process_of_another_pid_namespace_has_no_number(child: Child) -> None:
     assert peer._open_visible(child.connected, 0, os.pidfd_open) is None
     assert not Peer(0, 1, 1, None).has_ended()
+
+
+def test_two_connections_of_one_process_are_known_as_such(listener: socket.socket, child: Child, way: str) -> None:
+    """Also where its number is not visible, if each process has a pidfd inode of its own (Linux 6.9)."""
+    first, again, other = peer_of(child.connected), peer_of(child.connected), Child(listener)
+    stranger = peer_of(other.connected)
+    try:
+        assert first.is_same_process(again)
+        assert not first.is_same_process(stranger)
+        assert not first.is_same_process(Peer(first.pid, 0, 0, None))
+        first.pid = again.pid = stranger.pid = 0
+        assert not first.is_same_process(stranger)
+        assert first.pidfd is not None
+        if peer._inode(first.pidfd) != peer._shared_inode():
+            assert first.is_same_process(again)
+        child.kill()
+        assert not first.is_same_process(again)
+    finally:
+        for found in (first, again, stranger):
+            found.close()
+        other.kill()
+        other.connected.close()

@@ -130,11 +130,17 @@ def test_a_worker_that_detaches_is_not_waited_for(node: Node, engine: Engine) ->
     assert ends(node) == ["lost", 0, 1, "over"]
 
 
-def test_a_scheduler_half_that_detaches_leaves_its_workers_memory(node: Node, engine: Engine) -> None:
-    engine[0].tell(Detach())
-    node.wait_for_event("lost")
-    quiet(node)
+def test_a_scheduler_half_that_detaches_leaves_its_workers_memory(
+    node: Node, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="kvstow.attach"):
+        engine[0].tell(Detach())
+        node.wait_for_event("lost")
+        quiet(node)
     assert ends(node) == ["lost"]
+    (said,) = [record for record in caplog.records if " ends: " in record.message]
+    assert said.levelname == "INFO"
+    assert said.message.endswith("ends: the engine has detached")
 
 
 def test_a_lost_session_is_not_believed_any_more(node: Node, engine: Engine) -> None:
@@ -247,7 +253,7 @@ def test_freeing_at_the_end_of_the_connection_would_be_noticed(
     """The mutant that these tests are for."""
     lose = SessionLife.lose
 
-    def lose_and_free(self: SessionLife, session: object, reason: str) -> None:
+    def lose_and_free(self: SessionLife, session: object, reason: str, *, expected: bool = False) -> None:
         for member in session.members:  # type: ignore[attr-defined]
             member.has_memory = False
         lose(self, session, reason)  # type: ignore[arg-type]
