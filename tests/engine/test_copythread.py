@@ -102,7 +102,7 @@ def test_a_store_that_is_done_at_once_reports_only_done(harness: Harness) -> Non
     assert not harness.copies.wait_completions(0)
 
 
-def test_at_most_two_ops_of_a_direction_run_and_the_other_direction_is_not_held_up(harness: Harness) -> None:
+def test_at_most_two_ops_of_a_direction_run_and_the_other_direction_is_not_delayed(harness: Harness) -> None:
     harness.submit(1, 2, 3)
     harness.submit(11, 12, 13, direction="load")
     harness.device.ticket(12)
@@ -134,7 +134,7 @@ def test_waiting_for_room_counts_as_queue_time(harness: Harness) -> None:
     assert [c.queue_seconds for c in harness.completions(2)] == [0.0, 3.0]
 
 
-def test_an_op_that_fails_on_the_device_or_at_its_begin_does_not_stop_the_next(harness: Harness) -> None:
+def test_an_op_that_fails_on_the_device_or_at_its_start_does_not_stop_the_next(harness: Harness) -> None:
     harness.device.launch_error = ValueError("no such block")
     harness.submit(1, 2, 3)
     harness.device.ticket(2).fail(OSError("link down"))

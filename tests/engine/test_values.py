@@ -124,7 +124,7 @@ def test_a_pool_config_is_checked(wrong: dict[str, object]) -> None:
         PoolConfig(**{"slot_bytes": 64, "pool_bytes": 256, **wrong})  # type: ignore[arg-type]
 
 
-def test_a_pool_takes_whole_slots_and_never_more_than_asked() -> None:
+def test_a_pool_has_whole_slots_and_never_more_than_configured() -> None:
     config = PoolConfig(slot_bytes=100, pool_bytes=1099, max_bytes=2050)
     assert (config.capacity_slots, config.max_slots) == (10, 20)
     assert PoolConfig(slot_bytes=100, pool_bytes=1099).max_slots == 10

@@ -317,7 +317,7 @@ def test_pools_in_reserved_pages_take_none_of_the_other_memory(tmp_path: Path, m
         require_memory(settings, kv_blocks=1 << 40)
 
 
-def test_a_machine_that_tells_no_limit_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_readable_limit_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryLimits, "headroom", lambda self: None)
     settings = Settings(**{**BASE, "pool_size": 1 << 50})
     assert require_memory(settings, kv_blocks=1) == 1 << 50

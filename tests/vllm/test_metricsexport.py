@@ -80,7 +80,7 @@ def test_stats_are_sent_once(host: Host) -> None:
     assert host.take() is None
 
 
-def test_a_look_is_taken_ten_times_a_second_and_when_the_last_transfer_has_ended(host: Host) -> None:
+def test_counters_are_read_ten_times_a_second_and_when_the_last_transfer_has_ended(host: Host) -> None:
     assert host.take() is not None
     host.store(1)
     take: Any = host.feed.take_stats
@@ -94,7 +94,7 @@ def test_a_look_is_taken_ten_times_a_second_and_when_the_last_transfer_has_ended
     assert take() is None
 
 
-def test_stats_survive_the_ways_between_processes(host: Host) -> None:
+def test_stats_can_be_sent_between_processes(host: Host) -> None:
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     host.store(2)
@@ -151,18 +151,18 @@ def test_observations_without_other_changes_are_sent(host: Host) -> None:
     assert host.take() is None
 
 
-def test_engines_are_told_apart(host: Host, prom: Any, registry: CollectorRegistry) -> None:
+def test_each_engine_has_series_of_its_own(host: Host, prom: Any, registry: CollectorRegistry) -> None:
     host.store(1)
     prom.observe(host.take().data, engine_idx=1)
     assert registry.get_sample_value(f"{PREFIX}store_bytes_total", LABELS | {"engine": "1"}) == 2 * SLOT
 
 
-def test_nothing_but_the_family_is_registered(host: Host, prom: Any, registry: CollectorRegistry) -> None:
+def test_only_the_family_is_registered(host: Host, prom: Any, registry: CollectorRegistry) -> None:
     prom.observe(host.take().data)
     assert {metric.name for metric in registry.collect()} == {PREFIX + name for name in FAMILY}
 
 
-def test_counters_are_there_before_their_first_increment(host: Host, prom: Any, registry: CollectorRegistry) -> None:
+def test_counters_exist_before_their_first_increment(host: Host, prom: Any, registry: CollectorRegistry) -> None:
     prom.observe(host.take().data)
     assert registry.get_sample_value(f"{PREFIX}load_bytes_total", LABELS) == 0
 

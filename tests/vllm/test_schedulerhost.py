@@ -114,7 +114,7 @@ def test_an_engine_is_made_once(admins: list[FakeAdmin]) -> None:
     assert len(admins) == 1
 
 
-def test_a_resize_may_go_as_far_as_each_node_has_room_for_the_slots_of_its_ranks(admins: list[FakeAdmin]) -> None:
+def test_a_resize_is_limited_by_the_room_on_each_node(admins: list[FakeAdmin]) -> None:
     host = make_host(num_ranks=3)
     host.add_rank(make_hello(0, 30, 1000, "small", 2050))
     host.add_rank(make_hello(1, 20, 1000, "small", 2000))
@@ -189,21 +189,34 @@ def test_a_report_that_comes_with_a_step_is_accepted_and_a_wrong_one_is_counted(
     assert engine_of(host).boot_ids() == (rank.boot_id,)
 
 
-def test_a_host_that_cannot_be_built_in_a_step_leaves_vllm_without_offload(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_that_cannot_be_built_in_a_step_leaves_vllm_without_offload(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The handshake reaches only one of several connectors; then a rank introduces itself with a step."""
-    host = make_host()
+    host, attempts, engine_config = make_host(), [], ConnectorOptions.engine_config
+
+    def counted(*arguments: Any) -> Any:
+        attempts.append(arguments)
+        return engine_config(*arguments)
+
+    monkeypatch.setattr(ConnectorOptions, "engine_config", counted)
     for _ in range(3):
         host.receive(0, RankUpdate(hello=make_hello(0, 1001, 9)))
     assert host.offload is None
+    assert len(attempts) == 1
     assert [record.message for record in caplog.records if "serves without offload" in record.message] == [
         "update of rank 0: KVStow has failed; vLLM serves without offload until it restarts"
     ]
 
 
 @pytest.mark.parametrize("method", ["report", "complete"])
-def test_an_error_in_an_update_closes_the_pool(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = make_host()
+def test_an_error_in_an_update_closes_the_pool_and_frees_the_gpu_blocks(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, released = make_host(), []
     host.add_rank(make_hello())
+    assert host.offload is not None
+    monkeypatch.setattr(host.offload.side, "release_gpu_blocks", lambda: released.append(True))
     rank = FakeRank(engine_of(host))
     rank.pin(10)
     assert engine_of(host).store_room() == 10
@@ -217,6 +230,8 @@ def test_an_error_in_an_update_closes_the_pool(method: str, monkeypatch: pytest.
         host.receive(0, RankUpdate((BootCompletions(rank.boot_id, (Completion(1, "done"),)),), report=report))
     assert engine_of(host).store_room() == 0
     assert engine_of(host).stats().faults.errors["host"] == 2
+    assert len(released) == 2
+    assert caplog.text.count("serves without offload") == 1
     readiness = engine_of(host).readiness()
     assert (readiness.state, readiness.reason) == (
         "degraded",
@@ -243,7 +258,7 @@ def rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-def test_ranks_of_unlike_slots_all_reach_the_capacity(admins: list[FakeAdmin]) -> None:
+def test_ranks_with_slots_of_different_sizes_all_reach_the_capacity(admins: list[FakeAdmin]) -> None:
     """10 pages over slots of 3 and 2: two slots on each rank, although half of 10 pages is one slot of 3."""
     options = make_options(cpu_bytes_to_use=10 * PAGE, max_bytes=10 * PAGE)
     host = make_host(options, num_ranks=2)

@@ -120,7 +120,7 @@ class Breaking:
         "eagerstores.EagerStores._follow_tables",
     ],
 )
-def test_an_engine_whose_connector_fails_serves_on(
+def test_an_engine_whose_connector_fails_continues_to_serve(
     broken: str, layers: Layers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's hooks do not raise, every promised load ends, and nothing wrong is read."""

@@ -160,7 +160,7 @@ def test_clients_at_once(server: Server, model: Path, reference: Reference) -> N
     assert server.is_pinning()
 
 
-def test_its_metrics_tell_of_host_memory(server: Server) -> None:
+def test_its_metrics_include_host_memory(server: Server) -> None:
     lines = server.client.get("/metrics").raise_for_status().text.splitlines()
     loaded = [float(line.split()[-1]) for line in lines if line.startswith("vllm:kv_offload_load_bytes_total")]
     assert sum(loaded) > 0

@@ -128,7 +128,7 @@ def test_a_rank_whose_data_plane_cannot_be_made_reports_it_and_fails_its_loads(
     assert worker.side.take_finished_loads().failed == {"r"}
 
 
-def test_what_the_user_has_to_change_is_raised(worker: WorkerHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_the_user_has_to_fix_are_raised(worker: WorkerHost, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise ConfigError("kv_caches", 1, "2")
 

@@ -93,7 +93,7 @@ def error_of(ticket: Ticket) -> str:
     num_slots=st.integers(1, 24),
     data=st.data(),
 )
-def test_any_layout_survives_the_way_to_the_pool_and_back(
+def test_blocks_of_any_layout_survive_a_store_and_a_load(
     regions: list[tuple[int, int]], num_blocks: int, num_slots: int, data: st.DataObject
 ) -> None:
     pages, gaps = zip(*regions, strict=True)

@@ -121,7 +121,7 @@ def test_a_context_is_current_and_captures_are_allowed_only_inside(cuda: Any) ->
 
 @pytest.mark.parametrize("call", ["cuThreadExchangeStreamCaptureMode", "cuCtxPopCurrent"])
 def test_leaving_a_context_never_hides_the_result_of_the_body(call: str, cuda: Any) -> None:
-    """Whoever registered memory in it would take the error for a refusal, and give the memory back."""
+    """A caller that has registered memory in it would take the error for a refusal, and free the memory."""
     context = primary_context(0)
     with context.current():
         cuda.failures[call] = (cuda.calls.get(call, 0), 700)

@@ -13,7 +13,7 @@ from kvstow.memory.region import PAGE_BYTES
     chunk_bytes=st.integers(1, 4 << 20),
     data=st.data(),
 )
-def test_chunks_tile_the_slots_in_whole_pages_whatever_the_sizes(
+def test_chunks_tile_the_slots_in_whole_pages(
     slot_bytes: int, slots: int, chunk_bytes: int, data: st.DataObject
 ) -> None:
     grid = ChunkGrid.of(slot_bytes, slots, chunk_bytes)

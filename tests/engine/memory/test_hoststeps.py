@@ -81,14 +81,14 @@ def test_a_host_is_idle_when_it_has_waited_for_long() -> None:
     assert host.state == "idle", "its device is busy for long, or it has no work"
 
 
-def test_a_step_that_never_ends_does_not_hold_up_pinning_for_good() -> None:
+def test_a_step_that_never_ends_does_not_block_pinning_forever() -> None:
     host = Host()
     host.steps.begin()
     host.clock.advance(10.0)
     assert host.state == "idle"
 
 
-def test_a_step_without_work_for_the_device_is_no_step_to_pay_with() -> None:
+def test_only_launches_count_as_steps_that_pay_for_a_call() -> None:
     host = Host()
     host.step(0.010)
     for _ in range(1000):
@@ -101,7 +101,7 @@ def test_a_step_without_work_for_the_device_is_no_step_to_pay_with() -> None:
 
 
 @pytest.mark.parametrize("is_starting", [False, True])
-def test_beside_a_host_without_steps_the_call_is_made_at_once_by_whoever_offers_it(is_starting: bool) -> None:
+def test_without_steps_of_the_host_the_offering_thread_makes_the_call_at_once(is_starting: bool) -> None:
     host = Host()
     host.steps.is_starting = is_starting
     calls = Calls(host, 0.001)
@@ -130,7 +130,7 @@ def test_while_the_host_makes_steps_its_own_thread_makes_the_calls(eventually: E
 
 
 @pytest.mark.parametrize("is_stepping", [False, True])
-def test_what_a_call_raises_reaches_the_pinning_thread_and_never_the_host(
+def test_an_error_of_a_call_reaches_the_pinning_thread_and_never_the_host(
     is_stepping: bool, eventually: Eventually
 ) -> None:
     host, error = Host(), ValueError("refused")
@@ -147,7 +147,7 @@ def test_what_a_call_raises_reaches_the_pinning_thread_and_never_the_host(
     assert host.steps._offer is None
 
 
-def test_a_call_is_made_once_whoever_claims_it_first(eventually: Eventually) -> None:
+def test_a_call_is_made_once_by_the_thread_that_claims_it_first(eventually: Eventually) -> None:
     """The host goes idle just as it begins to make the call: the pinning thread waits for it."""
     host, begun, go_on = Host(), threading.Event(), threading.Event()
     made: list[int] = []
@@ -183,12 +183,12 @@ def test_a_signal_in_the_middle_of_a_call_ends_the_host_and_not_the_pinning_thre
     with pytest.raises(SystemExit):
         host.step(0.010)
     calls.thread.join(10)
-    assert [type(error) for error in calls.errors] == [PinError], "nobody knows whether the call was made"
+    assert [type(error) for error in calls.errors] == [PinError], "it is unknown whether the call was made"
     assert host.steps._offer is None
 
 
 @pytest.mark.parametrize("is_claimed", [False, True])
-def test_a_signal_beside_the_call_loses_no_offer(
+def test_a_signal_around_the_claim_loses_no_offer(
     is_claimed: bool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes just before or just after the host's thread has claimed the offer."""

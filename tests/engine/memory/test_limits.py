@@ -52,7 +52,7 @@ def test_a_cgroup_above_with_less_left_is_the_limit(limits: MemoryLimits) -> Non
     assert headroom_of(limits).num_bytes == GIB
 
 
-def test_in_a_container_the_root_is_the_own_cgroup_whatever_the_path_says(limits: MemoryLimits) -> None:
+def test_in_a_container_the_root_is_the_own_cgroup(limits: MemoryLimits) -> None:
     limits.own_cgroups.write_text("0::/../../kubepods/pod7\n")
     write_v2(limits.cgroup_root, str(GIB), 0)
     assert headroom_of(limits).num_bytes == GIB
@@ -76,7 +76,7 @@ def test_version_1_of_cgroups_limits_too(limits: MemoryLimits) -> None:
     assert headroom_of(limits).reason == "out_of_memory", "that number means no limit"
 
 
-def test_a_shortage_is_told_in_figures_and_keeps_a_reserve(limits: MemoryLimits) -> None:
+def test_a_shortage_names_its_figures_and_keeps_a_reserve(limits: MemoryLimits) -> None:
     assert limits.shortage(8 * GIB - RESERVE_BYTES) is None
     shortage = limits.shortage(8 * GIB - RESERVE_BYTES + 1)
     assert shortage is not None
@@ -85,7 +85,7 @@ def test_a_shortage_is_told_in_figures_and_keeps_a_reserve(limits: MemoryLimits)
     assert shortage.message == expected
 
 
-def test_a_machine_that_tells_no_limit_refuses_nothing(tmp_path: Path) -> None:
+def test_without_a_readable_limit_nothing_is_refused(tmp_path: Path) -> None:
     limits = MemoryLimits(tmp_path / "a", tmp_path / "b", tmp_path / "c")
     assert limits.headroom() is None
     assert limits.shortage(1 << 50) is None
@@ -136,12 +136,12 @@ def test_a_cgroup_limits_reserved_huge_pages(
     assert (shortage.reason, f"{limit} is 8 MiB, of which 4 MiB is left" in shortage.message) == ("hugepages", True)
 
 
-def test_the_limits_are_those_of_the_memory_that_a_pool_takes() -> None:
+def test_the_limits_are_those_of_the_pages_that_a_pool_uses() -> None:
     assert limits_of("advised") == MemoryLimits()
     assert limits_of("reserved") == HugePageLimits()
 
 
-def test_this_machine_tells_a_limit() -> None:
+def test_this_machine_has_a_readable_limit() -> None:
     assert headroom_of(MemoryLimits()).num_bytes > 0
 
 
@@ -171,20 +171,22 @@ class Limits:
 
 
 @pytest.mark.parametrize(("left", "questions", "plenty"), [(3 * GIB, 1, True), (GIB, 2, False), (CHUNK, 24, False)])
-def test_many_chunks_are_asked_for_at_once_unless_memory_is_short(left: int, questions: int, plenty: bool) -> None:
+def test_limits_are_read_for_many_chunks_at_once_unless_memory_is_short(
+    left: int, questions: int, plenty: bool
+) -> None:
     limits = Limits(left)
     assert limits.require(*range(8)) == questions
     assert limits.allowance.is_plenty is plenty
 
 
-def test_what_does_not_fit_is_refused_with_the_reason() -> None:
+def test_a_chunk_that_does_not_fit_is_refused_with_the_reason() -> None:
     limits = Limits(CHUNK - 1)
     with pytest.raises(PinError, match="the next chunk does not fit: no more is there") as caught:
         limits.require(0)
     assert caught.value.reason == "cgroup_limit"
 
 
-def test_plenty_is_not_believed_for_long() -> None:
+def test_plenty_expires() -> None:
     limits = Limits(4 * GIB)
     limits.require(0)
     limits.num_bytes = GIB  # others have taken it
@@ -194,7 +196,7 @@ def test_plenty_is_not_believed_for_long() -> None:
     assert not limits.allowance.is_plenty
 
 
-def test_what_is_forgotten_is_asked_again() -> None:
+def test_a_forgotten_allowance_is_checked_again() -> None:
     limits = Limits(4 * GIB)
     limits.require(0)
     limits.allowance.forget()

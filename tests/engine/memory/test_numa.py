@@ -17,7 +17,7 @@ def policy_of(region: HostRegion) -> str:
         return next(line.split()[1] for line in maps if int(line.split()[0], 16) == region.address)
 
 
-def test_the_kernel_is_told_of_the_node_or_says_why_not() -> None:
+def test_the_kernel_prefers_the_node_or_the_notice_says_why_not() -> None:
     region = HostRegion(1 << 21)
     try:
         notice = numa.prefer_node(region.address, region.num_bytes, 0)
@@ -31,7 +31,7 @@ def test_the_kernel_is_told_of_the_node_or_says_why_not() -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
-def test_a_kernel_that_refuses_costs_a_notice(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_refusal_of_the_kernel_becomes_a_notice(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     class Refusing:
         def syscall(self, *arguments: object) -> int:
             ctypes.set_errno(code)
@@ -60,7 +60,7 @@ def test_the_system_call_gets_the_range_and_the_nodes_bit(monkeypatch: pytest.Mo
     assert calls == [[7, 8192, 4096, 1, 1025, 0, 1, 1 << 6]]
 
 
-def test_the_kernel_tells_of_every_part_or_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_reports_the_node_of_every_sample_or_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
     region = HostRegion(3 << 21)
     try:
         region.commit(0, region.num_bytes)
@@ -71,9 +71,9 @@ def test_the_kernel_tells_of_every_part_or_of_none(monkeypatch: pytest.MonkeyPat
     assert numa.bytes_by_node(0, 1 << 21, 1 << 21) == {}
 
 
-def test_bytes_are_those_of_the_node_of_each_page_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_counted_by_the_node_of_each_sampled_page(monkeypatch: pytest.MonkeyPatch) -> None:
     class Telling:
-        """Pages below 3 MiB lie on node 0, others on node 1; above 8 MiB it tells nothing."""
+        """Pages below 3 MiB are on node 0, others on node 1; above 8 MiB the call fails."""
 
         def syscall(self, number: object, node: Any, mask: object, bits: object, address: Any, flags: Any) -> int:
             assert flags.value == 3

@@ -30,7 +30,7 @@ def test_one_call_takes_the_latency_target(target: float, bytes_per_second: floa
     assert run(adaptive(target), bytes_per_second) == pytest.approx(expected, rel=0.01)
 
 
-def test_calls_never_shrink_below_the_size_at_which_their_own_cost_prevails() -> None:
+def test_calls_never_shrink_to_sizes_at_which_their_fixed_cost_dominates() -> None:
     pace = adaptive(0.001)
     pace.record(16 * MIB, 0.008, 0.0)
     assert pace.chunk_bytes == 8 * MIB
@@ -38,7 +38,7 @@ def test_calls_never_shrink_below_the_size_at_which_their_own_cost_prevails() ->
     assert pace.chunk_bytes == 8 * MIB, "smaller calls are slower still, and keep the interpreter from the host"
 
 
-def test_calls_grow_step_by_step_and_not_without_end() -> None:
+def test_calls_grow_step_by_step_up_to_a_limit() -> None:
     pace = adaptive(1.0)
     pace.record(16 * MIB, 0.0, 0.0)
     assert pace.chunk_bytes == 24 * MIB
@@ -62,7 +62,7 @@ def test_while_the_host_starts_they_take_a_tenth() -> None:
     assert pace.delay(0.0) == pytest.approx(0.009)
 
 
-def test_beside_steps_the_host_says_when_and_the_pace_only_how_much() -> None:
+def test_during_steps_the_host_decides_when_and_the_pace_how_much() -> None:
     clock = FakeClock()
     pace = adaptive(0.001, clock)
     pace._steps.begin()
@@ -82,7 +82,7 @@ def test_where_steps_are_long_one_call_takes_what_a_step_can_pay(step: float, ex
     assert run(pace, 16 << 30) == pytest.approx(expected, rel=0.01)
 
 
-def test_a_fixed_pace_stays_whatever_the_calls_take_and_rests_longer_while_the_host_starts() -> None:
+def test_a_fixed_pace_ignores_the_time_of_calls_and_pauses_longer_while_the_host_starts() -> None:
     steps = HostSteps(FakeClock())
     pace = FixedPace(3 * MIB, 0.25, steps)
     assert (pace.delay(7.0), pace.call_seconds) == (0, None)

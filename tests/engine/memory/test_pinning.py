@@ -4,7 +4,7 @@ from kvstow.memory.pinning import PinProgress
 from kvstow.testing.fakes import FakeClock
 
 
-def test_the_rate_is_what_was_pinned_over_the_time_that_it_took_and_stays() -> None:
+def test_the_rate_is_bytes_over_time_and_does_not_change_afterwards() -> None:
     clock = FakeClock(100.0)
     progress = PinProgress(clock)
     assert progress.rate is None
@@ -13,7 +13,7 @@ def test_the_rate_is_what_was_pinned_over_the_time_that_it_took_and_stays() -> N
     clock.advance(0.5)
     progress.record(3000)
     assert progress.rate == 4000
-    clock.advance(60)  # it stands still: the next chunk does not fit, say
+    clock.advance(60)  # no growth, for example because the next chunk does not fit
     assert progress.rate == 4000
     progress.begin(3000)  # the next chunk of the same growth
     clock.advance(3.5)
@@ -36,7 +36,7 @@ def test_each_growth_has_a_rate_of_its_own() -> None:
         assert progress.rate == rate
 
 
-def test_elapsed_runs_during_growth_and_stands_still_after_it() -> None:
+def test_elapsed_time_stops_with_the_growth() -> None:
     clock = FakeClock()
     progress = PinProgress(clock)
     clock.advance(7)

@@ -111,7 +111,7 @@ def test_the_pool_grows_at_runtime_and_keeps_what_it_held(make_pool: MakePool, e
     assert resident_bytes(pool) == pool.status().resident_bytes == 50 * 4096
 
 
-def test_shrinking_gives_back_whole_chunks_and_hides_the_slots_above_at_once(
+def test_shrinking_frees_whole_chunks_and_hides_the_slots_above_at_once(
     make_pool: MakePool, eventually: Eventually
 ) -> None:
     registrar = FakeRegistrar()
@@ -130,7 +130,7 @@ def test_shrinking_gives_back_whole_chunks_and_hides_the_slots_above_at_once(
     eventually(pinned(pool, 10))
 
 
-def test_memory_that_somebody_holds_is_not_given_back(make_pool: MakePool, eventually: Eventually) -> None:
+def test_held_memory_is_not_freed(make_pool: MakePool, eventually: Eventually) -> None:
     pool = make_pool()
     pool.start()
     eventually(pinned(pool, 16))
@@ -176,7 +176,7 @@ def test_a_failed_chunk_stops_growth_keeps_the_rest_and_is_tried_again_on_reques
     assert pool.status().pin_failures == {"driver": 1}, "it is a count"
 
 
-def test_an_error_that_nobody_expects_is_seen_and_does_not_end_the_pinning(
+def test_an_unexpected_error_is_reported_and_does_not_end_the_pinning(
     make_pool: MakePool, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = make_pool(FakeRegistrar({1: ZeroDivisionError("oops")}))
@@ -190,7 +190,7 @@ def test_an_error_that_nobody_expects_is_seen_and_does_not_end_the_pinning(
     eventually(pinned(pool, 16))
 
 
-def test_an_error_while_it_looks_for_its_next_step_does_not_end_the_pinning(
+def test_an_error_in_the_choice_of_the_next_step_does_not_end_the_pinning(
     make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = make_pool()
@@ -236,7 +236,7 @@ def test_no_error_around_a_registration_loses_the_chunk(
     assert registrar.registered == {}
 
 
-def test_a_new_target_is_a_new_attempt(make_pool: MakePool, eventually: Eventually) -> None:
+def test_a_new_target_retries_after_a_failure(make_pool: MakePool, eventually: Eventually) -> None:
     pool = make_pool(FakeRegistrar({2: PinError("driver", "no")}))
     pool.start()
     eventually(in_state(pool, "degraded"))
@@ -263,7 +263,7 @@ def test_a_chunk_that_cannot_be_unregistered_stays_and_is_tried_again(
     eventually(lambda: pool.status().chunks_done == 3)
 
 
-def test_pausing_starts_no_chunk_and_going_on_does(make_pool: MakePool, eventually: Eventually) -> None:
+def test_a_paused_pool_starts_no_chunk_until_it_is_unpaused(make_pool: MakePool, eventually: Eventually) -> None:
     registrar = FakeRegistrar(wait_at=1)
     pool = make_pool(registrar)
     pool.start()
@@ -295,7 +295,7 @@ def test_a_target_beyond_the_reserved_space_is_refused_with_the_bounds(make_pool
             pool.set_target(slots)
 
 
-def test_a_pool_larger_than_the_cgroup_is_refused_before_anything_is_taken(make_pool: MakePool, tmp_path: Path) -> None:
+def test_a_pool_larger_than_the_cgroup_is_refused_before_it_uses_memory(make_pool: MakePool, tmp_path: Path) -> None:
     limits = write_cgroup(tmp_path, 1 << 30)
     with pytest.raises(InsufficientMemoryError, match=r"2 GiB are needed .* is 1 GiB, of which 1 GiB is left"):
         make_pool(limits=limits, pool_bytes=2 << 30)
@@ -307,7 +307,7 @@ def test_a_pool_larger_than_the_machine_is_refused(make_pool: MakePool) -> None:
 
 
 @pytest.mark.parametrize("what", ["cgroup", "machine"])
-def test_memory_that_others_took_since_the_start_stops_growth_with_a_reason(
+def test_memory_taken_by_other_processes_stops_growth_with_a_reason(
     make_pool: MakePool, eventually: Eventually, tmp_path: Path, what: str
 ) -> None:
     limits = write_cgroup(tmp_path, 1 << 30)
@@ -327,7 +327,7 @@ def test_memory_that_others_took_since_the_start_stops_growth_with_a_reason(
 
 
 @pytest.mark.parametrize("left", [4 << 30, 1 << 30])
-def test_near_a_limit_no_page_is_touched_that_may_not_be_had(
+def test_near_a_limit_the_kernel_populates_and_no_page_is_touched(
     make_pool: MakePool,
     eventually: Eventually,
     tmp_path: Path,
@@ -370,7 +370,9 @@ def test_a_chunk_is_populated_during_the_pause_and_registered_after_it(
     assert Timed.populated == [(1, 4)], "never ahead of the first chunk, which has nothing to wait for"
 
 
-def test_at_ease_it_rests_longer_until_it_is_started_in_earnest(make_pool: MakePool, eventually: Eventually) -> None:
+def test_at_ease_pauses_are_longer_until_start_is_called_without_it(
+    make_pool: MakePool, eventually: Eventually
+) -> None:
     def start(registrar: FakeRegistrar) -> HostPool:
         clock = FakeClock()
         pool = make_pool(registrar, clock=clock, pause=3600.0)
@@ -378,14 +380,14 @@ def test_at_ease_it_rests_longer_until_it_is_started_in_earnest(make_pool: MakeP
         pool.start(at_ease=True)
         return pool
 
-    class InEarnest(FakeRegistrar):
+    class Hurried(FakeRegistrar):
         def register(self, address: int, num_bytes: int) -> None:
             super().register(address, num_bytes)
             hurried.start()
 
     rested = start(FakeRegistrar())
     eventually(lambda: rested.status().resident_bytes == 8 * 4096)
-    hurried = start(InEarnest())
+    hurried = start(Hurried())
     eventually(pinned(hurried, 16))
     assert rested.pinned_slots == 4
 
@@ -431,7 +433,7 @@ def test_an_adaptive_pace_follows_the_time_of_the_register_calls(make_pool: Make
 
 
 @pytest.mark.parametrize("pace", ["adaptive", "fixed"])
-def test_beside_a_host_that_makes_steps_its_thread_registers_and_gives_back(
+def test_while_the_host_makes_steps_its_thread_registers_and_unregisters(
     pace: str, make_pool: MakePool, eventually: Eventually
 ) -> None:
     threads: list[threading.Thread] = []
@@ -468,7 +470,7 @@ def test_beside_a_host_that_makes_steps_its_thread_registers_and_gives_back(
 def test_closing_does_not_wait_for_the_hosts_next_step(make_pool: MakePool, eventually: Eventually) -> None:
     registrar, clock = FakeRegistrar(), FakeClock()
     pool = make_pool(registrar, clock=clock, cpu_clock=clock, chunk_bytes=None, pause=None)
-    pool.steps.begin()  # and nothing after it: the clock stands still
+    pool.steps.begin()  # and no more: the clock does not advance
     pool.start()
     eventually(lambda: pool.steps._offer is not None)
     pool.close()
@@ -493,7 +495,7 @@ def test_a_chunk_that_the_hosts_thread_cannot_register_degrades_the_pool_alone(
     assert (pool.status().resident_bytes, pool.status().error) == (0, "refused")
 
 
-def test_the_memory_shall_come_from_the_node_of_the_device(
+def test_memory_is_preferred_from_the_node_of_the_device(
     make_pool: MakePool, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, int, int]] = []
@@ -554,7 +556,7 @@ def test_closing_does_not_wait_for_the_pause(make_pool: MakePool, eventually: Ev
     assert pool.status().state == "closed"
 
 
-def test_close_may_come_twice_at_once_before_start_and_is_final(make_pool: MakePool) -> None:
+def test_close_is_final_and_may_be_called_concurrently_or_before_start(make_pool: MakePool) -> None:
     registrar = FakeRegistrar()
     pool = make_pool(registrar)
     pool.start()
@@ -572,7 +574,7 @@ def test_close_may_come_twice_at_once_before_start_and_is_final(make_pool: MakeP
 
 
 @pytest.mark.parametrize("error", [PinError("driver", "gone"), MemoryError("gone")])
-def test_closing_goes_on_where_the_driver_refuses_to_unregister(
+def test_closing_continues_if_the_driver_refuses_to_unregister(
     error: Exception, make_pool: MakePool, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     registrar = FakeRegistrar()
@@ -587,7 +589,7 @@ def test_closing_goes_on_where_the_driver_refuses_to_unregister(
     assert resident_bytes(pool) == 0
 
 
-def test_closing_gives_all_memory_back(make_pool: MakePool, eventually: Eventually) -> None:
+def test_closing_frees_all_memory(make_pool: MakePool, eventually: Eventually) -> None:
     before = own_memory()
     pool = make_pool(pool_bytes=48 * MIB, chunk_bytes=8 * MIB)
     pool.start()
@@ -597,7 +599,7 @@ def test_closing_gives_all_memory_back(make_pool: MakePool, eventually: Eventual
     assert own_memory() < before + 8 * MIB
 
 
-def test_listeners_hear_of_every_chunk_and_one_that_raises_harms_nothing(
+def test_listeners_are_called_after_every_chunk_and_one_that_raises_harms_nothing(
     make_pool: MakePool, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: list[int] = []
@@ -624,7 +626,7 @@ def test_progress_is_reported(make_pool: MakePool, eventually: Eventually) -> No
     assert status.pin_elapsed_seconds == pool.status().pin_elapsed_seconds, "the growth is over"
 
 
-def test_a_pool_that_shall_not_lock_asks_the_registrar_for_nothing(make_pool: MakePool, eventually: Eventually) -> None:
+def test_without_lock_the_registrar_is_not_called(make_pool: MakePool, eventually: Eventually) -> None:
     registrar = FakeRegistrar()
     pool = make_pool(registrar, lock=False)
     pool.start()
@@ -634,7 +636,7 @@ def test_a_pool_that_shall_not_lock_asks_the_registrar_for_nothing(make_pool: Ma
     assert registrar.calls == 0
 
 
-def test_two_pools_in_one_process_do_not_meet(make_pool: MakePool, eventually: Eventually) -> None:
+def test_two_pools_in_one_process_are_independent(make_pool: MakePool, eventually: Eventually) -> None:
     pools = [make_pool(), make_pool()]
     for value, pool in enumerate(pools):
         pool.start()

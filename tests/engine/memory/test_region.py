@@ -43,20 +43,20 @@ def test_a_decommitted_range_has_lost_its_bytes_and_allows_no_access() -> None:
     region.close()
 
 
-def test_close_gives_the_address_space_back_and_may_come_twice() -> None:
+def test_close_frees_the_address_space_and_is_idempotent() -> None:
     region = HostRegion(HUGE_PAGE_BYTES)
     region.close()
     assert mapped(region.address) is None
     region.close()
 
 
-def test_more_address_space_than_there_is_is_refused_with_the_size_in_words() -> None:
+def test_too_much_address_space_is_refused_with_its_size() -> None:
     with pytest.raises(PinError, match=r"cannot reserve 1.049e\+06 TiB .*ENOMEM") as caught:
         HostRegion(1 << 60)
     assert caught.value.reason == "out_of_memory"
 
 
-def test_a_commit_that_fails_in_the_middle_takes_access_away_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_fails_in_the_middle_revokes_access(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(address: int, num_bytes: int) -> None:
         raise PinError("out_of_memory", "no pages")
 
@@ -91,7 +91,7 @@ def test_an_old_kernel_that_cannot_populate_gets_its_pages_touched(monkeypatch: 
     region.close()
 
 
-def test_where_memory_is_plenty_pages_are_touched_and_nobody_waits_for_the_address_space(
+def test_with_plenty_of_memory_pages_are_touched_and_no_thread_waits_for_the_address_space(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(address: int, num_bytes: int) -> None:

@@ -73,7 +73,7 @@ def test_a_pool_lies_in_reserved_pages_grows_and_gives_them_back(
     status = pool.status()
     assert status.pinned_bytes == 5 * SLOT
     assert hugetlb_bytes(pool) == status.resident_bytes == 8 * MIB, "7.5 MiB, and the rest of its last page"
-    assert sum(status.numa_bytes.values()) in (8 * MIB, 0), "nothing where the kernel does not tell"
+    assert sum(status.numa_bytes.values()) in (8 * MIB, 0), "empty if the kernel does not report it"
     for slot in range(5):
         fill(pool, slot)
     pool.set_target(2)
@@ -89,7 +89,7 @@ def test_a_pool_lies_in_reserved_pages_grows_and_gives_them_back(
     assert free_pages() == before
 
 
-def test_pages_that_run_out_stop_growth_with_a_reason_and_more_of_them_let_it_go_on(
+def test_growth_stops_with_a_reason_when_pages_run_out_and_continues_with_more(
     make_pool: MakePool, eventually: Eventually, reserve: Reserve
 ) -> None:
     reserve(2)
@@ -119,7 +119,7 @@ def test_a_commit_that_runs_out_in_the_middle_keeps_none(reserve: Reserve) -> No
     region.close()
 
 
-def test_a_pool_larger_than_the_pages_that_are_free_is_refused_before_anything_is_taken(
+def test_a_pool_larger_than_the_free_pages_is_refused_before_it_uses_any(
     reserve: Reserve,
 ) -> None:
     reserve(4)
@@ -129,7 +129,7 @@ def test_a_pool_larger_than_the_pages_that_are_free_is_refused_before_anything_i
         HostPool(PoolConfig(4096, fits + 4096, huge_pages="reserved"), PopulateOnly())
 
 
-def test_a_kernel_that_takes_no_pages_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_take_pages_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     unmapped: list[int] = []
 
     class Kernel(OldKernel):
@@ -144,7 +144,7 @@ def test_a_kernel_that_takes_no_pages_back_is_refused(monkeypatch: pytest.Monkey
     assert unmapped[-1] == 6 * HUGE_PAGE_BYTES
 
 
-def test_reserved_pages_are_never_touched_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reserved_pages_are_never_populated_by_touching(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is missing would end the process by a SIGBUS."""
     region = HostRegion(HUGE_PAGE_BYTES, "reserved")
     monkeypatch.setattr(region_module, "_libc", OldKernel(unknown_advice=23))
@@ -186,7 +186,7 @@ class PagesOfHugeSize:
 
 @pytest.mark.parametrize("slot_bytes", [4096, 12 * 1024, 100_003, SLOT, 2 * MIB, 5 * MIB])
 @pytest.mark.parametrize("chunk_bytes", [16 << 10, 2 * MIB, 7 * MIB])
-def test_whole_huge_pages_are_committed_whatever_the_sizes_and_all_are_given_back(
+def test_whole_huge_pages_are_committed_and_all_are_freed(
     make_pool: MakePool,
     eventually: Eventually,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Loads: how far the pool can carry a request on, and the copies into the GPU blocks that the request is given."""
+"""Loads: how many of a request's tokens the pool has, and the copies into the GPU blocks that the request is given."""
 
 from __future__ import annotations
 

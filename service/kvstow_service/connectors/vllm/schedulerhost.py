@@ -133,7 +133,7 @@ class SchedulerHost:
         if self.offload is None:
             return
         self.offload.engine.fail(f"{what}: {error!r}")
-        try:  # vLLM may be waiting for the GPU blocks of stores whose end nobody reports now
+        try:  # vLLM may be waiting for the GPU blocks of stores whose end is no longer reported
             self.offload.side.release_gpu_blocks()
         except Exception:
             logger.exception("some GPU blocks stay referenced until vLLM restarts")

@@ -113,7 +113,7 @@ class SchedulerSide:
         self._loads.lose_load(tracked, load_tokens)
 
     def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
-        """The request ends, for whatever reason: store what is complete, and forget it. Its loads end on their own."""
+        """The request ends, for any reason: store what is complete, and forget it. Its loads end on their own."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return
@@ -166,7 +166,7 @@ class SchedulerSide:
     @property
     def has_pending_stores(self) -> bool:
         """Whether steps are needed: to start stores, to learn of their end, or to offer blocks again for which the
-        pool has room by now. Stores that were given up need none."""
+        pool has room by now. Abandoned stores need none."""
         self.settle()
         return (
             self._engine.awaited_transfers > 0

@@ -281,7 +281,7 @@ def test_the_source_is_referenced_until_every_rank_has_read_it(marks: tuple[Mark
     assert [block.ref_cnt for block in blocks] == [0] * 4
 
 
-def test_the_source_of_a_store_given_up_is_released_once() -> None:
+def test_the_source_of_an_abandoned_store_is_released_once() -> None:
     host, request = VllmHost(), FakeRequest("r", PROMPT)
     host.run(request)
     host.finish(request)
@@ -311,7 +311,7 @@ def host_with_a_store_given_up() -> tuple[VllmHost, int]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_no_steps_are_asked_for_a_store_given_up(fails: bool) -> None:
+def test_an_abandoned_store_asks_for_no_steps(fails: bool) -> None:
     """An idle vLLM would step as long as the rank is silent. Its completion comes with the next step that is needed."""
     host, op_id = host_with_a_store_given_up()
     for _ in range(2):
@@ -322,14 +322,14 @@ def test_no_steps_are_asked_for_a_store_given_up(fails: bool) -> None:
         assert host.step(copy=False).stores.ops == ()
     host.ranks[1].run(op_id, fail=fails)
     assert host.engine.readiness().state == "ready"
-    assert host.side.has_pending_stores  # what was given up is on the GPU still
+    assert host.side.has_pending_stores  # the GPU still has the blocks of the abandoned store
     host.step()
     assert host.stored() == set(keys_of(PROMPT))
     assert not host.side.has_pending_stores
     host.engine.check_integrity()
 
 
-def test_a_store_given_up_is_planned_again_when_the_silent_rank_restarts() -> None:
+def test_an_abandoned_store_is_planned_again_when_the_silent_rank_restarts() -> None:
     host, _ = host_with_a_store_given_up()
     assert not host.side.has_pending_stores
     on_the_gpu = dict(host.ranks[1].blocks)

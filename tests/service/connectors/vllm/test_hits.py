@@ -1,4 +1,4 @@
-"""Hits: how far the pool can carry a request on, against a brute-force oracle, and what is held until admission."""
+"""Hits: how many tokens of a request can be loaded, against a brute-force oracle, and what is held until admission."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def read(engine: OffloadEngine) -> dict[str, Any]:
     return read_family(engine.stats(), slot_bytes=2 * SLOT, slot_tokens=16)
 
 
-def test_the_first_changes_tell_the_configuration(engine: OffloadEngine) -> None:
+def test_the_first_changes_include_the_configuration(engine: OffloadEngine) -> None:
     changes = changes_between({}, read(engine))
     assert changes[INFO] == {
         "cpu_num_chunks": "4",
@@ -77,7 +77,7 @@ def test_a_hit_that_waits_counts_as_reading(engine: OffloadEngine) -> None:
     assert read(engine)["cpu_cache_read_usage_perc"] == 0.5
 
 
-def test_a_store_that_was_given_up_still_takes_room() -> None:
+def test_an_abandoned_store_still_takes_room() -> None:
     clock = FakeClock()
     engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=4, transfer_timeout=1.0), clock=clock)
     make_ranks(engine)
@@ -93,7 +93,7 @@ def test_blocks_without_room_are_allocation_failures(engine: OffloadEngine) -> N
     assert changes_between(before, read(engine))["allocation_failure"] == 2
 
 
-def test_a_resize_tells_the_configuration_again(engine: OffloadEngine) -> None:
+def test_a_resize_sends_the_configuration_again(engine: OffloadEngine) -> None:
     before = read(engine)
     assert engine.admin.resize(3).run().finished
     assert changes_between(before, read(engine))[INFO]["cpu_num_chunks"] == "3"

@@ -201,33 +201,33 @@ def test_steps_are_numbered() -> None:
 # -- costs ----------------------------------------------------------------------------------------------------
 
 
-class Touchy(FakeRequest):
-    """Fails the test when it is read, once `minds` is set."""
+class GuardedRequest(FakeRequest):
+    """Fails the test when it is read, once `may_not_be_read` is set."""
 
-    minds = False
+    may_not_be_read = False
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("num_computed_tokens", "num_output_placeholders", "num_tokens", "block_hashes"):
-            assert not object.__getattribute__(self, "minds"), f"{name} is read"
+            assert not object.__getattribute__(self, "may_not_be_read"), f"{name} is read"
         return object.__getattribute__(self, name)
 
 
 def test_a_step_with_nothing_due_reads_no_request() -> None:
-    host, request, waiting = VllmHost(), Touchy("r", PROMPT), Touchy("w", PROMPT)
+    host, request, waiting = VllmHost(), GuardedRequest("r", PROMPT), GuardedRequest("w", PROMPT)
     host.run(request)
     request.tokens += "j"
     host.step({request: 1})
     host.ask(waiting)
     host.step({request: 0})
-    request.minds = True
+    request.may_not_be_read = True
     assert host.side.plan_step(Output({"r": 1})).stores.ops == ()
 
 
 def test_a_request_is_read_again_when_it_gets_a_block() -> None:
-    host, request = VllmHost(), Touchy("r", PROMPT + "j")
+    host, request = VllmHost(), GuardedRequest("r", PROMPT + "j")
     host.run(request)
     host.step({request: 0})
-    request.minds = True
+    request.may_not_be_read = True
     new_block = Cached(["r"], [([9],)])
     with pytest.raises(AssertionError, match="is read"):
         host.side.plan_step(Output({"r": 1}, new_block))

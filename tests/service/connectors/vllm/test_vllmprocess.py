@@ -70,7 +70,7 @@ def test_ranks_of_later_data_parallel_engines_count_from_zero() -> None:
 
 
 @pytest.mark.parametrize(("uses_ray", "known"), [(False, 1), (True, 1)])
-def test_ranks_that_may_be_on_another_node_are_not_reckoned_with(uses_ray: bool, known: int) -> None:
+def test_ranks_that_may_be_on_another_node_are_not_counted(uses_ray: bool, known: int) -> None:
     local = 2 if uses_ray else 1
     process = process_of(parallel_config__local_world_size=local, parallel_config__use_ray=uses_ray)
     assert process.ranks_per_node == known
@@ -125,7 +125,7 @@ def test_the_policy_is_that_of_the_engine_and_not_of_a_child_of_multiconnector()
     assert not process_of(engine={"kv_load_failure_policy": "fail"}).recomputes
 
 
-def test_the_tokens_of_a_hash_are_those_that_vllm_has_settled() -> None:
+def test_the_tokens_of_a_hash_are_those_that_vllm_has_resolved() -> None:
     assert hash_block_tokens(None, SimpleNamespace(hash_block_size=16)) == 16
 
 
