@@ -27,9 +27,9 @@ import torch
 from bench.report import Table
 from kvstow.config import PoolConfig
 from kvstow.memory import chunkmemory, numa, region
+from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.pinning import PopulateOnly, Registrar
-from kvstow.memory.pool import HostPool
 from kvstow.memory.region import HostRegion
 
 GIB, MIB = 1 << 30, 1 << 20

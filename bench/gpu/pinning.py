@@ -28,9 +28,9 @@ import torch
 from bench.gpu.decode import DecodeLoop, Latencies, summarize
 from kvstow.config import PoolConfig
 from kvstow.devices.cuda import CudaRegistrar
+from kvstow.memory.hostpool import HostPool
 from kvstow.memory.hoststeps import HostSteps
 from kvstow.memory.pace import AdaptivePace, FixedPace, Pace
-from kvstow.memory.pool import HostPool
 from kvstow.memory.region import HostRegion
 
 GIB, MIB = 1 << 30, 1 << 20

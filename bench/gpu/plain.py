@@ -16,7 +16,7 @@ import torch
 from bench.gpu.rank import KVCache
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.plan import Copies
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 from kvstow.messages import Direction
 
 Give = Callable[[Direction, Copies], None]

@@ -21,7 +21,7 @@ from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Device
 from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar
 from kvstow.layout import KVLayout, Region
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 from kvstow.messages import Direction, Op, StepPlan
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

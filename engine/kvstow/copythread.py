@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from kvstow.devices.base import Device, Fence, TicketState, start_load
 from kvstow.errors import CopyError, DataPlaneFailedError
-from kvstow.memory.pool import Hold
+from kvstow.memory.hostpool import Hold
 from kvstow.messages import Completion, CopyFigures, Direction, Op
 from kvstow.opqueues import OpQueues, PendingOp
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from kvstow.callbacks import Callbacks
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import Device, Fence
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 from kvstow.memory.poolstatus import PoolStatus
 from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import (

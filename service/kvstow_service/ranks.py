@@ -19,7 +19,7 @@ from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar, DriverUn
 from kvstow.devices.cuda.driver import load_driver
 from kvstow.errors import InsufficientMemoryError
 from kvstow.layout import KVLayout
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 from kvstow_service.place import ON_CPU, Place
 from kvstow_service.shapes import even_shape
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import pytest
 
 from kvstow.config import PoolConfig
+from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import HugePageLimits, MemoryLimits
-from kvstow.memory.pool import HostPool
 from kvstow.testing.fakes import FakeRegistrar
 
 Eventually = Callable[[Callable[[], object]], None]

@@ -13,7 +13,7 @@ from kvstow.dataplane import DataPlane
 from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import PinError
 from kvstow.layout import KVLayout, Region
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 from kvstow.memory.poolstatus import PoolStatus
 from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar, Latch

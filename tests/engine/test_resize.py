@@ -16,7 +16,7 @@ from kvstow.control.ranks import RankTable
 from kvstow.dataplane import DataPlane
 from kvstow.devices.cpu import CpuDevice
 from kvstow.layout import KVLayout, Region
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 from kvstow.messages import RankReport, StepPlan
 
 if TYPE_CHECKING:

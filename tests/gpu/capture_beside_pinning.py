@@ -16,7 +16,7 @@ import torch
 from kvstow.config import PoolConfig
 from kvstow.devices.cuda.context import Context, primary_context
 from kvstow.devices.cuda.registrar import CudaRegistrar
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 
 _SLOT_BYTES, _SLOTS = 1 << 20, 256
 _KERNELS = 100

@@ -20,7 +20,7 @@ from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.kernels import pointers_to_fields
 from kvstow.layout import KVLayout, Region
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 from kvstow.testing.fakes import Polled
 
 Bytes = npt.NDArray[np.uint8]

@@ -22,7 +22,7 @@ from kvstow.config import PoolConfig
 from kvstow.devices.cuda import CudaRegistrar
 from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.driver import DriverError
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 from kvstow.memory.poolstatus import PoolStatus
 
 MIB = 1 << 20

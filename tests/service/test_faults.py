@@ -18,7 +18,7 @@ from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.dataplane import DataPlane
 from kvstow.errors import PinError
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 from kvstow.messages import Op, StepPlan
 from kvstow.testing.fakes import FakeClock, FakeDevice, FakeRegistrar
 from kvstow_service.adminoptions import AdminOptions

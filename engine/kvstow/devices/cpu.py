@@ -17,11 +17,11 @@ import torch
 from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
 from kvstow.devices.base import Fence, PreparedLoad, TicketState
-from kvstow.devices.tensors import check_tensors
+from kvstow.devices.tensorchecks import check_tensors
 from kvstow.errors import CopyError, PinError
 from kvstow.layout import KVLayout
+from kvstow.memory.hostpool import HostPool
 from kvstow.memory.pinning import PopulateOnly, Registrar
-from kvstow.memory.pool import HostPool
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mlock.argtypes = _libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)

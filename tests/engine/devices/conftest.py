@@ -21,7 +21,7 @@ from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.driver import Driver
 from kvstow.devices.cuda.plan import PIECE
 from kvstow.layout import KVLayout, Region
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 from kvstow.testing.fakes import Polled
 
 _NOT_READY, _INVALID_VALUE = 600, 1

@@ -18,8 +18,8 @@ from kvstow.devices.base import Device, Ticket, TicketState, start_load
 from kvstow.devices.cpu import CpuDevice, MlockRegistrar, Run, cpu_registrar, merge_runs
 from kvstow.errors import ConfigError, CopyError, PinError
 from kvstow.layout import KVLayout, Region
+from kvstow.memory.hostpool import HostPool
 from kvstow.memory.pinning import PopulateOnly
-from kvstow.memory.pool import HostPool
 from kvstow.memory.region import HostRegion
 from kvstow.testing.fakes import Latch
 
@@ -299,7 +299,7 @@ _FORBIDDEN = """
 import os, resource, sys, threading
 from kvstow.config import PoolConfig
 from kvstow.devices.cpu import MlockRegistrar
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 if os.getuid() == 0:
     os.setuid(65534)  # takes all capabilities
 hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]

@@ -15,7 +15,7 @@ from kvstow.devices.cuda.calibration import CANDIDATES, NEVER, choose_threshold
 from kvstow.devices.cuda.context import primary_context
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Region
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 from kvstow.testing.fakes import Latch, Polled
 
 MakeRank = Callable[..., Any]

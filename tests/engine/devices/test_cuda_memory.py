@@ -9,7 +9,7 @@ import pytest
 
 from kvstow.dataplane import DataPlane
 from kvstow.memory.chunkmemory import ChunkMemory
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 from kvstow.messages import DesiredState, Direction, Op, StepPlan
 
 Eventually = Callable[[Callable[[], object]], None]

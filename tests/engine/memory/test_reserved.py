@@ -13,9 +13,9 @@ from kvstow.config import PoolConfig
 from kvstow.errors import InsufficientMemoryError, PinError
 from kvstow.memory import chunkmemory
 from kvstow.memory import region as region_module
+from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import HugePageLimits
 from kvstow.memory.pinning import PopulateOnly
-from kvstow.memory.pool import HostPool
 from kvstow.memory.region import HUGE_PAGE_BYTES, HostRegion
 from kvstow.testing.fakes import FakeRegistrar
 

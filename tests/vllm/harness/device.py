@@ -13,7 +13,7 @@ from kvstow.devices.base import Fence, PreparedLoad, TicketState
 from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import CopyError
 from kvstow.layout import KVLayout
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 from kvstow.messages import Direction, Mark
 
 _SPOILED = 0xEE

@@ -16,7 +16,7 @@ from tests.vllm.harness.worker import SteppedWorker
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.devices.base import Device
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.agent import AgentStats
 

@@ -10,7 +10,7 @@ from tests.vllm.harness.device import SimulatedDevice
 
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Device, Fence
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 from kvstow.messages import Completion, Mark, StepPlan
 
 _TIMEOUT = 10.0

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from kvstow.devices.cuda.batchresources import Timer, new_stream
 from kvstow.devices.cuda.driver import AccessOrder, Driver
-from kvstow.devices.cuda.staging import Timer, new_stream
 
 CANDIDATES = (256 << 10, 512 << 10, 1 << 20, 2 << 20)  # bytes; smaller ones reach 85 % at best
 NEVER = 1 << 62  # larger than any page

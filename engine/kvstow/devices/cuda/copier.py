@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
+from kvstow.devices.cuda.batchresources import BatchMarks, StagingBuffer, Timer, new_stream
 from kvstow.devices.cuda.driver import AccessOrder, Driver, DriverError, Handle
 from kvstow.devices.cuda.fence import CudaFence
 from kvstow.devices.cuda.kernels import PageKernels
 from kvstow.devices.cuda.plan import Copies, Split
-from kvstow.devices.cuda.staging import BatchMarks, StagingBuffer, Timer, new_stream
 from kvstow.devices.cuda.transfer import Transfer
 from kvstow.errors import CopyError
 

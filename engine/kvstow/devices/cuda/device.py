@@ -20,10 +20,10 @@ from kvstow.devices.cuda.kernels import PageKernels
 from kvstow.devices.cuda.plan import BatchedCopies, SlotArea, Split
 from kvstow.devices.cuda.registrar import CudaRegistrar
 from kvstow.devices.cuda.transfer import Transfer
-from kvstow.devices.tensors import check_tensors
+from kvstow.devices.tensorchecks import check_tensors
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 
 logger = logging.getLogger("kvstow.cuda")
 

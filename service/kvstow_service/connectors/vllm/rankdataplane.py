@@ -20,8 +20,8 @@ from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Device, Fence
 from kvstow.devices.cpu import CpuDevice, cpu_registrar
 from kvstow.errors import ConfigError, InsufficientMemoryError
+from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import limits_of
-from kvstow.memory.pool import HostPool
 from kvstow.memory.region import round_up
 from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan

@@ -8,7 +8,7 @@ import torch
 
 from kvstow.errors import ConfigError
 from kvstow.layout import KVLayout, Region
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 
 
 def check_tensors(pool: HostPool, layout: KVLayout, tensors: Sequence[torch.Tensor], device_type: str) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
 from kvstow.memory import chunkmemory
+from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import MemoryLimits
-from kvstow.memory.pool import HostPool
 from kvstow.memory.poolstatus import PoolState
 from kvstow.memory.region import HostRegion
 from kvstow.testing.fakes import FakeClock, FakeRegistrar
@@ -650,7 +650,7 @@ _KILLED = """
 import os, signal, sys, threading
 from kvstow.config import PoolConfig
 from kvstow.memory.pinning import PopulateOnly
-from kvstow.memory.pool import HostPool
+from kvstow.memory.hostpool import HostPool
 pool = HostPool(PoolConfig(4096, 1 << 20, chunk_bytes=1 << 16, pause=3600.0), PopulateOnly())
 pinned = threading.Event()
 pool.add_listener(pinned.set)
