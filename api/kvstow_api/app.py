@@ -45,7 +45,7 @@ def create_app(host: ApiHost) -> FastAPI:
     state = AppState.of(host, http, credentials)
     app = FastAPI(
         title="KVStow admin API",
-        description="Watch and steer the KV cache in host memory while traffic flows.",
+        description="Watch and control the KV cache in host memory under traffic.",
         version=host.version,
         openapi_url=None,  # our own route serves it
         docs_url=None,  # it would load its scripts from a CDN

@@ -136,24 +136,32 @@ def overview(given: Readings) -> Overview:
 
 def switches(drain: DrainStatus, bypass: BypassStatus, pinning_paused: bool) -> Iterator[Switch]:
     if drain.active:
-        yield Switch(_drain(drain), "kvstow undrain")
-    if off := bypassed(load=bypass.load, store=bypass.store):
-        left = bypass.ttl_seconds_left
-        until = "" if left is None else f" for another {duration(left)}"
-        yield Switch(f"{' and '.join(off)} are bypassed{until}", "kvstow bypass --off")
+        yield Switch(drain_words(drain), "kvstow undrain")
+    if bypass.load or bypass.store:
+        yield Switch(bypass_words(bypass), "kvstow bypass --off")
     if pinning_paused:
         yield Switch("pinning is paused", "kvstow pinning resume")
 
 
-def bypassed(*, load: bool, store: bool) -> list[str]:
+def bypassed(bypass: BypassStatus) -> list[str]:
     """The directions that are switched off."""
-    return [name for name, is_off in (("loads", load), ("stores", store)) if is_off]
+    return [name for name, is_off in (("loads", bypass.load), ("stores", bypass.store)) if is_off]
 
 
-def _drain(drain: DrainStatus) -> str:
+def bypass_words(bypass: BypassStatus) -> str:
+    off, left = bypassed(bypass), bypass.ttl_seconds_left
+    if not off:
+        return "nothing is bypassed"
+    return f"{' and '.join(off)} are bypassed" + ("" if left is None else f" for another {duration(left)}")
+
+
+def drain_words(drain: DrainStatus) -> str:
+    if not drain.active:
+        return "the server is not draining"
     if drain.drained:
         return "drained: nothing is in flight"
-    words = f"draining: {counted(drain.pending_transfers, 'transfer')} and {counted(drain.leases, 'lease')} left"
+    stays = " (loads continue)" if drain.mode == "stop_stores" else ""
+    words = f"draining{stays}: {counted(drain.pending_transfers, 'transfer')} and {counted(drain.leases, 'lease')} left"
     left = drain.deadline_seconds_left
     return words if left is None else f"{words}, {duration(left)} until the deadline"
 

@@ -34,6 +34,10 @@ NO_DRAIN = DrainStatus(False, None, None, False, 0, 0)
             [("draining: 2 transfers and 1 lease left, 30 s until the deadline", "kvstow undrain")],
         ),
         (
+            {"drain": DrainStatus(True, "stop_stores", None, False, 1, 0)},
+            [("draining (loads continue): 1 transfer and 0 leases left", "kvstow undrain")],
+        ),
+        (
             {"drain": DrainStatus(True, "all", None, True, 0, 0)},
             [("drained: nothing is in flight", "kvstow undrain")],
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding
-from kvstow_api.overview import bypassed
+from kvstow_api.overview import bypass_words, bypassed
 from kvstow_api.views import FindingView
 
 _READINESS_FIXES = {
@@ -77,13 +77,11 @@ def check_token_files(evidence: Evidence) -> Iterator[FindingView]:
 def check_switches(evidence: Evidence) -> Iterator[FindingView]:
     """What an operator has switched off."""
     bypass = evidence.bypass
-    off = bypassed(load=bypass.load, store=bypass.store)
-    if off:
-        left = bypass.ttl_seconds_left
+    if off := bypassed(bypass):
         yield make_finding(
             "switches",
-            "info" if left is not None else "warning",
-            f"{' and '.join(off)} are bypassed" + ("" if left is None else f" for another {left:.0f} s"),
+            "info" if bypass.ttl_seconds_left is not None else "warning",
+            bypass_words(bypass),
             "the cache has no effect in that direction",
             "run `kvstow bypass --off` when the bypass is no longer needed",
             bypassed_directions=len(off),

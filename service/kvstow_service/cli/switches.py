@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstow_api.numberformat import counted, duration
+from kvstow_api.overview import bypass_words, bypassed, drain_words
 from kvstow_service.cli.confirmation import Effect, confirm, dry_run_flag, yes_flag
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.output import Format, emit, format_flag, table
+from kvstow_service.cli.output import Format, emit, format_flag
 from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def drain(connection: Connection, mode: str, deadline: float | None, dry_run: bo
             emit(client.send(calls.drain_status()), style, partial(_would_drain, mode))
             return
         confirm(Effect(_DRAINS[mode], fails_readyz=True), connection, yes)
-        emit(client.send(calls.drain(mode=wanted, deadline_seconds=deadline)), style, _drain_table)
+        emit(client.send(calls.drain(mode=wanted, deadline_seconds=deadline)), style, drain_words)
 
 
 @click.command()
@@ -64,7 +65,7 @@ def undrain(connection: Connection, dry_run: bool, style: Format) -> None:
         if dry_run:
             emit(client.send(calls.drain_status()), style, _would_undrain)
         else:
-            emit(client.send(calls.undrain()), style, _drain_table)
+            emit(client.send(calls.undrain()), style, drain_words)
 
 
 def _would_drain(mode: str, now: DrainStatus) -> str:
@@ -74,12 +75,6 @@ def _would_drain(mode: str, now: DrainStatus) -> str:
 
 def _would_undrain(now: DrainStatus) -> str:
     return "would end the drain" if now.active else "would change nothing: there is no drain"
-
-
-def _drain_table(view: DrainStatus) -> str:
-    from kvstow_service.cli.tables import DRAIN
-
-    return table([view], DRAIN)
 
 
 @click.command()
@@ -106,23 +101,14 @@ def bypass(
         emit(BypassStatus(load=load, store=store, ttl_seconds_left=ttl), style, _would_bypass)
         return
     with connection.client() as client:
-        emit(client.send(calls.bypass(load=load, store=store, ttl_seconds=ttl)), style, _bypass_table)
+        emit(client.send(calls.bypass(load=load, store=store, ttl_seconds=ttl)), style, bypass_words)
 
 
 def _would_bypass(plan: BypassStatus) -> str:
-    from kvstow_api.overview import bypassed
-
-    off = bypassed(load=plan.load, store=plan.store)
-    if not off:
+    if not (off := bypassed(plan)):
         return "would switch loads and stores on"
     ends = "" if plan.ttl_seconds_left is None else f" for {duration(plan.ttl_seconds_left)}"
     return f"would switch {' and '.join(off)} off{ends}"
-
-
-def _bypass_table(view: BypassStatus) -> str:
-    from kvstow_service.cli.tables import BYPASS
-
-    return table([view], BYPASS)
 
 
 @click.group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstow.bytesize import format_size
-from kvstow.status import BlockStatus, BypassStatus, DrainStatus, RankStatus
+from kvstow.status import BlockStatus, RankStatus
 from kvstow_api.numberformat import ABSENT, duration, field_text, moment, percent, rate
 from kvstow_api.overview import waits_for
 from kvstow_api.views import LogLevelView, OperationView, PoolView
@@ -115,34 +115,6 @@ OPERATIONS = (
     Column("CREATED", lambda item: moment(item.created)),
     Column("ENDED", lambda item: moment(item.ended), wide=True),
     _field("ERROR", "error"),
-)
-
-
-def _drain_state(item: DrainStatus) -> str:
-    if not item.active:
-        return "off"
-    return "drained" if item.drained else "draining"
-
-
-DRAIN = (
-    Column("DRAIN", _drain_state),
-    _field("MODE", "mode"),
-    _field("TRANSFERS", "pending_transfers"),
-    _field("LEASES", "leases"),
-    Column("LEFT", lambda item: duration(item.deadline_seconds_left)),
-)
-
-
-def _bypass_left(item: BypassStatus) -> str:
-    if not (item.load or item.store):
-        return ABSENT
-    return "until --off" if item.ttl_seconds_left is None else duration(item.ttl_seconds_left)
-
-
-BYPASS = (
-    Column("LOADS", lambda item: "off" if item.load else "on"),
-    Column("STORES", lambda item: "off" if item.store else "on"),
-    Column("FOR", _bypass_left),
 )
 
 

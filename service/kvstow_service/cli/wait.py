@@ -146,13 +146,11 @@ def _pinned(client: Client) -> _Status:
 
 def _drained(client: Client) -> _Status:
     from kvstow_api.client import calls
+    from kvstow_api.overview import drain_words
 
     drain = client.send(calls.drain_status())
-    if not drain.active:
-        return _Status(False, "the server is not draining; `kvstow drain` starts that")
-    if drain.drained:
-        return _Status(True, "drained: nothing is in flight")
-    return _Status(False, f"draining: {drain.pending_transfers} transfers and {drain.leases} leases are left")
+    hint = "" if drain.active else "; `kvstow drain` starts that"
+    return _Status(drain.drained, drain_words(drain) + hint)
 
 
 _CHECKS = {"ready": _ready, "pinned": _pinned, "drained": _drained}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import anyio
@@ -375,6 +376,29 @@ async def test_an_etag_guards_against_a_lost_change(client: httpx.AsyncClient, r
     late = await client.patch(HOST, json={"capacity_slots": 9}, headers={"If-Match": etag})
     assert (late.status_code, late.json()["code"]) == (412, "precondition_failed")
     assert (await client.patch(HOST, json={"capacity_slots": 9}, headers={"If-Match": "*"})).status_code == 200
+
+
+async def test_of_two_changes_with_one_etag_at_once_the_second_is_refused(
+    client: httpx.AsyncClient, ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    etag, administration = (await client.get(HOST)).headers["etag"], type(ranks.engine.admin)
+    change = administration.set_policy
+
+    def slow_change(*arguments: Any) -> None:
+        time.sleep(0.1)
+        change(*arguments)
+
+    monkeypatch.setattr(administration, "set_policy", slow_change)
+    statuses = []
+
+    async def patch(policy: str) -> None:
+        answer = await client.patch(HOST, json={"policy": policy}, headers={"If-Match": etag})
+        statuses.append(answer.status_code)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(patch, "arc")
+        group.start_soon(patch, "arc")
+    assert sorted(statuses) == [200, 412]
 
 
 @pytest.mark.parametrize("change", [{"policy": "arc"}, {"pinning_paused": True}, {"capacity_slots": 8}])
