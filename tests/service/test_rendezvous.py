@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,47 +33,61 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.fixture
-def listeners() -> Iterator[AdminSockets]:
-    listeners = AdminSockets()
-    yield listeners
-    listeners.close()
+def sockets() -> Iterator[AdminSockets]:
+    sockets = AdminSockets()
+    yield sockets
+    sockets.close()
 
 
-def test_an_agent_finds_what_was_published(environ: dict[str, str], listeners: AdminSockets, tmp_path: Path) -> None:
+def test_an_agent_finds_what_was_published(environ: dict[str, str], sockets: AdminSockets, tmp_path: Path) -> None:
     agent = Rendezvous("engine_dp0", environ)
     assert agent() is None, "nobody has published yet"
     host = Rendezvous("engine_dp0", environ)
-    host.publish(listeners, "secret")
+    host.publish(sockets, "secret")
     path = tmp_path / "run" / FOLDER / "engine_dp0.sock"
     assert agent() == AdminAddress("http://kvstow", "secret", path)
     assert Rendezvous("engine_dp1", environ)() is None
-    listeners.close()
+    sockets.close()
     host.withdraw()
     host.withdraw()
     assert agent() is None
     assert list((tmp_path / "run" / FOLDER).iterdir()) == []
 
 
-def test_files_are_accessible_only_to_the_user(
-    environ: dict[str, str], listeners: AdminSockets, tmp_path: Path
-) -> None:
-    Rendezvous("engine", environ).publish(listeners, "secret")
+def test_files_are_accessible_only_to_the_user(environ: dict[str, str], sockets: AdminSockets, tmp_path: Path) -> None:
+    Rendezvous("engine", environ).publish(sockets, "secret")
     folder = tmp_path / "run" / FOLDER
     modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in (folder, *folder.iterdir())}
     assert modes == {FOLDER: 0o700, "engine.sock": 0o600, "engine.token": 0o600}
 
 
 def test_the_token_is_written_before_the_socket_listens(
-    environ: dict[str, str], listeners: AdminSockets, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    environ: dict[str, str], sockets: AdminSockets, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tokens: list[str] = []
-    monkeypatch.setattr(listeners, "listen_unix", lambda path: tokens.append(path.with_suffix(".token").read_text()))
-    Rendezvous("engine", environ).publish(listeners, "secret")
+    monkeypatch.setattr(sockets, "listen_unix", lambda path: tokens.append(path.with_suffix(".token").read_text()))
+    Rendezvous("engine", environ).publish(sockets, "secret")
     assert tokens == ["secret"]
 
 
+def test_publishing_waits_while_another_process_changes_the_folder(
+    environ: dict[str, str], sockets: AdminSockets, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run" / FOLDER
+    folder.mkdir(mode=0o700)
+    publishing = threading.Thread(target=Rendezvous("engine", environ).publish, args=(sockets, "secret"))
+    other = os.open(folder, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    publishing.start()
+    publishing.join(0.1)
+    assert (publishing.is_alive(), list(folder.iterdir())) == (True, [])
+    os.close(other)
+    publishing.join(5)
+    assert Rendezvous("engine", environ)() is not None
+
+
 def test_files_of_a_killed_host_are_ignored_and_replaced(
-    environ: dict[str, str], listeners: AdminSockets, tmp_path: Path
+    environ: dict[str, str], sockets: AdminSockets, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run" / FOLDER
     folder.mkdir(0o700)
@@ -80,7 +96,7 @@ def test_files_of_a_killed_host_are_ignored_and_replaced(
     (folder / "engine.token").write_text("of the dead")
     agent = Rendezvous("engine", environ)
     assert agent() is None
-    Rendezvous("engine", environ).publish(listeners, "of the living")
+    Rendezvous("engine", environ).publish(sockets, "of the living")
     found = agent()
     assert found is not None
     assert found.token == "of the living"
@@ -98,7 +114,7 @@ time.sleep(600)
 
 
 def test_files_of_killed_hosts_with_other_identities_are_removed(
-    environ: dict[str, str], listeners: AdminSockets, tmp_path: Path, child_environ: dict[str, str]
+    environ: dict[str, str], sockets: AdminSockets, tmp_path: Path, child_environ: dict[str, str]
 ) -> None:
     """But nothing of a living one, and not even where it does not listen yet."""
     folder = tmp_path / "run" / FOLDER
@@ -112,14 +128,14 @@ def test_files_of_killed_hosts_with_other_identities_are_removed(
         others.close()
         assert {path.name for path in folder.iterdir()} == {"killed.sock", "killed.token", "starting.token"}
     (folder / ".half.token.0123").write_text("half a tok")
-    Rendezvous("engine", environ).publish(listeners, "secret")
+    Rendezvous("engine", environ).publish(sockets, "secret")
     assert {path.name for path in folder.iterdir()} == {"starting.token", "engine.sock", "engine.token"}
     starting.withdraw()
     assert {path.name for path in folder.iterdir()} == {"engine.sock", "engine.token"}
 
 
 def test_a_folder_that_is_not_writable_is_named(
-    listeners: AdminSockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sockets: AdminSockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a container with a read-only root."""
 
@@ -130,11 +146,11 @@ def test_a_folder_that_is_not_writable_is_named(
     gone = Rendezvous("engine", {"XDG_RUNTIME_DIR": str(tmp_path / "gone")})
     assert gone() is None
     with pytest.raises(ConflictError, match=r"no folder for the socket.*gone.*set XDG_RUNTIME_DIR or TMPDIR"):
-        gone.publish(listeners, "secret")
+        gone.publish(sockets, "secret")
 
 
 def test_a_file_that_cannot_be_written_gives_a_clear_error(
-    environ: dict[str, str], listeners: AdminSockets, monkeypatch: pytest.MonkeyPatch
+    environ: dict[str, str], sockets: AdminSockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -144,13 +160,13 @@ def test_a_file_that_cannot_be_written_gives_a_clear_error(
         with pytest.raises(
             ConflictError, match=r"cannot publish the admin server.s address to agents: .*No space left"
         ):
-            Rendezvous("engine", environ).publish(listeners, "secret")
-    assert listeners.sockets == []
-    Rendezvous("engine", environ).publish(listeners, "secret")
+            Rendezvous("engine", environ).publish(sockets, "secret")
+    assert sockets.sockets == []
+    Rendezvous("engine", environ).publish(sockets, "secret")
 
 
-def test_a_second_engine_with_the_same_identity_is_refused(environ: dict[str, str], listeners: AdminSockets) -> None:
-    Rendezvous("engine", environ).publish(listeners, "first")
+def test_a_second_engine_with_the_same_identity_is_refused(environ: dict[str, str], sockets: AdminSockets) -> None:
+    Rendezvous("engine", environ).publish(sockets, "first")
     second, others = Rendezvous("engine", environ), AdminSockets()
     with pytest.raises(ConflictError, match="another engine with the identity 'engine' listens"):
         second.publish(others, "second")
@@ -161,10 +177,10 @@ def test_a_second_engine_with_the_same_identity_is_refused(environ: dict[str, st
     assert found.token == "first"
 
 
-def test_the_token_of_a_successor_stays(environ: dict[str, str], listeners: AdminSockets) -> None:
+def test_the_token_of_a_successor_stays(environ: dict[str, str], sockets: AdminSockets) -> None:
     first = Rendezvous("engine", environ)
-    first.publish(listeners, "first")
-    listeners.close()
+    first.publish(sockets, "first")
+    sockets.close()
     successors = AdminSockets()
     Rendezvous("engine", environ).publish(successors, "second")
     first.withdraw()
@@ -175,8 +191,8 @@ def test_the_token_of_a_successor_stays(environ: dict[str, str], listeners: Admi
 
 
 @pytest.mark.parametrize("identity", ["e" * 300, "a/b", "..", "", "\N{SNOWMAN}"])
-def test_any_text_is_an_identity(environ: dict[str, str], listeners: AdminSockets, identity: str) -> None:
-    Rendezvous(identity, environ).publish(listeners, "secret")
+def test_any_text_is_an_identity(environ: dict[str, str], sockets: AdminSockets, identity: str) -> None:
+    Rendezvous(identity, environ).publish(sockets, "secret")
     found = Rendezvous(identity, environ)()
     assert found is not None
     assert found.uds is not None
@@ -185,14 +201,14 @@ def test_any_text_is_an_identity(environ: dict[str, str], listeners: AdminSocket
 
 
 def test_a_name_too_long_for_a_unix_socket_is_hashed(
-    listeners: AdminSockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sockets: AdminSockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 107 - len(f"/{FOLDER}/") - len(".sock")
     for length, name in ((room - 20, "e" * 20), (room - 19, None)):
         parent = tmp_path / ("d" * (length - len(str(tmp_path)) - 1))
         parent.mkdir()
         environ = {"XDG_RUNTIME_DIR": str(parent)}
-        Rendezvous("e" * 20, environ).publish(listeners, "secret")
+        Rendezvous("e" * 20, environ).publish(sockets, "secret")
         found = Rendezvous("e" * 20, environ)()
         assert found is not None
         assert found.uds is not None
@@ -215,14 +231,14 @@ def refuse_owner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_of_another_user_is_not_used(
     environ: dict[str, str],
-    listeners: AdminSockets,
+    sockets: AdminSockets,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The next place is, by both sides; the agent says so once."""
     folder = tmp_path / "run" / FOLDER
-    Rendezvous("engine", environ).publish(listeners, "of another user")
+    Rendezvous("engine", environ).publish(sockets, "of another user")
     refuse_owner(folder, monkeypatch)
     agent = Rendezvous("engine", environ)
     assert agent() is None
@@ -239,7 +255,7 @@ def test_a_folder_of_another_user_is_not_used(
 
 @pytest.mark.parametrize("kind", ["open", "link", "file"])
 def test_an_accessible_folder_a_link_or_a_file_is_refused(
-    listeners: AdminSockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    sockets: AdminSockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     environ = {"XDG_RUNTIME_DIR": str(tmp_path / "gone")}
@@ -257,16 +273,14 @@ def test_an_accessible_folder_a_link_or_a_file_is_refused(
         ConflictError,
         match=f"no folder for the socket by which agents find the admin server: .*runtime folder .*{FOLDER}",
     ):
-        Rendezvous("engine", environ).publish(listeners, "secret")
-    assert listeners.sockets == []
+        Rendezvous("engine", environ).publish(sockets, "secret")
+    assert sockets.sockets == []
     assert Rendezvous("engine", environ)() is None
 
 
-def test_a_missing_runtime_directory_is_skipped(
-    environ: dict[str, str], listeners: AdminSockets, tmp_path: Path
-) -> None:
+def test_a_missing_runtime_directory_is_skipped(environ: dict[str, str], sockets: AdminSockets, tmp_path: Path) -> None:
     environ["XDG_RUNTIME_DIR"] = str(tmp_path / "gone")
-    Rendezvous("engine", environ).publish(listeners, "secret")
+    Rendezvous("engine", environ).publish(sockets, "secret")
     found = Rendezvous("engine", environ)()
     assert found is not None
     assert found.uds == tmp_path / "tmp" / FOLDER / "engine.sock"
