@@ -95,7 +95,7 @@ def _command(noun: _Noun) -> click.Command:
         if extra:
             raise click.UsageError(f"unexpected argument {extra[0]}")
         with connection.client() as client:
-            fetch = partial(_fetch, client, noun, style, options, one_line=watch)
+            fetch = partial(_fetch, client, noun, style, options, watched=watch)
             if watch:
                 _watch(fetch, max(interval, 0.1), title=f"kvstow get {noun.name}  {connection.server}")
             else:
@@ -109,18 +109,24 @@ for _noun in _NOUNS:
     _command(_noun)
 
 
-def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], *, one_line: bool) -> str:
+def _fetch(client: Client, noun: _Noun, style: Format, options: dict[str, Any], *, watched: bool) -> str:
     from kvstow_service.cli.tables import LISTS
 
     columns, identifier = LISTS[noun.name]
     view: Any = _read(client, noun, **options)
+    note = ""
+    if getattr(view, "next_page_token", None) is not None:
+        note = f"there are more than {options['limit']}; --limit shows them"
+    if note and not watched:
+        click.echo(note, err=True)
     if style == "name":
         return "".join(f"{getattr(item, identifier)}\n" for item in view.items)
-    return text_of(view, style, lambda view: table(view.items, columns, wide=style == "wide"), one_line=one_line)
+    text = text_of(view, style, lambda view: table(view.items, columns, wide=style == "wide"), one_line=watched)
+    return f"{text}\n{note}" if note and watched and style in ("table", "wide") else text
 
 
 def _read(client: Client, noun: _Noun, *, limit: int | None = None, **chosen: Any) -> Any:
-    """The list; of one that has pages, as many as `limit` items take. Says so if there are more."""
+    """The list; of one that has pages, as many as `limit` items take."""
     from kvstow_api.client import calls
 
     call: Callable[..., Any] = getattr(calls, noun.name.replace("-", "_"))
@@ -128,8 +134,6 @@ def _read(client: Client, noun: _Noun, *, limit: int | None = None, **chosen: An
         view: Any = client.send(call(**chosen))
         return view
     pages = list(_pages(client, partial(call, **chosen), limit))
-    if pages[-1].next_page_token is not None:
-        click.echo(f"there are more than {limit}; --limit shows them", err=True)
     whole: Any = replace(pages[-1], items=[item for page in pages for item in page.items])
     return whole
 

@@ -111,6 +111,16 @@ def test_pages_are_joined_up_to_the_limit(get: Any, monkeypatch: pytest.MonkeyPa
     assert outcome.stderr == "there are more than 5; --limit shows them\n"
 
 
+def test_a_watched_list_that_is_cut_says_so_below(host: Any, child_environ: dict[str, str]) -> None:
+    host.store(*KEYS)
+    watch = ("get", "blocks", "--limit", "5", "--watch", "--server", host.url)
+    with Terminal(*watch, environ=child_environ) as terminal:
+        terminal.until("PROTECTED FOR")
+        terminal.until("there are more than 5; --limit shows them")
+        terminal.type("\x03")
+        assert terminal.end() == 0
+
+
 def test_stats_can_be_one_section(run: Any, host: Any) -> None:
     stats = ("describe", "stats", "--server", host.url, "--section")
     outcome = run(*stats, "lookups")
