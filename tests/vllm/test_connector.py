@@ -214,6 +214,15 @@ def test_groups_are_read_with_the_context_parallel_size_and_the_hash_block(monke
     assert calls == [(16, 4, {"hands_states_over": True})]
 
 
+def test_a_rank_introduces_itself_with_its_first_update_and_once() -> None:
+    setup = Setup("hello")
+    worker, hello = make(make_config(setup, lock=False), setup, KVConnectorRole.WORKER), RankHello(0, 100, 5, "a", 1)
+    assert worker.build_connector_worker_meta() is None, "its KV cache is not registered"
+    worker._rank.hello = hello
+    assert worker.build_connector_worker_meta() == KVStowWorkerMetadata({0: [RankUpdate(hello=hello)]})
+    assert worker.build_connector_worker_meta() is None
+
+
 def test_ranks_without_a_server_get_their_messages_with_the_steps() -> None:
     """The address for other nodes with each step, a rank's desired state once."""
     setup = Setup("address")

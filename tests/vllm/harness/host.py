@@ -48,7 +48,7 @@ class Host:
             bad_slots=setup.bad_slots,
         )
         patch.setattr(f"{CONNECTOR}.rankdataplane.CpuDevice", device)
-        patch.setattr(f"{CONNECTOR}.workerhost.fence_of", lambda device: stream.fence)
+        patch.setattr(f"{CONNECTOR}.workerhost.fence_of", lambda kv_caches: stream.fence)
         patch.setattr(f"{CONNECTOR}.rankdataplane.DataPlane", self._make_worker)
         patch.setattr(f"{CONNECTOR}.connector._TELLS_FAILED_REQUESTS", setup.hooks != "0.26")
         patch.setattr(f"{CONNECTOR}.schedulerhost.OffloadEngine", self._make_engine)

@@ -152,8 +152,11 @@ def _on_cuda(config: PoolConfig, options: ConnectorOptions, kv: KVGeometry, undo
     return pool, CudaDevice(pool, kv.layout, kv.tensors, registrar=registrar, options=strategy)
 
 
-def fence_of(device: torch.device) -> Callable[[], Fence | None]:
-    """Makes fences for the work given to the compute stream so far. On the CPU it is done when its call returns."""
+def fence_of(kv_caches: Mapping[str, Any]) -> Callable[[], Fence | None]:
+    """Makes fences for the work given to the compute stream of the KV cache so far. On the CPU it is done when its call
+    returns."""
+    first = next(iter(kv_caches.values()))
+    device = (first if isinstance(first, torch.Tensor) else first[0]).device
     if device.type != "cuda":
         return lambda: None
     from kvstow.devices.cuda import CudaFence
@@ -168,9 +171,3 @@ def wait_until_pinned(pool: HostPool) -> None:
     while pool.status().state == "pinning":
         changed.wait()
         changed.clear()
-
-
-def device_of(kv_caches: Mapping[str, Any]) -> torch.device:
-    """Where the KV cache lies."""
-    first = next(iter(kv_caches.values()))
-    return (first if isinstance(first, torch.Tensor) else first[0]).device

@@ -19,7 +19,6 @@ from kvstow_service.connectors.vllm.rankdataplane import (
     NoDataPlane,
     RankDataPlane,
     build_plane,
-    device_of,
     fence_of,
     require_memory,
     wait_until_pinned,
@@ -67,7 +66,7 @@ class WorkerHost:
         plane, slot_bytes = self._build(refusals=(ConfigError, InsufficientMemoryError))
         max_slots = self._max_bytes // slot_bytes
         self.hello = RankHello(self._process.rank, slot_bytes, max_slots, this_node(), self._node_bytes)
-        self.side.fence = fence_of(device_of(kv_caches))
+        self.side.fence = fence_of(kv_caches)
         self.side.replace_plane(plane)
         self.agent = RankAgent(self._process.rank, self.side, self._rendezvous)
         self.agent.start()

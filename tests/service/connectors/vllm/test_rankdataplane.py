@@ -26,7 +26,6 @@ from kvstow_service.connectors.vllm.options import ConnectorOptions
 from kvstow_service.connectors.vllm.rankdataplane import (
     NoDataPlane,
     build_plane,
-    device_of,
     fence_of,
     require_memory,
     wait_until_pinned,
@@ -143,13 +142,9 @@ def test_a_worker_that_cannot_be_made_leaves_neither_device_nor_pool(
     assert closed == ["device", "pool"], "a device copies from the pool until it is closed"
 
 
-def test_on_the_cpu_all_work_is_done_when_its_call_returns() -> None:
-    assert fence_of(torch.device("cpu"))() is None
-
-
-def test_the_device_is_that_of_the_first_tensor(kv: tuple[dict[str, torch.Tensor], KVGeometry]) -> None:
-    assert device_of(kv[0]) == torch.device("cpu")
-    assert device_of({"mamba": [torch.empty(1, device="meta")]}) == torch.device("meta")
+@pytest.mark.parametrize("layer", [torch.empty(1), [torch.empty(1)]], ids=["tensor", "states"])
+def test_on_the_cpu_all_work_is_done_when_its_call_returns(layer: Any) -> None:
+    assert fence_of({"layer": layer})() is None
 
 
 # -- waiting for the pool -------------------------------------------------------------------------------------
