@@ -150,16 +150,14 @@ class SchedulerHost:
         events = self._make_events(engine)
         slot_tokens = self._groups.alignment if len(self._groups.groups) == 1 else None
         stats = StatsFeed(engine, sum(sizes), slot_tokens)
-        # How many blocks one step can take from the GPU's free queue, or complete.
-        per_step = sum(-(-self._process.max_batched_tokens // group.block_tokens) for group in self._groups.groups)
         side = SchedulerSide(
             engine,
             self._groups,
             self._pool,
-            lazy_blocks=2 * per_step if self._options.lazy_offload else None,
+            lazy_blocks=2 * self._blocks_per_step if self._options.lazy_offload else None,
             events=events,
             observe=stats.observe,
-            step_blocks=max(STEP_BLOCKS, 2 * per_step),
+            step_blocks=self._step_blocks,
         )
         admin = EmbeddedAdmin(
             engine,
@@ -191,6 +189,15 @@ class SchedulerHost:
         ]
         wanted = self._options.max_slots([hello.slot_bytes for hello in hellos], min(fitting))
         return min(wanted, *(hello.max_slots for hello in hellos))
+
+    @property
+    def _blocks_per_step(self) -> int:
+        """How many blocks one step can take from the GPU's free queue, or complete."""
+        return sum(-(-self._process.max_batched_tokens // group.block_tokens) for group in self._groups.groups)
+
+    @property
+    def _step_blocks(self) -> int:
+        return max(STEP_BLOCKS, 2 * self._blocks_per_step)
 
 
 def _admin_options(options: ConnectorOptions, process: VLLMProcess) -> AdminOptions:
