@@ -63,6 +63,7 @@ class SessionStatus:
 
     session_id: int
     engine: str
+    namespace: str
     state: SessionState
     in_flight: int
     leases: int
@@ -71,6 +72,17 @@ class SessionStatus:
     quarantined_slots: int
     processes: int
     ranks: tuple[RankStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceStatus:
+    """One meaning of keys in a pool: the sessions that use it, and its visible blocks. A dropped one only waits for its
+    blocks to be evicted."""
+
+    name: str
+    sessions: int
+    blocks: int
+    dropped: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,22 +95,25 @@ class Administrator:
         """Remove one block. Raises `NotFoundError`, or `ConflictError` if it is leased, protected or being loaded."""
         pool = self._pool
         with pool.lock:
-            (slot,) = pool.index.keys.slots_of((key,))
-            if slot is None:
+            slots = pool.index.find_all((key,))
+            if not slots:
                 raise NotFoundError(f"there is no block with key {format_key(key)}")
-            if pool.index.is_protected(slot) or pool.index.holds(slot):
-                why = "protected; unprotect it first" if pool.index.is_protected(slot) else "leased or being loaded"
-                raise ConflictError(f"block {format_key(key)} is {why}")
-            pool.remove_blocks((slot,), "operator")
+            for slot in slots:
+                if pool.index.is_protected(slot) or pool.index.holds(slot):
+                    why = "protected; unprotect it first" if pool.index.is_protected(slot) else "leased or being loaded"
+                    raise ConflictError(f"block {format_key(key)} is {why}")
+            pool.remove_blocks(slots, "operator")
 
     def lookup(self, keys: Sequence[bytes]) -> LookupResult:
         """Which of the keys are in the pool. Holds nothing and is not counted, unlike a host's lookup."""
         pool = self._pool
         present: list[bool] = []
         for start in range(0, len(keys), pool.slice_slots):
+            some = keys[start : start + pool.slice_slots]
             with pool.lock:
-                some = pool.index.keys.slots_of(keys[start : start + pool.slice_slots])
-            present += [slot is not None for slot in some]
+                key_of = pool.index.slot_keys.key_of
+                found = {key_of[slot] for slot in pool.index.find_all(some)}
+            present += [key in found for key in some]
         with pool.lock:
             refusal = pool.load_refusal(pool.clock())
         return LookupResult([*present, False].index(False), present, refusal)
@@ -165,9 +168,9 @@ class Administrator:
         low = pool.ceiling
         while low < top:
             with pool.lock:
-                before = len(pool.index.keys)
+                before = pool.index.num_visible
                 low = pool.vacate(low, top, "resize")
-                sweep.evicted_slots += before - len(pool.index.keys)
+                sweep.evicted_slots += before - pool.index.num_visible
             sweep.done = sweep.total - (top - low)
             yield
         while True:
@@ -201,9 +204,10 @@ class Administrator:
             raise ConfigError("policy", name, " or ".join(POLICIES))
         with self._pool.lock:
             replaced = self._pool.index.set_policy(name)
-            self._pool.settings_revision += replaced is not None
-        while replaced is not None and replaced.forget(self._pool.slice_slots):
-            pass
+            self._pool.settings_revision += bool(replaced)
+        for policy in replaced:
+            while policy.forget(self._pool.slice_slots):
+                pass
 
     # -- protections ----------------------------------------------------------------------------------------
 
@@ -228,7 +232,7 @@ class Administrator:
         if keys is not None:
             return self._each_slice(keys, pool.index.unprotect)
         changed = 0
-        for start in range(0, pool.index.keys.num_slots, pool.slice_slots):
+        for start in range(0, pool.index.slot_keys.num_slots, pool.slice_slots):
             with pool.lock:
                 changed += pool.index.unprotect_between(start, start + pool.slice_slots)
         return ProtectionResult(changed, 0)
@@ -240,9 +244,8 @@ class Administrator:
         changed = 0
         for start in range(0, len(unique), pool.slice_slots):
             with pool.lock:
-                slots = pool.index.keys.slots_of(unique[start : start + pool.slice_slots])
-                changed += change([slot for slot in slots if slot is not None])
-        return ProtectionResult(changed, len(unique) - changed)
+                changed += change(pool.index.find_all(unique[start : start + pool.slice_slots]))
+        return ProtectionResult(changed, max(0, len(unique) - changed))
 
     # -- memory ---------------------------------------------------------------------------------------------
 

@@ -32,8 +32,8 @@ class AttachedSession(Session):
 
     pool: SharedPool
 
-    def __init__(self, pool: SharedPool, session_id: int, engine: str) -> None:
-        super().__init__(pool)
+    def __init__(self, pool: SharedPool, session_id: int, engine: str, namespace: str) -> None:
+        super().__init__(pool, namespace)
         self.session_id = session_id
         self.engine = engine
         self.label = f"session {session_id} ({engine}): "
@@ -71,6 +71,7 @@ class AttachedSession(Session):
             else:
                 self._held.append(entry.held)
         self.leases = LeaseBook()
+        self.pool.index.leave(self.namespace)
         held = sum(map(len, self._held))
         self.pool.log(
             *(INFO, "%s%s; %d leased slots and %d half-written ones wait for the end of %d processes", self.label),
@@ -99,6 +100,20 @@ class AttachedSession(Session):
     def held_slots(self) -> Iterator[tuple[int, ...]]:
         yield from super().held_slots()
         yield from self._held
+
+    def reset(self, namespace: str | None = None) -> str:
+        """Go to another namespace, by default a fresh one, and return its name. What is in the former one stays there,
+        for sessions that use it; without any, it is evicted before all others. Leases break. Transfers under way end as
+        usual, in their own namespace."""
+        pool = self.pool
+        with pool.lock:
+            if self.is_lost:
+                raise ConflictError(f"{self.label}the session has ended; attach again")
+            joined = pool.index.join(pool.fresh_name(self.namespace.name) if namespace is None else namespace)
+            pool.index.leave(self.namespace)
+            self.namespace = joined
+            self.leases.break_all()
+            return joined.name
 
     # -- ranks ----------------------------------------------------------------------------------------------
 
@@ -136,6 +151,7 @@ class AttachedSession(Session):
             return SessionStatus(
                 session_id=self.session_id,
                 engine=self.engine,
+                namespace=self.namespace.name,
                 state=self._state(),
                 in_flight=len(self.ops),
                 leases=len(self.leases),

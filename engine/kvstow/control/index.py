@@ -17,14 +17,18 @@ from itertools import chain, islice
 from typing import Literal
 
 from kvstow.control.arc import ArcPolicy
-from kvstow.control.keymap import KeyMap
-from kvstow.control.pendingstores import PendingStores
+from kvstow.control.keymap import SlotKeys
+from kvstow.control.namespaces import Namespace
 from kvstow.control.policy import EvictionPolicy, LruPolicy
 from kvstow.control.protections import Protections
 from kvstow.control.recency import Links, RecencyList
 from kvstow.control.refcounts import RefCounts
 from kvstow.control.slottimes import SlotTimes
-from kvstow.errors import ConfigError
+from kvstow.errors import ConfigError, ConflictError
+
+_SHARE = 16
+"""Blocks that are evicted from one namespace before the next one is chosen."""
+_MAX_NAMESPACES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,15 @@ class Index:
 
     def __init__(self, policy: str) -> None:
         self._links = Links()
-        self.keys = KeyMap()
-        self.pending_stores = PendingStores()
+        self.slot_keys = SlotKeys()
+        self.policy_name = policy
+        self._by_name: dict[str, Namespace] = {}
+        self._by_tag: dict[int, Namespace] = {}
+        """All namespaces, including dropped ones that still have blocks."""
+        self._unused: dict[int, Namespace] = {}
+        """Those without sessions, in the order in which they are evicted."""
+        self._only: Namespace | None = None
+        """The namespace, if there is exactly one."""
         self._held = RefCounts()
         self._orphans: set[int] = set()
         self._protections = Protections()
@@ -52,13 +63,119 @@ class Index:
         self._quarantined: set[int] = set()
         self.times = SlotTimes()
         self._num_slots = 0
-        self.policy: EvictionPolicy = self._make_policy(policy, RecencyList(self._links))
+
+    # -- namespaces -----------------------------------------------------------------------------------------
+
+    def join(self, name: str) -> Namespace:
+        """The namespace with this name, for one more session. Raises `ConflictError` if there are too many."""
+        for unused in list(self._unused.values()):
+            self.forget_if_empty(unused)
+        namespace = self._by_name.get(name)
+        if namespace is None:
+            namespace = self._add_namespace(name)
+        namespace.num_sessions += 1
+        self._unused.pop(namespace.tag, None)
+        return namespace
+
+    def leave(self, namespace: Namespace) -> None:
+        """A session does not use it any more."""
+        namespace.num_sessions -= 1
+        if not namespace.num_sessions:
+            self._unused[namespace.tag] = namespace
+            self.forget_if_empty(namespace)
+
+    def drop(self, name: str) -> Namespace | None:
+        """Let no session find the blocks of this namespace; returns None if there is none. Stores in flight do not
+        become visible. Its blocks are the first to be evicted, or removed by the caller. O(slots being written).
+        Raises `ConflictError` if it has sessions."""
+        namespace = self._by_name.get(name)
+        if namespace is None:
+            return None
+        if namespace.num_sessions:
+            raise ConflictError(f"namespace {name!r} is used by {namespace.num_sessions} sessions; detach them first")
+        del self._by_name[name]
+        namespace.is_dropped = True
+        namespace.pending_stores.disown_from(0)
+        del self._unused[namespace.tag]
+        self._unused = {namespace.tag: namespace, **self._unused}
+        self.forget_if_empty(namespace)
+        return namespace
+
+    def namespaces(self) -> list[Namespace]:
+        """All namespaces, including dropped ones that still have blocks."""
+        return list(self._by_tag.values())
+
+    def _add_namespace(self, name: str) -> Namespace:
+        tag = next((tag for tag in range(_MAX_NAMESPACES) if tag not in self._by_tag), None)
+        if tag is None:
+            raise ConflictError(f"the pool has {_MAX_NAMESPACES} namespaces, as many as it can have")
+        policy = self._make_policy(self.policy_name, RecencyList(self._links))
+        policy.set_capacity(self._num_slots)
+        namespace = self._by_name[name] = self._by_tag[tag] = Namespace(name, tag, self.slot_keys, policy)
+        self.slot_keys.has_namespaces |= len(self._by_tag) > 1 or tag > 0
+        self._only = namespace if len(self._by_tag) == 1 else None
+        return namespace
+
+    def forget_if_empty(self, namespace: Namespace) -> None:
+        """Forget a namespace that has no sessions and no slots."""
+        if namespace.num_sessions or not namespace.is_empty or self._by_tag.get(namespace.tag) is not namespace:
+            return
+        del self._by_tag[namespace.tag], self._unused[namespace.tag]
+        if not namespace.is_dropped:
+            del self._by_name[namespace.name]
+        self._only = next(iter(self._by_tag.values())) if len(self._by_tag) == 1 else None
+
+    def _policy_of(self, slots: Sequence[int]) -> EvictionPolicy:
+        """The policy of slots of one namespace."""
+        return (self._only or self._by_tag[self.slot_keys.tag_of[slots[0]]]).policy
+
+    def _by_namespace(self, slots: list[int]) -> Iterable[tuple[Namespace, list[int]]]:
+        """The slots, which hold visible blocks, by namespace."""
+        if self._only:
+            return ((self._only, slots),)
+        groups: dict[int, list[int]] = {}
+        for slot in slots:
+            groups.setdefault(self.slot_keys.tag_of[slot], []).append(slot)
+        return [(self._by_tag[tag], some) for tag, some in groups.items()]
+
+    def slots_of_namespace(self, namespace: Namespace, low: int, high: int) -> list[int]:
+        """Its slots from `low` to below `high`."""
+        if self._by_tag.get(namespace.tag) is not namespace:
+            return []
+        tag_of = self.slot_keys.tag_of
+        return [slot for slot, _ in self.slot_keys.between(low, high) if tag_of[slot] == namespace.tag]
+
+    def find_all(self, keys: Iterable[bytes]) -> list[int]:
+        """The slots of these keys in all namespaces."""
+        keys = list(keys)
+        found = (namespace.keys.slots_of(keys) for namespace in self._by_tag.values())
+        return [slot for slots in found for slot in slots if slot is not None]
+
+    def keys_being_stored(self) -> list[bytes]:
+        """O(slots being written)."""
+        return [key for namespace in self._by_tag.values() for key in namespace.pending_stores]
+
+    def disown(self, keys: Iterable[bytes]) -> None:
+        """Keep these keys from becoming visible, as far as they are being stored, in all namespaces."""
+        keys = list(keys)
+        for namespace in self._by_tag.values():
+            namespace.pending_stores.disown(keys)
 
     # -- counts ---------------------------------------------------------------------------------------------
 
     @property
     def num_cached(self) -> int:
-        return len(self.policy)
+        if self._only:
+            return len(self._only.policy)
+        return sum([len(namespace.policy) for namespace in self._by_tag.values()])
+
+    @property
+    def num_filling(self) -> int:
+        return sum([len(namespace.pending_stores) for namespace in self._by_tag.values()])
+
+    @property
+    def num_visible(self) -> int:
+        return sum([len(namespace.keys) for namespace in self._by_tag.values()])
 
     @property
     def num_leased(self) -> int:
@@ -89,11 +206,12 @@ class Index:
     # -- holds ----------------------------------------------------------------------------------------------
 
     def hold(self, slots: list[int]) -> None:
-        """Keep visible slots from eviction until `unhold` with the same slots."""
+        """Keep visible slots of one namespace from eviction until `unhold` with the same slots."""
         slots = self._held.increment(slots)
         unprotected = self._protections.unprotected(slots)
         self._held_and_protected += len(slots) - len(unprotected)
-        self.policy.detach(unprotected)
+        if unprotected:
+            self._policy_of(unprotected).detach(unprotected)
 
     def unhold(self, slots: list[int]) -> list[int]:
         """End a hold. Returns the slots that this frees, because their keys were removed meanwhile."""
@@ -102,21 +220,27 @@ class Index:
         if self._orphans:
             freed = [slot for slot in slots if slot in self._orphans]
             self._orphans.difference_update(freed)
-            slots = [slot for slot in slots if self.keys.key_of[slot] is not None]
+            slots = [slot for slot in slots if self.slot_keys.key_of[slot] is not None]
         unprotected = self._protections.unprotected(slots)
         self._held_and_protected -= len(slots) - len(unprotected)
-        self.policy.attach(unprotected)
+        if unprotected:
+            self._policy_of(unprotected).attach(unprotected)
         return freed
 
     def use(self, runs: Sequence[Sequence[int]], now: float) -> None:
-        """The visible blocks in these runs of slots were used, without being held."""
+        """The visible blocks in these runs of slots, of one namespace, were used, without being held."""
         self.times.mark_used(runs, now)
-        self.policy.use(self._evictable(runs))
+        slots = self._evictable(runs)
+        if slots:
+            self._policy_of(slots).use(slots)
 
     def refresh(self, runs: Sequence[Sequence[int]], now: float) -> None:
-        """Mark these visible slots as just used. Held and protected ones return to the policy as just used anyway."""
+        """Mark these visible slots of one namespace as just used. Held and protected ones return to the policy as just
+        used anyway."""
         self.times.mark_used(runs, now)
-        self.policy.refresh(self._evictable(runs))
+        slots = self._evictable(runs)
+        if slots:
+            self._policy_of(slots).refresh(slots)
 
     def _evictable(self, runs: Sequence[Sequence[int]]) -> list[int]:
         """The slots among these that the policy has, without repeats."""
@@ -127,55 +251,73 @@ class Index:
 
     # -- stores ---------------------------------------------------------------------------------------------
 
-    def publish(self, keys: Sequence[bytes], slots: Sequence[int], now: float) -> Removal:
+    def publish(self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int], now: float) -> Removal:
         """Make the keys of filling slots, in ascending order, visible: the slots hold valid bytes. Frees the slots of
         keys that were disowned meanwhile. Returns the published keys and the freed slots.
         """
-        disowned = self.pending_stores.finish(keys, slots)
+        disowned = namespace.pending_stores.finish(keys, slots)
         if disowned:
             keys = [key for key, slot in zip(keys, slots, strict=True) if slot not in disowned]
             slots = [slot for slot in slots if slot not in disowned]
-        self.keys.put(keys, slots)
+        namespace.keys.put(keys, slots)
         self.times.mark_stored(slots, now)
-        self.policy.admit(list(slots))
+        namespace.policy.admit(list(slots))
         return Removal(tuple(keys), list(disowned))
 
     def lose_contents(self, low: int, now: float) -> None:
         """The contents of the slots from `low` on are lost. Stores in flight to them do not become visible; the caller
         removes visible blocks."""
-        self.pending_stores.disown_from(low)
+        for namespace in self._by_tag.values():
+            namespace.pending_stores.disown_from(low)
         if low == 0:
             self.times.mark_lost(now)
 
-    def quarantine(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+    def quarantine(self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """A store was abandoned, but some rank may still write its slots."""
-        self.pending_stores.finish(keys, slots)
+        namespace.pending_stores.finish(keys, slots)
         self._quarantined.update(slots)
 
     def end_quarantine(self, slots: Iterable[int]) -> None:
         """No rank can write these slots any more. The caller frees them."""
         self._quarantined.difference_update(slots)
 
-    def needs_all(self, keys: Sequence[bytes], slots: Sequence[int | None]) -> bool:
-        """Whether none of these keys is visible or being stored, and none repeats. `slots`: where they are visible."""
-        absent = slots.count(None) == len(keys) and self.pending_stores.isdisjoint(keys)
-        return absent and len(set(keys)) == len(keys)
-
     # -- removal --------------------------------------------------------------------------------------------
 
     def evict(self, num_slots: int) -> Removal:
-        """Remove up to `num_slots` evictable blocks in the policy's order; frees their slots."""
-        slots = self.policy.evict(num_slots)
-        return Removal(tuple(self.keys.take(slots)), slots)
+        """Remove up to `num_slots` evictable blocks; frees their slots. Namespaces without sessions go first, dropped
+        ones before others, then the one that was left first. Within one, in the policy's order; among those with
+        sessions, the blocks that were used longest ago, 16 at a time."""
+        if self._only:
+            slots = self._only.policy.evict(num_slots)
+            return Removal(tuple(self._only.keys.take(slots)), slots)
+        keys: list[bytes] = []
+        freed: list[int] = []
+        while len(freed) < num_slots and (namespace := self._next_to_evict()):
+            missing = num_slots - len(freed)
+            slots = namespace.policy.evict(min(missing, _SHARE) if namespace.num_sessions else missing)
+            keys += namespace.keys.take(slots)
+            freed += slots
+            self.forget_if_empty(namespace)
+        return Removal(tuple(keys), freed)
+
+    def _next_to_evict(self) -> Namespace | None:
+        """The namespace whose block is evicted next."""
+        for namespace in self._unused.values():
+            if len(namespace.policy):
+                return namespace
+        found = (namespace for namespace in self._by_tag.values() if len(namespace.policy))
+        return min(found, key=lambda one: self.times.used_at(next(iter(one.policy))), default=None)
 
     def evict_below(self, slot: int, num_slots: int, budget: int) -> Removal:
         """Remove up to `num_slots` of the next `budget` evictable blocks: those in the slots below `slot`."""
-        found = [one for one in islice(self.policy, budget) if one < slot][:num_slots]
+        used = (namespace for namespace in self._by_tag.values() if namespace.num_sessions)
+        order = chain.from_iterable(namespace.policy for namespace in chain(self._unused.values(), used))
+        found = [one for one in islice(order, budget) if one < slot][:num_slots]
         return self.remove(found)
 
     def remove(self, slots: Iterable[int]) -> Removal:
         """Remove visible blocks, also held and protected ones. A held slot stays in use until its last `unhold`."""
-        key_of = self.keys.key_of
+        key_of = self.slot_keys.key_of
         visible = [slot for slot in dict.fromkeys(slots) if key_of[slot] is not None]
         freed: list[int] = []
         cached: list[int] = []
@@ -188,8 +330,10 @@ class Index:
                 freed.append(slot)
                 if not protected:
                     cached.append(slot)
-        self.policy.detach(cached)
-        return Removal(tuple(self.keys.take(visible)), freed)
+        for namespace, some in self._by_namespace(cached):
+            namespace.policy.detach(some)
+        keys = [key for namespace, some in self._by_namespace(visible) for key in namespace.keys.take(some)]
+        return Removal(tuple(keys), freed)
 
     # -- protections ----------------------------------------------------------------------------------------
 
@@ -198,7 +342,8 @@ class Index:
         unprotected = self._protections.unprotected(slots)
         unheld = self._held.free_of(unprotected)
         self._held_and_protected += len(unprotected) - len(unheld)
-        self.policy.detach(unheld)
+        for namespace, some in self._by_namespace(unheld):
+            namespace.policy.detach(some)
         for slot in slots:
             self._protections.add(slot, end)
 
@@ -220,7 +365,8 @@ class Index:
             self._protections.discard(slot)
         unheld = self._held.free_of(slots)
         self._held_and_protected -= len(slots) - len(unheld)
-        self.policy.attach(unheld)
+        for namespace, some in self._by_namespace(unheld):
+            namespace.policy.attach(some)
         return len(slots)
 
     def num_protected_from(self, slot: int) -> int:
@@ -232,28 +378,32 @@ class Index:
     def evictable_since(self, what: Literal["stored", "used"], moment: float, low: int, high: int) -> list[int]:
         """Evictable slots from `low` to below `high` whose blocks were last stored, or used, at `moment` or before."""
         until = self.times.stored_until if what == "stored" else self.times.used_until
-        visible = [slot for slot in until(moment, low, high) if self.keys.key_of[slot] is not None]
+        visible = [slot for slot in until(moment, low, high) if self.slot_keys.key_of[slot] is not None]
         return self._protections.unprotected(self._held.free_of(visible))
 
     # -- policy and size ------------------------------------------------------------------------------------
 
-    def set_policy(self, name: str) -> EvictionPolicy | None:
-        """Change the eviction policy in O(1): the new policy starts from the current order. Returns the replaced
-        policy, if any."""
-        if name == self.policy.name:
-            return None
-        replaced = self.policy
-        self.policy = self._make_policy(name, replaced.hand_over())
-        self.policy.set_capacity(self._num_slots)
+    def set_policy(self, name: str) -> list[EvictionPolicy]:
+        """Change the eviction policy of each namespace in O(1): the new policy starts from the current order. Returns
+        the replaced policies."""
+        if name == self.policy_name:
+            return []
+        self.policy_name = name
+        replaced: list[EvictionPolicy] = []
+        for namespace in self._by_tag.values():
+            replaced.append(namespace.policy)
+            namespace.policy = self._make_policy(name, namespace.policy.hand_over())
+            namespace.policy.set_capacity(self._num_slots)
         return replaced
 
     def set_num_slots(self, num_slots: int) -> None:
         """The pool has the slots below `num_slots`; the caller removes blocks above."""
         self._num_slots = num_slots
         self._links.grow(num_slots)
-        self.keys.grow(num_slots)
+        self.slot_keys.grow(num_slots)
         self.times.grow(num_slots)
-        self.policy.set_capacity(num_slots)
+        for namespace in self._by_tag.values():
+            namespace.policy.set_capacity(num_slots)
 
     def _make_policy(self, name: str, order: RecencyList) -> EvictionPolicy:
         if name == "lru":
@@ -261,7 +411,7 @@ class Index:
             lru.absorb(order)
             return lru
         if name == "arc":
-            return ArcPolicy(order, self._links, self.keys.key_of)
+            return ArcPolicy(order, self._links, self.slot_keys.key_of)
         raise ConfigError("policy", name, "lru or arc")
 
     # -- integrity ------------------------------------------------------------------------------------------
@@ -270,12 +420,19 @@ class Index:
         """How many holds each held slot has. O(held): for integrity checks."""
         return {slot: self._held.count(slot) for slot in self._held.slots()}
 
+    def visible_slots(self) -> set[int]:
+        """O(pool): for integrity checks."""
+        return set().union(*(namespace.keys.slots() for namespace in self._by_tag.values()))
+
+    def _cached(self) -> list[int]:
+        return [slot for namespace in self._by_tag.values() for slot in namespace.policy]
+
     def slots_in_use(self) -> dict[str, set[int]]:
         """The used slots by state; held and protected ones count as protected. O(pool): for integrity checks."""
         protected = self._protections.slots()
         return {
-            "filling": self.pending_stores.slots(),
-            "cached": set(self.policy),
+            "filling": set().union(*(namespace.pending_stores.slots() for namespace in self._by_tag.values())),
+            "cached": set(self._cached()),
             "leased": self._held.slots() - protected,
             "protected": protected,
             "quarantined": set(self._quarantined),
@@ -283,11 +440,13 @@ class Index:
 
     def defects(self) -> list[str]:
         """Inconsistencies within the index. O(pool): for integrity checks."""
-        found = self.keys.defects()
-        visible = self.keys.slots()
+        found = [defect for namespace in self._by_tag.values() for defect in namespace.keys.defects()]
+        visible = self.visible_slots()
+        if visible != {slot for slot, key in enumerate(self.slot_keys.key_of) if key is not None}:
+            found.append("a visible slot is of no namespace")
         held, protected = self._held.slots(), self._protections.slots()
-        cached = list(self.policy)
-        if len(cached) != len(self.policy) or len(set(cached)) != len(cached):
+        cached = self._cached()
+        if len(cached) != self.num_cached or len(set(cached)) != len(cached):
             found.append("the eviction order repeats or loses slots")
         if set(cached) != visible - held - protected:
             found.append("the evictable slots are not those that are visible and unused")
@@ -297,7 +456,7 @@ class Index:
             found.append("a protected slot is not visible")
         if self._held_and_protected != len(held & protected):
             found.append("the count of held and protected slots is wrong")
-        if not self.pending_stores.is_consistent():
+        if not all(namespace.pending_stores.is_consistent() for namespace in self._by_tag.values()):
             found.append("the count of filling slots is wrong")
         if not self._held.is_consistent():
             found.append("a slot has further holders, but no first one")

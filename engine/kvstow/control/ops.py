@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from kvstow.messages import Completion, Direction, Mark, Op
 
 if TYPE_CHECKING:
+    from kvstow.control.namespaces import Namespace
     from kvstow.control.session import Session
 
 
@@ -44,6 +45,7 @@ class OpenOp:
     """
 
     op: Op
+    namespace: Namespace
     keys: tuple[bytes, ...]
     held: tuple[int, ...]
     request_id: str
@@ -103,9 +105,10 @@ class OpsInFlight:
         pool.last_op_id += 1
         op = Op(pool.last_op_id, direction, blocks, slots)
         if direction == "store":
-            entry = OpenOp(op, keys, held, request_id, now, set(pool.storing_ranks), set(pool.storing_ranks))
+            pending, reading = set(pool.storing_ranks), set(pool.storing_ranks)
         else:
-            entry = OpenOp(op, keys, held, request_id, now, set(self._ranks))
+            pending, reading = set(self._ranks), set[int]()
+        entry = OpenOp(op, self._session.namespace, keys, held, request_id, now, pending, reading)
         self._open[op.op_id] = self._moving[op.op_id] = entry
         self.num_ops[direction] += 1
         self.num_blocks[direction] += len(blocks)
@@ -183,11 +186,11 @@ class OpsInFlight:
             pool.index.end_quarantine(op.slots)
             pool.slots.deallocate(op.slots)
         elif entry.error:
-            pool.index.pending_stores.finish(entry.keys, op.slots)
+            entry.namespace.pending_stores.finish(entry.keys, op.slots)
             pool.slots.deallocate(op.slots)
             outcomes["failed"] += len(op.slots)
         else:
-            published = pool.index.publish(entry.keys, op.slots, pool.clock())
+            published = pool.index.publish(entry.namespace, entry.keys, op.slots, pool.clock())
             pool.slots.deallocate(published.freed)
             pool.events.append("stored", published.keys)
             outcomes["stored"] += len(published.keys)
@@ -218,7 +221,7 @@ class OpsInFlight:
             pool.counters.transfers.of(op.direction).error += 1
             pool.counters.faults.errors[f"{op.direction}_failed"] += 1
             if op.direction == "store" and not entry.abandoned:
-                pool.index.quarantine(entry.keys, op.slots)
+                pool.index.quarantine(entry.namespace, entry.keys, op.slots)
                 pool.counters.stores["failed"] += len(op.slots)
         self.settled.clear()
         return dissolved
@@ -247,7 +250,7 @@ class OpsInFlight:
             entry.abandoned = True
             self.num_abandoned += 1
             entry.error = entry.error or reason
-            pool.index.quarantine(entry.keys, op.slots)
+            pool.index.quarantine(entry.namespace, entry.keys, op.slots)
             pool.counters.stores["failed"] += len(op.slots)
             self._settle(entry, "failed")
         return True

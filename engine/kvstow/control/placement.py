@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool
 from kvstow.messages import Op
 from kvstow.status import Refusal
@@ -49,7 +50,7 @@ def place_store(session: Session, keys: Sequence[bytes], blocks: Sequence[int], 
         outcomes[_OUTCOME_OF[refusal]] = len(keys)
         unplaced = range(len(keys))
     else:
-        fresh, present = _select(pool, keys, outcomes)
+        fresh, present = _select(session.namespace, keys, outcomes)
         slots = _make_room(session, len(fresh), present, now)
         if len(slots) < len(fresh):
             outcomes["dropped_cpu_full"] = len(fresh) - len(slots)
@@ -58,7 +59,7 @@ def place_store(session: Session, keys: Sequence[bytes], blocks: Sequence[int], 
             del fresh[len(slots) :]
         if fresh:
             new_keys = tuple([keys[i] for i in fresh])
-            pool.index.pending_stores.start(new_keys, slots)
+            session.namespace.pending_stores.start(new_keys, slots)
             moved = tuple([blocks[i] for i in fresh])
             op = session.ops.start("store", moved, tuple(slots), keys=new_keys, held=(), request_id=request_id, now=now)
     for outcome, count in outcomes.items():
@@ -81,16 +82,17 @@ def _refusal(session: Session, now: float) -> Refusal | None:
     return session.acceptance.store_refusal(now) or (None if session.pool.slots.limit else "not_ready")
 
 
-def _select(pool: Pool, keys: Sequence[bytes], outcomes: dict[str, int]) -> tuple[list[int], Sequence[Sequence[int]]]:
+def _select(
+    namespace: Namespace, keys: Sequence[bytes], outcomes: dict[str, int]
+) -> tuple[list[int], Sequence[Sequence[int]]]:
     """Returns the indices of the keys that need a slot, and runs of the slots of keys that are present."""
-    index = pool.index
-    present = index.keys.leading_runs(keys)
+    present = namespace.keys.leading_runs(keys)
     known, rest = 0, keys  # usually none or all of the keys are present
     if present:
         known = outcomes["skipped_already_cached"] = sum(map(len, present))
         rest = keys[known:]
-    slots = index.keys.slots_of(rest)
-    if index.needs_all(rest, slots):
+    slots = namespace.keys.slots_of(rest)
+    if namespace.needs_all(rest, slots):
         return list(range(known, len(keys))), present
     fresh: list[int] = []
     scattered: list[int] = []
@@ -99,7 +101,7 @@ def _select(pool: Pool, keys: Sequence[bytes], outcomes: dict[str, int]) -> tupl
         if slot is not None:
             scattered.append(slot)
             reason = "skipped_already_cached"
-        elif key in index.pending_stores:
+        elif key in namespace.pending_stores:
             reason = "skipped_in_flight"
         elif key in taken:
             reason = "skipped_duplicate"

@@ -42,8 +42,9 @@ class Session:
     Keys and blocks are in prefix order, root first. Times are in seconds of the pool's clock.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, namespace: str = "") -> None:
         self.pool = pool
+        self.namespace = pool.index.join(namespace)
         self.ranks = RankTable(pool.config, pool.desired)
         self.leases = LeaseBook()
         self.ops = OpsInFlight(self)
@@ -159,11 +160,11 @@ class Session:
         return lease
 
     def _leading_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
-        runs = self.pool.index.keys.leading_runs(keys)
+        runs = self.namespace.keys.leading_runs(keys)
         return runs if self.watermark is None else _runs_below(runs, self.watermark)
 
     def _slots_of(self, keys: Sequence[bytes]) -> list[int | None]:
-        slots = self.pool.index.keys.slots_of(keys)
+        slots = self.namespace.keys.slots_of(keys)
         if self.watermark is None:
             return slots
         return [slot if slot is not None and slot < self.watermark else None for slot in slots]
@@ -231,7 +232,7 @@ class Session:
         """
         pool = self.pool
         with pool.lock:
-            pool.index.refresh(pool.index.keys.present_runs(keys), pool.clock())
+            pool.index.refresh(self.namespace.keys.present_runs(keys), pool.clock())
 
     # -- completion -----------------------------------------------------------------------------------------
 

@@ -8,12 +8,14 @@ from dataclasses import replace
 from itertools import accumulate
 
 from kvstow.config import EngineConfig
+from kvstow.control import sweeps
 from kvstow.control.administration import Administrator
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.pool import Pool
 from kvstow.control.sweeps import SLICE_SLOTS, Sweep
-from kvstow.errors import ConflictError, InvalidRequestError
+from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState
+from kvstow.status import NamespaceStatus
 
 
 class SharedPool(Pool):
@@ -41,14 +43,15 @@ class SharedPool(Pool):
         self._populated = 0
         self._last_lowering = 0
         self._last_session_id = 0
+        self._last_epoch = 0
 
     # -- sessions -------------------------------------------------------------------------------------------
 
-    def attach(self, engine: str) -> AttachedSession:
-        """A new session of an engine with this name."""
+    def attach(self, engine: str, namespace: str = "") -> AttachedSession:
+        """A new session of an engine with this name. Sessions with the same namespace share blocks."""
         with self.lock:
             self._last_session_id += 1
-            return AttachedSession(self, self._last_session_id, engine)
+            return AttachedSession(self, self._last_session_id, engine, namespace)
 
     def process_died(self, process: Hashable) -> None:
         """A process has ended, or has said that all its copies have: it can neither read nor write the memory any more.
@@ -61,6 +64,29 @@ class SharedPool(Pool):
     def attached(self) -> list[AttachedSession]:
         """All sessions, including lost ones. The caller holds the lock."""
         return [session for session in self.sessions if isinstance(session, AttachedSession)]
+
+    # -- namespaces -----------------------------------------------------------------------------------------
+
+    def namespaces(self) -> list[NamespaceStatus]:
+        with self.lock:
+            return [
+                NamespaceStatus(one.name, one.num_sessions, len(one.keys), one.is_dropped)
+                for one in self.index.namespaces()
+            ]
+
+    def drop_namespace(self, name: str) -> Sweep:
+        """Remove all blocks of a namespace. From now on no session finds them; the sweep frees their slots. Raises
+        `NotFoundError`, or `ConflictError` if it has sessions."""
+        with self.lock:
+            namespace = self.index.drop(name)
+        if namespace is None:
+            raise NotFoundError(f"there is no namespace {name!r}")
+        return sweeps.drop_namespace(self, namespace)
+
+    def fresh_name(self, name: str) -> str:
+        """The name of a new epoch of a namespace. The caller holds the lock."""
+        self._last_epoch += 1
+        return f"{name.partition('@')[0]}@{self.desired.engine_id}-{self._last_epoch}"
 
     # -- memory ---------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ def stats(pool: Pool) -> EngineStats:
             capacity_slots=pool.capacity,
             usable_slots=pool.slots.in_service,
             slot_bytes=config.slot_bytes,
-            policy=pool.index.policy.name,
+            policy=pool.index.policy_name,
             leases=pool.num_leases,
             slots=_slot_counts(pool),
         )
@@ -53,22 +53,22 @@ def transfers(pool: Pool, limit: int) -> list[TransferStatus]:
 
 def block(pool: Pool, key: bytes) -> BlockStatus | None:
     with pool.lock:
-        (slot,) = pool.index.keys.slots_of((key,))
-        return None if slot is None else _block(pool, slot, key, pool.clock())
+        slots = pool.index.find_all((key,))
+        return _block(pool, slots[0], key, pool.clock()) if slots else None
 
 
 def blocks(pool: Pool, start_slot: int, limit: int) -> BlockPage:
     with pool.lock:
         now = pool.clock()
-        end = min(start_slot + SLICE_SLOTS, pool.index.keys.num_slots)
+        end = min(start_slot + SLICE_SLOTS, pool.index.slot_keys.num_slots)
         found: list[BlockStatus] = []
         slot = start_slot
         while slot < end and len(found) < limit:
-            key = pool.index.keys.key_of[slot]
+            key = pool.index.slot_keys.key_of[slot]
             if key is not None:
                 found.append(_block(pool, slot, key, now))
             slot += 1
-        return BlockPage(tuple(found), slot if slot < pool.index.keys.num_slots else None)
+        return BlockPage(tuple(found), slot if slot < pool.index.slot_keys.num_slots else None)
 
 
 def defects(pool: Pool) -> list[str]:
@@ -85,7 +85,7 @@ def defects(pool: Pool) -> list[str]:
         found.append("the counts of free slots and slots in service are wrong")
     if pool.slots.leaving != sum(slot >= pool.slots.limit for slot in used):
         found.append("the count of used slots above the limit is wrong")
-    kept = {slot for slot in pool.index.keys.slots() if slot not in pool.lost}
+    kept = {slot for slot in pool.index.visible_slots() if slot not in pool.lost}
     if any(map(pool.index.times.outlived_a_loss, kept)):
         found.append("blocks that a rank has lost are visible")
     if not pool.resizing and any(slot >= pool.slots.limit for slot in kept):
@@ -112,7 +112,7 @@ def _slot_counts(pool: Pool) -> SlotCounts:
     index = pool.index
     return SlotCounts(
         free=pool.slots.free,
-        filling=len(index.pending_stores),
+        filling=index.num_filling,
         cached=index.num_cached,
         leased=index.num_leased,
         protected=index.num_protected,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvstow.control.namespaces import Namespace
     from kvstow.control.pool import Pool
 
 SLICE_SLOTS = 1024
@@ -101,7 +102,7 @@ def evict_next(pool: Pool, kind: str, reason: str, count: int, dry_run: bool) ->
 
 def scan(pool: Pool, kind: str, reason: str, dry_run: bool, wanted: Wanted) -> Sweep:
     """Visit all slots in ascending order, and remove the blocks in those that `wanted` selects."""
-    total = pool.index.keys.num_slots
+    total = pool.index.slot_keys.num_slots
     return Sweep(kind, total, pool.config.slot_bytes, lambda sweep: _scan(sweep, pool, reason, dry_run, wanted))
 
 
@@ -120,20 +121,20 @@ def purge_matching(pool: Pool, matches: Callable[[bytes], bool], dry_run: bool) 
     index = pool.index
 
     def wanted(low: int, high: int) -> list[int]:
-        return [slot for slot, key in index.keys.between(low, high) if matches(key)]
+        return [slot for slot, key in index.slot_keys.between(low, high) if matches(key)]
 
     def work(sweep: Sweep) -> Iterator[None]:
         if not dry_run:
             with pool.lock:
-                filling = list(index.pending_stores)
+                filling = index.keys_being_stored()
             for start in range(0, len(filling), pool.slice_slots):  # the scan finds keys that become visible meanwhile
                 matching = [key for key in filling[start : start + pool.slice_slots] if matches(key)]
                 with pool.lock:
-                    index.pending_stores.disown(matching)
+                    index.disown(matching)
                 yield
         yield from _scan(sweep, pool, "purge", dry_run, wanted)
 
-    return Sweep("purge", index.keys.num_slots, pool.config.slot_bytes, work)
+    return Sweep("purge", index.slot_keys.num_slots, pool.config.slot_bytes, work)
 
 
 def purge_keys(pool: Pool, keys: Sequence[bytes], dry_run: bool) -> Sweep:
@@ -144,12 +145,27 @@ def purge_keys(pool: Pool, keys: Sequence[bytes], dry_run: bool) -> Sweep:
         while sweep.done < len(wanted):
             some = wanted[sweep.done : sweep.done + pool.slice_slots]
             with pool.lock:
-                found = [slot for slot in pool.index.keys.slots_of(some) if slot is not None]
+                found = pool.index.find_all(some)
                 if not dry_run:
-                    pool.index.pending_stores.disown(some)
+                    pool.index.disown(some)
                     pool.remove_blocks(found, "purge")
             sweep.evicted_slots += len(found)
             sweep.done += len(some)
             yield
 
     return Sweep("purge", len(wanted), pool.config.slot_bytes, work)
+
+
+def drop_namespace(pool: Pool, namespace: Namespace) -> Sweep:
+    """Remove the blocks of a dropped namespace. A held slot is freed when its last lease or load ends."""
+    index = pool.index
+
+    def wanted(low: int, high: int) -> list[int]:
+        return index.slots_of_namespace(namespace, low, high)
+
+    def work(sweep: Sweep) -> Iterator[None]:
+        yield from _scan(sweep, pool, "purge", False, wanted)
+        with pool.lock:
+            index.forget_if_empty(namespace)
+
+    return Sweep("purge", index.slot_keys.num_slots, pool.config.slot_bytes, work)

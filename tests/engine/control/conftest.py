@@ -20,7 +20,7 @@ class AttachedEngine(AttachedSession):
     """The only session of a shared pool, with the calls of an `OffloadEngine`."""
 
     def __init__(self, pool: SharedPool) -> None:
-        super().__init__(pool, 1, "engine")
+        super().__init__(pool, 1, "engine", "model")
         self.config, self.admin, self.events = pool.config, pool.admin, pool.events
         self.engine_id = pool.desired.engine_id
         self.label = ""

@@ -21,7 +21,7 @@ def visible_at_submission(patch: pytest.MonkeyPatch) -> None:
             pool: Pool = self.pool
             entry = self.ops.get(grant.op.op_id)
             assert entry is not None
-            pool.index.publish(entry.keys, grant.op.slots, 0.0)
+            pool.index.publish(entry.namespace, entry.keys, grant.op.slots, 0.0)
             entry.keys, entry.op = (), replace(grant.op, slots=())
         return grant
 

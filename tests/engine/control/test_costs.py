@@ -238,7 +238,7 @@ def test_stuck_transfers_are_marked_one_by_one(
         engine.begin_store(make_keys(8, f"store{number}-"), range(8))
     clock.advance(40.0)
     holding = count_by_holding(engine)
-    count_calls(monkeypatch, Index, "quarantine", lambda keys, slots: holding.add(len(slots)))
+    count_calls(monkeypatch, Index, "quarantine", lambda namespace, keys, slots: holding.add(len(slots)))
     engine.tick()
     assert sum(holding.counts) == 64
     assert max(holding.counts) == 8
@@ -273,7 +273,7 @@ def test_a_policy_that_is_replaced_forgets_slice_by_slice_without_the_lock(
     engine.release_lease(engine.acquire(make_keys(2500)))  # all are frequent, so that ghosts are kept beside new blocks
     for start in range(0, 2500, 100):
         store_keys(engine, ranks, make_keys(100, f"new{start}-"))
-    arc = engine.pool.index.policy
+    arc = engine.namespace.policy
     assert isinstance(arc, ArcPolicy)
     assert arc.num_ghosts > 2 * SLICE_SLOTS
     sizes = [arc.num_ghosts]

@@ -15,20 +15,20 @@ Disorder = Callable[[Pool], object]
 
 
 def lose_a_key(pool: Pool) -> None:
-    del pool.index.keys._slot_of[b"A"]
+    del pool.sessions[0].namespace.keys._slot_of[b"A"]
 
 
 def swap_two_keys(pool: Pool) -> None:
-    key_of = pool.index.keys.key_of
+    key_of = pool.index.slot_keys.key_of
     key_of[0], key_of[1] = key_of[1], key_of[0]
 
 
 def lose_an_evictable_slot(pool: Pool) -> None:
-    pool.index.policy.detach([3])
+    pool.sessions[0].namespace.policy.detach([3])
 
 
 def miscount_the_order(pool: Pool) -> None:
-    pool.index.policy.hand_over()._size += 1
+    pool.sessions[0].namespace.policy.hand_over()._size += 1
 
 
 def forget_an_orphan(pool: Pool) -> None:
@@ -48,11 +48,15 @@ def miscount_held_protections(pool: Pool) -> None:
 
 
 def miscount_filling_slots(pool: Pool) -> None:
-    pool.index.pending_stores._num_slots += 1
+    pool.sessions[0].namespace.pending_stores._num_slots += 1
 
 
 def add_a_holder_to_a_free_slot(pool: Pool) -> None:
     pool.index._held._extra[7] = 1
+
+
+def take_a_slot_from_its_namespace(pool: Pool) -> None:
+    pool.index.slot_keys.tag_of[1] = 7
 
 
 def forget_a_lease(pool: Pool) -> None:
@@ -104,6 +108,7 @@ def keep_blocks_above_the_usable_slots(pool: Pool) -> None:
         (miscount_held_protections, "the count of held and protected slots is wrong"),
         (miscount_filling_slots, "the count of filling slots is wrong"),
         (add_a_holder_to_a_free_slot, "a slot has further holders, but no first one"),
+        (take_a_slot_from_its_namespace, "keys by slot and slots by key differ"),
         (forget_a_lease, "the held slots are not those of leases and loads"),
         (put_a_slot_into_two_states, "a slot is in two states"),
         (free_a_used_slot, "used slots are in no state"),

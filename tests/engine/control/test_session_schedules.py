@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstow.config import EngineConfig
-from kvstow.control import snapshots
+from kvstow.control import keymap, snapshots
 from kvstow.control.attachedsession import AttachedSession
-from kvstow.control.leases import Lease
+from kvstow.control.index import Index
+from kvstow.control.keymap import KeyMap
+from kvstow.control.leases import Lease, LeaseBook
 from kvstow.control.ops import Settled
 from kvstow.control.pool import Pool
 from kvstow.control.sharedpool import SharedPool
@@ -31,14 +33,15 @@ EXTENT_SLOTS = 3
 MAX_EXTENTS = 3
 MAX_CLIENTS = 4
 CHAINS = [[bytes([chain, depth]) for depth in range(4)] for chain in range(3)]
+NAMESPACES = ["a", "b"]
 ACTIONS = {  # who: what, as often as it is named
     "engine": ["store"] * 8 + ["look up"] * 6 + ["load"] * 6 + ["look up runs", "release", "refresh"],
     "copy": ["copy"] * 8 + ["copy all"] * 4 + ["copy all of one"] * 3 + ["fail", "gather", "repeat"],
     "life": ["attach"] * 8
     + ["register"] * 4
-    + ["report", "boot", "end", "end and copy", "end and copy later", "process dies"]
+    + ["report", "boot", "reset", "end", "end and copy", "end and copy later", "process dies"]
     + ["speak late", "speak late", "die", "die"],
-    "host": ["pass time", "add extent", "drop extent", "swap extent", "purge", "protect", "unprotect"]
+    "host": ["pass time", "add extent", "drop extent", "swap extent", "purge", "protect", "unprotect", "drop"]
     + ["go on", "populate"] * 2,
 }
 CHOICES = [(who, what) for who, things in ACTIONS.items() for what in things]
@@ -53,6 +56,14 @@ def no_log_lines() -> Iterator[None]:
     logger.setLevel(logging.CRITICAL)
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def runs_of_two() -> Iterator[None]:
+    """Chains are short: compare the keys of neighbouring slots from two keys on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keymap, "_SHORT", 2)
+        yield
 
 
 class Mapped(dict[int, Content]):
@@ -88,9 +99,10 @@ class Engine:
     """An inference engine: its session, and one process per rank. A rank whose process is alive can still copy, also
     after the end of the session."""
 
-    def __init__(self, pool: SharedPool, memory: list[list[dict[int, Content]]]) -> None:
+    def __init__(self, pool: SharedPool, memory: list[list[dict[int, Content]]], namespace: str) -> None:
         self.pool = pool
-        self.session = pool.attach("engine")
+        self.namespace = namespace
+        self.session = pool.attach("engine", namespace)
         self.ranks = [MappingRank(self.session, rank, Mapped(extents)) for rank, extents in enumerate(memory)]
         self.alive = list(range(len(memory)))
         for rank in self.alive:
@@ -103,11 +115,14 @@ class Engine:
 
     def store(self, keys: list[bytes]) -> None:
         blocks = self.fresh_blocks(len(keys))
-        write_blocks(self.ranks, blocks, keys)
+        write_blocks(self.ranks, blocks, self.contents(keys))
         op = self.session.begin_store(keys, blocks).op
         if op:
             self.stores[op.op_id] = op
             self.submit(op, [self.ranks[rank] for rank in self.pool.storing_ranks])
+
+    def contents(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+        return tuple(self.namespace.encode() + key for key in keys)
 
     def load(self, lease: Lease) -> None:
         try:
@@ -115,7 +130,7 @@ class Engine:
         except LeaseError:
             self.session.release_lease(lease)
             return
-        self.loads[op.op_id] = (op, lease.keys, [rank.boot_id for rank in self.ranks])
+        self.loads[op.op_id] = (op, self.contents(lease.keys), [rank.boot_id for rank in self.ranks])
         self.submit(op, self.ranks)
 
     def submit(self, op: Op, ranks: Sequence[FakeRank]) -> None:
@@ -151,13 +166,13 @@ class Engine:
             del self.stores[settled.op_id]
 
     def settle_load(self, settled: Settled) -> None:
-        op, keys, boots = self.loads.pop(settled.op_id)
+        op, contents, boots = self.loads.pop(settled.op_id)
         if settled.mark != "done":
             return
         for rank, boot_id in zip(self.ranks, boots, strict=True):
             if rank.boot_id == boot_id:
                 assert op.op_id not in rank.queue, "a load is done although a rank has not copied it"
-                assert tuple(rank.blocks[block] for block in op.blocks) == keys, "wrong bytes were loaded"
+                assert tuple(rank.blocks[block] for block in op.blocks) == contents, "wrong bytes were loaded"
         if currently_in_test_context():
             event("a load was verified")
 
@@ -248,7 +263,7 @@ class Engines(RuleBasedStateMachine):
     def life(self, what: str, pick: int) -> None:
         if what == "attach":
             if len(self.engines) < MAX_CLIENTS:
-                engine = Engine(self.pool, self.memory)
+                engine = Engine(self.pool, self.memory, NAMESPACES[pick % len(NAMESPACES)])
                 for rank in engine.ranks:
                     rank.pin(min(pick % 5 * 2, self.pool.desired.capacity_slots))
                 self.engines.append(engine)
@@ -265,6 +280,9 @@ class Engines(RuleBasedStateMachine):
         elif what == "report":
             for each in engine.ranks:
                 each.report()
+        elif what == "reset":
+            name = NAMESPACES[pick % len(NAMESPACES)] if pick % 3 else None
+            engine.namespace = engine.session.reset(name)
         elif what == "boot":
             rank.restart(min(pick % 3 * 3, engine.session.desired().capacity_slots), same_process=True)
         else:
@@ -332,6 +350,8 @@ class Engines(RuleBasedStateMachine):
             self.swap_extent(pick)
         elif what == "go on":
             self.go_on(pick)
+        elif what == "drop":
+            self.drop_namespace(pick)
         elif what == "purge":
             pool.admin.purge(keys=chain).run()
         elif what == "protect":
@@ -352,6 +372,13 @@ class Engines(RuleBasedStateMachine):
         if self.sweep:
             (self.sweep.step, self.sweep.run, self.sweep.run, self.sweep.cancel)[pick % 4]()
             self.sweep = None if self.sweep.finished else self.sweep
+
+    def drop_namespace(self, pick: int) -> None:
+        unused = [one.name for one in self.pool.namespaces() if not one.sessions and not one.dropped]
+        if unused:
+            sweep = self.pool.drop_namespace(unused[pick % len(unused)])
+            if pick % 3:
+                sweep.run()
 
     def add_extent(self) -> None:
         """Its memory is not that of an extent which had the same slots before."""
@@ -459,7 +486,24 @@ def extents_change_hands_while_they_are_mapped(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(SharedPool, "_is_let_go", lambda self: True)
 
 
+def namespaces_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    join = Index.join
+    patch.setattr(Index, "join", lambda self, name: join(self, ""))
+
+
+def runs_go_on_in_other_namespaces(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KeyMap, "_length_of_own", lambda self, slot, length: length)
+
+
+def leases_outlive_a_reset(patch: pytest.MonkeyPatch) -> None:
+    """And the host takes what they hold for blocks of the new namespace."""
+    patch.setattr(LeaseBook, "is_broken", lambda self, lease: False)
+
+
 MUTANTS = [
+    namespaces_are_ignored,
+    runs_go_on_in_other_namespaces,
+    leases_outlive_a_reset,
     slots_are_freed_at_the_end_of_the_connection,
     a_clock_frees_leases,
     a_clock_ends_quarantine,
@@ -492,5 +536,5 @@ def test_taking_out_a_safeguard_is_noticed(
 ) -> None:
     mutate(monkeypatch)
     monkeypatch.setattr(Engines, "checks_books", False)  # the bytes alone must tell
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises((AssertionError, KeyError, ValueError)):
         run_schedules(600)

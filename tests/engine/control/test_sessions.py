@@ -2,87 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
+from tests.engine.control.sharedhost import Host
 
-from kvstow.config import EngineConfig
 from kvstow.control import snapshots
-from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.session import KeyRun
-from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import ConflictError, InvalidRequestError, LeaseError
-from kvstow.messages import Op
-from kvstow.testing.fakes import FakeClock
-from kvstow.testing.rank import Content, FakeRank, write_blocks
+from kvstow.testing.rank import FakeRank, write_blocks
 
 A, B, C, D, E = (bytes([letter]) for letter in b"ABCDE")
-
-
-class Client:
-    """An engine with one process per rank; its ranks register `registered` slots (by default all)."""
-
-    def __init__(self, pool: SharedPool, memory: list[dict[int, Content]], registered: int | None = None) -> None:
-        self.session: AttachedSession = pool.attach("engine")
-        self.processes = [(self.session.session_id, rank) for rank in range(pool.config.num_ranks)]
-        for process in self.processes:
-            self.session.map_memory(process)
-        self.ranks = [FakeRank(self.session, rank, slots) for rank, slots in enumerate(memory)]
-        for rank in self.ranks:
-            rank.pin(pool.capacity if registered is None else registered)
-
-    def begin_store(self, keys: Sequence[bytes]) -> Op | None:
-        blocks = range(len(keys))
-        write_blocks(self.ranks, blocks, keys)
-        op = self.session.begin_store(keys, blocks).op
-        for rank in self.ranks:
-            rank.submit(op)
-        return op
-
-    def run(self) -> None:
-        for rank in self.ranks:
-            rank.run_all()
-
-    def store(self, keys: Sequence[bytes]) -> None:
-        self.begin_store(keys)
-        self.run()
-        self.session.take_settled()
-
-    def load(self, keys: Sequence[bytes]) -> list[Content]:
-        lease = self.session.acquire(keys)
-        blocks = range(500, 500 + len(lease.slots))
-        op = self.session.begin_load(lease, blocks)
-        for rank in self.ranks:
-            rank.submit(op)
-        self.run()
-        return [self.ranks[0].blocks.get(block) for block in blocks]
-
-
-class Host:
-    """A shared pool with its memory."""
-
-    def __init__(self, slots: int = 8, ranks: int = 1, *, replicated: bool = False) -> None:
-        self.clock = FakeClock()
-        config = EngineConfig(slot_bytes=64, capacity_slots=slots, num_ranks=ranks)
-        self.pool = SharedPool(config, clock=self.clock, replicated=replicated)
-        self.memory: list[dict[int, Content]] = [{} for _ in range(ranks)]
-        if replicated:
-            self.memory = [self.memory[0]] * ranks
-        self.pool.add_extent(slots)
-        self.pool.set_populated(slots)
-
-    def attach(self, registered: int | None = None) -> Client:
-        return Client(self.pool, self.memory, registered)
-
-    def kill(self, client: Client) -> None:
-        for process in client.processes:
-            self.pool.process_died(process)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        self.pool.check_integrity()
-        slots = snapshots.stats(self.pool).pool.slots
-        return {name: getattr(slots, name) for name in ("free", "filling", "cached", "leased", "quarantined")}
 
 
 @pytest.fixture
