@@ -1,5 +1,5 @@
 """The control plane against vLLM's BlockPool: the same workload, each measurement in a process of its own, the
-subjects by turns."""
+subjects alternating."""
 
 from __future__ import annotations
 

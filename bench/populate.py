@@ -35,7 +35,7 @@ class Beside:
 
 
 def run(repeats: int, say: Callable[[str], None], num_bytes: int = 2 * GIB) -> list[Table]:
-    """The ways by turns; the figures of a way are the medians over its repeats."""
+    """Alternates between the ways; the figures of a way are the medians over its repeats."""
     shortage = MemoryLimits().shortage(num_bytes + GIB)
     if shortage is not None:
         say(f"populate, not run: {shortage.message}")

@@ -120,7 +120,7 @@ def _idle(scheduler: _Scheduler) -> dict[str, float]:
 
 
 def _store(scheduler: _Scheduler) -> dict[str, float]:
-    """A step that plans to store 1,000 blocks of a prompt, and the one that hears of it."""
+    """A step that plans to store 1,000 blocks of a prompt, and the step that learns of its completion."""
     planning, settling, ending = [], [], []
     for _ in range(_REPEATS):
         request = scheduler.request(_LONG)

@@ -2,8 +2,8 @@
 
     python3 -m bench.gpu.submit [--gib 2] [--out DIR]
 
-Host time is what the copy thread spends in calls of the device: those that give it work, and those that only look
-how far it is. Writes `submit.json` and `submit.png`.
+Host time is what the copy thread spends in calls of the device: those that give it work, and those that only
+poll it. Writes `submit.json` and `submit.png`.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _run_batch(plain: PlainCopies, direction: Direction) -> Sequence[float]:
 
 
 def slow_downs(num_bytes: int) -> list[SlowDown]:
-    """All ways by turns, each between two baselines: the GPU's clock drifts with its temperature."""
+    """Alternates between the ways, each between two baselines: the GPU's clock drifts with its temperature."""
     cache = KVCache(_BESIDE, num_bytes)
     with cache.worker() as traffic, cache.pool() as (pool, _):
         plain = PlainCopies(cache, pool)

@@ -16,9 +16,9 @@ from vllm.sampling_params import RequestOutputKind
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sizes in tokens, from and up to. Each of `clients` talks in `beside` conversations by turns, then in others.
+    """Sizes in tokens, from and up to. Each of `clients` takes part in `beside` conversations alternately, then in others.
 
-    Conversations begin with one of `systems` texts. A turn in `one_in_abandoned` is given up soon after it was asked.
+    Conversations begin with one of `systems` texts. A turn in `one_in_abandoned` is aborted soon after it was asked.
     """
 
     clients: int = 32

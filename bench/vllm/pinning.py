@@ -194,7 +194,7 @@ class _Decode:
         self.request(self._load.prompt, 4)
 
     def is_at(self, num_bytes: int) -> bool:
-        """Whether the rank has heard of a resize."""
+        """Whether a resize has reached the rank."""
         pool = _pool()
         missing = abs(pool.status().target_bytes - num_bytes)
         return bool(missing <= pool.slot_bytes)

@@ -6,7 +6,7 @@
 On a GPU vLLM runs in its batch-invariant mode: what a request gets does not depend on what is computed beside it, nor
 on how much of it was cached, so tokens and log-probabilities have to be the same, bit by bit. The GPU's own cache is
 small, and so is the pool: conversations come back from host memory, and blocks are evicted there, too; some requests
-are preempted, some given up. Writes `verify.jsonl`. The exit status is 1 if an answer differs, or if nothing came from
+are preempted, some aborted. Writes `verify.jsonl`. The exit status is 1 if an answer differs, or if nothing came from
 the host, or a loaded block holds other bytes than when it was stored (`bench.vllm.checked`).
 """
 
