@@ -3,8 +3,8 @@
     OUT=/tmp/out python -m bench.gpu.parts [--rounds 5] [--steps 12] [--only NAME ...] [--tiny]
 
 The steps come from the main thread, as in an engine whose worker shares its process. Steps with a part alternate
-with steps without it, a few at a time, because a shared machine changes its speed within seconds. All parts are held to the
-same rate, so their costs compare. `--tiny` tries the program without a GPU. Writes `parts.json`.
+with steps without it, a few at a time, because a shared machine changes its speed within seconds. All parts are held to
+the same rate, so their costs compare. `--tiny` tries the program without a GPU. Writes `parts.json`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sizes in tokens, from and up to. Each of `clients` takes part in `beside` conversations alternately, then in others.
+    """Sizes in tokens, from and up to. Each of `clients` alternates between `beside` conversations, then takes others.
 
     Conversations begin with one of `systems` texts. A turn in `one_in_abandoned` is aborted soon after it was asked.
     """

@@ -188,6 +188,14 @@ def test_no_error_in_the_scheduler_reaches_vllm(
     assert len(failures) == 1
 
 
+def test_after_an_error_in_the_plan_of_a_step_its_loads_still_start() -> None:
+    made, loads, failures = make_scheduler(), object(), list[str]()
+    side = SimpleNamespace(plan_step=raise_memory_error, take_planned=lambda: loads, release_gpu_blocks=lambda: None)
+    made._host.offload = SimpleNamespace(side=side, engine=SimpleNamespace(fail=failures.append))
+    assert made.build_connector_meta(None).plan is loads, "vLLM waits for them"
+    assert len(failures) == 1
+
+
 def test_lazy_stores_of_recurrent_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM hands states over when they are computed, and the free queue says nothing of them."""
     groups = KVGroups((KVGroup(0, 16, 1, is_state=True),), 16)
