@@ -95,7 +95,7 @@ class Administrator:
         """Remove one block. Raises `NotFoundError`, or `ConflictError` if it is leased, protected or being loaded."""
         pool = self._pool
         with pool.lock:
-            slots = pool.index.find_all((key,))
+            slots = pool.index.namespaces.find_all((key,))
             if not slots:
                 raise NotFoundError(f"there is no block with key {format_key(key)}")
             for slot in slots:
@@ -112,7 +112,7 @@ class Administrator:
             some = keys[start : start + pool.slice_slots]
             with pool.lock:
                 key_of = pool.index.slot_keys.key_of
-                found = {key_of[slot] for slot in pool.index.find_all(some)}
+                found = {key_of[slot] for slot in pool.index.namespaces.find_all(some)}
             present += [key in found for key in some]
         with pool.lock:
             refusal = pool.load_refusal(pool.clock())
@@ -244,7 +244,7 @@ class Administrator:
         changed = 0
         for start in range(0, len(unique), pool.slice_slots):
             with pool.lock:
-                changed += change(pool.index.find_all(unique[start : start + pool.slice_slots]))
+                changed += change(pool.index.namespaces.find_all(unique[start : start + pool.slice_slots]))
         return ProtectionResult(changed, max(0, len(unique) - changed))
 
     # -- memory ---------------------------------------------------------------------------------------------

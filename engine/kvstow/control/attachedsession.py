@@ -71,7 +71,7 @@ class AttachedSession(Session):
             else:
                 self._held.append(entry.held)
         self.leases = LeaseBook()
-        self.pool.index.leave(self.namespace)
+        self.pool.index.namespaces.leave(self.namespace)
         held = sum(map(len, self._held))
         self.pool.log(
             *(INFO, "%s%s; %d leased slots and %d half-written ones wait for the end of %d processes", self.label),
@@ -109,8 +109,10 @@ class AttachedSession(Session):
         with pool.lock:
             if self.is_lost:
                 raise ConflictError(f"{self.label}the session has ended; attach again")
-            joined = pool.index.join(pool.fresh_name(self.namespace.name) if namespace is None else namespace)
-            pool.index.leave(self.namespace)
+            joined = pool.index.namespaces.join(
+                pool.fresh_name(self.namespace.name) if namespace is None else namespace
+            )
+            pool.index.namespaces.leave(self.namespace)
             self.namespace = joined
             self.leases.break_all()
             return joined.name

@@ -18,17 +18,16 @@ from typing import Literal
 
 from kvstow.control.arc import ArcPolicy
 from kvstow.control.keymap import SlotKeys
-from kvstow.control.namespaces import Namespace
+from kvstow.control.namespaces import Namespace, Namespaces
 from kvstow.control.policy import EvictionPolicy, LruPolicy
 from kvstow.control.protections import Protections
 from kvstow.control.recency import Links, RecencyList
 from kvstow.control.refcounts import RefCounts
 from kvstow.control.slottimes import SlotTimes
-from kvstow.errors import ConfigError, ConflictError
+from kvstow.errors import ConfigError
 
 _SHARE = 16
 """Blocks that are evicted from one namespace before the next one is chosen."""
-_MAX_NAMESPACES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +48,7 @@ class Index:
         self._links = Links()
         self.slot_keys = SlotKeys()
         self.policy_name = policy
-        self._by_name: dict[str, Namespace] = {}
-        self._by_tag: dict[int, Namespace] = {}
-        """All namespaces, including dropped ones that still have blocks."""
-        self._unused: dict[int, Namespace] = {}
-        """Those without sessions, in the order in which they are evicted."""
-        self._only: Namespace | None = None
-        """The namespace, if there is exactly one."""
+        self.namespaces = Namespaces(self.slot_keys, self._make_empty_policy)
         self._held = RefCounts()
         self._orphans: set[int] = set()
         self._protections = Protections()
@@ -64,118 +57,21 @@ class Index:
         self.times = SlotTimes()
         self._num_slots = 0
 
-    # -- namespaces -----------------------------------------------------------------------------------------
-
-    def join(self, name: str) -> Namespace:
-        """The namespace with this name, for one more session. Raises `ConflictError` if there are too many."""
-        for unused in list(self._unused.values()):
-            self.forget_if_empty(unused)
-        namespace = self._by_name.get(name)
-        if namespace is None:
-            namespace = self._add_namespace(name)
-        namespace.num_sessions += 1
-        self._unused.pop(namespace.tag, None)
-        return namespace
-
-    def leave(self, namespace: Namespace) -> None:
-        """A session does not use it any more."""
-        namespace.num_sessions -= 1
-        if not namespace.num_sessions:
-            self._unused[namespace.tag] = namespace
-            self.forget_if_empty(namespace)
-
-    def drop(self, name: str) -> Namespace | None:
-        """Let no session find the blocks of this namespace; returns None if there is none. Stores in flight do not
-        become visible. Its blocks are the first to be evicted, or removed by the caller. O(slots being written).
-        Raises `ConflictError` if it has sessions."""
-        namespace = self._by_name.get(name)
-        if namespace is None:
-            return None
-        if namespace.num_sessions:
-            raise ConflictError(f"namespace {name!r} is used by {namespace.num_sessions} sessions; detach them first")
-        del self._by_name[name]
-        namespace.is_dropped = True
-        namespace.pending_stores.disown_from(0)
-        del self._unused[namespace.tag]
-        self._unused = {namespace.tag: namespace, **self._unused}
-        self.forget_if_empty(namespace)
-        return namespace
-
-    def namespaces(self) -> list[Namespace]:
-        """All namespaces, including dropped ones that still have blocks."""
-        return list(self._by_tag.values())
-
-    def _add_namespace(self, name: str) -> Namespace:
-        tag = next((tag for tag in range(_MAX_NAMESPACES) if tag not in self._by_tag), None)
-        if tag is None:
-            raise ConflictError(f"the pool has {_MAX_NAMESPACES} namespaces, as many as it can have")
-        policy = self._make_policy(self.policy_name, RecencyList(self._links))
-        policy.set_capacity(self._num_slots)
-        namespace = self._by_name[name] = self._by_tag[tag] = Namespace(name, tag, self.slot_keys, policy)
-        self.slot_keys.has_namespaces |= len(self._by_tag) > 1 or tag > 0
-        self._only = namespace if len(self._by_tag) == 1 else None
-        return namespace
-
-    def forget_if_empty(self, namespace: Namespace) -> None:
-        """Forget a namespace that has no sessions and no slots."""
-        if namespace.num_sessions or not namespace.is_empty or self._by_tag.get(namespace.tag) is not namespace:
-            return
-        del self._by_tag[namespace.tag], self._unused[namespace.tag]
-        if not namespace.is_dropped:
-            del self._by_name[namespace.name]
-        self._only = next(iter(self._by_tag.values())) if len(self._by_tag) == 1 else None
-
-    def _policy_of(self, slots: Sequence[int]) -> EvictionPolicy:
-        """The policy of slots of one namespace."""
-        return (self._only or self._by_tag[self.slot_keys.tag_of[slots[0]]]).policy
-
-    def _by_namespace(self, slots: list[int]) -> Iterable[tuple[Namespace, list[int]]]:
-        """The slots, which hold visible blocks, by namespace."""
-        if self._only:
-            return ((self._only, slots),)
-        groups: dict[int, list[int]] = {}
-        for slot in slots:
-            groups.setdefault(self.slot_keys.tag_of[slot], []).append(slot)
-        return [(self._by_tag[tag], some) for tag, some in groups.items()]
-
-    def slots_of_namespace(self, namespace: Namespace, low: int, high: int) -> list[int]:
-        """Its slots from `low` to below `high`."""
-        if self._by_tag.get(namespace.tag) is not namespace:
-            return []
-        tag_of = self.slot_keys.tag_of
-        return [slot for slot, _ in self.slot_keys.between(low, high) if tag_of[slot] == namespace.tag]
-
-    def find_all(self, keys: Iterable[bytes]) -> list[int]:
-        """The slots of these keys in all namespaces."""
-        keys = list(keys)
-        found = (namespace.keys.slots_of(keys) for namespace in self._by_tag.values())
-        return [slot for slots in found for slot in slots if slot is not None]
-
-    def keys_being_stored(self) -> list[bytes]:
-        """O(slots being written)."""
-        return [key for namespace in self._by_tag.values() for key in namespace.pending_stores]
-
-    def disown(self, keys: Iterable[bytes]) -> None:
-        """Keep these keys from becoming visible, as far as they are being stored, in all namespaces."""
-        keys = list(keys)
-        for namespace in self._by_tag.values():
-            namespace.pending_stores.disown(keys)
-
     # -- counts ---------------------------------------------------------------------------------------------
 
     @property
     def num_cached(self) -> int:
-        if self._only:
-            return len(self._only.policy)
-        return sum([len(namespace.policy) for namespace in self._by_tag.values()])
+        if self.namespaces.only:
+            return len(self.namespaces.only.policy)
+        return sum([len(namespace.policy) for namespace in self.namespaces])
 
     @property
     def num_filling(self) -> int:
-        return sum([len(namespace.pending_stores) for namespace in self._by_tag.values()])
+        return sum([len(namespace.pending_stores) for namespace in self.namespaces])
 
     @property
     def num_visible(self) -> int:
-        return sum([len(namespace.keys) for namespace in self._by_tag.values()])
+        return sum([len(namespace.keys) for namespace in self.namespaces])
 
     @property
     def num_leased(self) -> int:
@@ -211,7 +107,7 @@ class Index:
         unprotected = self._protections.unprotected(slots)
         self._held_and_protected += len(slots) - len(unprotected)
         if unprotected:
-            self._policy_of(unprotected).detach(unprotected)
+            self.namespaces.policy_of(unprotected).detach(unprotected)
 
     def unhold(self, slots: list[int]) -> list[int]:
         """End a hold. Returns the slots that this frees, because their keys were removed meanwhile."""
@@ -224,7 +120,7 @@ class Index:
         unprotected = self._protections.unprotected(slots)
         self._held_and_protected -= len(slots) - len(unprotected)
         if unprotected:
-            self._policy_of(unprotected).attach(unprotected)
+            self.namespaces.policy_of(unprotected).attach(unprotected)
         return freed
 
     def use(self, runs: Sequence[Sequence[int]], now: float) -> None:
@@ -232,7 +128,7 @@ class Index:
         self.times.mark_used(runs, now)
         slots = self._evictable(runs)
         if slots:
-            self._policy_of(slots).use(slots)
+            self.namespaces.policy_of(slots).use(slots)
 
     def refresh(self, runs: Sequence[Sequence[int]], now: float) -> None:
         """Mark these visible slots of one namespace as just used. Held and protected ones return to the policy as just
@@ -240,7 +136,7 @@ class Index:
         self.times.mark_used(runs, now)
         slots = self._evictable(runs)
         if slots:
-            self._policy_of(slots).refresh(slots)
+            self.namespaces.policy_of(slots).refresh(slots)
 
     def _evictable(self, runs: Sequence[Sequence[int]]) -> list[int]:
         """The slots among these that the policy has, without repeats."""
@@ -267,7 +163,7 @@ class Index:
     def lose_contents(self, low: int, now: float) -> None:
         """The contents of the slots from `low` on are lost. Stores in flight to them do not become visible; the caller
         removes visible blocks."""
-        for namespace in self._by_tag.values():
+        for namespace in self.namespaces:
             namespace.pending_stores.disown_from(low)
         if low == 0:
             self.times.mark_lost(now)
@@ -287,9 +183,9 @@ class Index:
         """Remove up to `num_slots` evictable blocks; frees their slots. Namespaces without sessions go first, dropped
         ones before others, then the one that was left first. Within one, in the policy's order; among those with
         sessions, the blocks that were used longest ago, 16 at a time."""
-        if self._only:
-            slots = self._only.policy.evict(num_slots)
-            return Removal(tuple(self._only.keys.take(slots)), slots)
+        if self.namespaces.only:
+            slots = self.namespaces.only.policy.evict(num_slots)
+            return Removal(tuple(self.namespaces.only.keys.take(slots)), slots)
         keys: list[bytes] = []
         freed: list[int] = []
         while len(freed) < num_slots and (namespace := self._next_to_evict()):
@@ -297,21 +193,21 @@ class Index:
             slots = namespace.policy.evict(min(missing, _SHARE) if namespace.num_sessions else missing)
             keys += namespace.keys.take(slots)
             freed += slots
-            self.forget_if_empty(namespace)
+            self.namespaces.forget_if_empty(namespace)
         return Removal(tuple(keys), freed)
 
     def _next_to_evict(self) -> Namespace | None:
         """The namespace whose block is evicted next."""
-        for namespace in self._unused.values():
+        for namespace in self.namespaces.unused():
             if len(namespace.policy):
                 return namespace
-        found = (namespace for namespace in self._by_tag.values() if len(namespace.policy))
+        found = (namespace for namespace in self.namespaces if len(namespace.policy))
         return min(found, key=lambda one: self.times.used_at(next(iter(one.policy))), default=None)
 
     def evict_below(self, slot: int, num_slots: int, budget: int) -> Removal:
         """Remove up to `num_slots` of the next `budget` evictable blocks: those in the slots below `slot`."""
-        used = (namespace for namespace in self._by_tag.values() if namespace.num_sessions)
-        order = chain.from_iterable(namespace.policy for namespace in chain(self._unused.values(), used))
+        used = (namespace for namespace in self.namespaces if namespace.num_sessions)
+        order = chain.from_iterable(namespace.policy for namespace in chain(self.namespaces.unused(), used))
         found = [one for one in islice(order, budget) if one < slot][:num_slots]
         return self.remove(found)
 
@@ -330,9 +226,9 @@ class Index:
                 freed.append(slot)
                 if not protected:
                     cached.append(slot)
-        for namespace, some in self._by_namespace(cached):
+        for namespace, some in self.namespaces.grouped(cached):
             namespace.policy.detach(some)
-        keys = [key for namespace, some in self._by_namespace(visible) for key in namespace.keys.take(some)]
+        keys = [key for namespace, some in self.namespaces.grouped(visible) for key in namespace.keys.take(some)]
         return Removal(tuple(keys), freed)
 
     # -- protections ----------------------------------------------------------------------------------------
@@ -342,7 +238,7 @@ class Index:
         unprotected = self._protections.unprotected(slots)
         unheld = self._held.free_of(unprotected)
         self._held_and_protected += len(unprotected) - len(unheld)
-        for namespace, some in self._by_namespace(unheld):
+        for namespace, some in self.namespaces.grouped(unheld):
             namespace.policy.detach(some)
         for slot in slots:
             self._protections.add(slot, end)
@@ -365,7 +261,7 @@ class Index:
             self._protections.discard(slot)
         unheld = self._held.free_of(slots)
         self._held_and_protected -= len(slots) - len(unheld)
-        for namespace, some in self._by_namespace(unheld):
+        for namespace, some in self.namespaces.grouped(unheld):
             namespace.policy.attach(some)
         return len(slots)
 
@@ -390,7 +286,7 @@ class Index:
             return []
         self.policy_name = name
         replaced: list[EvictionPolicy] = []
-        for namespace in self._by_tag.values():
+        for namespace in self.namespaces:
             replaced.append(namespace.policy)
             namespace.policy = self._make_policy(name, namespace.policy.hand_over())
             namespace.policy.set_capacity(self._num_slots)
@@ -402,8 +298,13 @@ class Index:
         self._links.grow(num_slots)
         self.slot_keys.grow(num_slots)
         self.times.grow(num_slots)
-        for namespace in self._by_tag.values():
+        for namespace in self.namespaces:
             namespace.policy.set_capacity(num_slots)
+
+    def _make_empty_policy(self) -> EvictionPolicy:
+        policy = self._make_policy(self.policy_name, RecencyList(self._links))
+        policy.set_capacity(self._num_slots)
+        return policy
 
     def _make_policy(self, name: str, order: RecencyList) -> EvictionPolicy:
         if name == "lru":
@@ -422,16 +323,16 @@ class Index:
 
     def visible_slots(self) -> set[int]:
         """O(pool): for integrity checks."""
-        return set().union(*(namespace.keys.slots() for namespace in self._by_tag.values()))
+        return set().union(*(namespace.keys.slots() for namespace in self.namespaces))
 
     def _cached(self) -> list[int]:
-        return [slot for namespace in self._by_tag.values() for slot in namespace.policy]
+        return [slot for namespace in self.namespaces for slot in namespace.policy]
 
     def slots_in_use(self) -> dict[str, set[int]]:
         """The used slots by state; held and protected ones count as protected. O(pool): for integrity checks."""
         protected = self._protections.slots()
         return {
-            "filling": set().union(*(namespace.pending_stores.slots() for namespace in self._by_tag.values())),
+            "filling": set().union(*(namespace.pending_stores.slots() for namespace in self.namespaces)),
             "cached": set(self._cached()),
             "leased": self._held.slots() - protected,
             "protected": protected,
@@ -440,7 +341,7 @@ class Index:
 
     def defects(self) -> list[str]:
         """Inconsistencies within the index. O(pool): for integrity checks."""
-        found = [defect for namespace in self._by_tag.values() for defect in namespace.keys.defects()]
+        found = [defect for namespace in self.namespaces for defect in namespace.keys.defects()]
         visible = self.visible_slots()
         if visible != {slot for slot, key in enumerate(self.slot_keys.key_of) if key is not None}:
             found.append("a visible slot is of no namespace")
@@ -456,7 +357,7 @@ class Index:
             found.append("a protected slot is not visible")
         if self._held_and_protected != len(held & protected):
             found.append("the count of held and protected slots is wrong")
-        if not all(namespace.pending_stores.is_consistent() for namespace in self._by_tag.values()):
+        if not all(namespace.pending_stores.is_consistent() for namespace in self.namespaces):
             found.append("the count of filling slots is wrong")
         if not self._held.is_consistent():
             found.append("a slot has further holders, but no first one")

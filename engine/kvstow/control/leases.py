@@ -64,6 +64,10 @@ class LeaseBook:
         self.num_slots -= len(lease.slots)
         return True
 
+    def is_consistent(self) -> bool:
+        """Whether the count of slots is right. For integrity checks."""
+        return self.num_slots == sum(len(lease.slots) for lease in self)
+
     def end_excess(self) -> list[Lease]:
         """End the oldest leases until the others hold at most `max_slots`; returns the ended ones."""
         ended: list[Lease] = []

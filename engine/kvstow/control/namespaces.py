@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstow.control.keymap import KeyMap, SlotKeys
 from kvstow.control.pendingstores import PendingStores
 from kvstow.control.policy import EvictionPolicy
+from kvstow.errors import ConflictError
+
+_MAX_NAMESPACES = 1 << 16
 
 
 class Namespace:
@@ -34,3 +37,116 @@ class Namespace:
     @property
     def is_empty(self) -> bool:
         return not self.keys and not self.pending_stores
+
+
+class Namespaces:
+    """The namespaces of a pool, including dropped ones that still have blocks. Not locked.
+
+    `only`: the namespace, if there is exactly one.
+    """
+
+    def __init__(self, slot_keys: SlotKeys, make_policy: Callable[[], EvictionPolicy]) -> None:
+        self._slot_keys = slot_keys
+        self._make_policy = make_policy
+        self._by_name: dict[str, Namespace] = {}
+        self._by_tag: dict[int, Namespace] = {}
+        self._unused: dict[int, Namespace] = {}
+        """Those without sessions, in the order in which they are evicted."""
+        self.only: Namespace | None = None
+
+    def __iter__(self) -> Iterator[Namespace]:
+        return iter(self._by_tag.values())
+
+    def unused(self) -> Iterable[Namespace]:
+        """Those without sessions, in the order in which they are evicted."""
+        return self._unused.values()
+
+    def join(self, name: str) -> Namespace:
+        """The namespace with this name, for one more session. Raises `ConflictError` if there are too many."""
+        for unused in list(self._unused.values()):
+            self.forget_if_empty(unused)
+        namespace = self._by_name.get(name)
+        if namespace is None:
+            namespace = self._add(name)
+        namespace.num_sessions += 1
+        self._unused.pop(namespace.tag, None)
+        return namespace
+
+    def leave(self, namespace: Namespace) -> None:
+        """A session does not use it any more."""
+        namespace.num_sessions -= 1
+        if not namespace.num_sessions:
+            self._unused[namespace.tag] = namespace
+            self.forget_if_empty(namespace)
+
+    def drop(self, name: str) -> Namespace | None:
+        """Let no session find the blocks of this namespace; returns None if there is none. Stores in flight do not
+        become visible. Its blocks are the first to be evicted, or removed by the caller. O(slots being written).
+        Raises `ConflictError` if it has sessions."""
+        namespace = self._by_name.get(name)
+        if namespace is None:
+            return None
+        if namespace.num_sessions:
+            raise ConflictError(f"namespace {name!r} is used by {namespace.num_sessions} sessions; detach them first")
+        del self._by_name[name]
+        namespace.is_dropped = True
+        namespace.pending_stores.disown_from(0)
+        del self._unused[namespace.tag]
+        self._unused = {namespace.tag: namespace, **self._unused}
+        self.forget_if_empty(namespace)
+        return namespace
+
+    def _add(self, name: str) -> Namespace:
+        tag = next((tag for tag in range(_MAX_NAMESPACES) if tag not in self._by_tag), None)
+        if tag is None:
+            raise ConflictError(f"the pool has {_MAX_NAMESPACES} namespaces, as many as it can have")
+        namespace = Namespace(name, tag, self._slot_keys, self._make_policy())
+        self._by_name[name] = self._by_tag[tag] = namespace
+        self._slot_keys.has_namespaces |= len(self._by_tag) > 1 or tag > 0
+        self.only = namespace if len(self._by_tag) == 1 else None
+        return namespace
+
+    def forget_if_empty(self, namespace: Namespace) -> None:
+        """Forget a namespace that has no sessions and no slots."""
+        if namespace.num_sessions or not namespace.is_empty or self._by_tag.get(namespace.tag) is not namespace:
+            return
+        del self._by_tag[namespace.tag], self._unused[namespace.tag]
+        if not namespace.is_dropped:
+            del self._by_name[namespace.name]
+        self.only = next(iter(self._by_tag.values())) if len(self._by_tag) == 1 else None
+
+    def policy_of(self, slots: Sequence[int]) -> EvictionPolicy:
+        """The policy of slots of one namespace."""
+        return (self.only or self._by_tag[self._slot_keys.tag_of[slots[0]]]).policy
+
+    def grouped(self, slots: list[int]) -> Iterable[tuple[Namespace, list[int]]]:
+        """The slots, which hold visible blocks, by namespace."""
+        if self.only:
+            return ((self.only, slots),)
+        groups: dict[int, list[int]] = {}
+        for slot in slots:
+            groups.setdefault(self._slot_keys.tag_of[slot], []).append(slot)
+        return [(self._by_tag[tag], some) for tag, some in groups.items()]
+
+    def slots_of(self, namespace: Namespace, low: int, high: int) -> list[int]:
+        """Its slots from `low` to below `high`."""
+        if self._by_tag.get(namespace.tag) is not namespace:
+            return []
+        tag_of = self._slot_keys.tag_of
+        return [slot for slot, _ in self._slot_keys.between(low, high) if tag_of[slot] == namespace.tag]
+
+    def find_all(self, keys: Iterable[bytes]) -> list[int]:
+        """The slots of these keys in all namespaces."""
+        keys = list(keys)
+        found = (namespace.keys.slots_of(keys) for namespace in self._by_tag.values())
+        return [slot for slots in found for slot in slots if slot is not None]
+
+    def keys_being_stored(self) -> list[bytes]:
+        """O(slots being written)."""
+        return [key for namespace in self._by_tag.values() for key in namespace.pending_stores]
+
+    def disown(self, keys: Iterable[bytes]) -> None:
+        """Keep these keys from becoming visible, as far as they are being stored, in all namespaces."""
+        keys = list(keys)
+        for namespace in self._by_tag.values():
+            namespace.pending_stores.disown(keys)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, takewhile
-from typing import NamedTuple
+from itertools import chain
 
 from kvstow.control.acceptance import SessionAcceptance
+from kvstow.control.keyruns import KeyRun, first_present, key_runs, runs_below
 from kvstow.control.leases import Lease, LeaseBook
 from kvstow.control.ops import OpsInFlight, Settled
 from kvstow.control.placement import StoreGrant, place_store, store_room
@@ -16,14 +16,6 @@ from kvstow.control.pool import Pool
 from kvstow.control.ranks import RankTable
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
-
-
-class KeyRun(NamedTuple):
-    """Neighbours among the keys of a lookup, all of which are present: the number of the first one, and how many."""
-
-    first: int
-    length: int
-
 
 _NOTHING = Lease(0, (), ())
 """The lease of a miss; it holds nothing."""
@@ -44,7 +36,7 @@ class Session:
 
     def __init__(self, pool: Pool, namespace: str = "") -> None:
         self.pool = pool
-        self.namespace = pool.index.join(namespace)
+        self.namespace = pool.index.namespaces.join(namespace)
         self.ranks = RankTable(pool.config, pool.desired)
         self.leases = LeaseBook()
         self.ops = OpsInFlight(self)
@@ -84,7 +76,7 @@ class Session:
         with pool.lock:
             if self.acceptance.load_refusal(pool.clock()):
                 return []
-            return _key_runs(self._slots_of(keys))
+            return key_runs(self._slots_of(keys))
 
     def acquire(self, keys: Sequence[bytes], *, count: bool = True) -> Lease:
         """Look up the leading keys that are present and keep them from eviction, in one step. The lease may be empty;
@@ -119,7 +111,7 @@ class Session:
             slots = [slot for slot in found if slot is not None]
             if len(slots) > self.leases.max_slots:
                 slots = slots[: int(self.leases.max_slots)]
-                found = _first_present(found, len(slots))
+                found = first_present(found, len(slots))
             lease = _NOTHING
             if slots:
                 pool.ages.sample_found(slots, now)
@@ -128,7 +120,7 @@ class Session:
             if count:
                 counters.count_lookup(len(keys), len(slots), refusal)
             counters.lookups.seconds.observe(time.perf_counter() - begun)
-        return lease, _key_runs(found)
+        return lease, key_runs(found)
 
     def count_lookup(self, queried: int, hits: int) -> None:
         """Count one lookup of `queried` blocks with `hits` hits."""
@@ -161,7 +153,7 @@ class Session:
 
     def _leading_runs(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
         runs = self.namespace.keys.leading_runs(keys)
-        return runs if self.watermark is None else _runs_below(runs, self.watermark)
+        return runs if self.watermark is None else runs_below(runs, self.watermark)
 
     def _slots_of(self, keys: Sequence[bytes]) -> list[int | None]:
         slots = self.namespace.keys.slots_of(keys)
@@ -354,37 +346,3 @@ class Session:
             self.pool.counters.faults.errors["host"] += 1
             self.host_error = self.host_error or reason
             self.refresh_acceptance()
-
-
-def _runs_below(runs: list[Sequence[int]], watermark: int) -> list[Sequence[int]]:
-    """The runs up to the first slot at or above the watermark."""
-    below: list[Sequence[int]] = []
-    for run in runs:
-        highest = run[-1] if isinstance(run, range) else max(run)
-        part = run if highest < watermark else list(takewhile(lambda slot: slot < watermark, run))
-        if part:
-            below.append(part)
-        if len(part) < len(run):
-            break
-    return below
-
-
-def _first_present(slots: list[int | None], count: int) -> list[int | None]:
-    """The slots with only the first `count` that are not None."""
-    kept = list[int | None]()
-    for slot in slots:
-        count -= slot is not None
-        kept.append(slot if count >= 0 else None)
-    return kept
-
-
-def _key_runs(slots: Sequence[int | None]) -> list[KeyRun]:
-    present = bytes(slot is not None for slot in slots)
-    runs: list[KeyRun] = []
-    start = present.find(1)
-    while start >= 0:
-        end = present.find(0, start)
-        end = len(present) if end < 0 else end
-        runs.append(KeyRun(start, end - start))
-        start = present.find(1, end)
-    return runs

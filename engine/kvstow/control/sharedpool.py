@@ -71,14 +71,14 @@ class SharedPool(Pool):
         with self.lock:
             return [
                 NamespaceStatus(one.name, one.num_sessions, len(one.keys), one.is_dropped)
-                for one in self.index.namespaces()
+                for one in self.index.namespaces
             ]
 
     def drop_namespace(self, name: str) -> Sweep:
         """Remove all blocks of a namespace. From now on no session finds them; the sweep frees their slots. Raises
         `NotFoundError`, or `ConflictError` if it has sessions."""
         with self.lock:
-            namespace = self.index.drop(name)
+            namespace = self.index.namespaces.drop(name)
         if namespace is None:
             raise NotFoundError(f"there is no namespace {name!r}")
         return sweeps.drop_namespace(self, namespace)

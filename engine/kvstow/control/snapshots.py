@@ -53,7 +53,7 @@ def transfers(pool: Pool, limit: int) -> list[TransferStatus]:
 
 def block(pool: Pool, key: bytes) -> BlockStatus | None:
     with pool.lock:
-        slots = pool.index.find_all((key,))
+        slots = pool.index.namespaces.find_all((key,))
         return _block(pool, slots[0], key, pool.clock()) if slots else None
 
 
@@ -105,6 +105,11 @@ def defects(pool: Pool) -> list[str]:
     holders = Counter(slot for session in pool.sessions for slots in session.held_slots() for slot in set(slots))
     if holders != pool.index.holders():
         found.append("the held slots are not those of leases and loads")
+    if not all(session.leases.is_consistent() for session in pool.sessions):
+        found.append("the count of leased slots is wrong")
+    users = Counter(session.namespace for session in pool.sessions if not session.is_lost)
+    if any(namespace.num_sessions != users[namespace] for namespace in pool.index.namespaces):
+        found.append("the count of a namespace's sessions is wrong")
     return found
 
 

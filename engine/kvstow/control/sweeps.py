@@ -126,11 +126,11 @@ def purge_matching(pool: Pool, matches: Callable[[bytes], bool], dry_run: bool) 
     def work(sweep: Sweep) -> Iterator[None]:
         if not dry_run:
             with pool.lock:
-                filling = index.keys_being_stored()
+                filling = index.namespaces.keys_being_stored()
             for start in range(0, len(filling), pool.slice_slots):  # the scan finds keys that become visible meanwhile
                 matching = [key for key in filling[start : start + pool.slice_slots] if matches(key)]
                 with pool.lock:
-                    index.disown(matching)
+                    index.namespaces.disown(matching)
                 yield
         yield from _scan(sweep, pool, "purge", dry_run, wanted)
 
@@ -145,9 +145,9 @@ def purge_keys(pool: Pool, keys: Sequence[bytes], dry_run: bool) -> Sweep:
         while sweep.done < len(wanted):
             some = wanted[sweep.done : sweep.done + pool.slice_slots]
             with pool.lock:
-                found = pool.index.find_all(some)
+                found = pool.index.namespaces.find_all(some)
                 if not dry_run:
-                    pool.index.disown(some)
+                    pool.index.namespaces.disown(some)
                     pool.remove_blocks(found, "purge")
             sweep.evicted_slots += len(found)
             sweep.done += len(some)
@@ -161,11 +161,11 @@ def drop_namespace(pool: Pool, namespace: Namespace) -> Sweep:
     index = pool.index
 
     def wanted(low: int, high: int) -> list[int]:
-        return index.slots_of_namespace(namespace, low, high)
+        return index.namespaces.slots_of(namespace, low, high)
 
     def work(sweep: Sweep) -> Iterator[None]:
         yield from _scan(sweep, pool, "purge", False, wanted)
         with pool.lock:
-            index.forget_if_empty(namespace)
+            index.namespaces.forget_if_empty(namespace)
 
     return Sweep("purge", index.slot_keys.num_slots, pool.config.slot_bytes, work)

@@ -59,6 +59,14 @@ def take_a_slot_from_its_namespace(pool: Pool) -> None:
     pool.index.slot_keys.tag_of[1] = 7
 
 
+def miscount_leased_slots(pool: Pool) -> None:
+    pool.sessions[0].leases.num_slots += 1
+
+
+def miscount_sessions(pool: Pool) -> None:
+    pool.sessions[0].namespace.num_sessions += 1
+
+
 def forget_a_lease(pool: Pool) -> None:
     pool.sessions[0].leases._open.popitem()
 
@@ -109,6 +117,8 @@ def keep_blocks_above_the_usable_slots(pool: Pool) -> None:
         (miscount_filling_slots, "the count of filling slots is wrong"),
         (add_a_holder_to_a_free_slot, "a slot has further holders, but no first one"),
         (take_a_slot_from_its_namespace, "keys by slot and slots by key differ"),
+        (miscount_leased_slots, "the count of leased slots is wrong"),
+        (miscount_sessions, "the count of a namespace's sessions is wrong"),
         (forget_a_lease, "the held slots are not those of leases and loads"),
         (put_a_slot_into_two_states, "a slot is in two states"),
         (free_a_used_slot, "used slots are in no state"),

@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvstow.config import EngineConfig
 from kvstow.control import keymap, snapshots
 from kvstow.control.attachedsession import AttachedSession
-from kvstow.control.index import Index
 from kvstow.control.keymap import KeyMap
 from kvstow.control.leases import Lease, LeaseBook
+from kvstow.control.namespaces import Namespaces
 from kvstow.control.ops import Settled
 from kvstow.control.pool import Pool
 from kvstow.control.sharedpool import SharedPool
@@ -487,8 +487,8 @@ def extents_change_hands_while_they_are_mapped(patch: pytest.MonkeyPatch) -> Non
 
 
 def namespaces_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    join = Index.join
-    patch.setattr(Index, "join", lambda self, name: join(self, ""))
+    join = Namespaces.join
+    patch.setattr(Namespaces, "join", lambda self, name: join(self, ""))
 
 
 def runs_go_on_in_other_namespaces(patch: pytest.MonkeyPatch) -> None:

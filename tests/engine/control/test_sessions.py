@@ -6,7 +6,7 @@ import pytest
 from tests.engine.control.sharedhost import Host
 
 from kvstow.control import snapshots
-from kvstow.control.session import KeyRun
+from kvstow.control.keyruns import KeyRun
 from kvstow.errors import ConflictError, InvalidRequestError, LeaseError
 from kvstow.testing.rank import FakeRank, write_blocks
 
