@@ -148,21 +148,24 @@ class AttachedSession(Session):
     # -- status ---------------------------------------------------------------------------------------------
 
     def status(self) -> SessionStatus:
-        pool = self.pool
-        with pool.lock:
-            return SessionStatus(
-                session_id=self.session_id,
-                engine=self.engine,
-                namespace=self.namespace.name,
-                state=self._state(),
-                in_flight=len(self.ops),
-                leases=len(self.leases),
-                leased_slots=sum(map(len, self.held_slots())),
-                registered_slots=self.ranks.usable_slots(),
-                quarantined_slots=len(self.quarantined_slots),
-                processes=len(self.processes),
-                ranks=self.ranks.statuses(pool.clock()),
-            )
+        with self.pool.lock:
+            return self.snapshot()
+
+    def snapshot(self) -> SessionStatus:
+        """`status`, with the lock held."""
+        return SessionStatus(
+            session_id=self.session_id,
+            engine=self.engine,
+            namespace=self.namespace.name,
+            state=self._state(),
+            in_flight=len(self.ops),
+            leases=len(self.leases),
+            leased_slots=sum(map(len, self.held_slots())),
+            registered_slots=self.ranks.usable_slots(),
+            quarantined_slots=len(self.quarantined_slots),
+            processes=len(self.processes),
+            ranks=self.ranks.statuses(self.pool.clock()),
+        )
 
     def _state(self) -> SessionState:
         if self.is_lost:

@@ -44,12 +44,14 @@ class SlotKeys:
 class KeyMap:
     """The visible keys of one namespace, and their slots. Not locked; each call is O(keys or slots given)."""
 
-    __slots__ = ("_slot_keys", "_slot_of", "_tag")
+    __slots__ = ("_own_tags", "_slot_keys", "_slot_of", "_tag")
 
     def __init__(self, slot_keys: SlotKeys, tag: int) -> None:
         self._slot_keys = slot_keys
         self._tag = tag
         self._slot_of: dict[bytes, int] = {}
+        self._own_tags = b""
+        """The bytes of `tag_of` for a run of slots of this namespace, as long as the longest run that was compared."""
 
     def __len__(self) -> int:
         """Visible keys."""
@@ -100,7 +102,10 @@ class KeyMap:
         """How many of the slots from `slot` on, the first of which is of this namespace, are: equal keys of another one
         may follow."""
         tags = self._slot_keys.tag_of[slot : slot + length]
-        if tags == array("H", (self._tag,)) * length:
+        found = tags.tobytes()  # bytes are compared ten times as fast as arrays
+        if len(found) > len(self._own_tags):
+            self._own_tags = array("H", (self._tag,)).tobytes() * length
+        if self._own_tags.startswith(found):
             return length
         return next(at for at, tag in enumerate(tags) if tag != self._tag)
 

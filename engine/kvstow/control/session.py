@@ -161,6 +161,14 @@ class Session:
             return slots
         return [slot if slot is not None and slot < self.watermark else None for slot in slots]
 
+    def find_lease(self, lease_id: int) -> Lease:
+        """The lease of this session with this id. Raises `LeaseError` if it has ended."""
+        with self.pool.lock:
+            lease = self.leases.get(lease_id)
+        if lease is None:
+            raise LeaseError(f"lease {lease_id} was released or used up")
+        return lease
+
     def release_lease(self, lease: Lease) -> None:
         """End a lease. Idempotent, also after a load has used it."""
         pool = self.pool

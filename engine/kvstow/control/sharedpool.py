@@ -15,7 +15,7 @@ from kvstow.control.pool import Pool
 from kvstow.control.sweeps import SLICE_SLOTS, Sweep
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState
-from kvstow.status import NamespaceStatus
+from kvstow.status import NamespaceStatus, SessionStatus
 
 
 class SharedPool(Pool):
@@ -52,6 +52,19 @@ class SharedPool(Pool):
         with self.lock:
             self._last_session_id += 1
             return AttachedSession(self, self._last_session_id, engine, namespace)
+
+    def find_session(self, session_id: int) -> AttachedSession:
+        """Raises `NotFoundError` for a session that has ended and left nothing."""
+        with self.lock:
+            for session in self.attached():
+                if session.session_id == session_id:
+                    return session
+        raise NotFoundError(f"there is no session {session_id}")
+
+    def session_statuses(self) -> list[SessionStatus]:
+        """All sessions, oldest first, including lost ones."""
+        with self.lock:
+            return [session.snapshot() for session in self.attached()]
 
     def process_died(self, process: Hashable) -> None:
         """A process has ended, or has said that all its copies have: it can neither read nor write the memory any more.
@@ -120,7 +133,10 @@ class SharedPool(Pool):
     def drop_extents(self, count: int = 1) -> Sweep:
         """Remove the last extents: first their blocks, then, when nothing uses their slots, the extents themselves.
         Their memory may go to others once `is_let_go`. Raises `ConflictError` as `Administrator.resize` does."""
-        return self.admin.resize(sum(self._extents[: len(self._extents) - count]))
+        extents = self.extents
+        if not 1 <= count <= len(extents):
+            raise InvalidRequestError(f"count is {count}; allowed: 1 to {len(extents)}, the extents of the pool")
+        return self.admin.resize(sum(extents[:-count]))
 
     @property
     def is_let_go(self) -> bool:

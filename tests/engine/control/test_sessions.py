@@ -7,7 +7,7 @@ from tests.engine.control.sharedhost import Host
 
 from kvstow.control import snapshots
 from kvstow.control.keyruns import KeyRun
-from kvstow.errors import ConflictError, InvalidRequestError, LeaseError
+from kvstow.errors import ConflictError, InvalidRequestError, LeaseError, NotFoundError
 from kvstow.testing.rank import FakeRank, write_blocks
 
 A, B, C, D, E = (bytes([letter]) for letter in b"ABCDE")
@@ -61,6 +61,29 @@ def test_leases_of_other_sessions_are_foreign(host: Host) -> None:
         second.session.begin_load(lease, [0])
     second.session.release_lease(lease)
     assert snapshots.stats(host.pool).pool.leases == 2
+
+
+def test_a_lease_is_found_by_its_id_in_its_own_session(host: Host) -> None:
+    client, other = host.attach(), host.attach()
+    client.store([A])
+    lease = client.session.acquire([A])
+    assert client.session.find_lease(lease.lease_id) is lease
+    with pytest.raises(LeaseError, match="lease 1 was released or used up"):
+        other.session.find_lease(lease.lease_id)
+
+
+def test_sessions_are_found_until_nothing_of_them_is_left(host: Host) -> None:
+    first, second = host.attach(), host.attach()
+    first.begin_store([A])
+    first.session.lose("closed")
+    assert [(one.session_id, one.state, one.processes) for one in host.pool.session_statuses()] == [
+        (1, "lost", 1),
+        (2, "attached", 1),
+    ]
+    assert host.pool.find_session(2) is second.session
+    host.kill(first)
+    with pytest.raises(NotFoundError, match="there is no session 1"):
+        host.pool.find_session(1)
 
 
 def test_a_key_that_two_sessions_store_at_once_is_stored_once(host: Host) -> None:
@@ -322,6 +345,12 @@ def test_an_extent_is_let_go_when_every_rank_has_unmapped_it_or_is_dead(host: Ho
     host.kill(lost)
     assert host.pool.is_let_go
     host.pool.add_extent(4)
+
+
+def test_only_extents_that_there_are_can_be_dropped(host: Host) -> None:
+    for count in (0, 2):
+        with pytest.raises(InvalidRequestError, match=f"count is {count}; allowed: 1 to 1"):
+            host.pool.drop_extents(count)
 
 
 def test_a_pool_is_resized_by_whole_extents(host: Host) -> None:
