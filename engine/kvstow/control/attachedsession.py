@@ -31,6 +31,7 @@ class AttachedSession(Session):
     """
 
     pool: SharedPool
+    owns_memory = False
 
     def __init__(self, pool: SharedPool, session_id: int, engine: str, namespace: str) -> None:
         super().__init__(pool, namespace)

@@ -124,10 +124,14 @@ class OpsInFlight:
         elif rank not in (entry.reading if completion.mark == "source_free" else entry.pending):
             faults.duplicate_completions += 1
         else:
-            if completion.mark == "failed" and entry.op.direction == "load":
-                # At the first failure: the request must not find these keys again and load in a circle.
-                self._pool.remove_blocks(entry.op.slots, "load_failed")
+            if completion.mark == "failed":
+                self._remove_unloadable(entry)
             self._accept(entry, rank, completion)
+
+    def _remove_unloadable(self, entry: OpenOp) -> None:
+        """At the first failure of a load: the request must not find its keys again and load in a circle."""
+        if entry.op.direction == "load":
+            self._pool.remove_blocks(entry.op.slots, "load_failed")
 
     def _accept(self, entry: OpenOp, rank: int, completion: Completion) -> None:
         was_reading = bool(entry.reading)
@@ -153,7 +157,10 @@ class OpsInFlight:
         if entry.error:
             pool.counters.transfers.of(op.direction).error += 1
             pool.counters.faults.errors[f"{op.direction}_failed"] += 1
-            pool.log(WARNING, "%s %d of %d blocks failed: %s", op.direction, op.op_id, len(op.blocks), entry.error)
+            pool.log(
+                *(WARNING, "%s%s %d of %d blocks failed: %s", self._session.label),
+                *(op.direction, op.op_id, len(op.blocks), entry.error),
+            )
         else:
             num_bytes = len(op.blocks) * pool.config.slot_bytes
             pool.counters.transfers.of(op.direction).count_success(
@@ -207,8 +214,12 @@ class OpsInFlight:
     def fail_rank(self, rank: int) -> None:
         """Fail the ops of a rank that has restarted. O(open ops)."""
         pending = [(op_id, entry) for op_id, entry in self._open.items() if rank in entry.pending]
-        self._pool.log(WARNING, "rank %d has restarted: %d transfers fail", rank, len(pending))
+        session = self._session
+        loss = "its memory is lost, " if session.owns_memory else ""
+        self._pool.log(WARNING, "%srank %d has restarted: %s%d transfers fail", session.label, rank, loss, len(pending))
         for op_id, entry in pending:
+            if session.owns_memory:
+                self._remove_unloadable(entry)
             self._accept(entry, rank, Completion(op_id, "failed", f"rank {rank} has restarted"))
 
     def dissolve(self) -> list[OpenOp]:
@@ -243,8 +254,8 @@ class OpsInFlight:
         reason = self.stuck_reason(entry, now)
         pool.log(
             ERROR,
-            "%s %d is stuck after %g s: %s; loads and stores stop until it ends",
-            *(op.direction, op.op_id, pool.config.transfer_timeout, reason),
+            "%s%s %d is stuck after %g s: %s; loads and stores stop until it ends",
+            *(self._session.label, op.direction, op.op_id, pool.config.transfer_timeout, reason),
         )
         if op.direction == "store":
             entry.abandoned = True

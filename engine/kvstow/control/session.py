@@ -34,6 +34,9 @@ class Session:
     Keys and blocks are in prefix order, root first. Times are in seconds of the pool's clock.
     """
 
+    owns_memory = True
+    """The pool's memory is that of the session's ranks, and is lost with them."""
+
     def __init__(self, pool: Pool, namespace: str = "") -> None:
         self.pool = pool
         self.namespace = pool.index.namespaces.join(namespace)
