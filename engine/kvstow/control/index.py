@@ -173,6 +173,10 @@ class Index:
         namespace.pending_stores.finish(keys, slots)
         self._quarantined.update(slots)
 
+    def keep_in_quarantine(self, slots: Iterable[int]) -> None:
+        """Some process may still write these used slots, which belong to no store."""
+        self._quarantined.update(slots)
+
     def end_quarantine(self, slots: Iterable[int]) -> None:
         """No rank can write these slots any more. The caller frees them."""
         self._quarantined.difference_update(slots)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from operator import itemgetter
 
 from kvstow.config import EngineConfig
 from kvstow.control import sweeps
@@ -101,6 +102,42 @@ class SharedPool(Pool):
         self._last_epoch += 1
         return f"{name.partition('@')[0]}@{self.desired.engine_id}-{self._last_epoch}"
 
+    # -- an earlier life ------------------------------------------------------------------------------------
+
+    def restore(self, namespace: str, blocks: Mapping[bytes, int]) -> None:
+        """Make blocks visible that an earlier service has left in the memory: keys and slots, in the order in which
+        they were stored. O(slice) with the lock held at a time. Raises `InvalidRequestError` for a slot that is not
+        free, or a key that is visible."""
+        with self.lock:
+            restored = self.index.namespaces.join(namespace)
+        try:
+            items = list(blocks.items())
+            for start in range(0, len(items), self.slice_slots):
+                keys, slots = zip(*sorted(items[start : start + self.slice_slots], key=itemgetter(1)), strict=True)
+                with self.lock:
+                    if any(slot is not None for slot in restored.keys.slots_of(keys)):
+                        raise InvalidRequestError(f"a restored key of namespace {namespace!r} is visible already")
+                    self.slots.take(slots)
+                    restored.pending_stores.start(keys, slots)
+                    self.index.publish(restored, keys, slots, self.clock())
+        finally:
+            with self.lock:
+                self.index.namespaces.leave(restored)
+
+    def restore_lost(self, engine: str, slots: Sequence[int], processes: Iterable[Hashable]) -> AttachedSession:
+        """A lost session of an earlier service, whose processes may still write these slots. They are kept until all
+        processes have died. Raises `InvalidRequestError` for a slot that is not free."""
+        with self.lock:
+            self.slots.take(slots)
+            self._last_session_id += 1
+            session = AttachedSession(self, self._last_session_id, engine, "")
+            session.processes.update(processes)
+            session.quarantined_slots += slots
+            self.index.keep_in_quarantine(slots)
+            session.end("the service has restarted")
+        self.write_log()
+        return session
+
     # -- memory ---------------------------------------------------------------------------------------------
 
     @property
@@ -112,6 +149,8 @@ class SharedPool(Pool):
         """The pool has so many slots more, above the others. They are used once they are populated. Raises
         `ConflictError` while it is resized, or while a process may still use extents that were removed, whose slot
         numbers these would be."""
+        if num_slots < 1:
+            raise InvalidRequestError(f"an extent of {num_slots} slots; allowed: 1 or more")
         with self.lock:
             if not self._is_let_go():
                 raise ConflictError("some engines still use memory that was taken from the pool")
@@ -123,9 +162,9 @@ class SharedPool(Pool):
             self.apply_limit()
 
     def set_populated(self, num_slots: int) -> None:
-        """The slots below `num_slots` are populated on every rank."""
+        """The slots below `num_slots` are populated on every rank. A smaller number than before changes nothing."""
         with self.lock:
-            self._populated = num_slots
+            self._populated = max(self._populated, num_slots)
             self.apply_limit()
             for session in self.sessions:
                 session.adapt_to_pool()

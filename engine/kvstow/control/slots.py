@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from kvstow.errors import InvalidRequestError
 
 _ABSENT, _FREE, _USED = 0, 1, 2
 _RETIRE = bytes.maketrans(bytes([_FREE]), bytes([_ABSENT]))
@@ -48,6 +50,18 @@ class SlotMap:
         self._cursor = at
         self.free -= count
         return slots
+
+    def take(self, slots: Sequence[int]) -> None:
+        """Mark these free slots as used. Raises `InvalidRequestError`, and changes nothing, if one is not free."""
+        states = self._states
+        if len(set(slots)) < len(slots):
+            raise InvalidRequestError("a slot is named twice")
+        for slot in slots:
+            if not 0 <= slot < self.limit or states[slot] != _FREE:
+                raise InvalidRequestError(f"slot {slot} is not free; allowed: free slots below {self.limit}")
+        for slot in slots:
+            states[slot] = _USED
+        self.free -= len(slots)
 
     def _allocate_below(self, count: int, below: int) -> list[int]:
         states = self._states
