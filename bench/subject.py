@@ -127,8 +127,8 @@ def _store_prefix(subject: Subject, hashes: list[bytes]) -> list[float]:
 
 
 def _lookups(subject: Subject, hashes: Hashes, chains: Sequence[int], suffix: str) -> dict[str, float]:
-    """Each time another chain, out of many: its part of the index is in no cache of the CPU. The same again, with
-    the key objects made anew, is `_warm`."""
+    """Each time another chain, out of many: its part of the index is in no cache of the CPU. The same again,
+    with new key objects, is `_warm`."""
     choose = random.Random(1)
     times: dict[str, list[float]] = {name: [] for name in ("lookup", "lookup_warm", "use", "use_warm", "keys")}
     for _ in range(_LOOKUPS):

@@ -62,7 +62,8 @@ class Measurement(Generic[R]):
 
 
 def die_with_the_program() -> None:
-    """On SIGTERM, which `timeout` sends, the measurement under way ends as well, lest it disturb the next one."""
+    """On SIGTERM, which `timeout` sends, the measurement under way ends as well, so that it cannot disturb the next
+    one."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

@@ -115,7 +115,7 @@ class IndexJournal:
 
     @property
     def content(self) -> Mapping[str, Any]:
-        """The pool's identity and layout, its namespaces: whatever the caller has written last."""
+        """What the caller last wrote here: the pool's identity, layout and namespaces."""
         return self._content
 
     @property
@@ -176,7 +176,7 @@ class IndexJournal:
         self._store(rows, _COMMIT, commits)
 
     def clear(self, slots: Sequence[int]) -> None:
-        """The slots are empty, and nobody writes to them."""
+        """The slots are empty, and nothing writes to them."""
         rows = self._rows(slots)
         self._erase(rows)
         self._store(rows, _STATE, np.uint64(0))

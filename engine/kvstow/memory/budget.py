@@ -259,7 +259,7 @@ class MemoryBudget:
         shares = self.fair_shares()
         self._give_rows(steps, shares, whole=True)
         while self._recall_for(steps, shares):
-            self._take_back(steps)  # of rows that nobody has mapped
+            self._take_back(steps)  # of rows that no client has mapped
             self._close_surplus(steps)
             self._give_rows(steps, shares, whole=True)
         if not self._book.recalled_bytes:

@@ -90,10 +90,10 @@ class ExtentBook:
         return min(self._numa_nodes, key=lambda node: by_node[node])
 
     def record_mapping(self, client: str, number: int) -> None:
-        """Raises `ConflictError` if nobody may map it."""
+        """Raises `ConflictError` if it may not be mapped."""
         extent = self.find(number)
         if extent.is_spare or extent.recalled:
-            raise ConflictError(f"extent {number} is not in use, or was recalled: nobody may map it")
+            raise ConflictError(f"extent {number} is not in use, or was recalled: it may not be mapped")
         extent.maps[client] += 1
 
     def record_unmapping(self, client: str, number: int) -> None:

@@ -75,7 +75,7 @@ class PoolLayout:
 
 
 def fair_shares(total: int, demands: Mapping[str, int]) -> dict[str, int]:
-    """Max-min fair: nobody gets more than it asks for, and what one leaves is divided among the others."""
+    """Max-min fair: no pool gets more than it asks for, and what one leaves is divided among the others."""
     shares: dict[str, int] = {}
     left = total
     for count, (name, demand) in enumerate(sorted(demands.items(), key=lambda item: item[1])):

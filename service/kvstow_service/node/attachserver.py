@@ -30,7 +30,7 @@ from kvstow_service.switchinterval import short_switch_interval
 logger = logging.getLogger("kvstow.attach")
 
 SWITCH_SECONDS = 0.0001
-"""Beside a thread that is always busy, a look-up took 0.5 ms at the median and 1 ms at p99, instead of 10 ms."""
+"""Beside a thread that is always busy, a lookup took 0.5 ms at the median and 1 ms at p99, instead of 10 ms."""
 
 _LONGEST_WAIT_SECONDS = 60.0
 

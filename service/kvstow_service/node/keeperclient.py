@@ -46,7 +46,7 @@ class KeeperListing(NamedTuple):
 class KeeperClient:
     """A connection by which a service puts descriptors, and has them back after a restart. Use `connect` or `start`.
 
-    Each call raises `KeeperError` if the keeper refuses it or is gone; then the service starts one anew and puts
+    Each call raises `KeeperError` if the keeper refuses it or is gone; the service then starts another and puts
     everything again. Thread-safe. The keeper has duplicates: the caller keeps, uses and closes its own descriptors.
     """
 
@@ -94,7 +94,7 @@ class KeeperClient:
 
     @classmethod
     def look(cls, folder: Path, *, timeout: float = 5.0) -> KeeperListing:
-        """What a keeper holds, whoever its service is. Raises `KeeperError` if there is none."""
+        """What a keeper holds, for any service. Raises `KeeperError` if there is no keeper."""
         client = cls(folder, timeout)
         try:
             return client.list_held()
@@ -158,7 +158,7 @@ class KeeperClient:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Idempotent. The keeper goes on, and takes this for the death of its service."""
+        """Idempotent. The keeper continues, and treats this as the death of its service."""
         self._socket.close()
 
     @staticmethod

@@ -24,7 +24,7 @@ from kvstow.messages import DesiredState, RankReport
 
 
 class SessionGrant(NamedTuple):
-    """What a new session is told: see `Welcome`."""
+    """What a new session receives: see `Welcome`."""
 
     engine_id: str
     pool: str
@@ -50,7 +50,7 @@ class SessionHost(Protocol):
     one engine incarnation and is named by its id, which is never reused. Of each session, in this order: `open_session`
     first; then calls, of this session only; `session_lost` once; `session_over` once, after which nothing mentions it.
 
-    A call may raise a `KvstowError`: the engine gets its code and message, and the session goes on. Ops, leases and
+    A call may raise a `KvstowError`: the engine gets its code and message, and the session continues. Ops, leases and
     extents of a call may be invented: the host refuses those that are not the session's.
     """
 

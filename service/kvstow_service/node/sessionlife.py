@@ -129,7 +129,7 @@ class SessionLife:
     # -- ending ---------------------------------------------------------------------------------------------
 
     def lose(self, session: Session, reason: str, *, expected: bool = False) -> None:
-        """A connection of the session has ended. Idempotent. `expected`: somebody has asked for it."""
+        """A connection of the session has ended. Idempotent. `expected`: the client or an operator asked for it."""
         if session.state != "attached":
             return
         session.state = "lost"
@@ -172,7 +172,7 @@ class SessionLife:
         return self._trusted[0][0] if self._trusted else None
 
     def close(self) -> None:
-        """Stop watching; the host is told nothing."""
+        """Stop watching, without a call of the host."""
         for session in self.table:
             for member in session.members:
                 self._forget(member)

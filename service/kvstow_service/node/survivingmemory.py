@@ -61,7 +61,7 @@ class SurvivingMemory:
             self._restart()
 
     def leave(self) -> None:
-        """The keeper goes on for `keep_timeout`; for `--keep-on-stop`."""
+        """The keeper keeps the memory for `keep_timeout`: for `--keep-on-stop`."""
         self._finish(KeeperClient.leave)
 
     def end(self) -> None:

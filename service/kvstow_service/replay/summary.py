@@ -19,7 +19,7 @@ def summary_rows(result: ReplayResult) -> list[Row]:
     rows = [
         ("requests", f"{result.requests:,} in {result.seconds:.1f} s"),
         ("pool", f"{result.slots:,} slots on {result.ranks} rank{'s' if result.ranks > 1 else ''}, {result.policy}"),
-        ("hit rate", f"{result.block_hit_rate:.2%} ({result.hit_blocks:,} of {result.blocks:,} blocks)"),
+        ("hit ratio", f"{result.block_hit_rate:.2%} ({result.hit_blocks:,} of {result.blocks:,} blocks)"),
         ("loaded", _moved(result.loaded_blocks, result.loaded_bytes, result.load_gbps)),
         ("stored", _moved(result.stored_blocks, result.stored_bytes, result.store_gbps)),
         ("evicted", f"{result.evicted_blocks:,} blocks"),

@@ -47,7 +47,7 @@ def test_the_summary_has_the_main_numbers(trace: str) -> None:
     outcome = invoke(trace, "--slot-size", "1KiB", "--pool-slots", "100", "--concurrency", "3")
     assert outcome.exit_code == 0
     names = [line[:16].strip() for line in outcome.stdout.splitlines()]
-    assert names[:5] == ["requests", "pool", "hit rate", "loaded", "stored"]
+    assert names[:5] == ["requests", "pool", "hit ratio", "loaded", "stored"]
     assert names[5:] == ["evicted", "dropped stores", "failed", "verified", "mismatches"]
 
 
