@@ -386,7 +386,9 @@ def test_a_malformed_body_ends_a_response_in_progress(served: Served, caplog: py
     assert caplog.records == []
 
 
-def test_more_connections_than_allowed_leave_room_for_probes(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_more_connections_than_allowed_leave_room_for_probes(
+    served: Served, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with ExitStack() as stack:
         clients = [stack.enter_context(served.connect()) for _ in range(300)]
         for client in clients[::2]:
@@ -397,6 +399,7 @@ def test_more_connections_than_allowed_leave_room_for_probes(served: Served, cap
         for _ in range(20):
             assert served.get().is_success
             assert served.open <= 8
+    eventually(lambda: caplog.records, "the line of a thread that writes the log")
     assert len([record for record in caplog.records if "connections" in record.message]) == 1
 
 
@@ -538,7 +541,7 @@ def test_the_server_recovers_when_descriptors_are_free_again(
     ]
 
 
-def test_the_event_loop_reports_once_a_minute(serving: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_event_loop_reports_once_a_minute(serving: Any, eventually: Any, caplog: pytest.LogCaptureFixture) -> None:
     failed = 0
 
     def broken(self: AdminProtocol, data: bytes) -> None:
@@ -554,5 +557,6 @@ def test_the_event_loop_reports_once_a_minute(serving: Any, caplog: pytest.LogCa
                 client.sendall(_GET)
                 assert read_to_end(client) == b""
     assert failed == 5
+    eventually(lambda: caplog.records, "the line of a thread that writes the log")
     assert len(caplog.records) == 1
     assert len(server.connections) == 0
