@@ -119,7 +119,7 @@ EDITS = {
         "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
         "self._counter_cls = metric_types",
         "self._counter = metric_types",
-        "KVConnectorPromMetrics has no _counter_cls, which KVStowPromMetrics (metrics.py) reads",
+        "KVConnectorPromMetrics has no _counter_cls, which KVStowPromMetrics (metricsexport.py) reads",
     ),
     "a method of the block pool": Edit(
         "vllm.v1.core.block_pool",
