@@ -268,7 +268,7 @@ class MemoryBudget:
         return steps
 
     def _recall_lost(self, steps: list[Step]) -> None:
-        """Rows of removed pools, and rows of which a restart has lost a part."""
+        """Recall the rows of removed pools, and rows that lost an extent in a restart."""
         for name, pool in self._pools.items():
             for number, row in pool.rows.items():
                 if not row.recalled and (pool.removed or not all(row.extents)):

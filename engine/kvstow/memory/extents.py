@@ -1,6 +1,6 @@
-"""Extents: the pieces of shared memory of which a node's pools are made.
+"""Extents: the blocks of shared memory that make up a node's pools.
 
-All calls that take long go through ctypes, which lets go of the interpreter lock while the kernel works.
+All long calls go through ctypes, which releases the GIL while the kernel works.
 """
 
 from __future__ import annotations

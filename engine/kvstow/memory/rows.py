@@ -55,7 +55,7 @@ class PoolLayout:
         ]
 
     def slots_within(self, num_bytes: int) -> int:
-        """The most slots, up to a whole row's, of which a row takes at most so many bytes."""
+        """How many slots of a row fit into `num_bytes`; a whole row's at most."""
         if num_bytes >= self.row_bytes:
             return self.row_slots
         low, high = 0, self.row_slots - 1

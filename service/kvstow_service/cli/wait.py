@@ -50,8 +50,8 @@ class _Status(NamedTuple):
 def wait(connection: Connection, condition: Condition, timeout: float) -> None:
     """Wait until the server is ready, pinned or drained.
 
-    The server need not be running yet. Shows what it waits for, on a terminal with the progress of each rank. Exit
-    code 3 on timeout.
+    The server does not have to be running yet. Prints what it is waiting for; on a terminal, also the progress of
+    each rank. Exits with code 3 on timeout.
     """
     ends = time.monotonic() + timeout
     with connection.client() as client, _display() as show:

@@ -170,7 +170,7 @@ class Crash(BaseException):
 
 
 class Dying(IndexJournal):
-    """Dies in one of its writes, of which some words have arrived, in any order, and one checksum in part."""
+    """Dies during a write: an arbitrary subset of the words has reached memory, and one checksum is torn."""
 
     writes_left = -1
     chance = random.Random(0)

@@ -18,6 +18,19 @@ MakeEngine = Callable[..., OffloadEngine]
 
 A, B = b"A", b"B"
 
+PINNED = RankReport(
+    rank=0,
+    boot_id="boot",
+    state="ready",
+    slot_bytes=64,
+    pinned_slots=4,
+    target_slots=4,
+    pinned_bytes=256,
+    target_bytes=256,
+    sender="process",
+    number=1,
+)
+
 
 def test_the_slowest_rank_decides_how_many_slots_are_usable(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=8, ranks=2)
@@ -395,18 +408,7 @@ def test_desired_states_of_another_engine_do_not_count_as_applied(make_engine: M
 
 def test_reports_of_another_pool_are_refused(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    good = RankReport(
-        rank=0,
-        boot_id="boot",
-        state="ready",
-        slot_bytes=64,
-        pinned_slots=4,
-        target_slots=4,
-        pinned_bytes=256,
-        target_bytes=256,
-        sender="process",
-        number=1,
-    )
+    good = PINNED
     with pytest.raises(NotFoundError, match="rank is 1; allowed: 0 to 0"):
         engine.report(replace(good, rank=1))
     with pytest.raises(InvalidRequestError, match="slot_bytes 32; allowed: 64"):
@@ -425,18 +427,7 @@ def test_each_rank_has_slots_of_its_own_size(make_engine: MakeEngine) -> None:
     assert [rank.pinned_bytes for rank in engine.readiness().ranks] == [4 * 64, 4 * 32]
     store_keys(engine, ranks, [A, B])
     assert engine.stats().transfers.store.bytes == 2 * 64, "of the rank with the largest slots"
-    wrong = RankReport(
-        rank=1,
-        boot_id="boot",
-        state="ready",
-        slot_bytes=64,
-        pinned_slots=4,
-        target_slots=4,
-        pinned_bytes=256,
-        target_bytes=256,
-        sender="process",
-        number=1,
-    )
+    wrong = replace(PINNED, rank=1)
     with pytest.raises(InvalidRequestError, match="rank 1 reports slot_bytes 64; allowed: 32, as this rank's pool"):
         engine.report(wrong)
 

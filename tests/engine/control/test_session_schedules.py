@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import currently_in_test_context, event, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.engine.control.verifiedloads import VerifyingHost
 
 from kvstow.config import EngineConfig
 from kvstow.control import keymap, snapshots
@@ -95,7 +96,7 @@ class MappingRank(FakeRank):
         self.slots.keep(num_slots)
 
 
-class Engine:
+class Engine(VerifyingHost):
     """An inference engine: its session, and one process per rank. A rank whose process is alive can still copy, also
     after the end of the session."""
 
@@ -151,34 +152,8 @@ class Engine:
         self.ranks[rank].queue.clear()
         self.pool.process_died((self.session.session_id, rank))
 
-    def settle(self) -> None:
-        for settled in self.session.take_settled():
-            if settled.direction == "store":
-                self.settle_store(settled)
-            else:
-                self.settle_load(settled)
-
-    def settle_store(self, settled: Settled) -> None:
-        """The engine reuses the blocks from now on."""
-        for rank in self.ranks:
-            rank.blocks.update(dict.fromkeys(settled.blocks, b"overwritten"))
-        if settled.mark != "source_free":
-            del self.stores[settled.op_id]
-
-    def settle_load(self, settled: Settled) -> None:
-        op, contents, boots = self.loads.pop(settled.op_id)
-        if settled.mark != "done":
-            return
-        for rank, boot_id in zip(self.ranks, boots, strict=True):
-            if rank.boot_id == boot_id:
-                assert op.op_id not in rank.queue, "a load is done although a rank has not copied it"
-                assert tuple(rank.blocks[block] for block in op.blocks) == contents, "wrong bytes were loaded"
-        if currently_in_test_context():
-            event("a load was verified")
-
-    def fresh_blocks(self, count: int) -> list[int]:
-        self.next_block += count
-        return list(range(self.next_block - count, self.next_block))
+    def take_settled(self) -> list[Settled]:
+        return self.session.take_settled()
 
 
 class Engines(RuleBasedStateMachine):

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import currently_in_test_context, event, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.engine.control.mutants import first_rank_decides, visible_at_submission
+from tests.engine.control.verifiedloads import VerifyingHost
 
 from kvstow.config import EngineConfig
 from kvstow.control.acceptance import PoolAcceptance
@@ -69,7 +70,7 @@ def no_log_lines() -> Iterator[None]:
     logger.setLevel(level)
 
 
-class Traffic(RuleBasedStateMachine):
+class Traffic(VerifyingHost, RuleBasedStateMachine):
     """A host with a few request chains, its ranks, and an operator."""
 
     engine: OffloadEngine
@@ -87,7 +88,7 @@ class Traffic(RuleBasedStateMachine):
         self.engine = OffloadEngine(config, clock=self.clock, slice_slots=slice_slots)
         self.ranks = make_ranks(self.engine)
         self.leases: list[Lease] = []
-        self.loads: dict[int, tuple[Op, Lease, list[str]]] = {}
+        self.loads = {}
         self.stores: dict[int, Op] = {}
         self.said: list[tuple[int, str, int, Mark]] = []
         self.sweep: Sweep | None = None
@@ -135,7 +136,7 @@ class Traffic(RuleBasedStateMachine):
         except LeaseError:
             self.engine.release_lease(lease)
             return
-        self.loads[op.op_id] = (op, lease, [rank.boot_id for rank in self.ranks])
+        self.loads[op.op_id] = (op, lease.keys, [rank.boot_id for rank in self.ranks])
         self.submit(op)
 
     def copy(self, what: str, pick: int) -> None:
@@ -318,39 +319,13 @@ class Traffic(RuleBasedStateMachine):
 
     # -- parts ----------------------------------------------------------------------------------------------
 
-    def fresh_blocks(self, count: int) -> list[int]:
-        self.next_block += count
-        return list(range(self.next_block - count, self.next_block))
-
     def submit(self, op: Op) -> None:
         for rank in self.ranks:
             assert op.op_id not in rank.queue, "an op id was reused while a rank still works on the op"
             rank.submit(op)
 
-    def settle(self) -> None:
-        for settled in self.engine.take_settled():
-            if settled.direction == "store":
-                self.settle_store(settled)
-            else:
-                self.settle_load(settled)
-
-    def settle_store(self, settled: Settled) -> None:
-        """The host reuses the blocks from now on."""
-        for rank in self.ranks:
-            rank.blocks.update(dict.fromkeys(settled.blocks, b"overwritten"))
-        if settled.mark != "source_free":
-            del self.stores[settled.op_id]
-
-    def settle_load(self, settled: Settled) -> None:
-        op, lease, boots = self.loads.pop(settled.op_id)
-        if settled.mark != "done":
-            return
-        for rank, boot_id in zip(self.ranks, boots, strict=True):
-            if rank.boot_id == boot_id:
-                assert op.op_id not in rank.queue, "a load is done although a rank has not copied it"
-                assert tuple(rank.blocks[block] for block in op.blocks) == lease.keys, "wrong bytes were loaded"
-        if currently_in_test_context():
-            event("a load was verified")
+    def take_settled(self) -> list[Settled]:
+        return self.engine.take_settled()
 
 
 TestTraffic = Traffic.TestCase
