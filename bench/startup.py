@@ -25,7 +25,7 @@ _BAR_SECONDS = 1.0
 _ROOT = Path(__file__).parents[1]
 
 _SERVER_IMPORTS = "import kvstow_service.cli, kvstow_service.standalone"
-_RANK_IMPORTS = f"{_SERVER_IMPORTS}, kvstow_service.ranks"
+_RANK_IMPORTS = f"{_SERVER_IMPORTS}, kvstow_service.replay.ranks"
 
 
 def run(pools: Sequence[str], repeats: int, say: Callable[[str], None]) -> list[Table]:

@@ -15,10 +15,10 @@ from kvstow.errors import KvstowError
 from kvstow.messageorder import ReportSequence
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.agent import AdminAddress, RankAgent, ReportingRank
-from kvstow_service.place import ON_CPU, Place
+from kvstow_service.replay.place import ON_CPU, Place
 
 if TYPE_CHECKING:
-    from kvstow_service.ranks import LocalRank
+    from kvstow_service.replay.ranks import LocalRank
 
 logger = logging.getLogger("kvstow.fleet")
 
@@ -83,7 +83,7 @@ class Fleet:
 
     def _build_or_explain(self, rank: int) -> ReportingRank:
         try:
-            from kvstow_service.ranks import build_rank  # torch: only here, behind an answering server
+            from kvstow_service.replay.ranks import build_rank  # torch: only here, behind an answering server
 
             local = build_rank(rank, self._pool, self._kv_blocks, self._place)
         except Exception as error:  # reported and logged: the service goes on without this rank

@@ -21,7 +21,8 @@ from kvstow.memory.pace import CHUNK_BYTES
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.environment import CLIENT_VARIABLES, ENV_PREFIX, is_service_link
 from kvstow_service.logformat import LogFormat, LogLevel
-from kvstow_service.place import Place
+from kvstow_service.replay.place import Place
+from kvstow_service.replay.shapes import SHAPES, DeviceName
 from kvstow_service.settingtypes import (
     Checks,
     Count,
@@ -36,7 +37,6 @@ from kvstow_service.settingtypes import (
     Shape,
     Size,
 )
-from kvstow_service.shapes import SHAPES, DeviceName
 from kvstow_service.tls import TlsFiles
 
 

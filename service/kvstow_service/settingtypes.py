@@ -13,7 +13,7 @@ from kvstow.config import POLICIES
 from kvstow.errors import ConfigError
 from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, parse_host_names
 from kvstow_service.duration import parse_duration
-from kvstow_service.shapes import SHAPES
+from kvstow_service.replay.shapes import SHAPES
 
 
 def _size(value: object) -> int:

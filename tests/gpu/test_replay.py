@@ -7,12 +7,12 @@ from threading import Event
 import pytest
 
 from kvstow.config import EngineConfig
-from kvstow_service.place import Place
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.generate import TraceShape, generate_trace
 from kvstow_service.replay.pace import ReplayOptions
+from kvstow_service.replay.place import Place
 from kvstow_service.replay.session import local_session
-from kvstow_service.shapes import SHAPES
+from kvstow_service.replay.shapes import SHAPES
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -16,9 +16,9 @@ from kvstow.errors import PinError
 from kvstow.messages import Op, StepPlan
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost
-from kvstow_service import ranks as ranks_module
 from kvstow_service.agent import AdminAddress, RankAgent
 from kvstow_service.fleet import Fleet, UnbuiltRank
+from kvstow_service.replay import ranks as ranks_module
 
 SLOT = 16 << 10
 SLOTS = 32

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstow_service.place import Place
+from kvstow_service.replay.place import Place
+from kvstow_service.replay.shapes import SHAPES
 from kvstow_service.settings import Settings, load_settings
-from kvstow_service.shapes import SHAPES
 
 
 def errors_of(flags: dict[str, object], environ: dict[str, str] | None = None, config: Path | None = None) -> list[str]:

@@ -22,7 +22,8 @@ import trustme
 from kvstow.devices.cuda import DriverUnavailableError
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import HugePageLimits, MemoryLimits
-from kvstow_service import ranks, standalone
+from kvstow_service import standalone
+from kvstow_service.replay import ranks
 from kvstow_service.replay.driver import ReplayDriver
 from kvstow_service.server import _EmbeddedUvicorn
 from kvstow_service.settings import Settings

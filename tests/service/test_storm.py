@@ -18,11 +18,11 @@ from kvstow.control.engine import OffloadEngine
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost
 from kvstow_service.agent import AdminAddress, RankAgent
-from kvstow_service.ranks import LocalRank, build_ranks
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.generate import TraceShape, generate_trace
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.pattern import PatternedKV
+from kvstow_service.replay.ranks import LocalRank, build_ranks
 from kvstow_service.replay.result import ReplayResult
 from kvstow_service.server import AdminServer
 from kvstow_service.sockets import AdminSockets, TcpAddress

@@ -12,8 +12,8 @@ import click
 from kvstow.config import CopyStrategy
 from kvstow.errors import ConfigError, KvstowError
 from kvstow_service.cli.failures import ExitCode, reporting_failures
-from kvstow_service.place import Place
-from kvstow_service.shapes import SHAPES, DeviceName, Shape, even_shape, shape_named
+from kvstow_service.replay.place import Place
+from kvstow_service.replay.shapes import SHAPES, DeviceName, Shape, even_shape, shape_named
 from kvstow_service.stop import StopRequests
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
 """Replay of request traces through the calls that an inference connector makes.
 
-Only `pattern` and `session` import torch: a replay of the control plane alone does without.
+Only `pattern` and `ranks` import torch: a replay of the control plane alone does without.
 """

@@ -13,9 +13,9 @@ from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import PinError
 from kvstow.messages import DesiredState, RankReport
-from kvstow_service.place import ON_CPU, Place
 from kvstow_service.replay.driver import RankWorker
 from kvstow_service.replay.kv import KVCache, NoKV
+from kvstow_service.replay.place import ON_CPU, Place
 from kvstow_service.replay.simulated import SimulatedWorker
 
 _POLL = 0.01
@@ -63,8 +63,8 @@ def local_session(
     `on_pinned` hears the number of usable slots while it waits. Raises `InsufficientMemoryError` or `PinError`
     where the pool cannot be made, `DriverUnavailableError` where there is no CUDA.
     """
-    from kvstow_service.ranks import build_ranks  # torch, which a replay of the control plane does without
     from kvstow_service.replay.pattern import PatternedKV
+    from kvstow_service.replay.ranks import build_ranks  # torch, which a replay of the control plane does without
 
     pool = PoolConfig(slot_bytes=config.slot_bytes, pool_bytes=config.slot_bytes * config.capacity_slots)
     with ExitStack() as stack:

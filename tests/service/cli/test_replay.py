@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 from kvstow.devices.base import Fence, PreparedLoad
 from kvstow.devices.cpu import CpuDevice
 from kvstow.devices.cuda import DriverUnavailableError
-from kvstow_service import ranks
 from kvstow_service.cli import app
+from kvstow_service.replay import ranks
 from kvstow_service.replay.generate import TraceShape, generate_trace
 
 FIELDS = {

@@ -20,8 +20,8 @@ from kvstow.devices.cuda.driver import load_driver
 from kvstow.errors import InsufficientMemoryError
 from kvstow.layout import KVLayout
 from kvstow.memory.hostpool import HostPool
-from kvstow_service.place import ON_CPU, Place
-from kvstow_service.shapes import even_shape
+from kvstow_service.replay.place import ON_CPU, Place
+from kvstow_service.replay.shapes import even_shape
 
 _Tensors = tuple[torch.Tensor, ...]
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 from kvstow.config import COPY_STRATEGIES, CopyStrategy
 from kvstow.errors import ConfigError
-from kvstow_service.shapes import DeviceName, Shape
+from kvstow_service.replay.shapes import DeviceName, Shape
 
 
 @dataclass(frozen=True, slots=True)
