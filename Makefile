@@ -34,7 +34,7 @@ $(VENV)/.torch:
 	@touch $@
 
 $(VENV)/.run: $(VENV)/.torch pyproject.toml
-	$(PIP_INSTALL) -e '.[service,cli]'
+	$(PIP_INSTALL) -e '.[service,cli,torch]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml

@@ -35,6 +35,8 @@ FORBIDDEN = {
     },
     "engine/kvstow/memory": {"torch", "cuda", "kvstow.control", "kvstow.devices", "kvstow.dataplane", "kvstow.testing"},
     "engine/kvstow/devices": {"kvstow.control", "kvstow.dataplane", "kvstow.testing"},
+    "service/kvstow_service/cli": {"torch", "cuda"},
+    "service/kvstow_service/node": {"torch", "cuda", "kvstow.devices", "kvstow.dataplane", "kvstow.testing"},
     "api/kvstow_api": {"kvstow_service", "vllm", "torch", "kvstow.memory", "kvstow.devices", "kvstow.testing"},
     "service/kvstow_service": {"kvstow.testing"},
 }
@@ -79,6 +81,8 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow_service.rendezvous", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process
         ("kvstow_service.connectors.vllm.options", ["torch", "fastapi", "httpx", "prometheus_client"]),
         ("kvstow_service.embedded", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
+        ("kvstow.memory.mlock", ["torch"]),
+        ("kvstow_service.node.attachserver", ["torch"]),
         ("kvstow_service.node.keeper", ["torch", "numpy", "fastapi", "pydantic", "asyncio"]),
         ("kvstow_service.cli", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
     ],

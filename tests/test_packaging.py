@@ -9,10 +9,14 @@ import sys
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
+from packaging.utils import NormalizedName, canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ["engine/kvstow", "api/kvstow_api", "service/kvstow_service"]
@@ -101,10 +105,40 @@ def imported(package: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("package", "extras"),
-    [("engine/kvstow", ()), ("api/kvstow_api", ("service",)), ("service/kvstow_service", ("service", "cli", "plot"))],
+    [
+        ("engine/kvstow", ("torch",)),
+        ("api/kvstow_api", ("service",)),
+        ("service/kvstow_service", ("service", "cli", "plot", "torch")),
+    ],
 )
 def test_what_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> None:
     assert imported(package) - set(HOSTS) <= declared(*extras)
+
+
+def needed(requirements: Iterable[str], environment: Mapping[str, str]) -> dict[NormalizedName, list[Requirement]]:
+    """Everything that pip would install for these, with what is required of each package. Read from the metadata of
+    the packages installed here; `environment` overrides what markers see."""
+    found: dict[NormalizedName, list[Requirement]] = {}
+    to_visit = [Requirement(line) for line in requirements]
+    while to_visit:
+        one = to_visit.pop()
+        name = canonicalize_name(one.name)
+        if one.marker is not None and not one.marker.evaluate({"extra": "", **environment}):
+            continue
+        if name not in found:
+            to_visit += map(Requirement, metadata.requires(name) or ())
+        found.setdefault(name, []).append(one)
+    return found
+
+
+def test_the_service_and_the_command_line_install_no_torch() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    packages = needed([*project["dependencies"], *extras["service"], *extras["cli"]], {})
+    assert {"numpy", "fastapi", "click"} <= packages.keys()
+    assert [name for name in packages if name.startswith(("torch", "nvidia", "triton"))] == []
+    assert "torch" in needed(extras["torch"], {}), "the walk finds torch where it is"
+    assert "kvstow[torch]" in extras["cuda"]
 
 
 @pytest.mark.parametrize(("host", "connector"), HOSTS.items())

@@ -67,6 +67,15 @@ class InsufficientMemoryError(KvstowError):
     code = "insufficient_memory"
 
 
+class MissingPackageError(KvstowError):
+    """A package is not installed that only some uses of KVStow need, such as torch."""
+
+    code = "missing_package"
+
+    def __init__(self, use: str, package: str, extra: str) -> None:
+        super().__init__(f"{use} needs {package}, which is not installed: pip install 'kvstow[{extra}]'")
+
+
 class PinError(_ReasonError):
     """Memory could not be populated or registered; `reason` is one of `PIN_FAILURES`."""
 

@@ -7,14 +7,12 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
-from packaging.utils import NormalizedName, canonicalize_name
+from packaging.utils import canonicalize_name
+from tests.test_packaging import needed
 
 import kvstow
 
@@ -30,23 +28,7 @@ def test_hadolint_finds_nothing() -> None:
 
 
 # The Python of the base images. torch is the CPU build, which needs nothing that its markers ask Linux for.
-IMAGE = {"python_version": "3.12", "python_full_version": "3.12.0", "platform_system": "", "extra": ""}
-
-
-def needed(requirements: Iterable[str]) -> dict[NormalizedName, list[Requirement]]:
-    """All that these come to in an image, by name, with what is asked of each: as the packages that are installed
-    here say."""
-    found: dict[NormalizedName, list[Requirement]] = {}
-    open_ends = [Requirement(line) for line in requirements]
-    while open_ends:
-        one = open_ends.pop()
-        name = canonicalize_name(one.name)
-        if one.marker is not None and not one.marker.evaluate(IMAGE):
-            continue
-        if name not in found:
-            open_ends += map(Requirement, metadata.requires(name) or ())
-        found.setdefault(name, []).append(one)
-    return found
+IMAGE = {"python_version": "3.12", "python_full_version": "3.12.0", "platform_system": ""}
 
 
 def test_what_the_images_install_is_pinned_to_a_version_that_is_allowed() -> None:
@@ -55,7 +37,7 @@ def test_what_the_images_install_is_pinned_to_a_version_that_is_allowed() -> Non
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, extras = pyproject["project"], pyproject["project"]["optional-dependencies"]
     wanted = [*pyproject["build-system"]["requires"], *extras["cli"], *extras["service"], *project["dependencies"]]
-    for name, requirements in needed(wanted).items():
+    for name, requirements in needed(wanted, IMAGE).items():
         if name == "torch":
             continue  # pinned in the Dockerfile
         assert name in pins, f"{name} is not in constraints.txt: make pins"

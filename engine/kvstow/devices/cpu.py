@@ -1,30 +1,20 @@
-"""The CPU device: copies between torch tensors and a pool, with `mlock` as pinning."""
+"""The CPU device: copies between torch tensors and a pool. Its pinning is `kvstow.memory.mlock`."""
 
 from __future__ import annotations
 
 import ctypes
-import errno
-import os
-import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from kvstow.bytesize import format_size
-from kvstow.config import PoolConfig
 from kvstow.devices.base import Fence, PreparedLoad, TicketState
 from kvstow.devices.tensorchecks import check_tensors
-from kvstow.errors import CopyError, PinError
+from kvstow.errors import CopyError
 from kvstow.layout import KVLayout
 from kvstow.memory.hostpool import HostPool
-from kvstow.memory.pinning import PopulateOnly, Registrar
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mlock.argtypes = _libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Run(NamedTuple):
@@ -161,83 +151,3 @@ def _slots_as_tensor(pool: HostPool) -> torch.Tensor:
     num_bytes = pool.max_slots * pool.slot_stride
     memory = (ctypes.c_uint8 * num_bytes).from_address(pool.address)
     return torch.frombuffer(memory, dtype=torch.uint8).view(pool.max_slots, pool.slot_stride)
-
-
-class MlockRegistrar:
-    """Locks memory with `mlock`, as far as the process may. After the first refusal it locks no more: the memory is
-    populated and usable, `mode` becomes "populate", and `notice` names the limit. One registrar per pool."""
-
-    def __init__(self) -> None:
-        self.locked_bytes = 0
-        self.notice: str | None = None
-        self._locked: set[int] = set()
-
-    @property
-    def mode(self) -> str:
-        return "mlock" if self.notice is None else "populate"
-
-    def prepare_thread(self) -> None:
-        """Locks belong to the process, so there is nothing to do."""
-
-    def register(self, address: int, num_bytes: int) -> None:
-        if self.notice is not None:
-            return
-        self._locked.add(address)  # before the call, which a signal handler may interrupt
-        if _libc.mlock(address, num_bytes) == 0:
-            self.locked_bytes += num_bytes
-            return
-        code = ctypes.get_errno()
-        self._locked.remove(address)
-        _libc.munlock(address, num_bytes)  # it may have locked a part
-        what = f"mlock of {format_size(num_bytes)} failed: {errno.errorcode.get(code, code)} ({os.strerror(code)})"
-        if not _forbidden(code, num_bytes):
-            raise PinError("memlock", what)
-        self.notice = (
-            f"{what}; RLIMIT_MEMLOCK is {format_size(_memlock_limit())} and CAP_IPC_LOCK is missing. "
-            f"{format_size(self.locked_bytes)} are locked; the rest is populated, but the machine may swap it"
-        )
-
-    def unregister(self, address: int, num_bytes: int) -> None:
-        if address not in self._locked:
-            return
-        if _libc.munlock(address, num_bytes) != 0:
-            raise PinError("memlock", f"munlock of {format_size(num_bytes)} failed: {os.strerror(ctypes.get_errno())}")
-        self._locked.remove(address)
-        self.locked_bytes -= num_bytes
-
-
-class HugetlbRegistrar(PopulateOnly):
-    """For reserved huge pages: they are never swapped, so they need no lock and no limit applies."""
-
-    mode = "hugetlb"
-
-    def __init__(self) -> None:
-        self.locked_bytes = 0
-
-    def register(self, address: int, num_bytes: int) -> None:
-        self.locked_bytes += num_bytes
-
-    def unregister(self, address: int, num_bytes: int) -> None:
-        self.locked_bytes -= num_bytes
-
-
-def cpu_registrar(config: PoolConfig) -> Registrar:
-    """The registrar for a pool that only the CPU copies from."""
-    return HugetlbRegistrar() if config.huge_pages == "reserved" else MlockRegistrar()
-
-
-def _forbidden(code: int, num_bytes: int) -> bool:
-    """Whether `mlock` failed for lack of permission: EPERM at a limit of 0, ENOMEM above a limit. ENOMEM alone can have
-    other causes."""
-    limit = _memlock_limit()
-    above_limit = limit != resource.RLIM_INFINITY and _locked_by_process() + num_bytes > limit
-    return code == errno.EPERM or (code == errno.ENOMEM and above_limit)
-
-
-def _memlock_limit() -> int:
-    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-
-
-def _locked_by_process() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmLck:")), 0)

@@ -14,12 +14,13 @@ from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Device
-from kvstow.devices.cpu import CpuDevice, cpu_registrar
+from kvstow.devices.cpu import CpuDevice
 from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar, DriverUnavailableError
 from kvstow.devices.cuda.driver import load_driver
 from kvstow.errors import InsufficientMemoryError
 from kvstow.layout import KVLayout
 from kvstow.memory.hostpool import HostPool
+from kvstow.memory.mlock import cpu_registrar
 from kvstow_service.replay.place import ON_CPU, Place
 from kvstow_service.replay.shapes import even_shape
 

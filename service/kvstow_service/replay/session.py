@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.errors import PinError
+from kvstow.errors import MissingPackageError, PinError
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.replay.driver import RankWorker
 from kvstow_service.replay.kv import KVCache, NoKV
@@ -61,10 +61,15 @@ def local_session(
     """Ranks in this process. Returns when every slot is usable, so that figures repeat, or when `stop` is set.
 
     `on_pinned` hears the number of usable slots while it waits. Raises `InsufficientMemoryError` or `PinError`
-    where the pool cannot be made, `DriverUnavailableError` where there is no CUDA.
+    where the pool cannot be made, `DriverUnavailableError` where there is no CUDA, `MissingPackageError` without torch.
     """
-    from kvstow_service.replay.pattern import PatternedKV
-    from kvstow_service.replay.ranks import build_ranks  # torch, which a replay of the control plane does without
+    try:
+        from kvstow_service.replay.pattern import PatternedKV
+        from kvstow_service.replay.ranks import build_ranks
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingPackageError("a replay that moves bytes", "torch", "torch") from error
 
     pool = PoolConfig(slot_bytes=config.slot_bytes, pool_bytes=config.slot_bytes * config.capacity_slots)
     with ExitStack() as stack:

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -15,12 +12,11 @@ from hypothesis import strategies as st
 
 from kvstow.config import PoolConfig
 from kvstow.devices.base import Device, Ticket, TicketState, start_load
-from kvstow.devices.cpu import CpuDevice, MlockRegistrar, Run, cpu_registrar, merge_runs
-from kvstow.errors import ConfigError, CopyError, PinError
+from kvstow.devices.cpu import CpuDevice, Run, merge_runs
+from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Region
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.pinning import PopulateOnly
-from kvstow.memory.region import HostRegion
 from kvstow.testing.fakes import Latch
 
 if TYPE_CHECKING:
@@ -256,73 +252,3 @@ def test_tensors_that_do_not_fit_the_layout_are_refused_by_name(make_pool: MakeP
         with pytest.raises(ConfigError) as caught:
             CpuDevice(pool, wrong_layout, tensors)
         assert message in str(caught.value)
-
-
-def test_locking_is_counted_and_undone(make_pool: MakePool, eventually: Eventually) -> None:
-    registrar = MlockRegistrar()
-    pool = make_pool(registrar)
-    pool.start()
-    eventually(lambda: pool.pinned_slots == 16)
-    status = pool.status()
-    if status.notice is not None:
-        pytest.skip("this process may not lock 64 KiB")
-    assert (status.pin_mode, status.locked_bytes) == ("mlock", 16 * 4096)
-    pool.set_target(4)
-    eventually(lambda: pool.status().locked_bytes == 4 * 4096)
-    pool.close()
-    assert registrar.locked_bytes == 0
-
-
-def test_locking_unmapped_memory_is_an_error() -> None:
-    region = HostRegion(4096)
-    region.close()
-    registrar = MlockRegistrar()
-    with pytest.raises(PinError, match=r"mlock of 4 KiB failed: ENOMEM") as caught:
-        registrar.register(region.address, 4096)
-    assert caught.value.reason == "memlock"
-    assert registrar.locked_bytes == 0
-
-
-def test_reserved_huge_pages_count_as_locked_and_need_no_limit(make_pool: MakePool, eventually: Eventually) -> None:
-    registrar = cpu_registrar(PoolConfig(4096, 4096, huge_pages="reserved"))
-    pool = make_pool(registrar)
-    pool.start()
-    eventually(lambda: pool.pinned_slots == 16)
-    status = pool.status()
-    assert (status.pin_mode, status.locked_bytes, status.notice) == ("hugetlb", 16 * 4096, None)
-    pool.close()
-    assert registrar.locked_bytes == 0
-    assert isinstance(cpu_registrar(PoolConfig(4096, 4096)), MlockRegistrar)
-
-
-_FORBIDDEN = """
-import os, resource, sys, threading
-from kvstow.config import PoolConfig
-from kvstow.devices.cpu import MlockRegistrar
-from kvstow.memory.hostpool import HostPool
-if os.getuid() == 0:
-    os.setuid(65534)  # takes all capabilities
-hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
-for limit in (0, 64 << 10):
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, hard))
-    pool = HostPool(PoolConfig(4096, 96 << 10, chunk_bytes=32 << 10, pause=0.0), MlockRegistrar())
-    done = threading.Event()
-    pool.add_listener(lambda: done.set() if pool.pinned_slots == 24 else None)
-    pool.start()
-    assert done.wait(10), pool.status()
-    status = pool.status()
-    pool.close()
-    print(status.state, status.pin_mode, status.locked_bytes, status.resident_bytes, status.notice)
-"""
-
-
-def test_without_permission_to_lock_the_memory_is_populated_and_the_report_says_so() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", _FORBIDDEN]
-    run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    refused, limited = run.stdout.splitlines()
-    assert refused.startswith("ready populate 0 98304 mlock of 32 KiB failed: EPERM")
-    assert "RLIMIT_MEMLOCK is 0 B and CAP_IPC_LOCK is missing. 0 B are locked" in refused
-    assert limited.startswith("ready populate 65536 98304 mlock of 32 KiB failed: ENOMEM")
-    assert "RLIMIT_MEMLOCK is 64 KiB" in limited
-    assert "64 KiB are locked; the rest is populated, but the machine may swap it" in limited

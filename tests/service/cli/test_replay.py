@@ -150,6 +150,18 @@ def test_an_invalid_line_is_exit_code_2_and_located(tmp_path: Path) -> None:
     assert "bad.jsonl:1: input_length, output_length, hash_ids missing" in outcome.stderr
 
 
+def test_without_torch_the_error_says_what_to_install(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("kvstow.devices", "kvstow_service.replay.ranks"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("kvstow_service.replay.ranks")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    outcome = invoke(trace)
+    assert outcome.exit_code == 2
+    assert outcome.stderr == (
+        "kvstow replay: a replay that moves bytes needs torch, which is not installed: pip install 'kvstow[torch]'\n"
+    )
+
+
 @pytest.mark.process
 def test_a_replay_without_data_does_not_import_torch(trace: str) -> None:
     program = (

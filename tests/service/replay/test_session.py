@@ -5,8 +5,8 @@ from threading import Event
 import pytest
 
 from kvstow.config import EngineConfig
-from kvstow.devices.cpu import MlockRegistrar
 from kvstow.errors import InsufficientMemoryError, PinError
+from kvstow.memory.mlock import MlockRegistrar
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.session import local_session

@@ -18,10 +18,11 @@ from kvstow.bytesize import format_size
 from kvstow.config import PoolConfig
 from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Device, Fence
-from kvstow.devices.cpu import CpuDevice, cpu_registrar
+from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import limits_of
+from kvstow.memory.mlock import cpu_registrar
 from kvstow.memory.region import round_up
 from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan

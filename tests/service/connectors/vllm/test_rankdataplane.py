@@ -14,10 +14,10 @@ import torch
 from tests.service.connectors.vllm.processes import make_process
 
 from kvstow.dataplane import DataPlane
-from kvstow.devices.cpu import MlockRegistrar
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
+from kvstow.memory.mlock import MlockRegistrar
 from kvstow.messages import Completion, DesiredState, Op, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar
 from kvstow_service.connectors.vllm import rankdataplane
