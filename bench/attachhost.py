@@ -34,10 +34,10 @@ from kvstow.attach.calls import (
 from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
-from kvstow.control.leases import Lease
 from kvstow.errors import ConflictError
 from kvstow.keys import make_key
 from kvstow.messages import DesiredState, RankReport
+from kvstow.results import Lease
 from kvstow_service.node.attachserver import AttachServer
 from kvstow_service.node.attachsocket import AttachSocket
 from kvstow_service.node.sessionhost import SessionGrant, SessionLink

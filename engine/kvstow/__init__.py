@@ -5,7 +5,7 @@ Import rules (checked by `tests/test_layering.py`):
     kvstow_service -> kvstow_api -> kvstow
     kvstow: errors, bytesize, keys, layout, config,
             messages, messageorder, callbacks,
-            stats, status                               import only each other
+            results, stats, status                      import only each other
             control, memory, attach                     import the above, not each other; never torch
             devices, opqueues, copythread, dataplane    import memory and the above; never control
             testing                                     may import all of kvstow

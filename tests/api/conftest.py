@@ -17,8 +17,8 @@ from fastapi import FastAPI
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.leases import Lease
 from kvstow.messages import Completion, Mark, Op, RankReport
+from kvstow.results import Lease
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost

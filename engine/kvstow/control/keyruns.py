@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import NamedTuple
 
-
-class KeyRun(NamedTuple):
-    """Neighbours among the keys of a lookup, all of which are present: the number of the first one, and how many."""
-
-    first: int
-    length: int
+from kvstow.results import KeyRun
 
 
 def runs_below(runs: list[Sequence[int]], watermark: int) -> list[Sequence[int]]:

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import inf
 
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """Keys that were present, and their slots. Ends when it is released, or when a load uses it."""
-
-    lease_id: int
-    keys: tuple[bytes, ...]
-    slots: tuple[int, ...]
+from kvstow.results import Lease
 
 
 class LeaseBook:

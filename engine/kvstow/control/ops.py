@@ -16,23 +16,11 @@ from logging import ERROR, WARNING
 from typing import TYPE_CHECKING
 
 from kvstow.messages import Completion, Direction, Mark, Op
+from kvstow.results import Settled
 
 if TYPE_CHECKING:
     from kvstow.control.namespaces import Namespace
     from kvstow.control.session import Session
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """A final result of an op, reported to the host once. For a store, `source_free` (every rank has read its blocks)
-    may come before `done` or `failed`, which imply it."""
-
-    op_id: int
-    direction: Direction
-    mark: Mark
-    request_id: str
-    blocks: tuple[int, ...]
-    error: str | None
 
 
 @dataclass(slots=True)

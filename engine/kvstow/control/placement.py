@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool
 from kvstow.messages import Op
+from kvstow.results import StoreGrant
 from kvstow.status import Refusal
 
 if TYPE_CHECKING:
@@ -23,18 +23,6 @@ _OUTCOME_OF: dict[Refusal, str] = {
 _EVICTIONS_PER_SLOT = 4
 """Blocks that a store may evict for each slot that it lacks. While the pool shrinks, most evictable blocks may be above
 its new limit, and evicting them frees no usable slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreGrant:
-    """The result of planning a store. `accepted[i]` is the index, in the keys given, of pair `i` of `op`; `op` is None
-    if there is nothing to store. `outcomes` counts all other keys by reason. `unplaced`: indices of keys that were
-    refused or found no slot. The host may offer them again once there is `store_room`."""
-
-    op: Op | None
-    accepted: tuple[int, ...]
-    outcomes: dict[str, int]
-    unplaced: Sequence[int] = ()
 
 
 def place_store(session: Session, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> StoreGrant:

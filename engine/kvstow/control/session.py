@@ -8,14 +8,15 @@ from dataclasses import replace
 from itertools import chain
 
 from kvstow.control.acceptance import SessionAcceptance
-from kvstow.control.keyruns import KeyRun, first_present, key_runs, runs_below
-from kvstow.control.leases import Lease, LeaseBook
-from kvstow.control.ops import OpsInFlight, Settled
-from kvstow.control.placement import StoreGrant, place_store, store_room
+from kvstow.control.keyruns import first_present, key_runs, runs_below
+from kvstow.control.leases import LeaseBook
+from kvstow.control.ops import OpsInFlight
+from kvstow.control.placement import place_store, store_room
 from kvstow.control.pool import Pool
 from kvstow.control.ranks import RankTable
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
+from kvstow.results import KeyRun, Lease, Settled, StoreGrant
 
 _NOTHING = Lease(0, (), ())
 """The lease of a miss; it holds nothing."""

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.leases import Lease
-from kvstow.control.ops import Settled
 from kvstow.devices.base import Fence
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op, StepPlan
+from kvstow.results import Lease, Settled
 from kvstow_service.replay.kv import FreeBlocks, KVCache
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.result import ReplayResult, Tally

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.leases import Lease
-from kvstow.control.ops import Settled
 from kvstow.errors import InvalidRequestError, LeaseError, NotFoundError
 from kvstow.messages import Completion
+from kvstow.results import Lease, Settled
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys, write_blocks
 

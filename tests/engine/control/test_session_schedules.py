@@ -19,14 +19,14 @@ from kvstow.config import EngineConfig
 from kvstow.control import keymap, snapshots
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.keymap import KeyMap
-from kvstow.control.leases import Lease, LeaseBook
+from kvstow.control.leases import LeaseBook
 from kvstow.control.namespaces import Namespaces
-from kvstow.control.ops import Settled
 from kvstow.control.pool import Pool
 from kvstow.control.sharedpool import SharedPool
 from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConflictError, LeaseError
 from kvstow.messages import Mark, Op
+from kvstow.results import Lease, Settled
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import Content, FakeRank, write_blocks
 

@@ -6,8 +6,8 @@ import pytest
 from tests.engine.control.sharedhost import Host
 
 from kvstow.control import snapshots
-from kvstow.control.keyruns import KeyRun
 from kvstow.errors import ConflictError, InvalidRequestError, LeaseError, NotFoundError
+from kvstow.results import KeyRun
 from kvstow.testing.rank import FakeRank, write_blocks
 
 A, B, C, D, E = (bytes([letter]) for letter in b"ABCDE")

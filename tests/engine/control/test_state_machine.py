@@ -20,8 +20,8 @@ from kvstow.config import EngineConfig
 from kvstow.control.acceptance import PoolAcceptance
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.index import Index
-from kvstow.control.leases import Lease, LeaseBook
-from kvstow.control.ops import OpenOp, OpsInFlight, Settled
+from kvstow.control.leases import LeaseBook
+from kvstow.control.ops import OpenOp, OpsInFlight
 from kvstow.control.pool import Pool
 from kvstow.control.ranks import RankTable
 from kvstow.control.slots import SlotMap
@@ -29,6 +29,7 @@ from kvstow.control.sweeps import Sweep
 from kvstow.errors import ConflictError, LeaseError
 from kvstow.messageorder import NewestDesiredState
 from kvstow.messages import Completion, DesiredState, Mark, Op
+from kvstow.results import Lease, Settled
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank, make_ranks, write_blocks
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hypothesis import currently_in_test_context, event
 
-from kvstow.control.ops import Settled
 from kvstow.messages import Op
+from kvstow.results import Settled
 from kvstow.testing.rank import FakeRank
 
 

@@ -11,12 +11,10 @@ import torch
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.leases import Lease
-from kvstow.control.ops import Settled
-from kvstow.control.placement import StoreGrant
 from kvstow.devices.base import Fence
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, Op, RankReport, StepPlan
+from kvstow.results import Lease, Settled, StoreGrant
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.pattern import PatternedKV

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.leases import Lease
-from kvstow.control.placement import StoreGrant
 from kvstow.messages import Op, StepPlan
+from kvstow.results import Lease, StoreGrant
 
 
 class Step(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.ops import Settled
+from kvstow.results import Settled
 from kvstow_service.connectors.vllm.backlog import RetryPause
 from kvstow_service.connectors.vllm.gpublocks import GPUBlocks, Offer, WrittenBlocks
 from kvstow_service.connectors.vllm.kvevents import EventFeed

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple, Protocol
 
-from kvstow.control.leases import Lease
 from kvstow.keys import make_key
+from kvstow.results import Lease
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups, in_token_order
 
 
