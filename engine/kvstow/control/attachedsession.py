@@ -95,7 +95,7 @@ class AttachedSession(Session):
         for slots in self._held:
             pool.unhold(slots)
         pool.index.end_quarantine(self.quarantined_slots)
-        pool.slots.deallocate(self.quarantined_slots)
+        pool.deallocate(self.quarantined_slots)
         self._held, self.quarantined_slots = [], []
 
     def held_slots(self) -> Iterator[tuple[int, ...]]:
@@ -110,9 +110,7 @@ class AttachedSession(Session):
         with pool.lock:
             if self.is_lost:
                 raise ConflictError(f"{self.label}the session has ended; attach again")
-            joined = pool.index.namespaces.join(
-                pool.fresh_name(self.namespace.name) if namespace is None else namespace
-            )
+            joined = pool.join_namespace(pool.fresh_name(self.namespace.name) if namespace is None else namespace)
             pool.index.namespaces.leave(self.namespace)
             self.namespace = joined
             self.leases.break_all()

@@ -32,10 +32,11 @@ _SHARE = 16
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Keys that left the index, and the slots that this has freed."""
+    """Keys that left the index, the slots that this has freed, and those that holders keep in use."""
 
     keys: tuple[bytes, ...]
     freed: list[int]
+    orphans: Sequence[int] = ()
 
 
 class Index:
@@ -221,10 +222,11 @@ class Index:
         visible = [slot for slot in dict.fromkeys(slots) if key_of[slot] is not None]
         freed: list[int] = []
         cached: list[int] = []
+        orphans: list[int] = []
         for slot in visible:
             protected = self._protections.discard(slot)
             if slot in self._held:
-                self._orphans.add(slot)
+                orphans.append(slot)
                 self._held_and_protected -= protected
             else:
                 freed.append(slot)
@@ -233,7 +235,8 @@ class Index:
         for namespace, some in self.namespaces.grouped(cached):
             namespace.policy.detach(some)
         keys = [key for namespace, some in self.namespaces.grouped(visible) for key in namespace.keys.take(some)]
-        return Removal(tuple(keys), freed)
+        self._orphans.update(orphans)
+        return Removal(tuple(keys), freed, orphans)
 
     # -- protections ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ _HEADER = struct.Struct("<8sIIQ")  # magic, version, length of the content, sequ
 _CRC = struct.Struct("<I")
 _COPY_BYTES = 256 << 10  # of each of the two copies of the header
 _RECORDS_AT = 2 * _COPY_BYTES
+_OTHER_BYTES = 256  # of a copy, besides the content
 
 # The words of a record.
 _WORDS = RECORD_BYTES // 8
@@ -67,11 +68,14 @@ class IndexJournal:
     A slot's life: `begin` (empty, and this session writes), `publish` (holds this key), `clear` (empty). The caller
     publishes a block once all ranks have its bytes, and begins a slot before it tells anybody to write there.
 
-    Guarantees: whenever the writer dies, each record is what it was before the call under way, or empty, or what the
-    call makes of it. A record counts only if its checksum, which is written last and erased first, is right.
+    Guarantees: whenever the writer dies, each record is what it was before the call under way, or what the call makes
+    of it; with `publish` and `clear` it may also be empty. A block counts only if its checksum is right, which covers
+    the whole record and is written last.
 
     Not locked: one thread at a time, of one process. The owner calls `close`. Never handed to clients.
     """
+
+    max_key_bytes = MAX_KEY_BYTES
 
     def __init__(self, fd: int, max_slots: int) -> None:
         """Takes over `fd`. Use `create` or `open`."""
@@ -86,7 +90,7 @@ class IndexJournal:
         self._content: dict[str, Any] = {}
 
     @classmethod
-    def create(cls, max_slots: int, content: Mapping[str, Any]) -> IndexJournal:
+    def create(cls, max_slots: int, content: Mapping[str, Any]) -> Self:
         """An empty journal. `content` is stored as JSON. Raises `PinError`."""
         fd = create_memfd(JOURNAL_NAME, _file_bytes(max_slots))
         journal = cls(fd, max_slots)
@@ -99,7 +103,7 @@ class IndexJournal:
         return journal
 
     @classmethod
-    def open(cls, fd: int) -> IndexJournal:
+    def open(cls, fd: int) -> Self:
         """The journal of an earlier service; takes over `fd`. Raises `ForeignMemoryError` or `JournalError`, and then
         the caller still owns `fd`. The caller compares `content` with its pool and calls `recover`."""
         num_bytes = os.fstat(fd).st_size
@@ -139,6 +143,17 @@ class IndexJournal:
         self._memory[at : at + len(data)] = data
         self._sequence, self._content = sequence, json.loads(body)["content"]
 
+    def name_namespaces(self, names: Mapping[int, str]) -> None:
+        """See `SlotJournal`. Names the first of them, as many as fit."""
+        listed: list[tuple[int, str]] = []
+        room = _COPY_BYTES - len(json.dumps({**self._content, "namespaces": []})) - _OTHER_BYTES
+        for tag, name in names.items():
+            room -= len(json.dumps([tag, name])) + 1
+            if room < 0:
+                break
+            listed.append((tag, name))
+        self.write_content({**self._content, "namespaces": listed})
+
     def reserve(self, first_slot: int, end_slot: int) -> None:
         """Take the memory of these records now, so that writing them cannot fail. Raises `PinError`."""
         if first_slot >= end_slot:
@@ -150,12 +165,12 @@ class IndexJournal:
             raise PinError("out_of_memory", f"{size} for the journal of the index: {error.strerror}") from error
 
     def begin(self, slots: Sequence[int], session: int) -> None:
-        """The session may write to these slots; what they held is gone."""
+        """The session may use these slots; what they held is gone."""
         if not 0 <= session <= _MAX_SESSION:
             raise InvalidRequestError(f"session is {session}; allowed: 0 to {_MAX_SESSION}")
         rows = self._rows(slots)
+        self._store(rows, _STATE, _FILLING | np.uint64(session))  # first: at no moment does the slot look empty
         self._erase(rows)
-        self._store(rows, _STATE, _FILLING | np.uint64(session))
 
     def publish(self, slots: Sequence[int], namespace: int, keys: Sequence[bytes]) -> None:
         """Each slot holds the block with the key beside it. All keys have one length, at most 40 bytes. Raises

@@ -179,14 +179,18 @@ class OpsInFlight:
         outcomes = pool.counters.stores
         if entry.abandoned:
             pool.index.end_quarantine(op.slots)
-            pool.slots.deallocate(op.slots)
+            pool.deallocate(op.slots)
         elif entry.error:
             entry.namespace.pending_stores.finish(entry.keys, op.slots)
-            pool.slots.deallocate(op.slots)
+            pool.deallocate(op.slots)
             outcomes["failed"] += len(op.slots)
         else:
             published = pool.index.publish(entry.namespace, entry.keys, op.slots, pool.clock())
-            pool.slots.deallocate(published.freed)
+            pool.deallocate(published.freed)
+            if pool.journal is not None and published.keys:
+                freed = set(published.freed)
+                slots = [slot for slot in op.slots if slot not in freed] if freed else op.slots
+                pool.journal.publish(slots, entry.namespace.tag, published.keys)
             pool.events.append("stored", published.keys)
             outcomes["stored"] += len(published.keys)
             outcomes["dropped_purged"] += len(published.freed)

@@ -48,6 +48,8 @@ def place_store(session: Session, keys: Sequence[bytes], blocks: Sequence[int], 
         if fresh:
             new_keys = tuple([keys[i] for i in fresh])
             session.namespace.pending_stores.start(new_keys, slots)
+            if pool.journal is not None:
+                pool.journal.begin(slots, session.session_id)
             moved = tuple([blocks[i] for i in fresh])
             op = session.ops.start("store", moved, tuple(slots), keys=new_keys, held=(), request_id=request_id, now=now)
     for outcome, count in outcomes.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -19,6 +19,8 @@ from kvstow.control import snapshots
 from kvstow.control.acceptance import PoolAcceptance
 from kvstow.control.blockevents import BlockEventLog
 from kvstow.control.index import Index, Removal
+from kvstow.control.namespaces import Namespace
+from kvstow.control.slotjournal import ANY_SESSION, SlotJournal
 from kvstow.control.slots import SlotMap
 from kvstow.control.slottimes import AgeSampler
 from kvstow.control.sweeps import SLICE_SLOTS
@@ -68,6 +70,8 @@ class Pool:
         self.storing_ranks = frozenset(range(config.num_ranks))
         """The ranks that a store has to finish on."""
         self.last_op_id = 0
+        self.journal: SlotJournal | None = None
+        """Only a `SharedPool` has one, as its memory may outlive the process."""
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
 
     def log(self, level: int, message: str, *values: object) -> None:
@@ -85,7 +89,9 @@ class Pool:
 
     def note_removal(self, removal: Removal, reason: str) -> None:
         """Count blocks that left the index, and free their slots."""
-        self.slots.deallocate(removal.freed)
+        self.deallocate(removal.freed)
+        if self.journal is not None and removal.orphans:
+            self.journal.begin(removal.orphans, ANY_SESSION)
         self.counters.evictions[reason] += len(removal.keys)
         self.events.append("removed", removal.keys, reason)
 
@@ -99,12 +105,22 @@ class Pool:
         """The slots, used but without content, that may be filled again; the others leave the service."""
         limit = self.slots.limit
         if self.slots.leaving:
-            self.slots.deallocate([slot for slot in slots if slot >= limit])
+            self.deallocate([slot for slot in slots if slot >= limit])
             return [slot for slot in slots if slot < limit]
         return slots
 
+    def deallocate(self, slots: Sequence[int]) -> None:
+        """Nothing uses these slots any more, and they hold no block."""
+        if self.journal is not None and slots:
+            self.journal.clear(slots)
+        self.slots.deallocate(slots)
+
     def unhold(self, slots: Iterable[int]) -> None:
-        self.slots.deallocate(self.index.unhold(list(slots)))
+        self.deallocate(self.index.unhold(list(slots)))
+
+    def join_namespace(self, name: str) -> Namespace:
+        """The namespace with this name, for one more session; see `Namespaces.join`."""
+        return self.index.namespaces.join(name)
 
     def load_refusal(self, now: float) -> Refusal | None:
         """Why no session may load, or None."""

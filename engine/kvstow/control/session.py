@@ -14,6 +14,7 @@ from kvstow.control.ops import OpsInFlight
 from kvstow.control.placement import place_store, store_room
 from kvstow.control.pool import Pool
 from kvstow.control.ranks import RankTable
+from kvstow.control.slotjournal import check_width
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, DesiredState, Op, RankReport
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
@@ -37,10 +38,11 @@ class Session:
 
     owns_memory = True
     """The pool's memory is that of the session's ranks, and is lost with them."""
+    session_id = 0
 
     def __init__(self, pool: Pool, namespace: str = "") -> None:
         self.pool = pool
-        self.namespace = pool.index.namespaces.join(namespace)
+        self.namespace = pool.join_namespace(namespace)
         self.ranks = RankTable(pool.config, pool.desired)
         self.leases = LeaseBook()
         self.ops = OpsInFlight(self)
@@ -216,10 +218,13 @@ class Session:
         """Plan to store block `blocks[i]` under `keys[i]`, evicting as needed. Keys that are present (this counts as a
         use), in flight or repeated are skipped. If there are too few slots, the last keys are dropped.
 
-        Raises `InvalidRequestError` if keys and blocks differ in number.
+        Raises `InvalidRequestError` if keys and blocks differ in number, or if the pool has a journal and the keys do
+        not fit into it.
         """
         if len(keys) != len(blocks):
             raise InvalidRequestError(f"store of {len(keys)} keys and {len(blocks)} blocks; allowed: as many of each")
+        if self.pool.journal is not None:
+            check_width(keys, self.pool.journal.max_key_bytes)
         with self.pool.lock:
             return place_store(self, keys, blocks, request_id)
 

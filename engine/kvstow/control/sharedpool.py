@@ -12,7 +12,9 @@ from kvstow.config import EngineConfig
 from kvstow.control import sweeps
 from kvstow.control.administration import Administrator
 from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool
+from kvstow.control.slotjournal import SlotJournal
 from kvstow.control.sweeps import SLICE_SLOTS, Sweep
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState
@@ -23,7 +25,7 @@ class SharedPool(Pool):
     """A pool of extents. It begins without any, and grows and shrinks by whole ones, the last of which goes first.
 
     `config.capacity_slots` plays no part. With `replicated`, all ranks of a session have the same KV: rank 0 stores it
-    for all of them, and every rank loads it.
+    for all of them, and every rank loads it. The journal stays the caller's.
     """
 
     def __init__(
@@ -33,8 +35,10 @@ class SharedPool(Pool):
         clock: Callable[[], float] = time.monotonic,
         slice_slots: int = SLICE_SLOTS,
         replicated: bool = False,
+        journal: SlotJournal | None = None,
     ) -> None:
         super().__init__(config, clock, slice_slots=slice_slots)
+        self.journal = journal
         self.desired = replace(self.desired, capacity_slots=0)
         self.ceiling = 0
         if replicated:
@@ -45,6 +49,8 @@ class SharedPool(Pool):
         self._last_lowering = 0
         self._last_session_id = 0
         self._last_epoch = 0
+        self._journaled: dict[int, str] = {}
+        """The names of namespaces in the journal."""
 
     # -- sessions -------------------------------------------------------------------------------------------
 
@@ -93,9 +99,26 @@ class SharedPool(Pool):
         `NotFoundError`, or `ConflictError` if it has sessions."""
         with self.lock:
             namespace = self.index.namespaces.drop(name)
+            self._journal_namespaces()
         if namespace is None:
             raise NotFoundError(f"there is no namespace {name!r}")
         return sweeps.drop_namespace(self, namespace)
+
+    def join_namespace(self, name: str) -> Namespace:
+        namespace = super().join_namespace(name)
+        if self._journaled.get(namespace.tag) != name:
+            self._journal_namespaces()
+        return namespace
+
+    def _journal_namespaces(self) -> None:
+        """After a namespace was added, before anything is stored in it, or dropped. O(namespaces)."""
+        if self.journal is None:
+            return
+        namespaces = self.index.namespaces
+        used = [one for one in namespaces if one.num_sessions]
+        unused = [one for one in namespaces.unused() if not one.is_dropped]
+        self._journaled = {one.tag: one.name for one in (*used, *reversed(unused))}
+        self.journal.name_namespaces(self._journaled)
 
     def fresh_name(self, name: str) -> str:
         """The name of a new epoch of a namespace. The caller holds the lock."""
@@ -109,7 +132,7 @@ class SharedPool(Pool):
         they were stored. O(slice) with the lock held at a time. Raises `InvalidRequestError` for a slot that is not
         free, or a key that is visible."""
         with self.lock:
-            restored = self.index.namespaces.join(namespace)
+            restored = self.join_namespace(namespace)
         try:
             items = list(blocks.items())
             for start in range(0, len(items), self.slice_slots):

@@ -8,6 +8,7 @@ from kvstow.config import EngineConfig
 from kvstow.control import snapshots
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.sharedpool import SharedPool
+from kvstow.control.slotjournal import SlotJournal
 from kvstow.messages import Op
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import Content, FakeRank, write_blocks
@@ -61,10 +62,18 @@ class Client:
 class Host:
     """A shared pool with its memory."""
 
-    def __init__(self, slots: int = 8, ranks: int = 1, *, replicated: bool = False, policy: str = "lru") -> None:
+    def __init__(
+        self,
+        slots: int = 8,
+        ranks: int = 1,
+        *,
+        replicated: bool = False,
+        policy: str = "lru",
+        journal: SlotJournal | None = None,
+    ) -> None:
         self.clock = FakeClock()
         config = EngineConfig(slot_bytes=64, capacity_slots=slots, num_ranks=ranks, policy=policy)
-        self.pool = SharedPool(config, clock=self.clock, replicated=replicated)
+        self.pool = SharedPool(config, clock=self.clock, replicated=replicated, journal=journal)
         self.memory: list[dict[int, Content]] = [{} for _ in range(ranks)]
         if replicated:
             self.memory = [self.memory[0]] * ranks

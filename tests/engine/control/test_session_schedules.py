@@ -166,7 +166,7 @@ class Engines(RuleBasedStateMachine):
     def start(self, num_ranks: int, replicated: bool, policy: str) -> None:
         self.clock = FakeClock()
         config = EngineConfig(slot_bytes=1, capacity_slots=EXTENT_SLOTS, num_ranks=num_ranks, policy=policy)
-        self.pool = SharedPool(config, clock=self.clock, slice_slots=2, replicated=replicated)
+        self.pool = self.make_pool(config, replicated)
         self.memory: list[list[dict[int, Content]]] = [[] for _ in range(num_ranks)]
         """The extents of each rank."""
         if replicated:
@@ -177,6 +177,9 @@ class Engines(RuleBasedStateMachine):
         self.ended: list[Engine] = []
         self.sweep: Sweep | None = None
         self.life("attach", 2)
+
+    def make_pool(self, config: EngineConfig, replicated: bool) -> SharedPool:
+        return SharedPool(config, clock=self.clock, slice_slots=2, replicated=replicated)
 
     # One rule: of several, hypothesis leaves some out of most runs.
     @rule(action=st.sampled_from(CHOICES), pick=st.integers(0, PICKS - 1))
@@ -489,11 +492,11 @@ MUTANTS = [
 ]
 
 
-def run_schedules(count: int) -> None:
+def run_schedules(count: int, kind: type[Engines] = Engines) -> None:
     """Schedules that depend only on their number. Hypothesis, which shrinks and replays, takes ten times as long."""
     for seed in range(count):
         choose = random.Random(seed)
-        engines = Engines()
+        engines = kind()
         engines.start(choose.randint(1, 2), choose.random() < 0.3, choose.choice(["lru", "arc"]))
         for _ in range(100):
             engines.act(choose.choice(CHOICES), choose.randrange(PICKS))

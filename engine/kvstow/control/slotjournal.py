@@ -1,0 +1,43 @@
+"""Where a pool records what its slots hold, so that the next process recovers the index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from kvstow.errors import InvalidRequestError
+
+ANY_SESSION = 0
+"""Slots that sessions may still read, although they hold no block any more, are begun under this number."""
+
+
+class SlotJournal(Protocol):
+    """Used with the pool's lock held. No call waits or raises, unless the pool has a defect. O(slots given).
+
+    A slot is begun before any rank is told to write it, published once all ranks have its bytes, and cleared as soon as
+    it is free. So a slot that is published in the journal has whole bytes whenever the process ends.
+    """
+
+    max_key_bytes: int
+
+    def begin(self, slots: Sequence[int], session: int) -> None:
+        """The session's processes may use these slots, which hold no block."""
+
+    def publish(self, slots: Sequence[int], namespace: int, keys: Sequence[bytes]) -> None:
+        """Each slot holds the block with the key beside it, in the namespace with this number."""
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """Nothing uses these slots."""
+
+    def name_namespaces(self, names: Mapping[int, str]) -> None:
+        """The names of the namespaces, the most important first. Blocks of others are not recovered."""
+
+
+def check_width(keys: Sequence[bytes], most: int) -> None:
+    """Raises `InvalidRequestError` unless all keys have one length, of at most `most` bytes."""
+    widths = set(map(len, keys))
+    if widths and (len(widths) > 1 or not 1 <= max(widths) <= most):
+        raise InvalidRequestError(
+            f"keys of {sorted(widths)} bytes; allowed: keys of one length, from 1 to {most} bytes, because the pool's "
+            "journal has a field of that size"
+        )
