@@ -9,7 +9,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from kvstow.control.engine import OffloadEngine
+from kvstow.control.poolfacade import PoolFacade
 from kvstow_api.auth import Credentials
 from kvstow_api.eventstream import EventStreams
 from kvstow_api.health import Health
@@ -54,8 +54,8 @@ class AppState:
             loop=loop,
             operations=Operations(host.clock, journal),
             journal=journal,
-            streams=EventStreams(host.engine, journal),
-            sampler=Sampler(host.engine, journal),
+            streams=EventStreams(host.directory.pools()[0].facade, journal),
+            sampler=Sampler(host.directory.pools()[0].facade, journal),
             clocks=RankClocks(),
             log_levels=LogLevels(),
             http=http,
@@ -66,8 +66,8 @@ class AppState:
         )
 
     @property
-    def engine(self) -> OffloadEngine:
-        return self.host.engine
+    def engine(self) -> PoolFacade:
+        return self.host.directory.pools()[0].facade
 
     @property
     def uptime(self) -> float:

@@ -92,7 +92,7 @@ class Health:
     """The probes `livez`, `readyz` and `startupz` of one server. The start-up grace begins when it is created."""
 
     def __init__(self, host: ApiHost, loop: LoopMonitor) -> None:
-        self._host, self._engine = host, host.engine
+        self._host, self._engine = host, host.directory.pools()[0].facade
         self._grace_ends = host.clock() + host.startup_grace
         require = host.readiness_require
         ready = [

@@ -1,4 +1,4 @@
-"""The process that runs the admin API: its engine, its settings, and its own health checks."""
+"""The process that runs the admin API: its pools, its settings, and its own health checks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError, SettingError
+from kvstow_api.directory import Directory
 from kvstow_api.hostsettings import INFORMATIONAL_CHECKS
 from kvstow_api.measurements import HostMemory
 
@@ -23,7 +23,6 @@ HealthCheck = Callable[[], str | None]
 class ApiHost:
     """What `create_app` needs to know of its host.
 
-    `max_capacity_slots`: the limit of every resize: what the ranks' reserved address space can hold.
     `addresses`: where the server listens. `settings`: shown, like them, to every reader of `/v1/info`, so it must not
     contain secrets. `build`: labels of `kvstow_build_info` (revision, torch, vllm...). `token_file`: if set, requests
     that change anything need one of its tokens. `viewer_token_file`: if set, reading needs one of its tokens or an
@@ -37,8 +36,7 @@ class ApiHost:
     machine, called on a thread.
     """
 
-    engine: OffloadEngine
-    max_capacity_slots: int
+    directory: Directory
     version: str
     mode: str
     addresses: tuple[str, ...] = ()

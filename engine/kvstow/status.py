@@ -86,6 +86,49 @@ class NamespaceStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class HostedSession:
+    """An engine that uses a pool of a host. `session_id` names it at this host, `pid` its scheduler's process on
+    `host`; null or empty if unknown. `status` is the control plane's; its `session_id` counts within the pool."""
+
+    session_id: str
+    engine: str
+    model: str
+    pool: str
+    namespace: str
+    host: str
+    pid: int | None
+    age_seconds: float
+    status: SessionStatus
+
+
+@dataclass(frozen=True, slots=True)
+class HostedNamespace:
+    """One meaning of keys in a pool of a host. `weights_id` names the weights and `weights_source` says where that came
+    from; null if unknown. `sharing_off`: sentences that say why its sessions share no blocks with others, empty if they
+    may."""
+
+    name: str
+    pool: str
+    model: str
+    weights_id: str | None
+    weights_source: str | None
+    sessions: int
+    blocks: int
+    dropped: bool
+    sharing_off: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStatus:
+    """A host's memory, over all pools and ranks: what it is to have, and what is populated. `failure`: why it cannot
+    grow further, or null."""
+
+    target_bytes: int
+    populated_bytes: int
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class BlockStatus:
     """One block that can be loaded. `key` is in hex. `protection_ttl_seconds` is null for a block that is not
     protected, or has no end."""

@@ -9,6 +9,7 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.engine import OffloadEngine
+from kvstow.control.poolfacade import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.testing.fakes import FakeClock
@@ -16,24 +17,18 @@ from kvstow.testing.fakes import FakeClock
 MakeEngine = Callable[..., OffloadEngine]
 
 
-class AttachedEngine(AttachedSession):
+class AttachedEngine(AttachedSession, PoolFacade):
     """The only session of a shared pool, with the calls of an `OffloadEngine`."""
 
     def __init__(self, pool: SharedPool) -> None:
-        super().__init__(pool, 1, "engine", "model")
-        self.config, self.admin, self.events = pool.config, pool.admin, pool.events
-        self.engine_id = pool.desired.engine_id
+        AttachedSession.__init__(self, pool, 1, "engine", "model")
+        PoolFacade.__init__(self, pool)
         self.label = ""
 
     def adapt_to_pool(self) -> None:
         """Without the limit of leases, which has tests of its own."""
         super().adapt_to_pool()
         self.leases.max_slots = inf
-
-
-for name, member in vars(OffloadEngine).items():
-    if not name.startswith("__") and name not in vars(AttachedEngine) and name not in ("events", "close"):
-        setattr(AttachedEngine, name, member)
 
 
 @pytest.fixture

@@ -1,0 +1,80 @@
+"""What the admin API asks of its host: pools, sessions, namespaces and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstow.control.poolfacade import PoolFacade
+from kvstow.messages import DesiredState, RankReport
+from kvstow.status import BypassStatus, DrainMode, DrainStatus, HostedNamespace, HostedSession, MemoryStatus
+
+
+@dataclass(frozen=True, slots=True)
+class HostedPool:
+    """A pool under its name. `max_capacity_slots`: what it can grow to. `is_resizable`: an operator sets its size;
+    otherwise the host does."""
+
+    name: str
+    facade: PoolFacade
+    max_capacity_slots: int
+    model: str = ""
+    is_resizable: bool = True
+
+
+class Switches(Protocol):
+    """What operators switch off: in one pool (`Administrator`), or on a host in all its pools."""
+
+    @property
+    def drain_status(self) -> DrainStatus: ...
+
+    @property
+    def bypass(self) -> BypassStatus: ...
+
+    def drain(self, mode: DrainMode, deadline_seconds: float | None) -> DrainStatus: ...
+
+    def undrain(self) -> DrainStatus: ...
+
+    def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus: ...
+
+
+class Directory(Protocol):
+    """The pools of a host and their users. Every call is safe from any thread, waits for nothing, and costs O(what it
+    returns): most are made on the event loop."""
+
+    engine_id: str
+    """Names this life of the host."""
+    is_node: bool
+    """Engines attach to the host and leave it, and pools come and go with them. Else there is one pool, of the engine
+    that embeds the host."""
+    switches: Switches
+    """Of all pools, those to come included."""
+    take_report: Callable[[RankReport], DesiredState] | None
+    """Takes a report that a rank has sent over HTTP; None where ranks report on another way."""
+    trust_eof: float | None
+    """Seconds after which processes whose end cannot be seen count as ended; None if nothing ends by time."""
+
+    def pools(self) -> Sequence[HostedPool]:
+        """All pools, the oldest first."""
+
+    def find_pool(self, name: str) -> HostedPool | None: ...
+
+    def delete_pool(self, name: str) -> None:
+        """Forget a pool and all its blocks; its memory is for others as soon as no process can reach it. May wait for a
+        lock. Raises `NotFoundError`, or `ConflictError` if the pool has sessions or cannot be deleted."""
+
+    def sessions(self) -> Sequence[HostedSession]:
+        """All sessions, the oldest first, lost ones included."""
+
+    def detach(self, session_id: str, *, kill: bool) -> bool:
+        """Begin to end a session, and kill its processes if asked to; False if there is no such session. What it holds
+        is freed when its processes have ended, and not before. Raises `ConflictError` if this host cannot end its
+        sessions."""
+
+    def namespaces(self) -> Sequence[HostedNamespace]: ...
+
+    def memory(self) -> MemoryStatus: ...
+
+    def count_error(self, code: str) -> None:
+        """Count an error of the host; `code` is one of `kvstow.stats.ERRORS`."""

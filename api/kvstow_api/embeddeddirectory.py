@@ -1,0 +1,116 @@
+"""The directory of a host that is embedded in an inference engine: one pool, one session, one namespace."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.errors import ConflictError, NotFoundError
+from kvstow.messages import DesiredState, RankReport
+from kvstow.status import HostedNamespace, HostedSession, MemoryStatus, SessionState, SessionStatus
+from kvstow_api.directory import HostedPool, Switches
+from kvstow_api.views import POOL_NAME
+
+_ALONE = "the pool is the memory of the engine that it is embedded in, and no other engine can attach to it"
+
+
+class EmbeddedDirectory:
+    """A `Directory` of one engine. `max_capacity_slots`: the limit of every resize, which is what the ranks' reserved
+    address space can hold. `name`: what the inference engine is."""
+
+    is_node = False
+    trust_eof = None
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        max_capacity_slots: int,
+        *,
+        name: str = "",
+        model: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine_id = engine.engine_id
+        self.switches: Switches = engine.admin
+        self.take_report: Callable[[RankReport], DesiredState] | None = engine.report
+        self._engine, self._name, self._model = engine, name, model
+        self._pool = HostedPool(POOL_NAME, engine, max_capacity_slots, model)
+        self._clock, self._started_at = clock, clock()
+
+    def pools(self) -> Sequence[HostedPool]:
+        return (self._pool,)
+
+    def find_pool(self, name: str) -> HostedPool | None:
+        return self._pool if name == POOL_NAME else None
+
+    def delete_pool(self, name: str) -> None:
+        if name != POOL_NAME:
+            raise NotFoundError(f"there is no pool {name!r}; there is: {POOL_NAME}")
+        raise ConflictError("the pool belongs to the engine that it is embedded in, and ends with its process")
+
+    def sessions(self) -> Sequence[HostedSession]:
+        readiness, stats = self._engine.readiness(), self._engine.stats()
+        pending = stats.transfers.pending
+        state: SessionState = "attached" if readiness.usable_slots else "attaching"
+        status = SessionStatus(
+            session_id=1,
+            engine=self._name,
+            namespace=POOL_NAME,
+            state="stuck" if pending.stuck else state,
+            in_flight=pending.loads + pending.stores,
+            leases=stats.pool.leases,
+            leased_slots=stats.pool.slots.leased,
+            registered_slots=readiness.usable_slots,
+            quarantined_slots=stats.pool.slots.quarantined,
+            processes=len({(rank.host, rank.pid) for rank in readiness.ranks if rank.pid is not None}),
+            ranks=readiness.ranks,
+        )
+        return (
+            HostedSession(
+                session_id=self.engine_id,
+                engine=self._name,
+                model=self._model,
+                pool=POOL_NAME,
+                namespace=POOL_NAME,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                age_seconds=self._clock() - self._started_at,
+                status=status,
+            ),
+        )
+
+    def detach(self, session_id: str, *, kill: bool) -> bool:
+        if session_id != self.engine_id:
+            return False
+        raise ConflictError("the engine embeds this server: stop its process to end the session")
+
+    def namespaces(self) -> Sequence[HostedNamespace]:
+        slots = self._engine.stats().pool.slots
+        return (
+            HostedNamespace(
+                name=POOL_NAME,
+                pool=POOL_NAME,
+                model=self._model,
+                weights_id=None,
+                weights_source=None,
+                sessions=1,
+                blocks=slots.cached + slots.leased + slots.protected,
+                dropped=False,
+                sharing_off=(_ALONE,),
+            ),
+        )
+
+    def memory(self) -> MemoryStatus:
+        ranks = self._engine.readiness().ranks
+        failures = [f"rank {rank.rank}: {rank.error or rank.error_reason}" for rank in ranks if rank.error_reason]
+        return MemoryStatus(
+            target_bytes=sum(rank.target_bytes for rank in ranks),
+            populated_bytes=sum(rank.pinned_bytes for rank in ranks),
+            failure="; ".join(failures) or None,
+        )
+
+    def count_error(self, code: str) -> None:
+        self._engine.count_error(code)
