@@ -20,6 +20,7 @@ from bench.hashes import Hashes
 from bench.kvstow_subject import SLOT_BYTES, EngineSubject
 from bench.subject import CHAIN_BLOCKS, STORE_BLOCKS
 from kvstow_api.app import create_app
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 from kvstow_service.agent import AdminAddress, RankAgent
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
@@ -56,7 +57,7 @@ class Host:
         listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
         running.callback(listeners.close)
         context = ApiHost(
-            engine=engine, max_capacity_slots=slots, version="bench", mode="standalone", agent_token=_AGENT_TOKEN
+            directory=EmbeddedDirectory(engine, slots), version="bench", mode="standalone", agent_token=_AGENT_TOKEN
         )
         server = AdminServer(create_app(context), listeners.sockets, lambda reason: print(reason, file=sys.stderr))
         server.start()

@@ -15,6 +15,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import RankReport
 from kvstow_api.app import create_app
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 
 _RANKS, _SLOTS, _SLOT_BYTES = 8, 1024, 4096
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 async def _measure(engine: OffloadEngine) -> None:
-    app = create_app(ApiHost(engine=engine, max_capacity_slots=_SLOTS, version="bench", mode="bench"))
+    app = create_app(ApiHost(directory=EmbeddedDirectory(engine, _SLOTS), version="bench", mode="bench"))
     async with _client(app) as client:
         with _lags() as lags:
             await asyncio.sleep(0.01)  # it looks

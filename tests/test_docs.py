@@ -14,6 +14,7 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.stats import SLOT_STATES, EngineState
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.health import Health
 from kvstow_api.looplag import LoopMonitor
 from kvstow_service.adminhost import make_api_host
@@ -120,6 +121,6 @@ def test_every_state_is_explained() -> None:
 def test_every_readiness_check_is_explained() -> None:
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
     host = make_api_host(
-        engine, Ticker(engine), AdminSockets(), AdminOptions(), mode="test", max_capacity_slots=4, agent_token="token"
+        EmbeddedDirectory(engine, 4), Ticker(engine), AdminSockets(), AdminOptions(), mode="test", agent_token="token"
     )
     assert explained("check") == set(Health(host, LoopMonitor()).probes["readyz"].checks)

@@ -43,17 +43,26 @@ class Directory(Protocol):
     """The pools of a host and their users. Every call is safe from any thread, waits for nothing, and costs O(what it
     returns): most are made on the event loop."""
 
-    engine_id: str
-    """Names this life of the host."""
-    is_node: bool
-    """Engines attach to the host and leave it, and pools come and go with them. Else there is one pool, of the engine
-    that embeds the host."""
-    switches: Switches
-    """Of all pools, those to come included."""
-    take_report: Callable[[RankReport], DesiredState] | None
-    """Takes a report that a rank has sent over HTTP; None where ranks report on another way."""
-    trust_eof: float | None
-    """Seconds after which processes whose end cannot be seen count as ended; None if nothing ends by time."""
+    @property
+    def engine_id(self) -> str:
+        """Names this life of the host."""
+
+    @property
+    def is_node(self) -> bool:
+        """Engines attach to the host and leave it, and pools come and go with them. Else there is one pool, of the
+        engine that embeds the host."""
+
+    @property
+    def switches(self) -> Switches:
+        """Of all pools, those to come included."""
+
+    @property
+    def take_report(self) -> Callable[[RankReport], DesiredState] | None:
+        """Takes a report that a rank has sent over HTTP; None where ranks report on another way."""
+
+    @property
+    def trust_eof(self) -> float | None:
+        """Seconds after which processes whose end cannot be seen count as ended; None if nothing ends by time."""
 
     def pools(self) -> Sequence[HostedPool]:
         """All pools, the oldest first."""

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, NotFoundError
-from kvstow.messages import DesiredState, RankReport
 from kvstow.status import HostedNamespace, HostedSession, MemoryStatus, SessionState, SessionStatus
-from kvstow_api.directory import HostedPool, Switches
+from kvstow_api.directory import HostedPool
 from kvstow_api.views import POOL_NAME
 
 _ALONE = "the pool is the memory of the engine that it is embedded in, and no other engine can attach to it"
@@ -34,8 +33,8 @@ class EmbeddedDirectory:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine_id = engine.engine_id
-        self.switches: Switches = engine.admin
-        self.take_report: Callable[[RankReport], DesiredState] | None = engine.report
+        self.switches = engine.admin
+        self.take_report = engine.report
         self._engine, self._name, self._model = engine, name, model
         self._pool = HostedPool(POOL_NAME, engine, max_capacity_slots, model)
         self._clock, self._started_at = clock, clock()

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Collection, Iterator
 from typing import Any, NamedTuple, Self
 
 from kvstow.control.blockevents import BlockEvent
-from kvstow.control.engine import OffloadEngine
+from kvstow.control.poolfacade import PoolFacade
 from kvstow.keys import format_key
 from kvstow_api.journal import Entry, Journal
 from kvstow_api.streamlimit import StreamLimit
@@ -49,7 +49,7 @@ class Cursor(NamedTuple):
 class EventStreams:
     """The streams of one server, each with its own cursor. Used on the event loop."""
 
-    def __init__(self, engine: OffloadEngine, journal: Journal) -> None:
+    def __init__(self, engine: PoolFacade, journal: Journal) -> None:
         self._engine, self._journal = engine, journal
         self._messages = _Messages()
         self.limit = StreamLimit(
@@ -114,7 +114,7 @@ class _Reader:
 
     def __init__(
         self,
-        engine: OffloadEngine,
+        engine: PoolFacade,
         journal: Journal,
         messages: _Messages,
         wanted: frozenset[str],

@@ -83,7 +83,7 @@ async def change(app: AppState, patch: PoolPatch, if_match: str | None) -> Opera
 
 
 def _check(app: AppState, patch: PoolPatch) -> None:
-    highest = app.host.max_capacity_slots
+    highest = app.host.directory.pools()[0].max_capacity_slots
     if patch.capacity_slots is not None and patch.capacity_slots > highest:
         raise ConfigError("capacity_slots", patch.capacity_slots, f"1 to {highest}, the maximum of this host")
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 
-from kvstow.control.engine import OffloadEngine
+from kvstow.control.poolfacade import PoolFacade
 from kvstow.status import RankStatus
 from kvstow_api.history import NOW_SECONDS, HistoryView, SampleView, now_of, sample_of
 from kvstow_api.journal import Journal
@@ -21,7 +21,7 @@ _SAMPLES = 720  # an hour
 class Sampler:
     """Runs on the event loop. A sample is O(ranks)."""
 
-    def __init__(self, engine: OffloadEngine, journal: Journal) -> None:
+    def __init__(self, engine: PoolFacade, journal: Journal) -> None:
         self._engine, self._journal = engine, journal
         self._samples: deque[SampleView] = deque(maxlen=_SAMPLES)
         self._recent: deque[SampleView] = deque(maxlen=round(NOW_SECONDS / _INTERVAL) + 1)

@@ -12,9 +12,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 
 import kvstow
-from kvstow.control.engine import OffloadEngine
 from kvstow.memory.limits import HugePageLimits, MemoryLimits, limits_of
 from kvstow_api.app import create_app
+from kvstow_api.directory import Directory
 from kvstow_api.host import ApiHost
 from kvstow_api.hostsettings import is_loopback
 from kvstow_api.measurements import HostMemory
@@ -34,25 +34,24 @@ def make_server(
     tls: ServerTls | None,
     on_failure: Callable[[str], None],
 ) -> AdminServer:
-    """The server of `host` on `sockets`; lost log lines are counted as errors of the engine."""
+    """The server of `host` on `sockets`; lost log lines are counted as errors of the host."""
     return AdminServer(
         create_app(host),
         sockets.sockets,
         on_failure,
         tls=None if tls is None else tls.context,
-        on_lost_line=partial(host.engine.count_error, "log_line_dropped"),
+        on_lost_line=partial(host.directory.count_error, "log_line_dropped"),
     )
 
 
 def make_api_host(
-    engine: OffloadEngine,
+    directory: Directory,
     ticker: Ticker,
     sockets: AdminSockets,
     options: AdminOptions,
     *,
     mode: str,
-    max_capacity_slots: int,
-    agent_token: str,
+    agent_token: str | None = None,
     tls: ServerTls | None = None,
     settings: Mapping[str, Any] | None = None,
     build: Mapping[str, str] | None = None,
@@ -63,8 +62,7 @@ def make_api_host(
     """
     settings = settings or {}
     return ApiHost(
-        engine=engine,
-        max_capacity_slots=max_capacity_slots,
+        directory=directory,
         version=kvstow.__version__,
         mode=mode,
         addresses=sockets.addresses,

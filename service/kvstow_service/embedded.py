@@ -87,9 +87,9 @@ class EmbeddedAdmin:
         self._sockets = AdminSockets(secure=options.tls is not None)
         self._rendezvous = Rendezvous(identity, environ)
         self._server: AdminServer | None = None
+        self._max_capacity_slots = max_capacity_slots
         self._description: dict[str, Any] = {
             "mode": mode,
-            "max_capacity_slots": max_capacity_slots,
             "settings": settings,
             "build": build,
         }
@@ -167,12 +167,19 @@ class EmbeddedAdmin:
 
     def _make_server(self) -> AdminServer:
         # Not earlier: the first import of prometheus_client decides how the whole process keeps its metrics.
+        from kvstow_api.embeddeddirectory import EmbeddedDirectory
         from kvstow_service.adminhost import make_api_host, make_server
 
         self._tls = None if self._options.tls is None else ServerTls(self._options.tls)
         self._listen()  # clients that connect now are answered soon
+        settings = self._description["settings"] or {}
         host = make_api_host(
-            self._engine,
+            EmbeddedDirectory(
+                self._engine,
+                self._max_capacity_slots,
+                name=self._description["mode"],
+                model=str(settings.get("model", "")),
+            ),
             self._ticker,
             self._sockets,
             self._options,

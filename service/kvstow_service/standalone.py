@@ -17,6 +17,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.region import round_up
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_service.adminhost import make_api_host, make_server
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.agent import AdminAddress
@@ -58,12 +59,11 @@ def run_service(settings: Settings) -> int:
 
         agents_reach = _meet_agents(settings, sockets, running)
         host = make_api_host(
-            engine,
+            EmbeddedDirectory(engine, plan.pool.max_slots, name="standalone"),
             ticker,
             sockets,
             plan.admin,
             mode="standalone",
-            max_capacity_slots=plan.pool.max_slots,
             agent_token=agents_reach.token,
             tls=plan.tls,
             settings=public_settings(settings),

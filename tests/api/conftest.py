@@ -21,6 +21,7 @@ from kvstow.messages import Completion, Mark, Op, RankReport
 from kvstow.results import Lease
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.app import create_app
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 from kvstow_api.loglevels import LogLevels
 from kvstow_service.server import AdminServer
@@ -135,7 +136,7 @@ async def launch(engine: OffloadEngine, clock: FakeClock) -> AsyncIterator[Launc
     async with AsyncExitStack() as stack:
 
         async def start(prepare: Callable[[FastAPI], object] | None = None, **changes: Any) -> httpx.AsyncClient:
-            given = {"engine": engine, "max_capacity_slots": 2 * CAPACITY, "version": "1.2.3", "mode": "test"}
+            given = {"directory": EmbeddedDirectory(engine, 2 * CAPACITY), "version": "1.2.3", "mode": "test"}
             app = create_app(ApiHost(**{**given, "agent_token": AGENT_TOKEN, "clock": clock, **changes}))
             if prepare:
                 prepare(app)
@@ -149,7 +150,7 @@ async def launch(engine: OffloadEngine, clock: FakeClock) -> AsyncIterator[Launc
 @contextmanager
 def running(engine: OffloadEngine, *, uds: Path | None = None, **changes: Any) -> Iterator[AdminSockets]:
     """An application on real sockets, with a context that differs by what is given."""
-    given = {"engine": engine, "max_capacity_slots": 2 * CAPACITY, "version": "1.2.3", "mode": "test"}
+    given = {"directory": EmbeddedDirectory(engine, 2 * CAPACITY), "version": "1.2.3", "mode": "test"}
     with ExitStack() as stack:
         listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), uds)
         stack.callback(listeners.close)

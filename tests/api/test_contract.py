@@ -16,6 +16,7 @@ from tests.api.conftest import AGENT
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.app import create_app
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 
 EXAMPLES = 10  # of each kind: 20 per operation
@@ -31,7 +32,7 @@ CHECKS = [not_a_server_error, *PROBE_CHECKS]  # a failing probe is no failing se
 
 def describe() -> dict[str, Any]:
     engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16))
-    return create_app(ApiHost(engine=engine, max_capacity_slots=16, version="1.2.3", mode="test")).openapi()
+    return create_app(ApiHost(directory=EmbeddedDirectory(engine, 16), version="1.2.3", mode="test")).openapi()
 
 
 def _has_rules(operation: Any) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError
 from kvstow_api.app import create_app
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 
 
@@ -24,15 +25,15 @@ def test_a_bad_context_is_refused_naming_the_setting(
     engine: OffloadEngine, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        ApiHost(engine=engine, max_capacity_slots=16, version="1", mode="test", **changes)
+        ApiHost(directory=EmbeddedDirectory(engine, 16), version="1", mode="test", **changes)
 
 
 def test_a_context_does_not_show_its_agent_token(engine: OffloadEngine) -> None:
-    context = ApiHost(engine=engine, max_capacity_slots=16, version="1", mode="test", agent_token="s3cret")
+    context = ApiHost(directory=EmbeddedDirectory(engine, 16), version="1", mode="test", agent_token="s3cret")
     assert "s3cret" not in repr(context)
 
 
 def test_an_application_does_not_start_without_its_token(engine: OffloadEngine, tmp_path: Path) -> None:
-    context = ApiHost(engine=engine, max_capacity_slots=16, version="1", mode="test", token_file=tmp_path / "absent")
+    context = ApiHost(directory=EmbeddedDirectory(engine, 16), version="1", mode="test", token_file=tmp_path / "absent")
     with pytest.raises(ConfigError, match="token_file"):
         create_app(context)

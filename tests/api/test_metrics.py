@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 
 pytestmark = pytest.mark.anyio
 
@@ -121,12 +122,12 @@ async def test_only_routes_that_were_requested_have_series(client: httpx.AsyncCl
 
 async def test_unknown_values_have_no_series(launch: Any, ranks: Any) -> None:
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
-    families = await scrape(await launch(engine=engine))
+    families = await scrape(await launch(directory=EmbeddedDirectory(engine, 4)))
     for name in ("query_tokens", "hit_tokens", "miss_tokens", "pin_rate_bytes_per_second"):
         assert families[f"kvstow_{name}"].samples == [], name
-    pool = (await (await launch(engine=engine)).get("/v1/pools/host")).json()
+    pool = (await (await launch(directory=EmbeddedDirectory(engine, 4))).get("/v1/pools/host")).json()
     assert pool["block_tokens"] is None
-    rank = (await (await launch(engine=engine)).get("/v1/ranks/0")).json()
+    rank = (await (await launch(directory=EmbeddedDirectory(engine, 4))).get("/v1/ranks/0")).json()
     assert rank["pin_rate_bytes_per_second"] is None
     ranks.report(pin_rate_bytes_per_second=5.0)
     families = await scrape(await launch())
@@ -148,7 +149,7 @@ async def test_traffic_adds_no_label(
 
 async def test_the_capacity_of_a_rank_is_in_slots_of_its_own_size(launch: Any) -> None:
     config = EngineConfig(slot_bytes=64, capacity_slots=4, num_ranks=2, rank_slot_bytes=(64, 32))
-    families = await scrape(await launch(engine=OffloadEngine(config)))
+    families = await scrape(await launch(directory=EmbeddedDirectory(OffloadEngine(config), 4)))
     name = "kvstow_pool_capacity_bytes"
     assert [value(families, name, pool="host", rank=rank) for rank in "01"] == [4 * 64, 4 * 32]
 
@@ -325,11 +326,12 @@ SCRAPE = """
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow_api.app import create_app
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 from prometheus_client import REGISTRY, generate_latest
 
 engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
-context = ApiHost(engine=engine, max_capacity_slots=4, version="1", mode="test")
+context = ApiHost(directory=EmbeddedDirectory(engine, 4), version="1", mode="test")
 create_app(context)
 print(generate_latest(context.registry).decode())
 assert b"kvstow" not in generate_latest(REGISTRY), "the host's own"

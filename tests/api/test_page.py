@@ -14,6 +14,7 @@ import pytest
 
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.appstate import AppState
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.page.content import Content, read_content
 from kvstow_api.page.live import INTERVAL, StatusPage
 from kvstow_api.page.render import SECTIONS
@@ -222,7 +223,7 @@ async def test_many_ranks_do_not_make_the_page_long(launch: Any) -> None:
     from kvstow.control.engine import OffloadEngine
 
     engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16, num_ranks=64))
-    answer = await (await launch(engine=engine)).get("/")
+    answer = await (await launch(directory=EmbeddedDirectory(engine, 4))).get("/")
     assert "and 48 more ranks" in answer.text
     assert len(answer.content) < LIMIT
 

@@ -21,6 +21,7 @@ from kvstow.stats import FaultStats, LookupStats
 from kvstow_api.appstate import AppState
 from kvstow_api.auth import Credentials
 from kvstow_api.doctor import CHECKS
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.requests import HttpCounters
 from kvstow_api.views import StatsView
@@ -61,7 +62,7 @@ def code_words(text: str) -> Iterator[str]:
 def app_state() -> AppState:
     engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4))
     host = make_api_host(
-        engine, Ticker(engine), AdminSockets(), AdminOptions(), mode="test", max_capacity_slots=4, agent_token="token"
+        EmbeddedDirectory(engine, 4), Ticker(engine), AdminSockets(), AdminOptions(), mode="test", agent_token="token"
     )
     return AppState.of(host, HttpCounters(), Credentials())
 

@@ -18,6 +18,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.rank import make_ranks, store_keys
 from kvstow_api.app import create_app
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 
 GUIDE = Path(__file__).parents[2] / "docs" / "api.md"
@@ -86,7 +87,7 @@ def server(serving: Any, tmp_path: Path) -> str:
     tokens.write_text(TOKEN)
     engine = OffloadEngine(EngineConfig(slot_bytes=2 << 20, capacity_slots=4096, num_ranks=2))
     store_keys(engine, make_ranks(engine), [bytes((0, 0, number)) for number in range(100)])
-    context = ApiHost(engine=engine, max_capacity_slots=8192, version="0", mode="standalone", token_file=tokens)
+    context = ApiHost(directory=EmbeddedDirectory(engine, 8192), version="0", mode="standalone", token_file=tokens)
     _, listeners = serving(create_app(context))
     return str(listeners.url)
 

@@ -15,6 +15,7 @@ from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import PinError
 from kvstow.messages import Op, StepPlan
 from kvstow_api.app import create_app
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 from kvstow_service.agent import AdminAddress, RankAgent
 from kvstow_service.fleet import Fleet, UnbuiltRank
@@ -35,7 +36,9 @@ def engine() -> Iterator[OffloadEngine]:
 
 @pytest.fixture
 def client(engine: OffloadEngine, serving: Any) -> Iterator[httpx.Client]:
-    context = ApiHost(engine=engine, max_capacity_slots=2 * SLOTS, version="1", mode="standalone", agent_token="secret")
+    context = ApiHost(
+        directory=EmbeddedDirectory(engine, 2 * SLOTS), version="1", mode="standalone", agent_token="secret"
+    )
     _, listeners = serving(create_app(context))
     with httpx.Client(base_url=listeners.url) as client:
         yield client

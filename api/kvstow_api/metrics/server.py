@@ -81,12 +81,13 @@ def certificate_families(host: ApiHost) -> Iterator[Metric]:
 def fact_families(host: ApiHost) -> Iterator[Metric]:
     build = {"version": host.version, "python": platform.python_version(), "mode": host.mode, **host.build}
     yield gauge("kvstow_build_info", "Versions in the labels; always 1", list(build), [(list(build.values()), 1)])
-    config = host.engine.config
+    facade = host.directory.pools()[0].facade
+    config = facade.config
     facts = {
         "model_name": str(host.settings.get("model", "")),
         "slot_bytes": str(config.slot_bytes),
         "block_tokens": "" if config.block_tokens is None else str(config.block_tokens),
         "num_ranks": str(config.num_ranks),
-        "policy": host.engine.stats().pool.policy,
+        "policy": facade.stats().pool.policy,
     }
     yield gauge("kvstow_config_info", "Settings in the labels; always 1", list(facts), [(list(facts.values()), 1)])

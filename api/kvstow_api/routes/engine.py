@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Header, Path, Query
+from fastapi import APIRouter, Body, Header, HTTPException, Path, Query
 from pydantic import WithJsonSchema
 from starlette.concurrency import run_in_threadpool
 
@@ -67,7 +67,10 @@ async def report(app: App, rank: RankNumber, body: Report, clock: Clock = None) 
         raise InvalidRequestError(f"RankReport.rank is {message.rank}; allowed: {rank}, as in the path")
     app.clocks.note(rank, clock)
     # a rank that has restarted makes this take as long as removing all blocks
-    return await run_in_threadpool(app.engine.report, message)
+    take_report = app.host.directory.take_report
+    if take_report is None:
+        raise HTTPException(401, "ranks report over their attach socket here, and nobody may report over HTTP")
+    return await run_in_threadpool(take_report, message)
 
 
 @router.get("/transfers", responses=reading())

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
-from kvstow.control.engine import OffloadEngine
+from kvstow.control.poolfacade import PoolFacade
 from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.errors import ConfigError, NotFoundError
 from kvstow.keys import format_key
@@ -175,7 +175,7 @@ async def lookup(app: App, body: LookupBody) -> LookupResult:
 
 def _view(app: AppState) -> PoolView:
     etag = livesettings.etag(app)
-    stats, desired, highest = app.engine.stats(), app.engine.desired(), app.host.max_capacity_slots
+    stats, desired, highest = app.engine.stats(), app.engine.desired(), app.host.directory.pools()[0].max_capacity_slots
     pool = stats.pool
     return PoolView(
         name=POOL_NAME,
@@ -200,7 +200,7 @@ def _in_slots(app: AppState, body: PoolPatch) -> PoolPatch:
     """`body` with its bytes as slots. Raises `ConfigError` if they exceed what the host can provide."""
     if body.capacity_bytes is None:
         return body
-    slot_bytes, highest = app.engine.config.slot_bytes, app.host.max_capacity_slots
+    slot_bytes, highest = app.engine.config.slot_bytes, app.host.directory.pools()[0].max_capacity_slots
     if not slot_bytes <= body.capacity_bytes < (highest + 1) * slot_bytes:
         allowed = f"{slot_bytes} (one slot) to {highest * slot_bytes}, the maximum of this host"
         raise ConfigError("capacity_bytes", body.capacity_bytes, allowed)
@@ -217,7 +217,7 @@ async def _remove(
     return accepted(operation)
 
 
-def _page(engine: OffloadEngine, query: BlocksQuery) -> BlockPage:
+def _page(engine: PoolFacade, query: BlocksQuery) -> BlockPage:
     size = query.page_size
     found: list[BlockStatus] = []
     slot: int | None = query.position

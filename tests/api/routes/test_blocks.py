@@ -8,6 +8,7 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 
 pytestmark = pytest.mark.anyio
 
@@ -36,7 +37,7 @@ async def test_a_page_reaches_over_empty_stretches(launch: Any, ranks: Any, keys
     many = [number.to_bytes(4, "big") for number in range(5000)]
     wide.store(many)
     engine.admin.purge(keys=many[:4990]).run()
-    client = await launch(engine=engine, max_capacity_slots=5000)
+    client = await launch(directory=EmbeddedDirectory(engine, 5000))
     body = (await client.get(BLOCKS)).json()
     assert len(body["items"]) == 10
 
@@ -94,7 +95,7 @@ async def test_a_state_that_is_rare_costs_a_bounded_look(launch: Any, ranks: Any
     many = [number.to_bytes(4, "big") for number in range(9000)]
     wide.store(many)
     engine.admin.protect(many[-1:], None)
-    client = await launch(engine=engine, max_capacity_slots=9000)
+    client = await launch(directory=EmbeddedDirectory(engine, 9000))
     sizes: list[int] = []
     token: str | None = ""
     while token is not None:

@@ -13,6 +13,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow_api.app import create_app
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 from kvstow_service.cli import app
 from kvstow_service.server import AdminServer
@@ -35,7 +36,7 @@ class Host:
         tls = changes.pop("tls", None)
         listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), changes.pop("uds", None), secure=tls is not None)
         stack.callback(listeners.close)
-        given = {"engine": self.engine, "max_capacity_slots": 2 * CAPACITY, "version": "1.2.3", "mode": "test"}
+        given = {"directory": EmbeddedDirectory(self.engine, 2 * CAPACITY), "version": "1.2.3", "mode": "test"}
         server = AdminServer(create_app(ApiHost(**{**given, **changes})), listeners.sockets, pytest.fail, tls=tls)
         server.start()
         stack.callback(server.stop)
