@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, NamedTuple
@@ -38,11 +38,13 @@ class Headroom:
 
 
 class _Files(NamedTuple):
-    """File names of a cgroup: limit, usage, and the part of the usage that the kernel can reclaim."""
+    """File names of a cgroup: limit, usage, and the parts of the usage that the kernel can reclaim and that are shared
+    memory."""
 
     limit: str
     usage: str
     reclaimable: str = ""
+    shared: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,56 +55,67 @@ class MemoryLimits:
     page_bytes: ClassVar[int] = PAGE_BYTES
     _what: ClassVar[str] = f"are needed beside a reserve of {format_size(RESERVE_BYTES)}"
     _controller: ClassVar[str] = "memory"
-    _v1: ClassVar[_Files] = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    _v2: ClassVar[_Files] = _Files("memory.max", "memory.current", "inactive_file")
+    _v1: ClassVar[_Files] = _Files(
+        "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_shmem"
+    )
+    _v2: ClassVar[_Files] = _Files("memory.max", "memory.current", "inactive_file", "shmem")
     _cgroup_reason: ClassVar[str] = "cgroup_limit"
 
     meminfo: Path = Path("/proc/meminfo")
     own_cgroups: Path = Path("/proc/self/cgroup")
     cgroup_root: Path = Path("/sys/fs/cgroup")
 
-    def headroom(self) -> Headroom | None:
-        """The tightest limit, before `reserve_bytes` is subtracted; None if no limit can be read."""
-        found = [headroom for headroom in (self._machine(), *self._cgroups()) if headroom is not None]
+    def headroom(self, *, beside_shared: bool = False) -> Headroom | None:
+        """The tightest limit, before `reserve_bytes` is subtracted; None if no limit can be read.
+
+        `beside_shared`: as if no shared memory were in use. So much can become free when the engines and the keeper of
+        an earlier service let go of its memory, or hand it back.
+        """
+        found = [headroom for headroom in self._limits(beside_shared) if headroom is not None]
         return min(found, key=lambda headroom: headroom.num_bytes, default=None)
 
-    def shortage(self, num_bytes: int) -> Shortage | None:
+    def shortage(self, num_bytes: int, *, beside_shared: bool = False) -> Shortage | None:
         """Why `num_bytes` more do not fit; None if they do."""
-        tightest = self.headroom()
+        tightest = self.headroom(beside_shared=beside_shared)
         if tightest is None or num_bytes + self.reserve_bytes <= tightest.num_bytes:
             return None
         return Shortage(tightest.reason, f"{format_size(num_bytes)} {self._what}, but {tightest.limit}")
 
-    def _machine(self) -> Headroom | None:
-        available = _read_fields(self.meminfo).get("MemAvailable:")
-        if available is None:
-            return None
-        num_bytes = available * 1024
-        return Headroom(num_bytes, "out_of_memory", f"the machine has {format_size(num_bytes)} of memory available")
-
-    def _cgroups(self) -> list[Headroom | None]:
-        """The limits of this process's cgroups and their ancestors, which all apply."""
-        headrooms = []
+    def _limits(self, beside_shared: bool) -> Iterator[Headroom | None]:
+        """Of the machine, and of this process's cgroups and their ancestors, which all apply."""
+        yield self._machine(beside_shared)
         for line in _read(self.own_cgroups).splitlines():
             _, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
             if not controllers:
-                headrooms += [self._cgroup(folder, self._v2) for folder in _with_ancestors(self.cgroup_root, path)]
+                root, files = self.cgroup_root, self._v2
             elif self._controller in controllers.split(","):
-                root = self.cgroup_root / self._controller
-                headrooms += [self._cgroup(folder, self._v1) for folder in _with_ancestors(root, path)]
-        return headrooms
+                root, files = self.cgroup_root / self._controller, self._v1
+            else:
+                continue
+            for folder in _with_ancestors(root, path):
+                yield self._cgroup(folder, files, beside_shared)
 
-    def _cgroup(self, folder: Path, files: _Files) -> Headroom | None:
+    def _machine(self, beside_shared: bool) -> Headroom | None:
+        fields = _read_fields(self.meminfo)
+        available = fields.get("MemAvailable:")
+        if available is None:
+            return None
+        num_bytes = (available + (fields.get("Shmem:", 0) if beside_shared else 0)) * 1024
+        words = "available or shared" if beside_shared else "available"
+        return Headroom(num_bytes, "out_of_memory", f"the machine has {format_size(num_bytes)} of memory {words}")
+
+    def _cgroup(self, folder: Path, files: _Files, beside_shared: bool) -> Headroom | None:
         limit, usage = _read(folder / files.limit).strip(), _read(folder / files.usage).strip()
         if not limit.isdecimal() or not usage.isdecimal() or int(limit) >= _UNLIMITED:
             return None
+        fields = _read_fields(folder / "memory.stat")
         # Inactive page cache is reclaimed before the limit is enforced.
-        reclaimable = _read_fields(folder / "memory.stat").get(files.reclaimable, 0)
-        num_bytes = max(0, int(limit) - int(usage) + reclaimable)
+        free = fields.get(files.reclaimable, 0) + (fields.get(files.shared, 0) if beside_shared else 0)
+        num_bytes = max(0, int(limit) - int(usage) + free)
         words = (
             f"the cgroup limit {folder / files.limit} is {format_size(int(limit))}, "
-            f"of which {format_size(num_bytes)} is left"
+            f"of which {format_size(num_bytes)} is left{' or shared' if beside_shared else ''}"
         )
         return Headroom(num_bytes, self._cgroup_reason, words)
 
@@ -122,13 +135,23 @@ class HugePageLimits(MemoryLimits):
     # Not /proc/meminfo, which counts pages of the default size: that may be 1 GiB.
     pages: Path = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 
-    def _machine(self) -> Headroom | None:
-        free, promised = (_read(self.pages / name).strip() for name in ("free_hugepages", "resv_hugepages"))
-        if not free.isdecimal() or not promised.isdecimal():
+    def _machine(self, beside_shared: bool) -> Headroom | None:
+        names = ("nr_hugepages",) if beside_shared else ("free_hugepages", "resv_hugepages")
+        found = [_read(self.pages / name).strip() for name in names]
+        if not all(number.isdecimal() for number in found):
             return None
-        num_bytes = max(0, int(free) - int(promised)) * HUGE_PAGE_BYTES
-        words = f"the machine has {format_size(num_bytes)} of them free (sysctl vm.nr_hugepages reserves more)"
+        pages, *promised = map(int, found)
+        num_bytes = max(0, pages - sum(promised)) * HUGE_PAGE_BYTES
+        words = "" if beside_shared else " free"
+        words = f"the machine has {format_size(num_bytes)} of them{words} (sysctl vm.nr_hugepages reserves more)"
         return Headroom(num_bytes, "hugepages", words)
+
+    def _cgroup(self, folder: Path, files: _Files, beside_shared: bool) -> Headroom | None:
+        limit = _read(folder / files.limit).strip()
+        if not beside_shared or not limit.isdecimal() or int(limit) >= _UNLIMITED:
+            return MemoryLimits._cgroup(self, folder, files, beside_shared)
+        words = f"the cgroup limit {folder / files.limit} is {format_size(int(limit))}"
+        return Headroom(int(limit), self._cgroup_reason, words)
 
 
 def limits_of(huge_pages: HugePages) -> MemoryLimits:

@@ -6,6 +6,8 @@ import grp
 import os
 import socket
 import stat
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvstow.errors import ConfigError, ConflictError
@@ -36,6 +38,17 @@ class AttachSocket:
         self._file = None
 
 
+def default_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where a service listens unless told otherwise: `/run/kvstow/attach.sock` as root. Other users have it in a folder
+    of their own, in `$XDG_RUNTIME_DIR/kvstow` or, without that variable, `kvstow-node-UID` in the folder for temporary
+    files."""
+    if os.geteuid() == 0:
+        return Path("/run/kvstow/attach.sock")
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime) / "kvstow" if runtime else Path(tempfile.gettempdir()) / f"kvstow-node-{os.geteuid()}"
+    return folder / "attach.sock"
+
+
 def group_id(name: str) -> int:
     """The id of a group, which may be given as a number. Raises `ConfigError` for an unknown name."""
     if name.isdecimal():
@@ -47,13 +60,13 @@ def group_id(name: str) -> int:
 
 
 def _require_folder(folder: Path, group: int | None) -> None:
-    """Make the folder, or check that not everybody may replace files in it."""
+    """Make the folder, or check that no other user may replace files in it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             folder.mkdir()
         except FileExistsError:
-            mode = folder.stat().st_mode
+            found = folder.stat()
         else:
             if group is not None:
                 os.chown(folder, -1, group)
@@ -61,8 +74,11 @@ def _require_folder(folder: Path, group: int | None) -> None:
             return
     except OSError as error:
         raise ConflictError(f"cannot use the folder {folder}: {error.strerror or error}") from error
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise ConflictError(
-            f"the folder {folder} can be written by everybody (mode {stat.S_IMODE(mode):o}), who could replace the "
-            f"socket in it: use a folder of its own, with mode {FOLDER_MODE:o}"
-        )
+    whose = f"the folder {folder} belongs to uid {found.st_uid}"
+    if found.st_uid in (0, os.geteuid()):
+        if not found.st_mode & stat.S_IWOTH or found.st_mode & stat.S_ISVTX:
+            return
+        whose = f"the folder {folder} can be written by everybody (mode {stat.S_IMODE(found.st_mode):o})"
+    raise ConflictError(
+        f"{whose}, who could replace the socket in it: use a folder of its own, with mode {FOLDER_MODE:o}"
+    )

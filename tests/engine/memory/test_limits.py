@@ -136,6 +136,35 @@ def test_a_cgroup_limits_reserved_huge_pages(
     assert (shortage.reason, f"{limit} is 8 MiB, of which 4 MiB is left" in shortage.message) == ("hugepages", True)
 
 
+def test_shared_memory_may_count_as_free_because_an_earlier_service_may_have_left_it(limits: MemoryLimits) -> None:
+    limits.meminfo.write_text("MemAvailable: 2097152 kB\nShmem: 1048576 kB\n")
+    found = limits.headroom(beside_shared=True)
+    assert found == Headroom(3 * GIB, "out_of_memory", "the machine has 3 GiB of memory available or shared")
+    assert headroom_of(limits).num_bytes == 2 * GIB
+    limits.own_cgroups.write_text("0::/pod\n")
+    write_v2(limits.cgroup_root / "pod", str(2 * GIB), 2 * GIB)
+    with (limits.cgroup_root / "pod/memory.stat").open("a") as stat:
+        stat.write(f"shmem {GIB}\n")
+    assert limits.shortage(GIB - RESERVE_BYTES, beside_shared=True) is None
+    assert limits.shortage(GIB, beside_shared=True) is not None
+    assert headroom_of(limits).num_bytes == 0
+
+
+def test_all_reserved_huge_pages_may_count_as_free(huge: HugePageLimits) -> None:
+    (huge.pages / "nr_hugepages").write_text("20\n")
+    assert huge.shortage(40 * MIB, beside_shared=True) is None
+    shortage = huge.shortage(42 * MIB, beside_shared=True)
+    assert shortage is not None
+    assert "the machine has 40 MiB of them (sysctl" in shortage.message
+    huge.own_cgroups.write_text("0::/pod\n")
+    (huge.cgroup_root / "pod").mkdir(parents=True)
+    (huge.cgroup_root / "pod/hugetlb.2MB.max").write_text(f"{30 * MIB}\n")
+    (huge.cgroup_root / "pod/hugetlb.2MB.current").write_text(f"{30 * MIB}\n")
+    assert huge.shortage(30 * MIB, beside_shared=True) is None
+    assert huge.shortage(32 * MIB, beside_shared=True) is not None
+    assert huge.shortage(2 * MIB) is not None
+
+
 def test_the_limits_are_those_of_the_pages_that_a_pool_uses() -> None:
     assert limits_of("advised") == MemoryLimits()
     assert limits_of("reserved") == HugePageLimits()

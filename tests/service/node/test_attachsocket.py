@@ -6,12 +6,13 @@ import grp
 import os
 import socket
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from kvstow.errors import ConfigError, ConflictError
-from kvstow_service.node.attachsocket import AttachSocket, group_id
+from kvstow_service.node.attachsocket import AttachSocket, default_path, group_id
 
 
 def mode_of(path: Path) -> int:
@@ -56,6 +57,23 @@ def test_a_folder_in_which_everybody_may_replace_the_socket_is_refused(tmp_path:
         AttachSocket(folder / "attach.sock")
     folder.chmod(0o1777)
     AttachSocket(folder / "attach.sock").close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o755)
+    os.chown(folder, 4242, -1)
+    with pytest.raises(ConflictError, match="belongs to uid 4242, who could replace the socket"):
+        AttachSocket(folder / "attach.sock")
+
+
+def test_the_default_path_is_that_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert default_path({"XDG_RUNTIME_DIR": "/run/user/0"}) == Path("/run/kvstow/attach.sock")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert default_path({"XDG_RUNTIME_DIR": "/run/user/1000"}) == Path("/run/user/1000/kvstow/attach.sock")
+    assert default_path({}) == Path(tempfile.gettempdir()) / "kvstow-node-1000" / "attach.sock"
 
 
 def test_the_socket_of_a_dead_service_is_replaced_and_a_living_one_refused(tmp_path: Path) -> None:
