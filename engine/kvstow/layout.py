@@ -52,3 +52,10 @@ class KVLayout:
     def offsets(self) -> tuple[int, ...]:
         """Byte offset of each region's page within a slot."""
         return tuple(accumulate((region.page_bytes for region in self.regions), initial=0))[:-1]
+
+    def require(self, slot_bytes: int, num_tensors: int) -> None:
+        """Raises `ConfigError` unless slots of so many bytes hold a block, and there is a tensor for each region."""
+        if self.slot_bytes != slot_bytes:
+            raise ConfigError("slot_bytes", slot_bytes, f"{self.slot_bytes}, the sum of the layout's pages")
+        if len(self.regions) != num_tensors:
+            raise ConfigError("tensors", num_tensors, f"{len(self.regions)}, one per region")

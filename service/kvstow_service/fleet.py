@@ -83,7 +83,7 @@ class Fleet:
 
     def _build_or_explain(self, rank: int) -> ReportingRank:
         try:
-            from kvstow_service.replay.ranks import build_rank  # torch: only here, behind an answering server
+            from kvstow_service.replay.ranks import build_rank
 
             local = build_rank(rank, self._pool, self._kv_blocks, self._place)
         except Exception as error:  # reported and logged: the service goes on without this rank

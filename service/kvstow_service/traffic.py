@@ -14,6 +14,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError, KvstowError
 from kvstow_service.fleet import Fleet
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+from kvstow_service.replay.kv import LocalKV
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.result import ReplayResult
 from kvstow_service.replay.trace import TraceRequest, read_trace
@@ -68,10 +69,8 @@ class ReplayTraffic:
         if ranks is None:
             logger.error("the replay does not run: not every rank could be built")
             return None
-        from kvstow_service.replay.pattern import PatternedKV  # torch, which the fleet has imported by now
-
         self._wait_for_slots(engine)
-        kv = PatternedKV([rank.tensors for rank in ranks])
+        kv = LocalKV([rank.kv for rank in ranks])
         workers = [rank.worker for rank in ranks]
         kv_blocks = ranks[0].layout.num_blocks
         driver = ReplayDriver(engine, workers, kv, self._requests, self._options, kv_blocks=kv_blocks)

@@ -21,8 +21,8 @@ from kvstow_api.host import ApiHost
 from kvstow_service.agent import AdminAddress, RankAgent
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.generate import TraceShape, generate_trace
+from kvstow_service.replay.kv import LocalKV
 from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.pattern import PatternedKV
 from kvstow_service.replay.ranks import LocalRank, build_ranks
 from kvstow_service.replay.result import ReplayResult
 from kvstow_service.server import AdminServer
@@ -62,7 +62,7 @@ class Storm:
 
     def replay(self, stop: threading.Event) -> Iterator[ReplayResult]:
         """Replays of the trace, one after the other, until `stop`."""
-        kv = PatternedKV([rank.tensors for rank in self.ranks])
+        kv = LocalKV([rank.kv for rank in self.ranks])
         workers = [rank.worker for rank in self.ranks]
         while not stop.is_set():
             options = ReplayOptions(concurrency=4, drain_seconds=10.0)

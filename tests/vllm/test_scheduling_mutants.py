@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from tests.engine.control.mutants import first_rank_decides, visible_at_submission
 from tests.vllm.harness.device import SimulatedDevice, SimulatedTicket
@@ -43,7 +44,7 @@ def loads_write_zeros(patch: pytest.MonkeyPatch) -> None:
 
     def zero(self: SimulatedDevice, ticket: SimulatedTicket) -> Mark:
         if ticket.direction == "load":
-            ticket.staged = [pages.zero_() for pages in ticket.staged]
+            ticket.staged = [np.zeros_like(pages) for pages in ticket.staged]
         return run_second(self, ticket)
 
     patch.setattr(SimulatedDevice, "_run_second", zero)

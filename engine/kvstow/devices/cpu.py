@@ -1,4 +1,4 @@
-"""The CPU device: copies between torch tensors and a pool. Its pinning is `kvstow.memory.mlock`."""
+"""The CPU device: copies between arrays and a pool, without torch. Its pinning is `kvstow.memory.mlock`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from kvstow.devices.base import Fence, PreparedLoad, TicketState
-from kvstow.devices.tensorchecks import check_tensors
-from kvstow.errors import CopyError
-from kvstow.layout import KVLayout
+from kvstow.errors import ConfigError, CopyError
+from kvstow.layout import KVLayout, Region
 from kvstow.memory.hostpool import HostPool
+
+Rows: TypeAlias = npt.NDArray[np.uint8]
+"""One row for each block or slot."""
 
 
 class Run(NamedTuple):
@@ -83,18 +86,21 @@ class CpuDevice:
     """Moves blocks between `tensors` and `pool`.
 
     `tensors[i]` is region `i` of `layout` as uint8 `[num_blocks, page_bytes]`, its rows dense and any stride
-    between them. It is written and read in place; the caller keeps it alive. The pool is borrowed.
+    between them: a numpy array, or a tensor of another library on the CPU with a method `numpy` that shares its memory,
+    as torch's. It is written and read in place; the caller keeps it alive. The pool is borrowed.
     """
 
     name, copies_alone = "cpu", False
 
-    def __init__(self, pool: HostPool, layout: KVLayout, tensors: Sequence[torch.Tensor]) -> None:
-        check_tensors(pool, layout, tensors, "cpu")
+    def __init__(self, pool: HostPool, layout: KVLayout, tensors: Sequence[Any]) -> None:
+        """Raises `ConfigError`, which names the region, for tensors that do not match the layout."""
+        layout.require(pool.slot_bytes, len(tensors))
+        arrays = [_array_of(region, tensor) for region, tensor in zip(layout.regions, tensors, strict=True)]
         self._pool, self._num_blocks = pool, layout.num_blocks
-        slots = _slots_as_tensor(pool)
+        slots = _slots_of(pool)
         offsets = zip(layout.offsets, layout.regions, strict=True)
         host = [slots[:, offset : offset + region.page_bytes] for offset, region in offsets]
-        self._pages = list(zip(tensors, host, strict=True))
+        self._pages = list(zip(arrays, host, strict=True))
         self._closed = False
 
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuTicket:
@@ -115,15 +121,11 @@ class CpuDevice:
         self._closed = True
         self._pages = []
 
-    def _move(
-        self, blocks: Sequence[int], slots: Sequence[int], copy: Callable[[torch.Tensor, torch.Tensor, Run], None]
-    ) -> None:
+    def _move(self, blocks: Sequence[int], slots: Sequence[int], copy: Callable[[Rows, Rows, Run], None]) -> None:
         self._check(blocks, slots)
-        # KV tensors that were created in inference mode can be written only in it.
-        with torch.inference_mode():
-            for run in merge_runs(blocks, slots):
-                for kv, host in self._pages:
-                    copy(kv, host, run)
+        for run in merge_runs(blocks, slots):
+            for kv, host in self._pages:
+                copy(kv, host, run)
 
     def _check(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         if self._closed:
@@ -138,16 +140,35 @@ class CpuDevice:
             raise CopyError(f"slot {max(slots)} is not pinned; the pool has {pinned} slots pinned")
 
 
-def _store_run(kv: torch.Tensor, host: torch.Tensor, run: Run) -> None:
-    host[run.slot : run.slot + run.length].copy_(kv[run.block : run.block + run.length])
+def _store_run(kv: Rows, host: Rows, run: Run) -> None:
+    host[run.slot : run.slot + run.length] = kv[run.block : run.block + run.length]
 
 
-def _load_run(kv: torch.Tensor, host: torch.Tensor, run: Run) -> None:
-    kv[run.block : run.block + run.length].copy_(host[run.slot : run.slot + run.length])
+def _load_run(kv: Rows, host: Rows, run: Run) -> None:
+    kv[run.block : run.block + run.length] = host[run.slot : run.slot + run.length]
 
 
-def _slots_as_tensor(pool: HostPool) -> torch.Tensor:
+def _array_of(region: Region, tensor: Any) -> Rows:
+    """The tensor as an array over its own memory, checked against the region."""
+    key = f"region {region.name}"
+    if not isinstance(tensor, np.ndarray):
+        if tensor.device.type != "cpu":
+            raise ConfigError(key, str(tensor.device), "the CPU, as for all regions")
+        tensor = tensor.numpy()
+    array: Rows = tensor
+    if array.dtype != np.uint8:
+        raise ConfigError(key, str(array.dtype), "uint8")
+    if array.shape != (region.num_blocks, region.page_bytes):
+        raise ConfigError(key, array.shape, f"shape {(region.num_blocks, region.page_bytes)}")
+    if region.page_bytes > 1 and array.strides[1] != 1:
+        raise ConfigError(key, array.strides, "rows without gaps between their bytes")
+    if region.num_blocks > 1 and array.strides[0] != region.stride_bytes:
+        raise ConfigError(key, array.strides[0], f"a row stride of {region.stride_bytes} bytes")
+    return array
+
+
+def _slots_of(pool: HostPool) -> Rows:
     """The pool's whole address space as `[max_slots, slot_stride]`. Touches no memory."""
     num_bytes = pool.max_slots * pool.slot_stride
-    memory = (ctypes.c_uint8 * num_bytes).from_address(pool.address)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(pool.max_slots, pool.slot_stride)
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(pool.address))
+    return memory.reshape(pool.max_slots, pool.slot_stride)

@@ -14,10 +14,7 @@ from kvstow.memory.hostpool import HostPool
 def check_tensors(pool: HostPool, layout: KVLayout, tensors: Sequence[torch.Tensor], device_type: str) -> None:
     """Raises `ConfigError` unless `tensors[i]` is region `i` of `layout`, all on one device of `device_type`, and the
     pool's slots hold a block."""
-    if layout.slot_bytes != pool.slot_bytes:
-        raise ConfigError("slot_bytes", pool.slot_bytes, f"{layout.slot_bytes}, the sum of the layout's pages")
-    if len(tensors) != len(layout.regions):
-        raise ConfigError("tensors", len(tensors), f"{len(layout.regions)}, one per region")
+    layout.require(pool.slot_bytes, len(tensors))
     for region, tensor in zip(layout.regions, tensors, strict=True):
         if tensor.device.type != device_type or tensor.device != tensors[0].device:
             raise ConfigError(f"region {region.name}", str(tensor.device), f"one {device_type} device for all regions")

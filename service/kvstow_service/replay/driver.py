@@ -141,7 +141,7 @@ class ReplayDriver:
         )
 
     def _finished(self, stop: threading.Event) -> bool:
-        return not self._jobs and (stop.is_set() or self._next == len(self._requests))
+        return not self._jobs and not self._kv.is_verifying and (stop.is_set() or self._next == len(self._requests))
 
     # One step: requests start, their ops go to every rank, what became final moves requests on.
 
@@ -176,6 +176,7 @@ class ReplayDriver:
         settled = self._engine.take_settled()
         for entry in settled:
             self._advance(entry)
+        self._take_verifications()
         return bool(settled)
 
     def _wait(self, stop: threading.Event) -> None:
@@ -259,19 +260,19 @@ class ReplayDriver:
     def _loaded(self, job: _Job, settled: Settled) -> None:
         if settled.mark == "done":
             self._tally.loaded_blocks += job.loaded
-            self._verify(job)
+            self._kv.verify(job.keys[: job.loaded], job.blocks[: job.loaded])
             return
         _log.warning("a load of %d blocks failed, computing them again: %s", job.loaded, settled.error)
         self._tally.failed_loads += job.loaded
         job.loaded = 0
         self._release(job)
 
-    def _verify(self, job: _Job) -> None:
-        found = self._kv.verify(job.keys[: job.loaded], job.blocks[: job.loaded])
-        self._tally.verified_bytes += found.num_bytes
-        if found.mismatches:
-            self._tally.count_mismatches(found.mismatches)
-            _log.error("%d blocks loaded wrong; the first: %s", len(found.mismatches), self._tally.first_mismatches)
+    def _take_verifications(self) -> None:
+        for found in self._kv.take_verifications():
+            self._tally.verified_bytes += found.num_bytes
+            if found.mismatches:
+                self._tally.count_mismatches(found.mismatches)
+                _log.error("%d blocks loaded wrong; the first: %s", len(found.mismatches), self._tally.first_mismatches)
 
     def _stored(self, settled: Settled) -> None:
         if settled.mark == "done":

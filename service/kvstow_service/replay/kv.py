@@ -1,4 +1,4 @@
-"""What the replay needs of the KV caches of all ranks, and the cache of a replay that moves no bytes."""
+"""The KV caches of a replay: of one rank, of all ranks, and none for a replay that moves no bytes."""
 
 from __future__ import annotations
 
@@ -20,42 +20,87 @@ class Mismatch(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """`num_bytes` were looked at, over all ranks; one entry in `mismatches` per wrong block and rank."""
+    """`num_bytes` were looked at; one entry in `mismatches` per wrong block and rank."""
 
     num_bytes: int
-    mismatches: list[Mismatch]
+    mismatches: tuple[Mismatch, ...]
 
 
-class KVCache(Protocol):
-    """The device KV caches of all ranks, used by one thread, block by block.
+class RankKV(Protocol):
+    """The device KV cache of one rank, used by one thread, block by block.
 
     Stands in for the model: what it writes for a key is what computing that key's block would have written.
     """
 
-    def compute(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
-        """Write the bytes of `keys[i]` into block `blocks[i]` on every rank."""
+    def write(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        """Write the bytes of `keys[i]` into block `blocks[i]`."""
 
-    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> Verification:
-        """Compare every byte of block `blocks[i]` on every rank with those of `keys[i]`."""
+    def check(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> Verification:
+        """Compare every byte of block `blocks[i]` with those of `keys[i]`."""
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Overwrite freed blocks: a store that still reads them, or a load that writes nothing, shows as a mismatch."""
 
-    def fence(self, rank: int) -> Fence | None:
-        """What was given to the rank's device so far, and may be under way still; None where nothing can be."""
+    def fence(self) -> Fence | None:
+        """What was given to the device so far, and may be under way still; None where nothing can be."""
 
 
-class NoKV:
-    """No cache: for a replay of the control plane alone."""
+class KVCache(Protocol):
+    """The KV caches of all ranks, used by one thread. Each rank does what it is given in the order of the calls."""
 
     def compute(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
-        """Nothing to write."""
+        """`RankKV.write` on every rank."""
 
-    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> Verification:
-        return Verification(0, [])
+    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        """`RankKV.check` on every rank; see `take_verifications`."""
 
     def scrub(self, blocks: Sequence[int]) -> None:
-        """Nothing to overwrite."""
+        """`RankKV.scrub` on every rank."""
+
+    def fence(self, rank: int) -> Fence | None:
+        """`RankKV.fence` of the rank; None if the rank has its own for each plan."""
+
+    def take_verifications(self) -> list[Verification]:
+        """What the ranks have found since the last call."""
+
+    @property
+    def is_verifying(self) -> bool:
+        """Whether a rank has yet to say what it found."""
+
+
+class LocalKV:
+    """The KV caches of ranks in this process."""
+
+    is_verifying = False
+
+    def __init__(self, ranks: Sequence[RankKV]) -> None:
+        self._ranks = ranks
+        self._found: list[Verification] = []
+
+    def compute(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        for rank in self._ranks:
+            rank.write(keys, blocks)
+
+    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        self._found += [rank.check(keys, blocks) for rank in self._ranks]
+
+    def scrub(self, blocks: Sequence[int]) -> None:
+        for rank in self._ranks:
+            rank.scrub(blocks)
+
+    def fence(self, rank: int) -> Fence | None:
+        return self._ranks[rank].fence()
+
+    def take_verifications(self) -> list[Verification]:
+        found, self._found = self._found, []
+        return found
+
+
+class NoKV(LocalKV):
+    """No cache: for a replay of the control plane alone."""
+
+    def __init__(self) -> None:
+        super().__init__(())
 
     def fence(self, rank: int) -> None:
         """Nothing is ever under way."""

@@ -1,6 +1,7 @@
-"""KV caches whose right content is known: every word follows from key, rank, region and position.
+"""What the blocks of a replay's KV cache contain: every word follows from key, rank, region and position.
 
-A page that lands at another offset, in another region, rank or block, or that mixes two blocks, differs.
+A page that lands at another offset, in another region, rank or block, or that mixes two blocks, differs. A key names a
+prefix of tokens, so every engine can check what any other has stored.
 """
 
 from __future__ import annotations
@@ -8,79 +9,74 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
-from kvstow.devices.base import Fence
-from kvstow.devices.cuda import CudaFence
 from kvstow.keys import BlockKey
 from kvstow_service.replay.kv import Mismatch, Verification
 
-_WORD_BYTES = 8
-_STEP = 0x1E3779B97F4A7C15  # odd, so that no two of the 2^64 positions share a word
-_SCRUB = 0xA5
+Page = npt.NDArray[np.uint8]
+
+WORD_BYTES = 8
+WORD_STEP = 0x1E3779B97F4A7C15
+"""Between the words of a page. Odd, so that no two of the 2^64 positions share a word."""
+SCRUB = 0xA5
+
+
+def seed_of(key: BlockKey, rank: int, region: int) -> int:
+    """The first word of a page; 64 bits, unsigned."""
+    place = rank.to_bytes(4, "big") + region.to_bytes(4, "big")
+    return int.from_bytes(hashlib.blake2b(key, key=place, digest_size=WORD_BYTES).digest(), "big")
 
 
 class PagePattern:
-    """Patterns of pages of one size on one device. The page it returns is its own buffer, valid until the next."""
+    """Patterns of pages of one size. The page it returns is its own buffer, valid until the next."""
 
-    def __init__(self, page_bytes: int, device: torch.device) -> None:
-        words = -(-page_bytes // _WORD_BYTES)  # the last word may be cut: odd tails are checked too
-        self._positions = torch.arange(words, dtype=torch.int64, device=device) * _STEP
-        self._words = torch.empty_like(self._positions)
-        self._page = self._words.view(torch.uint8)[:page_bytes]
+    def __init__(self, page_bytes: int) -> None:
+        words = -(-page_bytes // WORD_BYTES)  # the last word may be cut: odd tails are checked too
+        self._positions = np.arange(words, dtype=np.uint64) * np.uint64(WORD_STEP)
+        self._words = np.empty_like(self._positions)
+        self._page = self._words.view(np.uint8)[:page_bytes]
 
-    def page(self, key: BlockKey, rank: int, region: int) -> torch.Tensor:
-        """The bytes of `key` in that region of that rank, uint8."""
-        torch.add(self._positions, _seed(key, rank, region), out=self._words)
+    def page(self, seed: int) -> Page:
+        np.add(self._positions, np.uint64(seed), out=self._words)
         return self._page
 
 
-class PatternedKV:
-    """The KV caches of all ranks: `ranks[r][i]` is region `i` of rank `r`, uint8 `[num_blocks, page_bytes]` with
-    any row stride. Work runs on the current stream of the tensors' device."""
+class HostKV:
+    """The KV cache of one rank in the memory of this process: `regions[i]` is region `i`, uint8
+    `[num_blocks, page_bytes]` with any row stride."""
 
-    def __init__(self, ranks: Sequence[Sequence[torch.Tensor]]) -> None:
-        self._ranks = ranks
-        self._patterns = {_shape(region): PagePattern(*_shape(region)) for regions in ranks for region in regions}
-        self._block_bytes = sum(region.shape[1] for regions in ranks for region in regions)
+    def __init__(self, rank: int, regions: Sequence[Page]) -> None:
+        self._rank, self._regions = rank, regions
+        self._patterns = {region.shape[1]: PagePattern(region.shape[1]) for region in regions}
+        self._block_bytes = sum(region.shape[1] for region in regions)
 
-    def compute(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
-        for rank, regions in enumerate(self._ranks):
-            for index, region in enumerate(regions):
-                pattern = self._patterns[_shape(region)]
-                for key, block in zip(keys, blocks, strict=True):
-                    region[block].copy_(pattern.page(key, rank, index))
+    def write(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        for index, region in enumerate(self._regions):
+            pattern = self._patterns[region.shape[1]]
+            for key, block in zip(keys, blocks, strict=True):
+                region[block] = pattern.page(seed_of(key, self._rank, index))
 
-    def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> Verification:
-        mismatches = [
-            Mismatch(key, rank, wrong, block)
-            for rank in range(len(self._ranks))
+    def check(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> Verification:
+        mismatches = tuple(
+            Mismatch(key, self._rank, wrong, block)
             for key, block in zip(keys, blocks, strict=True)
-            if (wrong := self._wrong_region(key, rank, block)) is not None
-        ]
+            if (wrong := self._wrong_region(key, block)) is not None
+        )
         return Verification(len(blocks) * self._block_bytes, mismatches)
 
-    def fence(self, rank: int) -> Fence | None:
-        device = self._ranks[rank][0].device
-        return CudaFence.record(torch.cuda.current_stream(device)) if device.type == "cuda" else None
-
-    def _wrong_region(self, key: BlockKey, rank: int, block: int) -> int | None:
-        for index, region in enumerate(self._ranks[rank]):
-            if not torch.equal(region[block], self._patterns[_shape(region)].page(key, rank, index)):
+    def _wrong_region(self, key: BlockKey, block: int) -> int | None:
+        for index, region in enumerate(self._regions):
+            page = self._patterns[region.shape[1]].page(seed_of(key, self._rank, index))
+            if not np.array_equal(region[block], page):
                 return index
         return None
 
     def scrub(self, blocks: Sequence[int]) -> None:
-        for regions in self._ranks:
-            for region in regions:
-                for block in blocks:
-                    region[block].fill_(_SCRUB)
+        for region in self._regions:
+            for block in blocks:
+                region[block] = SCRUB
 
-
-def _shape(region: torch.Tensor) -> tuple[int, torch.device]:
-    return region.shape[1], region.device
-
-
-def _seed(key: BlockKey, rank: int, region: int) -> int:
-    place = rank.to_bytes(4, "big") + region.to_bytes(4, "big")
-    return int.from_bytes(hashlib.blake2b(key, key=place, digest_size=_WORD_BYTES).digest(), "big", signed=True)
+    def fence(self) -> None:
+        """Nothing is ever under way."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -80,7 +80,7 @@ class Tally:
     failed_stores: int = 0
     abandoned: int = 0
 
-    def count_mismatches(self, found: list[Mismatch]) -> None:
+    def count_mismatches(self, found: Sequence[Mismatch]) -> None:
         self.mismatches += len(found)
         for wrong in found[: _NAMED_MISMATCHES - len(self.first_mismatches)]:
             self.first_mismatches.append(

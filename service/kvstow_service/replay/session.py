@@ -11,11 +11,12 @@ from typing import Protocol
 
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.errors import MissingPackageError, PinError
+from kvstow.errors import PinError
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.replay.driver import RankWorker
-from kvstow_service.replay.kv import KVCache, NoKV
+from kvstow_service.replay.kv import KVCache, LocalKV, NoKV
 from kvstow_service.replay.place import ON_CPU, Place
+from kvstow_service.replay.ranks import build_ranks
 from kvstow_service.replay.simulated import SimulatedWorker
 
 _POLL = 0.01
@@ -40,7 +41,7 @@ class Session:
 
 @contextmanager
 def simulated_session(config: EngineConfig) -> Iterator[Session]:
-    """The control plane alone: no memory, no copies, no torch."""
+    """The control plane alone: no memory and no copies."""
     with ExitStack() as stack:
         engine = OffloadEngine(config)
         stack.callback(engine.close)
@@ -61,16 +62,8 @@ def local_session(
     """Ranks in this process. Returns when every slot is usable, so that figures repeat, or when `stop` is set.
 
     `on_pinned` hears the number of usable slots while it waits. Raises `InsufficientMemoryError` or `PinError`
-    where the pool cannot be made, `DriverUnavailableError` where there is no CUDA, `MissingPackageError` without torch.
+    where the pool cannot be made, and what `make_cache` raises.
     """
-    try:
-        from kvstow_service.replay.pattern import PatternedKV
-        from kvstow_service.replay.ranks import build_ranks
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise MissingPackageError("a replay that moves bytes", "torch", "torch") from error
-
     pool = PoolConfig(slot_bytes=config.slot_bytes, pool_bytes=config.slot_bytes * config.capacity_slots)
     with ExitStack() as stack:
         engine = OffloadEngine(config)
@@ -88,7 +81,7 @@ def local_session(
             if usable >= config.capacity_slots:
                 break
             time.sleep(_POLL)
-        yield Session(engine, workers, PatternedKV([rank.tensors for rank in ranks]))
+        yield Session(engine, workers, LocalKV([rank.kv for rank in ranks]))
 
 
 def _report(engine: OffloadEngine, workers: Sequence[ReportingWorker]) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -243,7 +244,7 @@ def test_tensors_that_do_not_fit_the_layout_are_refused_by_name(make_pool: MakeP
     cases: list[tuple[KVLayout, list[torch.Tensor], str]] = [
         (KVLayout(layout.regions[:1]), [k], "slot_bytes is 4096; allowed: 1024"),
         (layout, [k], "tensors is 1; allowed: 2"),
-        (layout, [k.to(torch.int8), v], "region k is torch.int8; allowed: torch.uint8"),
+        (layout, [k.to(torch.int8), v], "region k is 'int8'; allowed: uint8"),
         (layout, [k[:3], v], "region k is (3, 1024); allowed: shape (4, 1024)"),
         (layout, [k, torch.zeros((3072, 4), dtype=torch.uint8).T], "region v is (1, 4); allowed: rows without gaps"),
         (layout, [k, torch.zeros((4, 4000), dtype=torch.uint8)[:, :3072]], "region v is 4000; allowed: a row stride"),
@@ -252,3 +253,21 @@ def test_tensors_that_do_not_fit_the_layout_are_refused_by_name(make_pool: MakeP
         with pytest.raises(ConfigError) as caught:
             CpuDevice(pool, wrong_layout, tensors)
         assert message in str(caught.value)
+
+
+def test_numpy_arrays_are_a_kv_cache_too(eventually: Eventually, make_pool: MakePool) -> None:
+    pool = make_pool()
+    pool.start()
+    eventually(lambda: pool.pinned_slots == 16)
+    kv = np.arange(4 * 4100, dtype=np.uint8).reshape(4, 4100)[:, :4096]
+    before = kv.copy()
+    device = CpuDevice(pool, KVLayout((Region("kv", 4, 4096, 4100),)), [kv])
+    assert device.launch_store(1, [1, 2], [5, 6], None).poll() is TicketState.DONE
+    assert start_load(device, 2, [0, 3], [6, 5], None).poll() is TicketState.DONE
+    assert [(kv[to] == before[source]).all() for to, source in ((0, 2), (1, 1), (2, 2), (3, 1))] == [True] * 4
+
+
+def test_a_tensor_of_another_device_is_refused_by_name(make_pool: MakePool) -> None:
+    kv = torch.zeros((4, 4096), dtype=torch.uint8, device="meta")
+    with pytest.raises(ConfigError, match="region kv is 'meta'; allowed: the CPU"):
+        CpuDevice(make_pool(), KVLayout((Region("kv", 4, 4096, 4096),)), [kv])

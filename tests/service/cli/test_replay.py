@@ -13,8 +13,9 @@ from kvstow.devices.base import Fence, PreparedLoad
 from kvstow.devices.cpu import CpuDevice
 from kvstow.devices.cuda import DriverUnavailableError
 from kvstow_service.cli import app
-from kvstow_service.replay import ranks
+from kvstow_service.replay import cudacache
 from kvstow_service.replay.generate import TraceShape, generate_trace
+from kvstow_service.replay.pattern import Page
 
 FIELDS = {
     "requests", "blocks", "hit_blocks", "block_hit_rate", "stored_bytes", "loaded_bytes", "verified_bytes",
@@ -76,10 +77,10 @@ def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch
 
         return Flipping()
 
-    tensors: list[torch.Tensor] = []
+    tensors: list[Page] = []
     init = CpuDevice.__init__
 
-    def remember(self: CpuDevice, pool: object, layout: object, kv: Sequence[torch.Tensor]) -> None:
+    def remember(self: CpuDevice, pool: object, layout: object, kv: Sequence[Page]) -> None:
         tensors.extend(kv)
         init(self, pool, layout, kv)  # type: ignore[arg-type]
 
@@ -129,7 +130,7 @@ def test_without_cuda_the_error_says_why(trace: str, monkeypatch: pytest.MonkeyP
     def refuse() -> None:
         raise DriverUnavailableError("no CUDA driver on this machine: no libcuda.so")
 
-    monkeypatch.setattr(ranks, "load_driver", refuse)
+    monkeypatch.setattr(cudacache, "load_driver", refuse)
     outcome = invoke(trace, "--device", "cuda")
     assert outcome.exit_code == 2
     assert outcome.stderr == "kvstow replay: no CUDA driver on this machine: no libcuda.so\n"
@@ -151,23 +152,22 @@ def test_an_invalid_line_is_exit_code_2_and_located(tmp_path: Path) -> None:
 
 
 def test_without_torch_the_error_says_what_to_install(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("kvstow.devices", "kvstow_service.replay.ranks"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("kvstow_service.replay.ranks")
+    monkeypatch.delitem(sys.modules, cudacache.__name__)
     monkeypatch.setitem(sys.modules, "torch", None)
-    outcome = invoke(trace)
+    outcome = invoke(trace, "--device", "cuda")
     assert outcome.exit_code == 2
     assert outcome.stderr == (
-        "kvstow replay: a replay that moves bytes needs torch, which is not installed: pip install 'kvstow[torch]'\n"
+        "kvstow replay: a replay on a GPU needs torch, which is not installed: pip install 'kvstow[cuda]'\n"
     )
 
 
 @pytest.mark.process
-def test_a_replay_without_data_does_not_import_torch(trace: str) -> None:
+@pytest.mark.parametrize("options", [("--no-data",), ("--slot-size", "1KiB", "--pool-slots", "100")])
+def test_a_replay_on_the_cpu_does_not_import_torch(trace: str, options: tuple[str, ...]) -> None:
     program = (
         "import sys; from kvstow_service.cli import app; app(sys.argv[1:], standalone_mode=False);"
         "sys.exit('torch' in sys.modules)"
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # the checkout need not be installed
-    command = [sys.executable, "-c", program, "replay", trace, "--no-data"]
+    command = [sys.executable, "-c", program, "replay", trace, *options]
     subprocess.run(command, check=True, capture_output=True, env=environ)

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Event
 
+import numpy as np
 import pytest
-import torch
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
@@ -16,8 +16,9 @@ from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, Op, RankReport, StepPlan
 from kvstow.results import Lease, Settled, StoreGrant
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+from kvstow_service.replay.kv import LocalKV
 from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.pattern import PatternedKV
+from kvstow_service.replay.pattern import HostKV, Page
 from kvstow_service.replay.trace import TraceRequest
 
 PAGE = 24
@@ -27,18 +28,18 @@ Step = Callable[[], Completion]
 
 @dataclass
 class MemoryWorker:
-    """A rank that copies between its KV cache and a plain tensor, op by op, when completions are taken.
+    """A rank that copies between its KV cache and a plain array, op by op, when completions are taken.
 
     `fault(op)` returns how to do an op instead, as steps that each give a completion.
     """
 
     rank: int
-    kv: torch.Tensor
+    kv: Page
     fault: Callable[["MemoryWorker", Op], list[Step] | None] = lambda worker, op: None
     boot_id: str = field(default_factory=lambda: secrets.token_hex(4))
 
     def __post_init__(self) -> None:
-        self.pool = torch.zeros((SLOTS, self.kv.shape[1]), dtype=torch.uint8)
+        self.pool = np.zeros((SLOTS, self.kv.shape[1]), np.uint8)
         self.steps: list[Step] = []
         self.held = False
         self.fences: list[Fence | None] = []
@@ -49,7 +50,7 @@ class MemoryWorker:
             self.steps += self.fault(self, op) or [lambda op=op: self.copy(op)]  # type: ignore[misc]
 
     def copy(self, op: Op) -> Completion:
-        blocks, slots = torch.tensor(op.blocks), torch.tensor(op.slots)
+        blocks, slots = list(op.blocks), list(op.slots)
         if op.direction == "store":
             self.pool[slots] = self.kv[blocks]
         else:
@@ -106,11 +107,11 @@ def bench(
 ) -> Iterator[Bench]:
     engine = engine_type(EngineConfig(slot_bytes=PAGE, capacity_slots=SLOTS, num_ranks=ranks))
     kv_blocks = blocks_needed(requests, options.concurrency)
-    caches = [torch.zeros((kv_blocks, PAGE), dtype=torch.uint8) for _ in range(ranks)]
+    caches = [np.zeros((kv_blocks, PAGE), np.uint8) for _ in range(ranks)]
     workers = [MemoryWorker(rank, cache, fault) for rank, cache in enumerate(caches)]
     for worker in workers:
         engine.report(worker.report())
-    kv = PatternedKV([[cache] for cache in caches])
+    kv = LocalKV([HostKV(rank, [cache]) for rank, cache in enumerate(caches)])
     driver = ReplayDriver(engine, workers, kv, requests, options, kv_blocks=kv_blocks, on_request=on_request)
     try:
         yield Bench(engine, workers, driver, kv_blocks)
@@ -143,7 +144,7 @@ def test_every_plan_waits_for_the_work_given_to_its_ranks_device(
         def query(self) -> bool:
             return True
 
-    monkeypatch.setattr(PatternedKV, "fence", lambda kv, rank: Reached(rank))
+    monkeypatch.setattr(LocalKV, "fence", lambda kv, rank: Reached(rank))
     with bench(conversations[:20]) as parts:
         parts.driver.run(Event())
     for worker in parts.workers:
@@ -357,7 +358,7 @@ def test_a_request_that_does_not_fit_the_kv_cache_is_refused_at_once(conversatio
     with bench(conversations) as parts:
         workers: list[MemoryWorker] = parts.workers
         with pytest.raises(InvalidRequestError, match="the KV cache 3; allowed: "):
-            ReplayDriver(parts.engine, workers, PatternedKV([]), conversations, ReplayOptions(), kv_blocks=3)
+            ReplayDriver(parts.engine, workers, LocalKV([]), conversations, ReplayOptions(), kv_blocks=3)
 
 
 def test_requests_wait_until_they_are_due(conversations: list[TraceRequest]) -> None:

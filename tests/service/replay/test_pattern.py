@@ -1,55 +1,82 @@
+"""The KV caches of known content, in the memory of this process and in tensors."""
+
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 
 from kvstow.keys import make_key
-from kvstow_service.replay.pattern import PatternedKV
+from kvstow_service.replay.cudacache import TensorKV
+from kvstow_service.replay.kv import LocalKV, RankKV
+from kvstow_service.replay.pattern import HostKV, Page
 
 KEYS = [make_key(0, bytes([number]) * 32) for number in range(3)]
+MakeKV = Callable[[int, list[Page]], RankKV]
 
 
-def make_kv(page_bytes: int, *, ranks: int = 2, padding: int = 0) -> tuple[PatternedKV, list[list[torch.Tensor]]]:
-    regions = [
-        [torch.zeros((4, page_bytes + padding), dtype=torch.uint8)[:, :page_bytes] for _ in range(2)]
-        for _ in range(ranks)
-    ]
-    return PatternedKV(regions), regions
+def tensor_kv(rank: int, regions: list[Page]) -> RankKV:
+    """Over the same memory."""
+    return TensorKV(rank, [torch.from_numpy(region) for region in regions])
 
 
+both = pytest.mark.parametrize("make_kv", [HostKV, tensor_kv])
+
+
+def regions_of(page_bytes: int, padding: int = 0) -> list[Page]:
+    return [np.zeros((4, page_bytes + padding), np.uint8)[:, :page_bytes] for _ in range(2)]
+
+
+@both
 @pytest.mark.parametrize("page_bytes", [1, 7, 8, 64, 1001])
 @pytest.mark.parametrize("padding", [0, 3])
-def test_every_single_byte_is_checked(page_bytes: int, padding: int) -> None:
-    kv, regions = make_kv(page_bytes, padding=padding)
-    kv.compute(KEYS, [3, 0, 2])
-    assert kv.verify(KEYS, [3, 0, 2]).mismatches == []
+def test_every_single_byte_is_checked(make_kv: MakeKV, page_bytes: int, padding: int) -> None:
+    regions = regions_of(page_bytes, padding)
+    kv = make_kv(1, regions)
+    kv.write(KEYS, [3, 0, 2])
+    assert kv.check(KEYS, [3, 0, 2]).mismatches == ()
     for byte in {0, page_bytes // 2, page_bytes - 1}:
-        regions[1][1][0, byte] ^= 1
-        assert [(wrong.rank, wrong.region, wrong.block) for wrong in kv.verify(KEYS, [3, 0, 2]).mismatches] == [
-            (1, 1, 0)
-        ]
-        regions[1][1][0, byte] ^= 1
+        regions[1][0, byte] ^= 1
+        assert [wrong[1:] for wrong in kv.check(KEYS, [3, 0, 2]).mismatches] == [(1, 1, 0)]
+        regions[1][0, byte] ^= 1
 
 
-def test_no_place_holds_the_bytes_of_another() -> None:
-    kv, regions = make_kv(64)
-    kv.compute(KEYS, [0, 1, 2])
-    pages = {region[block].numpy().tobytes() for rank in regions for region in rank for block in range(3)}
+def test_tensors_and_arrays_have_the_same_bytes() -> None:
+    arrays, tensors = regions_of(1001), regions_of(1001)
+    HostKV(3, arrays).write(KEYS, [0, 1, 3])
+    tensor_kv(3, tensors).write(KEYS, [0, 1, 3])
+    assert all(np.array_equal(*pair) for pair in zip(arrays, tensors, strict=True))
+
+
+@both
+def test_no_place_holds_the_bytes_of_another(make_kv: MakeKV) -> None:
+    ranks = [regions_of(64) for _ in range(2)]
+    for rank, regions in enumerate(ranks):
+        make_kv(rank, regions).write(KEYS, [0, 1, 2])
+    pages = {region[block].tobytes() for regions in ranks for region in regions for block in range(3)}
     assert len(pages) == 2 * 2 * 3
 
 
-def test_bytes_that_moved_within_a_page_are_wrong() -> None:
-    kv, regions = make_kv(64)
-    kv.compute(KEYS[:1], [0])
-    regions[0][0][0].copy_(regions[0][0][0].roll(8))
-    assert len(kv.verify(KEYS[:1], [0]).mismatches) == 1
+@both
+def test_bytes_that_moved_within_a_page_are_wrong(make_kv: MakeKV) -> None:
+    regions = regions_of(64)
+    kv = make_kv(0, regions)
+    kv.write(KEYS[:1], [0])
+    regions[0][0] = np.roll(regions[0][0], 8)
+    assert len(kv.check(KEYS[:1], [0]).mismatches) == 1
 
 
-def test_scrubbed_blocks_are_wrong_on_every_rank() -> None:
-    kv, _ = make_kv(16)
+@both
+def test_scrubbed_blocks_are_wrong_on_every_rank(make_kv: MakeKV) -> None:
+    kv = LocalKV([make_kv(rank, regions_of(16)) for rank in range(2)])
     kv.compute(KEYS, [0, 1, 2])
     kv.scrub([1])
-    assert {(wrong.rank, wrong.block) for wrong in kv.verify(KEYS, [0, 1, 2]).mismatches} == {(0, 1), (1, 1)}
+    kv.verify(KEYS, [0, 1, 2])
+    found = kv.take_verifications()
+    assert {(wrong.rank, wrong.block) for one in found for wrong in one.mismatches} == {(0, 1), (1, 1)}
+    assert kv.take_verifications() == []
 
 
-def test_verified_bytes_are_of_all_regions_and_ranks() -> None:
-    kv, _ = make_kv(10, ranks=3)
-    assert kv.verify(KEYS, [0, 1, 2]).num_bytes == 3 * 10 * 2 * 3
+@both
+def test_checked_bytes_are_those_of_all_regions(make_kv: MakeKV) -> None:
+    assert make_kv(0, regions_of(10)).check(KEYS, [0, 1, 2]).num_bytes == 10 * 2 * 3

@@ -10,7 +10,7 @@ from random import Random
 import torch
 
 from kvstow.devices.base import Fence, PreparedLoad, TicketState
-from kvstow.devices.cpu import CpuDevice
+from kvstow.devices.cpu import CpuDevice, Rows
 from kvstow.errors import CopyError
 from kvstow.layout import KVLayout
 from kvstow.memory.hostpool import HostPool
@@ -34,7 +34,7 @@ class SimulatedTicket:
     state: TicketState = TicketState.PENDING
     error: BaseException | None = None
     seconds: float = 0.0
-    staged: list[torch.Tensor] = field(default_factory=list)
+    staged: list[Rows] = field(default_factory=list)
 
     def poll(self) -> TicketState:
         if self.device.is_broken:
@@ -151,27 +151,27 @@ class SimulatedDevice:
         return ticket
 
     def _run_first(self, ticket: SimulatedTicket) -> Mark | None:
-        kv, host = self._tensors()
+        kv, host = self._arrays()
         source, indices = (kv, ticket.blocks) if ticket.direction == "store" else (host, ticket.slots)
         with self._pool.hold(max(ticket.slots) + 1):
-            ticket.staged = [pages[list(indices)].clone() for pages in source]
+            ticket.staged = [pages[list(indices)] for pages in source]
         if ticket.direction == "load":
             return None
         ticket.state = TicketState.SOURCE_FREE
         return "source_free"
 
     def _run_second(self, ticket: SimulatedTicket) -> Mark:
-        kv, host = self._tensors()
+        kv, host = self._arrays()
         target, indices = (host, ticket.slots) if ticket.direction == "store" else (kv, ticket.blocks)
         with self._pool.hold(max(ticket.slots) + 1):
             for pages, staged in zip(target, ticket.staged, strict=True):
-                pages[list(indices)] = staged.fill_(_SPOILED) if ticket.fails else staged
+                pages[list(indices)] = _SPOILED if ticket.fails else staged
         if ticket.fails:
             ticket.error = CopyError("injected")
         ticket.state = TicketState.FAILED if ticket.fails else TicketState.DONE
         return "failed" if ticket.fails else "done"
 
-    def _tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _arrays(self) -> tuple[list[Rows], list[Rows]]:
         return [kv for kv, _ in self._pages], [host for _, host in self._pages]
 
 

@@ -1,0 +1,59 @@
+"""The KV cache of one rank, and what copies it to and from host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstow.bytesize import format_size
+from kvstow.devices.base import Device
+from kvstow.devices.cpu import CpuDevice
+from kvstow.errors import InsufficientMemoryError, MissingPackageError
+from kvstow.layout import KVLayout
+from kvstow.memory.hostpool import HostPool
+from kvstow.memory.mlock import MlockRegistrar
+from kvstow.memory.pinning import Registrar
+from kvstow_service.replay.kv import RankKV
+from kvstow_service.replay.pattern import HostKV, Page
+from kvstow_service.replay.place import Place
+
+
+@dataclass(frozen=True, slots=True)
+class RankCache:
+    """`registrar` registers the host memory that `make_device`, which is called once, copies to and from."""
+
+    layout: KVLayout
+    kv: RankKV
+    registrar: Registrar
+    make_device: Callable[[HostPool], Device]
+    numa_node: int | None = None
+
+
+def make_cache(rank: int, layout: KVLayout, place: Place) -> RankCache:
+    """The KV cache of a rank on the device of `place`. Imports torch for CUDA alone.
+
+    Raises `InsufficientMemoryError` for a KV cache that does not fit, and `DriverUnavailableError` or
+    `MissingPackageError` where there is no CUDA or no torch.
+    """
+    if place.device == "cuda":
+        try:
+            from kvstow_service.replay.cudacache import make_cuda_cache
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise MissingPackageError("a replay on a GPU", "torch", "cuda") from error
+        return make_cuda_cache(rank, layout, place.copy_strategy)
+    regions = _allocate(layout)
+    kv = HostKV(rank, regions)
+    return RankCache(layout, kv, MlockRegistrar(), lambda pool: CpuDevice(pool, layout, regions))
+
+
+def _allocate(layout: KVLayout) -> list[Page]:
+    """Zeros, which are not resident before they are written."""
+    try:
+        return [np.zeros((layout.num_blocks, region.page_bytes), np.uint8) for region in layout.regions]
+    except MemoryError as error:
+        size = format_size(layout.num_blocks * layout.slot_bytes)
+        raise InsufficientMemoryError(f"{size} of KV cache do not fit on the CPU: {error}") from error
