@@ -140,9 +140,13 @@ class Administrator:
 
         Raises `ConflictError` while another resize is under way, or when protected blocks are above.
         """
+        self._pool.check_size(capacity_slots)
+        return self.start_resize(capacity_slots)
+
+    def start_resize(self, capacity_slots: int) -> Sweep:
+        """`resize`, for the pool's host: to any number of slots."""
         pool = self._pool
         with pool.lock:
-            pool.check_size(capacity_slots)
             if pool.resizing:
                 raise ConflictError("another resize is under way; wait for its operation, or cancel it")
             protected = pool.index.num_protected_from(capacity_slots)

@@ -123,6 +123,19 @@ class AttachedSession(Session):
         if self.ranks.is_of_another_process(report):
             raise InvalidRequestError(f"{self.label}rank {report.rank} reports from another process; attach again")
 
+    def set_memory(self, rank: int, registered_slots: int, applied: int) -> None:
+        """What the pool's host knows of the rank's memory, between two reports: the slots that it has registered, and
+        the desired state whose memory it has let go of. O(1), or O(leased slots) when there are fewer slots."""
+        with self.pool.lock:
+            if self.is_lost:
+                return
+            before = self.ranks.usable_slots()
+            self.ranks.set_memory(rank, registered_slots, applied)
+            usable = self.ranks.usable_slots()
+            if usable < before:
+                self.lose_slots(usable)
+            self.adapt_to_pool()
+
     def lose_slots(self, low: int) -> None:
         if any(max(lease.slots) >= low for lease in self.leases):
             self.leases.break_all()

@@ -148,7 +148,7 @@ class Pool:
         return [record.report.rank for record in records if record.reported_at is None]
 
     def check_size(self, capacity_slots: int) -> None:
-        """Raises `InvalidRequestError` if the pool cannot be resized to so many slots."""
+        """Raises `InvalidRequestError` if operators cannot resize the pool to so many slots. Without the lock."""
         if capacity_slots < 1:
             raise InvalidRequestError(f"capacity_slots is {capacity_slots}; allowed: 1 or more")
 

@@ -86,6 +86,11 @@ class RankTable:
             self._gone.append((report.rank, last.sender))
         return last.boot_id != report.boot_id
 
+    def set_memory(self, rank: int, pinned_slots: int, applied: int) -> None:
+        """The rank has so many slots registered, and has applied this desired state. Kept until its next report."""
+        record = self._get(rank)
+        record.report = replace(record.report, pinned_slots=pinned_slots, applied=applied)
+
     def want(self, desired: DesiredState) -> None:
         """Send `desired` to the ranks from now on."""
         if desired.capacity_slots < self._desired.capacity_slots:

@@ -55,8 +55,11 @@ class SharedPool(Pool):
     # -- sessions -------------------------------------------------------------------------------------------
 
     def attach(self, engine: str, namespace: str = "") -> AttachedSession:
-        """A new session of an engine with this name. Sessions with the same namespace share blocks."""
+        """A new session of an engine with this name. Sessions with the same namespace share blocks. Raises
+        `ConflictError` if the pool was closed."""
         with self.lock:
+            if self.closed:
+                raise ConflictError("the pool was closed")
             self._last_session_id += 1
             return AttachedSession(self, self._last_session_id, engine, namespace)
 
@@ -184,8 +187,19 @@ class SharedPool(Pool):
             self.want(replace(self.desired, capacity_slots=self.ceiling))
             self.apply_limit()
 
+    @property
+    def used_slots(self) -> int:
+        """Slots that hold a block, or will. O(1), without the lock: for decisions about memory."""
+        return self.slots.in_service - self.slots.free
+
+    @property
+    def populated_slots(self) -> int:
+        """See `set_populated`. Without the lock."""
+        return self._populated
+
     def set_populated(self, num_slots: int) -> None:
-        """The slots below `num_slots` are populated on every rank. A smaller number than before changes nothing."""
+        """The slots below `num_slots` are populated on every rank. A smaller number than before changes nothing. Holds
+        the lock for 60 ns for each new slot."""
         with self.lock:
             self._populated = max(self._populated, num_slots)
             self.apply_limit()
@@ -198,7 +212,7 @@ class SharedPool(Pool):
         extents = self.extents
         if not 1 <= count <= len(extents):
             raise InvalidRequestError(f"count is {count}; allowed: 1 to {len(extents)}, the extents of the pool")
-        return self.admin.resize(sum(extents[:-count]))
+        return self.admin.start_resize(sum(extents[:-count]))
 
     @property
     def is_let_go(self) -> bool:

@@ -3,102 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import NamedTuple
 
 from kvstow.bytesize import format_size
 from kvstow.errors import ConfigError, ConflictError, IntegrityError, NotFoundError
+from kvstow.memory.budgetsteps import Close, Create, Give, Recall, Step, TakeBack
 from kvstow.memory.extentbook import BookedExtent, ExtentBook
+from kvstow.memory.poolrows import BookedPool, Row
 from kvstow.memory.rows import UNIT_BYTES, PoolLayout, fair_shares
-
-
-class Create(NamedTuple):
-    """Make an extent with this number."""
-
-    extent: int
-    num_bytes: int
-    numa_node: int | None
-
-
-class Give(NamedTuple):
-    """The extent is this rank's, in this row of the pool. The slots of a row are usable once all its extents are
-    given, as far as they are populated."""
-
-    extent: int
-    pool: str
-    rank: int
-    row: int
-    num_slots: int
-
-
-class Recall(NamedTuple):
-    """The pool loses the row: evict what its slots hold, give out none of them, and ask each client that mapped one of
-    the extents to let go of it."""
-
-    pool: str
-    row: int
-    extents: tuple[int, ...]
-
-
-class TakeBack(NamedTuple):
-    """Nobody has the extent any more: it is no pool's, and spare."""
-
-    extent: int
-    pool: str
-
-
-class Close(NamedTuple):
-    """Give the spare extent's memory back to the machine, wherever this service or its keeper has it."""
-
-    extent: int
-
-
-Step = Create | Give | Recall | TakeBack | Close
-
-
-@dataclass(slots=True)
-class Row:
-    """Read by others, changed by `MemoryBudget`. A `recalled` row is on its way back."""
-
-    num_slots: int
-    extents: tuple[int, ...]
-    num_bytes: int
-    recalled: bool = False
-
-
-@dataclass(slots=True)
-class _Pool:
-    layout: PoolLayout
-    idle_since: int
-    asks: dict[str, int | None] = field(default_factory=dict)  # slots, by session
-    wanted: int | None = None
-    removed: bool = False
-    rows: dict[int, Row] = field(default_factory=dict)
-
-    def active_rows(self) -> list[int]:
-        return sorted(number for number, row in self.rows.items() if not row.recalled)
-
-    def held_bytes(self) -> int:
-        return sum(row.num_bytes for row in self.rows.values() if not row.recalled)
-
-    def held_slots(self) -> int:
-        return sum(row.num_slots for row in self.rows.values() if not row.recalled)
-
-    def has_part_row(self) -> bool:
-        return any(row.num_slots < self.layout.row_slots for row in self.rows.values() if not row.recalled)
-
-    def demand_slots(self) -> int | None:
-        """The slots that the pool should have; None for all that there are."""
-        if not self.asks or self.removed:
-            return 0
-        bounds = [bound for bound in (self._asked(), self.wanted) if bound is not None]
-        return min(bounds, default=None)
-
-    def _asked(self) -> int | None:
-        asks = list(self.asks.values())
-        return None if None in asks else max(ask for ask in asks if ask is not None)
 
 
 class MemoryBudget:
@@ -110,7 +23,8 @@ class MemoryBudget:
 
     Guarantees: the extents that exist never exceed the total, unless `restore` or a lower total made it so, and then
     nothing is created. An extent belongs to one row of one pool. It changes hands only after its pool has lost it and
-    each client that mapped it has said so, or has died. No extent that one owner has used is given to another.
+    each client that mapped it has said so, or has died. No extent that one owner has used is given to another. The
+    rows of a pool lie end to end: see `BookedPool`.
 
     `plan` decides; the caller carries out its steps in their order, before it calls anything else. Not locked.
     """
@@ -123,7 +37,7 @@ class MemoryBudget:
         _require_units("extent size", extent_bytes)
         self.total_bytes, self.extent_bytes = total_bytes, extent_bytes
         self._book = ExtentBook(tuple(numa_nodes) or (None,))
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, BookedPool] = {}
         self._moments = count(1)  # of sessions' ends, in their order
 
     # What engines, clients and operators do.
@@ -138,7 +52,7 @@ class MemoryBudget:
         another size than the budget's."""
         if name in self._pools:
             raise ConflictError(f"there is a pool {name} already")
-        self._pools[name] = _Pool(layout, next(self._moments))
+        self._pools[name] = BookedPool(layout, next(self._moments))
 
     def remove_pool(self, name: str) -> None:
         """Take all its extents back. The pool is gone when clients have let go. Raises `ConflictError` while it has
@@ -194,8 +108,9 @@ class MemoryBudget:
         if place is not None:
             pool = self._pool(place.pool)
             sizes = pool.layout.sizes(place.num_slots) if 0 < place.num_slots <= pool.layout.row_slots else []
-            row = pool.rows.get(place.row, Row(place.num_slots, (0,) * len(pool.layout.ranks), 0))
-            if sizes[place.rank : place.rank + 1] != [num_bytes] or row.extents[place.rank]:
+            row = pool.rows.get(place.row, Row(place.first_slot, place.num_slots, (0,) * len(pool.layout.ranks), 0))
+            is_row = (row.first_slot, row.num_slots) == (place.first_slot, place.num_slots)
+            if not is_row or sizes[place.rank : place.rank + 1] != [num_bytes] or row.extents[place.rank]:
                 raise ConflictError(f"extent {extent} has no place in row {place.row} of pool {place.pool}")
             pool.rows[place.row] = row
             row.extents = (*row.extents[: place.rank], extent, *row.extents[place.rank + 1 :])
@@ -208,8 +123,8 @@ class MemoryBudget:
     def layout(self, name: str) -> PoolLayout:
         return self._pool(name).layout
 
-    def rows(self, name: str) -> dict[int, Row]:
-        """The pool's rows by number; those recalled are among them."""
+    def rows(self, name: str) -> Mapping[int, Row]:
+        """The pool's rows by number; those recalled are among them, and are the last ones."""
         return dict(self._pool(name).rows)
 
     def mappers(self, extent: int) -> list[str]:
@@ -268,10 +183,11 @@ class MemoryBudget:
         return steps
 
     def _recall_lost(self, steps: list[Step]) -> None:
-        """Recall the rows of removed pools, and rows that lost an extent in a restart."""
+        """Recall the rows of removed pools, and rows that lost an extent in a restart, with those above them."""
         for name, pool in self._pools.items():
-            for number, row in pool.rows.items():
-                if not row.recalled and (pool.removed or not all(row.extents)):
+            kept = 0 if pool.removed else pool.num_sound_rows()
+            for number in sorted(pool.rows, reverse=True):
+                if number >= kept and not pool.rows[number].recalled:
                     self._recall(steps, name, number)
 
     def _take_back(self, steps: list[Step]) -> None:
@@ -303,8 +219,10 @@ class MemoryBudget:
             else:
                 return
 
-    def _next_row_slots(self, pool: _Pool, share: int, *, whole: bool) -> int:
+    def _next_row_slots(self, pool: BookedPool, share: int, *, whole: bool) -> int:
         """Slots of the row that the pool gets now; 0 for none. A pool has at most one row that is not whole."""
+        if pool.has_recalled_rows():
+            return 0
         layout, available = pool.layout, self._available()
         slots = self._missing_slots(pool, share)
         if slots == layout.row_slots and layout.row_bytes <= available:
@@ -315,7 +233,7 @@ class MemoryBudget:
             return 0
         return min(slots, layout.slots_within(available))
 
-    def _missing_slots(self, pool: _Pool, share: int) -> int:
+    def _missing_slots(self, pool: BookedPool, share: int) -> int:
         """Of the next row, as far as demand and share go, wherever the memory is."""
         layout, demand = pool.layout, pool.demand_slots()
         within = layout.slots_within(max(0, share - pool.held_bytes()))
@@ -327,7 +245,7 @@ class MemoryBudget:
 
     def _give_row(self, steps: list[Step], name: str, num_slots: int) -> None:
         pool = self._pools[name]
-        number = next(number for number in count() if number not in pool.rows)
+        number, first_slot = len(pool.rows), pool.held_slots()
         extents = []
         for rank, size in enumerate(pool.layout.sizes(num_slots)):
             node = pool.layout.ranks[rank].numa_node
@@ -336,10 +254,10 @@ class MemoryBudget:
                 extent = self._create_in_place_of_spares(steps, size, node, pool.layout.owner)
             found = self._book.extents[extent]
             found.owner, found.pool, found.row = pool.layout.owner, name, number
-            steps.append(Give(extent, name, rank, number, num_slots))
+            steps.append(Give(extent, name, rank, number, first_slot, num_slots))
             extents.append(extent)
         num_bytes = sum(self._book.extents[extent].num_bytes for extent in extents)
-        pool.rows[number] = Row(num_slots, tuple(extents), num_bytes)
+        pool.rows[number] = Row(first_slot, num_slots, tuple(extents), num_bytes)
 
     def _create_in_place_of_spares(self, steps: list[Step], size: int, node: int | None, owner: int) -> int:
         while self.total_bytes - self.allocated_bytes < size:
@@ -377,10 +295,12 @@ class MemoryBudget:
         return len(steps) > before
 
     def _needed(self, shares: dict[str, int]) -> int:
-        """Bytes of the rows that pools lack up to their shares."""
+        """Bytes of the rows that pools lack up to their shares, and could get now."""
         needed = 0
         for name, share in shares.items():
             pool = self._pools[name]
+            if pool.has_recalled_rows():
+                continue
             demand, layout = pool.demand_slots(), pool.layout
             missing = max(0, share - pool.held_bytes())
             rows = missing // layout.row_bytes
@@ -396,7 +316,7 @@ class MemoryBudget:
 
     def _is_starving(self, name: str, share: int) -> bool:
         pool = self._pools[name]
-        return not pool.active_rows() and self._missing_slots(pool, share) > 0
+        return not pool.rows and self._missing_slots(pool, share) > 0
 
     def _victims(self, shares: dict[str, int], *, may_cross: bool) -> list[tuple[str, int]]:
         """Rows that may be recalled, in their order: those of pools without sessions, then those of the largest pool
@@ -429,7 +349,7 @@ class MemoryBudget:
         steps.append(Recall(name, number, extents))
         return row.num_bytes
 
-    def _pool(self, name: str) -> _Pool:
+    def _pool(self, name: str) -> BookedPool:
         if name not in self._pools:
             raise NotFoundError(f"there is no pool {name}")
         return self._pools[name]

@@ -22,7 +22,7 @@ class RankLayout:
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
     """What a pool's extents depend on. `owner` is the trust domain, a uid: memory that one owner has used is handed to
-    no other. Slot `s` lies in row `s // row_slots`; a row may have fewer slots than `row_slots`."""
+    no other. A row may have fewer slots than `row_slots`."""
 
     owner: int
     ranks: tuple[RankLayout, ...]

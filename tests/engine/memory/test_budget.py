@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
-from kvstow.memory.budget import Close, Create, Give, MemoryBudget, Recall, Step, TakeBack
+from kvstow.memory.budget import MemoryBudget
+from kvstow.memory.budgetsteps import Close, Create, Give, Recall, Step, TakeBack
 from kvstow.memory.extentbook import BookedExtent, ExtentBook
 from kvstow.memory.rows import UNIT_BYTES, PoolLayout, RankLayout, fair_shares
 
@@ -71,10 +72,10 @@ def test_a_pool_gets_the_extents_that_are_there_and_in_their_order() -> None:
     budget.add_pool("a", layout(2 * MIB, 2 * MIB))
     budget.attach("a", "s1")
     assert settle(budget) == [
-        Give(1, "a", 0, 0, 512),
-        Give(2, "a", 1, 0, 512),
-        Give(3, "a", 0, 1, 512),
-        Give(4, "a", 1, 1, 512),
+        Give(1, "a", 0, 0, 0, 512),
+        Give(2, "a", 1, 0, 0, 512),
+        Give(3, "a", 0, 1, 512, 512),
+        Give(4, "a", 1, 1, 512, 512),
     ]
 
 
@@ -87,9 +88,9 @@ def test_the_last_row_takes_what_is_left_in_whole_huge_pages() -> None:
     assert steps[2:] == [
         Close(3),
         Create(4, 510 * MIB, None),
-        Give(4, "a", 0, 1, 170),
+        Give(4, "a", 0, 1, 341, 170),
         Create(5, 510 * MIB, None),
-        Give(5, "a", 1, 1, 170),
+        Give(5, "a", 1, 1, 341, 170),
         Create(6, 4 * MIB, None),
     ]
     assert budget.allocated_bytes == 3 * GIB
@@ -208,7 +209,7 @@ def test_an_extent_changes_hands_only_after_each_client_has_let_go() -> None:
     assert settle(budget) == []
     assert budget.mappers(second) == ["worker"]
     budget.record_unmapping("worker", second)
-    assert settle(budget) == [TakeBack(second, "a"), Give(second, "new", 0, 0, 512)]
+    assert settle(budget) == [TakeBack(second, "a"), Give(second, "new", 0, 0, 0, 512)]
     budget.record_mapping("worker", first)
 
 
@@ -230,7 +231,7 @@ def test_memory_that_one_owner_has_used_is_closed_before_another_gets_memory() -
     budget.add_pool("b", layout(2 * MIB, owner=2))
     budget.attach("b", "t")
     steps = settle(budget)
-    assert steps == [Recall("a", 0, (1,)), TakeBack(1, "a"), Close(1), Create(2, GIB, None), Give(2, "b", 0, 0, 512)]
+    assert steps == [Recall("a", 0, (1,)), TakeBack(1, "a"), Close(1), Create(2, GIB, None), Give(2, "b", 0, 0, 0, 512)]
 
 
 def test_a_removed_pool_is_gone_once_clients_have_let_go() -> None:
@@ -265,26 +266,32 @@ def test_a_restart_restores_rows_and_numbers_go_on() -> None:
     budget = MemoryBudget(4 * GIB)
     budget.add_pool("a", layout(2 * MIB, 2 * MIB, owner=7))
     for extent, rank in ((11, 0), (12, 1)):
-        budget.restore(extent, GIB, 0, 7, Give(extent, "a", rank, 3, 512))
+        budget.restore(extent, GIB, 0, 7, Give(extent, "a", rank, 0, 0, 512))
     budget.restore(13, GIB, None, None)
     budget.check_integrity()
     assert settle(budget) == [Create(14, GIB, None)]
-    assert budget.rows("a")[3].extents == (11, 12)
+    assert budget.rows("a")[0].extents == (11, 12)
     budget.attach("a", "s")
-    assert [step.row for step in settle(budget) if isinstance(step, Give)] == [0, 0]
+    assert [step.row for step in settle(budget) if isinstance(step, Give)] == [1, 1]
     with pytest.raises(ConflictError, match="twice"):
         budget.restore(11, GIB, 0, 7)
-    for place in (Give(99, "a", 0, 3, 512), Give(99, "a", 2, 4, 512), Give(99, "a", 0, 4, 513), Give(99, "a", 0, 4, 9)):
+    for place in (
+        Give(99, "a", 0, 0, 0, 512),
+        Give(99, "a", 2, 4, 512, 512),
+        Give(99, "a", 0, 4, 512, 513),
+        Give(99, "a", 0, 4, 512, 9),
+        Give(99, "a", 0, 1, 512, 511),
+    ):
         with pytest.raises(ConflictError, match="no place"):
             budget.restore(99, GIB, 0, 7, place)
     budget.check_integrity()
-    assert set(budget.rows("a")) == {0, 3}
+    assert set(budget.rows("a")) == {0, 1}
 
 
 def test_a_pool_from_before_a_restart_keeps_its_size_of_extents() -> None:
     budget = MemoryBudget(4 * GIB, 2 * GIB)
     budget.add_pool("a", layout(2 * MIB, extent=GIB))
-    budget.restore(1, GIB, None, 1000, Give(1, "a", 0, 0, 512))
+    budget.restore(1, GIB, None, 1000, Give(1, "a", 0, 0, 0, 512))
     budget.attach("a", "s")
     settle(budget)
     assert [row.num_slots for row in budget.rows("a").values()] == [512] * 4
@@ -293,7 +300,7 @@ def test_a_pool_from_before_a_restart_keeps_its_size_of_extents() -> None:
 def test_a_row_that_a_restart_has_in_part_is_taken_back() -> None:
     budget = MemoryBudget(4 * GIB)
     budget.add_pool("a", layout(2 * MIB, 2 * MIB))
-    budget.restore(5, GIB, None, 1000, Give(5, "a", 1, 0, 512))
+    budget.restore(5, GIB, None, 1000, Give(5, "a", 1, 0, 0, 512))
     budget.record_mapping("engine", 5)
     assert Recall("a", 0, (5,)) in settle(budget)
     budget.record_death("engine")
@@ -304,7 +311,7 @@ def test_more_than_the_budget_may_be_restored_and_goes_down() -> None:
     budget = MemoryBudget(GIB)
     budget.add_pool("a", layout(2 * MIB))
     for extent in (1, 2):
-        budget.restore(extent, GIB, None, 1000, Give(extent, "a", 0, extent - 1, 512))
+        budget.restore(extent, GIB, None, 1000, Give(extent, "a", 0, extent - 1, 512 * (extent - 1), 512))
     budget.record_mapping("engine", 2)
     assert settle(budget) == [Recall("a", 1, (2,))]
     budget.record_death("engine")
@@ -350,6 +357,7 @@ class Node:
         self.maps: Counter[tuple[str, int]] = Counter()
         self.owners: dict[str, int] = {}
         self.sessions: set[tuple[str, str]] = set()
+        self.slots: dict[tuple[str, int], tuple[int, int]] = {}
         self.names = iter(range(10_000))
 
     def carry_out(self, steps: list[Step]) -> None:
@@ -364,18 +372,26 @@ class Node:
             case Create(extent, num_bytes, _):
                 self._require(extent not in self.extents and num_bytes % UNIT_BYTES == 0 and num_bytes > 0)
                 self.extents[extent] = num_bytes
-            case Give(extent, pool, rank, row, _):
+            case Give(extent, pool, rank, row, first_slot, num_slots):
+                self._require(self.slots.setdefault((pool, row), (first_slot, num_slots)) == (first_slot, num_slots))
+                self._require(first_slot == sum(self.slots[pool, below][1] for below in range(row)))
+                self._require(not any(self.places[other][0] == pool for other in self.recalled))
                 self._require(extent in self.extents and extent not in self.places)
                 self._require((pool, rank, row) not in self.places.values())
                 self._require(not self._is_mapped(extent))
                 self._require(self.used_by.setdefault(extent, self.owners[pool]) == self.owners[pool])
                 self.places[extent] = (pool, rank, row)
-            case Recall(_, _, extents):
+            case Recall(pool, row, extents):
+                active = {place[2] for one, place in self.places.items() if place[0] == pool} - {
+                    self.places[one][2] for one in self.recalled if self.places[one][0] == pool
+                }
+                self._require(row == max(active))
                 self.recalled |= set(extents)
             case TakeBack(extent, _):
                 self._require(extent in self.recalled and not self._is_mapped(extent))
                 self.recalled.discard(extent)
-                del self.places[extent]
+                pool, _, row = self.places.pop(extent)
+                self.slots.pop((pool, row), None)
             case Close(extent):
                 self._require(extent not in self.places and not self._is_mapped(extent))
                 del self.extents[extent]

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from kvstow.errors import PinError
-from kvstow.memory.budget import Close, Create, Give, MemoryBudget, Recall, TakeBack
+from kvstow.memory.budget import MemoryBudget
+from kvstow.memory.budgetsteps import Close, Create, Give, Recall, TakeBack
 from kvstow.memory.extents import Extent
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import NodeMemory

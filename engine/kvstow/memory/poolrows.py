@@ -1,0 +1,72 @@
+"""The rows of one pool, in the books of the node's budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstow.memory.rows import PoolLayout
+
+
+@dataclass(slots=True)
+class Row:
+    """One extent for each rank, with the slots from `first_slot` on. A `recalled` row is on its way back.
+
+    Read by others, changed by `MemoryBudget`. An extent is 0 before it is restored and once it is taken back.
+    """
+
+    first_slot: int
+    num_slots: int
+    extents: tuple[int, ...]
+    num_bytes: int
+    recalled: bool = False
+
+
+@dataclass(slots=True)
+class BookedPool:
+    """What a pool has, and what its sessions ask for. Not locked.
+
+    Rows are numbered from 0 and lie end to end: a row's first slot follows the last one of the row before. The last row
+    is recalled first, and while a recalled row is left, the pool gets no new one.
+    """
+
+    layout: PoolLayout
+    idle_since: int
+    asks: dict[str, int | None] = field(default_factory=dict)  # slots, by session
+    wanted: int | None = None
+    removed: bool = False
+    rows: dict[int, Row] = field(default_factory=dict)
+
+    def active_rows(self) -> list[int]:
+        """The numbers of the rows that were not recalled."""
+        return sorted(number for number, row in self.rows.items() if not row.recalled)
+
+    def has_recalled_rows(self) -> bool:
+        return any(row.recalled for row in self.rows.values())
+
+    def num_sound_rows(self) -> int:
+        """How many rows from the first one on are complete and end to end. After a restart, some may be missing."""
+        first_slot = number = 0
+        while (row := self.rows.get(number)) and all(row.extents) and row.first_slot == first_slot:
+            first_slot += row.num_slots
+            number += 1
+        return number
+
+    def held_bytes(self) -> int:
+        return sum(row.num_bytes for row in self.rows.values() if not row.recalled)
+
+    def held_slots(self) -> int:
+        return sum(row.num_slots for row in self.rows.values() if not row.recalled)
+
+    def has_part_row(self) -> bool:
+        return any(row.num_slots < self.layout.row_slots for row in self.rows.values() if not row.recalled)
+
+    def demand_slots(self) -> int | None:
+        """The slots that the pool should have; None for all that there are."""
+        if not self.asks or self.removed:
+            return 0
+        bounds = [bound for bound in (self._asked(), self.wanted) if bound is not None]
+        return min(bounds, default=None)
+
+    def _asked(self) -> int | None:
+        asks = list(self.asks.values())
+        return None if None in asks else max(ask for ask in asks if ask is not None)
