@@ -1,0 +1,400 @@
+"""The scheduler half of an engine that attaches to the node service."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from secrets import randbits
+from typing import NamedTuple, TypeVar
+
+from kvstow.attach.answer import Answer
+from kvstow.attach.calls import (
+    BeginLoad,
+    BeginStore,
+    Completions,
+    CountLookup,
+    Found,
+    Hold,
+    LoadBegun,
+    Lookup,
+    Refresh,
+    Release,
+    Reset,
+    ResetDone,
+    SettledOps,
+    StoreBegun,
+)
+from kvstow.attach.connection import AttachConnection, Call, Message
+from kvstow.attach.extentcalls import Detach
+from kvstow.attach.frames import Frame
+from kvstow.attach.hello import Hello, Welcome
+from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
+from kvstow.attach.kinds import Kind
+from kvstow.attach.openops import OpenOps
+from kvstow.attach.ticket import SessionTicket, count_of, number_of, unique_id
+from kvstow.errors import AttachError, DisconnectedError, ProtocolError
+from kvstow.messages import Completion, Op
+from kvstow.results import KeyRun, Lease, Settled, StoreGrant
+
+PROBE_SECONDS = 0.5
+"""After the service has said that it has no room, until a store is tried again."""
+PROBE_BLOCKS = 64
+_EPOCH_BITS = 61
+
+_T = TypeVar("_T")
+_NOTHING = Lease(0, (), ())
+
+
+class Hits(NamedTuple):
+    """Which keys are present, and the lease of those that are held, in the order of the runs; it may be empty."""
+
+    lease: Lease
+    runs: tuple[KeyRun, ...]
+
+    @property
+    def leading(self) -> int:
+        """How many keys are present from the first on."""
+        return self.runs[0].length if self.runs and self.runs[0].first == 0 else 0
+
+
+_MISS = Hits(_NOTHING, ())
+
+
+class AttachedEngine:
+    """Asks the node service what an embedded host asks its `OffloadEngine`, and gets the same results, later.
+
+    One thread uses it, and there is no other. No call waits but `wait`, and none raises because the service is absent,
+    slow or refuses: lookups miss, stores are refused, and `problem` says why. The host calls `step` once a step, which
+    connects, sends, and receives; a result is there after a later `step` or `wait`.
+
+    Sessions. Each connection is a session. When it ends, its leases are void and its unanswered calls have failed.
+    Loads under way still end by the completions of the ranks; stores under way fail when all ranks have read their
+    blocks. The next session has another `ticket`, which the host gives to its workers (`AttachedWorker.join`).
+
+    The host gives each op to the worker of every rank (a replicated store to rank 0), and brings all completions back
+    (`complete`). A worker fails an op that it cannot run.
+
+    Keys and blocks are in prefix order, root first. Calls that are given keys raise `ProtocolError` if the keys differ
+    in length or do not fit in a frame (8 MiB).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        engine: str,
+        pool: PoolIdentity,
+        namespace: NamespaceIdentity,
+        engine_version: str = "",
+        wanted_bytes: int = 0,
+        require_sharing: bool = False,
+        step_wait: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """`path`: see `socket_path`. `step_wait`: seconds that all calls of `wait` in one step may take together. For
+        the others see `Hello`."""
+        self._hello = Hello(
+            role="scheduler",
+            engine=engine,
+            engine_version=engine_version,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            pool=pool,
+            namespace=namespace,
+            wanted_bytes=wanted_bytes,
+            require_sharing=require_sharing,
+        )
+        self._connection = AttachConnection(
+            path,
+            lambda: self._hello,
+            on_attached=self._begin_session,
+            on_lost=self._end_session,
+            clock=clock,
+            jitter=jitter,
+        )
+        self._clock = clock
+        self._step_wait = self._wait_left = step_wait
+        self._ops = OpenOps(pool.num_ranks, replicated=pool.replicated)
+        self._answers: deque[Answer[object]] = deque()
+        """Not done, in the order of their calls: the service answers in order."""
+        self._spoken: dict[tuple[int, str], list[Completion]] = {}
+        """Completions to be sent, by rank and boot."""
+        self._room = 0
+        self._probe_at = float("-inf")
+        self.ticket: SessionTicket | None = None
+        """Of the current session, for the workers; None while there is none."""
+        self.num_sessions = 0
+
+    # -- the session ----------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Once a step: send completions, receive what there is, connect if it is time. O(what has arrived)."""
+        self._wait_left = self._step_wait
+        self._flush()
+        self._take(self._connection.poll())
+
+    def wait(self, *answers: Answer[_T], seconds: float | None = None) -> bool:
+        """Wait until these answers are done, for so many seconds, or for what is left of the step's `step_wait`.
+        Returns whether they are."""
+        for answer in answers:
+            if answer.call is None:
+                continue
+            begun = self._clock()
+            self._connection.wait(answer.call, max(0.0, self._wait_left if seconds is None else seconds))
+            spent = self._clock() - begun
+            if seconds is None:
+                self._wait_left -= spent
+            else:
+                seconds -= spent
+        self._resolve_answers()
+        return all(answer.done for answer in answers)
+
+    @property
+    def is_attached(self) -> bool:
+        return self.ticket is not None
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """What the service said of the current session: its id, and the names of pool and namespace."""
+        return self._connection.welcome
+
+    @property
+    def problem(self) -> str | None:
+        """Why it is not attached, as a sentence; None while it is, and before the first `step`."""
+        return self._connection.problem
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the service has refused the last attempt, in snake case; None if it has not."""
+        return self._connection.refusal
+
+    @property
+    def sharing_off(self) -> tuple[str, ...]:
+        """Sentences that say why this session shares no blocks with others; empty if it may."""
+        welcome = self._connection.welcome
+        return () if welcome is None else welcome.sharing_off
+
+    def fileno(self) -> int:
+        """The socket, for a host that waits for several; -1 while there is none."""
+        return self._connection.fileno()
+
+    def retry_now(self) -> None:
+        """Let the next `step` connect without a pause."""
+        self._connection.retry_now()
+
+    def close(self) -> None:
+        """End the session for good: its leases and unfinished stores end when the workers have let go. Idempotent."""
+        self._flush()
+        self._connection.tell(Detach("the engine has stopped"))
+        self._connection.close()
+        self._resolve_answers()
+
+    # -- lookup and load ------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[bytes], *, hold: Hold = Hold.PRESENT, count: bool = True) -> Answer[Hits]:
+        """Ask which of the keys are present, and hold them as `hold` says: what `acquire_runs` (`PRESENT`), `acquire`
+        (`LEADING`), `lease` (`ALL`) and `find_runs` (`NOTHING`) do. `count`: it counts as a lookup; a host that asks
+        repeatedly for one request reports the result with `count_lookup`.
+
+        Release the lease, or use it for `begin_load`; `discard` an answer that is not needed any more."""
+        return self._ask(Lookup(keys, hold, count), partial(self._read_found, keys), _MISS)
+
+    def discard(self, answer: Answer[Hits]) -> None:
+        """The host has no use for the answer: its lease is released as soon as it is there. Idempotent."""
+        answer.is_unwanted = True
+        if answer.done:
+            self.release_lease(answer.value.lease)
+
+    def count_lookup(self, queried: int, hits: int) -> None:
+        """Count one lookup of `queried` blocks with `hits` hits."""
+        self._tell(CountLookup(queried, hits))
+
+    def release_lease(self, lease: Lease) -> None:
+        """End a lease. Idempotent, also after a load has used it."""
+        if lease.lease_id and self._is_of_session(lease.lease_id):
+            self._tell(Release((count_of(lease.lease_id),)))
+
+    def begin_load(
+        self, lease: Lease, blocks: Sequence[int], *, first: int = 0, request_id: str = ""
+    ) -> Answer[Op | None]:
+        """Ask to load the slots of the lease, from its `first` on, into `blocks`. Uses the lease. The value is None if
+        the service has gone, or has refused it, as the lease was broken; release the lease then."""
+        if not self._is_of_session(lease.lease_id):
+            return _failed("the session of the lease has ended")
+        call = BeginLoad(count_of(lease.lease_id), first, len(blocks), request_id)
+        return self._ask(call, partial(self._read_load, tuple(blocks), request_id), None)
+
+    # -- store ----------------------------------------------------------------------------------------------
+
+    def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str = "") -> Answer[StoreGrant]:
+        """Ask to store block `blocks[i]` under `keys[i]`; see `Session.begin_store`. Ask a step ahead: the answer is
+        there when the next step is planned. The host keeps the blocks as they are until it is, and until the store has
+        read them."""
+        count = len(keys)
+        self._probe_at = self._clock() + PROBE_SECONDS
+        without = StoreGrant(None, (), {"dropped_not_ready": count}, range(count))
+        return self._ask(BeginStore(keys, request_id), partial(self._read_store, tuple(blocks), request_id), without)
+
+    def store_room(self) -> int:
+        """Blocks that the next store would find a slot for, as the service last said; 0 without a session. Where it has
+        said 0, or nothing yet: a few blocks twice a second, as a store that is refused is what tells the room."""
+        if self.ticket is None:
+            return 0
+        if self._room or self._clock() < self._probe_at:
+            return self._room
+        return PROBE_BLOCKS
+
+    def refresh(self, keys: Sequence[bytes]) -> None:
+        """See `Session.refresh`."""
+        self._tell(Refresh(keys))
+
+    def reset(self) -> Answer[str]:
+        """Go to a fresh namespace: no block stored so far is found again, by this engine, in this session or a later
+        one. Nothing that others use is removed. The value is the name of the namespace, "" without a session."""
+        assert self._hello.namespace is not None
+        self._hello = replace(self._hello, namespace=replace(self._hello.namespace, epoch=1 + randbits(_EPOCH_BITS)))
+        return self._ask(Reset(), lambda call: call.answer(ResetDone).namespace, "")
+
+    # -- completion -----------------------------------------------------------------------------------------
+
+    def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
+        """Take completions of `rank`. Idempotent: late and repeated ones are ignored. The service hears of them in one
+        frame for each rank, before the next call and in the next `step`."""
+        for completion in completions:
+            said = self._ops.complete(rank, completion)
+            if said is not None:
+                self._spoken.setdefault((rank, boot_id), []).append(said)
+
+    def take_settled(self) -> list[Settled]:
+        """All results that became final since the last call, in order."""
+        settled = list(self._ops.settled)
+        self._ops.settled.clear()
+        return settled
+
+    @property
+    def open_transfers(self) -> int:
+        """Ops that some rank or the service has not finished, including abandoned ones. O(1)."""
+        return len(self._ops)
+
+    @property
+    def awaited_transfers(self) -> int:
+        """The `open_transfers` whose result is still to come. O(1)."""
+        return self._ops.num_awaited
+
+    @property
+    def stale_completions(self) -> int:
+        """Completions that were late or repeated."""
+        return self._ops.stale_completions
+
+    # -- the wire -------------------------------------------------------------------------------------------
+
+    def _begin_session(self, welcome: Welcome) -> None:
+        self.num_sessions += 1
+        self.ticket = SessionTicket(self.num_sessions, welcome.token)
+        self._ops.begin_session(self.num_sessions)
+        self._room, self._probe_at = 0, float("-inf")
+
+    def _end_session(self) -> None:
+        self.ticket = None
+        self._spoken.clear()
+        self._resolve_answers()
+        self._ops.end_session()
+
+    def _is_of_session(self, identifier: int) -> bool:
+        return self.ticket is not None and number_of(identifier) == self.ticket.number
+
+    def _ask(self, message: Message, read: Callable[[Call], _T], without: _T) -> Answer[_T]:
+        self._flush()
+        answer = Answer(self._connection.call(message), read, without)
+        self._answers.append(answer)  # type: ignore[arg-type]  # it is read, never written
+        if answer.call is not None and answer.call.done:  # there is no session
+            self._resolve_answers()
+        return answer
+
+    def _tell(self, message: Message) -> None:
+        self._flush()
+        self._connection.tell(message)
+
+    def _flush(self) -> None:
+        """Completions come before what follows from them: a key that failed to load must not be found again."""
+        if self._spoken:
+            spoken, self._spoken = self._spoken, {}
+            for (rank, boot_id), completions in spoken.items():
+                self._connection.tell(Completions(rank, boot_id, tuple(completions)))
+
+    def _take(self, frames: list[Frame]) -> None:
+        self._resolve_answers()  # first: a result may be of an op that an answer before it has begun
+        for frame in frames:
+            if frame.kind != Kind.SETTLED or self.ticket is None:
+                continue
+            try:
+                word = SettledOps.unpack(frame.payload)
+            except AttachError as error:
+                self._connection.disconnect(str(error))
+                return
+            self._room = word.room
+            self._ops.take_word(word.ops)
+
+    def _resolve_answers(self) -> None:
+        while self._answers:
+            answer = self._answers[0]
+            if answer.call is not None and not answer.call.done:
+                return
+            self._answers.popleft()
+            try:
+                if answer.call is not None:
+                    answer.resolve()
+            except AttachError as error:
+                self._connection.disconnect(str(error))
+            if answer.is_unwanted and isinstance(answer.value, Hits):
+                self.release_lease(answer.value.lease)
+
+    def _read_found(self, keys: Sequence[bytes], call: Call) -> Hits:
+        found = call.answer(Found)
+        runs = tuple(map(KeyRun._make, found.runs))
+        if self.ticket is None:  # it has ended since
+            return _MISS
+        if runs and sum(runs[-1]) > len(keys):
+            raise ProtocolError("malformed", f"the service has found {sum(runs[-1])} of {len(keys)} keys")
+        if not found.lease_id:
+            return Hits(_NOTHING, runs)
+        held = [key for first, length in runs for key in keys[first : first + length]]
+        return Hits(Lease(unique_id(self.ticket.number, found.lease_id), tuple(held), ()), runs)
+
+    def _read_load(self, blocks: tuple[int, ...], request_id: str, call: Call) -> Op:
+        begun = call.answer(LoadBegun)
+        if len(begun.slots) != len(blocks):
+            raise ProtocolError("malformed", f"the service gives {len(begun.slots)} slots for {len(blocks)} blocks")
+        return self._ops.start("load", blocks, begun.slots, begun.op_id, request_id)
+
+    def _read_store(self, blocks: tuple[int, ...], request_id: str, call: Call) -> StoreGrant:
+        begun = call.answer(StoreBegun)
+        if any(number >= len(blocks) for number in begun.accepted):
+            raise ProtocolError("malformed", f"the service stores more than the {len(blocks)} blocks it was asked for")
+        self._room = begun.room
+        op = None
+        if begun.op_id:
+            moved = tuple([blocks[number] for number in begun.accepted])
+            op = self._ops.start("store", moved, begun.slots, begun.op_id, request_id)
+        return StoreGrant(op, begun.accepted, dict(begun.outcomes), begun.unplaced)
+
+
+def _failed(problem: str) -> Answer[Op | None]:
+    call = Call()
+    call.fail(DisconnectedError(problem))
+
+    def read(failed: Call) -> Op | None:
+        failed.answer(LoadBegun)
+        return None
+
+    answer = Answer(call, read, None)
+    answer.resolve()
+    return answer

@@ -1,0 +1,142 @@
+"""The ops of an attached engine that have not ended, and what becomes of them when the service goes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvstow.attach.calls import SettledOp
+from kvstow.attach.ticket import unique_id
+from kvstow.messages import Completion, Direction, Mark, Op
+from kvstow.results import Settled
+
+_GONE = "the node service has gone before the store was complete"
+
+
+@dataclass(slots=True)
+class _OpenOp:
+    """`service_id`: the op's id in the service. `pending`: ranks that have not finished. `reading`: ranks that may
+    still read the blocks of a store. `is_final`: the host has its result."""
+
+    op: Op
+    service_id: int
+    request_id: str
+    pending: set[int]
+    reading: set[int]
+    error: str | None = None
+    is_final: bool = False
+
+
+class OpenOps:
+    """Settles ops as early as is safe. Used by one thread; O(1) for an op, but for `end_session`.
+
+    A load ends when all ranks have finished it, whatever the service says or does: its bytes and slots are fixed. A
+    store gives its blocks back when all ranks have read them; whether it is stored is the service's word, and without a
+    service it has failed. The ids that the host sees are never used twice, also not in later sessions, so a late
+    completion of an old session is never said in a new one.
+    """
+
+    def __init__(self, num_ranks: int, *, replicated: bool = False) -> None:
+        """`replicated`: rank 0 alone stores."""
+        self._ranks = frozenset(range(num_ranks))
+        self._storing = frozenset((0,)) if replicated else self._ranks
+        self._number = 0
+        self._last_count = 0
+        self._open: dict[int, _OpenOp] = {}
+        self._of_service: dict[int, _OpenOp] = {}
+        """By their ids in the service: those of the current session."""
+        self._num_final = 0
+        self.settled: deque[Settled] = deque()
+        """Results that the host has not taken."""
+        self.stale_completions = 0
+        """Completions of ops that have ended, or that the rank had finished."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_awaited(self) -> int:
+        """Those whose result the host has not got."""
+        return len(self._open) - self._num_final
+
+    def begin_session(self, number: int) -> None:
+        self._number = number
+
+    def start(
+        self, direction: Direction, blocks: tuple[int, ...], slots: tuple[int, ...], service_id: int, request_id: str
+    ) -> Op:
+        self._last_count += 1
+        op = Op(unique_id(self._number, self._last_count), direction, blocks, slots)
+        ranks = self._storing if direction == "store" else self._ranks
+        entry = _OpenOp(op, service_id, request_id, set(ranks), set(ranks) if direction == "store" else set())
+        self._open[op.op_id] = self._of_service[service_id] = entry
+        return op
+
+    def complete(self, rank: int, completion: Completion) -> Completion | None:
+        """Take a completion of `rank`. Returns it with the op's id in the service, or None if that must not hear of it:
+        it is late, repeated, or of an earlier session."""
+        entry = self._open.get(completion.op_id)
+        if entry is None or rank not in (entry.reading if completion.mark == "source_free" else entry.pending):
+            self.stale_completions += 1
+            return None
+        is_known = self._is_current(entry)
+        was_reading = bool(entry.reading)
+        entry.reading.discard(rank)
+        if completion.mark != "source_free":
+            entry.pending.discard(rank)
+        if completion.mark == "failed":
+            entry.error = entry.error or f"rank {rank}: {completion.error or 'failed'}"
+        if entry.is_final:
+            self._forget_if_over(entry)
+        elif not entry.pending and (entry.op.direction == "load" or entry.error or not is_known):
+            self._end(entry, "failed" if entry.error else "done")
+        elif was_reading and not entry.reading:
+            self._settle(entry, "source_free")
+        return replace(completion, op_id=entry.service_id) if is_known else None
+
+    def take_word(self, words: Sequence[SettledOp]) -> None:
+        """What the service says of ops of the current session."""
+        for word in words:
+            entry = self._of_service.get(word.op_id)
+            if entry is None or entry.is_final:
+                continue
+            if word.mark == "source_free":
+                if entry.reading:
+                    entry.reading.clear()
+                    self._settle(entry, "source_free")
+                continue
+            entry.error = word.error or entry.error
+            self._end(entry, word.mark)
+
+    def end_session(self) -> None:
+        """The service has gone: what it has not said, it never will. O(open ops)."""
+        self._of_service.clear()
+        for entry in list(self._open.values()):
+            if entry.op.direction == "store":
+                entry.error = entry.error or _GONE
+                if not entry.pending:
+                    self._end(entry, "failed")
+
+    def _is_current(self, entry: _OpenOp) -> bool:
+        return self._of_service.get(entry.service_id) is entry
+
+    def _end(self, entry: _OpenOp, mark: Mark) -> None:
+        entry.is_final = True
+        self._num_final += 1
+        self._settle(entry, mark)
+        self._forget_if_over(entry)
+
+    def _forget_if_over(self, entry: _OpenOp) -> None:
+        """Completions of an abandoned store are passed on until the last one: they end the quarantine of its slots."""
+        if entry.pending:
+            return
+        del self._open[entry.op.op_id]
+        self._num_final -= 1
+        if self._is_current(entry):
+            del self._of_service[entry.service_id]
+
+    def _settle(self, entry: _OpenOp, mark: Mark) -> None:
+        op = entry.op
+        error = entry.error if mark == "failed" else None
+        self.settled.append(Settled(op.op_id, op.direction, mark, entry.request_id, op.blocks, error))

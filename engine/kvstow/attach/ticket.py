@@ -1,0 +1,30 @@
+"""Sessions of one engine, as its own processes tell them apart."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_COUNT_BITS = 40
+
+
+class SessionTicket(NamedTuple):
+    """Lets the engine's workers join its session. `number` counts the engine's sessions from 1. `token` is a secret of
+    this engine's processes."""
+
+    number: int
+    token: str
+
+
+def unique_id(number: int, count: int) -> int:
+    """An id (of an op, of a lease) that is unique in all sessions of an engine: a later session of another service may
+    count from 1 again."""
+    return number << _COUNT_BITS | count
+
+
+def number_of(identifier: int) -> int:
+    """The number of the session that an id belongs to."""
+    return identifier >> _COUNT_BITS
+
+
+def count_of(identifier: int) -> int:
+    return identifier & ((1 << _COUNT_BITS) - 1)

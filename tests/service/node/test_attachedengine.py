@@ -1,0 +1,275 @@
+"""The scheduler half of an engine over a real attach server, whose control plane is a fake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, wait_until
+
+from kvstow.attach.answer import Answer
+from kvstow.attach.calls import Hold
+from kvstow.attach.engine import PROBE_BLOCKS, PROBE_SECONDS, AttachedEngine, Hits
+from kvstow.attach.ticket import number_of
+from kvstow.errors import AttachError, AttachRefusedError, ProtocolError
+from kvstow.messages import Completion, Op
+from kvstow.results import Lease
+from kvstow.testing.fakes import FakeClock
+
+KEYS = [bytes([number]) * 32 for number in range(1, 7)]
+RANKS = range(POOL.num_ranks)
+BOOT = "boot-1"
+
+
+class Engine(AttachedEngine):
+    """With what a host does in its steps."""
+
+    def until_attached(self) -> None:
+        wait_until(lambda: self.is_attached, self.step)
+
+    def taken(self, answer: Answer[Op | None]) -> Op:
+        assert self.wait(answer, seconds=DEADLINE_SECONDS)
+        assert answer.value is not None, answer.error
+        return answer.value
+
+    def found(self, keys: list[bytes], hold: Hold = Hold.PRESENT) -> Hits:
+        answer = self.find(keys, hold=hold)
+        assert self.wait(answer, seconds=DEADLINE_SECONDS)
+        return answer.value
+
+    def finish(self, op: Op) -> None:
+        for rank in RANKS:
+            self.complete(rank, BOOT, [Completion(op.op_id, "done")])
+
+    def begin_storing(self, keys: list[bytes]) -> Op:
+        answer = self.begin_store(keys, range(len(keys)))
+        assert self.wait(answer, seconds=DEADLINE_SECONDS)
+        assert answer.value.op is not None
+        return answer.value.op
+
+    def store(self, keys: list[bytes]) -> None:
+        op = self.begin_storing(keys)
+        self.finish(op)
+        marks = list[str]()
+
+        def step() -> None:
+            self.step()
+            marks.extend(settled.mark for settled in self.take_settled())
+
+        wait_until(lambda: "done" in marks, step)
+
+
+def make(path: Path, **options: object) -> Engine:
+    return Engine(path, engine="test", pool=POOL, namespace=NAMESPACE, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engine(node: Node) -> Iterator[Engine]:
+    made = make(node.path)
+    made.until_attached()
+    yield made
+    made.close()
+
+
+def lose(engine: Engine, node: Node) -> None:
+    """The service drops the session."""
+    assert engine.welcome is not None
+    node.server.detach(engine.welcome.session_id)
+    wait_until(lambda: not engine.is_attached, engine.step)
+
+
+def test_a_host_sees_what_it_attached_to(engine: Engine) -> None:
+    assert engine.welcome is not None
+    assert engine.ticket is not None
+    assert (engine.problem, engine.refusal, engine.num_sessions) == (None, None, 1)
+    assert engine.ticket == (1, engine.welcome.token)
+    assert (engine.welcome.pool, engine.welcome.namespace) == ("model-0a1b2c", "model-3d4e5f")
+    assert engine.sharing_off == ("hashes are not reproducible",)
+
+
+def test_what_is_stored_is_found_and_loaded(engine: Engine) -> None:
+    engine.store(KEYS[1:4])
+    engine.store(KEYS[5:])
+    hits = engine.found(KEYS)
+    assert hits.runs == ((1, 3), (5, 1))
+    assert hits.leading == 0
+    assert hits.lease.keys == (*KEYS[1:4], KEYS[5])
+    op = engine.taken(engine.begin_load(hits.lease, [7, 8], first=2, request_id="r"))
+    assert (op.direction, op.blocks, len(op.slots)) == ("load", (7, 8), 2)
+    engine.finish(op)
+    (settled,) = engine.take_settled()
+    assert (settled.op_id, settled.mark, settled.request_id, settled.blocks) == (op.op_id, "done", "r", (7, 8))
+    assert (engine.open_transfers, engine.awaited_transfers) == (0, 0)
+
+
+def test_a_store_says_what_became_of_each_key(engine: Engine, node: Node) -> None:
+    engine.store(KEYS[:2])
+    answer = engine.begin_store(KEYS[:4], [10, 11, 12, 13])
+    assert engine.wait(answer, seconds=DEADLINE_SECONDS)
+    grant = answer.value
+    assert grant.op is not None
+    assert (grant.accepted, grant.op.blocks, len(grant.op.slots)) == ((2, 3), (12, 13), 2)
+    assert engine.store_room() == 1000
+    engine.finish(grant.op)
+    wait_until(lambda: engine.store_room() == 7, engine.step)
+    skipped = engine.begin_store(KEYS[:1], [10])
+    assert engine.wait(skipped, seconds=DEADLINE_SECONDS)
+    assert (skipped.value.op, skipped.value.outcomes) == (None, {"skipped_already_cached": 1})
+
+
+def test_nothing_waits_unless_asked(engine: Engine, node: Node) -> None:
+    with node.standing_still():
+        answer = engine.find(KEYS)
+        engine.step()
+        assert not engine.wait(answer)
+        assert not answer.done
+        with pytest.raises(AttachError):
+            _ = answer.value
+    assert engine.wait(answer, seconds=DEADLINE_SECONDS)
+
+
+def test_all_waits_of_a_step_share_its_time(node: Node) -> None:
+    engine = make(node.path, step_wait=0.02)
+    engine.until_attached()
+    engine.step()
+    with node.standing_still():
+        first, second = engine.find(KEYS), engine.find(KEYS)
+        assert not engine.wait(first, second)
+        assert engine._wait_left <= 0
+        engine.step()
+        assert engine._wait_left == 0.02
+    assert engine.wait(first, second, seconds=DEADLINE_SECONDS)
+    engine.close()
+
+
+def test_completions_of_a_step_go_in_one_frame_for_each_rank_and_before_the_next_call(
+    engine: Engine, node: Node
+) -> None:
+    ops = [engine.begin_storing([key]) for key in KEYS[:3]]
+    before = node.server.figures().frames
+    for op in ops:
+        engine.finish(op)
+    assert engine.found(KEYS[:3]).leading == 3
+    after = node.server.figures().frames
+    assert {kind: after[kind] - before[kind] for kind in after if after[kind] != before[kind]} == {
+        "completions": 2,
+        "lookup": 1,
+    }
+
+
+def test_a_lease_is_released_once_and_by_those_who_do_not_want_the_answer(engine: Engine, node: Node) -> None:
+    engine.store(KEYS[:1])
+    (session,) = node.host.sessions.values()
+    with node.standing_still():
+        unwanted = engine.find(KEYS)
+        engine.discard(unwanted)
+    wanted = engine.found(KEYS)
+    assert unwanted.done
+    wait_until(lambda: len(session.leases) == 1, engine.step)
+    engine.release_lease(wanted.lease)
+    wait_until(lambda: not session.leases, engine.step)
+    answer = engine.begin_load(wanted.lease, [1])
+    assert engine.wait(answer, seconds=DEADLINE_SECONDS)
+    assert answer.value is None
+    assert "released" in str(answer.error)
+    engine.release_lease(Lease(0, (), ()))
+
+
+def test_keys_of_unlike_length_are_the_callers_mistake(engine: Engine) -> None:
+    with pytest.raises(ProtocolError, match="different lengths"):
+        engine.find([b"1", b"22"])
+    assert engine.found(KEYS).runs == ()
+
+
+def test_without_a_service_everything_misses_and_says_why(tmp_path: Path) -> None:
+    engine = make(tmp_path / "none.sock")
+    engine.step()
+    assert not engine.is_attached
+    assert engine.problem is not None
+    hits, grant, load = engine.find(KEYS), engine.begin_store(KEYS, range(6)), engine.begin_load(Lease(0, (), ()), [1])
+    assert all(answer.done for answer in (hits, grant, load))
+    assert (hits.value.lease.keys, hits.value.runs, load.value) == ((), (), None)
+    assert (grant.value.op, list(grant.value.unplaced), grant.value.outcomes) == (
+        None,
+        list(range(6)),
+        {"dropped_not_ready": 6},
+    )
+    assert engine.reset().value == ""
+    assert engine.store_room() == 0
+    engine.refresh(KEYS)
+    engine.count_lookup(3, 0)
+    engine.complete(0, BOOT, [Completion(5, "done")])
+    assert (engine.take_settled(), engine.sharing_off, engine.ticket) == ([], (), None)
+    engine.close()
+
+
+def test_a_refusal_is_told(node: Node) -> None:
+    node.host.refusal = AttachRefusedError("not_shared", "this engine requires sharing, and its hashes differ")
+    engine = make(node.path)
+    wait_until(lambda: engine.refusal, engine.step)
+    assert (engine.refusal, engine.is_attached) == ("not_shared", False)
+    assert "requires sharing" in str(engine.problem)
+    engine.close()
+
+
+def test_the_end_of_a_session_voids_its_leases_and_answers(engine: Engine, node: Node) -> None:
+    engine.store(KEYS[:1])
+    hits = engine.found(KEYS)
+    with node.standing_still():
+        asked = engine.find(KEYS)
+        assert engine.welcome is not None
+        engine._connection.disconnect("a test has cut it")
+    assert (asked.done, asked.value.runs, asked.error) == (True, (), "a test has cut it")
+    assert (engine.ticket, engine.store_room()) == (None, 0)
+    load = engine.begin_load(hits.lease, [1])
+    assert (load.done, load.value) == (True, None)
+    wait_until(lambda: engine.is_attached, engine.step)
+    load = engine.begin_load(hits.lease, [1])
+    assert (load.value, load.error) == (None, "the session of the lease has ended")
+    engine.release_lease(hits.lease)
+    assert engine.ticket is not None
+    assert engine.ticket.number == engine.num_sessions == 2
+
+
+def test_ops_of_a_lost_session_end_locally_and_their_late_completions_are_not_said_in_the_next(
+    engine: Engine, node: Node
+) -> None:
+    engine.store(KEYS[:1])
+    load = engine.taken(engine.begin_load(engine.found(KEYS[:1]).lease, [3]))
+    store = engine.begin_storing(KEYS[1:2])
+    lose(engine, node)
+    node.host.next_id = 0  # another service counts from 1 again
+    engine.until_attached()
+    again = engine.begin_storing(KEYS[2:3])
+    assert number_of(load.op_id) != number_of(again.op_id)
+    before = node.server.figures().frames["completions"]
+    engine.finish(load)
+    engine.finish(store)
+    assert [(s.op_id, s.mark) for s in engine.take_settled()] == [(load.op_id, "done"), (store.op_id, "failed")]
+    assert engine.found(KEYS[:3]).runs == ((0, 1),)
+    assert node.server.figures().frames["completions"] == before
+    engine.finish(again)
+    assert engine.found(KEYS[:3]).runs == ((0, 1), (2, 1))
+
+
+def test_after_a_reset_no_session_comes_back_to_the_old_namespace(engine: Engine, node: Node) -> None:
+    namespaces = [engine._hello.namespace]
+    for _ in range(2):
+        answer = engine.reset()
+        assert engine.wait(answer, seconds=DEADLINE_SECONDS)
+        assert answer.value == "model-99"
+        namespaces.append(engine._hello.namespace)
+    assert len({namespace.digest for namespace in namespaces if namespace is not None}) == 3
+
+
+def test_a_full_service_is_asked_again_now_and_then(make_node: MakeNode) -> None:
+    clock = FakeClock()
+    engine = make(make_node().path, clock=clock)
+    engine.until_attached()
+    assert engine.store_room() == PROBE_BLOCKS
+    engine.begin_store(KEYS, range(6))
+    assert engine.store_room() == 0
+    clock.advance(PROBE_SECONDS)
+    assert engine.store_room() == PROBE_BLOCKS
+    engine.close()
