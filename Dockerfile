@@ -1,9 +1,8 @@
 # Three images, selected with --target:
 #
 #   vllm      vLLM with KVStow. Installs nothing else: vLLM has everything that KVStow imports.
-#   service   `kvstow serve` on the CPU. Ranks keep their blocks in torch tensors, so it contains the CPU build of torch,
-#             which is most of its size. On GPUs, run `kvstow serve` from the image vllm.
-#   cli       the command line only, without torch, numpy and web server: for jobs and `helm test`.
+#   service   the node service, `kvstow serve`. It needs no GPU, no torch and no CUDA.
+#   cli       the command line only, without numpy and web server: for jobs and `helm test`.
 #
 # docker build --target service --build-arg REVISION="$(git rev-parse HEAD)" --tag kvstow:0.1.0 .
 # docker run --read-only --tmpfs /tmp --volume "$PWD/token:/token:ro" --publish 127.0.0.1:9595:9595 kvstow:0.1.0 \
@@ -44,14 +43,11 @@ RUN /opt/kvstow/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
 
 
 FROM ${PYTHON_IMAGE} AS service-environment
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG TORCH=torch==2.13.0+cpu
-RUN python3 -m venv /opt/kvstow \
-    && /opt/kvstow/bin/pip install --no-cache-dir --no-deps --retries 1 --timeout 20 --extra-index-url "${TORCH_INDEX}" "${TORCH}"
 COPY constraints.txt /
 COPY --from=wheel /cli.txt /service.txt /
-RUN /opt/kvstow/bin/pip install --no-cache-dir --constraint /constraints.txt \
-    --requirement /cli.txt --requirement /service.txt torch numpy
+RUN python3 -m venv /opt/kvstow \
+    && /opt/kvstow/bin/pip install --no-cache-dir --constraint /constraints.txt \
+        --requirement /cli.txt --requirement /service.txt numpy
 COPY --from=wheel /wheels /wheels
 RUN /opt/kvstow/bin/pip install --no-cache-dir --no-deps /wheels/*.whl \
     && /opt/kvstow/bin/pip check \
@@ -93,7 +89,7 @@ CMD ["--help"]
 
 FROM python AS service
 LABEL org.opencontainers.image.title="kvstow" \
-      org.opencontainers.image.description="KV-cache offload service on the CPU, with admin API and command line"
+      org.opencontainers.image.description="Node service of KVStow, with admin API and command line"
 COPY --from=service-environment /opt/kvstow /opt/kvstow
 USER 65532:65532
 EXPOSE 9595

@@ -27,14 +27,17 @@ help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Stamp files: a second run installs nothing, and a change of pyproject.toml installs again.
-$(VENV)/.torch:
+$(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "kvstow needs Python 3.11 to 3.13; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) --no-deps --retries 1 --timeout 20 $(EXTRA_INDEX) "$(TORCH)"
 	@touch $@
 
-$(VENV)/.run: $(VENV)/.torch pyproject.toml
-	$(PIP_INSTALL) -e '.[service,cli,torch]'
+$(VENV)/.run: $(VENV)/.python pyproject.toml
+	$(PIP_INSTALL) -e '.[service,cli]'
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.python
+	$(PIP_INSTALL) --no-deps --retries 1 --timeout 20 $(EXTRA_INDEX) "$(TORCH)"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
@@ -90,13 +93,12 @@ test-browser: $(VENV)/.dev chromium ## Test the status page in headless Chromium
 pictures: $(VENV)/.dev chromium ## Redraw the pictures in docs from a running service; takes five minutes
 	$(BIN)/python -m docs.pictures
 
-# Run this with the oldest Python: newer ones have these versions too. setuptools is a dependency of torch.
+# Run this with the oldest Python: newer ones have these versions too.
 pins: ## Update constraints.txt, the versions that the images install
 	$(PYTHON) -m venv --clear build/pins
-	build/pins/bin/python -m pip install $(PIP_FLAGS) --no-deps --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
 	build/pins/bin/python -m pip install $(PIP_FLAGS) hatchling '.[service,cli]'
 	build/pins/bin/python -m pip check
-	build/pins/bin/python -m pip freeze --all --exclude kvstow --exclude torch --exclude pip >build/pins/constraints.txt
+	build/pins/bin/python -m pip freeze --all --exclude kvstow --exclude pip --exclude setuptools >build/pins/constraints.txt
 	mv build/pins/constraints.txt constraints.txt
 
 lint: $(VENV)/.dev ## Check style and types

@@ -27,8 +27,8 @@ def test_hadolint_finds_nothing() -> None:
     assert result.returncode == 0, result.stdout
 
 
-# The Python of the base images. torch is the CPU build, which needs nothing that its markers ask Linux for.
-IMAGE = {"python_version": "3.12", "python_full_version": "3.12.0", "platform_system": ""}
+# The Python of the base images.
+IMAGE = {"python_version": "3.12", "python_full_version": "3.12.0"}
 
 
 def test_what_the_images_install_is_pinned_to_a_version_that_is_allowed() -> None:
@@ -38,16 +38,8 @@ def test_what_the_images_install_is_pinned_to_a_version_that_is_allowed() -> Non
     project, extras = pyproject["project"], pyproject["project"]["optional-dependencies"]
     wanted = [*pyproject["build-system"]["requires"], *extras["cli"], *extras["service"], *project["dependencies"]]
     for name, requirements in needed(wanted, IMAGE).items():
-        if name == "torch":
-            continue  # pinned in the Dockerfile
         assert name in pins, f"{name} is not in constraints.txt: make pins"
         assert all(one.specifier.contains(pins[name]) for one in requirements), requirements
-
-
-def test_torch_is_the_one_of_the_makefile() -> None:
-    (in_makefile,) = re.findall(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    (in_dockerfile,) = re.findall(r"^ARG TORCH=(\S+)\+cpu$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    assert in_dockerfile == in_makefile
 
 
 def test_images_and_chart_have_the_version_of_the_package() -> None:
