@@ -26,6 +26,7 @@ from kvstow_service.agent import AdminAddress, RankAgent
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.generate import TraceShape, generate_trace
 from kvstow_service.replay.kv import NoKV
+from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.simulated import SimulatedWorker
 from kvstow_service.server import AdminServer
@@ -99,7 +100,8 @@ class Host:
         while not self._stop.is_set():
             requests = [one._replace(hash_ids=tuple([first + block for block in one.hash_ids])) for one in self.trace]
             first += 1 << 32
-            driver = ReplayDriver(subject.engine, subject.workers, NoKV(), requests, options, kv_blocks=kv_blocks)
+            offload = EmbeddedOffload(subject.engine)
+            driver = ReplayDriver(offload, subject.workers, NoKV(), requests, options, kv_blocks=kv_blocks)
             done += driver.run(self._stop).requests
         self._figures = {"requests_per_second": done / (time.perf_counter() - started)}
 

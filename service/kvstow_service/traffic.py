@@ -15,6 +15,7 @@ from kvstow.errors import ConfigError, KvstowError
 from kvstow_service.fleet import Fleet
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.kv import LocalKV
+from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.result import ReplayResult
 from kvstow_service.replay.trace import TraceRequest, read_trace
@@ -73,7 +74,7 @@ class ReplayTraffic:
         kv = LocalKV([rank.kv for rank in ranks])
         workers = [rank.worker for rank in ranks]
         kv_blocks = ranks[0].layout.num_blocks
-        driver = ReplayDriver(engine, workers, kv, self._requests, self._options, kv_blocks=kv_blocks)
+        driver = ReplayDriver(EmbeddedOffload(engine), workers, kv, self._requests, self._options, kv_blocks=kv_blocks)
         logger.info("replaying %d requests", len(self._requests))
         return driver.run(self._stopping)
 

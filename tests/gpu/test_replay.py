@@ -9,6 +9,7 @@ import pytest
 from kvstow.config import EngineConfig
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.generate import TraceShape, generate_trace
+from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.place import Place
 from kvstow_service.replay.session import local_session
@@ -22,7 +23,9 @@ def test_every_loaded_byte_is_right(name: str) -> None:
     blocks = blocks_needed(requests, options.concurrency)
     config = EngineConfig(slot_bytes=shape.slot_bytes, capacity_slots=64, num_ranks=2)
     with local_session(config, kv_blocks=blocks, stop=Event(), place=Place("cuda", shape)) as session:
-        driver = ReplayDriver(session.engine, session.workers, session.kv, requests, options, kv_blocks=blocks)
+        driver = ReplayDriver(
+            EmbeddedOffload(session.engine), session.workers, session.kv, requests, options, kv_blocks=blocks
+        )
         result = driver.run(Event())
     assert (result.mismatches, result.failed_loads, result.failed_stores, result.abandoned) == (0, 0, 0, 0)
     assert result.verified_bytes == result.loaded_bytes > 0

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from kvstow_service import demo
 from kvstow_service.replay.generate import TraceShape
+from kvstow_service.replay.offload import PoolFigures
 from kvstow_service.replay.result import ReplayResult, Tally
 
 
@@ -53,7 +54,7 @@ def test_the_demo_shows_why_the_service_did_not_start(
 
 def result(*, loaded: int, verified: int, mismatches: int = 0) -> ReplayResult:
     tally = Tally(loaded_bytes=loaded, verified_bytes=verified, mismatches=mismatches)
-    return tally.freeze(evicted_blocks=0, seconds=1.0, policy="lru", ranks=1, slots=1)
+    return tally.freeze(PoolFigures(1, "lru", 0), seconds=1.0, ranks=1)
 
 
 @pytest.mark.parametrize(

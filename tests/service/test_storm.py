@@ -22,6 +22,7 @@ from kvstow_service.agent import AdminAddress, RankAgent
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.generate import TraceShape, generate_trace
 from kvstow_service.replay.kv import LocalKV
+from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.ranks import LocalRank, build_ranks
 from kvstow_service.replay.result import ReplayResult
@@ -66,7 +67,9 @@ class Storm:
         workers = [rank.worker for rank in self.ranks]
         while not stop.is_set():
             options = ReplayOptions(concurrency=4, drain_seconds=10.0)
-            yield ReplayDriver(self.engine, workers, kv, self.requests, options, kv_blocks=self.kv_blocks).run(stop)
+            yield ReplayDriver(
+                EmbeddedOffload(self.engine), workers, kv, self.requests, options, kv_blocks=self.kv_blocks
+            ).run(stop)
 
 
 def random_request(rng: random.Random) -> tuple[str, str, dict[str, Any] | None]:

@@ -114,6 +114,7 @@ def _run(
 ) -> ReplayResult:
     """`place`: None replays the control plane alone."""
     from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+    from kvstow_service.replay.offload import EmbeddedOffload
     from kvstow_service.replay.session import local_session, simulated_session
 
     blocks = kv_blocks or blocks_needed(requests, options.concurrency)
@@ -134,7 +135,7 @@ def _run(
         with session as parts:
             progress.start_task(replayed)
             driver = ReplayDriver(
-                parts.engine,
+                EmbeddedOffload(parts.engine),
                 parts.workers,
                 parts.kv,
                 requests,

@@ -1,11 +1,11 @@
-"""Feeds a trace through the engine by the calls that an inference connector makes, in steps like a scheduler's.
+"""Feeds a trace through the control plane by the calls that an inference connector makes, in steps like a scheduler's.
 
-Each request leases the leading run of its keys, loads it into KV blocks, computes the rest, and stores that.
-Every loaded byte is verified, and freed blocks are overwritten, so that a store that reads its blocks after it
-said `source_free` and a load that writes nothing are seen.
+Each request leases the leading run of its keys, loads it into KV blocks, computes the rest, and stores that. While it
+waits for an answer of the control plane, the others go on. Every loaded byte is verified, and freed blocks are
+overwritten, so that a store that reads its blocks after it said `source_free` and a load that writes nothing are seen.
 
-Threads. `run` drives everything on the caller's thread and is the only consumer of the engine's settled ops and
-of the workers' completions meanwhile. `result` and the stop event may be used from any thread.
+Threads. `run` drives everything on the caller's thread and is the only consumer of the settled ops and of the workers'
+completions meanwhile. `result` and the stop event may be used from any thread.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
-from kvstow.control.engine import OffloadEngine
 from kvstow.devices.base import Fence
-from kvstow.errors import InvalidRequestError, LeaseError
+from kvstow.errors import InvalidRequestError
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op, StepPlan
-from kvstow.results import Lease, Settled
+from kvstow.results import Lease, Settled, StoreGrant
 from kvstow_service.replay.kv import FreeBlocks, KVCache
+from kvstow_service.replay.offload import Awaited, Offload
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.result import ReplayResult, Tally
 from kvstow_service.replay.trace import TraceRequest
 
 _log = logging.getLogger("kvstow.replay")
 _WAIT = 0.05  # the longest that the loop is blind to a stop or to another rank
+
+_T = TypeVar("_T")
 
 
 class RankWorker(Protocol):
@@ -45,33 +47,42 @@ class RankWorker(Protocol):
     def wait_completions(self, timeout: float) -> bool: ...
 
 
+class Position(NamedTuple):
+    """How far a replay is: the numbers of the requests in flight, and of the next one to start."""
+
+    in_flight: tuple[int, ...]
+    next: int
+
+
 @dataclass(slots=True)
 class _Job:
     """A request in flight. Its first `loaded` blocks come from the pool. `blocks` is empty once they are freed.
 
     `hold` keeps the hit prefix leased until the rest is stored: the prefix goes back to the order of eviction
-    last, and so outlives its continuation.
+    last, and so outlives its continuation. `go_on` continues the request if the answer that it waits for is there, and
+    says whether it was; None while it waits for a copy.
     """
 
-    request_id: str
+    number: int
     keys: list[BlockKey]
     blocks: list[int]
-    hold: Lease | None = None
+    hold: Awaited[Lease] | None = None
+    go_on: Callable[[], bool] | None = None
     loaded: int = 0
 
 
 class ReplayDriver:
-    """One replay of `requests` over `engine` and its ranks.
+    """One replay of `requests` over the ranks of one engine.
 
     `workers[r]` and `kv` are of all ranks; `kv_blocks` is the size of each rank's KV cache, which belongs to the
-    replay while it runs. Reporting ranks and ticking the engine stay with the host. `on_request` is called on the
-    thread of `run` with the number of requests finished. Raises `InvalidRequestError` for a request that does
-    not fit the KV cache.
+    replay while it runs. Reporting ranks and ticking an embedded engine stay with the host. `on_request` is called on
+    the thread of `run` with the number of requests finished. `wait` waits for news of the ranks or the control plane,
+    for so many seconds at most. Raises `InvalidRequestError` for a request that does not fit the KV cache.
     """
 
     def __init__(
         self,
-        engine: OffloadEngine,
+        offload: Offload,
         workers: Sequence[RankWorker],
         kv: KVCache,
         requests: Sequence[TraceRequest],
@@ -79,26 +90,29 @@ class ReplayDriver:
         *,
         kv_blocks: int,
         on_request: Callable[[int], None] | None = None,
+        wait: Callable[[float], None] | None = None,
     ) -> None:
         needed = blocks_needed(requests, 1)
         if needed > kv_blocks:
             raise InvalidRequestError(
                 f"the largest request has {needed} blocks, the KV cache {kv_blocks}; allowed: {needed} or more"
             )
-        self._engine = engine
+        self._offload = offload
         self._workers = workers
         self._kv = kv
         self._requests = requests
         self._options = options
         self._on_request = on_request
+        self._wait_for_news = wait
         self._free = FreeBlocks(kv_blocks)
         self._next = 0
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._asking: dict[int, _Job] = {}
+        """Those that wait for an answer, in the order of their questions."""
         self._plan: list[Op] = []
         self._ops: dict[int, tuple[Op, _Job]] = {}
         self._outstanding: list[set[int]] = [set() for _ in workers]
         self._tally = Tally()
-        self._evicted_before = 0
         self._started = self._ended = 0.0
 
     @property
@@ -106,39 +120,43 @@ class ReplayDriver:
         """KV blocks that no request holds."""
         return len(self._free)
 
+    @property
+    def position(self) -> Position:
+        return Position(tuple(self._jobs), self._next)
+
     def run(self, stop: threading.Event) -> ReplayResult:
         """Replay to the end, or until `stop` is set: then no request starts, and what is in flight has
         `drain_seconds` to finish. All leases and KV blocks are given back in any case."""
-        self._evicted_before = self._engine.stats().evicted_for_capacity
         self._started = time.monotonic()
         deadline = float("inf")
         try:
             while not self._finished(stop):
+                self._offload.step()
                 if stop.is_set():
                     deadline = min(deadline, time.monotonic() + self._options.drain_seconds)
                     if time.monotonic() >= deadline:
                         break
                 else:
                     self._admit(stop)
+                has_moved = self._take_answers()
                 self._submit_step()
-                if not self._collect() and not self._finished(stop):
+                has_moved |= self._collect()
+                if not has_moved and not self._finished(stop):
                     self._wait(stop)
         finally:
             self._abandon()
             self._ended = time.monotonic()
         return self.result()
 
+    @property
+    def tally(self) -> Tally:
+        """The figures that are counted here, while `run` goes on."""
+        return self._tally
+
     def result(self) -> ReplayResult:
         """The figures now; while `run` goes on they may be of slightly different moments."""
         seconds = (self._ended or time.monotonic()) - self._started if self._started else 0.0
-        stats = self._engine.stats()
-        return self._tally.freeze(
-            evicted_blocks=stats.evicted_for_capacity - self._evicted_before,
-            seconds=seconds,
-            policy=stats.pool.policy,
-            ranks=len(self._workers),
-            slots=stats.pool.capacity_slots,
-        )
+        return self._tally.freeze(self._offload.figures(), seconds=seconds, ranks=len(self._workers))
 
     def _finished(self, stop: threading.Event) -> bool:
         return not self._jobs and not self._kv.is_verifying and (stop.is_set() or self._next == len(self._requests))
@@ -154,8 +172,16 @@ class ReplayDriver:
             request = self._requests[self._next]
             if len(request.hash_ids) > len(self._free) or self._seconds_to_due() > 0:
                 return
-            self._start(str(self._next), request)
+            self._start(self._next, request)
             self._next += 1
+
+    def _take_answers(self) -> bool:
+        """Whether any answer has come that a request waited for."""
+        has_moved = False
+        for job in list(self._asking.values()):
+            while job.go_on is not None and job.go_on():
+                has_moved = True
+        return has_moved
 
     def _submit_step(self) -> None:
         if not self._plan:
@@ -172,8 +198,8 @@ class ReplayDriver:
             completions = worker.take_completions()
             if completions:
                 self._account(rank, completions)
-                self._engine.complete(rank, worker.boot_id, completions)
-        settled = self._engine.take_settled()
+                self._offload.complete(rank, worker.boot_id, completions)
+        settled = self._offload.take_settled()
         for entry in settled:
             self._advance(entry)
         self._take_verifications()
@@ -182,6 +208,9 @@ class ReplayDriver:
     def _wait(self, stop: threading.Event) -> None:
         may_admit = not stop.is_set() and self._may_admit()
         timeout = max(0.0, min(_WAIT, self._seconds_to_due())) if may_admit else _WAIT
+        if self._wait_for_news is not None:
+            self._wait_for_news(timeout)
+            return
         for worker, outstanding in zip(self._workers, self._outstanding, strict=True):
             if outstanding:
                 worker.wait_completions(timeout)
@@ -202,41 +231,61 @@ class ReplayDriver:
 
     # The life of a request.
 
-    def _start(self, request_id: str, request: TraceRequest) -> None:
-        job = _Job(request_id, request.keys(), self._free.take(len(request.hash_ids)))
-        self._jobs[request_id] = job
+    def _start(self, number: int, request: TraceRequest) -> None:
+        job = _Job(number, request.keys(), self._free.take(len(request.hash_ids)))
+        self._jobs[number] = job
         self._tally.blocks += len(job.keys)
-        lease = self._engine.acquire(job.keys)
-        if lease.slots and self._begin_load(job, lease):
-            return
-        self._engine.release_lease(lease)
-        self._store(job)
+        self._ask(job, self._offload.find(job.keys), self._found)
 
-    def _begin_load(self, job: _Job, lease: Lease) -> bool:
-        """False for a lease that broke in between: its blocks are misses then."""
-        hits = len(lease.slots)
-        job.hold = self._engine.lease(job.keys[:hits])
-        try:
-            op = self._engine.begin_load(lease, job.blocks[:hits], request_id=job.request_id)
-        except LeaseError:
+    def _ask(self, job: _Job, answer: Awaited[_T], then: Callable[[_Job, _T], None]) -> None:
+        """Call `then` with the answer, now or as soon as it is there."""
+
+        def go_on() -> bool:
+            if not answer.done:
+                return False
+            job.go_on = None
+            del self._asking[job.number]
+            then(job, answer.value)
+            return True
+
+        job.go_on = go_on
+        self._asking[job.number] = job
+        go_on()
+
+    def _found(self, job: _Job, lease: Lease) -> None:
+        hits = len(lease.keys)
+        if not hits:
+            self._store(job)
+            return
+        job.hold = self._offload.hold(job.keys[:hits])
+        answer = self._offload.begin_load(lease, job.blocks[:hits], str(job.number))
+        self._ask(job, answer, self._load_begun)
+
+    def _load_begun(self, job: _Job, op: Op | None) -> None:
+        """Without an op the lease broke in between: its blocks are misses then."""
+        if op is None:
             self._release(job)
-            return False
-        job.loaded = hits
-        self._tally.hit_blocks += hits
+            self._store(job)
+            return
+        job.loaded = len(op.blocks)
+        self._tally.hit_blocks += job.loaded
         self._plan_op(op, job)
-        return True
 
     def _store(self, job: _Job) -> None:
         """Compute what was not loaded, and store it; the engine skips what another request has stored meanwhile."""
         keys, blocks = job.keys[job.loaded :], job.blocks[job.loaded :]
         self._kv.compute(keys, blocks)
         if keys:
-            grant = self._engine.begin_store(keys, blocks, request_id=job.request_id)
-            self._count_drops(grant.outcomes)
-            if grant.op is not None:
-                self._plan_op(grant.op, job)
-                return
-        self._finish(job)
+            self._ask(job, self._offload.begin_store(keys, blocks, str(job.number)), self._store_begun)
+        else:
+            self._finish(job)
+
+    def _store_begun(self, job: _Job, grant: StoreGrant) -> None:
+        self._count_drops(grant.outcomes)
+        if grant.op is not None:
+            self._plan_op(grant.op, job)
+        else:
+            self._finish(job)
 
     def _plan_op(self, op: Op, job: _Job) -> None:
         self._plan.append(op)
@@ -284,14 +333,14 @@ class ReplayDriver:
     def _finish(self, job: _Job) -> None:
         self._release(job)
         self._free_blocks(job)
-        del self._jobs[job.request_id]
+        del self._jobs[job.number]
         self._tally.requests += 1
         if self._on_request is not None:
             self._on_request(self._tally.requests)
 
     def _release(self, job: _Job) -> None:
         if job.hold is not None:
-            self._engine.release_lease(job.hold)
+            self._offload.release(job.hold)
             job.hold = None
 
     def _free_blocks(self, job: _Job) -> None:
@@ -304,6 +353,7 @@ class ReplayDriver:
         for job in self._jobs.values():
             self._release(job)
             self._free.give_back(job.blocks)
+        self._asking.clear()
         self._ops.clear()
         self._tally.abandoned = len(self._jobs)
         self._jobs.clear()

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvstow.keys import format_key
 from kvstow_service.replay.kv import Mismatch
+from kvstow_service.replay.offload import PoolFigures
 
 _NAMED_MISMATCHES = 5
 
@@ -24,6 +25,7 @@ class ReplayResult:
     stored; `mismatches`: (block, rank) pairs with any wrong byte. `dropped_stores`: blocks that found no slot, by
     reason in `drops`. `failed_loads`: blocks whose load failed and which were computed again; `failed_stores`:
     blocks that stayed unpublished. `abandoned`: requests cut off by a stop. `seconds`: wall clock.
+    `policy` and `evicted_blocks` are of the pool, and None where the node service has it.
     """
 
     requests: int
@@ -37,7 +39,7 @@ class ReplayResult:
     verified_bytes: int
     mismatches: int
     first_mismatches: tuple[str, ...]
-    evicted_blocks: int
+    evicted_blocks: int | None
     dropped_stores: int
     drops: Mapping[str, int]
     failed_loads: int
@@ -46,7 +48,7 @@ class ReplayResult:
     load_gbps: float
     store_gbps: float
     seconds: float
-    policy: str
+    policy: str | None
     ranks: int
     slots: int
 
@@ -87,7 +89,7 @@ class Tally:
                 f"key {format_key(wrong.key)} in block {wrong.block}, region {wrong.region} of rank {wrong.rank}"
             )
 
-    def freeze(self, *, evicted_blocks: int, seconds: float, policy: str, ranks: int, slots: int) -> ReplayResult:
+    def freeze(self, pool: PoolFigures, *, seconds: float, ranks: int) -> ReplayResult:
         return ReplayResult(
             requests=self.requests,
             blocks=self.blocks,
@@ -100,7 +102,7 @@ class Tally:
             verified_bytes=self.verified_bytes,
             mismatches=self.mismatches,
             first_mismatches=tuple(self.first_mismatches),
-            evicted_blocks=evicted_blocks,
+            evicted_blocks=pool.evicted_blocks,
             dropped_stores=self.drops.total(),
             drops=dict(self.drops),
             failed_loads=self.failed_loads,
@@ -109,9 +111,9 @@ class Tally:
             load_gbps=_gbps(self.loaded_bytes, self.load_seconds),
             store_gbps=_gbps(self.stored_bytes, self.store_seconds),
             seconds=seconds,
-            policy=policy,
+            policy=pool.policy,
             ranks=ranks,
-            slots=slots,
+            slots=pool.slots,
         )
 
 

@@ -16,13 +16,14 @@ Row = tuple[str, str]
 def summary_rows(result: ReplayResult) -> list[Row]:
     """What is worth a line, in order of reading."""
     reasons = ", ".join(f"{reason.removeprefix('dropped_')} {count:,}" for reason, count in result.drops.items())
+    policy = f", {result.policy}" if result.policy is not None else ""
     rows = [
         ("requests", f"{result.requests:,} in {result.seconds:.1f} s"),
-        ("pool", f"{result.slots:,} slots on {result.ranks} rank{'s' if result.ranks > 1 else ''}, {result.policy}"),
+        ("pool", f"{result.slots:,} slots on {result.ranks} rank{'s' if result.ranks > 1 else ''}{policy}"),
         ("hit ratio", f"{result.block_hit_rate:.2%} ({result.hit_blocks:,} of {result.blocks:,} blocks)"),
         ("loaded", _moved(result.loaded_blocks, result.loaded_bytes, result.load_gbps)),
         ("stored", _moved(result.stored_blocks, result.stored_bytes, result.store_gbps)),
-        ("evicted", f"{result.evicted_blocks:,} blocks"),
+        *([] if result.evicted_blocks is None else [("evicted", f"{result.evicted_blocks:,} blocks")]),
         ("dropped stores", f"{result.dropped_stores:,} blocks" + (f" ({reasons})" if reasons else "")),
         ("failed", f"{result.failed_loads:,} loaded, {result.failed_stores:,} stored blocks"),
         ("verified", f"{format_size(result.verified_bytes)} of {format_size(result.loaded_bytes)} loaded"),

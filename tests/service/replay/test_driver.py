@@ -17,6 +17,7 @@ from kvstow.messages import Completion, Op, RankReport, StepPlan
 from kvstow.results import Lease, Settled, StoreGrant
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.kv import LocalKV
+from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.pattern import HostKV, Page
 from kvstow_service.replay.trace import TraceRequest
@@ -112,7 +113,9 @@ def bench(
     for worker in workers:
         engine.report(worker.report())
     kv = LocalKV([HostKV(rank, [cache]) for rank, cache in enumerate(caches)])
-    driver = ReplayDriver(engine, workers, kv, requests, options, kv_blocks=kv_blocks, on_request=on_request)
+    driver = ReplayDriver(
+        EmbeddedOffload(engine), workers, kv, requests, options, kv_blocks=kv_blocks, on_request=on_request
+    )
     try:
         yield Bench(engine, workers, driver, kv_blocks)
     finally:
@@ -131,7 +134,7 @@ def test_every_loaded_byte_of_sound_ranks_is_right(conversations: list[TraceRequ
     assert (result.requests, result.mismatches) == (len(conversations), 0)
     assert result.verified_bytes == result.loaded_bytes == result.loaded_blocks * PAGE * 2 > 0
     assert result.stored_bytes == result.stored_blocks * PAGE * 2
-    assert result.evicted_blocks > 0
+    assert result.evicted_blocks
 
 
 def test_every_plan_waits_for_the_work_given_to_its_ranks_device(
@@ -358,7 +361,9 @@ def test_a_request_that_does_not_fit_the_kv_cache_is_refused_at_once(conversatio
     with bench(conversations) as parts:
         workers: list[MemoryWorker] = parts.workers
         with pytest.raises(InvalidRequestError, match="the KV cache 3; allowed: "):
-            ReplayDriver(parts.engine, workers, LocalKV([]), conversations, ReplayOptions(), kv_blocks=3)
+            ReplayDriver(
+                EmbeddedOffload(parts.engine), workers, LocalKV([]), conversations, ReplayOptions(), kv_blocks=3
+            )
 
 
 def test_requests_wait_until_they_are_due(conversations: list[TraceRequest]) -> None:

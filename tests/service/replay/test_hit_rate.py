@@ -9,6 +9,7 @@ import pytest
 
 from kvstow.config import EngineConfig
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.result import ReplayResult
 from kvstow_service.replay.session import simulated_session
@@ -24,7 +25,7 @@ def replay(
     kv_blocks = blocks_needed(requests, concurrency)
     with simulated_session(config) as session:
         driver = ReplayDriver(
-            session.engine,
+            EmbeddedOffload(session.engine),
             session.workers,
             session.kv,
             requests,

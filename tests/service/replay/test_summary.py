@@ -3,12 +3,13 @@ import io
 from rich.console import Console
 
 from kvstow_service.replay.kv import Mismatch
+from kvstow_service.replay.offload import PoolFigures
 from kvstow_service.replay.result import ReplayResult, Tally
 from kvstow_service.replay.summary import print_rows, summary_rows
 
 
 def freeze(tally: Tally) -> ReplayResult:
-    return tally.freeze(evicted_blocks=3, seconds=2.0, policy="arc", ranks=2, slots=1000)
+    return tally.freeze(PoolFigures(1000, "arc", 3), seconds=2.0, ranks=2)
 
 
 def test_trouble_is_spelled_out() -> None:
