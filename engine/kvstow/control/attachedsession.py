@@ -92,6 +92,9 @@ class AttachedSession(Session):
             return
         pool = self.pool
         pool.sessions.remove(self)
+        if pool.earlier is not None and pool.earlier.session is self:
+            pool.earlier = None
+            pool.log(INFO, "all engines of the service before have attached again or ended: blocks are evicted again")
         for slots in self._held:
             pool.unhold(slots)
         pool.index.end_quarantine(self.quarantined_slots)

@@ -67,9 +67,18 @@ class Namespaces:
             self.forget_if_empty(unused)
         namespace = self._by_name.get(name)
         if namespace is None:
-            namespace = self._add(name)
+            tag = next((tag for tag in range(_MAX_NAMESPACES) if tag not in self._by_tag), None)
+            if tag is None:
+                raise ConflictError(f"the pool has {_MAX_NAMESPACES} namespaces, as many as it can have")
+            namespace = self._add(name, tag)
         namespace.num_sessions += 1
         self._unused.pop(namespace.tag, None)
+        return namespace
+
+    def restore(self, name: str, tag: int) -> Namespace:
+        """A namespace with the number that it had before a restart, for a session that then leaves it."""
+        namespace = self._add(name, tag)
+        namespace.num_sessions += 1
         return namespace
 
     def leave(self, namespace: Namespace) -> None:
@@ -96,10 +105,7 @@ class Namespaces:
         self.forget_if_empty(namespace)
         return namespace
 
-    def _add(self, name: str) -> Namespace:
-        tag = next((tag for tag in range(_MAX_NAMESPACES) if tag not in self._by_tag), None)
-        if tag is None:
-            raise ConflictError(f"the pool has {_MAX_NAMESPACES} namespaces, as many as it can have")
+    def _add(self, name: str, tag: int) -> Namespace:
         namespace = Namespace(name, tag, self._slot_keys, self._make_policy())
         self._by_name[name] = self._by_tag[tag] = namespace
         self._slot_keys.has_namespaces |= len(self._by_tag) > 1 or tag > 0

@@ -63,7 +63,7 @@ def store_room(session: Session) -> int:
     pool = session.pool
     if _refusal(session, pool.clock()):
         return 0
-    room = pool.slots.free + pool.index.num_cached
+    room = pool.slots.free + (pool.index.num_cached if pool.earlier is None else 0)
     return room if session.watermark is None else min(room, session.watermark)
 
 
@@ -129,6 +129,8 @@ def _make_room(session: Session, count: int, present: Sequence[Sequence[int]], n
 def _evict(pool: Pool, count: int, now: float, below: int | None) -> list[int]:
     """Evict blocks for up to `count` slots, all below `below` unless that is None."""
     index, slots = pool.index, list[int]()
+    if pool.earlier is not None:
+        return slots
     index.end_protections(now, count)
     budget = _EVICTIONS_PER_SLOT * count
     while len(slots) < count and budget > 0:

@@ -30,6 +30,7 @@ from kvstow.stats import Counters
 from kvstow.status import Refusal
 
 if TYPE_CHECKING:
+    from kvstow.control.recovery import EarlierUses
     from kvstow.control.session import Session
 
 logger = logging.getLogger("kvstow.engine")
@@ -72,6 +73,8 @@ class Pool:
         self.last_op_id = 0
         self.journal: SlotJournal | None = None
         """Only a `SharedPool` has one, as its memory may outlive the process."""
+        self.earlier: EarlierUses | None = None
+        """Processes of an earlier service's sessions may still use the pool's blocks."""
         self._messages: deque[tuple[int, str, tuple[object, ...]]] = deque()
 
     def log(self, level: int, message: str, *values: object) -> None:
@@ -111,6 +114,8 @@ class Pool:
 
     def deallocate(self, slots: Sequence[int]) -> None:
         """Nothing uses these slots any more, and they hold no block."""
+        if self.earlier is not None:
+            slots = self.earlier.keep(slots)
         if self.journal is not None and slots:
             self.journal.clear(slots)
         self.slots.deallocate(slots)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from itertools import accumulate
-from operator import itemgetter
 
 from kvstow.config import EngineConfig
 from kvstow.control import sweeps
@@ -14,7 +14,7 @@ from kvstow.control.administration import Administrator
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool
-from kvstow.control.slotjournal import SlotJournal
+from kvstow.control.slotjournal import ANY_SESSION, SlotJournal
 from kvstow.control.sweeps import SLICE_SLOTS, Sweep
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState
@@ -47,7 +47,9 @@ class SharedPool(Pool):
         self._extents: list[int] = []
         self._populated = 0
         self._last_lowering = 0
-        self._last_session_id = 0
+        self.last_session_id = 0
+        self.last_op_id = secrets.randbits(32) << 20
+        """What an engine still says of an earlier service's ops must not be taken for a word about these."""
         self._last_epoch = 0
         self._journaled: dict[int, str] = {}
         """The names of namespaces in the journal."""
@@ -60,8 +62,8 @@ class SharedPool(Pool):
         with self.lock:
             if self.closed:
                 raise ConflictError("the pool was closed")
-            self._last_session_id += 1
-            return AttachedSession(self, self._last_session_id, engine, namespace)
+            self.last_session_id += 1
+            return AttachedSession(self, self.last_session_id, engine, namespace)
 
     def find_session(self, session_id: int) -> AttachedSession:
         """Raises `NotFoundError` for a session that has ended and left nothing."""
@@ -74,7 +76,7 @@ class SharedPool(Pool):
     def session_statuses(self) -> list[SessionStatus]:
         """All sessions, oldest first, including lost ones."""
         with self.lock:
-            return [session.snapshot() for session in self.attached()]
+            return [session.snapshot() for session in self.attached() if session.session_id != ANY_SESSION]
 
     def process_died(self, process: Hashable) -> None:
         """A process has ended, or has said that all its copies have: it can neither read nor write the memory any more.
@@ -102,7 +104,7 @@ class SharedPool(Pool):
         `NotFoundError`, or `ConflictError` if it has sessions."""
         with self.lock:
             namespace = self.index.namespaces.drop(name)
-            self._journal_namespaces()
+            self.journal_namespaces()
         if namespace is None:
             raise NotFoundError(f"there is no namespace {name!r}")
         return sweeps.drop_namespace(self, namespace)
@@ -110,11 +112,12 @@ class SharedPool(Pool):
     def join_namespace(self, name: str) -> Namespace:
         namespace = super().join_namespace(name)
         if self._journaled.get(namespace.tag) != name:
-            self._journal_namespaces()
+            self.journal_namespaces()
         return namespace
 
-    def _journal_namespaces(self) -> None:
-        """After a namespace was added, before anything is stored in it, or dropped. O(namespaces)."""
+    def journal_namespaces(self) -> None:
+        """After a namespace was added, before anything is stored in it, or dropped. O(namespaces). The caller holds the
+        lock."""
         if self.journal is None:
             return
         namespaces = self.index.namespaces
@@ -127,42 +130,6 @@ class SharedPool(Pool):
         """The name of a new epoch of a namespace. The caller holds the lock."""
         self._last_epoch += 1
         return f"{name.partition('@')[0]}@{self.desired.engine_id}-{self._last_epoch}"
-
-    # -- an earlier life ------------------------------------------------------------------------------------
-
-    def restore(self, namespace: str, blocks: Mapping[bytes, int]) -> None:
-        """Make blocks visible that an earlier service has left in the memory: keys and slots, in the order in which
-        they were stored. O(slice) with the lock held at a time. Raises `InvalidRequestError` for a slot that is not
-        free, or a key that is visible."""
-        with self.lock:
-            restored = self.join_namespace(namespace)
-        try:
-            items = list(blocks.items())
-            for start in range(0, len(items), self.slice_slots):
-                keys, slots = zip(*sorted(items[start : start + self.slice_slots], key=itemgetter(1)), strict=True)
-                with self.lock:
-                    if any(slot is not None for slot in restored.keys.slots_of(keys)):
-                        raise InvalidRequestError(f"a restored key of namespace {namespace!r} is visible already")
-                    self.slots.take(slots)
-                    restored.pending_stores.start(keys, slots)
-                    self.index.publish(restored, keys, slots, self.clock())
-        finally:
-            with self.lock:
-                self.index.namespaces.leave(restored)
-
-    def restore_lost(self, engine: str, slots: Sequence[int], processes: Iterable[Hashable]) -> AttachedSession:
-        """A lost session of an earlier service, whose processes may still write these slots. They are kept until all
-        processes have died. Raises `InvalidRequestError` for a slot that is not free."""
-        with self.lock:
-            self.slots.take(slots)
-            self._last_session_id += 1
-            session = AttachedSession(self, self._last_session_id, engine, "")
-            session.processes.update(processes)
-            session.quarantined_slots += slots
-            self.index.keep_in_quarantine(slots)
-            session.end("the service has restarted")
-        self.write_log()
-        return session
 
     # -- memory ---------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
@@ -145,6 +145,9 @@ class Engine(VerifyingHost):
         assert max(op.slots) < rank.pinned, "a slot was given out that the rank has not registered"
         self.said.append((rank, op.op_id, "failed" if fail else "done"))
         rank.run(op.op_id, fail=fail)
+        if op.op_id in self.loads and not fail:
+            read = tuple(rank.blocks[block] for block in op.blocks)
+            assert read == self.loads[op.op_id][1], "a slot was reused while it was read"
 
     def die(self, rank: int) -> None:
         """From now on it copies and says nothing."""
@@ -160,6 +163,7 @@ class Engines(RuleBasedStateMachine):
     """A shared pool, its host, and the engines that come and go."""
 
     pool: SharedPool
+    choices: ClassVar = CHOICES
     checks_books = True
 
     @initialize(num_ranks=st.integers(1, 2), replicated=st.booleans(), policy=st.sampled_from(["lru", "arc"]))
@@ -184,7 +188,9 @@ class Engines(RuleBasedStateMachine):
     # One rule: of several, hypothesis leaves some out of most runs.
     @rule(action=st.sampled_from(CHOICES), pick=st.integers(0, PICKS - 1))
     def act(self, action: tuple[str, str], pick: int) -> None:
-        who, what = action
+        self.do(*action, pick)
+
+    def do(self, who: str, what: str, pick: int) -> None:
         {"engine": self.ask, "copy": self.copy, "life": self.life, "host": self.operate}[who](what, pick)
         for engine in self.engines:
             engine.settle()
@@ -499,7 +505,7 @@ def run_schedules(count: int, kind: type[Engines] = Engines) -> None:
         engines = kind()
         engines.start(choose.randint(1, 2), choose.random() < 0.3, choose.choice(["lru", "arc"]))
         for _ in range(100):
-            engines.act(choose.choice(CHOICES), choose.randrange(PICKS))
+            engines.act(choose.choice(kind.choices), choose.randrange(PICKS))
             engines.books_balance()
         engines.teardown()
 

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.engine.control.sharedhost import Host
-from tests.engine.control.test_session_schedules import EXTENT_SLOTS, Engines, no_log_lines, run_schedules, runs_of_two
+from tests.engine.control.test_session_schedules import (
+    CHOICES,
+    EXTENT_SLOTS,
+    Engine,
+    Engines,
+    no_log_lines,
+    run_schedules,
+    runs_of_two,
+)
 
 from kvstow.config import EngineConfig
+from kvstow.control import placement, recovery
+from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.indexjournal import IndexJournal, RecoveredIndex
+from kvstow.control.namespaces import Namespaces
 from kvstow.control.ops import OpenOp, OpsInFlight
 from kvstow.control.pool import Pool
+from kvstow.control.recovery import EarlierSession, EarlierUses, recover
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import InvalidRequestError
 from kvstow.messages import Completion
@@ -114,8 +127,100 @@ class JournaledEngines(Engines):
             self.journal.close()
 
 
+class ServiceKilled(BaseException):
+    """What the service was doing ends here."""
+
+
+class Restarted:
+    """Where the words of an earlier service's engines go: they are still said in a session of the new one."""
+
+    def __init__(self, pool: SharedPool) -> None:
+        self.pool = pool
+
+    def complete(self, rank: int, boot_id: str, completions: Sequence[Completion]) -> None:
+        for session in self.pool.attached():
+            session.complete(rank, session.ranks.boot_id(rank) or boot_id, completions)
+
+
+class RestartedEngines(JournaledEngines):
+    """The service is killed, also between two writes to the journal, and the next one recovers. The engines' processes
+    live on, and finish their copies."""
+
+    choices: ClassVar = [*CHOICES, ("restart", "at once"), ("restart", "and copy"), *[("restart", "at a write")] * 2]
+    writes_left: int | None = None
+
+    def check_bytes(self) -> None:
+        super().check_bytes()
+        if self.writes_left is not None:
+            self.writes_left -= 1
+            if self.writes_left < 0:
+                raise ServiceKilled
+
+    def do(self, who: str, what: str, pick: int) -> None:
+        if who == "restart" and what == "at a write":
+            self.writes_left = pick % 11
+        elif who == "restart":
+            self.restart()
+            if what == "and copy":
+                self.copy_after_others_have_stored()
+        else:
+            try:
+                super().do(who, what, pick)
+            except ServiceKilled:
+                self.restart()
+
+    def restart(self) -> None:
+        self.writes_left = None
+        before, self.sweep = self.pool, None
+        found = recovered(self.journal)
+        before.journal, before.earlier = None, None
+        self.journal = WatchedJournal.open(os.dup(self.journal.fd))
+        config = before.config
+        self.pool = SharedPool(
+            config,
+            clock=self.clock,
+            slice_slots=2,
+            replicated=len(before.storing_ranks) < config.num_ranks,
+            journal=self.journal,
+        )
+        for num_slots in before.extents:
+            self.pool.add_extent(num_slots)
+        self.pool.set_populated(before._populated)
+        lived_on = [engine for engine in (*self.engines, *self.ended) if engine.alive]
+        assert self.journal.recover() == found
+        self.journal.watch = self.check_bytes
+        recover(self.pool, found, names(self.journal), [self.earlier(engine) for engine in lived_on])
+        self.engines, self.ended = [], lived_on
+        for engine in lived_on:
+            engine.pool = self.pool
+            for rank in engine.ranks:
+                rank.engine = Restarted(self.pool)  # type: ignore[assignment]
+
+    def copy_after_others_have_stored(self) -> None:
+        """Earlier engines do the rest of their copies when new ones have used what room there is."""
+        self.life("attach", 4)
+        for rank in self.engines[0].ranks:
+            rank.pin(self.pool.capacity)
+        for pick in range(3):
+            self.everyone_stores(pick)
+            self.operate("purge", pick)
+        self.copy("copy all", 0)
+
+    def teardown(self) -> None:
+        self.writes_left = None
+        super().teardown()
+
+    def earlier(self, engine: Engine) -> EarlierSession:
+        number = engine.session.session_id
+        return EarlierSession(number, "engine", frozenset((number, rank) for rank in engine.alive))
+
+
 def test_at_every_write_the_journal_can_be_recovered() -> None:
     run_schedules(150, JournaledEngines)
+
+
+def test_a_restart_at_any_write_recovers_all_blocks_and_reuses_no_slot_too_early() -> None:
+    run_schedules(300, RestartedEngines)
 
 
 def test_keys_that_do_not_fit_into_the_journal_are_refused_before_anything_changes() -> None:
@@ -235,3 +340,56 @@ def test_taking_out_a_safeguard_is_noticed(
     monkeypatch.setattr(JournaledEngines, "checks_books", False)  # what would be recovered must tell
     with pytest.raises(AssertionError):
         run_schedules(150, JournaledEngines)
+
+
+def blocks_that_earlier_engines_read_are_evicted(patch: pytest.MonkeyPatch) -> None:
+    evict = placement._evict
+
+    def at_once(pool: SharedPool, *values: Any) -> list[int]:
+        earlier, pool.earlier = pool.earlier, None
+        try:
+            return evict(pool, *values)
+        finally:
+            pool.earlier = earlier
+
+    patch.setattr(placement, "_evict", at_once)
+
+
+def slots_that_earlier_engines_read_are_freed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EarlierUses, "keep", lambda self, slots: list(slots))
+
+
+def a_restart_ends_quarantine(patch: pytest.MonkeyPatch) -> None:
+    restore = recovery._restore_session
+
+    def without_slots(pool: SharedPool, earlier: EarlierSession, filling: Sequence[int]) -> AttachedSession:
+        return restore(pool, earlier, ())
+
+    patch.setattr(recovery, "_restore_session", without_slots)
+
+
+def op_ids_begin_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("secrets.randbits", lambda bits: 0)
+
+
+def namespaces_have_new_numbers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Namespaces, "restore", lambda self, name, tag: self.join(name))
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        blocks_that_earlier_engines_read_are_evicted,
+        slots_that_earlier_engines_read_are_freed,
+        a_restart_ends_quarantine,
+        op_ids_begin_again,
+        namespaces_have_new_numbers,
+    ],
+)
+def test_taking_out_a_safeguard_of_restarts_is_noticed(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    monkeypatch.setattr(RestartedEngines, "checks_books", False)
+    with pytest.raises((AssertionError, KeyError)):
+        run_schedules(300, RestartedEngines)
