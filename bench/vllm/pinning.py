@@ -44,6 +44,7 @@ _WINDOW, _EDGE = 16, 2  # steps; the first ones after a change belong to neither
 _SMALL_GIB = 1.0
 _CHUNK_BYTES = 64 << 20  # a pool gives back whole chunks
 _RESIZE_SECONDS, _IDLE_SECONDS = 60.0, 2.0
+_GROWTH_SECONDS = 30.0  # of steps that are measured; what is missing then is pinned beside an idle engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,7 @@ class _Decode:
         """Decode until the pool is pinned, with pinning paused in every second window of steps, the first one too."""
         pool, pinned, seconds = _pool(), 0, 0.0
         window = _Window(0.0, 0)
+        deadline = time.perf_counter() + _GROWTH_SECONDS
 
         def going(steps: int) -> bool:
             nonlocal pinned, seconds, window
@@ -164,12 +166,13 @@ class _Decode:
                 seconds += now - window.began
             window = _Window(now, status.pinned_bytes)
             pool.set_paused(_is_paused(steps))
-            return bool(status.state == "pinning")
+            return bool(status.state == "pinning") and now < deadline
 
         pool.set_paused(True)
         steps = self.request(self._load.prompt, self._load.most, going)
         pool.set_paused(False)
-        self.until_pinned()
+        while pool.status().state == "pinning":
+            time.sleep(0.01)
         growth = _Growth([], [], pinned / GIB, seconds)
         for index in range(_WINDOW, len(steps) - len(steps) % _WINDOW):
             if index % _WINDOW >= _EDGE:
