@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-_LEAST_SHARE, _MOST_SHARE = 0.025, 0.3  # of the host's time
+_LEAST_SHARE, _MOST_SHARE = 0.02, 0.3  # of the host's time
 _FACTOR = 2  # by which the share changes
 _FREE, _FELT = 0.25, 0.5  # of a call's time that the steps become longer by
 _SAMPLES = 16  # steps of each kind that are compared
 _FEWER = 0.45  # of short steps: the median step has no call
 _IN_A_ROW = 3  # steps with a call, then one without for comparison
 _WORTHWHILE = 0.001  # seconds: shorter calls spend over a quarter of their time on their fixed cost
-_MOST_DEBT = 0.1  # seconds: one call that took unusually long delays the next by at most 4 s of steps
+_MOST_DEBT = 0.1  # seconds: one call that took unusually long delays the next by at most 5 s of steps
 
 
 class CallBudget:
@@ -21,7 +21,7 @@ class CallBudget:
     Calls take a share of the host's time that depends on what they cost it. The budget compares the steps that had a
     call with those that had none. A host that waits for its device after each launch does not notice calls, and the
     share grows up to 0.3; a host that is always launching becomes slower by the whole call, and the share stays at
-    0.025. Steps that can pay for a call of 1 ms each (40 ms long, at the least share) have one each, but for every
+    0.02. Steps that can pay for a call of 1 ms each (50 ms long, at the least share) have one each, but for every
     fourth. Fewer than half of shorter steps have one, so the median step has none.
 
     Not locked: used by the host's thread. `call_seconds` may be called by any thread. O(1) for a step.

@@ -137,7 +137,8 @@ class HostSteps:
         self._offer = offer
         try:
             while self.state(self._clock()) == "stepping":
-                if offer.wait(IDLE_SECONDS):
+                # Each wait that ends without the call costs a host that computes in Python a handover of the interpreter.
+                if offer.wait(_LAUNCH_SECONDS if self._is_launching else IDLE_SECONDS):
                     break
             else:
                 if offer.claim():
