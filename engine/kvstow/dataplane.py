@@ -67,9 +67,15 @@ class DataPlane:
         """The host begins to launch the work of a step; pinning yields to it. O(1); see `HostSteps`."""
         self.pool.steps.begin()
 
-    def launched(self) -> None:
-        """The host has launched the work of the step."""
-        self.pool.steps.launched()
+    @property
+    def is_pinning(self) -> bool:
+        """Whether the pool's memory changes now, so that `launched` should be given the work of the step."""
+        return self.pool.steps.is_pinning
+
+    def launched(self, work: Fence | None = None) -> None:
+        """The host has launched the work of the step. With `work`, which stands for it, pinning yields to the device
+        until it has finished."""
+        self.pool.steps.launched(work)
 
     def end_step(self) -> None:
         """The step has ended, with or without work for the device."""

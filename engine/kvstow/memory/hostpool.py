@@ -259,7 +259,9 @@ class HostPool:
     def _wait_for_step(self) -> Callable[[], None] | None:
         """Wait for work and return it; None when the pool closes."""
         with self._state:
+            self.steps.is_pinning = self._next_step() is not None
             self._state.wait_for(lambda: self._closing or self._next_step() is not None)
+            self.steps.is_pinning = not self._closing
             return None if self._closing else self._next_step()
 
     def _next_step(self) -> Callable[[], None] | None:

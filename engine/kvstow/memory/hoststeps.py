@@ -5,15 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol
 
-from kvstow.errors import PinError
+from kvstow.errors import KvstowError, PinError
 from kvstow.memory.callbudget import CallBudget
 
-HostState = Literal["starting", "idle", "stepping"]
+HostState = Literal["starting", "idle", "stepping", "waiting"]
+"""`waiting`: the host has launched a step, and its device has not finished it."""
 
-IDLE_SECONDS = 0.02  # after a launch: the host has no work, or waits for a long step of its device
+IDLE_SECONDS = 0.02  # after a launch: the host has no work, or waits for its device
 _LAUNCH_SECONDS = 0.25  # a step that takes longer to launch was abandoned
+
+
+class Work(Protocol):
+    """What the device has to do for a step; a `Fence` is one."""
+
+    def query(self) -> bool:
+        """Whether it is finished. Does not wait."""
 
 
 class _Offer:
@@ -70,11 +78,14 @@ class HostSteps:
         self._clock = clock
         self.is_starting = False
         """The host is starting: it makes no steps yet, but is not idle either."""
+        self.is_pinning = False
+        """Set by the pinning thread while the pool grows or shrinks: the host passes the work of its steps then."""
         self._is_closed = False
         self._is_launching = False
         self._begun: float | None = None  # when it last began to launch
         self._launched: float | None = None  # the last time; a call may follow
         self._idle_from: float | None = None  # after that call
+        self._work: Work | None = None  # of the last step
         self._budget = CallBudget()
         self._expected = 0.0
         self._offer: _Offer | None = None
@@ -89,14 +100,14 @@ class HostSteps:
         self._begun = self._clock()
         self._is_launching = True
 
-    def launched(self) -> None:
-        """The device has the step's work. Makes the offered call, if the steps since the last call have paid for it.
+    def launched(self, work: Work | None = None) -> None:
+        """The device has the step's work, of which `work` tells whether it is finished. Makes the offered call, if the steps since the last call have paid for it.
         Raises nothing but a signal handler's exception, which interrupts the host anyway."""
         now = self._clock()
         budget, expected, offer = self._budget, self._expected, self._offer
         if self._launched is not None:
             budget.end_step(now - self._launched, expected)
-        self._launched = now
+        self._launched, self._work = now, work
         if offer is not None and not self._is_closed and budget.allows(expected):
             try:
                 if offer.claim():
@@ -117,8 +128,10 @@ class HostSteps:
     def close(self) -> None:
         """Make no more calls on the host's thread, apart from one under way."""
         self._is_closed = True
+        self._work = None
 
     def state(self, now: float) -> HostState:
+        """Called by the pinning thread."""
         if self.is_starting:
             return "starting"
         if self._is_closed:
@@ -126,7 +139,20 @@ class HostSteps:
         begun, idle_from = self._begun, self._idle_from
         if self._is_launching and begun is not None and now - begun < _LAUNCH_SECONDS:
             return "stepping"
-        return "stepping" if idle_from is not None and now - idle_from < IDLE_SECONDS else "idle"
+        if idle_from is not None and now - idle_from < IDLE_SECONDS:
+            return "stepping"
+        return "waiting" if self._is_device_busy() else "idle"
+
+    def _is_device_busy(self) -> bool:
+        work = self._work
+        try:
+            if work is None or not work.query():
+                return work is not None
+        except KvstowError:
+            pass  # whoever waits for the device gets the same error
+        if self._work is work:
+            self._work = None
+        return False
 
     def run(self, call: Callable[[], None], seconds: float) -> float | None:
         """Make `call`, expected to take `seconds`: on the host's thread while it makes steps, else on this one. Returns
@@ -137,7 +163,7 @@ class HostSteps:
         self._offer = offer
         try:
             while self.state(self._clock()) == "stepping":
-                # Each wait that ends without the call costs a host that computes in Python a handover of the interpreter.
+                # A wait that ends without the call costs a host that computes in Python a handover of the interpreter.
                 if offer.wait(_LAUNCH_SECONDS if self._is_launching else IDLE_SECONDS):
                     break
             else:

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstow.errors import PinError
+from kvstow.errors import CopyError, PinError
 from kvstow.memory.hoststeps import IDLE_SECONDS, HostSteps
-from kvstow.testing.fakes import FakeClock
+from kvstow.testing.fakes import FakeClock, Latch
 
 Eventually = Callable[[Callable[[], object]], None]
 
@@ -127,6 +127,29 @@ def test_while_the_host_makes_steps_its_own_thread_makes_the_calls(eventually: E
     calls.thread.join(10)
     assert len(calls.made_by) == 1000
     assert calls.made_by[-1] is calls.thread, "an idle host leaves the rest to the pinning thread"
+
+
+def test_a_host_whose_device_works_on_a_step_is_not_idle() -> None:
+    host, work = Host(), Latch()
+    host.steps.begin()
+    host.steps.launched(work)
+    host.steps.end()
+    assert host.state == "stepping"
+    host.clock.advance(IDLE_SECONDS)
+    assert host.state == "waiting"
+    work.open()
+    assert host.state == "idle"
+
+
+def test_work_whose_end_the_driver_cannot_tell_counts_as_finished() -> None:
+    class Lost:
+        def query(self) -> bool:
+            raise CopyError("the device is lost")
+
+    host = Host()
+    host.steps.launched(Lost())
+    host.clock.advance(IDLE_SECONDS)
+    assert host.state == "idle"
 
 
 @pytest.mark.parametrize("is_stepping", [False, True])

@@ -6,7 +6,7 @@ from kvstow.config import PoolConfig
 from kvstow.errors import ConfigError
 from kvstow.memory.hoststeps import HostSteps
 from kvstow.memory.pace import AdaptivePace, FixedPace, Pace, pace_of
-from kvstow.testing.fakes import FakeClock
+from kvstow.testing.fakes import FakeClock, Latch
 
 MIB = 1 << 20
 
@@ -52,6 +52,17 @@ def test_beside_an_idle_host_register_calls_take_two_fifths_of_the_time() -> Non
     pace.record(16 * MIB, 0.002, 5.0)
     assert pace.delay(5.0) == pytest.approx(0.003)
     assert pace.delay(5.0031) < 0
+
+
+def test_while_the_device_works_on_a_step_they_take_a_twentieth() -> None:
+    clock, work = FakeClock(), Latch()
+    pace = adaptive(0.001, clock)
+    pace._steps.launched(work)
+    clock.advance(1.0)
+    pace.record(16 * MIB, 0.001, clock())
+    assert pace.delay(clock()) == pytest.approx(0.019)
+    work.open()
+    assert pace.delay(clock()) == pytest.approx(0.0015)
 
 
 def test_while_the_host_starts_they_take_a_tenth() -> None:

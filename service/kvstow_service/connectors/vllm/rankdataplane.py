@@ -37,6 +37,8 @@ class NoDataPlane:
     It fails every op, so that each load ends for vLLM. Used like a `DataPlane`.
     """
 
+    is_pinning = False
+
     def __init__(
         self,
         rank: int,
@@ -58,7 +60,10 @@ class NoDataPlane:
     def begin_step(self) -> None:
         """There is nothing to pin, and no copy is under way."""
 
-    launched = end_step = drive = begin_step
+    def launched(self, work: Fence | None = None) -> None:
+        """As `begin_step`."""
+
+    end_step = drive = begin_step
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         self._completions += [Completion(op.op_id, "failed", "this rank has no data plane") for op in plan.ops]

@@ -81,7 +81,7 @@ class WorkerSide:
 
     def launched(self) -> None:
         """vLLM has launched the forward pass of a step. Steps without a forward pass do not call it."""
-        self.plane.launched()
+        self.plane.launched(self.fence() if self.plane.is_pinning else None)
 
     def take_finished_loads(self) -> FinishedLoads:
         """Loads that have ended since the last call, done and failed in one snapshot; `take_boot_completions` returns

@@ -32,6 +32,7 @@ class FakePlane(NoDataPlane):
         self.driven = 0
         self.at_ease: list[bool] = []
         self.host_steps: list[str] = []
+        self.works: list[Fence | None] = []
 
     def start(self, *, at_ease: bool = False) -> None:
         self.at_ease.append(at_ease)
@@ -39,8 +40,9 @@ class FakePlane(NoDataPlane):
     def begin_step(self) -> None:
         self.host_steps.append("begin")
 
-    def launched(self) -> None:
+    def launched(self, work: Fence | None = None) -> None:
         self.host_steps.append("launched")
+        self.works.append(work)
 
     def end_step(self) -> None:
         self.host_steps.append("end")
@@ -301,3 +303,14 @@ def test_pinning_learns_of_each_step_once_and_when_it_is_launched() -> None:
     rank.side.launched()
     rank.side.take_finished_loads()
     assert rank.plane.host_steps == ["begin", "launched", "end"]
+    assert rank.plane.works == [None], "nothing is pinned: an event would be recorded for nothing"
+
+
+def test_pinning_is_given_the_work_of_a_step() -> None:
+    rank = Rank()
+    rank.plane.is_pinning = True
+    fence = Latch()
+    rank.side.fence = lambda: fence
+    rank.side.begin_step(step(1))
+    rank.side.launched()
+    assert rank.plane.works == [fence]
