@@ -101,8 +101,9 @@ class HostSteps:
         self._is_launching = True
 
     def launched(self, work: Work | None = None) -> None:
-        """The device has the step's work, of which `work` tells whether it is finished. Makes the offered call, if the steps since the last call have paid for it.
-        Raises nothing but a signal handler's exception, which interrupts the host anyway."""
+        """The device has the step's work; `work` tells whether it has finished. Makes the offered call, if the steps
+        since the last call have paid for it. Raises nothing but a signal handler's exception, which interrupts the host
+        anyway."""
         now = self._clock()
         budget, expected, offer = self._budget, self._expected, self._offer
         if self._launched is not None:
