@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -198,7 +199,8 @@ class IndexJournal:
 
     def recover(self) -> RecoveredIndex:
         """Read all records: 1 s for a million. Records that were cut off in the middle are made empty."""
-        written = np.flatnonzero(self._records[:, :_KEY].any(axis=1))
+        used = [np.flatnonzero(self._records[low:high, :_KEY].any(axis=1)) + low for low, high in self._extents()]
+        written = np.concatenate(used) if used else np.empty(0, np.intp)
         records = self._records[written]
         is_whole = (records[:, _COMMIT] != 0) & (records[:, _COMMIT] == self._checksums(written, records))
         is_filling = ~is_whole & (records[:, _STATE] & _FILLING_MASK == _FILLING)
@@ -219,6 +221,14 @@ class IndexJournal:
         for session, slot in zip(sessions, written[is_filling].tolist(), strict=True):
             filling.setdefault(session, []).append(slot)
         return RecoveredIndex(blocks, filling, dropped)
+
+    def _extents(self) -> Iterator[tuple[int, int]]:
+        """The records that have memory: to read others would take memory for them."""
+        end = _RECORDS_AT
+        while (start := _seek(self.fd, end, os.SEEK_DATA)) is not None:
+            end = os.lseek(self.fd, start, os.SEEK_HOLE)
+            low, high = (start - _RECORDS_AT) // RECORD_BYTES, -(-(end - _RECORDS_AT) // RECORD_BYTES)
+            yield low, min(high, self.max_slots)
 
     def close(self) -> None:
         """Let go of the memory, which lives on as long as a keeper has it; idempotent."""
@@ -263,6 +273,16 @@ class IndexJournal:
             sums ^= sums >> _SHIFT
         sums[sums == 0] = 1
         return sums
+
+
+def _seek(fd: int, offset: int, whence: int) -> int | None:
+    """None if there is nothing from the offset on."""
+    try:
+        return os.lseek(fd, offset, whence)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return None
+        raise
 
 
 def _file_bytes(max_slots: int) -> int:

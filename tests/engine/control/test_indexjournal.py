@@ -360,6 +360,18 @@ def test_memory_of_others_is_no_journal() -> None:
     os.close(fd)
 
 
+def test_recovering_takes_no_memory_for_slots_that_were_never_used() -> None:
+    journal = IndexJournal.create(1 << 20, CONTENT)
+    assert recover(journal).blocks == {}
+    for slot in (3, 1 << 19, (1 << 20) - 1):
+        journal.begin([slot], 1)
+        journal.publish([slot], 1, [b"%d" % slot])
+    before = journal.resident_bytes
+    assert sorted(recover(journal).blocks[1].values()) == [3, 1 << 19, (1 << 20) - 1]
+    assert journal.resident_bytes == before <= 16384
+    journal.close()
+
+
 def test_a_journal_takes_memory_for_the_slots_that_are_reserved() -> None:
     journal = IndexJournal.create(1 << 20, CONTENT)
     assert journal.resident_bytes <= 8192

@@ -64,6 +64,7 @@ def recovered(journal: IndexJournal) -> RecoveredIndex:
     """What the next process would find now."""
     copy = IndexJournal.__new__(IndexJournal)
     copy._records, copy._salt, copy.max_slots = journal._records.copy(), journal._salt, journal.max_slots
+    copy.fd = journal.fd
     return copy.recover()
 
 
