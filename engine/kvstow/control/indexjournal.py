@@ -308,7 +308,7 @@ def _read_content(memory: mmap.mmap) -> tuple[int, dict[str, Any]]:
     """Sequence and content of the newest whole copy."""
     if len(memory) < _RECORDS_AT:
         raise JournalError(f"the journal has {len(memory)} bytes and no header")
-    copies = [copy for at in (0, _COPY_BYTES) if (copy := _read_copy(memory[at : at + _COPY_BYTES])) is not None]
+    copies = [copy for at in (0, _COPY_BYTES) if (copy := _read_copy(memory, at)) is not None]
     if not copies:
         raise JournalError("the journal has no whole header")
     sequence, version, body = max(copies)
@@ -318,12 +318,13 @@ def _read_content(memory: mmap.mmap) -> tuple[int, dict[str, Any]]:
     return sequence, found
 
 
-def _read_copy(data: bytes) -> tuple[int, int, bytes] | None:
-    """Sequence, version and body; None unless the copy is whole."""
-    magic, version, length, sequence = _HEADER.unpack_from(data)
+def _read_copy(memory: mmap.mmap, at: int) -> tuple[int, int, bytes] | None:
+    """Sequence, version and body; None unless the copy is whole. Reads no more than it needs, as that takes memory."""
+    magic, version, length, sequence = _HEADER.unpack_from(memory, at)
     end = _HEADER.size + length
-    if magic != _MAGIC or end + _CRC.size > len(data):
+    if magic != _MAGIC or end + _CRC.size > _COPY_BYTES:
         return None
+    data = memory[at : at + end + _CRC.size]
     if _CRC.unpack_from(data, end)[0] != zlib.crc32(data[:end]):
         return None
     return sequence, version, data[_HEADER.size : end]

@@ -16,6 +16,7 @@ from functools import partial
 
 from kvstow.attach.channel import SCRATCH_BYTES, close_fds
 from kvstow.attach.connection import Message
+from kvstow.attach.hello import Hello
 from kvstow.attach.kinds import VERSIONS, VersionRange
 from kvstow.attach.peer import Peer, peer_of
 from kvstow_service.node.attachacceptor import AttachAcceptor
@@ -92,6 +93,11 @@ class AttachServer:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._acceptor.start()
         self._thread.start()
+
+    def restore_session(self, session_id: str, token: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
+        """A lost session of the service before, with its workers that may still reach memory: `SessionHost` hears of
+        their end. Before `start`. Takes over the peers."""
+        self._life.restore(session_id, token, workers)
 
     def close(self) -> None:
         """Idempotent; not from the server's own thread."""

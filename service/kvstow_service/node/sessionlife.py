@@ -7,7 +7,7 @@ import heapq
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvstow.attach.hello import Hello, Welcome
@@ -125,6 +125,27 @@ class SessionLife:
         for member in session.members:
             if member.rank == hello.rank and member.is_awaited and member.peer.is_same_process(peer):
                 self.process_ended(member)
+
+    def restore(self, session_id: str, token: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
+        """A session of the service before: lost, with the workers that may still reach memory. The host knows it.
+        Owns the peers. Before the first client."""
+        session = Session(session_id, token, *workers[0])
+        session.state = "lost"
+        self.table.add(session)
+        for hello, peer in workers:
+            member = Member(session, hello, peer)
+            member.is_connected, member.has_memory = False, True
+            session.members.append(member)
+            if peer.pidfd is not None:
+                self._processes.watch(member)
+            elif self._trust_eof is not None:
+                self._trust_later(member)
+            else:
+                logger.warning(
+                    "session %s: nobody can see when %s ends, so its memory stays in use: start the service with "
+                    "--trust-eof, as the one before was",
+                    *(session_id, described(member)),
+                )
 
     # -- ending ---------------------------------------------------------------------------------------------
 

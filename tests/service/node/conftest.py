@@ -157,10 +157,11 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
     before = len(os.listdir("/proc/self/fd"))
     nodes: list[Node] = []
 
-    def make(**options: Any) -> Node:
+    def make(*, start: bool = True, **options: Any) -> Node:
         node = Node(tmp_path / "node" / f"attach{len(nodes)}.sock", **options)
         nodes.append(node)
-        node.server.start()
+        if start:
+            node.server.start()
         return node
 
     yield make

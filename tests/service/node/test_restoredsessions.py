@@ -1,0 +1,112 @@
+"""Sessions of the service before: what they hold is freed when their processes have ended or spoken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import pytest
+from tests.service.node.conftest import WORKER, FakeProcess, MakeNode, Node, wait_until
+from tests.service.node.fakehost import FakeSession
+from tests.service.node.test_sessionlife import Clock, quiet
+
+from kvstow.attach.peer import Peer
+from kvstow_service.node.sessionhost import SessionLink
+
+TOKEN = "a token of the service before"
+
+
+@pytest.fixture
+def processes() -> list[FakeProcess]:
+    return [FakeProcess(pid=101), FakeProcess(pid=102)]
+
+
+@pytest.fixture
+def node(make_node: MakeNode, processes: list[FakeProcess]) -> Node:
+    """A restarted service, with one session of two workers from before."""
+    node = make_node(start=False)
+    node.processes += processes
+    restore(node, *(process.peer() for process in processes))
+    return node
+
+
+def restore(node: Node, *peers: Peer) -> None:
+    """A session with these workers; starts the server."""
+    node.host.sessions["before"] = FakeSession(cast(SessionLink, None), 1000, len(peers), lost=True)
+    workers = [(replace(WORKER, rank=rank), peer) for rank, peer in enumerate(peers)]
+    node.server.restore_session("before", TOKEN, workers)
+    node.server.start()
+
+
+def ends(node: Node) -> list[tuple[object, ...]]:
+    return node.events("lost", "let go", "over")
+
+
+def test_it_is_shown_as_lost_and_over_when_its_processes_have_died(node: Node, processes: list[FakeProcess]) -> None:
+    (view,) = node.server.sessions()
+    assert (view.session_id, view.state) == ("before", "lost")
+    assert [(one.rank, one.pid, one.is_connected, one.has_memory) for one in view.members] == [
+        (0, 101, False, True),
+        (1, 102, False, True),
+    ]
+    quiet(node)
+    assert ends(node) == []
+    processes[1].die()
+    node.wait_for_event("let go")
+    assert ends(node) == [("let go", "before", 1)]
+    processes[0].die()
+    node.wait_for_event("over")
+    assert ends(node)[1:] == [("let go", "before", 0), ("over", "before")]
+
+
+def test_its_processes_settle_it_when_they_attach_again(node: Node, processes: list[FakeProcess]) -> None:
+    node.process()
+    scheduler = node.attach()
+    for rank, process in enumerate(processes):
+        node.next_peer = process.peer
+        node.attach_worker(scheduler, rank, settled_tokens=(TOKEN,))
+    node.wait_for_event("over")
+    assert sorted(ends(node)) == [("let go", "before", 0), ("let go", "before", 1), ("over", "before")]
+
+
+def test_other_processes_cannot_settle_it(node: Node) -> None:
+    node.process()
+    scheduler = node.attach()
+    node.process(pid=999)
+    node.attach_worker(scheduler, 0, settled_tokens=(TOKEN,))
+    quiet(node)
+    assert ends(node) == []
+
+
+def test_nobody_joins_it(node: Node, processes: list[FakeProcess]) -> None:
+    node.next_peer = processes[0].peer
+    late = node.connection(replace(WORKER, token=TOKEN))
+    wait_until(lambda: late.refusal, lambda: late.poll(0.01))
+    assert late.refusal == "unknown_token"
+
+
+def test_a_process_that_died_in_between_is_noticed_at_the_start(
+    make_node: MakeNode, processes: list[FakeProcess]
+) -> None:
+    node = make_node(start=False)
+    node.processes += processes
+    processes[0].die()
+    restore(node, processes[0].peer())
+    node.wait_for_event("over")
+    assert ends(node) == [("let go", "before", 0), ("over", "before")]
+
+
+def test_a_process_whose_end_cannot_be_seen_is_trusted_only_if_that_was_asked_for(
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    for trust_eof in (None, 30.0):
+        node = make_node(start=False, clock=clock, trust_eof=trust_eof)
+        restore(node, Peer(0, 1000, 1000, None))
+        clock.now += 29
+        quiet(node)
+        assert ends(node) == []
+        clock.now += 2
+        quiet(node)
+        assert len(ends(node)) == (0 if trust_eof is None else 2)
+    assert "start the service with --trust-eof" in caplog.text
