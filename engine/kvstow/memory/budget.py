@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 
 from kvstow.bytesize import format_size
@@ -79,6 +80,13 @@ class MemoryBudget:
         """The pool has use for so many slots now, or for all that it may have: extents are given on demand."""
         self._pool(name).wanted = slots
 
+    def set_nodes(self, name: str, nodes: Sequence[int | None]) -> None:
+        """The NUMA node of each rank's device, for rows to come; None where it is not known, and nothing changes."""
+        pool = self._pool(name)
+        ranks = zip(pool.layout.ranks, nodes, strict=True)
+        known = tuple(rank if node is None else replace(rank, numa_node=node) for rank, node in ranks)
+        pool.layout = replace(pool.layout, ranks=known)
+
     def record_mapping(self, client: str, extent: int) -> None:
         """Call it before the client gets the extent's descriptor. Raises `ConflictError` if it must not get it."""
         self._book.record_mapping(client, extent)
@@ -139,6 +147,10 @@ class MemoryBudget:
     @property
     def spare_bytes(self) -> int:
         return self._book.spare_bytes
+
+    @property
+    def recalled_bytes(self) -> int:
+        return self._book.recalled_bytes
 
     def fair_shares(self) -> dict[str, int]:
         """Bytes that each pool with sessions may have at least, if it wants them."""

@@ -1,0 +1,224 @@
+"""The thread of the node's memory: it decides which pool has what, and carries that out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from kvstow.bytesize import format_size
+from kvstow.errors import AttachRefusedError
+from kvstow.memory.nodememory import NodeMemory
+from kvstow.memory.rows import PoolLayout
+from kvstow_service.node.nodepool import NodePool
+from kvstow_service.node.nodesession import NodeSession
+from kvstow_service.node.poolmemory import PoolMemory, PoolWorker, Post
+
+_RETRY_SECONDS = 0.02
+_ROUNDS = 1000
+
+logger = logging.getLogger("kvstow.node")
+
+
+class MemoryThread:
+    """Owns the budget and the `NodeMemory`: nothing else uses them while it runs.
+
+    It may wait, as no other thread does for it: for the populator, for the keeper, for the kernel that frees memory. All
+    methods may be called from any thread, and only leave an action for it; actions run in the order of the calls.
+    `run_pending` is the thread's own, for tests without a thread.
+    """
+
+    def __init__(
+        self,
+        memory: NodeMemory,
+        post: Post,
+        *,
+        on_smaller: Callable[[NodePool], object] = lambda pool: None,
+        on_empty: Callable[[NodePool], object] = lambda pool: None,
+        on_failure: Callable[[str], object] = lambda reason: None,
+    ) -> None:
+        """`post`: has the attach server's thread call something, as it calls `on_smaller` with a pool that has lost
+        slots. `on_empty` is called on this thread while a pool has neither memory nor workers."""
+        self.memory = memory
+        self.failure: str | None = None
+        """Why the thread has ended, if it has."""
+        self.faults = 0
+        """Actions that failed by a defect. They are in the log."""
+        self.problems: tuple[str, ...] = ()
+        """Why pools do not get or give back memory now, as sentences."""
+        self.allocated_bytes = self.spare_bytes = self.recalled_bytes = 0
+        self._budget = memory.budget
+        self._post = post
+        self._on_smaller, self._on_empty, self._on_failure = on_smaller, on_empty, on_failure
+        self._pools: dict[str, PoolMemory] = {}
+        self._actions: deque[Callable[[], object]] = deque()
+        self._must_decide = True
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvstow-memory", daemon=True)
+        memory.populator.add_listener(self._wake.set)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; idempotent. The memory stays as it is."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # -- for any thread -------------------------------------------------------------------------------------
+
+    @property
+    def extent_bytes(self) -> int:
+        return self._budget.extent_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """The node's budget."""
+        return self._budget.total_bytes
+
+    def require_room(self, layout: PoolLayout) -> None:
+        """Raises `AttachRefusedError` if the node cannot have a single slot of such a pool."""
+        if layout.bytes_of(1) > self.total_bytes:
+            raise AttachRefusedError(
+                "memory",
+                f"one slot on all ranks takes {format_size(layout.bytes_of(1))}, and the node service has "
+                f"{format_size(self.total_bytes)}: give it more with --memory",
+            )
+
+    def add_pool(self, pool: NodePool, owner: int) -> None:
+        self._do(partial(self._add_pool, pool, owner))
+
+    def remove_pool(self, pool: NodePool) -> None:
+        """It has no sessions, and nobody can find it any more."""
+        self._do(partial(self._remove_pool, pool))
+
+    def add_worker(self, session: NodeSession, rank: int) -> None:
+        """Give the worker the pool's memory from now on."""
+        self._do(partial(self._add_worker, session, rank))
+
+    def add_session(self, session: NodeSession, slots: int | None) -> None:
+        """All workers of the session are there, and it asks for so many slots, or for all."""
+        self._do(partial(self._add_session, session, slots, session.numa_nodes()))
+
+    def lose_session(self, session: NodeSession) -> None:
+        """Give its workers nothing any more. They may still use what they have."""
+        self._do(partial(self._lose_session, session))
+
+    def release(self, client: str, extents: Sequence[int]) -> None:
+        """The worker has let go of these."""
+        self._do(partial(self._release, client, tuple(extents)))
+
+    def end_client(self, client: str) -> None:
+        """The worker can reach no memory any more."""
+        self._do(partial(self._budget.record_death, client))
+
+    def grow(self, pool: NodePool) -> None:
+        """The pool uses more than `grow_above`."""
+        self._do(partial(self._grow, pool))
+
+    def look_again(self) -> None:
+        """Something that memory may have waited for has changed."""
+        self._wake.set()
+
+    def retry(self) -> None:
+        """Try again what memory was refused for."""
+        self._do(self.memory.retry)
+
+    def _do(self, action: Callable[[], object]) -> None:
+        self._actions.append(action)
+        self._wake.set()
+
+    # -- actions --------------------------------------------------------------------------------------------
+
+    def _add_pool(self, pool: NodePool, owner: int) -> None:
+        self._budget.add_pool(pool.name, pool.layout(owner, self._budget.extent_bytes))
+        on_smaller = partial(self._on_smaller, pool)
+        self._pools[pool.name] = PoolMemory(pool, self.memory, self._post, on_smaller)
+
+    def _remove_pool(self, pool: NodePool) -> None:
+        self._budget.remove_pool(pool.name)
+        found = self._pools.pop(pool.name)
+        self.memory.apply()
+        found.dissolve()
+        self.memory.apply()
+
+    def _add_worker(self, session: NodeSession, rank: int) -> None:
+        if not session.control.is_lost:
+            worker = PoolWorker(session, rank)
+            self._pools[session.pool.name].workers[worker.client] = worker
+
+    def _add_session(self, session: NodeSession, slots: int | None, nodes: list[int | None]) -> None:
+        if session.control.is_lost:
+            return
+        name = session.pool.name
+        self._budget.set_nodes(name, nodes)
+        self._budget.attach(name, session.session_id, slots)
+        self._pools[name].want()
+
+    def _lose_session(self, session: NodeSession) -> None:
+        found = self._pools[session.pool.name]
+        for client in session.clients():
+            found.workers.pop(client, None)
+        self._budget.detach(session.pool.name, session.session_id)
+
+    def _release(self, client: str, extents: Sequence[int]) -> None:
+        for extent in extents:
+            self._budget.record_unmapping(client, extent)
+
+    def _grow(self, pool: NodePool) -> None:
+        if pool.name in self._pools:
+            self._pools[pool.name].want()
+
+    # -- the thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._wake.wait(_RETRY_SECONDS if any(pool.waits for pool in self._pools.values()) else None)
+                self._wake.clear()
+                if not self._stopping:
+                    self.run_pending()
+        except BaseException as error:
+            self.failure = f"the thread of the node's memory has failed: {error!r}"
+            logger.critical("%s", self.failure, exc_info=error)
+            with suppress(Exception):
+                self._on_failure(self.failure)
+
+    def run_pending(self) -> None:
+        """Do what was left to do, and let pools and workers follow."""
+        for _ in range(len(self._actions)):
+            self._guarded(self._actions.popleft())
+            self._must_decide = True
+        for _ in range(_ROUNDS):
+            if self._must_decide:
+                self._must_decide = False
+                self._guarded(self.memory.apply)
+            for pool in list(self._pools.values()):
+                self._guarded(partial(self._follow, pool))
+            if not self._must_decide:
+                break
+        self._show_figures()
+
+    def _follow(self, found: PoolMemory) -> None:
+        if found.follow():
+            self._must_decide = True
+        if found.is_empty:
+            self._on_empty(found.pool)
+
+    def _guarded(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception:
+            self.faults += 1
+            logger.exception("a change of the node's memory failed")
+
+    def _show_figures(self) -> None:
+        self.problems = tuple(pool.problem for pool in self._pools.values() if pool.problem)
+        self.allocated_bytes, self.spare_bytes = self._budget.allocated_bytes, self._budget.spare_bytes
+        self.recalled_bytes = self._budget.recalled_bytes

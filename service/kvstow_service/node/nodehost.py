@@ -1,0 +1,272 @@
+"""The control plane of a node: its pools, and the engines that are attached to them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from threading import Lock
+
+from kvstow.attach.calls import (
+    BeginLoad,
+    BeginStore,
+    Completions,
+    CountLookup,
+    Found,
+    LoadBegun,
+    Lookup,
+    ResetDone,
+    StoreBegun,
+)
+from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots
+from kvstow.attach.hello import Hello
+from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
+from kvstow.attach.peer import Peer
+from kvstow.control.hostswitches import HostSwitches
+from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
+from kvstow.messages import DesiredState, RankReport
+from kvstow.status import HostedNamespace, HostedSession
+from kvstow_service.node.memorythread import MemoryThread
+from kvstow_service.node.nodepool import KnownNamespace, NodePool, PoolSettings
+from kvstow_service.node.nodesession import NodeSession
+from kvstow_service.node.sessionhost import SessionGrant, SessionLink
+from kvstow_service.node.sharing import sharing_off
+from kvstow_service.node.uniquenames import unique_name
+
+SHARED_OWNER = (1 << 32) - 1
+"""The owner of memory that engines of all users share: the uid that no user can have."""
+
+
+class NodeHost:
+    """The `SessionHost` of the attach server, over `SharedPool`s in the node's memory.
+
+    Calls of the wire come on the attach server's thread, and wait for nothing: what a pool does is O(blocks given) under
+    the pool's lock, and all that concerns memory is left to the `MemoryThread`. Everything else is for any thread.
+
+    Locks, in this order: the host's own, for which pools and sessions there are; a pool's. Both are held for
+    microseconds, and none during a system call.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryThread,
+        *,
+        settings: PoolSettings | None = None,
+        share_across_uids: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine_id = secrets.token_hex(8)
+        self.switches = HostSwitches(lambda: [pool.facade.admin for pool in self.pools()], clock=clock)
+        self._memory = memory
+        self._settings = settings or PoolSettings()
+        self._share_across_uids = share_across_uids
+        self._clock = clock
+        self._lock = Lock()
+        self._pools: dict[str, NodePool] = {}
+        self._sessions: dict[str, NodeSession] = {}
+
+    # -- for any thread -------------------------------------------------------------------------------------
+
+    def pools(self) -> list[NodePool]:
+        """The oldest first."""
+        with self._lock:
+            return list(self._pools.values())
+
+    def find_pool(self, name: str) -> NodePool | None:
+        with self._lock:
+            return self._pools.get(name)
+
+    def delete_pool(self, name: str) -> None:
+        """Forget a pool and all its blocks. Raises `NotFoundError`, or `ConflictError` while it has sessions, lost ones
+        included."""
+        with self._lock:
+            pool = self._pools.get(name)
+            if pool is None:
+                raise NotFoundError(f"there is no pool {name!r}; there are: {', '.join(self._pools) or 'none'}")
+            if pool.num_sessions:
+                ids = [found.session_id for found in self._sessions.values() if found.pool is pool]
+                raise ConflictError(f"pool {name} has sessions ({', '.join(ids)}); detach them first")
+            self._forget(pool)
+
+    def drop_if_unused(self, pool: NodePool) -> None:
+        """Forget a pool without memory, unless it has sessions."""
+        with self._lock:
+            if self._pools.get(pool.name) is pool and not pool.num_sessions:
+                self._forget(pool)
+
+    def _forget(self, pool: NodePool) -> None:
+        del self._pools[pool.name]
+        with pool.lock:
+            pool.closed = True
+        self._memory.remove_pool(pool)
+
+    def sessions(self) -> list[HostedSession]:
+        """The oldest first, lost ones included."""
+        with self._lock:
+            sessions = list(self._sessions.values())
+        return [session.view() for session in sessions]
+
+    def namespaces(self) -> list[HostedNamespace]:
+        return [namespace for pool in self.pools() for namespace in pool.hosted_namespaces()]
+
+    def tick(self) -> None:
+        """Let time pass in all pools: see `Pool.tick`."""
+        for pool in self.pools():
+            pool.tick()
+
+    # -- attaching: on the attach server's thread, like all below -------------------------------------------
+
+    def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> SessionGrant:
+        identity, namespace = self._identities(hello, peer)
+        pool = self._enter_pool(identity, namespace.model)
+        try:
+            session, reasons = self._enter_namespace(session_id, hello, peer, link, pool, namespace)
+        except BaseException:
+            self._leave_pool(pool)
+            raise
+        return SessionGrant(pool.facade.engine_id, pool.name, session.namespace.name, reasons)
+
+    def join_worker(self, session_id: str, hello: Hello, peer: Peer) -> None:
+        session = self._sessions[session_id]
+        session.workers[hello.rank] = hello
+        self._memory.add_worker(session, hello.rank)
+        if session.is_complete:  # only now the devices' NUMA nodes are known
+            self._memory.add_session(session, session.wanted_slots())
+
+    def _identities(self, hello: Hello, peer: Peer) -> tuple[PoolIdentity, NamespaceIdentity]:
+        """What the kernel says of the user counts, not the hello."""
+        assert hello.pool is not None, "the hello of a scheduler half has both identities"
+        assert hello.namespace is not None
+        return replace(hello.pool, uid=None if self._share_across_uids else peer.uid), hello.namespace
+
+    def _enter_pool(self, identity: PoolIdentity, model: str) -> NodePool:
+        """The pool of this identity, with one more session."""
+        with self._lock:
+            pool = next((one for one in self._pools.values() if one.identity == identity), None)
+            if pool is not None:
+                pool.num_sessions += 1
+                return pool
+            name = unique_name(identity, model, self._pools)
+        pool = NodePool(name, identity, model, self._settings, clock=self._clock)
+        owner = SHARED_OWNER if identity.uid is None else identity.uid
+        self._memory.require_room(pool.layout(owner, self._memory.extent_bytes))
+        pool.num_sessions = 1
+        with self._lock:  # no other thread adds pools
+            self._pools[name] = pool
+            self._memory.add_pool(pool, owner)
+        self.switches.apply_to(pool.facade.admin)
+        return pool
+
+    def _enter_namespace(
+        self,
+        session_id: str,
+        hello: Hello,
+        peer: Peer,
+        link: SessionLink,
+        pool: NodePool,
+        identity: NamespaceIdentity,
+    ) -> tuple[NodeSession, tuple[str, ...]]:
+        with self._lock:
+            namespace = pool.namespace_of(identity)
+            reasons = sharing_off(pool, namespace, self._pools.values())
+            if reasons and hello.require_sharing:
+                raise AttachRefusedError("sharing_off", "; ".join(reasons))
+            if namespace.name not in pool.known:
+                namespace.sharing_off = reasons
+            control = pool.enter(hello.engine, namespace)
+            session = NodeSession(session_id, hello, peer, link, pool, namespace, control)
+            self._sessions[session_id] = session
+        return session, reasons
+
+    def _leave_pool(self, pool: NodePool) -> None:
+        with self._lock:
+            pool.num_sessions -= 1
+        self._memory.look_again()
+
+    # -- calls ----------------------------------------------------------------------------------------------
+
+    def lookup(self, session_id: str, call: Lookup) -> Found:
+        return self._sessions[session_id].lookup(call)
+
+    def release_leases(self, session_id: str, lease_ids: Sequence[int]) -> None:
+        self._sessions[session_id].release(lease_ids)
+
+    def begin_load(self, session_id: str, call: BeginLoad) -> LoadBegun:
+        return self._sessions[session_id].begin_load(call)
+
+    def begin_store(self, session_id: str, call: BeginStore) -> StoreBegun:
+        session = self._sessions[session_id]
+        begun = session.begin_store(call)
+        if session.pool.used_slots > session.pool.grow_above >= 0:
+            self._memory.grow(session.pool)
+        return begun
+
+    def complete(self, session_id: str, call: Completions) -> None:
+        self._sessions[session_id].complete(call)
+
+    def refresh(self, session_id: str, keys: Sequence[bytes]) -> None:
+        self._sessions[session_id].control.refresh(keys)
+
+    def count_lookup(self, session_id: str, call: CountLookup) -> None:
+        self._sessions[session_id].control.count_lookup(call.queried, call.hits)
+
+    def reset(self, session_id: str) -> ResetDone:
+        session = self._sessions[session_id]
+        name = session.control.reset()
+        with self._lock:
+            session.namespace = session.pool.enter_fresh(session.namespace, name)
+        return ResetDone(name)
+
+    def take_report(self, session_id: str, rank: int, report: RankReport) -> DesiredState:
+        return self._sessions[session_id].take_report(rank, report)
+
+    def extents_registered(self, session_id: str, rank: int, extents: Sequence[ExtentSlots]) -> None:
+        self._sessions[session_id].registered(rank, extents)
+
+    def extents_released(self, session_id: str, rank: int, extent_ids: Sequence[int]) -> None:
+        session = self._sessions[session_id]
+        session.released(rank, extent_ids)
+        self._memory.release(session.client(rank), extent_ids)
+
+    def take_back(self, session_id: str, rank: int, extents: Sequence[ExtentBytes], fds: Sequence[int]) -> list[int]:
+        """Keeps nothing: the memory of an earlier service comes from its keeper, or is lost with it."""
+        for fd in fds:
+            os.close(fd)
+        return []
+
+    def follow_pool(self, pool: NodePool) -> None:
+        """The pool has become smaller: see `NodeSession.follow_pool`."""
+        for session in list(self._sessions.values()):
+            if session.pool is pool:
+                session.follow_pool()
+        self._memory.look_again()
+
+    def send_settled(self) -> None:
+        """Send what has become final without a call of the engine, as for stuck transfers."""
+        for session in list(self._sessions.values()):
+            session.send_settled()
+
+    # -- ends -----------------------------------------------------------------------------------------------
+
+    def session_lost(self, session_id: str, reason: str) -> None:
+        session = self._sessions[session_id]
+        session.control.lose(reason)
+        self._memory.lose_session(session)
+
+    def worker_let_go(self, session_id: str, rank: int) -> None:
+        self._end_client(self._sessions[session_id], rank)
+
+    def session_over(self, session_id: str) -> None:
+        session = self._sessions[session_id]
+        for rank in range(len(session.ranks)):  # also those whose descriptors were never sent
+            self._end_client(session, rank)
+        with self._lock:
+            del self._sessions[session_id]
+        self._leave_pool(session.pool)
+
+    def _end_client(self, session: NodeSession, rank: int) -> None:
+        client = session.client(rank)
+        session.pool.process_died(client)
+        self._memory.end_client(client)
