@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 from collections import Counter
+from pathlib import Path
 
 _MPOL_PREFERRED = 1  # other nodes serve when this one is full
 _NODE_OF_PAGE = 1 | 2  # MPOL_F_NODE | MPOL_F_ADDR
@@ -51,6 +52,16 @@ def bytes_by_node(address: int, num_bytes: int, step: int) -> Counter[int]:
             return Counter()
         found[node.value] += min(step, address + num_bytes - start)
     return found
+
+
+def memory_nodes(path: Path = Path("/sys/devices/system/node/has_memory")) -> tuple[int | None, ...]:
+    """The machine's nodes that have memory; (None,) where there is only one, or the kernel does not tell."""
+    try:
+        parts = [part.split("-") for part in path.read_text().strip().split(",")]
+        nodes = tuple(node for part in parts for node in range(int(part[0]), int(part[-1]) + 1))
+    except (OSError, ValueError):
+        return (None,)
+    return nodes if len(nodes) > 1 else (None,)
 
 
 def _refusal(node: int, why: str) -> str:

@@ -251,7 +251,15 @@ class _Link:
         self._session = session
 
     def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
-        self._server.post(_Push(self._server, self._session, message, rank, tuple(map(os.dup, fds))))
+        """Raises `OSError`, and sends nothing, if this process can have no more descriptors."""
+        copies = list[int]()
+        try:
+            for fd in fds:
+                copies.append(os.dup(fd))
+        except OSError:
+            close_fds(copies)
+            raise
+        self._server.post(_Push(self._server, self._session, message, rank, tuple(copies)))
 
 
 class _Push:

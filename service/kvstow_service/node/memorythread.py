@@ -26,9 +26,9 @@ logger = logging.getLogger("kvstow.node")
 class MemoryThread:
     """Owns the budget and the `NodeMemory`: nothing else uses them while it runs.
 
-    It may wait, as no other thread does for it: for the populator, for the keeper, for the kernel that frees memory. All
-    methods may be called from any thread, and only leave an action for it; actions run in the order of the calls.
-    `run_pending` is the thread's own, for tests without a thread.
+    It may wait, and no other thread waits for it: for the populator, for the keeper, for the kernel that frees memory.
+    All methods may be called from any thread and only leave an action for it; actions run in the order of the calls.
+    `run_pending` is the thread's own, and for tests without the thread.
     """
 
     def __init__(
@@ -129,6 +129,10 @@ class MemoryThread:
     def retry(self) -> None:
         """Try again what memory was refused for."""
         self._do(self.memory.retry)
+
+    def check_integrity(self) -> None:
+        """Compare the books of the memory; a contradiction counts as a fault."""
+        self._do(self._budget.check_integrity)
 
     def _do(self, action: Callable[[], object]) -> None:
         self._actions.append(action)

@@ -29,7 +29,7 @@ from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import HostedNamespace, HostedSession
 from kvstow_service.node.memorythread import MemoryThread
-from kvstow_service.node.nodepool import KnownNamespace, NodePool, PoolSettings
+from kvstow_service.node.nodepool import NodePool, PoolSettings
 from kvstow_service.node.nodesession import NodeSession
 from kvstow_service.node.sessionhost import SessionGrant, SessionLink
 from kvstow_service.node.sharing import sharing_off
@@ -42,8 +42,9 @@ SHARED_OWNER = (1 << 32) - 1
 class NodeHost:
     """The `SessionHost` of the attach server, over `SharedPool`s in the node's memory.
 
-    Calls of the wire come on the attach server's thread, and wait for nothing: what a pool does is O(blocks given) under
-    the pool's lock, and all that concerns memory is left to the `MemoryThread`. Everything else is for any thread.
+    Calls of the wire come on the attach server's thread, and wait for nothing: what a pool does is O(blocks given)
+    under the pool's lock, and all that concerns memory is left to the `MemoryThread`. Everything else is for any
+    thread.
 
     Locks, in this order: the host's own, for which pools and sessions there are; a pool's. Both are held for
     microseconds, and none during a system call.
@@ -115,6 +116,12 @@ class NodeHost:
         """Let time pass in all pools: see `Pool.tick`."""
         for pool in self.pools():
             pool.tick()
+
+    def close(self) -> None:
+        """Nothing is served from now on."""
+        for pool in self.pools():
+            with pool.lock:
+                pool.closed = True
 
     # -- attaching: on the attach server's thread, like all below -------------------------------------------
 

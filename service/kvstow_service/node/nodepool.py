@@ -69,7 +69,7 @@ class NodePool(SharedPool):
 
     def namespace_of(self, identity: NamespaceIdentity) -> KnownNamespace:
         """The namespace of this identity, which may be new. Forgets those that the pool has forgotten."""
-        alive = {one.name for one in self.namespaces() if not one.is_dropped} if self.known else set[str]()
+        alive = {one.name for one in self.namespaces() if not one.dropped} if self.known else set[str]()
         self.known = {name: one for name, one in self.known.items() if name in alive}
         for known in self.known.values():
             if known.identity == identity and "@" not in known.name:
@@ -108,8 +108,8 @@ class NodePool(SharedPool):
 
     def check_size(self, capacity_slots: int) -> None:
         raise ConflictError(
-            f"pool {self.name} cannot be resized: it has what its engines use, up to the node's memory and to what they "
-            "ask for; change --memory of the service, or the engines' own sizes"
+            f"pool {self.name} cannot be resized: it has what its engines use, up to the node's memory and to what "
+            "they ask for; change --memory of the service, or what the engines ask for"
         )
 
 
@@ -117,7 +117,9 @@ def config_of(identity: PoolIdentity, settings: PoolSettings) -> EngineConfig:
     """The control plane of such a pool. Raises `AttachRefusedError` for an identity that no pool can have."""
     sizes = identity.slot_bytes
     if not 1 <= len(sizes) <= MAX_RANKS:
-        raise AttachRefusedError("identity", f"slot_bytes has {len(sizes)} entries; allowed: one for each of 1 to 1024 ranks")
+        raise AttachRefusedError(
+            "identity", f"slot_bytes has {len(sizes)} entries; allowed: one for each of 1 to 1024 ranks"
+        )
     tokens = {group.block_tokens for group in identity.groups}
     try:
         return EngineConfig(

@@ -68,7 +68,9 @@ class RankMemory:
         not asked to let go of."""
         for extent_id in extent_ids:
             if not self._find(extent_id).revoked:
-                raise InvalidRequestError(f"extent {extent_id} was not revoked: a worker keeps what it was sent until then")
+                raise InvalidRequestError(
+                    f"extent {extent_id} was not revoked: a worker keeps what it was sent until then"
+                )
         for extent_id in set(extent_ids):
             extent = self._by_id.pop(extent_id)
             number = extent.grant.number

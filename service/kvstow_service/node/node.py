@@ -1,0 +1,175 @@
+"""The node service without its admin API: memory, control plane and the socket at which engines attach."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstow.config import HugePages
+from kvstow.errors import IntegrityError
+from kvstow.memory.budget import MemoryBudget
+from kvstow.memory.extents import STEP_BYTES
+from kvstow.memory.limits import MemoryLimits, limits_of
+from kvstow.memory.nodememory import ExtentKeeper, NodeMemory
+from kvstow.memory.numa import memory_nodes
+from kvstow.memory.populator import Populator
+from kvstow_service.node.attachserver import AttachServer
+from kvstow_service.node.attachsocket import AttachSocket
+from kvstow_service.node.memorythread import MemoryThread
+from kvstow_service.node.nodehost import NodeHost
+from kvstow_service.node.nodepool import PoolSettings
+
+logger = logging.getLogger("kvstow.node")
+
+DEFAULT_EXTENT_BYTES = 1 << 30
+
+_RETRY_SECONDS = 10.0
+_CHECK_SECONDS = 60.0
+_MAX_CHECKED_SLOTS = 65_536  # the check holds a pool's lock for 1 us a slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """Sizes are in bytes, times in seconds.
+
+    `memory_bytes`: the budget over all pools and ranks, a multiple of 2 MiB, as is `extent_bytes`. `attach_group`: the
+    group that may write to the socket, besides the service's user. `populate_chunk_bytes` are populated at once, then
+    others have the machine for `populate_pause`. `trust_eof`: processes whose end cannot be seen count as ended so long
+    after their connection; None refuses them.
+    """
+
+    memory_bytes: int
+    attach_socket: Path
+    attach_group: int | None = None
+    extent_bytes: int = DEFAULT_EXTENT_BYTES
+    huge_pages: HugePages = "advised"
+    populate_chunk_bytes: int = STEP_BYTES
+    populate_pause: float = 0.002
+    share_across_uids: bool = False
+    trust_eof: float | None = None
+    pools: PoolSettings = field(default_factory=PoolSettings)
+
+
+class Node:
+    """Owns the memory, the control plane, the attach socket and their threads.
+
+    `start` returns at once: engines are answered from then on, while memory is populated in the background. `close`
+    ends the threads and gives everything back; what engines have mapped is freed when they let go of it. Everything
+    else may be called from any thread and does not wait.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        *,
+        keeper: ExtentKeeper | None = None,
+        limits: MemoryLimits | None = None,
+        on_failure: Callable[[str], object] = lambda reason: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """The keeper stays the caller's. `on_failure` is called with a sentence when a thread has ended by a defect.
+        Raises `ConfigError`, or `PinError` when there is no address space."""
+        self.settings = settings
+        self._on_failure = on_failure
+        self._clock = clock
+        self._running = ExitStack()
+        budget = MemoryBudget(settings.memory_bytes, settings.extent_bytes, memory_nodes())
+        self.populator = Populator(
+            limits or limits_of(settings.huge_pages),
+            chunk_bytes=settings.populate_chunk_bytes,
+            pause=settings.populate_pause,
+            clock=clock,
+        )
+        self.memory = MemoryThread(
+            NodeMemory(budget, self.populator, huge_pages=settings.huge_pages, keeper=keeper),
+            lambda action: self.server.post(action),
+            on_smaller=lambda pool: self.host.follow_pool(pool),
+            on_empty=lambda pool: self.host.drop_if_unused(pool),
+            on_failure=on_failure,
+        )
+        self.host = NodeHost(
+            self.memory, settings=settings.pools, share_across_uids=settings.share_across_uids, clock=clock
+        )
+        self.server: AttachServer
+        """From `start` on."""
+        self.integrity_problem: str | None = None
+        """What a check of the records has found; only a restart repairs it."""
+        self._next_retry = self._next_check = clock()
+
+    def start(self) -> None:
+        """Raises `ConflictError` if the socket cannot be used; then `close` gives back what was taken."""
+        raise_descriptor_limit()
+        self._running.callback(self.memory.memory.close)
+        socket = AttachSocket(self.settings.attach_socket, self.settings.attach_group)
+        self._running.callback(socket.close)
+        self.server = AttachServer(
+            self.host,
+            socket.listener,
+            trust_eof=self.settings.trust_eof,
+            on_failure=self._on_failure,
+            clock=self._clock,
+        )
+        self._running.callback(self.server.close)
+        self._running.callback(self.memory.close)  # before the server, which sends what it has left
+        self.populator.start()
+        self.memory.start()
+        self.server.start()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._running.close()
+        self.populator.close()
+        self.host.close()
+
+    # -- for the admin process ------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Call it about once a second: transfers become stuck, refused memory is tried again, records are checked."""
+        self.host.tick()
+        self.server.post(self.host.send_settled)
+        now = self._clock()
+        if now >= self._next_retry:
+            self._next_retry = now + _RETRY_SECONDS
+            if self.memory_failure() is not None:
+                self.memory.retry()
+        if now >= self._next_check:
+            self._next_check = now + _CHECK_SECONDS
+            self._check_integrity()
+
+    def live_failure(self) -> str | None:
+        """Why only a restart helps, or None."""
+        return self.server.failure or self.memory.failure or self.integrity_problem
+
+    def memory_failure(self) -> str | None:
+        """Why the node has less memory than it should, or None."""
+        missing = self.memory.memory.error
+        status = self.populator.status()
+        return status.error if missing is None else str(missing)
+
+    def detach(self, session_id: str, *, kill: bool = False) -> bool:
+        """See `AttachServer.detach`."""
+        return self.server.detach(session_id, kill=kill)
+
+    def _check_integrity(self) -> None:
+        """Of pools without sessions: nobody waits for their locks."""
+        self.memory.check_integrity()
+        for pool in self.host.pools():
+            if pool.num_sessions or pool.slots.in_service > _MAX_CHECKED_SLOTS:
+                continue
+            try:
+                pool.check_integrity()
+            except IntegrityError as error:
+                self.integrity_problem = f"the records of pool {pool.name} are inconsistent: {error}"
+                logger.error("%s", self.integrity_problem)
+
+
+def raise_descriptor_limit() -> None:
+    """Allow this process as many descriptors as it may have: each extent is one, each engine several."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
