@@ -38,6 +38,7 @@ from kvstow_service.node.keepermessages import (
     take_apart,
 )
 
+PROCESS_NAME = "kvstow-keeper"
 ALREADY_RUNNING = 3  # exit status
 
 _PAGE_BYTES = 48 << 10  # of names and texts in one answer
@@ -305,7 +306,7 @@ def main(arguments: list[str]) -> int:
 
 def _run(keeper: Keeper, folder: Path) -> None:
     with suppress(OSError):
-        Path("/proc/self/comm").write_text("kvstow-keeper")
+        Path("/proc/self/comm").write_text(PROCESS_NAME)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # as process 1 of a container, it would be ignored
