@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.vllm.engines import (
     A_BLOCKS,
     A_HIT,
@@ -169,8 +168,8 @@ def test_blocks_of_an_answer_are_kept_too(setup: Setup, reference: Reference) ->
 def test_loaded_zeros_are_noticed(setup: Setup, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: if this passed, equal answers would prove nothing."""
 
-    def load_zeros(kv: torch.Tensor, host: torch.Tensor, run: cpu.Run) -> None:
-        kv[run.block : run.block + run.length].zero_()
+    def load_zeros(kv: cpu.Rows, host: cpu.Rows, run: cpu.Run) -> None:
+        kv[run.block : run.block + run.length] = 0
 
     expected = reference(setup.model, A)
     with running(setup) as engine:
@@ -186,9 +185,9 @@ def test_loaded_zeros_are_noticed(setup: Setup, reference: Reference, monkeypatc
 def test_one_wrong_block_is_noticed(setup: Setup, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the control: not only gross errors show."""
 
-    def load_all_but_one(kv: torch.Tensor, host: torch.Tensor, run: cpu.Run) -> None:
-        kv[run.block : run.block + run.length].copy_(host[run.slot : run.slot + run.length])
-        kv[run.block + run.length - 1].zero_()
+    def load_all_but_one(kv: cpu.Rows, host: cpu.Rows, run: cpu.Run) -> None:
+        kv[run.block : run.block + run.length] = host[run.slot : run.slot + run.length]
+        kv[run.block + run.length - 1] = 0
 
     expected = reference(setup.model, A)
     with running(setup) as engine:
