@@ -145,7 +145,7 @@ class AttachedSession(Session):
 
     def adapt_to_pool(self) -> None:
         registered = self.ranks.usable_slots()
-        self.watermark = None if registered >= self.pool.memory_slots() else registered
+        self.watermark = None if 0 < self.pool.memory_slots() <= registered else registered
         self.leases.max_slots = max(1, self.pool.slots.limit // 2)
         self.refresh_acceptance()
 

@@ -52,7 +52,7 @@ POOL = PoolIdentity(
     groups=(GroupIdentity("full", 16, 16),),
     tensor_parallel=2,
 )
-NAMESPACE = NamespaceIdentity(model="org/Model-1", weights_id="w", weights_source="files", hash_probe="p")
+NAMESPACE = NamespaceIdentity(model="org/Model-1", weights_id="w", weights_source="snapshot", hash_probe="p")
 HELLO = Hello(role="scheduler", engine="raw", host="here", pid=os.getpid(), pool=POOL, namespace=NAMESPACE)
 
 _M = TypeVar("_M", bound=Message)

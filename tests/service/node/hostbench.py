@@ -1,0 +1,271 @@
+"""A `NodeHost` over real pools and real extents, with links that record. The test decides when each thread runs."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tests.service.node.rawengine import HELLO, SLOT_BYTES, key_of
+
+from kvstow.attach.calls import (
+    BeginLoad,
+    BeginStore,
+    Completions,
+    Found,
+    Hold,
+    LoadBegun,
+    Lookup,
+    SettledOps,
+    StoreBegun,
+)
+from kvstow.attach.connection import Message
+from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots, GrantedExtents, PopulatedExtents, RevokedExtents
+from kvstow.attach.hello import Hello
+from kvstow.attach.peer import Peer
+from kvstow.memory.budget import MemoryBudget
+from kvstow.memory.limits import MemoryLimits
+from kvstow.memory.nodememory import NodeMemory
+from kvstow.memory.populator import Populator
+from kvstow.messages import Completion, Mark, RankReport
+from kvstow.testing.fakes import FakeClock
+from kvstow_service.node.memorythread import MemoryThread
+from kvstow_service.node.nodehost import NodeHost
+from kvstow_service.node.nodepool import NodePool, PoolSettings
+from kvstow_service.node.sessionhost import SessionGrant
+
+EXTENT = 2 << 20
+ROW_SLOTS = EXTENT // SLOT_BYTES
+
+
+@dataclass
+class Pushed:
+    """A message on its way. `inodes`: those of the descriptors."""
+
+    rank: int | None
+    message: Message
+    inodes: tuple[int, ...] = ()
+
+
+class Engine:
+    """A session, with the workers of all ranks. It is its own `SessionLink`."""
+
+    def __init__(self, bench: HostBench, session_id: str, hello: Hello, uid: int) -> None:
+        self.bench, self.session_id, self.hello, self.uid = bench, session_id, hello, uid
+        self.pushed: list[Pushed] = []
+        self.grants: dict[int, dict[int, ExtentGrant]] = {}
+        self.populated: dict[int, int] = {}
+        self.revoked: dict[int, list[int]] = {}
+        self.settled: dict[int, list[str]] = {}
+        self.refuses_fds = False
+        self.reports = 0
+        self.answer: SessionGrant = bench.host.open_session(session_id, hello, self.peer(), self)
+
+    def peer(self, pid: int = 0) -> Peer:
+        return Peer(pid, self.uid, self.uid, None)
+
+    @property
+    def pool(self) -> NodePool:
+        pool = self.bench.host.find_pool(self.answer.pool)
+        assert pool is not None
+        return pool
+
+    @property
+    def num_ranks(self) -> int:
+        assert self.hello.pool is not None
+        return self.hello.pool.num_ranks
+
+    def client(self, rank: int) -> str:
+        return f"{self.session_id}/{rank}"
+
+    # -- as the attach server's connections -------------------------------------------------------------------
+
+    def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
+        if fds and self.refuses_fds:
+            raise OSError(24, "Too many open files")
+        if isinstance(message, GrantedExtents):
+            assert len(fds) == len(message.extents) <= 250
+            assert rank is not None
+            for grant in message.extents:
+                assert self.client(rank) in self.bench.budget.mappers(grant.extent_id), "sent before it was recorded"
+            session = next(one for one in self.pool.attached() if one.label.startswith(f"session {self.session_id} "))
+            assert self.client(rank) in session.processes, "sent before the pool knows the process"
+        inodes = tuple(os.fstat(fd).st_ino for fd in fds)
+        self.bench.posted.append(lambda: self._receive(Pushed(rank, message, inodes)))
+
+    def _receive(self, pushed: Pushed) -> None:
+        self.pushed.append(pushed)
+        rank, message = pushed.rank, pushed.message
+        match message:
+            case GrantedExtents():
+                assert rank is not None
+                for grant in message.extents:
+                    self.grants.setdefault(rank, {})[grant.extent_id] = grant
+                    self.populated[grant.extent_id] = grant.populated_bytes
+            case PopulatedExtents():
+                self.populated |= dict(message.extents)
+            case RevokedExtents():
+                assert rank is not None
+                self.revoked.setdefault(rank, []).extend(message.extent_ids)
+            case SettledOps():
+                for op in message.ops:
+                    self.settled.setdefault(op.op_id, []).append(op.mark)
+
+    # -- as the engine ----------------------------------------------------------------------------------------
+
+    def join(self, *ranks: int, **fields: Any) -> None:
+        for rank in ranks or range(self.num_ranks):
+            hello = Hello(role="worker", engine="e", host="h", pid=1, rank=rank, **fields)
+            self.bench.host.join_worker(self.session_id, hello, self.peer(100 + rank))
+
+    def register(self, limit: int | None = None) -> None:
+        """All that is populated, on all ranks."""
+        for rank, grants in self.grants.items():
+            told = []
+            for grant in grants.values():
+                slots = min(grant.num_slots, self.populated[grant.extent_id] // SLOT_BYTES)
+                if limit is not None:
+                    slots = max(0, min(slots, limit - grant.first_slot))
+                told.append(ExtentSlots(grant.extent_id, slots))
+            self.bench.host.extents_registered(self.session_id, rank, told)
+
+    def report(self, rank: int | None = None, boot: str = "b") -> None:
+        """`pinned_slots` and `applied` are not believed."""
+        for one in range(self.num_ranks) if rank is None else (rank,):
+            self.reports += 1
+            report = RankReport(
+                rank=one,
+                boot_id=boot,
+                state="ready",
+                slot_bytes=SLOT_BYTES,
+                pinned_slots=10**6,
+                target_slots=0,
+                pinned_bytes=0,
+                target_bytes=0,
+                sender="s",
+                number=self.reports,
+            )
+            self.bench.host.take_report(self.session_id, one, report)
+
+    def release_revoked(self, *ranks: int) -> None:
+        for rank in ranks or list(self.revoked):
+            extents = self.revoked.pop(rank, [])
+            for extent in extents:
+                del self.grants[rank][extent]
+            self.bench.host.extents_released(self.session_id, rank, extents)
+
+    def begin_store(self, *numbers: int) -> StoreBegun:
+        return self.bench.host.begin_store(self.session_id, BeginStore([key_of(number) for number in numbers]))
+
+    def complete(self, op_id: int, mark: Mark = "done", ranks: Sequence[int] | None = None) -> None:
+        for rank in range(self.num_ranks) if ranks is None else ranks:
+            self.bench.host.complete(self.session_id, Completions(rank, "b", (Completion(op_id, mark),)))
+
+    def store(self, *numbers: int) -> StoreBegun:
+        begun = self.begin_store(*numbers)
+        if begun.op_id:
+            self.complete(begun.op_id)
+        return begun
+
+    def find(self, *numbers: int, hold: Hold = Hold.NOTHING) -> Found:
+        return self.bench.host.lookup(self.session_id, Lookup([key_of(number) for number in numbers], hold))
+
+    def has(self, *numbers: int) -> int:
+        """How many of these blocks it finds."""
+        return sum(length for _, length in self.find(*numbers).runs)
+
+    def begin_load(self, lease_id: int, count: int = 1) -> LoadBegun:
+        return self.bench.host.begin_load(self.session_id, BeginLoad(lease_id, 0, count))
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def lose(self) -> None:
+        self.bench.host.session_lost(self.session_id, "gone")
+
+    def let_go(self, *ranks: int) -> None:
+        """Of the workers that got descriptors."""
+        for rank in ranks or list(self.grants):
+            self.bench.host.worker_let_go(self.session_id, rank)
+
+    def over(self) -> None:
+        self.bench.host.session_over(self.session_id)
+
+    def end(self) -> None:
+        self.lose()
+        self.let_go()
+        self.over()
+
+
+@dataclass
+class HostBench:
+    path: Path
+    extents: int = 8
+    share_across_uids: bool = False
+    settings: PoolSettings = field(default_factory=PoolSettings)
+    starts_populated: bool = True
+
+    def __post_init__(self) -> None:
+        (self.path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
+        limits = MemoryLimits(self.path / "meminfo", self.path / "cgroup", self.path / "fs")
+        self.clock = FakeClock()
+        self.budget = MemoryBudget(self.extents * EXTENT, EXTENT)
+        self.memory = MemoryThread(
+            NodeMemory(self.budget, Populator(limits)),
+            self.post,
+            on_smaller=lambda pool: self.host.follow_pool(pool),
+            on_empty=lambda pool: self.host.drop_if_unused(pool),
+        )
+        self.host = NodeHost(
+            self.memory, settings=self.settings, share_across_uids=self.share_across_uids, clock=self.clock
+        )
+        self.posted: deque[Callable[[], object]] = deque()
+        self.engines: list[Engine] = []
+        self.run()
+
+    def post(self, action: Callable[[], object]) -> None:
+        self.posted.append(action)
+
+    def run_posted(self) -> None:
+        """What the attach server's thread would do."""
+        while self.posted:
+            self.posted.popleft()()
+
+    def run_memory(self) -> None:
+        """What the thread of the memory would do."""
+        if self.starts_populated:
+            for number in range(1, 10_000):
+                extent = self.memory.memory.extent(number)
+                if extent is not None:
+                    extent.populated_bytes = extent.num_bytes
+        self.memory.run_pending()
+        assert not self.memory.faults, "see the log"
+
+    def run(self) -> None:
+        """Both threads, until nothing is left to do."""
+        for _ in range(20):
+            self.run_memory()
+            self.run_posted()
+        for pool in self.host.pools():
+            pool.check_integrity()
+        self.budget.check_integrity()
+
+    def attach(self, hello: Hello = HELLO, uid: int = 1000, **fields: Any) -> Engine:
+        """An engine that has opened its session."""
+        self.engines.append(Engine(self, f"{len(self.engines):016x}", replace(hello, **fields), uid))
+        return self.engines[-1]
+
+    def start(self, hello: Hello = HELLO, uid: int = 1000, **fields: Any) -> Engine:
+        """An engine that can store and load."""
+        engine = self.attach(hello, uid, **fields)
+        engine.join()
+        self.run()
+        engine.register()
+        engine.report()
+        return engine
+
+    def close(self) -> None:
+        self.memory.close()
+        self.memory.memory.close()
