@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from kvstow.devices.base import Device, Fence, TicketState, start_load
 from kvstow.errors import CopyError, DataPlaneFailedError
-from kvstow.memory.hostpool import Hold
+from kvstow.memory.slotpool import Hold
 from kvstow.messages import Completion, CopyFigures, Direction, Op
 from kvstow.opqueues import OpQueues, PendingOp
 
@@ -38,7 +38,7 @@ logger = logging.getLogger("kvstow.dataplane")
 
 
 class CopyThread:
-    """Owns `device` and closes it. `hold` keeps the memory of the slots below a number in place (`HostPool.hold`).
+    """Owns `device` and closes it. `hold` keeps the memory of the slots below a number in place (`SlotPool.hold`).
     `on_failure` is called on this thread after it has failed.
 
     Thread-safe. `_lock` guards all fields. The device is called without it, by the thread that holds `_turn`: this one,

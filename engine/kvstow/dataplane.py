@@ -13,8 +13,8 @@ from collections.abc import Callable
 from kvstow.callbacks import Callbacks
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import Device, Fence
-from kvstow.memory.hostpool import HostPool
 from kvstow.memory.poolstatus import PoolStatus
+from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import (
     Completion,
@@ -36,7 +36,7 @@ class DataPlane:
     def __init__(
         self,
         rank: int,
-        pool: HostPool,
+        pool: SlotPool,
         device: Device,
         *,
         reports: ReportSequence | None = None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvstow.devices.base import Fence, Ticket
 from kvstow.errors import QueueFullError
-from kvstow.memory.hostpool import Hold
+from kvstow.memory.slotpool import Hold
 from kvstow.messages import Direction, Op
 
 _IN_FLIGHT = 2  # ops per direction: more would make a sampled token's copy wait behind them on the link

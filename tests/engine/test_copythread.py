@@ -11,7 +11,7 @@ from kvstow import opqueues
 from kvstow.copythread import CopyThread
 from kvstow.devices.base import TicketState
 from kvstow.errors import CopyError
-from kvstow.memory.hostpool import Hold
+from kvstow.memory.slotpool import Hold
 from kvstow.messages import Completion, Direction, Op
 from kvstow.testing.fakes import FakeClock, FakeDevice, FakeTicket
 

@@ -7,7 +7,7 @@ Ordering. A store reads its blocks only after the compute work that `after` name
 it writes its blocks only after `after`. Compute work never waits for a store.
 
 Slots. From `launch_store` or `prepare_load` to the final state of the ticket, or until the prepared load is closed, the
-slots belong to the op: the control plane does not reuse them, and the caller holds their memory (`HostPool.hold`).
+slots belong to the op: the control plane does not reuse them, and the caller holds their memory (`SlotPool.hold`).
 
 Loads. They take two calls, because JAX launches work on another thread than it stages on, and because a load layer by
 layer is prepared once. A prepared load has nothing that another op may need, so one that is never launched cannot

@@ -14,26 +14,27 @@ import numpy.typing as npt
 from kvstow.devices.base import Fence, PreparedLoad, TicketState
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Region
-from kvstow.memory.hostpool import HostPool
+from kvstow.memory.slotpool import SlotPool
 
 Rows: TypeAlias = npt.NDArray[np.uint8]
 """One row for each block or slot."""
 
 
 class Run(NamedTuple):
-    """Neighbouring blocks that lie in neighbouring slots: one strided copy per region."""
+    """Neighbouring blocks that lie in neighbouring places: one strided copy per region."""
 
     block: int
-    slot: int
+    place: int
     length: int
 
 
-def merge_runs(blocks: Sequence[int], slots: Sequence[int]) -> Iterator[Run]:
-    """The pairs (`blocks[i]`, `slots[i]`) in order, as few runs as possible."""
+def merge_runs(blocks: Sequence[int], places: Sequence[int], stride: int = 1) -> Iterator[Run]:
+    """The pairs (`blocks[i]`, `places[i]`) in order, as few runs as possible. Neighbouring places lie `stride`
+    apart."""
     start = 0
     for end in range(1, len(blocks) + 1):
-        if end == len(blocks) or blocks[end] != blocks[end - 1] + 1 or slots[end] != slots[end - 1] + 1:
-            yield Run(blocks[start], slots[start], end - start)
+        if end == len(blocks) or blocks[end] != blocks[end - 1] + 1 or places[end] != places[end - 1] + stride:
+            yield Run(blocks[start], places[start], end - start)
             start = end
 
 
@@ -92,15 +93,12 @@ class CpuDevice:
 
     name, copies_alone = "cpu", False
 
-    def __init__(self, pool: HostPool, layout: KVLayout, tensors: Sequence[Any]) -> None:
+    def __init__(self, pool: SlotPool, layout: KVLayout, tensors: Sequence[Any]) -> None:
         """Raises `ConfigError`, which names the region, for tensors that do not match the layout."""
         layout.require(pool.slot_bytes, len(tensors))
         arrays = [_array_of(region, tensor) for region, tensor in zip(layout.regions, tensors, strict=True)]
         self._pool, self._num_blocks = pool, layout.num_blocks
-        slots = _slots_of(pool)
-        offsets = zip(layout.offsets, layout.regions, strict=True)
-        host = [slots[:, offset : offset + region.page_bytes] for offset, region in offsets]
-        self._pages = list(zip(arrays, host, strict=True))
+        self._pages = list(zip(arrays, layout.offsets, strict=True))
         self._closed = False
 
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> CpuTicket:
@@ -121,11 +119,13 @@ class CpuDevice:
         self._closed = True
         self._pages = []
 
-    def _move(self, blocks: Sequence[int], slots: Sequence[int], copy: Callable[[Rows, Rows, Run], None]) -> None:
+    def _move(self, blocks: Sequence[int], slots: Sequence[int], copy: Callable[[Rows, Rows], None]) -> None:
         self._check(blocks, slots)
-        for run in merge_runs(blocks, slots):
-            for kv, host in self._pages:
-                copy(kv, host, run)
+        stride = self._pool.slot_stride
+        places: list[int] = self._pool.addresses(np.array(slots, np.int64)).tolist()
+        for run in merge_runs(blocks, places, stride):
+            for kv, offset in self._pages:
+                copy(kv[run.block : run.block + run.length], rows_at(run.place + offset, run.length, stride, kv))
 
     def _check(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         if self._closed:
@@ -140,12 +140,12 @@ class CpuDevice:
             raise CopyError(f"slot {max(slots)} is not pinned; the pool has {pinned} slots pinned")
 
 
-def _store_run(kv: Rows, host: Rows, run: Run) -> None:
-    host[run.slot : run.slot + run.length] = kv[run.block : run.block + run.length]
+def _store_run(kv: Rows, host: Rows) -> None:
+    host[:] = kv
 
 
-def _load_run(kv: Rows, host: Rows, run: Run) -> None:
-    kv[run.block : run.block + run.length] = host[run.slot : run.slot + run.length]
+def _load_run(kv: Rows, host: Rows) -> None:
+    kv[:] = host
 
 
 def _array_of(region: Region, tensor: Any) -> Rows:
@@ -167,8 +167,9 @@ def _array_of(region: Region, tensor: Any) -> Rows:
     return array
 
 
-def _slots_of(pool: HostPool) -> Rows:
-    """The pool's whole address space as `[max_slots, slot_stride]`. Touches no memory."""
-    num_bytes = pool.max_slots * pool.slot_stride
-    memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(pool.address))
-    return memory.reshape(pool.max_slots, pool.slot_stride)
+def rows_at(address: int, count: int, stride: int, like: Rows) -> Rows:
+    """`count` rows of host memory, as long as those of `like`."""
+    page_bytes = like.shape[1]
+    whole = 1 << ((count - 1) * stride + page_bytes).bit_length()  # ctypes keeps every size of array that it has made
+    memory = (ctypes.c_uint8 * whole).from_address(address)
+    return np.ndarray((count, page_bytes), np.uint8, memory, strides=(stride, 1))

@@ -8,10 +8,10 @@ import torch
 
 from kvstow.errors import ConfigError
 from kvstow.layout import KVLayout, Region
-from kvstow.memory.hostpool import HostPool
+from kvstow.memory.slotpool import SlotPool
 
 
-def check_tensors(pool: HostPool, layout: KVLayout, tensors: Sequence[torch.Tensor], device_type: str) -> None:
+def check_tensors(pool: SlotPool, layout: KVLayout, tensors: Sequence[torch.Tensor], device_type: str) -> None:
     """Raises `ConfigError` unless `tensors[i]` is region `i` of `layout`, all on one device of `device_type`, and the
     pool's slots hold a block."""
     layout.require(pool.slot_bytes, len(tensors))

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 
 from kvstow.config import HugePages
 from kvstow.memory.chunks import Chunk
 from kvstow.memory.hoststeps import HostSteps
 from kvstow.memory.limits import Allowance
 from kvstow.memory.numa import bytes_by_node, prefer_node
-from kvstow.memory.pace import Pace
-from kvstow.memory.pinning import Registrar
+from kvstow.memory.pacedregistrar import PacedRegistrar
 from kvstow.memory.region import HostRegion, round_up
 
 _POPULATORS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # threads while the host is idle; otherwise one
 _NODE_STEP = 16 << 20  # bytes between two samples of the NUMA node: sampling holds the GIL
-
-logger = logging.getLogger("kvstow.pool")
 
 
 class ChunkMemory:
@@ -34,20 +29,17 @@ class ChunkMemory:
         self,
         num_bytes: int,
         huge_pages: HugePages,
-        registrar: Registrar,
+        registrar: PacedRegistrar,
         allowance: Allowance,
-        pace: Pace,
         steps: HostSteps,
         *,
         clock: Callable[[], float],
-        cpu_clock: Callable[[], float],
         numa_node: int | None,
     ) -> None:
         """Reserves address space and uses no memory. Raises `PinError` if there is not even address space."""
         self.resident_bytes = 0
-        self._registrar, self._allowance, self._pace, self._steps = registrar, allowance, pace, steps
-        self._clock, self._cpu_clock = clock, cpu_clock
-        self._is_prepared = False
+        self._registrar, self._allowance, self._steps = registrar, allowance, steps
+        self._clock = clock
         self._region = HostRegion(num_bytes, huge_pages)
         self.numa_notice = None if numa_node is None else prefer_node(self.address, self._region.num_bytes, numa_node)
         """A sentence for people if memory cannot be bound to the node, else None."""
@@ -58,9 +50,7 @@ class ChunkMemory:
 
     def commit(self, chunk: Chunk) -> None:
         """Populate the chunk. Raises `PinError` if the limits or the machine do not allow it."""
-        if not self._is_prepared:
-            self._registrar.prepare_thread()
-            self._is_prepared = True
+        self._registrar.prepare_thread()
         start, end = self._pages(chunk)
         self._allowance.require(start, end)
         if start < end:
@@ -81,44 +71,26 @@ class ChunkMemory:
         return bytes_by_node(self.address + start, end - start, _NODE_STEP)
 
     def register(self, chunk: Chunk) -> None:
-        """Pin a committed chunk, on the thread that the pace chooses. Raises `PinError`; the chunk is then not pinned.
-        The caller records the chunk, then calls `record`; nothing may fail between `register` and recording."""
-        self._call(self._registrar.register, chunk)
+        """Pin a committed chunk; see `PacedRegistrar.register`."""
+        self._registrar.register(self.address + chunk.offset, chunk.num_bytes)
 
     def unregister(self, chunk: Chunk) -> None:
         """Undo `register`. Raises `PinError`; the chunk is then still pinned."""
-        self._call(self._registrar.unregister, chunk)
+        self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
 
-    def record(self, chunk: Chunk) -> None:
-        """Tell the pace how long the last call, for `chunk`, held the driver's lock."""
-        seconds = self._cpu_clock() - self._started if self._of_host is None else self._of_host
-        self._pace.record(chunk.num_bytes, seconds, self._clock())
+    def unregister_at_close(self, chunk: Chunk) -> None:
+        """See `PacedRegistrar.unregister_at_close`."""
+        what = f"slots {chunk.first_slot}-{chunk.end_slot - 1}"
+        self._registrar.unregister_at_close(self.address + chunk.offset, chunk.num_bytes, what)
 
     def forget_allowance(self) -> None:
         """Check the limits again before the next chunk."""
         self._allowance.forget()
 
-    def unregister_at_close(self, chunk: Chunk) -> None:
-        """Unregister on the calling thread, without a pace. Logs an error instead of raising it, so that the caller
-        goes on to the other chunks."""
-        try:
-            self._registrar.unregister(self.address + chunk.offset, chunk.num_bytes)
-        except Exception as error:  # noqa: BLE001
-            logger.warning("could not unregister slots %d-%d: %s", chunk.first_slot, chunk.end_slot - 1, error)
-
     def close(self) -> None:
         """Give back the memory and the address space; idempotent."""
         self.resident_bytes = 0
         self._region.close()
-
-    def _call(self, call: Callable[[int, int], None], chunk: Chunk) -> None:
-        self._of_host: float | None = None
-        self._started = self._cpu_clock()
-        made = partial(call, self.address + chunk.offset, chunk.num_bytes)
-        if (expected := self._pace.call_seconds) is None:
-            made()
-        else:
-            self._of_host = self._steps.run(made, expected)
 
     def _pages(self, chunk: Chunk) -> tuple[int, int]:
         """Start and end of the chunk's own memory: the region's pages that begin in it. A reserved huge page across its

@@ -1,69 +1,24 @@
-"""One rank's host pool: slots in memory that is pinned, and given back, while the slots are in use."""
+"""One rank's host pool: slots in memory of its own, populated and pinned in the background."""
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import TypeGuard
 
-from kvstow.callbacks import Callbacks
 from kvstow.config import PoolConfig
-from kvstow.errors import ConfigError, CopyError, InsufficientMemoryError, PinError
+from kvstow.errors import InsufficientMemoryError
 from kvstow.memory.chunkmemory import ChunkMemory
-from kvstow.memory.chunks import Chunk, ChunkGrid, PinnedChunks
-from kvstow.memory.hoststeps import HostSteps
+from kvstow.memory.chunks import Chunk, ChunkGrid
 from kvstow.memory.limits import Allowance, MemoryLimits, limits_of
 from kvstow.memory.pace import pace_of
-from kvstow.memory.pinning import PinProgress, PopulateOnly, Registrar
-from kvstow.memory.poolstatus import PoolState, PoolStatus
-
-_DEFECT = "internal"  # the reason of failures that are not a `PinError`
-
-logger = logging.getLogger("kvstow.pool")
+from kvstow.memory.pinning import PopulateOnly, Registrar
+from kvstow.memory.slotpool import Int64Array, SlotPool
 
 
-class Hold:
-    """Keeps memory of a pool in place until `release`, which is idempotent. Also a context manager."""
-
-    __slots__ = ("_release",)
-
-    def __init__(self, release: Callable[[], None]) -> None:
-        self._release: Callable[[], None] | None = release
-
-    def release(self) -> None:
-        release, self._release = self._release, None
-        if release is not None:
-            release()
-
-    def __enter__(self) -> Hold:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class HostPool:
-    """Slots of `slot_bytes` at `address + slot * slot_stride`; those below `pinned_slots` may be used.
-
-    Guarantees: every slot below `pinned_slots` is populated and registered. Memory is given back from the top, by whole
-    chunks, and never while it is held. A chunk that fails is undone completely and stops growth, not the pool; no error
-    ends the pinning thread. After `close` nothing is left.
-
-    The pinning thread populates a chunk during the pause after the previous one. Then it registers the chunk with a
-    call whose size and time the `Pace` sets; while the host makes steps, the host's thread makes that call (`steps`).
-    It never populates and registers at the same time: register calls beside populating took up to 2.3 ms instead of 0.6
-    (p99), and others wait for them, for no higher rate.
-
-    Assumes: a caller that copies to or from slots holds their memory (`hold`) from before the copy begins until the
-    device no longer touches it. `close` waits for the last of them.
-
-    Thread-safe. `_state` guards the fields and is never held during a system call; `_ending` is held while `close`
-    gives the memory back. Where both are taken, `_ending` comes first.
-    """
+class HostPool(SlotPool):
+    """Slots at `address + slot * slot_stride`, in address space that is reserved once. Memory above the target is given
+    back."""
 
     def __init__(
         self,
@@ -78,35 +33,27 @@ class HostPool:
         """Reserve address space; uses no memory yet. Memory comes from `numa_node` if possible. Raises
         `InsufficientMemoryError` if `pool_bytes` cannot fit, `PinError` if there is not even address space.
         """
-        self._config = config
+        super().__init__(
+            config.slot_bytes,
+            config.max_slots,
+            config.capacity_slots,
+            registrar if config.lock else PopulateOnly(),
+            partial(pace_of, config),
+            clock=clock,
+            cpu_clock=cpu_clock,
+        )
         limits = limits or limits_of(config.huge_pages)
-        self._registrar = registrar if config.lock else PopulateOnly()
-        self.steps = HostSteps(clock)
-        self._pace = pace_of(config, self.steps)
         self._grid = ChunkGrid.of(config.slot_bytes, config.max_slots, self._pace.chunk_bytes)
         if shortage := limits.shortage(config.capacity_slots * self._grid.slot_stride):
             raise InsufficientMemoryError(f"the pool does not fit: {shortage.message}")
-        self._state = threading.Condition()
-        self._ending = threading.Lock()
-        self._held: Counter[int] = Counter()  # by the slot at which it ends
-        self._target = config.capacity_slots
-        self._chunks: PinnedChunks | None = None
-        self._failure: PinError | None = None
-        self._pin_failures: Counter[str] = Counter()
-        self._progress = PinProgress(clock)
-        self._clock = clock
-        self._paused = self._closing = False
-        self._listeners = Callbacks()
-        self._thread: threading.Thread | None = None
-        self._memory = ChunkMemory(
+        self._allowance = Allowance(limits.shortage, clock)
+        self._memory: ChunkMemory = ChunkMemory(
             self._grid.region_bytes,
             config.huge_pages,
-            self._registrar,
-            Allowance(limits.shortage, clock),
-            self._pace,
+            self._paced,
+            self._allowance,
             self.steps,
             clock=clock,
-            cpu_clock=cpu_clock,
             numa_node=numa_node,
         )
 
@@ -115,230 +62,18 @@ class HostPool:
         return self._memory.address
 
     @property
-    def slot_bytes(self) -> int:
-        return self._config.slot_bytes
-
-    @property
     def slot_stride(self) -> int:
-        """Bytes from one slot to the next; more than `slot_bytes` only for sizes far from a page multiple."""
         return self._grid.slot_stride
 
-    @property
-    def max_slots(self) -> int:
-        """The largest target: address space is reserved for no more."""
-        return self._config.max_slots
+    def addresses(self, slots: Int64Array) -> Int64Array:
+        return self.address + slots * self.slot_stride
 
-    @property
-    def pinned_slots(self) -> int:
-        """The watermark: slots below it may be used."""
-        with self._state:
-            return self._pinned()
+    def _next_chunk(self) -> Chunk | None:
+        covered = self._covered()
+        return None if covered >= self._target else self._grid.next_chunk(covered, self._target, self._pace.chunk_bytes)
 
-    def start(self, *, at_ease: bool = False) -> None:
-        """Start pinning in the background; idempotent. `at_ease`: with longer pauses, until the host begins a step or
-        `start` is called without it."""
-        with self._state:
-            self.steps.is_starting = at_ease
-            if self._thread is None and not self._closing:
-                thread = threading.Thread(target=self._run, name="kvstow-pin", daemon=True)
-                thread.start()
-                self._thread = thread
+    def _chunks_left(self) -> int:
+        return self._grid.count(self._covered(), self._target, self._pace.chunk_bytes)
 
-    def add_listener(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the pinning thread after each chunk or failure. It must not block or close the pool."""
-        self._listeners.register(callback)
-
-    def set_target(self, slots: int) -> None:
-        """Grow or shrink to `slots` in the background; slots above it are unusable at once. A new target also retries
-        after a failure. Raises `ConfigError` outside 0 to `max_slots`."""
-        if not 0 <= slots <= self.max_slots:
-            raise ConfigError("target slots", slots, f"0 to {self.max_slots} (max_bytes of the pool)")
-        with self._state:
-            if slots != self._target:
-                self._target = slots
-                self._failure = None
-                if self._covered() >= slots:
-                    self._progress.end()
-                self._state.notify_all()
-
-    def set_paused(self, paused: bool) -> None:
-        """Start no further chunk until unpaused; shrinking continues."""
-        with self._state:
-            self._paused = paused
-            self._state.notify_all()
-
-    def retry(self) -> None:
-        """Try a chunk that failed again. No effect if none has."""
-        with self._state:
-            self._failure = None
-            self._state.notify_all()
-
-    def hold(self, end_slot: int) -> Hold:
-        """Keep the memory of all slots below `end_slot` in place until the hold is released. Never waits. Raises
-        `CopyError` if they are not all pinned."""
-        with self._state:
-            if (pinned := self._pinned()) < end_slot:
-                raise CopyError(f"slot {end_slot - 1} is not pinned; the pool has {pinned} slots pinned")
-            self._held[end_slot] += 1
-        return Hold(partial(self._release, end_slot))
-
-    def _release(self, end_slot: int) -> None:
-        with self._state:
-            self._held[end_slot] -= 1
-            if not self._held[end_slot]:
-                del self._held[end_slot]
-            if self._closing or self._covered() > self._target:  # otherwise no thread waits for it
-                self._state.notify_all()
-
-    def status(self) -> PoolStatus:
-        with self._state:
-            pinned, covered = self._pinned(), self._covered()
-            done = self._chunks.count if self._chunks is not None else 0
-            return PoolStatus(
-                state=self._current_state(),
-                pinned_slots=pinned,
-                target_slots=self._target,
-                pinned_bytes=pinned * self.slot_bytes,
-                target_bytes=self._target * self.slot_bytes,
-                resident_bytes=self._memory.resident_bytes,
-                locked_bytes=self._registrar.locked_bytes,
-                pin_mode=self._registrar.mode,
-                notice="; ".join(filter(None, (self._registrar.notice, self._memory.numa_notice))) or None,
-                pin_rate_bytes_per_second=self._progress.rate,
-                pin_elapsed_seconds=self._progress.elapsed,
-                chunks_done=done,
-                chunks_total=done + self._grid.count(covered, self._target, self._pace.chunk_bytes),
-                chunks_failed=int(self._failure is not None),
-                error_reason=self._failure.reason if self._failure else None,
-                error=str(self._failure) if self._failure else None,
-                pin_failures=dict(self._pin_failures),
-                numa_bytes=dict(self._chunks.numa_bytes) if self._chunks is not None else {},
-            )
-
-    def close(self) -> None:
-        """Stop pinning at the next chunk, unregister and give the memory back. Idempotent; safe at any time."""
-        with self._state:
-            self._closing = True
-            self.steps.close()
-            self._state.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
-        with self._ending:
-            with self._state:
-                self._state.wait_for(lambda: not self._held)
-            self._give_back_all()
-
-    def _give_back_all(self) -> None:
-        with self._state:
-            chunks, self._chunks = self._chunks, None
-        try:
-            while chunks is not None:
-                self._memory.unregister_at_close(chunks.last)
-                chunks = chunks.below
-        finally:
-            self._memory.close()
-
-    # The pinning thread.
-
-    def _run(self) -> None:
-        while True:
-            try:
-                step = self._wait_for_step()
-                if step is None:
-                    return
-                step()
-            except PinError as error:
-                logger.warning("pinning stopped at %d slots: %s", self.pinned_slots, error)
-                self._fail(error.reason, str(error))
-            except Exception as error:
-                logger.exception("pinning stopped at %d slots: unexpected error", self.pinned_slots)
-                self._fail(_DEFECT, repr(error))
-            self._listeners.call()
-
-    def _wait_for_step(self) -> Callable[[], None] | None:
-        """Wait for work and return it; None when the pool closes."""
-        with self._state:
-            self.steps.is_pinning = self._next_step() is not None
-            self._state.wait_for(lambda: self._closing or self._next_step() is not None)
-            self.steps.is_pinning = not self._closing
-            return None if self._closing else self._next_step()
-
-    def _next_step(self) -> Callable[[], None] | None:
-        if self._failure is not None:
-            return None
-        if self._may_give_back(self._chunks):
-            return self._shrink
-        if self._covered() < self._target and not self._paused:
-            return partial(self._grow, self._grid.next_chunk(self._covered(), self._target, self._pace.chunk_bytes))
-        return None
-
-    def _grow(self, chunk: Chunk) -> None:
-        with self._state:
-            self._progress.begin(self._covered() * self.slot_bytes)
-        self._memory.commit(chunk)
-        try:
-            chunks = PinnedChunks.on(self._chunks, chunk, self._memory.bytes_by_node(chunk))
-            if not self._wait_for_turn():
-                return
-            self._memory.register(chunk)
-        except BaseException:
-            self._memory.decommit(chunk)
-            raise
-        with self._state:
-            self._chunks = chunks
-            self._progress.record(self._covered() * self.slot_bytes)
-            if self._covered() >= self._target:
-                self._progress.end()
-        self._memory.record(chunk)
-
-    def _shrink(self) -> None:
-        """Give the last chunk back, unless it is wanted or held by then."""
-        if not self._wait_for_turn():
-            return
-        with self._state:
-            chunks = self._chunks
-            if not self._may_give_back(chunks):
-                return
-            self._chunks = chunks.below  # the chunk cannot be held from now on
-        try:
-            self._memory.unregister(chunks.last)
-        except BaseException:
-            with self._state:
-                self._chunks = chunks  # it is still pinned; the next attempt or `close` unregisters it
-            raise
-        self._memory.decommit(chunks.last)
-        self._memory.record(chunks.last)
-
-    def _wait_for_turn(self) -> bool:
-        """Leave the driver's lock to others for as long as the pace says; False when the pool closes."""
-        with self._state:
-            while not self._closing and (seconds := self._pace.delay(self._clock())) > 0:
-                self._state.wait(seconds)
-            return not self._closing
-
-    def _fail(self, reason: str, message: str) -> None:
-        self._memory.forget_allowance()
-        with self._state:
-            self._failure = PinError(reason, message)
-            self._pin_failures[reason] += 1
-            self._progress.end()
-
-    # Under `_state`.
-
-    def _may_give_back(self, chunks: PinnedChunks | None) -> TypeGuard[PinnedChunks]:
-        """Whether the last chunk is neither wanted nor held."""
-        return chunks is not None and chunks.last.first_slot >= max(self._target, *self._held, 0)
-
-    def _covered(self) -> int:
-        return self._chunks.last.end_slot if self._chunks is not None else 0
-
-    def _pinned(self) -> int:
-        return min(self._target, self._covered())
-
-    def _current_state(self) -> PoolState:
-        if self._closing:
-            return "closed"
-        if self._failure is not None:
-            return "failed" if self._failure.reason == _DEFECT else "degraded"
-        return "ready" if self._covered() >= self._target else "pinning"
+    def _forget_limits(self) -> None:
+        self._allowance.forget()

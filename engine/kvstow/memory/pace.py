@@ -12,7 +12,7 @@ from kvstow.config import PoolConfig
 from kvstow.memory.hoststeps import HostState, HostSteps
 
 CHUNK_BYTES, PAUSE = 64 << 20, 0.002  # where neither is given: 17.7 GiB/s, steps at most 1.2 ms longer
-_LATENCY_TARGET = 0.0015  # a call of 64 MiB, or of 40 where the machine is slow
+LATENCY_TARGET = 0.0015  # a call of 64 MiB, or of 40 where the machine is slow
 _EASE = 5  # factor for a fixed pause while the host starts
 _FIRST_BYTES, _MOST_BYTES = 16 << 20, 64 << 20
 _LEAST_BYTES = 8 << 20  # any call takes at least 0.25 ms
@@ -96,6 +96,6 @@ class AdaptivePace:
 
 def pace_of(config: PoolConfig, steps: HostSteps) -> Pace:
     if not config.has_fixed_pace:
-        return AdaptivePace(config.latency_target or _LATENCY_TARGET, steps)
+        return AdaptivePace(config.latency_target or LATENCY_TARGET, steps)
     chunk_bytes = CHUNK_BYTES if config.chunk_bytes is None else config.chunk_bytes
     return FixedPace(chunk_bytes, PAUSE if config.pause is None else config.pause, steps)

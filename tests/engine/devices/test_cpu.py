@@ -128,9 +128,9 @@ def test_blocks_of_any_layout_survive_a_store_and_a_load(
 @given(pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=20))
 def test_runs_keep_the_pairs_in_order_and_are_as_long_as_possible(pairs: list[tuple[int, int]]) -> None:
     runs = list(merge_runs([block for block, _ in pairs], [slot for _, slot in pairs]))
-    assert [(run.block + i, run.slot + i) for run in runs for i in range(run.length)] == pairs
+    assert [(run.block + i, run.place + i) for run in runs for i in range(run.length)] == pairs
     for left, right in pairwise(runs):
-        assert (left.block + left.length, left.slot + left.length) != (right.block, right.slot)
+        assert (left.block + left.length, left.place + left.length) != (right.block, right.place)
 
 
 def test_neighbours_are_merged_only_where_both_ascend_together() -> None:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+import numpy as np
 import torch
 
 from kvstow.devices.base import Fence, PreparedLoad, TicketState
-from kvstow.devices.cpu import CpuDevice, Rows
+from kvstow.devices.cpu import CpuDevice, Rows, rows_at
 from kvstow.errors import CopyError
 from kvstow.layout import KVLayout
 from kvstow.memory.hostpool import HostPool
@@ -172,7 +173,11 @@ class SimulatedDevice:
         return "failed" if ticket.fails else "done"
 
     def _arrays(self) -> tuple[list[Rows], list[Rows]]:
-        return [kv for kv, _ in self._pages], [host for _, host in self._pages]
+        """Of each region, its pages on the device and in all slots."""
+        pool = self._pool
+        (begin,) = pool.addresses(np.zeros(1, np.int64)).tolist()
+        slots = [rows_at(begin + offset, pool.max_slots, pool.slot_stride, kv) for kv, offset in self._pages]
+        return [kv for kv, _ in self._pages], slots
 
 
 _FINAL = {TicketState.DONE, TicketState.FAILED}

@@ -17,13 +17,13 @@ from kvstow.devices.cuda.context import primary_context
 from kvstow.devices.cuda.copier import LoadCopier, StoreCopier
 from kvstow.devices.cuda.driver import Driver, Int64Array
 from kvstow.devices.cuda.kernels import PageKernels
-from kvstow.devices.cuda.plan import BatchedCopies, SlotArea, Split
+from kvstow.devices.cuda.plan import BatchedCopies, Split
 from kvstow.devices.cuda.registrar import CudaRegistrar
 from kvstow.devices.cuda.transfer import Transfer
 from kvstow.devices.tensorchecks import check_tensors
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout
-from kvstow.memory.hostpool import HostPool
+from kvstow.memory.slotpool import SlotPool
 
 logger = logging.getLogger("kvstow.cuda")
 
@@ -61,10 +61,10 @@ class CudaOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSlots:
-    """The slots of an op in ascending order, where each was in the order given, and the copies between them and staging
-    buffers. Also a `PreparedLoad`."""
+    """The addresses of an op's slots, in ascending order of the slots; where each was in the order given; and the
+    copies between them and staging buffers. Also a `PreparedLoad`."""
 
-    slots: Int64Array
+    addresses: Int64Array
     order: Int64Array
     staged: BatchedCopies
 
@@ -87,7 +87,7 @@ class CudaDevice:
 
     def __init__(
         self,
-        pool: HostPool,
+        pool: SlotPool,
         layout: KVLayout,
         tensors: Sequence[torch.Tensor],
         *,
@@ -100,7 +100,6 @@ class CudaDevice:
         if pool.status().pin_mode != registrar.mode:
             raise ConfigError("lock", False, "true: CUDA copies from registered memory only")
         self._pool, self._registrar, self._num_blocks = pool, registrar, layout.num_blocks
-        self._area = SlotArea(pool.address, pool.slot_stride)
         self._context = primary_context(tensors[0].device.index)
         self.name = f"cuda:{self._context.ordinal}"
         self._closed = False
@@ -167,13 +166,13 @@ class CudaDevice:
     def _planned_slots(self, slots: Sequence[int]) -> PlannedSlots:
         places = self._checked_slots(slots)
         order = np.argsort(places)  # consecutive slots are copied in one piece
-        places = places[order]
-        return PlannedSlots(places, order, self._split.staged_copies(places, self._area, self._registrar.starts()))
+        addresses = self._pool.addresses(places[order])
+        return PlannedSlots(addresses, order, self._split.staged_copies(addresses, self._registrar.starts()))
 
     def _planned(self, where: PlannedSlots, blocks: Sequence[int], after: Fence | None) -> Transfer:
         """An op with everything its batches need. No copier has it yet, so an error leaves nothing behind."""
-        targets = self._checked_blocks(blocks, len(where.slots))[where.order]
-        direct = self._split.direct_copies(targets, where.slots, self._area, self._registrar.starts())
+        targets = self._checked_blocks(blocks, len(where.addresses))[where.order]
+        direct = self._split.direct_copies(targets, where.addresses, self._registrar.starts())
         return Transfer(targets, self._split.num_batches(len(targets)), where.staged, direct, after)
 
     def _checked_blocks(self, blocks: Sequence[int], num_slots: int) -> Int64Array:

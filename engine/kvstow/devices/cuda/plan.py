@@ -50,17 +50,6 @@ class BatchedCopies:
         return Copies(*(values[part] for values in self.copies))
 
 
-@dataclass(frozen=True, slots=True)
-class SlotArea:
-    """Slots in host memory: `address + slot * stride`."""
-
-    address: int
-    stride: int
-
-    def addresses(self, slots: Int64Array) -> Int64Array:
-        return self.address + slots * self.stride
-
-
 class Split:
     """A layout divided into staged and direct regions, and the size of a batch.
 
@@ -95,16 +84,16 @@ class Split:
             return -(-num_blocks // self.batch_blocks)
         return int(self._direct_batches(num_blocks)[-1]) + 1 if num_blocks else 0
 
-    def staged_copies(self, slots: Int64Array, area: SlotArea, seams: Int64Array) -> BatchedCopies:
-        """Copies between slots and a staging buffer; device addresses count from the buffer's start."""
+    def staged_copies(self, slots: Int64Array, seams: Int64Array) -> BatchedCopies:
+        """Copies between slots at these addresses and a staging buffer; device addresses count from its start."""
         units = np.arange(len(slots))
         batches = np.repeat(units // self.batch_blocks, len(self._staged))
-        return _batched(self._staged, units % self.batch_blocks, area.addresses(slots), batches, seams)
+        return _batched(self._staged, units % self.batch_blocks, slots, batches, seams)
 
-    def direct_copies(self, blocks: Int64Array, slots: Int64Array, area: SlotArea, seams: Int64Array) -> BatchedCopies:
-        """Copies between slots and pages."""
+    def direct_copies(self, blocks: Int64Array, slots: Int64Array, seams: Int64Array) -> BatchedCopies:
+        """Copies between slots at these addresses and pages."""
         batches = self._direct_batches(len(blocks))
-        return _batched(self._direct, blocks, area.addresses(slots), batches, seams)
+        return _batched(self._direct, blocks, slots, batches, seams)
 
     def _direct_batches(self, num_blocks: int) -> Int64Array:
         """The batch of each page that is copied directly. If all regions are direct, a batch need not hold whole

@@ -24,6 +24,7 @@ from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import limits_of
 from kvstow.memory.mlock import cpu_registrar
 from kvstow.memory.region import round_up
+from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
 from kvstow_service.connectors.vllm.kvgeometry import KVGeometry
@@ -170,7 +171,7 @@ def fence_of(kv_caches: Mapping[str, Any]) -> Callable[[], Fence | None]:
     return lambda: CudaFence.record(torch.cuda.current_stream(device))
 
 
-def wait_until_pinned(pool: HostPool) -> None:
+def wait_until_pinned(pool: SlotPool) -> None:
     """Return when the pool has its size or has stopped growing."""
     changed = threading.Event()
     pool.add_listener(changed.set)

@@ -1,0 +1,379 @@
+"""A pool of slots that are pinned, and given back, while others of them are in use."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstow.callbacks import Callbacks
+from kvstow.errors import ConfigError, CopyError, PinError
+from kvstow.memory.chunks import Chunk, PinnedChunks
+from kvstow.memory.hoststeps import HostSteps
+from kvstow.memory.pace import Pace
+from kvstow.memory.pacedregistrar import PacedRegistrar
+from kvstow.memory.pinning import PinProgress, Registrar
+from kvstow.memory.poolstatus import PoolState, PoolStatus
+
+_DEFECT = "internal"  # the reason of failures that are not a `PinError`
+
+Int64Array = npt.NDArray[np.int64]
+
+logger = logging.getLogger("kvstow.pool")
+
+
+class Hold:
+    """Keeps memory of a pool in place until `release`, which is idempotent. Also a context manager."""
+
+    __slots__ = ("_release",)
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release: Callable[[], None] | None = release
+
+    def release(self) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class PoolMemory(Protocol):
+    """Where the bytes of chunks are. Each step either succeeds or is undone completely. Called by the pinning thread;
+    `close` follows the end of that thread."""
+
+    resident_bytes: int
+    numa_notice: str | None
+
+    def commit(self, chunk: Chunk) -> None:
+        """Make the chunk's bytes present. Raises `PinError`."""
+
+    def decommit(self, chunk: Chunk) -> None: ...
+
+    def bytes_by_node(self, chunk: Chunk) -> Counter[int]:
+        """A committed chunk's bytes by NUMA node."""
+
+    def register(self, chunk: Chunk) -> None:
+        """See `PacedRegistrar.register`."""
+
+    def unregister(self, chunk: Chunk) -> None:
+        """Raises `PinError`; the chunk is then still pinned."""
+
+    def unregister_at_close(self, chunk: Chunk) -> None:
+        """Logs an error instead of raising it."""
+
+    def close(self) -> None: ...
+
+
+class SlotPool(ABC):
+    """Slots of `slot_bytes`; those below `pinned_slots` may be used. `HostPool` has memory of its own, `MappedPool` has
+    that of the node service.
+
+    Guarantees: every slot below `pinned_slots` is populated and registered. Memory is given back from the top, by whole
+    chunks, and never while it is held. A chunk that fails is undone completely and stops growth, not the pool; no error
+    ends the pinning thread. After `close` nothing is left.
+
+    The pinning thread populates a chunk during the pause after the previous one. Then it registers the chunk with a
+    call whose size and time the `Pace` sets; while the host makes steps, the host's thread makes that call (`steps`).
+    It never populates and registers at the same time: register calls beside populating took up to 2.3 ms instead of 0.6
+    (p99), and others wait for them, for no higher rate.
+
+    Assumes: a caller that copies to or from slots holds their memory (`hold`) from before the copy begins until the
+    device no longer touches it. `close` waits for the last of them.
+
+    Thread-safe. `_state` guards the fields and is never held during a system call; `_ending` is held while `close`
+    gives the memory back. Where both are taken, `_ending` comes first.
+    """
+
+    def __init__(
+        self,
+        slot_bytes: int,
+        max_slots: int,
+        target: int,
+        registrar: Registrar,
+        pace: Callable[[HostSteps], Pace],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """The subclass sets `_memory` before `start`."""
+        self.slot_bytes = slot_bytes
+        self.max_slots = max_slots
+        """The largest target."""
+        self._registrar = registrar
+        self.steps = HostSteps(clock)
+        self._pace = pace(self.steps)
+        self._paced = PacedRegistrar(registrar, self._pace, self.steps, clock=clock, cpu_clock=cpu_clock)
+        self._memory: PoolMemory
+        self._state = threading.Condition()
+        self._ending = threading.Lock()
+        self._held: Counter[int] = Counter()  # by the slot at which it ends
+        self._target = target
+        self._chunks: PinnedChunks | None = None
+        self._failure: PinError | None = None
+        self._pin_failures: Counter[str] = Counter()
+        self._progress = PinProgress(clock)
+        self._clock = clock
+        self._paused = self._closing = False
+        self._listeners = Callbacks()
+        self._thread: threading.Thread | None = None
+
+    # Where pools differ.
+
+    @abstractmethod
+    def addresses(self, slots: Int64Array) -> Int64Array:
+        """Where pinned slots begin. Neighbouring slots lie `slot_stride` apart, but for those at the seam of two
+        registrations."""
+
+    @property
+    @abstractmethod
+    def slot_stride(self) -> int:
+        """Bytes from one slot to the next; more than `slot_bytes` only for sizes far from a page multiple."""
+
+    @abstractmethod
+    def _next_chunk(self) -> Chunk | None:
+        """The chunk to pin next, if there is one. Under `_state`."""
+
+    @abstractmethod
+    def _chunks_left(self) -> int:
+        """How many chunks are still to be pinned. Under `_state`."""
+
+    def _usable(self) -> int:
+        """Pinned slots from it on must not be used. Under `_state`."""
+        return self._target
+
+    def _wanted(self) -> int:
+        """Memory of slots from it on is to be given back. Under `_state`."""
+        return self._target
+
+    @abstractmethod
+    def _forget_limits(self) -> None:
+        """A chunk has failed: check the limits on memory before the next one."""
+
+    # For any thread.
+
+    @property
+    def pinned_slots(self) -> int:
+        """The watermark: slots below it may be used."""
+        with self._state:
+            return self._pinned()
+
+    def start(self, *, at_ease: bool = False) -> None:
+        """Start pinning in the background; idempotent. `at_ease`: with longer pauses, until the host begins a step or
+        `start` is called without it."""
+        with self._state:
+            self.steps.is_starting = at_ease
+            if self._thread is None and not self._closing:
+                thread = threading.Thread(target=self._run, name="kvstow-pin", daemon=True)
+                thread.start()
+                self._thread = thread
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the pinning thread after each chunk or failure. It must not block or close the pool."""
+        self._listeners.register(callback)
+
+    def set_target(self, slots: int) -> None:
+        """Grow or shrink to `slots` in the background; slots above it are unusable at once. A new target also retries
+        after a failure. Raises `ConfigError` outside 0 to `max_slots`."""
+        if not 0 <= slots <= self.max_slots:
+            raise ConfigError("target slots", slots, f"0 to {self.max_slots} (max_bytes of the pool)")
+        with self._state:
+            if slots != self._target:
+                self._target = slots
+                self._failure = None
+                if self._covered() >= slots:
+                    self._progress.end()
+                self._state.notify_all()
+
+    def set_paused(self, paused: bool) -> None:
+        """Start no further chunk until unpaused; shrinking continues."""
+        with self._state:
+            self._paused = paused
+            self._state.notify_all()
+
+    def retry(self) -> None:
+        """Try a chunk that failed again. No effect if none has."""
+        with self._state:
+            self._failure = None
+            self._state.notify_all()
+
+    def hold(self, end_slot: int) -> Hold:
+        """Keep the memory of all slots below `end_slot` in place until the hold is released. Never waits. Raises
+        `CopyError` if they are not all pinned."""
+        with self._state:
+            if (pinned := self._pinned()) < end_slot:
+                raise CopyError(f"slot {end_slot - 1} is not pinned; the pool has {pinned} slots pinned")
+            self._held[end_slot] += 1
+        return Hold(partial(self._release, end_slot))
+
+    def _release(self, end_slot: int) -> None:
+        with self._state:
+            self._held[end_slot] -= 1
+            if not self._held[end_slot]:
+                del self._held[end_slot]
+            if self._closing or self._covered() > self._wanted():  # otherwise no thread waits for it
+                self._state.notify_all()
+
+    def status(self) -> PoolStatus:
+        with self._state:
+            pinned = self._pinned()
+            done = self._chunks.count if self._chunks is not None else 0
+            return PoolStatus(
+                state=self._current_state(),
+                pinned_slots=pinned,
+                target_slots=self._target,
+                pinned_bytes=pinned * self.slot_bytes,
+                target_bytes=self._target * self.slot_bytes,
+                resident_bytes=self._memory.resident_bytes,
+                locked_bytes=self._registrar.locked_bytes,
+                pin_mode=self._registrar.mode,
+                notice="; ".join(filter(None, (self._registrar.notice, self._memory.numa_notice))) or None,
+                pin_rate_bytes_per_second=self._progress.rate,
+                pin_elapsed_seconds=self._progress.elapsed,
+                chunks_done=done,
+                chunks_total=done + self._chunks_left(),
+                chunks_failed=int(self._failure is not None),
+                error_reason=self._failure.reason if self._failure else None,
+                error=str(self._failure) if self._failure else None,
+                pin_failures=dict(self._pin_failures),
+                numa_bytes=dict(self._chunks.numa_bytes) if self._chunks is not None else {},
+            )
+
+    def close(self) -> None:
+        """Stop pinning at the next chunk, unregister and give the memory back. Idempotent; safe at any time."""
+        with self._state:
+            self._closing = True
+            self.steps.close()
+            self._state.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        with self._ending:
+            with self._state:
+                self._state.wait_for(lambda: not self._held)
+            self._give_back_all()
+
+    def _give_back_all(self) -> None:
+        with self._state:
+            chunks, self._chunks = self._chunks, None
+        try:
+            while chunks is not None:
+                self._memory.unregister_at_close(chunks.last)
+                chunks = chunks.below
+        finally:
+            self._memory.close()
+
+    # The pinning thread.
+
+    def _run(self) -> None:
+        while True:
+            try:
+                step = self._wait_for_step()
+                if step is None:
+                    return
+                step()
+            except PinError as error:
+                logger.warning("pinning stopped at %d slots: %s", self.pinned_slots, error)
+                self._fail(error.reason, str(error))
+            except Exception as error:
+                logger.exception("pinning stopped at %d slots: unexpected error", self.pinned_slots)
+                self._fail(_DEFECT, repr(error))
+            self._listeners.call()
+
+    def _wait_for_step(self) -> Callable[[], None] | None:
+        """Wait for work and return it; None when the pool closes."""
+        with self._state:
+            self.steps.is_pinning = self._next_step() is not None
+            self._state.wait_for(lambda: self._closing or self._next_step() is not None)
+            self.steps.is_pinning = not self._closing
+            return None if self._closing else self._next_step()
+
+    def _next_step(self) -> Callable[[], None] | None:
+        if self._failure is not None:
+            return None
+        if self._may_give_back(self._chunks):
+            return self._shrink
+        chunk = None if self._paused else self._next_chunk()
+        return None if chunk is None else partial(self._grow, chunk)
+
+    def _grow(self, chunk: Chunk) -> None:
+        with self._state:
+            self._progress.begin(self._covered() * self.slot_bytes)
+        self._memory.commit(chunk)
+        try:
+            chunks = PinnedChunks.on(self._chunks, chunk, self._memory.bytes_by_node(chunk))
+            if not self._wait_for_turn():
+                return
+            self._memory.register(chunk)
+        except BaseException:
+            self._memory.decommit(chunk)
+            raise
+        with self._state:
+            self._chunks = chunks
+            self._progress.record(self._covered() * self.slot_bytes)
+            if self._next_chunk() is None:
+                self._progress.end()
+        self._paced.record(chunk.num_bytes)
+
+    def _shrink(self) -> None:
+        """Give the last chunk back, unless it is wanted or held by then."""
+        if not self._wait_for_turn():
+            return
+        with self._state:
+            chunks = self._chunks
+            if not self._may_give_back(chunks):
+                return
+            self._chunks = chunks.below  # the chunk cannot be held from now on
+        try:
+            self._memory.unregister(chunks.last)
+        except BaseException:
+            with self._state:
+                self._chunks = chunks  # it is still pinned; the next attempt or `close` unregisters it
+            raise
+        self._memory.decommit(chunks.last)
+        self._paced.record(chunks.last.num_bytes)
+
+    def _wait_for_turn(self) -> bool:
+        """Leave the driver's lock to others for as long as the pace says; False when the pool closes."""
+        with self._state:
+            while not self._closing and (seconds := self._pace.delay(self._clock())) > 0:
+                self._state.wait(seconds)
+            return not self._closing
+
+    def _fail(self, reason: str, message: str) -> None:
+        self._forget_limits()
+        with self._state:
+            self._failure = PinError(reason, message)
+            self._pin_failures[reason] += 1
+            self._progress.end()
+
+    # Under `_state`.
+
+    def _may_give_back(self, chunks: PinnedChunks | None) -> TypeGuard[PinnedChunks]:
+        """Whether the last chunk is neither wanted nor held."""
+        return chunks is not None and chunks.last.first_slot >= max(self._wanted(), *self._held, 0)
+
+    def _covered(self) -> int:
+        return self._chunks.last.end_slot if self._chunks is not None else 0
+
+    def _pinned(self) -> int:
+        return min(self._usable(), self._covered())
+
+    def _current_state(self) -> PoolState:
+        if self._closing:
+            return "closed"
+        if self._failure is not None:
+            return "failed" if self._failure.reason == _DEFECT else "degraded"
+        return "ready" if self._pinned() >= self._target else "pinning"
