@@ -43,7 +43,9 @@ def observe_registration(profile: cProfile.Profile | None = None) -> Iterator[Ca
 
 
 def slowest(profile: cProfile.Profile) -> dict[str, float]:
-    """Seconds by function, with what it calls, the longest first."""
+    """Seconds by function, with what it calls, the longest first. Empty if nothing was profiled."""
+    if not profile.getstats():  # pstats refuses such a profile
+        return {}
     stats = pstats.Stats(profile).stats  # type: ignore[attr-defined] # by (file, line, function)
     seconds = {
         f"{file.rpartition('site-packages/')[2]}:{line} {name}": row[3] for (file, line, name), row in stats.items()
