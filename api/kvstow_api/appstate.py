@@ -9,8 +9,8 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from kvstow.control.poolfacade import PoolFacade
 from kvstow_api.auth import Credentials
+from kvstow_api.directory import Directory
 from kvstow_api.eventstream import EventStreams
 from kvstow_api.health import Health
 from kvstow_api.host import ApiHost
@@ -54,8 +54,8 @@ class AppState:
             loop=loop,
             operations=Operations(host.clock, journal),
             journal=journal,
-            streams=EventStreams(host.directory.pools()[0].facade, journal),
-            sampler=Sampler(host.directory.pools()[0].facade, journal),
+            streams=EventStreams(host.directory, journal),
+            sampler=Sampler(host.directory, journal),
             clocks=RankClocks(),
             log_levels=LogLevels(),
             http=http,
@@ -66,8 +66,8 @@ class AppState:
         )
 
     @property
-    def engine(self) -> PoolFacade:
-        return self.host.directory.pools()[0].facade
+    def directory(self) -> Directory:
+        return self.host.directory
 
     @property
     def uptime(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,6 +63,10 @@ class Directory(Protocol):
     @property
     def trust_eof(self) -> float | None:
         """Seconds after which processes whose end cannot be seen count as ended; None if nothing ends by time."""
+
+    @property
+    def errors(self) -> Mapping[str, int]:
+        """Errors of the host by code, other than those that a pool counts."""
 
     def pools(self) -> Sequence[HostedPool]:
         """All pools, the oldest first."""

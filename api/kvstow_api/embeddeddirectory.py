@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConflictError, NotFoundError
@@ -35,6 +35,7 @@ class EmbeddedDirectory:
         self.engine_id = engine.engine_id
         self.switches = engine.admin
         self.take_report = engine.report
+        self.errors: Mapping[str, int] = {}
         self._engine, self._name, self._model = engine, name, model
         self._pool = HostedPool(POOL_NAME, engine, max_capacity_slots, model)
         self._clock, self._started_at = clock, clock()
@@ -60,6 +61,7 @@ class EmbeddedDirectory:
             namespace=POOL_NAME,
             state="stuck" if pending.stuck else state,
             in_flight=pending.loads + pending.stores,
+            oldest_seconds=pending.oldest_seconds,
             leases=stats.pool.leases,
             leased_slots=stats.pool.slots.leased,
             registered_slots=readiness.usable_slots,

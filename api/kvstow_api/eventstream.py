@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Collection, Iterator
 from typing import Any, NamedTuple, Self
 
 from kvstow.control.blockevents import BlockEvent
-from kvstow.control.poolfacade import PoolFacade
 from kvstow.keys import format_key
+from kvstow_api.directory import Directory, HostedPool
 from kvstow_api.journal import Entry, Journal
 from kvstow_api.streamlimit import StreamLimit
 from kvstow_api.views import EventType
@@ -27,7 +27,8 @@ _CURSOR = re.compile(r"([0-9a-f]{1,32})-(\d{1,18})-(\d{1,18})")
 
 
 class Cursor(NamedTuple):
-    """A reader's position: the life of the engine, and the last entry read of the journal and of the block events."""
+    """A reader's position: the life of the pool, or of the host if no pool was chosen, and the last entry read of the
+    journal and of the pool's block events."""
 
     engine_id: str
     journal: int
@@ -37,7 +38,7 @@ class Cursor(NamedTuple):
         return "-".join(map(str, self))
 
     def is_before(self, other: Cursor) -> bool:
-        """Whether `other` is at or after this position, in the same life of the engine."""
+        """Whether `other` is at or after this position, in the same life."""
         return self.engine_id == other.engine_id and self.journal <= other.journal and self.blocks <= other.blocks
 
     @classmethod
@@ -49,8 +50,8 @@ class Cursor(NamedTuple):
 class EventStreams:
     """The streams of one server, each with its own cursor. Used on the event loop."""
 
-    def __init__(self, engine: PoolFacade, journal: Journal) -> None:
-        self._engine, self._journal = engine, journal
+    def __init__(self, directory: Directory, journal: Journal) -> None:
+        self._directory, self._journal = directory, journal
         self._messages = _Messages()
         self.limit = StreamLimit(
             "event streams", most=MAX_STREAMS, reserved=RESERVED_STREAMS, per_client=STREAMS_PER_CLIENT
@@ -60,16 +61,27 @@ class EventStreams:
         """Events that were dropped before a stream had read them."""
 
     def open(
-        self, wanted: Collection[str], *, after: str | None = None, recent: int = 0, poll: float = POLL_SECONDS
+        self,
+        wanted: Collection[str],
+        pool: HostedPool | None = None,
+        *,
+        after: str | None = None,
+        recent: int = 0,
+        poll: float = POLL_SECONDS,
     ) -> AsyncIterator[bytes]:
-        """The stream from after the event with id `after`, or from `recent` journal entries ago."""
-        now = Cursor(self._engine.engine_id, self._journal.last, self._engine.events.last_sequence)
+        """The stream of a pool, or without one of the host, from after the event with id `after`, or from `recent`
+        journal entries ago. Only a pool has events of blocks, and its stream leaves out what the journal says of
+        others."""
+        if pool is None:
+            now = Cursor(self._directory.engine_id, self._journal.last, 0)
+        else:
+            now = Cursor(pool.facade.engine_id, self._journal.last, pool.facade.events.last_sequence)
         begin, known = now._replace(journal=max(0, now.journal - recent)), True
         if after is not None:
             given = Cursor.parse(after)
             known = given is not None and given.is_before(now)
             begin = given if given is not None and known else now._replace(journal=0)
-        reader = _Reader(self._engine, self._journal, self._messages, frozenset(wanted), begin)
+        reader = _Reader(pool, self._journal, self._messages, frozenset(wanted), begin)
         return self._run(reader, known, poll)
 
     async def _run(self, reader: _Reader, known: bool, poll: float) -> AsyncIterator[bytes]:
@@ -94,11 +106,12 @@ class _Messages:
     streams. Bounded in bytes; the oldest are dropped first."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[type, int], bytes] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._bytes = 0
 
-    def of(self, event: Entry | BlockEvent) -> bytes:
-        name = type(event), event.sequence
+    def of(self, event: Entry | BlockEvent, log: str) -> bytes:
+        """`log`: which one the event is from."""
+        name = log, event.sequence
         message = self._kept.get(name)
         if message is None:
             message = self._kept[name] = _encode(event)
@@ -114,13 +127,13 @@ class _Reader:
 
     def __init__(
         self,
-        engine: PoolFacade,
+        pool: HostedPool | None,
         journal: Journal,
         messages: _Messages,
         wanted: frozenset[str],
         cursor: Cursor,
     ) -> None:
-        self._engine, self._journal, self._messages, self._wanted = engine, journal, messages, wanted
+        self._pool, self._journal, self._messages, self._wanted = pool, journal, messages, wanted
         self.cursor = cursor
         self._num_lost = 0
         self.behind = False
@@ -142,11 +155,16 @@ class _Reader:
         yield from self._lost(lost)
         for entry in entries:
             self.cursor = self.cursor._replace(journal=entry.sequence)
-            if entry.type in self._wanted:
-                yield _with_id(self.cursor, self._messages.of(entry))
+            if entry.type in self._wanted and self._is_of_pool(entry):
+                yield _with_id(self.cursor, self._messages.of(entry, ""))
+
+    def _is_of_pool(self, entry: Entry) -> bool:
+        return self._pool is None or entry.data.get("pool") in (None, self._pool.name)
 
     def _read_blocks(self) -> Iterator[bytes]:
-        log = self._engine.events
+        if self._pool is None:
+            return
+        log = self._pool.facade.events
         self.behind = False
         if not {"stored", "removed"} & self._wanted or log.last_sequence == self.cursor.blocks:
             self.cursor = self.cursor._replace(blocks=log.last_sequence)
@@ -157,7 +175,7 @@ class _Reader:
         for event in page.events:
             self.cursor = self.cursor._replace(blocks=event.sequence)
             if event.kind in self._wanted:
-                yield _with_id(self.cursor, self._messages.of(event))
+                yield _with_id(self.cursor, self._messages.of(event, self._pool.facade.engine_id))
 
     def _lost(self, count: int) -> Iterator[bytes]:
         self._num_lost += count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from kvstow.errors import ConfigError, SettingError
 from kvstow_api.directory import Directory
 from kvstow_api.hostsettings import INFORMATIONAL_CHECKS
-from kvstow_api.measurements import HostMemory
+from kvstow_api.measurements import HostMemory, OrphanedMemory
 
 HealthCheck = Callable[[], str | None]
 """Describes the problem; None if there is none. Called on the event loop: it must not block."""
@@ -32,8 +32,8 @@ class ApiHost:
     rank's agent report and do nothing else; without it only an admin may report. `readiness_require`: checks of
     `INFORMATIONAL_CHECKS` that fail `/readyz`. `startup_grace`: seconds for which a rank may be silent before its
     first report. `live_checks` fail `/livez`: only for problems that a restart fixes, such as a dead thread;
-    `ready_checks` and `startup_checks` fail the probes of their name. `host_memory`: measures the memory of the host's
-    machine, called on a thread.
+    `ready_checks` and `startup_checks` fail the probes of their name. `host_memory` measures the memory of the host's
+    machine, and `orphaned_memory` what node services have left in it; both are called on a thread.
     """
 
     directory: Directory
@@ -52,6 +52,7 @@ class ApiHost:
     startup_grace: float = 10.0
     live_checks: Mapping[str, HealthCheck] = field(default_factory=dict)
     host_memory: Callable[[], HostMemory] | None = None
+    orphaned_memory: Callable[[], Sequence[OrphanedMemory]] = tuple
     ready_checks: Mapping[str, HealthCheck] = field(default_factory=dict)
     startup_checks: Mapping[str, HealthCheck] = field(default_factory=dict)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)

@@ -10,7 +10,9 @@ from starlette.concurrency import run_in_threadpool
 from kvstow.errors import ConfigError, ConflictError
 from kvstow_api.appstate import AppState
 from kvstow_api.bodies import PoolPatch
+from kvstow_api.directory import HostedPool
 from kvstow_api.operations import Operation
+from kvstow_api.poolview import settings_etag
 from kvstow_api.views import PlanView, RuntimeConfig
 
 T = TypeVar("T")
@@ -19,39 +21,34 @@ IfMatch = Annotated[str | None, Header(description="An ETag: 412 if the settings
 _PLANNED = 1024  # blocks visited per hold of the engine's lock
 
 
-def current(app: AppState) -> RuntimeConfig:
-    desired, pool = app.engine.desired(), app.engine.stats().pool
+def current(pool: HostedPool) -> RuntimeConfig:
+    desired, stats = pool.facade.desired(), pool.facade.stats().pool
     return RuntimeConfig(
-        capacity_slots=desired.capacity_slots, policy=cast(Any, pool.policy), pinning_paused=desired.paused
+        capacity_slots=desired.capacity_slots, policy=cast(Any, stats.policy), pinning_paused=desired.paused
     )
 
 
-def etag(app: AppState) -> str:
-    """Identifies the current settings. Never reused, not even if a change is reverted. Read it before the settings
-    themselves, so that a change in between is noticed."""
-    return f'"{app.engine.engine_id}-{app.engine.admin.settings_revision}"'
-
-
-def _check_match(app: AppState, if_match: str | None) -> None:
+def _check_match(pool: HostedPool, if_match: str | None) -> None:
     """Raises 412 if the settings have changed since the client read them."""
-    if if_match is not None and not {"*", etag(app)} & set(map(str.strip, if_match.split(","))):
-        raise HTTPException(412, f"If-Match is {if_match[:100]}; the settings have changed, their ETag is {etag(app)}")
+    etag = settings_etag(pool)
+    if if_match is not None and not {"*", etag} & set(map(str.strip, if_match.split(","))):
+        raise HTTPException(412, f"If-Match is {if_match[:100]}; the settings have changed, their ETag is {etag}")
 
 
-async def plan(app: AppState, patch: PoolPatch, if_match: str | None) -> PlanView:
+async def plan(pool: HostedPool, patch: PoolPatch, if_match: str | None) -> PlanView:
     """What `change` would do. Raises what it would raise."""
-    _check_match(app, if_match)
-    return await run_in_threadpool(_plan, app, patch)
+    _check_match(pool, if_match)
+    return await run_in_threadpool(_plan, pool, patch)
 
 
-def _plan(app: AppState, patch: PoolPatch) -> PlanView:
+def _plan(pool: HostedPool, patch: PoolPatch) -> PlanView:
     """Visits every block above the new capacity, slice by slice."""
-    _check(app, patch)
-    now = current(app)
+    _check(pool, patch)
+    now = current(pool)
     slot: int | None = patch.capacity_slots
     evicted = 0
     while slot is not None:
-        page = app.engine.blocks(slot, _PLANNED)
+        page = pool.facade.blocks(slot, _PLANNED)
         if any(block.state == "protected" for block in page.blocks):
             raise ConflictError(f"protected blocks are above slot {patch.capacity_slots}; unprotect them first")
         evicted += len(page.blocks)
@@ -61,30 +58,35 @@ def _plan(app: AppState, patch: PoolPatch) -> PlanView:
         policy=_new(patch.policy, now.policy),
         pinning_paused=_new(patch.pinning_paused, now.pinning_paused),
         evicted_slots=evicted,
-        evicted_bytes=evicted * app.engine.config.slot_bytes,
+        evicted_bytes=evicted * pool.facade.config.slot_bytes,
     )
 
 
-async def change(app: AppState, patch: PoolPatch, if_match: str | None) -> Operation | None:
+async def change(app: AppState, pool: HostedPool, patch: PoolPatch, if_match: str | None) -> Operation | None:
     """Make the change if `if_match` allows it; a resize returns its operation. One change at a time: of two with the
     same ETag the second is refused. Raises before anything has changed."""
+    admin = pool.facade.admin
     async with app.settings_lock:
-        _check_match(app, if_match)
-        _check(app, patch)
+        _check_match(pool, if_match)
+        _check(pool, patch)
         operation = None
         capacity = patch.capacity_slots
         if capacity is not None:
-            operation = app.operations.start("resize", lambda: app.engine.admin.resize(capacity))
+            operation = app.operations.start("resize", pool.name, lambda: admin.resize(capacity))
         if patch.pinning_paused is not None:
-            app.engine.admin.pause_pinning(patch.pinning_paused)
+            admin.pause_pinning(patch.pinning_paused)
         if patch.policy is not None:  # O(pool): all slots are copied in order of eviction
-            await run_in_threadpool(app.engine.admin.set_policy, patch.policy)
+            await run_in_threadpool(admin.set_policy, patch.policy)
         return operation
 
 
-def _check(app: AppState, patch: PoolPatch) -> None:
-    highest = app.host.directory.pools()[0].max_capacity_slots
-    if patch.capacity_slots is not None and patch.capacity_slots > highest:
+def _check(pool: HostedPool, patch: PoolPatch) -> None:
+    highest = pool.max_capacity_slots
+    if patch.capacity_slots is None:
+        return
+    if not pool.is_resizable:
+        raise ConflictError(f"the host sets the size of pool {pool.name}, by its memory and what its engines ask for")
+    if patch.capacity_slots > highest:
         raise ConfigError("capacity_slots", patch.capacity_slots, f"1 to {highest}, the maximum of this host")
 
 

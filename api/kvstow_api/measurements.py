@@ -21,6 +21,13 @@ class HostMemory(NamedTuple):
     huge_pages: str
 
 
+class OrphanedMemory(NamedTuple):
+    """Memory of a node service that is taken although no service uses it. `words` say who has it and what to do."""
+
+    words: str
+    num_bytes: int
+
+
 class RankClocks:
     """Differences between the ranks' clocks and the server's, from their last reports. Used on the event loop."""
 

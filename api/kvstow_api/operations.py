@@ -57,7 +57,9 @@ class Sweeping(Protocol):
 class Operation:
     """One run of a sweep. Made by `Operations.start`; `born` is in seconds of its clock, `number` counts from 1."""
 
-    def __init__(self, number: int, kind: OperationKind, sweep: Sweeping, dry_run: bool, born: float) -> None:
+    def __init__(
+        self, number: int, kind: OperationKind, pool: str, sweep: Sweeping, dry_run: bool, born: float
+    ) -> None:
         self._sweep = sweep
         self.number = number
         self.born = born
@@ -67,6 +69,7 @@ class Operation:
         """Why the operation failed, if the cause is one of the engine's errors."""
         self._view = OperationView(
             id=f"{kind}-{secrets.token_hex(6)}",
+            pool=pool,
             kind=kind,
             dry_run=dry_run,
             state="running",
@@ -153,14 +156,16 @@ class Operations:
         self._ended = {(kind, state): 0 for kind in KINDS for state in END_STATES}
         self._seconds = {kind: Histogram(_BOUNDS) for kind in KINDS}
 
-    def start(self, kind: OperationKind, make_sweep: Callable[[], Sweeping], *, dry_run: bool = False) -> Operation:
-        """Make a sweep and run it. Raises what `make_sweep` raises, `ConflictError` for a second resize,
+    def start(
+        self, kind: OperationKind, pool: str, make_sweep: Callable[[], Sweeping], *, dry_run: bool = False
+    ) -> Operation:
+        """Make a sweep of a pool and run it. Raises what `make_sweep` raises, `ConflictError` for its second resize,
         and `QueueFullError` if too many operations run."""
         with self._lock:
-            self._check(kind)
+            self._check(kind, pool)
             sweep = make_sweep()
             try:
-                operation = Operation(self._started + 1, kind, sweep, dry_run, self._clock())
+                operation = Operation(self._started + 1, kind, pool, sweep, dry_run, self._clock())
                 name = operation.view.id
                 thread = threading.Thread(target=self._run, args=(operation,), name=f"kvstow-{name}", daemon=True)
                 thread.start()  # before it is listed: a thread that cannot start leaves no operation that never ends
@@ -175,7 +180,13 @@ class Operations:
 
     def _log(self, view: OperationView) -> None:
         self._journal.add(
-            "operation", id=view.id, kind=view.kind, dry_run=view.dry_run, state=view.state, error=view.error
+            "operation",
+            id=view.id,
+            pool=view.pool,
+            kind=view.kind,
+            dry_run=view.dry_run,
+            state=view.state,
+            error=view.error,
         )
 
     def get(self, operation_id: str) -> Operation:
@@ -225,16 +236,18 @@ class Operations:
         for thread in threads:
             thread.join(timeout)
 
-    def _check(self, kind: OperationKind) -> None:
+    def _check(self, kind: OperationKind, pool: str) -> None:
         if self._closed:
             raise ConflictError("the server is stopping")
-        if kind == "resize" and self._running("resize"):
+        if kind == "resize" and self._running("resize", pool):
             raise ConflictError("a resize is running; wait for it or cancel it")
         if len(self._threads) >= MAX_RUNNING:
             raise QueueFullError(f"too many operations are running (limit {MAX_RUNNING})")
 
-    def _running(self, kind: OperationKind) -> int:
-        return sum(operation.running and operation.view.kind == kind for operation in self._operations.values())
+    def _running(self, kind: OperationKind, pool: str | None = None) -> int:
+        """The number of running operations, of one pool or of all."""
+        views = (operation.view for operation in self._operations.values() if operation.running)
+        return sum(view.kind == kind and pool in (None, view.pool) for view in views)
 
     def _run(self, operation: Operation) -> None:
         self._log(operation.view)

@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstow.bytesize import format_size
 from kvstow.stats import SLOT_STATES, EngineStats, PendingTransfers, PoolStats, SlotState
-from kvstow.status import BypassStatus, DrainStatus, RankStatus, Readiness, TransferStatus
+from kvstow.status import BypassStatus, DrainStatus, MemoryStatus, RankStatus, Readiness, TransferStatus
 from kvstow_api.history import METRICS, HistoryView, NowView, lines_of
 from kvstow_api.numberformat import counted, duration, percent, rate
-from kvstow_api.views import StatsView
+from kvstow_api.views import PoolView, SessionView, StatsView
 
 NUM_OLDEST = 4
 """Transfers that the overview lists."""
@@ -30,7 +30,8 @@ _NAMED_RANKS = 3
 
 
 class Readings(NamedTuple):
-    """What the overview is made of, read at about the same time. `stats` has all sections."""
+    """What the overview is made of, read at about the same time. Without `pool`, there is none, or several and none
+    was chosen. `node`: None where the server is embedded in an engine."""
 
     model: str | None
     mode: str
@@ -38,10 +39,25 @@ class Readings(NamedTuple):
     readiness: Readiness
     drain: DrainStatus
     bypass: BypassStatus
+    pool: PoolReadings | None
+    node: NodeReadings | None = None
+
+
+class PoolReadings(NamedTuple):
+    """Of one pool. `stats` has all sections."""
+
     pinning_paused: bool
     stats: EngineStats | StatsView
     oldest: Iterable[TransferStatus]
     history: HistoryView
+
+
+class NodeReadings(NamedTuple):
+    """Of a server that engines attach to."""
+
+    memory: MemoryStatus
+    pools: Sequence[PoolView]
+    sessions: Sequence[SessionView]
 
 
 class Switch(NamedTuple):
@@ -88,14 +104,22 @@ class Chart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """`slots`: number by state, and of those not pinned, in the order of display."""
+    """`ranks`: of an embedded engine; on a node, `node` has what takes their place. `pool`: None if none is shown."""
 
     about: str
     state: str
     reason: str
     switches: tuple[Switch, ...]
     ranks: tuple[RankLine, ...]
-    pool: str
+    pool: PoolOverview | None
+    node: NodeOverview | None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOverview:
+    """One pool. `slots`: number by state, and of those not pinned, in the order of display."""
+
+    about: str
     slots: Mapping[str, int]
     hits: Chart
     bandwidth: Chart
@@ -106,20 +130,39 @@ class Overview:
     block_rates: str
 
 
+@dataclass(frozen=True, slots=True)
+class NodeOverview:
+    """A node: its memory, and a row for each pool and each session."""
+
+    populated_bytes: int
+    target_bytes: int
+    progress: str
+    pools: tuple[Row, ...]
+    sessions: tuple[Row, ...]
+
+
 def overview(given: Readings) -> Overview:
     """O(ranks)."""
+    paused = given.pool is not None and given.pool.pinning_paused
+    return Overview(
+        about=", ".join(filter(None, (given.model, given.mode, f"version {given.version}"))),
+        state=given.readiness.state,
+        reason=given.readiness.reason,
+        switches=tuple(switches(given.drain, given.bypass, paused)),
+        ranks=() if given.node else rank_lines(given.readiness.ranks, pinning_paused=paused),
+        pool=None if given.pool is None else _pool_overview(given.pool),
+        node=None if given.node is None else _node_overview(given.node),
+    )
+
+
+def _pool_overview(given: PoolReadings) -> PoolOverview:
     stats, history = given.stats, given.history
     assert stats.pool is not None
     assert stats.transfers is not None
     assert stats.lookups is not None
     drops = {name: count for name, count in (stats.stores or {}).items() if name.startswith(("dropped_", "failed"))}
-    return Overview(
-        about=", ".join(filter(None, (given.model, given.mode, f"version {given.version}"))),
-        state=given.readiness.state,
-        reason=given.readiness.reason,
-        switches=tuple(switches(given.drain, given.bypass, given.pinning_paused)),
-        ranks=rank_lines(given.readiness.ranks, pinning_paused=given.pinning_paused),
-        pool=_pool(stats.pool),
+    return PoolOverview(
+        about=_pool(stats.pool),
         slots=_slots(stats.pool),
         hits=_hits(history, stats.lookups.hit_ratio),
         bandwidth=_bandwidth(history),
@@ -128,6 +171,33 @@ def overview(given: Readings) -> Overview:
         evictions=_counts(stats.evictions or {}),
         drops=_counts(drops),
         block_rates=_block_rates(history.now),
+    )
+
+
+def _node_overview(given: NodeReadings) -> NodeOverview:
+    memory = given.memory
+    size = format_size(memory.target_bytes)
+    populated = f"{format_size(memory.populated_bytes)} of {size} populated"
+    return NodeOverview(
+        populated_bytes=memory.populated_bytes,
+        target_bytes=memory.target_bytes,
+        progress=size if memory.populated_bytes >= memory.target_bytes else populated,
+        pools=tuple(Row(one.name, _pool_words(one), counted(one.sessions, "session")) for one in given.pools),
+        sessions=tuple(Row(one.id, one.state, _session_words(one)) for one in given.sessions),
+    )
+
+
+def _pool_words(pool: PoolView) -> str:
+    size = format_size(pool.capacity_bytes)
+    return f"{pool.usable_slots:,} of {pool.capacity_slots:,} slots usable, {size} per rank"
+
+
+def _session_words(session: SessionView) -> str:
+    process = "" if session.pid is None else f"pid {session.pid}"
+    flight = counted(session.in_flight, "transfer")
+    ranks = counted(len(session.ranks), "rank")
+    return ", ".join(
+        filter(None, (session.engine, f"pool {session.pool}", ranks, f"{flight} in flight", session.host, process))
     )
 
 

@@ -26,6 +26,32 @@ class Query(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class PoolQuery(Query):
+    """Which pool is meant."""
+
+    pool: Annotated[
+        str | None, Field(description="Its name; needed only where the host has several pools", examples=["host"])
+    ] = None
+
+
+class ReadinessQuery(Query):
+    """Whose readiness is meant."""
+
+    pool: Annotated[str | None, Field(description="Only this pool; without it, the whole host")] = None
+
+
+class SwitchQuery(Query):
+    """Which pool a switch is for."""
+
+    pool: Annotated[str | None, Field(description="Only this pool; without it, all pools and those to come")] = None
+
+
+class DetachQuery(Query):
+    """How a session ends."""
+
+    kill: Annotated[bool, Field(description="Kill the engine's processes, too")] = False
+
+
 def token_of(position: int | None) -> str | None:
     """The page token that leads to `position`; None for None, the end."""
     return None if position is None else base64.urlsafe_b64encode(position.to_bytes(_TOKEN_BYTES, "big")).decode()
@@ -67,6 +93,7 @@ class BlocksQuery(PageQuery):
 
 
 class OperationsQuery(PageQuery):
+    pool: Annotated[str | None, Field(description="Only operations of this pool")] = None
     kind: Annotated[OperationKind | None, Field(description="Only operations of this kind")] = None
     state: Annotated[OperationState | None, Field(description="Only operations in this state")] = None
 
@@ -79,13 +106,13 @@ class OperationQuery(Query):
     wait: Annotated[WaitSeconds, Field(description="Seconds to wait for the end before answering")] = 0.0
 
 
-class TransfersQuery(Query):
+class TransfersQuery(PoolQuery):
     direction: Annotated[Direction | None, Field(description="Only transfers of this direction")] = None
     state: Annotated[TransferState | None, Field(description="Only transfers in this state")] = None
     slowest: Annotated[int, Field(ge=1, le=1000, description="How many, of the oldest ones")] = 100
 
 
-class StatsQuery(Query):
+class StatsQuery(PoolQuery):
     section: Annotated[str, Field(description=f"Any of {', '.join(SECTIONS)}, separated by commas; all if empty")] = ""
 
     @field_validator("section")
@@ -99,7 +126,7 @@ class StatsQuery(Query):
         return _names_in(self.section, SECTIONS, "section") or frozenset(SECTIONS)
 
 
-class EventsQuery(Query):
+class EventsQuery(PoolQuery):
     types: Annotated[
         str,
         Field(

@@ -1,4 +1,4 @@
-"""Samples the engine once a second: counters for the history, changes of state for the journal."""
+"""Samples the pools once a second: counters for the histories, changes of state for the journal."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import logging
 from collections import deque
 
-from kvstow.control.poolfacade import PoolFacade
-from kvstow.status import RankStatus
+from kvstow.status import HostedSession, RankStatus
+from kvstow_api.directory import Directory, HostedPool
 from kvstow_api.history import NOW_SECONDS, HistoryView, SampleView, now_of, sample_of
+from kvstow_api.hostreadiness import host_readiness, live_sessions
 from kvstow_api.journal import Journal
 
 logger = logging.getLogger("kvstow.api")
@@ -19,15 +20,13 @@ _SAMPLES = 720  # an hour
 
 
 class Sampler:
-    """Runs on the event loop. A sample is O(ranks)."""
+    """Runs on the event loop. A sample is O(pools + ranks)."""
 
-    def __init__(self, engine: PoolFacade, journal: Journal) -> None:
-        self._engine, self._journal = engine, journal
-        self._samples: deque[SampleView] = deque(maxlen=_SAMPLES)
-        self._recent: deque[SampleView] = deque(maxlen=round(NOW_SECONDS / _INTERVAL) + 1)
-        self._state: str | None = None
-        self._ranks: dict[int, tuple[str, str | None, str | None]] = {}
-        self._ticks = 0
+    def __init__(self, directory: Directory, journal: Journal) -> None:
+        self._directory, self._journal = directory, journal
+        self._pools: dict[str, _PoolSamples] = {}
+        self._ranks: dict[tuple[str, int], tuple[str, str | None, str | None]] = {}
+        self._node_state: str | None = None
         self._failing = False
         self._task: asyncio.Task[None] | None = None
 
@@ -40,30 +39,64 @@ class Sampler:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
 
-    @property
-    def history(self) -> HistoryView:
+    def history_of(self, pool: str | None) -> HistoryView:
+        """Of the pool of this name; empty for None, and until its first sample is taken."""
+        samples = None if pool is None else self._pools.get(pool)
         return HistoryView(
-            interval_seconds=_INTERVAL * _TICKS_PER_SAMPLE, now=now_of(self._recent), items=list(self._samples)
+            interval_seconds=_INTERVAL * _TICKS_PER_SAMPLE,
+            now=now_of(() if samples is None else samples.recent),
+            items=[] if samples is None else list(samples.kept),
         )
 
     def tick(self) -> None:
-        """Take a sample. The history keeps every fifth one, beginning with the first."""
-        readiness = self._engine.readiness()
-        if readiness.state != self._state:
-            self._journal.add("state", state=readiness.state, reason=readiness.reason)
-            self._state = readiness.state
-        for rank in readiness.ranks:
-            self._note_changes(rank)
-        self._recent.append(sample_of(self._engine.stats(), readiness.ranks))
-        if self._ticks % _TICKS_PER_SAMPLE == 0:
-            self._samples.append(self._recent[-1])
-        self._ticks += 1
+        """Take a sample of each pool. The histories keep every fifth one, beginning with the first. A pool's history
+        ends with the pool."""
+        directory = self._directory
+        if directory.is_node:
+            self._note_node()
+        former, self._pools = self._pools, {}
+        for pool in directory.pools():
+            samples = former.get(pool.name)
+            if samples is None or samples.engine_id != pool.facade.engine_id:
+                samples = _PoolSamples(pool.facade.engine_id)
+            self._pools[pool.name] = samples
+            self._sample(pool, samples)
+        noted, self._ranks = self._ranks, {}
+        for session in live_sessions(directory):
+            for rank in session.status.ranks:
+                self._note_changes(session, rank, noted)
 
-    def _note_changes(self, rank: RankStatus) -> None:
-        now = (rank.state, rank.boot_id, rank.error)
-        if self._ranks.get(rank.rank) != now:
-            self._ranks[rank.rank] = now
-            self._journal.add("rank", rank=rank.rank, state=rank.state, boot_id=rank.boot_id, error=rank.error)
+    def _sample(self, pool: HostedPool, samples: _PoolSamples) -> None:
+        readiness = pool.facade.readiness()
+        if readiness.state != samples.state:
+            self._journal.add("state", pool=pool.name, state=readiness.state, reason=readiness.reason)
+            samples.state = readiness.state
+        samples.add(sample_of(pool.facade.stats(), readiness.ranks))
+
+    def _note_node(self) -> None:
+        readiness = host_readiness(self._directory)
+        if readiness.state != self._node_state:
+            self._journal.add("state", pool=None, state=readiness.state, reason=readiness.reason)
+            self._node_state = readiness.state
+
+    def _note_changes(
+        self,
+        session: HostedSession,
+        rank: RankStatus,
+        noted: dict[tuple[str, int], tuple[str, str | None, str | None]],
+    ) -> None:
+        name, now = (session.session_id, rank.rank), (rank.state, rank.boot_id, rank.error)
+        self._ranks[name] = now
+        if noted.get(name) != now:
+            self._journal.add(
+                "rank",
+                pool=session.pool,
+                session=session.session_id,
+                rank=rank.rank,
+                state=rank.state,
+                boot_id=rank.boot_id,
+                error=rank.error,
+            )
 
     async def _run(self) -> None:
         while True:
@@ -72,6 +105,23 @@ class Sampler:
                 self._failing = False
             except Exception:  # the next sample may succeed
                 if not self._failing:
-                    logger.exception("sampling the engine failed")
+                    logger.exception("sampling the pools failed")
                 self._failing = True
             await asyncio.sleep(_INTERVAL)
+
+
+class _PoolSamples:
+    """The samples of one life of a pool."""
+
+    def __init__(self, engine_id: str) -> None:
+        self.engine_id = engine_id
+        self.state: str | None = None
+        self.kept: deque[SampleView] = deque(maxlen=_SAMPLES)
+        self.recent: deque[SampleView] = deque(maxlen=round(NOW_SECONDS / _INTERVAL) + 1)
+        self._ticks = 0
+
+    def add(self, sample: SampleView) -> None:
+        self.recent.append(sample)
+        if self._ticks % _TICKS_PER_SAMPLE == 0:
+            self.kept.append(sample)
+        self._ticks += 1

@@ -11,7 +11,16 @@ from datetime import datetime
 from typing import Any, Literal, get_args
 
 from kvstow.stats import EngineState, FaultStats, LookupStats, PendingTransfers, PoolStats, SlotCounts, TransferStats
-from kvstow.status import BlockStatus, RankStatus, TransferStatus
+from kvstow.status import (
+    BlockStatus,
+    HostedNamespace,
+    HostedSession,
+    MemoryStatus,
+    RankStatus,
+    Readiness,
+    SessionState,
+    TransferStatus,
+)
 
 POOL_NAME = "host"
 
@@ -33,12 +42,14 @@ Severity = Literal["info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfoView:
-    """`addresses`: where the server listens. `engine_id` is new in each life of the engine. `token_required`: whether
+    """`addresses`: where the server listens. `node`: engines attach to this server and leave it; otherwise it is
+    embedded in the only one. `engine_id` is new in each life of the engine or the node. `token_required`: whether
     changes need a bearer token, or a client certificate."""
 
     name: str = "kvstow"
     version: str
     mode: str
+    node: bool
     addresses: list[str]
     engine_id: str
     started: datetime
@@ -48,6 +59,14 @@ class InfoView:
     pools: list[str]
     build: dict[str, str]
     settings: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadinessView(Readiness):
+    """The state of the host, and of the ranks of all sessions. Slots are those of all pools. `memory` is that of all
+    pools and ranks."""
+
+    memory: MemoryStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +94,11 @@ class RuntimeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigView:
-    """`runtime`: settings that a PATCH of the pool changes while the engine runs; `etag` names them. `startup`:
-    settings that need a restart."""
+    """`runtime`: settings that a PATCH of the pool changes while the engine runs; `etag` names them. Both are null
+    while there is no pool. `startup`: settings that need a restart."""
 
-    etag: str
-    runtime: RuntimeConfig
+    etag: str | None
+    runtime: RuntimeConfig | None
     startup: dict[str, Any]
 
 
@@ -101,10 +120,10 @@ class LogLevelsView:
 class EventView:
     """`id` resumes the stream after this event (Last-Event-ID). `data` by type:
 
-    `state`: state, reason. `rank`: rank, state, error, boot_id. `operation`: id, kind, dry_run, state, error. `change`:
-    actor, method, path, status, request_id. `stored`: keys. `removed`: keys, reason. `lost`: the number of events that
-    a slow reader has missed, or null if the id is of an earlier life of the server. All but `lost`, `stored` and
-    `removed` also have `time`.
+    `state`: pool, state, reason. `rank`: pool, session, rank, state, error, boot_id. `operation`: id, pool, kind,
+    dry_run, state, error. `change`: actor, method, path, status, request_id. `stored`: keys. `removed`: keys, reason.
+    `lost`: the number of events that a slow reader has missed, or null if the id is of an earlier life of the server.
+    All but `lost`, `stored` and `removed` also have `time`.
     """
 
     id: str
@@ -166,9 +185,13 @@ class ProblemView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
     """A pool. Slots and bytes are of one rank; every rank has the same. `etag` names its settings; `block_tokens` is
-    null while the number of tokens in a block is unknown."""
+    null while the number of tokens in a block is unknown. `model` is that of the engine that made the pool, empty if
+    unknown; `sessions` counts lost ones, too. `resizable`: whether a PATCH can change the capacity."""
 
     name: str
+    model: str
+    sessions: int
+    resizable: bool
     etag: str
     slot_bytes: int
     block_tokens: int | None
@@ -227,6 +250,95 @@ class BlocksView:
     next_page_token: str | None
 
 
+# -- sessions and namespaces ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRankView:
+    """A rank of an engine. `registered_slots`: the slots that it can copy to and from, counted from slot 0."""
+
+    rank: int
+    pid: int | None
+    device: str | None
+    registered_slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionView:
+    """An engine that uses a pool. `pid`: its scheduler's process on `host`, null if unknown. `state`: `attaching` (not
+    all ranks have reported and registered slots), `attached`, `stuck` (a transfer is too old), or `lost` (its
+    connection has ended, and `processes` of it may still reach the memory).
+
+    `in_flight`: transfers, the oldest for `oldest_seconds`. `leases`: those that no load has used. `quarantined_slots`
+    are kept from others because processes of a lost session may still write them.
+    """
+
+    id: str
+    engine: str
+    model: str
+    pool: str
+    namespace: str
+    host: str
+    pid: int | None
+    state: SessionState
+    age_seconds: float
+    in_flight: int
+    oldest_seconds: float
+    leases: int
+    leased_slots: int
+    registered_slots: int
+    quarantined_slots: int
+    processes: int
+    ranks: list[SessionRankView]
+
+    @classmethod
+    def of(cls, session: HostedSession) -> SessionView:
+        status = session.status
+        return cls(
+            id=session.session_id,
+            engine=session.engine,
+            model=session.model,
+            pool=session.pool,
+            namespace=session.namespace,
+            host=session.host,
+            pid=session.pid,
+            state=status.state,
+            age_seconds=session.age_seconds,
+            in_flight=status.in_flight,
+            oldest_seconds=status.oldest_seconds,
+            leases=status.leases,
+            leased_slots=status.leased_slots,
+            registered_slots=status.registered_slots,
+            quarantined_slots=status.quarantined_slots,
+            processes=status.processes,
+            ranks=[
+                SessionRankView(rank=rank.rank, pid=rank.pid, device=rank.device, registered_slots=rank.pinned_slots)
+                for rank in status.ranks
+            ],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionsView:
+    """The oldest first."""
+
+    items: list[SessionView]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetachView:
+    """What was begun: the session's connections end, and its processes are killed if `killed`. What it holds is freed
+    when its processes have ended, which `GET /v1/sessions` shows: then the session is gone from it."""
+
+    id: str
+    killed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespacesView:
+    items: list[HostedNamespace]
+
+
 # -- ranks, transfers and operations -------------------------------------------------------------------------------
 
 
@@ -260,6 +372,7 @@ class OperationView:
     """
 
     id: str
+    pool: str
     kind: OperationKind
     dry_run: bool = False
     state: OperationState

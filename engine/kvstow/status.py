@@ -58,14 +58,16 @@ class TransferStatus:
 class SessionStatus:
     """One engine that is attached to a pool: `attaching` (not all ranks have reported and registered slots),
     `attached`, `stuck` (a transfer is too old), or `lost` (its connection has ended, and `processes` of it may still
-    reach the memory). `in_flight`: ops that some rank has not finished. `quarantined_slots`: slots that are kept from
-    others only because those processes may still write them."""
+    reach the memory). `in_flight`: ops that some rank has not finished, the oldest for `oldest_seconds`. `leases`:
+    those that no load has used. `quarantined_slots`: slots that are kept from others only because those processes may
+    still write them."""
 
     session_id: int
     engine: str
     namespace: str
     state: SessionState
     in_flight: int
+    oldest_seconds: float
     leases: int
     leased_slots: int
     registered_slots: int

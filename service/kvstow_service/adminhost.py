@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,8 +18,9 @@ from kvstow_api.app import create_app
 from kvstow_api.directory import Directory
 from kvstow_api.host import ApiHost
 from kvstow_api.hostsettings import is_loopback
-from kvstow_api.measurements import HostMemory
+from kvstow_api.measurements import HostMemory, OrphanedMemory
 from kvstow_service.adminoptions import AdminOptions
+from kvstow_service.node.orphanedmemory import find_orphaned_memory
 from kvstow_service.server import AdminServer
 from kvstow_service.sockets import AdminSockets
 from kvstow_service.ticker import Ticker
@@ -73,6 +75,7 @@ def make_api_host(
         client_certificates=options.has_certificates,
         certificate_ends=None if tls is None else tls.ends,
         host_memory=partial(measure_memory, limits_of(settings.get("huge_pages", "advised"))),
+        orphaned_memory=_orphaned_memory if directory.is_node else tuple,
         agent_token=agent_token,
         readiness_require=options.readiness_require,
         ready_checks={"ticker": ticker.check},
@@ -92,6 +95,11 @@ def measure_memory(limits: MemoryLimits | None = None, huge_pages: Path = _HUGE_
         reserve_bytes=limits.reserve_bytes,
         huge_pages="reserved" if isinstance(limits, HugePageLimits) else _chosen(huge_pages),
     )
+
+
+def _orphaned_memory() -> list[OrphanedMemory]:
+    """What neither this process nor one with the same extents uses."""
+    return [OrphanedMemory(one.sentence, one.num_bytes) for one in find_orphaned_memory([os.getpid()])]
 
 
 def _chosen(path: Path) -> str:

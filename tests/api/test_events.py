@@ -15,6 +15,8 @@ from kvstow.control.blockevents import BlockEvent
 from kvstow.control.engine import OffloadEngine
 from kvstow_api import eventstream
 from kvstow_api.client.eventstream import EventParser
+from kvstow_api.directory import HostedPool
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.eventstream import EventStreams
 from kvstow_api.journal import Journal
 from kvstow_api.sampler import Sampler
@@ -45,6 +47,10 @@ class Reader:
         await self._stream.aclose()  # type: ignore[attr-defined]
 
 
+def host_pool(engine: OffloadEngine) -> HostedPool:
+    return EmbeddedDirectory(engine, 16).pools()[0]
+
+
 @pytest.fixture
 def journal() -> Journal:
     return Journal()
@@ -52,15 +58,15 @@ def journal() -> Journal:
 
 @pytest.fixture
 def streams(engine: OffloadEngine, journal: Journal) -> EventStreams:
-    return EventStreams(engine, journal)
+    return EventStreams(EmbeddedDirectory(engine, 16), journal)
 
 
 @pytest.fixture
-async def listen(streams: EventStreams) -> AsyncIterator[Any]:
+async def listen(streams: EventStreams, engine: OffloadEngine) -> AsyncIterator[Any]:
     readers: list[Reader] = []
 
     def start(*wanted: str, after: str | None = None, recent: int = 0) -> Reader:
-        readers.append(Reader(streams.open(wanted, after=after, recent=recent, poll=0.001)))
+        readers.append(Reader(streams.open(wanted, host_pool(engine), after=after, recent=recent, poll=0.001)))
         return readers[-1]
 
     yield start
@@ -113,10 +119,10 @@ def test_what_is_kept_of_encoded_events_is_bounded(monkeypatch: pytest.MonkeyPat
     message = eventstream._encode(events[0])
     monkeypatch.setattr(eventstream, "_MAX_KEPT_BYTES", 10 * len(message))
     messages = eventstream._Messages()
-    assert [messages.of(event) for event in events] == [message] * 50
+    assert [messages.of(event, "pool") for event in events] == [message] * 50
     assert [sequence for _, sequence in messages._kept] == list(range(40, 50))
     monkeypatch.setattr(eventstream, "_MAX_KEPT_BYTES", 0)
-    assert messages.of(BlockEvent(50, "stored", (bytes(16),) * 100, "")) == message
+    assert messages.of(BlockEvent(50, "stored", (bytes(16),) * 100, ""), "pool") == message
     assert not messages._kept
 
 
@@ -158,8 +164,8 @@ async def test_a_late_reader_of_blocks_is_told_too(ranks: Any, keys: list[bytes]
     busy.report()
     for key in keys[:5]:
         busy.store([key])
-    streams = EventStreams(engine, journal)
-    reader = Reader(streams.open(("stored",), after=f"{engine.engine_id}-0-0"))
+    streams = EventStreams(EmbeddedDirectory(engine, 16), journal)
+    reader = Reader(streams.open(("stored",), host_pool(engine), after=f"{engine.engine_id}-0-0"))
     lost = await reader.next()
     assert (lost.type, lost.data["count"]) == ("lost", 3)
     assert streams.lost == 3
@@ -201,7 +207,7 @@ async def test_a_bad_choice_is_refused(client: httpx.AsyncClient, query: str) ->
 
 
 def test_the_watch_notes_each_change_once(engine: OffloadEngine, ranks: Any, journal: Journal) -> None:
-    sampler = Sampler(engine, journal)
+    sampler = Sampler(EmbeddedDirectory(engine, 16), journal)
     for _ in range(2):
         sampler.tick()
     engine.admin.drain("all", None)
@@ -220,23 +226,23 @@ def test_the_watch_notes_each_change_once(engine: OffloadEngine, ranks: Any, jou
 
 
 def test_the_watch_samples_the_counters(engine: OffloadEngine, ranks: Any, keys: list[bytes]) -> None:
-    sampler = Sampler(engine, Journal())
+    sampler = Sampler(EmbeddedDirectory(engine, 16), Journal())
     sampler.tick()
     ranks.store(keys[:3])
     for _ in range(5):
         sampler.tick()
-    first, last = sampler.history.items
+    first, last = sampler.history_of("host").items
     assert (first.stored_blocks, last.stored_blocks, last.used_slots, last.usable_slots) == (0, 3, 3, 16)
     assert last.store_bytes == 3 * 4096
     for _ in range(5 * 1000):
         sampler.tick()
-    assert len(sampler.history.items) == 720
+    assert len(sampler.history_of("host").items) == 720
 
 
 def test_evicted_is_for_room_and_dropped_is_without_failures(
     engine: OffloadEngine, ranks: Any, keys: list[bytes]
 ) -> None:
-    sampler = Sampler(engine, Journal())
+    sampler = Sampler(EmbeddedDirectory(engine, 16), Journal())
     ranks.store(keys)  # the pool is full
     engine.admin.evict(slots=3).run()
     ranks.finish(ranks.begin_store([b"failed"]), "failed")
@@ -244,14 +250,14 @@ def test_evicted_is_for_room_and_dropped_is_without_failures(
     engine.admin.drain("stop_stores", None)
     engine.begin_store([b"dropped", b"dropped too"], range(2))
     sampler.tick()
-    (sample,) = sampler.history.items
+    (sample,) = sampler.history_of("host").items
     assert engine.stats().evictions["operator"] == 3
     assert engine.stats().stores["failed"] == 1
     assert (sample.evicted_blocks, sample.dropped_blocks) == (2, 2)
 
 
 async def test_a_watch_that_fails_goes_on(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    sampler = Sampler(engine, Journal())
+    sampler = Sampler(EmbeddedDirectory(engine, 16), Journal())
     failures: Iterator[int] = iter(range(3))
     seen = asyncio.Event()
 
@@ -266,7 +272,7 @@ async def test_a_watch_that_fails_goes_on(engine: OffloadEngine, monkeypatch: py
     sampler.start()
     await asyncio.wait_for(seen.wait(), 20)
     await sampler.stop()
-    assert caplog.text.count("sampling the engine failed") == 1
+    assert caplog.text.count("sampling the pools failed") == 1
 
 
 async def test_operations_and_changes_enter_the_journal(client: httpx.AsyncClient, launch: Any, ranks: Any) -> None:

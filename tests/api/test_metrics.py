@@ -44,6 +44,7 @@ FAMILIES = {
         kvstow_ready kvstow_rank_ready kvstow_rank_heartbeat_timestamp_seconds kvstow_rank_pending_ops kvstow_state
         kvstow_pool_numa_bytes kvstow_transfer_queue_depth
         kvstow_health_check kvstow_operations_inflight kvstow_http_requests_inflight kvstow_build_info
+        kvstow_node_populated_bytes kvstow_node_target_bytes kvstow_sessions
         kvstow_config_info kvstow_tls_certificate_expiry_timestamp_seconds
     """,
     "histogram": """

@@ -60,7 +60,7 @@ def operations(clock: FakeClock) -> Iterator[Operations]:
 
 def run(operations: Operations, sweep: FakeSweep) -> Operation:
     sweep.allow.set()
-    return operations.start("evict", lambda: sweep)
+    return operations.start("evict", "host", lambda: sweep)
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -78,7 +78,7 @@ async def ended(operation: Operation) -> OperationView:
 
 async def test_who_only_looks_does_not_wait(operations: Operations) -> None:
     sweep = FakeSweep()
-    operation = operations.start("evict", lambda: sweep)
+    operation = operations.start("evict", "host", lambda: sweep)
     with pytest.raises(StopIteration) as answered:
         operation.wait(0).send(None)
     assert answered.value.value.state == "running"
@@ -101,7 +101,7 @@ async def test_an_operation_runs_its_sweep_to_the_end(operations: Operations) ->
 
 async def test_waiting_for_an_operation_has_a_limit(operations: Operations) -> None:
     sweep = FakeSweep()
-    operation = operations.start("evict", lambda: sweep)
+    operation = operations.start("evict", "host", lambda: sweep)
     view = await operation.wait(0.0)
     assert (view.state, view.result, view.ended) == ("running", None, None)
     assert operations.num_running("evict") == 1
@@ -133,7 +133,7 @@ async def test_even_an_exit_cannot_end_the_thread_unseen(operations: Operations)
 
 async def test_a_cancelled_operation_keeps_what_was_done(operations: Operations) -> None:
     sweep = FakeSweep(3)
-    operation = operations.start("purge", lambda: sweep, dry_run=True)
+    operation = operations.start("purge", "host", lambda: sweep, dry_run=True)
     operation.cancel()
     sweep.allow.set()
     view = await ended(operation)
@@ -158,22 +158,22 @@ async def test_a_sweep_that_waits_is_asked_again_without_spinning(operations: Op
 
 async def test_only_one_resize_runs_at_a_time(operations: Operations) -> None:
     sweep = FakeSweep()
-    operation = operations.start("resize", lambda: sweep)
+    operation = operations.start("resize", "host", lambda: sweep)
     with pytest.raises(ConflictError, match="resize is running"):
-        operations.start("resize", lambda: pytest.fail("a second sweep was made"))
+        operations.start("resize", "host", lambda: pytest.fail("a second sweep was made"))
     await ended(run(operations, FakeSweep()))
     sweep.allow.set()
     await ended(operation)
     again = FakeSweep()
     again.allow.set()
-    assert (await ended(operations.start("resize", lambda: again))).state == "succeeded"
+    assert (await ended(operations.start("resize", "host", lambda: again))).state == "succeeded"
 
 
 async def test_only_so_many_run_at_a_time(operations: Operations) -> None:
     sweeps = [FakeSweep() for _ in range(MAX_RUNNING)]
-    running = [operations.start("evict", lambda sweep=sweep: sweep) for sweep in sweeps]  # type: ignore[misc]
+    running = [operations.start("evict", "host", lambda sweep=sweep: sweep) for sweep in sweeps]  # type: ignore[misc]
     with pytest.raises(QueueFullError):
-        operations.start("evict", FakeSweep)
+        operations.start("evict", "host", FakeSweep)
     for sweep in sweeps:
         sweep.allow.set()
     for operation in running:
@@ -187,7 +187,7 @@ def refuse() -> FakeSweep:
 
 async def test_a_sweep_that_cannot_be_made_leaves_no_operation(operations: Operations) -> None:
     with pytest.raises(ConflictError):
-        operations.start("resize", refuse)
+        operations.start("resize", "host", refuse)
     assert operations.all() == []
     assert operations.num_running("resize") == 0
 
@@ -204,7 +204,7 @@ async def test_what_ended_is_forgotten_after_an_hour_and_what_runs_is_not(
 ) -> None:
     old = await ended(run(operations, FakeSweep(1)))
     slow = FakeSweep()
-    running = operations.start("evict", lambda: slow)
+    running = operations.start("evict", "host", lambda: slow)
     clock.advance(3600.0)
     assert operations.get(old.id).view is old
     clock.advance(1.0)
@@ -220,7 +220,7 @@ async def test_closing_cancels_what_runs_and_starts_nothing_more(clock: FakeCloc
     operations.close()
     assert operation.view.state == "cancelled"
     with pytest.raises(ConflictError, match="stopping"):
-        operations.start("evict", FakeSweep)
+        operations.start("evict", "host", FakeSweep)
     assert not [thread for thread in threading.enumerate() if operation.view.id in thread.name]
 
 
@@ -238,11 +238,11 @@ async def test_a_sweep_whose_thread_cannot_start_is_cancelled(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
         with pytest.raises(RuntimeError, match="new thread"):
-            operations.start("resize", lambda: engine.admin.resize(1))
+            operations.start("resize", "host", lambda: engine.admin.resize(1))
     assert operations.all() == []
     assert engine.stats().pool.usable_slots == 4
     engine.release_lease(lease)
-    view = await ended(operations.start("resize", lambda: engine.admin.resize(2)))
+    view = await ended(operations.start("resize", "host", lambda: engine.admin.resize(2)))
     assert view.state == "succeeded"
 
 

@@ -13,7 +13,17 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.stats import SLOT_STATES
 from kvstow.status import BypassStatus, DrainStatus, RankStatus
 from kvstow_api.history import HistoryView, NowView
-from kvstow_api.overview import NOT_PINNED, RankLine, Readings, Switch, overview, rank_lines, select_ranks, switches
+from kvstow_api.overview import (
+    NOT_PINNED,
+    PoolReadings,
+    RankLine,
+    Readings,
+    Switch,
+    overview,
+    rank_lines,
+    select_ranks,
+    switches,
+)
 
 OPEN = BypassStatus(load=False, store=False, ttl_seconds_left=None)
 NO_DRAIN = DrainStatus(False, None, None, False, 0, 0)
@@ -122,13 +132,17 @@ def test_present_values_are_those_of_the_history() -> None:
             readiness=engine.readiness(),
             drain=NO_DRAIN,
             bypass=OPEN,
-            pinning_paused=False,
-            stats=engine.stats(),
-            oldest=[],
-            history=HistoryView(interval_seconds=5.0, now=now, items=[]),
+            pool=PoolReadings(
+                pinning_paused=False,
+                stats=engine.stats(),
+                oldest=[],
+                history=HistoryView(interval_seconds=5.0, now=now, items=[]),
+            ),
         )
     )
     assert shown.about == "some/model, test, version 1.2.3"
-    assert [curve.now for curve in (*shown.hits.curves, *shown.bandwidth.curves)] == ["25.0 %", "3 MiB/s", "1 MiB/s"]
-    assert shown.block_rates == "evicted for capacity: 12.0 blocks/s, dropped: 0.5 blocks/s"
-    assert shown.slots == dict.fromkeys(SLOT_STATES, 0) | {NOT_PINNED: 16}
+    pool = shown.pool
+    assert pool is not None
+    assert [curve.now for curve in (*pool.hits.curves, *pool.bandwidth.curves)] == ["25.0 %", "3 MiB/s", "1 MiB/s"]
+    assert pool.block_rates == "evicted for capacity: 12.0 blocks/s, dropped: 0.5 blocks/s"
+    assert pool.slots == dict.fromkeys(SLOT_STATES, 0) | {NOT_PINNED: 16}

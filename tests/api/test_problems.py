@@ -131,7 +131,7 @@ async def test_an_invalid_field_is_named_with_its_value(client: httpx.AsyncClien
     ("method", "path", "body", "field", "allowed"),
     [
         ("PATCH", "/v1/pools/host", {"size": 1}, "size", "capacity_slots, capacity_bytes, policy, pinning_paused"),
-        ("GET", "/v1/operations?page=1", None, "page", "page_size, page_token, kind, state"),
+        ("GET", "/v1/operations?page=1", None, "page", "page_size, page_token, pool, kind, state"),
         ("POST", "/v1/pools/host/protect", {"keys": ["0000", "zz"]}, "keys.1", "hex"),
         ("GET", "/v1/pools/host/blocks/zz", None, "key", "hex"),
         ("GET", "/v1/operations?page_token=zz", None, "page_token", "next_page_token"),

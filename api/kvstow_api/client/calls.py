@@ -1,6 +1,9 @@
 """The requests of the admin API: a function for each, which returns a `Call`.
 
-Keys of blocks are hex text, as in the API's answers. `wait`: how many seconds (at most 30) the server may wait for the
+Keys of blocks are hex text, as in the API's answers. `pool` names a pool; that of an embedded engine is `host`. A call
+without one asks for the only pool, or for the whole host.
+
+`wait`: how many seconds (at most 30) the server may wait for the
 work to be done before it answers with the operation. `key` is the Idempotency-Key: a request that is sent again with
 the same key gets the first answer again and is not carried out twice.
 """
@@ -20,7 +23,6 @@ from kvstow.status import (
     LookupResult,
     ProtectionResult,
     RankStatus,
-    Readiness,
     TransferState,
 )
 from kvstow_api.client.call import (
@@ -41,10 +43,12 @@ from kvstow_api.views import (
     BlockState,
     BlocksView,
     ConfigView,
+    DetachView,
     DoctorView,
     InfoView,
     LogLevelsView,
     LogLevelView,
+    NamespacesView,
     OperationKind,
     OperationState,
     OperationsView,
@@ -54,15 +58,19 @@ from kvstow_api.views import (
     PoolsView,
     PoolView,
     RanksView,
+    ReadinessView,
     RemovedView,
     Section,
+    SessionsView,
     StatsView,
     TransfersView,
 )
 
 ProbeName = Literal["livez", "readyz", "startupz"]
 
-_HOST_POOL = f"/v1/pools/{POOL_NAME}"
+
+def _path_of(pool: str) -> str:
+    return f"/v1/pools/{quote(pool, safe='')}"
 
 
 class ProbeResult(NamedTuple):
@@ -79,16 +87,17 @@ def info() -> Call[InfoView]:
     return get("/v1/info", InfoView)
 
 
-def readiness() -> Call[Readiness]:
-    return get("/v1/readiness", Readiness)
+def readiness(*, pool: str | None = None) -> Call[ReadinessView]:
+    """Of the host, or of one pool."""
+    return get("/v1/readiness", ReadinessView, pool=pool)
 
 
-def stats(*sections: Section) -> Call[StatsView]:
-    return get("/v1/stats", StatsView, section=",".join(sections))
+def stats(*sections: Section, pool: str | None = None) -> Call[StatsView]:
+    return get("/v1/stats", StatsView, section=",".join(sections), pool=pool)
 
 
-def history() -> Call[HistoryView]:
-    return get("/v1/history", HistoryView)
+def history(*, pool: str | None = None) -> Call[HistoryView]:
+    return get("/v1/history", HistoryView, pool=pool)
 
 
 def doctor() -> Call[DoctorView]:
@@ -112,19 +121,28 @@ def pools() -> Call[PoolsView]:
 
 
 def pool(name: str = POOL_NAME) -> Call[PoolView]:
-    return get(f"/v1/pools/{quote(name, safe='')}", PoolView)
+    return get(_path_of(name), PoolView)
+
+
+def delete_pool(name: str) -> Call[None]:
+    """Fails with status 409 while the pool has sessions."""
+    return Call("DELETE", _path_of(name), nothing)
 
 
 def change_pool(
-    settings: Mapping[str, Any], *, if_match: str | None = None, wait: float | None = None
+    settings: Mapping[str, Any],
+    *,
+    if_match: str | None = None,
+    wait: float | None = None,
+    pool: str = POOL_NAME,
 ) -> Call[PoolView | OperationView]:
     """`settings`: new values by name, such as `policy`; what is left out stays. `if_match`: an `etag` seen before."""
-    return work("PATCH", _HOST_POOL, PoolView, wait, dict(settings), if_matching(if_match))
+    return work("PATCH", _path_of(pool), PoolView, wait, dict(settings), if_matching(if_match))
 
 
-def plan_pool(settings: Mapping[str, Any]) -> Call[PlanView]:
+def plan_pool(settings: Mapping[str, Any], *, pool: str = POOL_NAME) -> Call[PlanView]:
     """What `change_pool` would do now."""
-    return Call("PATCH", _HOST_POOL, decoded(PlanView), body={**settings, "dry_run": True})
+    return Call("PATCH", _path_of(pool), decoded(PlanView), body={**settings, "dry_run": True})
 
 
 def resize(
@@ -133,19 +151,20 @@ def resize(
     num_bytes: int | None = None,
     if_match: str | None = None,
     wait: float | None = None,
+    pool: str = POOL_NAME,
 ) -> Call[PoolView | OperationView]:
     """Set the pool's size on each rank, in slots or bytes."""
     settings = fields(capacity_slots=slots, capacity_bytes=num_bytes)
-    return change_pool(settings, if_match=if_match, wait=wait)
+    return change_pool(settings, if_match=if_match, wait=wait, pool=pool)
 
 
-def plan_resize(*, slots: int | None = None, num_bytes: int | None = None) -> Call[PlanView]:
+def plan_resize(*, slots: int | None = None, num_bytes: int | None = None, pool: str = POOL_NAME) -> Call[PlanView]:
     """What `resize` would do now."""
-    return plan_pool(fields(capacity_slots=slots, capacity_bytes=num_bytes))
+    return plan_pool(fields(capacity_slots=slots, capacity_bytes=num_bytes), pool=pool)
 
 
-def set_policy(policy: str, *, if_match: str | None = None) -> Call[PoolView]:
-    return Call("PATCH", _HOST_POOL, decoded(PoolView), body={"policy": policy}, headers=if_matching(if_match))
+def set_policy(policy: str, *, if_match: str | None = None, pool: str = POOL_NAME) -> Call[PoolView]:
+    return Call("PATCH", _path_of(pool), decoded(PoolView), body={"policy": policy}, headers=if_matching(if_match))
 
 
 def evict(
@@ -156,10 +175,11 @@ def evict(
     dry_run: bool = False,
     wait: float | None = None,
     key: str | None = None,
+    pool: str = POOL_NAME,
 ) -> Call[RemovedView | OperationView]:
     """Remove the coldest blocks. Takes exactly one of the first three arguments."""
     body = fields(slots=slots, bytes=num_bytes, idle_seconds=idle_seconds, dry_run=dry_run)
-    return work("POST", f"{_HOST_POOL}/evict", RemovedView, wait, body, idempotent(key))
+    return work("POST", f"{_path_of(pool)}/evict", RemovedView, wait, body, idempotent(key))
 
 
 def purge(
@@ -174,6 +194,7 @@ def purge(
     dry_run: bool = False,
     wait: float | None = None,
     key: str | None = None,
+    pool: str = POOL_NAME,
 ) -> Call[RemovedView | OperationView]:
     """Remove blocks by key, age or number. Takes exactly one selector."""
     body = fields(
@@ -186,32 +207,34 @@ def purge(
         bytes=num_bytes,
         dry_run=dry_run,
     )
-    return work("POST", f"{_HOST_POOL}/purge", RemovedView, wait, body, idempotent(key))
+    return work("POST", f"{_path_of(pool)}/purge", RemovedView, wait, body, idempotent(key))
 
 
-def protect(keys: Sequence[str], *, ttl_seconds: float | None = None, key: str | None = None) -> Call[ProtectionResult]:
+def protect(
+    keys: Sequence[str], *, ttl_seconds: float | None = None, key: str | None = None, pool: str = POOL_NAME
+) -> Call[ProtectionResult]:
     body = {"keys": list(keys), "ttl_seconds": ttl_seconds}
-    return Call("POST", f"{_HOST_POOL}/protect", decoded(ProtectionResult), body=body, headers=idempotent(key))
+    return Call("POST", f"{_path_of(pool)}/protect", decoded(ProtectionResult), body=body, headers=idempotent(key))
 
 
-def unprotect(keys: Sequence[str] | None, *, key: str | None = None) -> Call[ProtectionResult]:
+def unprotect(keys: Sequence[str] | None, *, key: str | None = None, pool: str = POOL_NAME) -> Call[ProtectionResult]:
     """None: all blocks."""
     body = {"all": True} if keys is None else {"keys": list(keys)}
-    return Call("POST", f"{_HOST_POOL}/unprotect", decoded(ProtectionResult), body=body, headers=idempotent(key))
+    return Call("POST", f"{_path_of(pool)}/unprotect", decoded(ProtectionResult), body=body, headers=idempotent(key))
 
 
-def retry_pinning(*, key: str | None = None) -> Call[PinningView]:
+def retry_pinning(*, key: str | None = None, pool: str = POOL_NAME) -> Call[PinningView]:
     """Let ranks whose pinning failed try again."""
-    return Call("POST", f"{_HOST_POOL}/retry", decoded(PinningView), headers=idempotent(key))
+    return Call("POST", f"{_path_of(pool)}/retry", decoded(PinningView), headers=idempotent(key))
 
 
-def pause_pinning() -> Call[PoolView]:
+def pause_pinning(*, pool: str = POOL_NAME) -> Call[PoolView]:
     """Ranks pin no further chunk."""
-    return Call("PATCH", _HOST_POOL, decoded(PoolView), body={"pinning_paused": True})
+    return Call("PATCH", _path_of(pool), decoded(PoolView), body={"pinning_paused": True})
 
 
-def resume_pinning() -> Call[PoolView]:
-    return Call("PATCH", _HOST_POOL, decoded(PoolView), body={"pinning_paused": False})
+def resume_pinning(*, pool: str = POOL_NAME) -> Call[PoolView]:
+    return Call("PATCH", _path_of(pool), decoded(PoolView), body={"pinning_paused": False})
 
 
 # -- blocks --------------------------------------------------------------------------------------------------------
@@ -222,34 +245,36 @@ def blocks(
     state: BlockState | None = None,
     page_size: int | None = None,
     page_token: str | None = None,
+    pool: str = POOL_NAME,
 ) -> Call[BlocksView]:
-    return get(f"{_HOST_POOL}/blocks", BlocksView, state=state, page_size=page_size, page_token=page_token)
+    return get(f"{_path_of(pool)}/blocks", BlocksView, state=state, page_size=page_size, page_token=page_token)
 
 
-def block(key: str) -> Call[BlockStatus]:
-    return get(f"{_HOST_POOL}/blocks/{quote(key, safe='')}", BlockStatus)
+def block(key: str, *, pool: str = POOL_NAME) -> Call[BlockStatus]:
+    return get(f"{_path_of(pool)}/blocks/{quote(key, safe='')}", BlockStatus)
 
 
-def remove_block(key: str) -> Call[None]:
+def remove_block(key: str, *, pool: str = POOL_NAME) -> Call[None]:
     """Fails with status 409 while the block is in use or protected."""
-    return Call("DELETE", f"{_HOST_POOL}/blocks/{quote(key, safe='')}", nothing)
+    return Call("DELETE", f"{_path_of(pool)}/blocks/{quote(key, safe='')}", nothing)
 
 
-def lookup(keys: Sequence[str]) -> Call[LookupResult]:
+def lookup(keys: Sequence[str], *, pool: str | None = None) -> Call[LookupResult]:
     """Which of the keys are in the pool. Holds no block and is not counted. At most 4,096 keys; more than
     64 KiB of them need an admin's credential or the Unix socket."""
-    return Call("POST", "/v1/lookup", decoded(LookupResult), body={"keys": list(keys)})
+    return Call("POST", "/v1/lookup", decoded(LookupResult), params(pool=pool), body={"keys": list(keys)})
 
 
 # -- ranks and transfers -------------------------------------------------------------------------------------------
 
 
-def ranks() -> Call[RanksView]:
-    return get("/v1/ranks", RanksView)
+def ranks(*, pool: str | None = None) -> Call[RanksView]:
+    return get("/v1/ranks", RanksView, pool=pool)
 
 
-def rank(number: int) -> Call[RankStatus]:
-    return get(f"/v1/ranks/{number}", RankStatus)
+def rank(number: int, *, pool: str | None = None) -> Call[RankStatus]:
+    """Fails with status 409 if several engines of the pool have a rank of this number."""
+    return get(f"/v1/ranks/{number}", RankStatus, pool=pool)
 
 
 def report(message: RankReport, *, clock: float) -> Call[DesiredState]:
@@ -268,33 +293,59 @@ def transfers(
     direction: Direction | None = None,
     state: TransferState | None = None,
     slowest: int | None = None,
+    pool: str | None = None,
 ) -> Call[TransfersView]:
-    return get("/v1/transfers", TransfersView, direction=direction, state=state, slowest=slowest)
+    return get("/v1/transfers", TransfersView, direction=direction, state=state, slowest=slowest, pool=pool)
+
+
+# -- sessions and namespaces ---------------------------------------------------------------------------------------
+
+
+def sessions() -> Call[SessionsView]:
+    return get("/v1/sessions", SessionsView)
+
+
+def detach(session_id: str, *, kill: bool = False) -> Call[DetachView]:
+    """End an engine's connections, and kill its processes if asked to. What it holds is freed when its processes have
+    ended; then `sessions` does not list it any more."""
+    path = f"/v1/sessions/{quote(session_id, safe='')}"
+    return Call("DELETE", path, decoded(DetachView), params(kill=kill or None))
+
+
+def namespaces() -> Call[NamespacesView]:
+    return get("/v1/namespaces", NamespacesView)
 
 
 # -- drain and bypass ----------------------------------------------------------------------------------------------
 
 
-def drain_status() -> Call[DrainStatus]:
-    return get("/v1/drain", DrainStatus)
+def drain_status(*, pool: str | None = None) -> Call[DrainStatus]:
+    return get("/v1/drain", DrainStatus, pool=pool)
 
 
-def drain(*, mode: Literal["stop_stores", "all"] = "all", deadline_seconds: float | None = None) -> Call[DrainStatus]:
-    return Call("PUT", "/v1/drain", decoded(DrainStatus), body={"mode": mode, "deadline_seconds": deadline_seconds})
+def drain(
+    *,
+    mode: Literal["stop_stores", "all"] = "all",
+    deadline_seconds: float | None = None,
+    pool: str | None = None,
+) -> Call[DrainStatus]:
+    """All pools, or one."""
+    body = {"mode": mode, "deadline_seconds": deadline_seconds}
+    return Call("PUT", "/v1/drain", decoded(DrainStatus), params(pool=pool), body=body)
 
 
-def undrain() -> Call[DrainStatus]:
-    return Call("DELETE", "/v1/drain", decoded(DrainStatus))
+def undrain(*, pool: str | None = None) -> Call[DrainStatus]:
+    return Call("DELETE", "/v1/drain", decoded(DrainStatus), params(pool=pool))
 
 
-def bypass_status() -> Call[BypassStatus]:
-    return get("/v1/bypass", BypassStatus)
+def bypass_status(*, pool: str | None = None) -> Call[BypassStatus]:
+    return get("/v1/bypass", BypassStatus, pool=pool)
 
 
-def bypass(*, load: bool, store: bool, ttl_seconds: float | None = None) -> Call[BypassStatus]:
-    """Switch directions off; both False switches both on."""
+def bypass(*, load: bool, store: bool, ttl_seconds: float | None = None, pool: str | None = None) -> Call[BypassStatus]:
+    """Switch directions off in all pools, or in one; both False switches both on."""
     body = {"load": load, "store": store, "ttl_seconds": ttl_seconds}
-    return Call("PUT", "/v1/bypass", decoded(BypassStatus), body=body)
+    return Call("PUT", "/v1/bypass", decoded(BypassStatus), params(pool=pool), body=body)
 
 
 # -- operations ----------------------------------------------------------------------------------------------------
@@ -304,10 +355,11 @@ def operations(
     *,
     kind: OperationKind | None = None,
     state: OperationState | None = None,
+    pool: str | None = None,
     page_size: int | None = None,
     page_token: str | None = None,
 ) -> Call[OperationsView]:
-    given = {"kind": kind, "state": state, "page_size": page_size, "page_token": page_token}
+    given = {"kind": kind, "state": state, "pool": pool, "page_size": page_size, "page_token": page_token}
     return get("/v1/operations", OperationsView, **given)
 
 
@@ -329,8 +381,8 @@ def forget(operation_id: str) -> Call[None]:
 # -- settings ------------------------------------------------------------------------------------------------------
 
 
-def config() -> Call[ConfigView]:
-    return get("/v1/config", ConfigView)
+def config(*, pool: str | None = None) -> Call[ConfigView]:
+    return get("/v1/config", ConfigView, pool=pool)
 
 
 def log_levels() -> Call[LogLevelsView]:

@@ -12,18 +12,21 @@ from kvstow_api.views import EventType, EventView
 @dataclass(frozen=True, slots=True)
 class Subscription:
     """A stream of events of these types (if empty, the server's default), after the event with this id or, without
-    one, from the last `recent` events on."""
+    one, from the last `recent` events on. `pool`: what is said of others is left out; events of blocks need it where
+    there are several."""
 
     types: tuple[EventType, ...] = ()
     after: str | None = None
     recent: int = 0
+    pool: str | None = None
 
     path = "/v1/events"
 
     @property
     def params(self) -> Mapping[str, str]:
         types = {"types": ",".join(self.types)} if self.types else {}
-        return {**types, "recent": str(self.recent)}
+        pool = {"pool": self.pool} if self.pool is not None else {}
+        return {**types, **pool, "recent": str(self.recent)}
 
     @property
     def headers(self) -> Mapping[str, str]:

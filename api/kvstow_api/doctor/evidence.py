@@ -6,21 +6,22 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvstow.messages import DesiredState
-from kvstow.status import BypassStatus, DrainStatus, RankStatus, Readiness
-from kvstow_api.health import Verdict
+from kvstow.status import BypassStatus, DrainStatus, HostedNamespace, MemoryStatus, RankStatus, Readiness
 from kvstow_api.history import SampleView
-from kvstow_api.measurements import HostMemory
-from kvstow_api.views import FindingView, Severity
+from kvstow_api.measurements import HostMemory, OrphanedMemory
+from kvstow_api.probe import Verdict
+from kvstow_api.views import FindingView, SessionView, Severity
 
 
 class Evidence(NamedTuple):
-    """The input of all checks. `verdict` is that of /readyz. `host` is None if the host measures nothing,
-    `certificate_seconds_left` if the server does not use TLS. `exposed_files` describes the access that other users
-    have to each token file, by the name of its setting; None if no token file is set."""
+    """The input of all checks. `verdict` is that of /readyz. `desired` is None for a node, and `samples` are empty: its
+    pools have them. `host` is None if the host measures nothing, `certificate_seconds_left` if the server does not use
+    TLS. `exposed_files` describes the access that other users have to each token file, by the name of its setting; None
+    if no token file is set."""
 
     verdict: Verdict
     readiness: Readiness
-    desired: DesiredState
+    desired: DesiredState | None
     drain: DrainStatus
     bypass: BypassStatus
     samples: Sequence[SampleView]
@@ -28,6 +29,17 @@ class Evidence(NamedTuple):
     host: HostMemory | None
     certificate_seconds_left: float | None
     exposed_files: Mapping[str, str] | None
+    node: NodeEvidence | None = None
+    """None where the server is embedded in an engine."""
+    pool: str = ""
+    """The pool of a node whose evidence this is; empty for that of the node itself."""
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Memory that is to be populated yet."""
+        if self.node is not None:
+            return max(0, self.node.memory.target_bytes - self.node.memory.populated_bytes)
+        return sum(max(0, rank.target_bytes - rank.pinned_bytes) for rank in self.readiness.ranks)
 
     @property
     def reporting(self) -> list[RankStatus]:
@@ -36,6 +48,17 @@ class Evidence(NamedTuple):
         if not ranks:
             raise NothingToMeasure("no rank has reported")
         return ranks
+
+
+class NodeEvidence(NamedTuple):
+    """Of a server that engines attach to. `trust_eof`: see `Directory`. `orphans`: memory of node services that none
+    uses, as far as this one sees."""
+
+    memory: MemoryStatus
+    sessions: Sequence[SessionView]
+    namespaces: Sequence[HostedNamespace]
+    trust_eof: float | None
+    orphans: Sequence[OrphanedMemory]
 
 
 class NothingToMeasure(Exception):

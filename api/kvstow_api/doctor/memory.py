@@ -40,14 +40,16 @@ def check_memory(evidence: Evidence) -> Iterator[FindingView]:
     host = evidence.host
     if host is None or host.headroom_bytes is None:
         raise NothingToMeasure("the memory limit cannot be read")
-    needed = sum(max(0, rank.target_bytes - rank.pinned_bytes) for rank in evidence.readiness.ranks)
+    needed = evidence.bytes_to_come
     numbers = {"needed_bytes": needed, "headroom_bytes": host.headroom_bytes, "reserve_bytes": host.reserve_bytes}
     if needed and needed + host.reserve_bytes > host.headroom_bytes:
         yield make_finding(
             "memory",
             "error",
-            f"the ranks still have to pin {format_size(needed)}, but {host.limit}",
-            "if all ranks are on this host, pinning will stop before the pool has its full size",
+            f"{format_size(needed)} are still to be pinned, but {host.limit}",
+            "if all ranks are on this host, pinning will stop before the pool has its full size"
+            if evidence.node is None
+            else "populating will stop before the node has all of its memory",
             _PIN_FIXES["hugepages"]
             if host.huge_pages == "reserved"
             else "raise the memory limit of the container (pool plus overhead), or shrink the pool",

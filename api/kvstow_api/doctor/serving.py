@@ -74,6 +74,12 @@ def check_token_files(evidence: Evidence) -> Iterator[FindingView]:
         )
 
 
+def _drainer(evidence: Evidence) -> str:
+    if evidence.node is None:
+        return "the engine"
+    return "the pool" if evidence.pool else "the node"
+
+
 def check_switches(evidence: Evidence) -> Iterator[FindingView]:
     """What an operator has switched off."""
     bypass = evidence.bypass
@@ -90,12 +96,14 @@ def check_switches(evidence: Evidence) -> Iterator[FindingView]:
         yield make_finding(
             "switches",
             "warning",
-            f"the engine is draining (mode {evidence.drain.mode})",
-            "the cache accepts nothing new, and /readyz fails",
-            "run `kvstow undrain` to keep this process in service",
+            f"{_drainer(evidence)} is draining (mode {evidence.drain.mode})",
+            "the cache accepts nothing new" + ("" if evidence.pool else ", and /readyz fails"),
+            f"run `kvstow undrain --pool {evidence.pool}` to let it serve again"
+            if evidence.pool
+            else "run `kvstow undrain` to keep this process in service",
             pending_transfers=evidence.drain.pending_transfers,
         )
-    if evidence.desired.paused:
+    if evidence.desired is not None and evidence.desired.paused:
         readiness = evidence.readiness
         yield make_finding(
             "switches",

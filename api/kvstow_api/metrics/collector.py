@@ -8,12 +8,16 @@ from collections.abc import Iterable, Iterator
 from prometheus_client import Metric
 from prometheus_client.registry import Collector as BaseCollector
 
+from kvstow.status import RankStatus
 from kvstow_api.appstate import AppState
-from kvstow_api.metrics.engine import engine_families
+from kvstow_api.directory import Directory
+from kvstow_api.hostreadiness import live_sessions
+from kvstow_api.metrics.engine import PoolSnapshot, Snapshots, engine_families
 from kvstow_api.metrics.families import counter, histogram
 from kvstow_api.metrics.server import (
     certificate_families,
     fact_families,
+    host_families,
     http_families,
     operation_families,
     readiness_families,
@@ -21,9 +25,9 @@ from kvstow_api.metrics.server import (
 
 
 class Collector(BaseCollector):
-    """Reads snapshots at scrape time. O(ranks + routes), whatever the size of the pool.
+    """Reads snapshots at scrape time. O(pools + ranks + routes), whatever the size of the pools.
 
-    All series exist from the first scrape on, except those of HTTP requests.
+    All series of a pool exist from its first scrape on, except those of HTTP requests.
     """
 
     def __init__(self, app: AppState) -> None:
@@ -35,10 +39,10 @@ class Collector(BaseCollector):
 
     def collect(self) -> Iterator[Metric]:
         app = self._app
-        engine = app.engine
-        stats, readiness = engine.stats(), engine.readiness()
-        yield from engine_families(stats, readiness, time.time())
-        yield from readiness_families(app.health, readiness, engine.config.report_timeout)
+        taken = _snapshots(app.directory)
+        yield from engine_families(taken, time.time())
+        yield from host_families(app.directory)
+        yield from readiness_families(app.health, taken)
         yield from operation_families(app.operations)
         yield from http_families(app.http)
         yield histogram("kvstow_event_loop_lag_seconds", "Lag of the event loop", [], [((), app.loop.snapshot())])
@@ -49,4 +53,18 @@ class Collector(BaseCollector):
             [(("sse",), app.streams.lost)],
         )
         yield from certificate_families(app.host)
-        yield from fact_families(app.host)
+        yield from fact_families(app.host, taken)
+
+
+def _snapshots(directory: Directory) -> Snapshots:
+    """Of all pools at about the same time."""
+    ranks: dict[str, dict[str, tuple[RankStatus, ...]]] = {}
+    if directory.is_node:
+        for session in live_sessions(directory):
+            ranks.setdefault(session.pool, {})[session.session_id] = session.status.ranks
+    pools = []
+    for pool in directory.pools():
+        readiness = pool.facade.readiness()
+        sessions = ranks.get(pool.name, {}) if directory.is_node else {directory.engine_id: readiness.ranks}
+        pools.append(PoolSnapshot(pool, pool.facade.stats(), readiness, sessions))
+    return Snapshots(pools, directory.is_node, directory.errors)

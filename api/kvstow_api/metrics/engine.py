@@ -1,29 +1,29 @@
-"""Metric families of the engine: pool, ranks, transfers, lookups, faults.
+"""Metric families of pools and their engines: slots, ranks, transfers, lookups, faults.
 
 A new figure of a rank is one line of `_RANK_FAMILIES`, a new fault one of `_FAULTS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from prometheus_client import Metric
 
 from kvstow.errors import PinError
-from kvstow.stats import DIRECTIONS, EngineState, EngineStats
+from kvstow.stats import DIRECTIONS, EngineStats
 from kvstow.status import RankStatus, Readiness
-from kvstow_api.metrics.families import Row, by_label, counter, gauge, histogram, scalar
-from kvstow_api.views import POOL_NAME
+from kvstow_api.directory import HostedPool
+from kvstow_api.metrics.families import Row, by_label, counter, gauge, histogram
 
 SOURCE = "host"
 
 _PIN_FAILURES = (*PinError.PIN_FAILURES, "internal")
 _COMPONENTS = {"admin_server": "admin_server", "rank_report": "connector"}
 """The failed component, by error code; the engine for all other codes."""
-_STATES: tuple[EngineState, ...] = get_args(EngineState)
 _FAULTS = {
     "rank_restarts": "Ranks that restarted without their memory",
     "stale_reports": "Reports that arrived after a newer one",
@@ -33,43 +33,102 @@ _FAULTS = {
 """Help of the counters of `FaultStats`, by field."""
 
 
-def engine_families(stats: EngineStats, readiness: Readiness, now: float) -> Iterator[Metric]:
-    """All families of the engine. `now`: seconds since the epoch."""
-    yield from _pool(stats)
-    yield from _ranks(readiness, now)
-    yield from _transfers(stats)
-    yield from _ages(stats)
-    yield from _lookups(stats)
-    yield from _faults(stats)
+class PoolSnapshot(NamedTuple):
+    """A pool at the moment of a scrape. `sessions`: the ranks of each live session, by its id."""
+
+    hosted: HostedPool
+    stats: EngineStats
+    readiness: Readiness
+    sessions: Mapping[str, tuple[RankStatus, ...]]
+
+    @property
+    def name(self) -> str:
+        return self.hosted.name
 
 
-def _pool(stats: EngineStats) -> Iterator[Metric]:
-    pool, evicted = stats.pool, stats.evictions
-    evicted_bytes = {reason: count * pool.slot_bytes for reason, count in evicted.items()}
-    for name, text, value in (
-        ("kvstow_pool_capacity_blocks", "Configured slots, the same on every rank", pool.capacity_slots),
-        ("kvstow_pool_usable_blocks", "Slots pinned on every rank", pool.usable_slots),
-        ("kvstow_pool_block_bytes", "Size of a slot on one rank", pool.slot_bytes),
+class Snapshots(NamedTuple):
+    """All pools of a host. On a node every family has the label `pool`, and those of ranks `session`, too; an embedded
+    engine has one pool and one session, and only the families that had the label `pool` before."""
+
+    pools: Sequence[PoolSnapshot]
+    is_node: bool
+    host_errors: Mapping[str, int]
+    """Of no pool."""
+
+    @property
+    def pool_label(self) -> tuple[str, ...]:
+        """The labels that a family without `pool` has more on a node."""
+        return ("pool",) if self.is_node else ()
+
+    @property
+    def session_labels(self) -> tuple[str, ...]:
+        return ("pool", "session") if self.is_node else ()
+
+    def labelled(self) -> Iterator[tuple[tuple[str, ...], EngineStats]]:
+        """The values of `pool_label`, and the counters of each pool."""
+        for pool in self.pools:
+            yield (pool.name,) if self.is_node else (), pool.stats
+
+    def ranks(self) -> Iterator[tuple[tuple[str, ...], PoolSnapshot, RankStatus]]:
+        """The values of `session_labels`, the pool, and each rank."""
+        for pool in self.pools:
+            for session, ranks in pool.sessions.items():
+                labels = (pool.name, session) if self.is_node else ()
+                yield from ((labels, pool, rank) for rank in ranks)
+
+
+def engine_families(taken: Snapshots, now: float) -> Iterator[Metric]:
+    """All families of pools and ranks. `now`: seconds since the epoch."""
+    yield from _pools(taken)
+    yield from _ranks(taken, now)
+    yield from _transfers(taken)
+    yield from _ages(taken)
+    yield from _lookups(taken)
+    yield from _faults(taken)
+
+
+def _pools(taken: Snapshots) -> Iterator[Metric]:
+    stats = [(pool.name, pool.stats) for pool in taken.pools]
+    for name, text, field in (
+        ("kvstow_pool_capacity_blocks", "Configured slots, the same on every rank", "capacity_slots"),
+        ("kvstow_pool_usable_blocks", "Slots pinned on every rank", "usable_slots"),
+        ("kvstow_pool_block_bytes", "Size of a slot on one rank", "slot_bytes"),
     ):
-        yield gauge(name, text, ["pool"], [((POOL_NAME,), value)])
+        yield gauge(name, text, ["pool"], [((pool,), getattr(one.pool, field)) for pool, one in stats])
     yield gauge(
-        "kvstow_pool_blocks", "Usable slots of one rank by state", ["pool", "state"], _of_pool(asdict(pool.slots))
+        "kvstow_pool_blocks",
+        "Usable slots of one rank by state",
+        ["pool", "state"],
+        _joined(by_label(asdict(one.pool.slots), pool) for pool, one in stats),
     )
-    yield gauge("kvstow_leases", "Open leases", [], scalar(pool.leases))
+    yield gauge(
+        "kvstow_leases", "Open leases", taken.pool_label, [(label, one.pool.leases) for label, one in taken.labelled()]
+    )
     yield counter(
         "kvstow_allocation_failures",
         "Stores that did not find room for all their blocks",
         ["pool"],
-        [((POOL_NAME,), stats.allocation_failures)],
+        [((pool,), one.allocation_failures) for pool, one in stats],
     )
-    yield counter("kvstow_evicted_blocks", "Evicted blocks by reason", ["pool", "reason"], _of_pool(evicted))
     yield counter(
-        "kvstow_evicted_bytes", "Bytes evicted on one rank, by reason", ["pool", "reason"], _of_pool(evicted_bytes)
+        "kvstow_evicted_blocks",
+        "Evicted blocks by reason",
+        ["pool", "reason"],
+        _joined(by_label(one.evictions, pool) for pool, one in stats),
+    )
+    yield counter(
+        "kvstow_evicted_bytes",
+        "Bytes evicted on one rank, by reason",
+        ["pool", "reason"],
+        _joined(
+            by_label({reason: count * one.pool.slot_bytes for reason, count in one.evictions.items()}, pool)
+            for pool, one in stats
+        ),
     )
 
 
-def _of_pool(counts: Mapping[str, float]) -> list[Row]:
-    return by_label(counts, POOL_NAME)
+def _joined(rows: Iterable[Iterable[Row]]) -> list[Row]:
+    return list(chain.from_iterable(rows))
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
@@ -141,39 +200,39 @@ _RANK_FAMILIES = (
 )
 
 
-def _ranks(readiness: Readiness, now: float) -> Iterator[Metric]:
-    ranks = readiness.ranks
-    yield gauge(
-        "kvstow_state",
-        "1 for the present state of the engine",
-        ["state"],
-        [((state,), float(state == readiness.state)) for state in _STATES],
-    )
+def _ranks(taken: Snapshots, now: float) -> Iterator[Metric]:
+    ranks = list(taken.ranks())
     yield gauge(
         "kvstow_rank_heartbeat_timestamp_seconds",
         "Time of the rank's last report, 0 if there was none",
-        ["rank"],
-        [((str(rank.rank),), _heard_at(rank, now)) for rank in ranks],
+        [*taken.session_labels, "rank"],
+        [((*labels, str(rank.rank)), _heard_at(rank, now)) for labels, _, rank in ranks],
     )
     yield gauge(
         "kvstow_pool_capacity_bytes",
         "Configured bytes",
-        ["pool", "rank"],
-        [((POOL_NAME, str(rank.rank)), readiness.capacity_slots * rank.slot_bytes) for rank in ranks],
+        ["pool", *taken.session_labels[1:], "rank"],
+        [
+            ((pool.name, *labels[1:], str(rank.rank)), pool.readiness.capacity_slots * rank.slot_bytes)
+            for labels, pool, rank in ranks
+        ],
     )
     for family in _RANK_FAMILIES:
-        yield _family_of(family, ranks)
+        yield _family_of(family, taken, ranks)
 
 
 def _heard_at(rank: RankStatus, now: float) -> float:
     return 0.0 if rank.last_report_age_seconds is None else now - rank.last_report_age_seconds
 
 
-def _family_of(family: _RankFamily, ranks: tuple[RankStatus, ...]) -> Metric:
-    names = [*(["pool"] if family.of_pool else []), "rank", *([family.label] if family.label else [])]
+def _family_of(
+    family: _RankFamily, taken: Snapshots, ranks: Iterable[tuple[tuple[str, ...], PoolSnapshot, RankStatus]]
+) -> Metric:
+    before = ("pool", *taken.session_labels[1:]) if family.of_pool else taken.session_labels
+    names = [*before, "rank", *([family.label] if family.label else [])]
     rows: list[Row] = []
-    for rank in ranks:
-        labels = (POOL_NAME, str(rank.rank)) if family.of_pool else (str(rank.rank),)
+    for values, pool, rank in ranks:
+        labels = (pool.name, *values[1:], str(rank.rank)) if family.of_pool else (*values, str(rank.rank))
         value = family.value(rank)
         if isinstance(value, Mapping):
             rows += by_label(value, *labels)
@@ -185,70 +244,115 @@ def _family_of(family: _RankFamily, ranks: tuple[RankStatus, ...]) -> Metric:
 # -- traffic ---------------------------------------------------------------------------------------------------------
 
 
-def _transfers(stats: EngineStats) -> Iterator[Metric]:
-    pending = stats.transfers.pending
-    ops = {"load": pending.loads, "store": pending.stores}
-    num_bytes = {"load": pending.load_bytes, "store": pending.store_bytes}
-    yield gauge("kvstow_transfers_inflight", "Ops that some rank has not finished", ["direction"], by_label(ops))
-    yield gauge("kvstow_transfer_inflight_bytes", "Bytes of these ops on one rank", ["direction"], by_label(num_bytes))
-    yield gauge("kvstow_transfers_stuck", "Ops older than the transfer timeout", [], scalar(pending.stuck))
-    yield gauge("kvstow_transfer_oldest_seconds", "Age of the oldest op", [], scalar(pending.oldest_seconds))
-    ended = {direction: stats.transfers.of(direction) for direction in DIRECTIONS}
-    results = [((name, result), getattr(one, result)) for name, one in ended.items() for result in ("ok", "error")]
-    yield counter("kvstow_transfers", "Ops that ended, by result", ["direction", "result"], results)
+def _transfers(taken: Snapshots) -> Iterator[Metric]:
+    label, stats = taken.pool_label, list(taken.labelled())
+    pending = [(values, one.transfers.pending) for values, one in stats]
+    yield gauge(
+        "kvstow_transfers_inflight",
+        "Ops that some rank has not finished",
+        [*label, "direction"],
+        _joined(by_label({"load": one.loads, "store": one.stores}, *values) for values, one in pending),
+    )
+    yield gauge(
+        "kvstow_transfer_inflight_bytes",
+        "Bytes of these ops on one rank",
+        [*label, "direction"],
+        _joined(by_label({"load": one.load_bytes, "store": one.store_bytes}, *values) for values, one in pending),
+    )
+    yield gauge(
+        "kvstow_transfers_stuck",
+        "Ops older than the transfer timeout",
+        label,
+        [(values, one.stuck) for values, one in pending],
+    )
+    yield gauge(
+        "kvstow_transfer_oldest_seconds",
+        "Age of the oldest op",
+        label,
+        [(values, one.oldest_seconds) for values, one in pending],
+    )
+    ended = [((*values, name), one.transfers.of(name)) for values, one in stats for name in DIRECTIONS]
+    results = [((*values, result), getattr(one, result)) for values, one in ended for result in ("ok", "error")]
+    yield counter("kvstow_transfers", "Ops that ended, by result", [*label, "direction", "result"], results)
     for name, text, field in (
         ("kvstow_transfer_blocks", "Blocks transferred", "blocks"),
         ("kvstow_transfer_bytes", "Bytes transferred on one rank", "bytes"),
     ):
-        yield counter(name, text, ["direction"], [((key,), getattr(one, field)) for key, one in ended.items()])
+        yield counter(name, text, [*label, "direction"], [(values, getattr(one, field)) for values, one in ended])
     for name, text, field in (
         ("kvstow_transfer_duration_seconds", "Duration of the copy on the slowest rank", "seconds"),
         ("kvstow_transfer_size_bytes", "Bytes of an op on one rank", "size_bytes"),
         ("kvstow_transfer_queue_wait_seconds", "Time in the queue of the slowest rank", "queue_seconds"),
     ):
-        yield histogram(name, text, ["direction"], [((key,), getattr(one, field)) for key, one in ended.items()])
+        yield histogram(name, text, [*label, "direction"], [(values, getattr(one, field)) for values, one in ended])
 
 
-def _ages(stats: EngineStats) -> Iterator[Metric]:
-    for name, text, snapshot in (
-        ("lifetime", "Age of blocks that were evicted for capacity", stats.ages.lifetime),
-        ("idle_before_evict", "Time since the last use of blocks that were evicted for capacity", stats.ages.idle),
-        ("reuse_gap", "Time since the last use of blocks that a lookup found", stats.ages.reuse_gap),
+def _ages(taken: Snapshots) -> Iterator[Metric]:
+    for name, text, field in (
+        ("lifetime", "Age of blocks that were evicted for capacity", "lifetime"),
+        ("idle_before_evict", "Time since the last use of blocks that were evicted for capacity", "idle"),
+        ("reuse_gap", "Time since the last use of blocks that a lookup found", "reuse_gap"),
     ):
-        rows = [((POOL_NAME,), snapshot)]
+        rows = [((pool.name,), getattr(pool.stats.ages, field)) for pool in taken.pools]
         yield histogram(f"kvstow_block_{name}_seconds", f"{text}, for one block in 61", ["pool"], rows)
 
 
-def _lookups(stats: EngineStats) -> Iterator[Metric]:
-    lookups = stats.lookups
-    yield counter("kvstow_lookups", "Lookups by result", ["result"], by_label(lookups.results))
-    yield histogram("kvstow_lookup_duration_seconds", "Duration of an index lookup", [], [((), lookups.seconds)])
-    yield from _tokens(stats)
+def _lookups(taken: Snapshots) -> Iterator[Metric]:
+    label, stats = taken.pool_label, list(taken.labelled())
+    yield counter(
+        "kvstow_lookups",
+        "Lookups by result",
+        [*label, "result"],
+        _joined(by_label(one.lookups.results, *values) for values, one in stats),
+    )
+    yield histogram(
+        "kvstow_lookup_duration_seconds",
+        "Duration of an index lookup",
+        label,
+        [(values, one.lookups.seconds) for values, one in stats],
+    )
+    yield from _tokens(taken)
     yield counter(
         "kvstow_fallbacks",
         "Lookups and loads that missed blocks for another reason than their absence",
-        ["reason"],
-        by_label(stats.fallbacks),
+        [*label, "reason"],
+        _joined(by_label(one.fallbacks, *values) for values, one in stats),
     )
-    yield counter("kvstow_store_blocks", "Blocks offered to the pool, by outcome", ["outcome"], by_label(stats.stores))
+    yield counter(
+        "kvstow_store_blocks",
+        "Blocks offered to the pool, by outcome",
+        [*label, "outcome"],
+        _joined(by_label(one.stores, *values) for values, one in stats),
+    )
 
 
-def _tokens(stats: EngineStats) -> Iterator[Metric]:
-    """Without series while the number of tokens in a block is unknown."""
-    lookups, tokens = stats.lookups, stats.block_tokens
+def _tokens(taken: Snapshots) -> Iterator[Metric]:
+    """Without series of pools whose number of tokens in a block is unknown."""
+    label = taken.pool_label
     queries: list[Row] = []
     hits: list[Row] = []
     misses: list[Row] = []
-    if tokens is not None:
-        queries, hits = scalar(lookups.query_blocks * tokens), [((SOURCE,), lookups.hit_blocks * tokens)]
-        misses = by_label({reason: count * tokens for reason, count in lookups.miss_blocks.items()})
-    yield counter("kvstow_query_tokens", "Tokens of the blocks looked up", [], queries)
-    yield counter("kvstow_hit_tokens", "Tokens found", ["source"], hits)
-    yield counter("kvstow_miss_tokens", "Tokens not found, or not loaded, by reason", ["reason"], misses)
+    for values, stats in taken.labelled():
+        lookups, tokens = stats.lookups, stats.block_tokens
+        if tokens is not None:
+            queries.append((values, lookups.query_blocks * tokens))
+            hits.append(((*values, SOURCE), lookups.hit_blocks * tokens))
+            misses += by_label({reason: count * tokens for reason, count in lookups.miss_blocks.items()}, *values)
+    yield counter("kvstow_query_tokens", "Tokens of the blocks looked up", label, queries)
+    yield counter("kvstow_hit_tokens", "Tokens found", [*label, "source"], hits)
+    yield counter("kvstow_miss_tokens", "Tokens not found, or not loaded, by reason", [*label, "reason"], misses)
 
 
-def _faults(stats: EngineStats) -> Iterator[Metric]:
-    errors = [((_COMPONENTS.get(code, "engine"), code), count) for code, count in stats.faults.errors.items()]
-    yield counter("kvstow_errors", "Errors by component and code", ["component", "code"], errors)
+def _faults(taken: Snapshots) -> Iterator[Metric]:
+    stats = list(taken.labelled())
+    errors = _joined(_error_rows(one.faults.errors, *values) for values, one in stats)
+    if taken.is_node:
+        errors += _error_rows(taken.host_errors, "")
+    yield counter("kvstow_errors", "Errors by component and code", [*taken.pool_label, "component", "code"], errors)
     for field, text in _FAULTS.items():
-        yield counter(f"kvstow_{field}", text, [], scalar(getattr(stats.faults, field)))
+        rows = [(values, getattr(one.faults, field)) for values, one in stats]
+        yield counter(f"kvstow_{field}", text, taken.pool_label, rows)
+
+
+def _error_rows(errors: Mapping[str, int], *before: str) -> list[Row]:
+    return [((*before, _COMPONENTS.get(code, "engine"), code), count) for code, count in errors.items()]

@@ -7,8 +7,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvstow_api.appstate import AppState
-from kvstow_api.health import Finding
-from kvstow_api.overview import NUM_OLDEST, Overview, RankLine, Readings, overview, select_ranks
+from kvstow_api.directory import HostedPool
+from kvstow_api.hostreadiness import host_readiness
+from kvstow_api.overview import (
+    NUM_OLDEST,
+    NodeReadings,
+    Overview,
+    PoolReadings,
+    RankLine,
+    Readings,
+    overview,
+    select_ranks,
+)
+from kvstow_api.poolview import pool_views
+from kvstow_api.probe import Finding
+from kvstow_api.views import POOL_NAME, SessionView
 
 _RANKS = 16
 _EVENTS = 8
@@ -43,18 +56,17 @@ class Content:
 
 def read_content(app: AppState) -> Content:
     """The present content. On the event loop; O(ranks)."""
-    engine, host = app.engine, app.host
+    host, directory = app.host, app.directory
+    pools = directory.pools()
     readings = Readings(
         model=host.settings.get("model"),
         mode=host.mode,
         version=host.version,
-        readiness=engine.readiness(),
-        drain=engine.admin.drain_status,
-        bypass=engine.admin.bypass,
-        pinning_paused=engine.desired().paused,
-        stats=engine.stats(),
-        oldest=engine.transfers(NUM_OLDEST),
-        history=app.sampler.history,
+        readiness=host_readiness(directory),
+        drain=directory.switches.drain_status,
+        bypass=directory.switches.bypass,
+        pool=_pool_readings(app, pools[0]) if len(pools) == 1 else None,
+        node=_node_readings(app) if directory.is_node else None,
     )
     shown = overview(readings)
     return Content(
@@ -67,6 +79,25 @@ def read_content(app: AppState) -> Content:
     )
 
 
+def _pool_readings(app: AppState, pool: HostedPool) -> PoolReadings:
+    facade = pool.facade
+    return PoolReadings(
+        pinning_paused=facade.desired().paused,
+        stats=facade.stats(),
+        oldest=facade.transfers(NUM_OLDEST),
+        history=app.sampler.history_of(pool.name),
+    )
+
+
+def _node_readings(app: AppState) -> NodeReadings:
+    directory = app.directory
+    return NodeReadings(
+        memory=directory.memory(),
+        pools=pool_views(directory),
+        sessions=[SessionView.of(session) for session in directory.sessions()],
+    )
+
+
 def _check(finding: Finding, reason: str) -> Check:
     failure = finding.failure or ""
     level = "ok" if finding.failure is None else "bad" if finding.required else "open"
@@ -76,7 +107,10 @@ def _check(finding: Finding, reason: str) -> Check:
 def _events(app: AppState) -> tuple[EventLine, ...]:
     """The newest first."""
     entries, _ = app.journal.after(max(0, app.journal.last - _EVENTS))
-    return tuple(EventLine(entry.data["time"], entry.type, _words(entry.type, entry.data)) for entry in entries[::-1])
+    return tuple(
+        EventLine(entry.data["time"], entry.type, _of_pool(entry.data) + _words(entry.type, entry.data))
+        for entry in entries[::-1]
+    )
 
 
 def _words(kind: str, data: Mapping[str, Any]) -> str:
@@ -90,3 +124,9 @@ def _words(kind: str, data: Mapping[str, Any]) -> str:
             return f"{noun} {data['state']}" + (f": {data['error']}" if data["error"] else "")
         case _:
             return f"{data['method']} {data['path']} by {data['actor']}"
+
+
+def _of_pool(data: Mapping[str, Any]) -> str:
+    """The pool of an event of a node."""
+    name = data.get("pool")
+    return "" if name in (None, POOL_NAME) else f"{name}: "

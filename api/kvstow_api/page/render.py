@@ -15,7 +15,7 @@ from kvstow_api.overview import NUM_POINTS
 from kvstow_api.page.content import Content
 from kvstow_api.page.svg import bar, polylines
 
-SECTIONS = ("state", "memory", "pool", "hits", "bandwidth", "pending", "evictions", "events")
+SECTIONS = ("state", "memory", "engines", "pool", "hits", "bandwidth", "pending", "evictions", "events")
 """Sections that are updated separately. `sections.html` has a macro for each."""
 
 

@@ -1,4 +1,4 @@
-"""The engine: readiness, counters, ranks, transfers, drain and bypass."""
+"""What the engines of the pools do: readiness, counters, ranks, transfers, drain and bypass."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from fastapi import APIRouter, Body, Header, HTTPException, Path, Query
 from pydantic import WithJsonSchema
 from starlette.concurrency import run_in_threadpool
 
-from kvstow.errors import InvalidRequestError, NotFoundError
+from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
-from kvstow.status import BypassStatus, DrainStatus, RankStatus, Readiness
-from kvstow_api.appstate import App
+from kvstow.stats import TransferStats
+from kvstow.status import BypassStatus, DrainStatus, RankStatus
+from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import REPORT_SCHEMA, BypassBody, DrainBody
+from kvstow_api.directory import Switches
+from kvstow_api.hostreadiness import host_readiness
 from kvstow_api.openapi import changing, reading
-from kvstow_api.queries import StatsQuery, TransfersQuery
+from kvstow_api.poolchoice import choose_pool, find_pool, pool_if_any
+from kvstow_api.queries import PoolQuery, ReadinessQuery, StatsQuery, SwitchQuery, TransfersQuery
 from kvstow_api.strictroute import StrictRoute
-from kvstow_api.views import RanksView, StatsView, TransfersView
+from kvstow_api.views import RanksView, ReadinessView, StatsView, TransfersView
 
 router = APIRouter(prefix="/v1", tags=["engine"], route_class=StrictRoute)
 
@@ -31,89 +35,111 @@ _SCANNED = 2000  # ops searched for those of one direction or state: some ms wit
 _DRAIN_ALL = DrainBody(deadline_seconds=None)
 
 
-@router.get("/readiness", responses=reading())
-async def get_readiness(app: App) -> Readiness:
-    """The state of the engine and of each rank."""
-    return app.engine.readiness()
+PoolChoice = Annotated[PoolQuery, Query()]
+SwitchChoice = Annotated[SwitchQuery, Query()]
 
 
-@router.get("/stats", responses=reading())
+@router.get("/readiness", responses=reading(404))
+async def get_readiness(app: App, query: Annotated[ReadinessQuery, Query()]) -> ReadinessView:
+    """The state of the host, or of one pool, and of each rank."""
+    pool = None if query.pool is None else find_pool(app.directory, query.pool)
+    return host_readiness(app.directory, pool)
+
+
+@router.get("/stats", responses=reading(404, 409))
 async def get_stats(app: App, query: Annotated[StatsQuery, Query()]) -> StatsView:
-    """One consistent snapshot of the counters."""
-    stats = app.engine.stats()
+    """One consistent snapshot of a pool's counters."""
+    stats = choose_pool(app.directory, query.pool).facade.stats()
     return StatsView(state=stats.state, **{name: getattr(stats, name) for name in query.sections})
 
 
-@router.get("/ranks", responses=reading())
-async def list_ranks(app: App) -> RanksView:
-    """All ranks."""
-    return RanksView(items=list(app.engine.readiness().ranks))
+@router.get("/ranks", responses=reading(404))
+async def list_ranks(app: App, query: PoolChoice) -> RanksView:
+    """All ranks of a pool's engines, in the order of its sessions."""
+    pool = pool_if_any(app.directory, query.pool)
+    return RanksView(items=[] if pool is None else list(pool.facade.readiness().ranks))
 
 
-@router.get("/ranks/{rank}", responses=reading(404))
-async def get_rank(app: App, rank: RankNumber) -> RankStatus:
-    """One rank."""
-    ranks = app.engine.readiness().ranks
-    if rank >= len(ranks):
-        raise NotFoundError(f"rank is {rank}; allowed: 0 to {len(ranks) - 1}")
-    return ranks[rank]
+@router.get("/ranks/{rank}", responses=reading(404, 409))
+async def get_rank(app: App, rank: RankNumber, query: PoolChoice) -> RankStatus:
+    """One rank. 409 if several engines of the pool have a rank of this number: see `/v1/sessions`."""
+    ranks = choose_pool(app.directory, query.pool).facade.readiness().ranks
+    found = [one for one in ranks if one.rank == rank]
+    if not found:
+        numbers = sorted({one.rank for one in ranks})
+        allowed = f"allowed: 0 to {numbers[-1]}" if numbers else "no engine is attached to the pool"
+        raise NotFoundError(f"rank is {rank}; {allowed}")
+    if len(found) > 1:
+        raise ConflictError(f"{len(found)} engines of this pool have a rank {rank}; /v1/sessions tells them apart")
+    return found[0]
 
 
 @router.post("/ranks/{rank}/report", responses=changing(404), openapi_extra={"security": [{"token": []}]})
 async def report(app: App, rank: RankNumber, body: Report, clock: Clock = None) -> DesiredState:
     """Take a rank's report and answer with the desired state of the rank."""
+    take_report = app.directory.take_report
+    if take_report is None:
+        raise HTTPException(
+            401,
+            "ranks report over their attach socket here; nobody may report over HTTP",
+            {"WWW-Authenticate": "Bearer"},
+        )
     message = RankReport.from_json(body)
     if message.rank != rank:
         raise InvalidRequestError(f"RankReport.rank is {message.rank}; allowed: {rank}, as in the path")
     app.clocks.note(rank, clock)
     # a rank that has restarted makes this take as long as removing all blocks
-    take_report = app.host.directory.take_report
-    if take_report is None:
-        raise HTTPException(401, "ranks report over their attach socket here, and nobody may report over HTTP")
     return await run_in_threadpool(take_report, message)
 
 
-@router.get("/transfers", responses=reading())
+@router.get("/transfers", responses=reading(404))
 async def list_transfers(app: App, query: Annotated[TransfersQuery, Query()]) -> TransfersView:
-    """Loads and stores in flight, the oldest first. A direction or state is searched among the oldest 2,000.
+    """Loads and stores of a pool in flight, the oldest first. A direction or state is searched among the oldest 2,000.
     `pending` counts all."""
+    pool = pool_if_any(app.directory, query.pool)
+    if pool is None:
+        return TransfersView(pending=TransferStats().pending, items=[])
     narrowed = query.direction or query.state
-    found = app.engine.transfers(_SCANNED if narrowed else query.slowest)
+    found = pool.facade.transfers(_SCANNED if narrowed else query.slowest)
     chosen = (item for item in found if query.direction in (None, item.direction) and query.state in (None, item.state))
     return TransfersView(
-        pending=app.engine.stats().transfers.pending,
+        pending=pool.facade.stats().transfers.pending,
         items=list(islice(chosen, query.slowest)),
     )
 
 
-@router.get("/drain", responses=reading())
-async def get_drain(app: App) -> DrainStatus:
-    """Whether the engine drains, and what is still in flight."""
-    return app.engine.admin.drain_status
+@router.get("/drain", responses=reading(404))
+async def get_drain(app: App, query: SwitchChoice) -> DrainStatus:
+    """Whether the host or the pool drains, and what is still in flight."""
+    return _switches(app, query).drain_status
 
 
-@router.put("/drain", responses=changing())
-async def start_drain(app: App, body: DrainBody = _DRAIN_ALL) -> DrainStatus:
-    """Start a drain, or change the current one: transfers in flight end, and no new ones begin. `/readyz` fails from
-    now on."""
-    return app.engine.admin.drain(body.mode, body.deadline_seconds)
+@router.put("/drain", responses=changing(404))
+async def start_drain(app: App, query: SwitchChoice, body: DrainBody = _DRAIN_ALL) -> DrainStatus:
+    """Start a drain, or change the current one: transfers in flight end, and no new ones begin. Without `pool` it is
+    the host that drains, and `/readyz` fails from now on."""
+    return _switches(app, query).drain(body.mode, body.deadline_seconds)
 
 
-@router.delete("/drain", responses=changing(body=False))
-async def end_drain(app: App) -> DrainStatus:
+@router.delete("/drain", responses=changing(404, body=False))
+async def end_drain(app: App, query: SwitchChoice) -> DrainStatus:
     """Accept traffic again."""
-    return app.engine.admin.undrain()
+    return _switches(app, query).undrain()
 
 
-@router.get("/bypass", responses=reading())
-async def get_bypass(app: App) -> BypassStatus:
+@router.get("/bypass", responses=reading(404))
+async def get_bypass(app: App, query: SwitchChoice) -> BypassStatus:
     """Which direction is switched off."""
-    return app.engine.admin.bypass
+    return _switches(app, query).bypass
 
 
-@router.put("/bypass", responses=changing())
-async def set_bypass(app: App, body: BypassBody) -> BypassStatus:
-    """Switch loads or stores off, and leave the pool as it is. A direction that is left out is on."""
+@router.put("/bypass", responses=changing(404))
+async def set_bypass(app: App, query: SwitchChoice, body: BypassBody) -> BypassStatus:
+    """Switch loads or stores off, and leave the blocks as they are. A direction that is left out is on."""
     load, store = bool(body.load), bool(body.store)
     ttl = body.ttl_seconds if load or store else None  # nothing is off, so nothing returns
-    return app.engine.admin.set_bypass(load=load, store=store, ttl_seconds=ttl)
+    return _switches(app, query).set_bypass(load=load, store=store, ttl_seconds=ttl)
+
+
+def _switches(app: AppState, query: SwitchQuery) -> Switches:
+    return app.directory.switches if query.pool is None else find_pool(app.directory, query.pool).facade.admin

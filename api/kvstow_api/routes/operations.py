@@ -44,6 +44,7 @@ async def list_operations(app: App, query: Annotated[OperationsQuery, Query()]) 
         for operation in app.operations.all()
         if query.kind in (None, operation.view.kind)
         and query.state in (None, operation.view.state)
+        and query.pool in (None, operation.view.pool)
         and (not before or operation.number < before)
     ]
     page = found[: query.page_size]

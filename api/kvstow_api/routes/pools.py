@@ -16,9 +16,12 @@ from kvstow.status import BlockPage, BlockStatus, LookupResult, ProtectionResult
 from kvstow_api import livesettings
 from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import EvictBody, Key, LookupBody, PoolPatch, ProtectBody, PurgeBody, UnprotectBody
+from kvstow_api.directory import HostedPool
 from kvstow_api.openapi import ETAG, changing, reading
 from kvstow_api.operations import Sweeping
-from kvstow_api.queries import BlocksQuery, WorkQuery, token_of
+from kvstow_api.poolchoice import choose_pool, find_pool
+from kvstow_api.poolview import pool_view, pool_views
+from kvstow_api.queries import BlocksQuery, PoolQuery, WorkQuery, token_of
 from kvstow_api.requests import CHANGED_NOTHING
 from kvstow_api.routes.operations import ACCEPTED, accepted, has_succeeded
 from kvstow_api.strictroute import StrictRoute
@@ -36,14 +39,11 @@ from kvstow_api.views import (
 router = APIRouter(prefix="/v1", tags=["pools"], route_class=StrictRoute)
 
 
-async def existing_pool(pool: Annotated[str, Path(description="Its name", examples=[POOL_NAME])]) -> str:
-    """The name of a pool. Raises `NotFoundError` if there is none of this name."""
-    if pool != POOL_NAME:
-        raise NotFoundError(f"there is no pool {pool!r}; there is: {POOL_NAME}")
-    return pool
+async def _named_pool(app: App, pool: Annotated[str, Path(description="Its name", examples=[POOL_NAME])]) -> HostedPool:
+    return find_pool(app.directory, pool)
 
 
-PoolName = Annotated[str, Depends(existing_pool)]
+Pool = Annotated[HostedPool, Depends(_named_pool)]
 BlockKey = Annotated[Key, Path(description="The whole key, as hex", examples=["00003d2c1b0a"])]
 Wait = Annotated[WorkQuery, Query()]
 
@@ -54,13 +54,13 @@ _MAX_BLOCKS = 4096  # blocks searched for one page of a state: some ms
 @router.get("/pools", responses=reading())
 async def list_pools(app: App) -> PoolsView:
     """All pools."""
-    return PoolsView(items=[_view(app)])
+    return PoolsView(items=pool_views(app.directory))
 
 
 @router.get("/pools/{pool}", responses={**ETAG, **reading(404)})
-async def get_pool(app: App, pool: PoolName, response: Response) -> PoolView:
+async def get_pool(app: App, pool: Pool, response: Response) -> PoolView:
     """One pool. The ETag names its settings."""
-    view = _view(app)
+    view = pool_view(app.directory, pool)
     response.headers["ETag"] = view.etag
     return view
 
@@ -71,43 +71,51 @@ async def get_pool(app: App, pool: PoolName, response: Response) -> PoolView:
 async def change_pool(
     app: App,
     request: Request,
-    pool: PoolName,
+    pool: Pool,
     body: PoolPatch,
     query: Wait,
     response: Response,
     if_match: livesettings.IfMatch = None,
 ) -> PoolView | PlanView | Response:
     """Resize the pool, change its policy, or pause pinning."""
-    patch = _in_slots(app, body)
+    patch = _in_slots(pool, body)
     if body.dry_run:
         request.scope[CHANGED_NOTHING] = True
-        return await livesettings.plan(app, patch, if_match)
-    operation = await livesettings.change(app, patch, if_match)
+        return await livesettings.plan(pool, patch, if_match)
+    operation = await livesettings.change(app, pool, patch, if_match)
     if operation is not None and not await has_succeeded(operation, query.wait):
         return accepted(operation)
     return await get_pool(app, pool, response)
 
 
+@router.delete("/pools/{pool}", status_code=204, responses=changing(404, 409, body=False))
+def delete_pool(app: App, pool: Pool) -> Response:
+    """Delete a pool that no session uses, with all its blocks. Its memory is for other pools as soon as no process can
+    reach it."""
+    app.directory.delete_pool(pool.name)
+    return Response(status_code=204)
+
+
 @router.post("/pools/{pool}/evict", response_model=RemovedView, responses={**ACCEPTED, **changing(404)})
-async def evict(app: App, request: Request, pool: PoolName, body: EvictBody, query: Wait) -> RemovedView | Response:
+async def evict(app: App, request: Request, pool: Pool, body: EvictBody, query: Wait) -> RemovedView | Response:
     """Remove the coldest blocks. Leased and protected blocks stay."""
     make = partial(
-        app.engine.admin.evict,
+        pool.facade.admin.evict,
         slots=body.slots,
         num_bytes=body.num_bytes,
         idle_seconds=body.idle_seconds,
         dry_run=body.dry_run,
     )
     request.scope[CHANGED_NOTHING] = body.dry_run
-    return await _remove(app, "evict", make, body.dry_run, query.wait)
+    return await _remove(app, "evict", pool, make, body.dry_run, query.wait)
 
 
 @router.post("/pools/{pool}/purge", response_model=RemovedView, responses={**ACCEPTED, **changing(404)})
-async def purge(app: App, request: Request, pool: PoolName, body: PurgeBody, query: Wait) -> RemovedView | Response:
+async def purge(app: App, request: Request, pool: Pool, body: PurgeBody, query: Wait) -> RemovedView | Response:
     """Remove blocks by key, age or number. A block in a transfer is gone at once; its slot is freed when the transfer
     ends."""
     make = partial(
-        app.engine.admin.purge,
+        pool.facade.admin.purge,
         everything=bool(body.everything),
         keys=body.keys,
         key_prefixes=body.key_prefixes,
@@ -118,26 +126,26 @@ async def purge(app: App, request: Request, pool: PoolName, body: PurgeBody, que
         dry_run=body.dry_run,
     )
     request.scope[CHANGED_NOTHING] = body.dry_run
-    return await _remove(app, "purge", make, body.dry_run, query.wait)
+    return await _remove(app, "purge", pool, make, body.dry_run, query.wait)
 
 
 @router.post("/pools/{pool}/protect", responses=changing(404))
-def protect(app: App, pool: PoolName, body: ProtectBody) -> ProtectionResult:
+def protect(app: App, pool: Pool, body: ProtectBody) -> ProtectionResult:
     """Keep blocks from eviction. A new protection replaces an old one."""
-    return app.engine.admin.protect(body.keys, body.ttl_seconds)
+    return pool.facade.admin.protect(body.keys, body.ttl_seconds)
 
 
 @router.post("/pools/{pool}/unprotect", responses=changing(404))
-def unprotect(app: App, pool: PoolName, body: UnprotectBody) -> ProtectionResult:
+def unprotect(app: App, pool: Pool, body: UnprotectBody) -> ProtectionResult:
     """Let blocks be evicted again: some, or all."""
-    return app.engine.admin.unprotect(body.keys)
+    return pool.facade.admin.unprotect(body.keys)
 
 
 @router.post("/pools/{pool}/retry", status_code=202, responses=changing(404, body=False))
-async def retry(app: App, pool: PoolName) -> PinningView:
+async def retry(app: App, pool: Pool) -> PinningView:
     """Let ranks whose pinning failed try again."""
-    app.engine.admin.retry_pinning()
-    desired = app.engine.desired()
+    pool.facade.admin.retry_pinning()
+    desired = pool.facade.desired()
     return PinningView(paused=desired.paused, pin_attempt=desired.pin_attempt)
 
 
@@ -145,62 +153,39 @@ async def retry(app: App, pool: PoolName) -> PinningView:
 
 
 @router.get("/pools/{pool}/blocks", responses=reading(404))
-async def list_blocks(app: App, pool: PoolName, query: Annotated[BlocksQuery, Query()]) -> BlocksView:
+async def list_blocks(app: App, pool: Pool, query: Annotated[BlocksQuery, Query()]) -> BlocksView:
     """Blocks in order of their slots. A page may be short, or empty, and still not be the last one."""
-    page = _page(app.engine, query)
+    page = _page(pool.facade, query)
     return BlocksView(items=list(page.blocks), next_page_token=token_of(page.next_slot))
 
 
 @router.get("/pools/{pool}/blocks/{key}", responses=reading(404))
-async def get_block(app: App, pool: PoolName, key: BlockKey) -> BlockStatus:
+async def get_block(app: App, pool: Pool, key: BlockKey) -> BlockStatus:
     """One block."""
-    block = app.engine.block(key)
+    block = pool.facade.block(key)
     if block is None:
         raise NotFoundError(f"there is no block with key {format_key(key)}")
     return block
 
 
 @router.delete("/pools/{pool}/blocks/{key}", status_code=204, responses=changing(404, 409, body=False))
-async def remove_block(app: App, pool: PoolName, key: BlockKey) -> Response:
+async def remove_block(app: App, pool: Pool, key: BlockKey) -> Response:
     """Remove one block that nothing uses; 409 while a transfer, a lease or a protection holds it."""
-    app.engine.admin.remove_block(key)
+    pool.facade.admin.remove_block(key)
     return Response(status_code=204)
 
 
-@router.post("/lookup", responses=changing())
-async def lookup(app: App, body: LookupBody) -> LookupResult:
+@router.post("/lookup", responses=changing(404, 409))
+async def lookup(app: App, body: LookupBody, query: Annotated[PoolQuery, Query()]) -> LookupResult:
     """Which of these keys are in the pool. Only reads: no block is held or counted as used."""
-    return app.engine.admin.lookup(body.keys)
+    return choose_pool(app.directory, query.pool).facade.admin.lookup(body.keys)
 
 
-def _view(app: AppState) -> PoolView:
-    etag = livesettings.etag(app)
-    stats, desired, highest = app.engine.stats(), app.engine.desired(), app.host.directory.pools()[0].max_capacity_slots
-    pool = stats.pool
-    return PoolView(
-        name=POOL_NAME,
-        etag=etag,
-        slot_bytes=pool.slot_bytes,
-        block_tokens=stats.block_tokens,
-        capacity_slots=pool.capacity_slots,
-        capacity_bytes=pool.capacity_slots * pool.slot_bytes,
-        max_capacity_slots=highest,
-        max_capacity_bytes=highest * pool.slot_bytes,
-        usable_slots=pool.usable_slots,
-        usable_bytes=pool.usable_slots * pool.slot_bytes,
-        slots=pool.slots,
-        policy=pool.policy,
-        pinning_paused=desired.paused,
-        leases=pool.leases,
-        num_ranks=app.engine.config.num_ranks,
-    )
-
-
-def _in_slots(app: AppState, body: PoolPatch) -> PoolPatch:
+def _in_slots(pool: HostedPool, body: PoolPatch) -> PoolPatch:
     """`body` with its bytes as slots. Raises `ConfigError` if they exceed what the host can provide."""
     if body.capacity_bytes is None:
         return body
-    slot_bytes, highest = app.engine.config.slot_bytes, app.host.directory.pools()[0].max_capacity_slots
+    slot_bytes, highest = pool.facade.config.slot_bytes, pool.max_capacity_slots
     if not slot_bytes <= body.capacity_bytes < (highest + 1) * slot_bytes:
         allowed = f"{slot_bytes} (one slot) to {highest * slot_bytes}, the maximum of this host"
         raise ConfigError("capacity_bytes", body.capacity_bytes, allowed)
@@ -208,16 +193,21 @@ def _in_slots(app: AppState, body: PoolPatch) -> PoolPatch:
 
 
 async def _remove(
-    app: AppState, kind: OperationKind, make_sweep: Callable[[], Sweeping], dry_run: bool, wait: float
+    app: AppState,
+    kind: OperationKind,
+    pool: HostedPool,
+    make_sweep: Callable[[], Sweeping],
+    dry_run: bool,
+    wait: float,
 ) -> RemovedView | Response:
-    operation = app.operations.start(kind, make_sweep, dry_run=dry_run)
+    operation = app.operations.start(kind, pool.name, make_sweep, dry_run=dry_run)
     if await has_succeeded(operation, wait):
         assert operation.view.result is not None  # it has succeeded
         return operation.view.result
     return accepted(operation)
 
 
-def _page(engine: PoolFacade, query: BlocksQuery) -> BlockPage:
+def _page(facade: PoolFacade, query: BlocksQuery) -> BlockPage:
     size = query.page_size
     found: list[BlockStatus] = []
     slot: int | None = query.position
@@ -225,7 +215,7 @@ def _page(engine: PoolFacade, query: BlocksQuery) -> BlockPage:
     for _ in range(_MAX_SLICES):
         if slot is None or len(found) >= size or num_searched >= _MAX_BLOCKS:
             break
-        page = engine.blocks(slot, SLICE_SLOTS if query.state else size - len(found))
+        page = facade.blocks(slot, SLICE_SLOTS if query.state else size - len(found))
         found += [block for block in page.blocks if query.state in (None, block.state)]
         num_searched += len(page.blocks)
         slot = page.next_slot

@@ -10,9 +10,9 @@ from fastapi.responses import PlainTextResponse
 from starlette.responses import Response
 
 from kvstow_api.appstate import App
-from kvstow_api.health import Probe, Verdict
 from kvstow_api.metrics.families import MEDIA_TYPE, render
 from kvstow_api.openapi import Responses, reading
+from kvstow_api.probe import Probe, Verdict
 
 router = APIRouter(tags=["probes"], default_response_class=PlainTextResponse)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from inspect import getdoc
 from typing import Annotated
 
@@ -13,14 +12,17 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from kvstow_api import livesettings
 from kvstow_api.appstate import App
 from kvstow_api.bodies import LogLevelBody
-from kvstow_api.doctor import Evidence, examine
+from kvstow_api.doctor import examine
+from kvstow_api.doctor.gathering import gather
 from kvstow_api.history import HistoryView
 from kvstow_api.openapi import ETAG, Description, changing, reading
 from kvstow_api.page.live import StatusPage
-from kvstow_api.queries import EventsQuery
+from kvstow_api.poolchoice import choose_pool, pool_if_any
+from kvstow_api.poolview import settings_etag
+from kvstow_api.queries import EventsQuery, PoolQuery
 from kvstow_api.streamlimit import LimitedStream
 from kvstow_api.strictroute import StrictRoute
-from kvstow_api.views import POOL_NAME, ConfigView, DoctorView, EventView, InfoView, LogLevelsView, LogLevelView
+from kvstow_api.views import BLOCK_EVENTS, ConfigView, DoctorView, EventView, InfoView, LogLevelsView, LogLevelView
 
 router = APIRouter(tags=["server"], route_class=StrictRoute)
 
@@ -68,24 +70,29 @@ async def get_info(app: App) -> InfoView:
     return InfoView(
         version=host.version,
         mode=host.mode,
+        node=app.directory.is_node,
         addresses=list(host.addresses),
-        engine_id=app.engine.engine_id,
+        engine_id=app.directory.engine_id,
         started=app.started,
         uptime_seconds=app.uptime,
         token_required=host.token_file is not None or host.client_certificates,
-        num_ranks=app.engine.config.num_ranks,
-        pools=[POOL_NAME],
+        num_ranks=sum(len(session.status.ranks) for session in app.directory.sessions()),
+        pools=[pool.name for pool in app.directory.pools()],
         build=dict(host.build),
         settings=dict(host.settings),
     )
 
 
-@router.get("/v1/config", responses={**ETAG, **reading()})
-async def get_config(app: App, response: Response) -> ConfigView:
+@router.get("/v1/config", responses={**ETAG, **reading(404)})
+async def get_config(app: App, response: Response, query: Annotated[PoolQuery, Query()]) -> ConfigView:
     """The settings that a PATCH of the pool changes, and those that need a restart. The ETag names the former."""
-    etag = livesettings.etag(app)
+    pool = pool_if_any(app.directory, query.pool)
+    startup = dict(app.host.settings)
+    if pool is None:
+        return ConfigView(etag=None, runtime=None, startup=startup)
+    etag = settings_etag(pool)
     response.headers["ETag"] = etag
-    return ConfigView(etag=etag, runtime=livesettings.current(app), startup=dict(app.host.settings))
+    return ConfigView(etag=etag, runtime=livesettings.current(pool), startup=startup)
 
 
 @router.get("/v1/loglevel", responses=reading())
@@ -116,7 +123,7 @@ _EXAMPLE = 'id: 6f1d2a9c-12-0\nevent: state\ndata: {"time": "2026-11-02T09:30:00
             "description": "Server-sent events; the stream does not end",
             "content": {_MEDIA_TYPE: {"schema": {"type": "string"}, "example": _EXAMPLE}},
         },
-        **reading(),
+        **reading(404, 409),
     },
     description=f"""Events from now on, as server-sent events with `id`, `event` (the type) and `data`.
 
@@ -126,30 +133,21 @@ async def get_events(
     app: App, query: Annotated[EventsQuery, Query()], last_event_id: LastEventId = None
 ) -> StreamingResponse:
     """Events from now on, or after the last one that the client has read."""
-    stream = app.streams.open(query.wanted, after=last_event_id, recent=query.recent)
+    pool = None
+    if query.pool is not None or not app.directory.is_node or not query.wanted.isdisjoint(BLOCK_EVENTS):
+        pool = choose_pool(app.directory, query.pool)
+    stream = app.streams.open(query.wanted, pool, after=last_event_id, recent=query.recent)
     return LimitedStream(stream, app.streams.limit)
 
 
-@router.get("/v1/history", responses=reading())
-async def get_history(app: App) -> HistoryView:
-    """Counters of the last hour, every 5 s."""
-    return app.sampler.history
+@router.get("/v1/history", responses=reading(404))
+async def get_history(app: App, query: Annotated[PoolQuery, Query()]) -> HistoryView:
+    """Counters of a pool in the last hour, every 5 s."""
+    pool = pool_if_any(app.directory, query.pool)
+    return app.sampler.history_of(None if pool is None else pool.name)
 
 
 @router.get("/v1/doctor", responses=reading())
 async def get_doctor(app: App) -> DoctorView:
     """Problems found, the worst first, each with its fix and the numbers behind it."""
-    host = app.host
-    evidence = Evidence(
-        verdict=app.health.probes["readyz"].run(),
-        readiness=app.engine.readiness(),
-        desired=app.engine.desired(),
-        drain=app.engine.admin.drain_status,
-        bypass=app.engine.admin.bypass,
-        samples=app.sampler.history.items,
-        clock_offsets=app.clocks.offsets(),
-        certificate_seconds_left=host.certificate_ends() - time.time() if host.certificate_ends else None,
-        exposed_files=app.credentials.exposures,
-        host=await run_in_threadpool(host.host_memory) if host.host_memory else None,
-    )
-    return examine(evidence)
+    return examine(*await gather(app))

@@ -168,18 +168,21 @@ class AttachedSession(Session):
 
     def snapshot(self) -> SessionStatus:
         """`status`, with the lock held."""
+        now = self.pool.clock()
+        oldest = self.ops.oldest()
         return SessionStatus(
             session_id=self.session_id,
             engine=self.engine,
             namespace=self.namespace.name,
             state=self._state(),
             in_flight=len(self.ops),
+            oldest_seconds=0.0 if oldest is None else now - oldest.started,
             leases=len(self.leases),
             leased_slots=sum(map(len, self.held_slots())),
             registered_slots=self.ranks.usable_slots(),
             quarantined_slots=len(self.quarantined_slots),
             processes=len(self.processes),
-            ranks=self.ranks.statuses(self.pool.clock()),
+            ranks=self.ranks.statuses(now),
         )
 
     def _state(self) -> SessionState:

@@ -38,6 +38,12 @@ class PoolFacade:
         with self._pool.lock:
             return self._pool.desired
 
+    @property
+    def integrity_error(self) -> str | None:
+        """What the last integrity check found."""
+        with self._pool.lock:
+            return self._pool.integrity_error
+
     def tick(self) -> None:
         """See `Pool.tick`."""
         self._pool.tick()

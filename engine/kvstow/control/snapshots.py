@@ -38,7 +38,7 @@ def readiness(pool: Pool) -> Readiness:
     with pool.lock:
         now = pool.clock()
         name, reason = _state_of(pool, now)
-        ranks = [status for session in pool.sessions for status in session.ranks.statuses(now)]
+        ranks = [status for session in pool.sessions if not session.is_lost for status in session.ranks.statuses(now)]
         return Readiness(name, reason, pool.slots.in_service, pool.capacity, tuple(ranks))
 
 

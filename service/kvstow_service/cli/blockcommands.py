@@ -15,6 +15,7 @@ from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.following import follow, no_wait_flag, server_wait, started
 from kvstow_service.cli.output import Format, emit, format_flag
+from kvstow_service.cli.poolflag import chosen_pool, pool_flag
 from kvstow_service.cli.valuetypes import SIZE, TIME
 
 if TYPE_CHECKING:
@@ -33,9 +34,16 @@ _KEYS_PER_LOOKUP = 256  # a lookup without an admin's credential may have 64 KiB
 @yes_flag
 @no_wait_flag
 @format_flag
+@pool_flag
 @remote
 def evict(
-    connection: Connection, slots: int | None, size: int | None, idle: float | None, style: Format, **flags: bool
+    connection: Connection,
+    slots: int | None,
+    size: int | None,
+    idle: float | None,
+    style: Format,
+    pool: str | None,
+    **flags: bool,
 ) -> None:
     """Remove the coldest blocks.
 
@@ -46,7 +54,7 @@ def evict(
     if sum(given is not None for given in (slots, size, idle)) != 1:
         raise click.UsageError("give one of --slots, --size and --idle")
     make = partial(calls.evict, slots=slots, num_bytes=size, idle_seconds=idle)
-    _remove(connection, make, style, **flags)
+    _remove(connection, make, style, pool, **flags)
 
 
 @click.command()
@@ -61,6 +69,7 @@ def evict(
 @yes_flag
 @no_wait_flag
 @format_flag
+@pool_flag
 @remote
 def purge(
     connection: Connection,
@@ -72,6 +81,7 @@ def purge(
     slots: int | None,
     size: int | None,
     style: Format,
+    pool: str | None,
     **flags: bool,
 ) -> None:
     """Remove blocks by key, age or number, protected ones included.
@@ -92,7 +102,7 @@ def purge(
     given = {name: value for name, value in chosen.items() if value is not None}
     if len(given) != 1:
         raise click.UsageError("give one of KEY..., --all, --key-prefix, --idle, --age, --slots and --size")
-    _remove(connection, partial(calls.purge, **given), style, **flags)
+    _remove(connection, partial(calls.purge, **given), style, pool, **flags)
 
 
 @click.command()
@@ -100,8 +110,11 @@ def purge(
 @click.option("--ttl", type=TIME, help="For this long; otherwise until `kvstow unprotect`.")
 @dry_run_flag
 @format_flag
+@pool_flag
 @remote
-def protect(connection: Connection, keys: tuple[str, ...], ttl: float | None, dry_run: bool, style: Format) -> None:
+def protect(
+    connection: Connection, keys: tuple[str, ...], ttl: float | None, dry_run: bool, style: Format, pool: str | None
+) -> None:
     """Protect blocks from eviction.
 
     A KEY is hex text, as `kvstow get blocks` shows it; - reads keys from standard input. Replaces any earlier
@@ -111,7 +124,8 @@ def protect(connection: Connection, keys: tuple[str, ...], ttl: float | None, dr
 
     wanted = _keys(keys)
     with connection.client() as client:
-        plan = _presence(client, wanted)
+        pool = chosen_pool(client, pool)
+        plan = _presence(client, wanted, pool)
         if not plan.changed:
             raise CommandError(
                 f"none of the {counted(len(wanted), 'key')} is in the pool",
@@ -121,7 +135,7 @@ def protect(connection: Connection, keys: tuple[str, ...], ttl: float | None, dr
         if dry_run:
             emit(plan, style, partial(_changed, "would protect"))
         else:
-            emit(client.send(calls.protect(wanted, ttl_seconds=ttl)), style, partial(_changed, "protected"))
+            emit(client.send(calls.protect(wanted, ttl_seconds=ttl, pool=pool)), style, partial(_changed, "protected"))
 
 
 @click.command()
@@ -130,9 +144,16 @@ def protect(connection: Connection, keys: tuple[str, ...], ttl: float | None, dr
 @dry_run_flag
 @yes_flag
 @format_flag
+@pool_flag
 @remote
 def unprotect(
-    connection: Connection, keys: tuple[str, ...], everything: bool, dry_run: bool, yes: bool, style: Format
+    connection: Connection,
+    keys: tuple[str, ...],
+    everything: bool,
+    dry_run: bool,
+    yes: bool,
+    style: Format,
+    pool: str | None,
 ) -> None:
     """Let blocks be evicted again.
 
@@ -144,27 +165,30 @@ def unprotect(
         raise click.UsageError("give keys, or --all")
     wanted = None if everything else _keys(keys)
     with connection.client() as client:
-        plan = _protected(client) if wanted is None else _presence(client, wanted) if dry_run else None
+        pool = chosen_pool(client, pool)
+        plan = _protected(client, pool) if wanted is None else _presence(client, wanted, pool) if dry_run else None
         if dry_run and plan is not None:
             emit(plan, style, partial(_changed, "would unprotect" if everything else "would unprotect up to"))
             return
         if plan is not None:  # blocks named by their keys can be protected again
             words = f"unprotect {counted(plan.changed, 'block')}"
             confirm(Effect(words, lost_protections=plan.changed), connection, yes)
-        emit(client.send(calls.unprotect(wanted)), style, partial(_changed, "unprotected"))
+        emit(client.send(calls.unprotect(wanted, pool=pool)), style, partial(_changed, "unprotected"))
 
 
 def _remove(
     connection: Connection,
     make: Callable[..., Call[RemovedView | OperationView]],
     style: Format,
+    pool: str | None,
     *,
     dry_run: bool,
     yes: bool,
     no_wait: bool,
 ) -> None:
-    """`make` takes `dry_run` and `wait`, and selects the blocks."""
+    """`make` takes `dry_run`, `wait` and `pool`, and selects the blocks."""
     with connection.client() as client:
+        make = partial(make, pool=chosen_pool(client, pool))
         effect = Effect("remove blocks", lost_blocks=None)
         if dry_run or not yes:
             planned = follow(client, make(dry_run=True, wait=server_wait()))
@@ -195,17 +219,17 @@ def _keys(arguments: Sequence[str]) -> list[str]:
     return [key for argument in arguments for key in (sys.stdin.read().split() if argument == "-" else [argument])]
 
 
-def _presence(client: Client, keys: Sequence[str]) -> ProtectionResult:
+def _presence(client: Client, keys: Sequence[str], pool: str) -> ProtectionResult:
     """How many of the keys are in the pool."""
     from kvstow.status import ProtectionResult
     from kvstow_api.client import calls
 
     parts = (keys[start : start + _KEYS_PER_LOOKUP] for start in range(0, len(keys), _KEYS_PER_LOOKUP))
-    present = [is_there for part in parts for is_there in client.send(calls.lookup(part)).present]
+    present = [is_there for part in parts for is_there in client.send(calls.lookup(part, pool=pool)).present]
     return ProtectionResult(changed=present.count(True), missing=present.count(False))
 
 
-def _protected(client: Client) -> ProtectionResult:
+def _protected(client: Client, pool: str) -> ProtectionResult:
     """How many blocks are protected."""
     from kvstow.status import ProtectionResult
     from kvstow_api.client import calls

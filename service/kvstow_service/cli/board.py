@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstow.stats import SLOT_STATES
-from kvstow_api.overview import NOT_PINNED, Chart, Overview, RankLine, select_ranks
+from kvstow_api.overview import NOT_PINNED, Chart, NodeOverview, Overview, PoolOverview, RankLine, Row, select_ranks
 from kvstow_service.cli.output import STATE_STYLES
 from kvstow_service.cli.sparkline import sparkline
 
@@ -43,15 +43,25 @@ def board(
     if shown is None:
         return Group(Text(f"kvstow: {server}", style="bold"), Text(), _lost(lost or "connecting"), Text(footer))
     room = height - _OTHER_LINES - len(shown.switches) - bool(lost) - bool(footer)
+    if shown.node:
+        room -= len(shown.node.pools) + len(shown.node.sessions)
     airy = room >= min(len(shown.ranks), _FEW_RANKS)
     most = max(_FEW_RANKS, room if airy else room + _SECTIONS)
-    sections = {
-        "Memory": rank_bars(shown.ranks, width, most),
-        "Pool": _pool(shown, width),
-        "Traffic": _traffic(shown, width),
-        "In flight": _pending(shown),
-        "Evictions": _evictions(shown),
-    }
+    sections: dict[str, RenderableType] = {}
+    if shown.node:
+        sections["Memory"] = _node_bar(shown.node, width)
+        sections["Pools"] = _rows(shown.node.pools) if shown.node.pools else Text("no engine has attached yet")
+        if shown.node.sessions:
+            sections["Engines"] = _rows(shown.node.sessions)
+    else:
+        sections["Memory"] = rank_bars(shown.ranks, width, most)
+    if shown.pool:
+        sections |= {
+            "Pool": _pool(shown.pool, width),
+            "Traffic": _traffic(shown.pool, width),
+            "In flight": _pending(shown.pool),
+            "Evictions": _evictions(shown.pool),
+        }
     parts: list[RenderableType] = [_head(shown, server)]
     if lost:
         parts.append(_lost(lost))
@@ -120,14 +130,28 @@ def _indented(text: Text) -> RenderableType:
     return Padding(text, (0, 0, 0, _LABEL + 2))
 
 
-def _pool(shown: Overview, width: int) -> RenderableType:
+def _node_bar(node: NodeOverview, width: int) -> RenderableType:
+    grid = _grid()
+    bar = ProgressBar(max(node.target_bytes, 1), node.populated_bytes, _bar_width(width), complete_style="green")
+    grid.add_row("node", bar, node.progress)
+    return grid
+
+
+def _rows(rows: Sequence[Row]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for row in rows:
+        grid.add_row(row.name, Text(row.value, style=STATE_STYLES.get(row.value, "")), row.note)
+    return grid
+
+
+def _pool(shown: PoolOverview, width: int) -> RenderableType:
     legend = Text()
     for state, count in shown.slots.items():
         mark, style = _SLOTS[state]
         if count or state in ("cached", "free"):
             legend.append(f"{mark} ".lstrip(), style).append(f"{state} {count:,}   ")
     grid = _grid()
-    grid.add_row("slots", _stack(shown.slots, _bar_width(width)), shown.pool)
+    grid.add_row("slots", _stack(shown.slots, _bar_width(width)), shown.about)
     return Group(grid, _indented(legend))
 
 
@@ -135,15 +159,16 @@ def _stack(counts: Mapping[str, int], width: int) -> Text:
     """The share of each state, at least one character wide if it has a slot."""
     total, bar = sum(counts.values()), Text()
     shares = {state: max(1, round(counts[state] * width / total)) for state in counts if counts[state]}
-    largest = max(shares, key=lambda state: shares[state])
-    shares[largest] += width - sum(shares.values())
+    if shares:  # a pool may have no slot yet
+        largest = max(shares, key=lambda state: shares[state])
+        shares[largest] += width - sum(shares.values())
     for state, share in shares.items():
         mark, style = _SLOTS[state]
         bar.append(mark * share, style)
     return bar
 
 
-def _traffic(shown: Overview, width: int) -> RenderableType:
+def _traffic(shown: PoolOverview, width: int) -> RenderableType:
     grid = _grid()
     for chart, styles in ((shown.hits, ("green",)), (shown.bandwidth, ("blue", "yellow"))):
         _add_curves(grid, chart, styles, _bar_width(width))
@@ -156,7 +181,7 @@ def _add_curves(grid: Table, chart: Chart, styles: Sequence[str], room: int) -> 
         grid.add_row(curve.name, line, curve.now + (f"  ({chart.since_start})" if chart.since_start else ""))
 
 
-def _pending(shown: Overview) -> RenderableType:
+def _pending(shown: PoolOverview) -> RenderableType:
     words = Text("   ").join(
         Text(f"{row.name} {row.value}" + (f" ({row.note})" if row.note else "")) for row in shown.pending
     )
@@ -167,7 +192,7 @@ def _pending(shown: Overview) -> RenderableType:
     return Group(words, grid) if shown.oldest else words
 
 
-def _evictions(shown: Overview) -> RenderableType:
+def _evictions(shown: PoolOverview) -> RenderableType:
     counts = "   ".join(f"{row.name} {row.value}" for row in shown.evictions)
     return Text(f"{counts or 'none'}   ({shown.block_rates})")
 

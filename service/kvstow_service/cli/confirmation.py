@@ -26,12 +26,13 @@ class Effect(NamedTuple):
     lost_blocks: int | None = 0
     lost_protections: int | None = 0
     fails_readyz: bool = False
+    ends_engine: bool = False
 
     @property
     def is_destructive(self) -> bool:
         """The rule: a command is destructive if it loses what no other command brings back (blocks, or the record of
-        which blocks are protected), or if it makes /readyz fail."""
-        return self.lost_blocks != 0 or self.lost_protections != 0 or self.fails_readyz
+        which blocks are protected), if it makes /readyz fail, or if it takes the cache from an engine."""
+        return self.lost_blocks != 0 or self.lost_protections != 0 or self.fails_readyz or self.ends_engine
 
 
 def evicted(plan: PlanView | RemovedView) -> str:

@@ -14,7 +14,9 @@ from kvstow.status import Readiness
 from kvstow_api.numberformat import duration, field_text
 from kvstow_api.views import StatsView
 from kvstow_service.cli.connection import Connection, remote
+from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.output import Format, emit, format_flag, pairs, table
+from kvstow_service.cli.poolflag import chosen_pool, find_session, pool_flag
 
 
 @click.group()
@@ -44,38 +46,69 @@ def server(connection: Connection, style: Format) -> None:
 
 @_noun("stats")
 @click.option("--section", multiple=True, help="Only this one: pool, transfers, lookups, stores, evictions or faults.")
-def stats(connection: Connection, style: Format, section: tuple[Any, ...]) -> None:
-    """Counters since the engine started."""
+@pool_flag
+def stats(connection: Connection, style: Format, section: tuple[Any, ...], pool: str | None) -> None:
+    """Counters of a pool since it was made."""
     from kvstow_api.client import calls
 
-    _show(connection, style, stats=calls.stats(*section))
+    _show(connection, style, stats=calls.stats(*section, pool=pool))
 
 
 @_noun("pool")
-@click.argument("name", default="host")
-def pool(connection: Connection, style: Format, name: str) -> None:
-    """A pool: its slots by state, and counters of its blocks."""
+@click.argument("name", required=False)
+def pool(connection: Connection, style: Format, name: str | None) -> None:
+    """A pool: its slots by state, and counters of its blocks. NAME is needed only where there are several."""
     from kvstow_api.client import calls
 
-    _show(connection, style, pool=calls.pool(name), blocks=calls.stats("stores", "evictions", "lookups"))
+    with connection.client() as client:
+        name = chosen_pool(client, name)
+    counters = calls.stats("stores", "evictions", "lookups", pool=name)
+    _show(connection, style, pool=calls.pool(name), blocks=counters)
+
+
+@_noun("session")
+@click.argument("session_id", metavar="ID")
+def session(connection: Connection, style: Format, session_id: str) -> None:
+    """An engine that uses a pool, and its ranks."""
+
+    with connection.client() as client:
+        found = find_session(client, session_id)
+    emit(found, style, details)
+
+
+@_noun("namespace")
+@click.argument("name")
+def namespace(connection: Connection, style: Format, name: str) -> None:
+    """What the keys of a pool's engines mean, and who shares blocks."""
+    from kvstow_api.client import calls
+
+    with connection.client() as client:
+        found = [one for one in client.send(calls.namespaces()).items if one.name == name]
+    if not found:
+        raise CommandError(f"there is no namespace {name!r}", "`kvstow get namespaces` lists them", ExitCode.NOT_FOUND)
+    emit(found if len(found) > 1 else found[0], style, lambda _: "\n\n".join(map(details, found)))
 
 
 @_noun("rank")
 @click.argument("number", type=int)
-def rank(connection: Connection, style: Format, number: int) -> None:
+@pool_flag
+def rank(connection: Connection, style: Format, number: int, pool: str | None) -> None:
     """A rank as it last reported."""
     from kvstow_api.client import calls
 
-    _show(connection, style, rank=calls.rank(number))
+    _show(connection, style, rank=calls.rank(number, pool=pool))
 
 
 @_noun("block")
 @click.argument("key")
-def block(connection: Connection, style: Format, key: str) -> None:
-    """A block in the pool."""
+@pool_flag
+def block(connection: Connection, style: Format, key: str, pool: str | None) -> None:
+    """A block in a pool."""
     from kvstow_api.client import calls
 
-    _show(connection, style, block=calls.block(key))
+    with connection.client() as client:
+        pool = chosen_pool(client, pool)
+    _show(connection, style, block=calls.block(key, pool=pool))
 
 
 @_noun("operation")

@@ -13,6 +13,7 @@ import click
 from kvstow_api.numberformat import moment
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.output import Format, text_of, wide_format_flag
+from kvstow_service.cli.poolflag import pool_flag
 
 if TYPE_CHECKING:
     from kvstow_api.client.eventstream import Subscription
@@ -28,16 +29,20 @@ _RETRY_SECONDS = 1.0
 )
 @click.option("--limit", type=click.IntRange(1), help="Stop after this many.")
 @wide_format_flag
+@pool_flag
 @remote
-def events(connection: Connection, types: tuple[Any, ...], recent: int, limit: int | None, style: Format) -> None:
+def events(
+    connection: Connection, types: tuple[Any, ...], recent: int, limit: int | None, style: Format, pool: str | None
+) -> None:
     """Print events as they happen, until Ctrl-C.
 
-    Types: state, rank, operation, change, lost. Events of blocks, stored and removed, come only if --type names them.
+    Types: state, rank, operation, change, lost. Events of blocks, stored and removed, come only if --type names them,
+    and only of one pool: --pool where there are several.
     After a lost connection the stream resumes where it was. json prints one object a line.
     """
     from kvstow_api.client.eventstream import Subscription
 
-    stream = _stream(connection, Subscription(types, recent=recent))
+    stream = _stream(connection, Subscription(types, recent=recent, pool=pool))
     try:
         for event in islice(stream, limit):
             click.echo(_line(event, style))

@@ -59,6 +59,7 @@ _UNREACHABLE = (
 _LISTED_BY = {
     "block": "blocks",
     "pool": "pools",
+    "detach": "sessions",
     "rank": "ranks",
     "transfer": "transfers",
     "operation": "operations",

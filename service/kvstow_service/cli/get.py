@@ -15,6 +15,7 @@ import click
 from kvstow_api.numberformat import moment
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.output import Format, format_option, styled, table, text_of
+from kvstow_service.cli.poolflag import chosen_pool
 from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
@@ -32,13 +33,18 @@ class _Noun(NamedTuple):
     help: str
     options: tuple[click.Option, ...] = ()
     described: bool = True
+    in_pool: bool = False
+    """The list is below a pool: without --pool, below the only one."""
 
 
 _LIMIT = click.Option(["--limit"], type=click.IntRange(1), default=100, show_default=True, help="At most this many.")
+_POOL = click.Option(["--pool"], metavar="NAME", help="The pool; needed only where the server has several.")
 _NOUNS = (
     _Noun("pools", "pool", "Pools: size, use, policy."),
-    _Noun("ranks", "rank", "Ranks: process, device, state, pinned memory."),
-    _Noun("blocks", "block", "Blocks in the pool.", (_LIMIT,)),
+    _Noun("sessions", "session", "Engines that use the pools: state, processes, work in flight."),
+    _Noun("namespaces", "namespace", "What keys mean: model, weights, and who shares blocks."),
+    _Noun("ranks", "rank", "Ranks: process, device, state, pinned memory.", (_POOL,)),
+    _Noun("blocks", "block", "Blocks in a pool.", (_LIMIT, _POOL), in_pool=True),
     _Noun(
         "transfers",
         "transfer",
@@ -47,6 +53,7 @@ _NOUNS = (
             click.Option(["--direction"], type=click.Choice(["load", "store"])),
             click.Option(["--state"], type=click.Choice(["queued", "running", "stuck", "quarantined"])),
             click.Option(["--slowest"], type=click.IntRange(1), help="Only this many, the oldest."),
+            _POOL,
         ),
         described=False,
     ),
@@ -57,6 +64,7 @@ _NOUNS = (
         (
             click.Option(["--kind"], type=click.Choice(["evict", "purge", "resize"])),
             click.Option(["--state"], type=click.Choice(["running", "succeeded", "failed", "cancelled"])),
+            click.Option(["--pool"], metavar="NAME", help="Only those of this pool."),
             _LIMIT,
         ),
     ),
@@ -74,7 +82,7 @@ class _AliasGroup(click.Group):
 
 @click.group(cls=_AliasGroup)
 def get() -> None:
-    """List pools, ranks, blocks, transfers, operations, ...
+    """List pools, sessions, ranks, blocks, transfers, operations, ...
 
     `kvstow describe` shows one of them in full.
     """
@@ -130,6 +138,8 @@ def _read(client: Client, noun: _Noun, *, limit: int | None = None, **chosen: An
     from kvstow_api.client import calls
 
     call: Callable[..., Any] = getattr(calls, noun.name.replace("-", "_"))
+    if noun.in_pool:
+        chosen["pool"] = chosen_pool(client, chosen["pool"])
     if limit is None:
         view: Any = client.send(call(**chosen))
         return view

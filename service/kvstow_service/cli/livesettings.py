@@ -16,6 +16,7 @@ from kvstow_service.cli.describe import details
 from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.following import follow, no_wait_flag, server_wait, started
 from kvstow_service.cli.output import Format, emit, format_flag, table
+from kvstow_service.cli.poolflag import chosen_pool, pool_flag
 from kvstow_service.cli.valuetypes import SIZE, TIME
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 @yes_flag
 @no_wait_flag
 @format_flag
+@pool_flag
 @remote
 def resize(
     connection: Connection,
@@ -38,6 +40,7 @@ def resize(
     yes: bool,
     no_wait: bool,
     style: Format,
+    pool: str | None,
 ) -> None:
     """Set the pool size of every rank to SIZE bytes, such as 16GiB.
 
@@ -48,21 +51,25 @@ def resize(
     if (size is None) == (slots is None):
         raise click.UsageError("give a size, or --slots")
     with connection.client() as client:
-        pool = client.send(calls.pool())
-        _check_size(size if size is not None else (slots or 0) * pool.slot_bytes, pool)
-        plan = client.send(calls.plan_resize(slots=slots, num_bytes=size))
+        name = chosen_pool(client, pool)
+        now = client.send(calls.pool(name))
+        _check_size(size if size is not None else (slots or 0) * now.slot_bytes, now)
+        plan = client.send(calls.plan_resize(slots=slots, num_bytes=size, pool=name))
         if dry_run:
             emit(plan, style, _would_resize)
             return
         words = f"shrink the pool to {counted(plan.capacity_slots, 'slot')} and evict {evicted(plan)},"
         confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
-        change = calls.resize(slots=slots, num_bytes=size, if_match=pool.etag, wait=server_wait(no_wait))
+        change = calls.resize(slots=slots, num_bytes=size, if_match=now.etag, wait=server_wait(no_wait), pool=name)
         answer = follow(client, change, no_wait=no_wait)
-        emit(answer, style, partial(_resized, pool.capacity_slots, plan.capacity_slots))
+        emit(answer, style, partial(_resized, now.capacity_slots, plan.capacity_slots))
 
 
 def _check_size(size: int, pool: PoolView) -> None:
     """The server refuses it as well, but counts in slots or bytes."""
+    if not pool.resizable:
+        hint = "the budget of the node (--memory) and the number of pools decide"
+        raise CommandError(f"the size of pool {pool.name} is the server's to set", hint, ExitCode.CONFLICT)
     if size > pool.max_capacity_bytes:
         most = f"{format_size(pool.max_capacity_bytes)}, {counted(pool.max_capacity_slots, 'slot')}"
         hint = "ask for less, or restart the server with a larger --pool-max-size (max_bytes inside vLLM)"
@@ -87,13 +94,14 @@ def config() -> None:
 
 @config.command()
 @format_flag
+@pool_flag
 @remote
-def view(connection: Connection, style: Format) -> None:
+def view(connection: Connection, style: Format, pool: str | None) -> None:
     """Show the settings: those that can change now, and those of the start."""
     from kvstow_api.client import calls
 
     with connection.client() as client:
-        emit(client.send(calls.config()), style, details)
+        emit(client.send(calls.config(pool=pool)), style, details)
 
 
 @config.command("set")
@@ -102,9 +110,16 @@ def view(connection: Connection, style: Format) -> None:
 @yes_flag
 @no_wait_flag
 @format_flag
+@pool_flag
 @remote
 def set_values(
-    connection: Connection, settings: tuple[str, ...], dry_run: bool, yes: bool, no_wait: bool, style: Format
+    connection: Connection,
+    settings: tuple[str, ...],
+    dry_run: bool,
+    yes: bool,
+    no_wait: bool,
+    style: Format,
+    pool: str | None,
 ) -> None:
     """Change settings of the running server: capacity_slots, policy, pinning_paused."""
     from kvstow_api.client import calls
@@ -112,16 +127,17 @@ def set_values(
 
     runtime = dict(_parse(setting) for setting in settings)
     with connection.client() as client:
-        etag = client.send(calls.config()).etag
-        plan = client.send(calls.plan_pool(runtime))
+        pool = chosen_pool(client, pool)
+        etag = client.send(calls.config(pool=pool)).etag
+        plan = client.send(calls.plan_pool(runtime, pool=pool))
         if dry_run:
             emit(plan, style, details)
             return
         words = f"change {', '.join(runtime)} and evict {evicted(plan)},"
         confirm(Effect(words, lost_blocks=plan.evicted_slots), connection, yes)
-        change = calls.change_pool(runtime, if_match=etag, wait=server_wait(no_wait))
+        change = calls.change_pool(runtime, if_match=etag, wait=server_wait(no_wait), pool=pool)
         answer = follow(client, change, no_wait=no_wait)
-        changed = answer if isinstance(answer, OperationView) else client.send(calls.config())
+        changed = answer if isinstance(answer, OperationView) else client.send(calls.config(pool=pool))
         emit(changed, style, lambda view: details(getattr(view, "runtime", view)))
 
 

@@ -17,6 +17,7 @@ from kvstow_api.numberformat import ABSENT, percent, rate
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.failures import CommandError
 from kvstow_service.cli.output import Format, emit, format_flag
+from kvstow_service.cli.poolflag import pool_flag
 from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
@@ -39,8 +40,9 @@ _UNITS: dict[Unit, tuple[float, str]] = {
 @click.option("--since", type=TIME, default="10m", show_default=True, help="How far back, at most an hour.")
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture into this file instead.")
 @format_flag
+@pool_flag
 @remote
-def plot(connection: Connection, metric: str, since: float, png: Path | None, style: Format) -> None:
+def plot(connection: Connection, metric: str, since: float, png: Path | None, style: Format, pool: str | None) -> None:
     """Plot metrics of the last hour.
 
     METRIC is hit-ratio, bandwidth, usage (share of slots in use), blocks (stored, evicted for capacity, dropped) or
@@ -50,7 +52,7 @@ def plot(connection: Connection, metric: str, since: float, png: Path | None, st
     from kvstow_api.history import METRICS, lines_of
 
     with connection.client() as client:
-        history = client.send(calls.history())
+        history = client.send(calls.history(pool=pool))
     newest = max((sample.time for sample in history.items), default=None)
     if newest is not None:
         begin = newest - timedelta(seconds=since)

@@ -12,6 +12,7 @@ from kvstow_api.overview import bypass_words, bypassed, drain_words
 from kvstow_service.cli.confirmation import Effect, confirm, dry_run_flag, yes_flag
 from kvstow_service.cli.connection import Connection, remote
 from kvstow_service.cli.output import Format, emit, format_flag
+from kvstow_service.cli.poolflag import chosen_pool, pool_flag
 from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ _DRAINS = {
     "all": "stop loads and stores, and make /readyz fail,",
     "stop-stores": "stop stores, and make /readyz fail,",
 }
+_POOL_DRAINS = {"all": "stop loads and stores", "stop-stores": "stop stores"}
+
+switch_pool_flag = click.option("--pool", metavar="NAME", help="Only this pool; otherwise all, and those to come.")
 
 
 @click.command()
@@ -35,8 +39,17 @@ _DRAINS = {
 @dry_run_flag
 @yes_flag
 @format_flag
+@switch_pool_flag
 @remote
-def drain(connection: Connection, mode: str, deadline: float | None, dry_run: bool, yes: bool, style: Format) -> None:
+def drain(
+    connection: Connection,
+    mode: str,
+    deadline: float | None,
+    dry_run: bool,
+    yes: bool,
+    style: Format,
+    pool: str | None,
+) -> None:
     """Finish what is in flight, and accept nothing new.
 
     Requests are still served, without the cache. /readyz fails until `kvstow undrain`; `kvstow wait --for=drained`
@@ -47,25 +60,27 @@ def drain(connection: Connection, mode: str, deadline: float | None, dry_run: bo
     wanted: Any = mode.replace("-", "_")
     with connection.client() as client:
         if dry_run:
-            emit(client.send(calls.drain_status()), style, partial(_would_drain, mode))
+            emit(client.send(calls.drain_status(pool=pool)), style, partial(_would_drain, mode))
             return
-        confirm(Effect(_DRAINS[mode], fails_readyz=True), connection, yes)
-        emit(client.send(calls.drain(mode=wanted, deadline_seconds=deadline)), style, drain_words)
+        words = _DRAINS[mode] if pool is None else f"{_POOL_DRAINS[mode]} in pool {pool},"
+        confirm(Effect(words, fails_readyz=pool is None), connection, yes)
+        emit(client.send(calls.drain(mode=wanted, deadline_seconds=deadline, pool=pool)), style, drain_words)
 
 
 @click.command()
 @dry_run_flag
 @format_flag
+@switch_pool_flag
 @remote
-def undrain(connection: Connection, dry_run: bool, style: Format) -> None:
+def undrain(connection: Connection, dry_run: bool, style: Format, pool: str | None) -> None:
     """Accept traffic again."""
     from kvstow_api.client import calls
 
     with connection.client() as client:
         if dry_run:
-            emit(client.send(calls.drain_status()), style, _would_undrain)
+            emit(client.send(calls.drain_status(pool=pool)), style, _would_undrain)
         else:
-            emit(client.send(calls.undrain()), style, drain_words)
+            emit(client.send(calls.undrain(pool=pool)), style, drain_words)
 
 
 def _would_drain(mode: str, now: DrainStatus) -> str:
@@ -84,9 +99,17 @@ def _would_undrain(now: DrainStatus) -> str:
 @click.option("--ttl", type=TIME, help="For this long; otherwise until --off.")
 @dry_run_flag
 @format_flag
+@switch_pool_flag
 @remote
 def bypass(
-    connection: Connection, load: bool, store: bool, off: bool, ttl: float | None, dry_run: bool, style: Format
+    connection: Connection,
+    load: bool,
+    store: bool,
+    off: bool,
+    ttl: float | None,
+    dry_run: bool,
+    style: Format,
+    pool: str | None,
 ) -> None:
     """Switch loads or stores off without touching the pool.
 
@@ -101,7 +124,7 @@ def bypass(
         emit(BypassStatus(load=load, store=store, ttl_seconds_left=ttl), style, _would_bypass)
         return
     with connection.client() as client:
-        emit(client.send(calls.bypass(load=load, store=store, ttl_seconds=ttl)), style, bypass_words)
+        emit(client.send(calls.bypass(load=load, store=store, ttl_seconds=ttl, pool=pool)), style, bypass_words)
 
 
 def _would_bypass(plan: BypassStatus) -> str:
@@ -117,33 +140,36 @@ def pinning() -> None:
 
 
 @pinning.command()
+@pool_flag
 @remote
-def pause(connection: Connection) -> None:
+def pause(connection: Connection, pool: str | None) -> None:
     """Pin no further chunk of memory. What is pinned stays usable."""
     from kvstow_api.client import calls
 
     with connection.client() as client:
-        client.send(calls.pause_pinning())
+        client.send(calls.pause_pinning(pool=chosen_pool(client, pool)))
     click.echo("pinning is paused")
 
 
 @pinning.command()
+@pool_flag
 @remote
-def resume(connection: Connection) -> None:
+def resume(connection: Connection, pool: str | None) -> None:
     """Continue a paused pinning."""
     from kvstow_api.client import calls
 
     with connection.client() as client:
-        client.send(calls.resume_pinning())
+        client.send(calls.resume_pinning(pool=chosen_pool(client, pool)))
     click.echo("pinning continues")
 
 
 @pinning.command()
+@pool_flag
 @remote
-def retry(connection: Connection) -> None:
+def retry(connection: Connection, pool: str | None) -> None:
     """Let ranks whose pinning failed try again."""
     from kvstow_api.client import calls
 
     with connection.client() as client:
-        attempt = client.send(calls.retry_pinning()).pin_attempt
+        attempt = client.send(calls.retry_pinning(pool=chosen_pool(client, pool))).pin_attempt
     click.echo(f"ranks try again: attempt {attempt}")

@@ -47,7 +47,9 @@ POOLS = (
     Column("USED", _used),
     _field("POLICY", "policy"),
     _field("RANKS", "num_ranks"),
+    _field("SESSIONS", "sessions"),
     _field("LEASES", "leases"),
+    _field("MODEL", "model", wide=True),
     *(
         Column(state.upper(), lambda item, state=state: f"{getattr(item.slots, state):,}", wide=True)  # type: ignore[misc]
         for state in ("free", "filling", "cached", "leased", "protected", "quarantined")
@@ -55,6 +57,38 @@ POOLS = (
     Column("SLOT", lambda item: format_size(item.slot_bytes), wide=True),
     Column("MAXIMUM", lambda item: format_size(item.max_capacity_bytes), wide=True),
     _field("ETAG", "etag", wide=True),
+)
+
+SESSIONS = (
+    _field("ID", "id"),
+    _field("ENGINE", "engine"),
+    _field("STATE", "state"),
+    _field("MODEL", "model"),
+    _field("POOL", "pool"),
+    _field("HOST", "host"),
+    _field("PID", "pid"),
+    Column("RANKS", lambda item: f"{len(item.ranks)}"),
+    _field("REGISTERED", "registered_slots"),
+    Column("IN FLIGHT", lambda item: f"{item.in_flight:,}"),
+    Column("AGE", lambda item: duration(item.age_seconds)),
+    _field("NAMESPACE", "namespace", wide=True),
+    _field("LEASES", "leases", wide=True),
+    _field("LEASED", "leased_slots", wide=True),
+    _field("QUARANTINED", "quarantined_slots", wide=True),
+    _field("PROCESSES", "processes", wide=True),
+    Column("OLDEST", lambda item: duration(item.oldest_seconds) if item.in_flight else ABSENT, wide=True),
+)
+
+NAMESPACES = (
+    _field("NAME", "name"),
+    _field("POOL", "pool"),
+    _field("MODEL", "model"),
+    _field("WEIGHTS", "weights_id"),
+    _field("FROM", "weights_source"),
+    _field("SESSIONS", "sessions"),
+    _field("BLOCKS", "blocks"),
+    Column("SHARED", lambda item: f"no: {'; '.join(item.sharing_off)}" if item.sharing_off else "yes"),
+    _field("DROPPED", "dropped", wide=True),
 )
 
 BLOCKS = (
@@ -108,6 +142,7 @@ TRANSFERS = (
 
 OPERATIONS = (
     _field("ID", "id"),
+    _field("POOL", "pool", wide=True),
     _field("KIND", "kind"),
     Column("STATE", lambda item: "waiting" if item.state == "running" and item.waiting else str(item.state)),
     Column("PROGRESS", _progress),
@@ -126,6 +161,8 @@ LOG_LEVELS = (_field("LOGGER", "logger"), _field("LEVEL", "level"), Column("FOR"
 
 LISTS = {
     "pools": (POOLS, "name"),
+    "sessions": (SESSIONS, "id"),
+    "namespaces": (NAMESPACES, "name"),
     "ranks": (RANKS, "rank"),
     "blocks": (BLOCKS, "key"),
     "transfers": (TRANSFERS, "op_id"),

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import click
 
 from kvstow_service.cli.connection import Connection, remote
+from kvstow_service.cli.poolflag import pool_flag
 from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
     from kvstow_api.client import Client
-    from kvstow_api.overview import Overview
+    from kvstow_api.overview import Overview, PoolReadings
 
 _TIMEOUT = 2.0  # seconds; keys are not read while a request runs
 _SVG_WIDTH, _SVG_HEIGHT = 110, 40
@@ -35,44 +36,60 @@ class Answer(NamedTuple):
 @click.command()
 @click.option("--interval", type=TIME, default="1s", show_default=True, help="Time between updates.")
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write one picture to this file instead.")
+@pool_flag
 @remote
-def top(connection: Connection, interval: float, svg: Path | None) -> None:
+def top(connection: Connection, interval: float, svg: Path | None, pool: str | None) -> None:
     """Watch the server live.
 
-    Shows the pinned memory of each rank, slots by state, hit ratio, bandwidth, transfers in flight and evictions. Keeps
-    trying if the server does not answer. q or Ctrl-C quits. Without a terminal it prints once.
+    Shows memory, slots by state, hit ratio, bandwidth, transfers in flight and evictions. Of a server with several
+    pools it lists pools and engines, and with --pool also shows the rest of one pool. Keeps trying if the server does
+    not answer. q or Ctrl-C quits. Without a terminal it prints once.
     """
     interval = max(interval, 0.1)
     with replace(connection, timeout=min(connection.timeout, _TIMEOUT)).client() as client:
         server = connection.context.server
         if svg is not None:
-            _draw(ask(client, server), svg)
+            _draw(ask(client, server, pool), svg)
         elif sys.stdin.isatty() and sys.stdout.isatty():
-            _watch(client, interval, server)
+            _watch(client, interval, server, pool)
         else:
-            _print(ask(client, server))
+            _print(ask(client, server, pool))
 
 
-def ask(client: Client, server: str) -> Answer:
-    """Raises `ApiError` if the server does not answer."""
+def ask(client: Client, server: str, pool: str | None = None) -> Answer:
+    """`pool`: the one to show, by default the only one. Raises `ApiError` if the server does not answer."""
     from kvstow_api.client import calls
     from kvstow_api.numberformat import duration
-    from kvstow_api.overview import NUM_OLDEST, Readings, overview
+    from kvstow_api.overview import NodeReadings, Readings, overview
 
     send, info = client.send, client.send(calls.info())
+    readiness = send(calls.readiness())
+    pools = send(calls.pools()).items
+    shown = pool if pool is not None or len(pools) != 1 else pools[0].name
     readings = Readings(
         model=info.settings.get("model"),
         mode=info.mode,
         version=info.version,
-        readiness=send(calls.readiness()),
+        readiness=readiness,
         drain=send(calls.drain_status()),
         bypass=send(calls.bypass_status()),
-        pinning_paused=send(calls.pool()).pinning_paused,
-        stats=send(calls.stats()),
-        oldest=send(calls.transfers(slowest=NUM_OLDEST)).items,
-        history=send(calls.history()),
+        pool=None if shown is None else _ask_pool(client, shown),
+        node=NodeReadings(readiness.memory, pools, send(calls.sessions()).items) if info.node else None,
     )
     return Answer(overview(readings), f"{server}, up {duration(info.uptime_seconds)}")
+
+
+def _ask_pool(client: Client, pool: str) -> PoolReadings:
+    from kvstow_api.client import calls
+    from kvstow_api.overview import NUM_OLDEST, PoolReadings
+
+    send = client.send
+    return PoolReadings(
+        pinning_paused=send(calls.pool(pool)).pinning_paused,
+        stats=send(calls.stats(pool=pool)),
+        oldest=send(calls.transfers(slowest=NUM_OLDEST, pool=pool)).items,
+        history=send(calls.history(pool=pool)),
+    )
 
 
 def _print(answer: Answer) -> None:
@@ -96,7 +113,7 @@ def _draw(answer: Answer, path: Path) -> None:
     console.save_svg(str(path), title="kvstow top")
 
 
-def _watch(client: Client, interval: float, server: str) -> None:
+def _watch(client: Client, interval: float, server: str, pool: str | None) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -111,7 +128,7 @@ def _watch(client: Client, interval: float, server: str) -> None:
             while key not in ("q", "Q"):
                 if key is None:
                     try:
-                        (shown, title), lost = ask(client, server), None
+                        (shown, title), lost = ask(client, server, pool), None
                     except ApiError as error:
                         lost = str(error)
                 width, height = console.size

@@ -42,7 +42,8 @@ class _Status(NamedTuple):
     type=click.Choice(get_args(Condition)),
     default="ready",
     show_default=True,
-    help="ready: /readyz passes and the first slots are usable; pinned: all slots are usable; "
+    help="ready: /readyz passes and the first slots are usable; pinned: all slots are usable, and all memory of a node "
+    "is populated; "
     "drained: the server is draining and nothing is in flight.",
 )
 @click.option("--timeout", type=TIME, default="5m", show_default=True, help="How long to wait; 0 checks once.")
@@ -128,7 +129,8 @@ def _ready(client: Client) -> _Status:
 
     probe, readiness = client.send(calls.probe("readyz")), client.send(calls.readiness())
     if probe.ok:
-        return _Status(bool(readiness.usable_slots), _state(readiness), readiness)
+        # a node is ready before the first engine attaches: there is no slot then
+        return _Status(bool(readiness.usable_slots or not readiness.capacity_slots), _state(readiness), readiness)
     failed = [line for line in probe.text.splitlines() if line.startswith("[-]") and "(informational)" not in line]
     words = "; ".join(line.removeprefix("[-]") for line in failed) or "/readyz fails"
     return _Status(False, words, readiness)
@@ -137,10 +139,13 @@ def _ready(client: Client) -> _Status:
 def _pinned(client: Client) -> _Status:
     from kvstow_api.client import calls
 
-    readiness, pool = client.send(calls.readiness()), client.send(calls.pool())
-    if readiness.usable_slots >= readiness.capacity_slots:
+    readiness, is_node = client.send(calls.readiness()), client.send(calls.info()).node
+    memory = readiness.memory
+    is_populated = not is_node or memory.populated_bytes >= memory.target_bytes
+    if readiness.usable_slots >= readiness.capacity_slots and is_populated:
         return _Status(True, _state(readiness), readiness)
-    paused = "; pinning is paused: `kvstow pinning resume`" if pool.pinning_paused else ""
+    is_paused = any(pool.pinning_paused for pool in client.send(calls.pools()).items)
+    paused = "; pinning is paused: `kvstow pinning resume`" if is_paused else ""
     return _Status(False, _state(readiness) + paused, readiness)
 
 
@@ -158,5 +163,7 @@ _CHECKS = {"ready": _ready, "pinned": _pinned, "drained": _drained}
 
 def _state(readiness: Readiness) -> str:
     """How many slots are usable; also the reason, if the state is not on its way to ready."""
+    if not readiness.capacity_slots:
+        return f"{readiness.state}: {readiness.reason}"
     words = f"{readiness.state}: {readiness.usable_slots:,} of {readiness.capacity_slots:,} slots are usable"
     return words if readiness.state in ("ready", "pinning", "starting") else f"{words}; {readiness.reason}"

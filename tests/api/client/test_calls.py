@@ -11,7 +11,7 @@ import pytest
 from tests.api.conftest import AGENT_TOKEN
 
 from kvstow.messages import DesiredState
-from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, ProtectionResult, RankStatus, Readiness
+from kvstow.status import BlockStatus, BypassStatus, DrainStatus, LookupResult, ProtectionResult, RankStatus
 from kvstow_api.client import ApiError, AsyncClient, Call, Endpoint, calls
 from kvstow_api.client.eventstream import Subscription
 from kvstow_api.history import HistoryView
@@ -23,6 +23,7 @@ from kvstow_api.views import (
     InfoView,
     LogLevelsView,
     LogLevelView,
+    NamespacesView,
     OperationsView,
     OperationView,
     PinningView,
@@ -30,7 +31,9 @@ from kvstow_api.views import (
     PoolsView,
     PoolView,
     RanksView,
+    ReadinessView,
     RemovedView,
+    SessionsView,
     StatsView,
     TransfersView,
 )
@@ -51,7 +54,10 @@ async def kvstow(client: httpx.AsyncClient, ranks: Any, keys: list[bytes]) -> As
 
 CALLS: list[tuple[Call[Any], type]] = [
     (calls.info(), InfoView),
-    (calls.readiness(), Readiness),
+    (calls.readiness(), ReadinessView),
+    (calls.readiness(pool="host"), ReadinessView),
+    (calls.sessions(), SessionsView),
+    (calls.namespaces(), NamespacesView),
     (calls.stats(), StatsView),
     (calls.stats("pool", "stores"), StatsView),
     (calls.history(), HistoryView),
@@ -124,9 +130,15 @@ def check_types(view: Any) -> None:
 
 async def test_every_route_has_a_call(kvstow: AsyncClient) -> None:
     rank_report = "/v1/ranks/{rank}/report"
-    more: list[Call[Any]] = [calls.operation("evict-0", wait=1), calls.cancel("evict-0"), calls.forget("evict-0")]
+    more: list[Call[Any]] = [
+        calls.delete_pool("host"),
+        calls.detach("s1"),
+        calls.operation("evict-0", wait=1),
+        calls.cancel("evict-0"),
+        calls.forget("evict-0"),
+    ]
     called = {(call.method, call.path) for call in [*(call for call, _ in CALLS), *more]}
-    given = {"{pool}": "host", "{key}": KEY, "{rank}": "1", "{operation_id}": "evict-0"}
+    given = {"{pool}": "host", "{key}": KEY, "{rank}": "1", "{operation_id}": "evict-0", "{session_id}": "s1"}
     for router in ROUTERS:
         for route in router.routes:
             path: str = route.path  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ async def test_info_says_what_runs(launch: Any, engine: OffloadEngine, clock: Fa
         "name": "kvstow",
         "version": "1.2.3",
         "mode": "test",
+        "node": False,
         "addresses": ["http://127.0.0.1:9595"],
         "engine_id": engine.engine_id,
         "uptime_seconds": 3.0,

@@ -45,6 +45,9 @@ async def test_the_pool_is_shown_with_states_that_add_up(
     assert body.pop("etag")
     assert body == {
         "name": "host",
+        "model": "",
+        "sessions": 1,
+        "resizable": True,
         "slot_bytes": 4096,
         "block_tokens": 16,
         "capacity_slots": 16,

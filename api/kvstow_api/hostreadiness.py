@@ -1,0 +1,56 @@
+"""The readiness of a host over all its pools and sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvstow.bytesize import format_size
+from kvstow.stats import EngineState
+from kvstow.status import HostedSession
+from kvstow_api.directory import Directory, HostedPool
+from kvstow_api.numberformat import counted
+from kvstow_api.poolchoice import NO_POOL
+from kvstow_api.views import ReadinessView
+
+
+def host_readiness(directory: Directory, pool: HostedPool | None = None) -> ReadinessView:
+    """Of one pool, or of the whole host. Sizes of memory are the host's in any case. O(pools + ranks)."""
+    memory = directory.memory()
+    pools = directory.pools() if pool is None else (pool,)
+    found = [(one.name, one.facade.readiness()) for one in pools]
+    state: EngineState
+    if pool is not None or not directory.is_node:
+        ((_, only),) = found
+        state, reason = only.state, only.reason
+    else:
+        state, reason = _node_state(directory, [(name, one.state, one.reason) for name, one in found])
+    return ReadinessView(
+        state=state,
+        reason=reason,
+        usable_slots=sum(one.usable_slots for _, one in found),
+        capacity_slots=sum(one.capacity_slots for _, one in found),
+        ranks=tuple(rank for _, one in found for rank in one.ranks),
+        memory=memory,
+    )
+
+
+def _node_state(directory: Directory, pools: list[tuple[str, EngineState, str]]) -> tuple[EngineState, str]:
+    """A node serves whatever a single pool does; its memory grows beside it."""
+    drain, memory = directory.switches.drain_status, directory.memory()
+    if drain.active:
+        return "draining", f"an operator drains the node (mode {drain.mode})"
+    troubles = [f"pool {name}: {reason}" for name, state, reason in pools if state in ("degraded", "stopped")]
+    if memory.failure:
+        troubles.insert(0, f"memory: {memory.failure}")
+    if troubles:
+        return "degraded", "; ".join(troubles)
+    if memory.populated_bytes < memory.target_bytes:
+        sizes = f"{format_size(memory.populated_bytes)} of {format_size(memory.target_bytes)}"
+        return "pinning", f"{sizes} of memory are populated"
+    sessions = len(directory.sessions())
+    return "ready", f"{counted(len(pools), 'pool')}, {counted(sessions, 'session')}" if pools else NO_POOL
+
+
+def live_sessions(directory: Directory) -> Iterator[HostedSession]:
+    """The sessions that are not lost."""
+    return (session for session in directory.sessions() if session.status.state != "lost")
