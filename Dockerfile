@@ -6,7 +6,7 @@
 #
 # docker build --target service --build-arg REVISION="$(git rev-parse HEAD)" --tag kvstow:0.1.0 .
 # docker run --read-only --tmpfs /tmp --volume "$PWD/token:/token:ro" --publish 127.0.0.1:9595:9595 kvstow:0.1.0 \
-#     serve --host 0.0.0.0 --token-file /token
+#     serve --memory 64GiB --host 0.0.0.0 --token-file /token
 #
 # constraints.txt pins all packages from the package index; `make pins` updates it.
 # Tags can move, digests cannot. To pin the base images, look up their digests and pass them in:

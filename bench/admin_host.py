@@ -45,7 +45,7 @@ class QuietRank(SimulatedWorker):
 
 
 class Host:
-    """Engine, server and agents of one process, as `kvstow serve` puts them together."""
+    """Engine, server and agents of one process, as an inference engine puts them together."""
 
     def __init__(self, slots: int, ranks: int, running: ExitStack) -> None:
         self.subject = EngineSubject(slots, ranks=ranks)
@@ -58,7 +58,7 @@ class Host:
         listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
         running.callback(listeners.close)
         context = ApiHost(
-            directory=EmbeddedDirectory(engine, slots), version="bench", mode="standalone", agent_token=_AGENT_TOKEN
+            directory=EmbeddedDirectory(engine, slots), version="bench", mode="bench", agent_token=_AGENT_TOKEN
         )
         server = AdminServer(create_app(context), listeners.sockets, lambda reason: print(reason, file=sys.stderr))
         server.start()

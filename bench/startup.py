@@ -1,4 +1,4 @@
-"""From the start of the process: `kvstow serve` until it answers, and until the first slot is usable."""
+"""From the start of the process: `kvstow serve` until it answers, and until its first memory is populated."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 from bench.machine import wait_until_quiet
 from bench.report import Table, verdict
@@ -24,43 +25,38 @@ _PATIENCE_SECONDS = 8.0
 _BAR_SECONDS = 1.0
 _ROOT = Path(__file__).parents[1]
 
-_SERVER_IMPORTS = "import kvstow_service.cli, kvstow_service.standalone"
-_RANK_IMPORTS = f"{_SERVER_IMPORTS}, kvstow_service.replay.ranks"
+_SERVER_IMPORTS = "import kvstow_service.cli, kvstow_service.nodeprocess"
 
 
 def run(pools: Sequence[str], repeats: int, say: Callable[[str], None]) -> list[Table]:
-    """Medians of `repeats` starts for each pool size."""
-    imports = {
-        code: median(_import_seconds(code) for _ in range(repeats)) for code in ("pass", _SERVER_IMPORTS, _RANK_IMPORTS)
-    }
+    """Medians of `repeats` starts for each size of memory."""
+    imports = {code: median(_import_seconds(code) for _ in range(repeats)) for code in ("pass", _SERVER_IMPORTS)}
     say("start-up, imports")
     rows = []
     for pool in pools:
         shortage = MemoryLimits().shortage(parse_size(pool))
         if shortage is not None:
-            rows.append([pool, "not run: " + shortage.message, *[""] * 5])
+            rows.append([pool, "not run: " + shortage.message, *[""] * 3])
             continue
         wait_until_quiet(_PATIENCE_SECONDS)
         starts = [_start(pool) for _ in range(repeats)]
         say(f"start-up, {pool}")
-        rows.append(_row(pool, starts, imports[_SERVER_IMPORTS], imports[_RANK_IMPORTS]))
-    head = ["pool", "first /livez", "of it imports", "first usable slot", "of it imports", "rest", "bar"]
+        rows.append(_row(pool, starts, imports[_SERVER_IMPORTS]))
+    head = ["memory", "first /livez", "of it imports", "first memory", "bar"]
     return [Table("Time from process start", head, rows), _import_table(imports)]
 
 
-def _row(pool: str, starts: Sequence[tuple[float, float]], server: float, ranks: float) -> list[str]:
-    alive, usable = (median(values) for values in zip(*starts, strict=True))
-    bar = f"{_BAR_SECONDS:g} s after imports, {verdict(usable - ranks <= _BAR_SECONDS)}"
-    times = (alive, server, usable, ranks, usable - ranks)
-    return [pool, *(f"{seconds:.2f} s" for seconds in times), bar]
+def _row(pool: str, starts: Sequence[tuple[float, float]], imports: float) -> list[str]:
+    alive, populated = (median(values) for values in zip(*starts, strict=True))
+    bar = f"/livez within {_BAR_SECONDS:g} s, {verdict(alive <= _BAR_SECONDS)}"
+    return [pool, *(f"{seconds:.2f} s" for seconds in (alive, imports, populated)), bar]
 
 
 def _import_table(imports: dict[str, float]) -> Table:
-    bare, server, ranks = imports.values()
+    bare, server = imports.values()
     rows = [
         ["Python itself", f"{bare:.2f} s"],
         ["FastAPI, uvicorn, pydantic, click and the service", f"{server - bare:.2f} s"],
-        ["torch and the data plane, behind the answering server", f"{ranks - server:.2f} s"],
     ]
     return Table("Imports alone, in a process of their own", ["", "time"], rows)
 
@@ -72,8 +68,8 @@ def _import_seconds(code: str) -> float:
 
 
 def _start(pool: str) -> tuple[float, float]:
-    """Seconds until /livez answers, and until a slot is usable. The process is killed then: its pool is not waited
-    for."""
+    """Seconds until /livez answers, and until some memory is populated. The process is killed then: the rest is not
+    waited for."""
     started = time.perf_counter()
     with _serving(pool) as (process, port):
         for _ in _polls(process):
@@ -82,7 +78,7 @@ def _start(pool: str) -> tuple[float, float]:
         alive = time.perf_counter() - started
         for _ in _polls(process):
             answer = _get(port, "/v1/readiness")
-            if answer is not None and json.loads(answer)["usable_slots"]:
+            if answer is not None and json.loads(answer)["memory"]["populated_bytes"]:
                 break
         return alive, time.perf_counter() - started
 
@@ -90,13 +86,15 @@ def _start(pool: str) -> tuple[float, float]:
 @contextmanager
 def _serving(pool: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     port = _free_port()
-    command = [sys.executable, "-m", "kvstow_service", "serve", "--pool-size", pool, "--port", str(port)]
-    process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield process, port
-    finally:
-        process.kill()
-        process.wait()
+    with TemporaryDirectory() as folder:
+        sockets = ("--port", str(port), "--attach-socket", f"{folder}/attach.sock")
+        command = [sys.executable, "-m", "kvstow_service", "serve", "--memory", pool, *sockets]
+        process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            yield process, port
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _polls(process: subprocess.Popen[bytes]) -> Iterator[None]:

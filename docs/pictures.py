@@ -1,8 +1,9 @@
-"""Draws the README's pictures of a service under traffic: `make pictures`, or `python -m docs.pictures`."""
+"""Draws the README's pictures of an engine under traffic: `make pictures`, or `python -m docs.pictures`."""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,11 +19,11 @@ _SECONDS = 290.0  # the page shows the last five minutes
 _WIDTH = 1040
 _RANKS, _POOL_MIB, _CHUNK_MIB = 4, 384, 2
 _PINNED_PART = 0.7  # at the end
-_TRAFFIC = ("--slot-size=256KiB", "--replay-rate=12", "--replay-concurrency=8")
+_TRAFFIC = ("--slot-size=256KiB", "--rate=12")
 
 
 def draw(folder: Path, seconds: float = _SECONDS, port: int = _PORT) -> None:
-    """Run a service for `seconds`, in which it pins most of its pool, and write its pictures into `folder`."""
+    """Run an engine for `seconds`, in which it pins most of its pool, and write its pictures into `folder`."""
     pause = seconds / (_PINNED_PART * _POOL_MIB / _CHUNK_MIB)
     pool = (f"--ranks={_RANKS}", f"--pool-size={_POOL_MIB}MiB")
     pinning = (f"--pin-chunk={_CHUNK_MIB}MiB", f"--pin-pause={pause * 1000:.0f}ms")
@@ -31,8 +32,8 @@ def draw(folder: Path, seconds: float = _SECONDS, port: int = _PORT) -> None:
         trace, log = Path(scratch) / "trace.jsonl", Path(scratch) / "log"
         generate = ("trace", "generate", "--sessions=1000", f"--output={trace}")
         subprocess.run([*KVSTOW, *generate], env=environ(), check=True)
-        flags = (*pool, *pinning, *_TRAFFIC, f"--replay={trace}", f"--port={port}", "--shutdown-delay=0")
-        with running(*KVSTOW, "serve", *flags, log=log, env=environ()) as process, Client(url) as kvstow:
+        engine = (sys.executable, "-m", "tests.embeddedhost", trace, *pool, *pinning, *_TRAFFIC, f"--port={port}")
+        with running(*engine, log=log, env=environ()) as process, Client(url) as kvstow:
             until(lambda: process.poll() is not None or _has_blocks(kvstow), "the first blocks")
             assert process.poll() is None, log.read_text()
             _operate(kvstow)

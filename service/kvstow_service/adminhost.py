@@ -1,4 +1,4 @@
-"""What a host process tells the admin API about itself, embedded or standalone."""
+"""What a host process tells the admin API about itself: a node, or an engine that embeds the server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import kvstow
 from kvstow.memory.limits import HugePageLimits, MemoryLimits, limits_of
 from kvstow_api.app import create_app
 from kvstow_api.directory import Directory
-from kvstow_api.host import ApiHost
+from kvstow_api.host import ApiHost, HealthCheck
 from kvstow_api.hostsettings import is_loopback
 from kvstow_api.measurements import HostMemory, OrphanedMemory
 from kvstow_service.adminoptions import AdminOptions
@@ -57,6 +56,7 @@ def make_api_host(
     tls: ServerTls | None = None,
     settings: Mapping[str, Any] | None = None,
     build: Mapping[str, str] | None = None,
+    live_checks: Mapping[str, HealthCheck] | None = None,
 ) -> ApiHost:
     """What the API serves on `sockets`. Every reader sees `settings`: no secrets, no paths.
 
@@ -78,8 +78,9 @@ def make_api_host(
         orphaned_memory=_orphaned_memory if directory.is_node else tuple,
         agent_token=agent_token,
         readiness_require=options.readiness_require,
+        live_checks=live_checks or {},
         ready_checks={"ticker": ticker.check},
-        build={"torch": _installed("torch"), **(build or {})},
+        build=build or {},
         registry=_registry(),
     )
 
@@ -109,14 +110,6 @@ def _chosen(path: Path) -> str:
     except OSError:
         return ""
     return match[1] if match else ""
-
-
-def _installed(distribution: str) -> str:
-    """Its version from the package metadata: importing torch would delay the start."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _registry() -> CollectorRegistry:

@@ -1,4 +1,4 @@
-"""Options of the admin server that every host has, embedded or standalone."""
+"""Options of the admin server that every host has, embedded or in the node service."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ import re
 
 from kvstow.errors import ConfigError
 
-_UNITS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_UNITS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
-_ALLOWED = "0 or more seconds, or a number with one of us ms s m h"
+_ALLOWED = "0 or more seconds, or a number with one of us ms s m min h"
 
 
 def parse_duration(value: object, key: str = "duration") -> float:

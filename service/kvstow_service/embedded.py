@@ -81,9 +81,7 @@ class EmbeddedAdmin:
         self._head_start, self._freezes_heap = head_start, freezes_heap
         self._token = secrets.token_hex(16)
         self._tls: ServerTls | None = None
-        self._ticker = Ticker(
-            engine, checks_integrity=False, renew_tls=None if options.tls is None else self._renew_tls
-        )
+        self._ticker = Ticker(engine, renew_tls=None if options.tls is None else self._renew_tls)
         self._sockets = AdminSockets(secure=options.tls is not None)
         self._rendezvous = Rendezvous(identity, environ)
         self._server: AdminServer | None = None

@@ -1,4 +1,4 @@
-"""Log format of the standalone process: text, or one JSON object a line.
+"""Log format of the process of `kvstow serve`: text, or one JSON object a line.
 
 Only the loggers "kvstow" and "uvicorn" are configured; the root logger is left alone.
 """

@@ -13,7 +13,6 @@ from kvstow.config import POLICIES
 from kvstow.errors import ConfigError
 from kvstow_api.hostsettings import INFORMATIONAL_CHECKS, parse_host_names
 from kvstow_service.duration import parse_duration
-from kvstow_service.replay.shapes import SHAPES
 
 
 def _size(value: object) -> int:
@@ -34,34 +33,12 @@ def _positive_duration(value: object) -> float:
     return seconds
 
 
-def _count(value: object) -> int:
+def _port(value: object) -> int:
     if type(value) is int or (isinstance(value, str) and value.strip().isdecimal()):
         number = int(value)
-        if number >= 1:
+        if 0 <= number < 1 << 16:
             return number
-    raise ConfigError("", value, "a whole number, 1 or more")
-
-
-def _rate(value: object) -> float:
-    try:
-        rate = float(value) if isinstance(value, (str, int, float)) and type(value) is not bool else 0.0
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < float("inf"):
-        raise ConfigError("", value, "a number, more than 0")
-    return rate
-
-
-def _port(value: object) -> int:
-    if value in (0, "0") and type(value) is not bool:
-        return 0
-    try:
-        number = _count(value)
-    except ConfigError:
-        number = 1 << 16
-    if number >= 1 << 16:
-        raise ConfigError("", value, "0 (any free port) to 65535")
-    return number
+    raise ConfigError("", value, "0 (any free port) to 65535")
 
 
 def _flag(value: object) -> bool:
@@ -86,12 +63,6 @@ def _policy(value: object) -> str:
     return str(value)
 
 
-def _shape(value: object) -> str | None:
-    if value is not None and value not in SHAPES:
-        raise ConfigError("", value, " or ".join(SHAPES))
-    return None if value is None else str(value)
-
-
 def _reads(parse: Any) -> BeforeValidator:
     """`parse` as a validator of pydantic's; its `ConfigError` says what is allowed."""
 
@@ -104,10 +75,7 @@ def _reads(parse: Any) -> BeforeValidator:
     return BeforeValidator(validate)
 
 
-Size = Annotated[int, _reads(_size)]
 PositiveSize = Annotated[int, _reads(_positive_size)]
-Count = Annotated[int, _reads(_count)]
-Rate = Annotated[float, _reads(_rate)]
 Duration = Annotated[float, _reads(parse_duration)]
 PositiveDuration = Annotated[float, _reads(_positive_duration)]
 Port = Annotated[int, _reads(_port)]
@@ -115,4 +83,3 @@ Flag = Annotated[bool, _reads(_flag)]
 Checks = Annotated[tuple[str, ...], _reads(_checks)]
 HostNames = Annotated[tuple[str, ...], _reads(partial(parse_host_names, ""))]
 Policy = Annotated[str, _reads(_policy)]
-Shape = Annotated[str | None, _reads(_shape)]

@@ -1,4 +1,4 @@
-"""Periodic work of a host: one thread ticks the engine and checks its integrity, another renews TLS files."""
+"""Periodic work of a host: one thread ticks it, another renews TLS files."""
 
 from __future__ import annotations
 
@@ -6,44 +6,36 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-
-from kvstow.control.engine import OffloadEngine
-from kvstow.errors import IntegrityError
+from typing import Protocol
 
 logger = logging.getLogger("kvstow.ticker")
 
-_TICKS_PER_CHECK = 60
 _OVERDUE_SECONDS = 10.0
 _JOIN_SECONDS = 1.0
-# The check holds the engine's lock for 1 us per slot, so larger pools are not checked.
-_MAX_CHECKED_SLOTS = 65_536
+
+
+class Ticked(Protocol):
+    """An engine, or a node of many."""
+
+    def tick(self) -> object: ...
 
 
 class Ticker:
-    """Ticks the engine every `interval` seconds until `stop`, which is idempotent. No exception ends the thread.
-
-    With `checks_integrity`, it runs `check_integrity` once a minute if the engine is idle and the pool is not too
-    large. `problem` says what the check found and stays set, because only a restart repairs it. Hosts with a scheduler
-    turn the check off: their steps take the engine's lock all the time.
+    """Ticks the host every `interval` seconds until `stop`, which is idempotent. No exception ends the thread.
 
     `renew_tls` is called as often, on a separate thread: it reads files, and a file system may block.
     """
 
     def __init__(
         self,
-        engine: OffloadEngine,
+        host: Ticked,
         *,
         interval: float = 1.0,
-        checks_integrity: bool = True,
         renew_tls: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.problem: str | None = None
-        self._engine = engine
-        self._checks_integrity = checks_integrity
-        self._ticks = 0
         self._stopping = threading.Event()
-        self._threads = [_Repeating("the engine's ticker", self._tick, interval, self._stopping, clock)]
+        self._threads = [_Repeating("the ticker", host.tick, interval, self._stopping, clock)]
         if renew_tls is not None:
             self._threads.append(_Repeating("the check of the TLS files", renew_tls, interval, self._stopping, clock))
 
@@ -57,32 +49,20 @@ class Ticker:
             thread.join()
 
     def check(self) -> str | None:
-        """Health check: `problem`, or which periodic work has stopped."""
-        return self.problem or next(filter(None, (thread.failure() for thread in self._threads)), None)
-
-    def _tick(self) -> None:
-        self._ticks += 1
-        try:
-            self._engine.tick()
-            if self._ticks % _TICKS_PER_CHECK == 0 and self._may_check():
-                self._engine.check_integrity()
-        except IntegrityError as error:
-            self.problem = f"the integrity check failed: {error}"
-            logger.error("%s", self.problem)
-
-    def _may_check(self) -> bool:
-        if not self._checks_integrity:
-            return False
-        stats = self._engine.stats()
-        idle = not (stats.transfers.pending.loads or stats.transfers.pending.stores or stats.pool.leases)
-        return idle and stats.pool.usable_slots <= _MAX_CHECKED_SLOTS
+        """Health check: which periodic work has stopped."""
+        return next(filter(None, (thread.failure() for thread in self._threads)), None)
 
 
 class _Repeating:
     """A thread that repeats a call, whatever it raises, and knows when the call last returned."""
 
     def __init__(
-        self, name: str, act: Callable[[], None], interval: float, stopping: threading.Event, clock: Callable[[], float]
+        self,
+        name: str,
+        act: Callable[[], object],
+        interval: float,
+        stopping: threading.Event,
+        clock: Callable[[], float],
     ) -> None:
         self._name, self._act, self._interval = name, act, interval
         self._stopping = stopping

@@ -49,6 +49,20 @@ def until(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> An
 def serving(*flags: Any, log: Path, **variables: str) -> Iterator[str]:
     """The address of a `kvstow serve` on a port of its own."""
     command = (*KVSTOW, "serve", *flags, "--port=0", "--shutdown-delay=0")
+    with _address_of(*command, log=log, variables=variables) as address:
+        yield address
+
+
+@contextmanager
+def embedding(trace: Path, *flags: Any, log: Path, **variables: str) -> Iterator[str]:
+    """The address of an engine that replays a trace, embedded in a process of its own."""
+    command = (sys.executable, "-m", "tests.embeddedhost", trace, *flags)
+    with _address_of(*command, log=log, variables=variables) as address:
+        yield address
+
+
+@contextmanager
+def _address_of(*command: Any, log: Path, variables: Mapping[str, str]) -> Iterator[str]:
     with running(*command, log=log, env=environ(**variables)) as process:
 
         def address() -> str | None:

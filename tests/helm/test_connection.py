@@ -132,7 +132,7 @@ def test_files_that_the_connection_names_lie_where_secrets_are_mounted(find: Fin
     assert secret["data"].keys() == {"admin.txt", "viewer-token"}
 
 
-@pytest.mark.parametrize("case", ["service", "service-cuda", "service-tls", "service-hugepages"])
+@pytest.mark.parametrize("case", ["service", "service-full", "service-tls", "service-hugepages"])
 def test_kvstow_serve_takes_every_flag(find: Find, case: str) -> None:
     deployment = find("Deployment", values=CHART / "ci" / f"{case}-values.yaml")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
@@ -142,11 +142,14 @@ def test_kvstow_serve_takes_every_flag(find: Find, case: str) -> None:
     settings = load_settings({name.replace("-", "_"): value for name, value in flags.items()}, environ)
     assert settings.host == "0.0.0.0"
     assert settings.token_file == Path("/etc/kvstow/token/token")
-    assert settings.pool_size == (8 << 30 if case == "service-cuda" else 512 << 20)
+    sizes = {"service-full": 8 << 30, "service-hugepages": 513 << 20}
+    assert settings.memory == sizes.get(case, 512 << 20)
+    assert settings.attach_socket == Path("/run/kvstow/node/attach.sock")
+    assert (settings.policy, settings.pin_pause) == (("arc", 0.005) if case == "service-full" else ("lru", 0.002))
     assert settings.huge_pages == ("reserved" if case == "service-hugepages" else "advised")
     assert settings.drain_deadline == 60
     assert settings.transfer_timeout == 30
-    assert settings.readiness_require == (("pool", "pinned") if case == "service-cuda" else ())
+    assert settings.readiness_require == (("pool", "pinned") if case == "service-full" else ())
 
 
 def test_the_helm_test_runs_a_command_that_exists(find: Find) -> None:
@@ -170,15 +173,15 @@ def probes(find: Find, *sets: str) -> list[dict[str, str]]:
     return [container[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
 
 
-@pytest.mark.parametrize("sets", [(*ENGINE, "engine.probes.startupMinutes=5"), SERVICE])
-def test_a_slow_start_or_a_busy_minute_restarts_nothing(find: Find, sets: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("sets", "startup"), [((*ENGINE, "engine.probes.startupMinutes=5"), 300), (SERVICE, 60)])
+def test_a_slow_start_or_a_busy_minute_restarts_nothing(find: Find, sets: tuple[str, ...], startup: int) -> None:
     container = container_of(find, *sets)
 
     def patience(name: str) -> int:
         probe = container[name]
         return int(probe["periodSeconds"] * probe.get("failureThreshold", 3))
 
-    assert patience("startupProbe") == 300
+    assert patience("startupProbe") == startup
     assert patience("livenessProbe") == 60
 
 

@@ -130,13 +130,14 @@ def config_of(buildah: Buildah, image: str) -> dict[str, Any]:
 
 # Starts the service, asks what its health check asks and more, and stops it as Kubernetes does.
 SESSION = """
-import json, os, signal, subprocess, sys, time
+import importlib.util, json, os, signal, subprocess, sys, time
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+assert importlib.util.find_spec("torch") is None
 health_check = json.loads(sys.argv[1])
 open("/tmp/token", "w").write("0123456789abcdef")
-flags = "--host=0.0.0.0 --token-file=/tmp/token --pool-size=8MiB --slot-size=64KiB --shutdown-delay=0"
+flags = "--host=0.0.0.0 --token-file=/tmp/token --memory=8MiB --attach-socket=/tmp/node/attach.sock --shutdown-delay=0"
 service = subprocess.Popen(["kvstow", "serve", *flags.split()])
 
 def answers(path):
@@ -149,16 +150,18 @@ def answers(path):
 
 deadline = time.monotonic() + 60
 while answers("/readyz/pinned") != 200:
-    assert service.poll() is None and time.monotonic() < deadline, "the pool was not pinned"
+    assert service.poll() is None and time.monotonic() < deadline, "the memory was not populated"
     time.sleep(0.1)
 assert subprocess.run(health_check).returncode == 0
 try:
-    urlopen(Request("http://127.0.0.1:9595/v1/pools/host/evict", b'{"slots": 1}', {"Content-Type": "application/json"}))
-    sys.exit("evicted without a token")
+    drain = Request("http://127.0.0.1:9595/v1/drain", b"{}", {"Content-Type": "application/json"}, method="PUT")
+    urlopen(drain)
+    sys.exit("drained without a token")
 except HTTPError as error:
     assert error.code == 401, error.code
 service.send_signal(signal.SIGTERM)
 assert service.wait(30) == 0
+assert not os.path.exists("/tmp/node/attach.sock")
 try:
     open("/written", "w")
     sys.exit("the root file system can be written")
@@ -185,7 +188,7 @@ def test_the_service_runs_read_only_and_not_as_root(
     assert config["Labels"]["org.opencontainers.image.version"] == kvstow.__version__
 
 
-def test_the_command_line_runs_without_torch_and_web_server(
+def test_the_command_line_runs_without_numpy_and_web_server(
     build: Callable[[str], str], run_read_only: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     image = build("cli")

@@ -30,9 +30,9 @@ def container(deployment: dict[str, Any]) -> dict[str, Any]:
         ([*ENGINE, "pool.size=100Gi", "parallel.data=8", "engine.sharedMemory=16Gi"], 8 * 107 * GIB + 16 * GIB),
         ([*ENGINE, "pool.size=100Gi", "pool.maxSize=200Gi"], 202 * GIB + 6 * GIB + 2 * GIB),
         ([*ENGINE, "pool.size=2Ti", "memory.poolPercent=0", "memory.overheadPerRank=10Gi"], 2060 * GIB),
-        ([*SERVICE, "pool.size=100Mi", "memory.overheadPerRank=512Mi"], 101 + 512),
-        ([*SERVICE, "pool.size=2Mi", "memory.overheadPerRank=1Mi"], 4),  # 3.02 Mi, rounded up
-        ([*SERVICE, "pool.size=10Gi", "service.ranks=3", "parallel.tensor=8"], 49460),  # 3 x (10.1 + 6) Gi = 49459.2 Mi
+        ([*ENGINE, "pool.size=2Mi", "memory.overheadPerRank=1Mi", "engine.sharedMemory=1Mi"], 5),  # 4.02 Mi, rounded up
+        ([*SERVICE, "service.memory=100Mi", "service.overhead=512Mi"], 612),
+        ([*SERVICE, "service.memory=1Ti", "parallel.tensor=8"], 1025 * GIB),
     ],
 )
 def test_request_and_limit_are_the_formula(find: Find, sets: list[str], mebibytes: int) -> None:
@@ -47,7 +47,7 @@ def test_request_and_limit_are_the_formula(find: Find, sets: list[str], mebibyte
         ([*ENGINE, "pool.size=64Gi", "parallel.tensor=4"], 29246, 4 * 64 * GIB),  # the README's example
         ([*ENGINE, "pool.size=100Gi", "pool.maxSize=200Gi"], 2 * GIB + 6 * GIB + 2 * GIB, 200 * GIB),
         ([*ENGINE, "pool.size=100Gi", "parallel.data=2", "memory.poolPercent=0"], 14 * GIB, 200 * GIB),
-        ([*SERVICE, "pool.size=513Mi", "service.ranks=2", "memory.overheadPerRank=512Mi"], 1035, 2 * 514),
+        ([*SERVICE, "service.memory=513Mi", "service.overhead=512Mi"], 512, 512),
     ],
 )
 def test_a_pool_in_reserved_huge_pages_is_requested_as_such_and_as_nothing_else(

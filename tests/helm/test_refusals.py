@@ -53,7 +53,9 @@ SERVICE = ("mode=service", "image.registry=r.example.com")
             [*ENGINE, "engine.model=m", "engine.port=9596", "parallel.data=2"],
             "engine.port: 9596 is used by an admin server",
         ),
-        ([*SERVICE, "service.slotSize=1Gi", "pool.size=512Mi"], "service.slotSize: 1Gi is more than pool.size, 512Mi"),
+        ([*SERVICE, "service.ranks=2"], "at '/service': additional properties 'ranks' not allowed"),
+        ([*SERVICE, "service.memory=64"], "at '/service/memory': got number, want string"),
+        ([*SERVICE, "pool.pinning.latencyTarget=1ms"], "pool.pinning.latencyTarget: mode service has none"),
         (["admin.readinessRequire={engine}"], "at '/admin/readinessRequire/0': value must be one of 'pool', 'pinned'"),
     ],
 )

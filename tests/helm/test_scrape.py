@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real service under traffic, and evaluates every rule and every panel."""
+"""A real Prometheus scrapes a real engine under traffic, and evaluates every rule and every panel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from tests.helm.processes import KVSTOW, environ, running, serving, until
+from tests.helm.processes import KVSTOW, embedding, environ, running, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.process]
 
@@ -82,14 +82,13 @@ def multiprocess_folder(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def service(folder: Path, multiprocess_folder: Path) -> Iterator[str]:
-    """URL of `kvstow serve`, with two ranks and a replay that goes on for longer than the tests, in a pool that is too
-    small for it."""
+    """URL of an embedded engine, with two ranks and a replay that goes on for longer than the tests, in a pool that is
+    too small for it."""
     trace = folder / "trace.jsonl"
     generate = (*KVSTOW, "trace", "generate", "--sessions", "2000", "--output", trace)
     subprocess.run(generate, env=environ(), check=True, capture_output=True)
-    options = "--ranks 2 --pool-size 8MiB --slot-size 16KiB --replay-rate 25 --replay-concurrency 4"
-    log, shared = folder / "service.log", str(multiprocess_folder)
-    with serving(*options.split(), "--replay", trace, log=log, PROMETHEUS_MULTIPROC_DIR=shared) as address:
+    log, shared = folder / "engine.log", str(multiprocess_folder)
+    with embedding(trace, "--rate=25", log=log, PROMETHEUS_MULTIPROC_DIR=shared) as address:
         yield address
 
 

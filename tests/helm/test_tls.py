@@ -65,10 +65,10 @@ def cluster(
     root = tmp_path_factory.mktemp("etc")
     operators = trustme.CA()
     write_secrets(root, trustme.CA(), operators)
-    manifests = template("pool.size=8Mi", values=VALUES, apis=("monitoring.coreos.com/v1",))
+    manifests = template("service.memory=8Mi", values=VALUES, apis=("monitoring.coreos.com/v1",))
     deployment = next(manifest for manifest in manifests if manifest["kind"] == "Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    flags = [flag.replace("/etc/kvstow", str(root)) for flag in container["args"]]
+    flags = [re.sub("/etc/kvstow|/run/kvstow", str(root), flag) for flag in container["args"]]
     with serving(*flags, log=root / "log") as address:
         yield Cluster(manifests, root, int(address.rpartition(":")[2]), operators)
 
@@ -109,7 +109,7 @@ def test_the_helm_test_gets_no_more_than_it_needs(cluster: Cluster) -> None:
 
 def test_in_the_pod_the_command_line_may_change_things(cluster: Cluster) -> None:
     (container,) = cluster.one("Deployment")["template"]["spec"]["containers"]
-    result = cluster.ask_as(container, "evict", "--slots", "1", "--yes")
+    result = cluster.ask_as(container, "bypass", "--load", "--ttl", "1s")
     assert result.returncode == 0, result.stderr
 
 
@@ -125,9 +125,8 @@ def test_an_operators_certificate_is_enough(cluster: Cluster) -> None:
     trust = ssl.create_default_context()
     trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
     cluster.operators.issue_cert(common_name="ada").configure_cert(trust)
-    answer = httpx.post(
-        f"https://127.0.0.1:{cluster.port}/v1/pools/host/evict", verify=trust, json={"slots": 1, "dry_run": True}
-    )
+    body = {"load": True, "store": False, "ttl_seconds": 1}
+    answer = httpx.put(f"https://127.0.0.1:{cluster.port}/v1/bypass", verify=trust, json=body)
     assert answer.is_success, answer.text
 
 

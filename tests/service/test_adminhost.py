@@ -44,6 +44,6 @@ def test_reserved_huge_pages_have_limits_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [{"huge_pages": "reserved"}, {"huge_pages": "advised"}, {}])
 def test_the_measured_limits_follow_the_huge_pages_setting(settings: dict[str, str]) -> None:
     parts: Any = SimpleNamespace(addresses=(), host=None, check=None, is_node=False)
-    host = make_api_host(parts, parts, parts, AdminOptions(), mode="standalone", settings=settings, agent_token="t")
+    host = make_api_host(parts, parts, parts, AdminOptions(), mode="node", settings=settings, agent_token="t")
     assert host.host_memory is not None
     assert (host.host_memory().huge_pages == "reserved") == (settings.get("huge_pages") == "reserved")

@@ -11,12 +11,14 @@ from click.testing import CliRunner, Result
 
 from kvstow.memory.limits import HugePageLimits
 from kvstow_service.cli import app
+from kvstow_service.node.attachsocket import AttachSocket
+from kvstow_service.removedsettings import REMOVED_SETTINGS
 from kvstow_service.settings import Settings, flag_name
 from kvstow_service.sockets import AdminSockets, TcpAddress
 
 pytestmark = pytest.mark.usefixtures("process_state")
 
-SMALL = ["--pool-size", "1MiB", "--slot-size", "64KiB", "--port", "0"]
+SMALL = ["--memory", "2MiB", "--port", "0"]
 
 
 def serve(*args: str) -> Result:
@@ -27,11 +29,13 @@ def test_every_setting_is_a_flag_with_its_default_in_the_help() -> None:
     result = CliRunner().invoke(app, ["serve", "--help"])
     assert result.exit_code == 0
     assert [key for key in Settings.model_fields if flag_name(key) not in result.output] == []
-    assert "per rank. Default: 8GiB." in " ".join(result.output.split())
+    assert "a multiple of 2 MiB. Default: 1GiB." in " ".join(result.output.split())
+    assert "PydanticUndefined" not in result.output
+    assert [key for key in REMOVED_SETTINGS if f"{flag_name(key)} " in result.output] == []
 
 
-def test_the_command_line_starts_without_torch_and_fastapi(child_environ: dict[str, str]) -> None:
-    heavy = {"torch", "fastapi", "uvicorn", "httpx"}
+def test_the_command_line_starts_without_fastapi(child_environ: dict[str, str]) -> None:
+    heavy = {"torch", "numpy", "fastapi", "uvicorn", "httpx"}
     code = f"import sys, kvstow_service.cli; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=child_environ, check=False
@@ -39,14 +43,40 @@ def test_the_command_line_starts_without_torch_and_fastapi(child_environ: dict[s
     assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
+def test_the_process_of_the_service_imports_no_torch(child_environ: dict[str, str]) -> None:
+    code = "import sys, kvstow_service.nodeprocess; print('torch' in sys.modules, 'fastapi' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=child_environ, check=False
+    )
+    assert (result.stdout, result.stderr) == ("False True\n", "")
+
+
 def test_wrong_settings_are_one_line_each_and_exit_2() -> None:
-    result = serve("--ranks", "none", "--pool-size", "8GX")
+    result = serve("--port", "none", "--memory", "8GX")
     assert result.exit_code == 2
     assert result.stderr.splitlines() == [
-        "kvstow serve: --ranks is 'none'; allowed: a whole number, 1 or more",
-        "kvstow serve: --pool-size is '8GX'; allowed: a number of bytes, or a number with one of KiB MiB GiB TiB"
+        "kvstow serve: --memory is '8GX'; allowed: a number of bytes, or a number with one of KiB MiB GiB TiB"
         " (powers of 1024) or kB MB GB TB",
+        "kvstow serve: --port is 'none'; allowed: 0 (any free port) to 65535",
     ]
+
+
+def test_the_flags_of_the_past_are_refused_with_what_to_use() -> None:
+    result = serve("--pool-size", "8GiB", "--ranks", "2", "--no-lock", "--replay", "t.jsonl", "--exit-after-replay")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        f"kvstow serve: {flag_name(name)} is no longer a setting: {sentence}"
+        for name, sentence in REMOVED_SETTINGS.items()
+        if name in ("pool_size", "ranks", "lock", "replay", "exit_after_replay")
+    ]
+
+
+def test_an_unknown_group_is_refused() -> None:
+    result = serve(*SMALL, "--attach-group", "no such group")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "kvstow serve: --attach-group is 'no such group'; allowed: the name or the number of a group of this machine\n"
+    )
 
 
 def test_a_public_bind_without_a_token_is_refused() -> None:
@@ -84,37 +114,30 @@ def test_a_unix_socket_that_is_taken_exits_1_and_leaves_the_port(tmp_path: Path)
     assert result.stderr == f"kvstow serve: cannot listen on unix:{uds}: another process is listening there\n"
 
 
-def test_pools_larger_than_the_machine_are_refused_together() -> None:
-    """Each of these pools would fit; all of them do not."""
-    result = serve("--port", "0", "--ranks", "4096", "--pool-size", "1GiB")
+def test_an_attach_socket_that_is_taken_exits_1_and_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "attach.sock"
+    taken = AttachSocket(path)
+    result = serve(*SMALL, "--attach-socket", str(path))
+    taken.close()
     assert result.exit_code == 1
-    assert result.stderr.startswith("kvstow serve: 4096 x 1 GiB of pool cannot fit: ")
-
-
-@pytest.mark.skipif(not HugePageLimits().pages.exists(), reason="this kernel has no 2 MiB pages")
-def test_a_pool_without_reserved_pages_is_refused_with_what_there_is_and_what_reserves_more() -> None:
-    result = serve("--port", "0", "--ranks", "2", "--pool-size", "1024TiB", "--huge-pages", "reserved")
-    assert result.exit_code == 1
-    assert result.stderr.startswith(
-        "kvstow serve: 2 x 1024 TiB of pool cannot fit: 2048 TiB are needed in reserved 2 MiB pages (huge_pages is "
-        "reserved), but the "
+    assert result.stderr.splitlines()[-1] == (
+        f"kvstow serve: cannot listen on unix:{path}: another process is listening there"
     )
 
 
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("nonsense", "trace.jsonl:1: "),
-        (
-            '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1, 2]}',
-            "--kv-blocks is 1; allowed: 2 or more",
-        ),
-    ],
-)
-def test_a_trace_that_cannot_be_replayed_is_refused(tmp_path: Path, line: str, error: str) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(line + "\n")
-    result = serve(*SMALL, "--replay", str(trace), "--kv-blocks", "1")
-    assert result.exit_code == 2
-    assert error in result.stderr
-    assert result.stderr.count("\n") == 1
+def test_memory_that_the_machine_does_not_have_is_refused_before_anything_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "attach.sock"
+    result = serve("--memory", "1024TiB", "--port", "0", "--attach-socket", str(path), "--state", str(tmp_path / "s"))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("kvstow serve: --memory 1024 TiB cannot fit: 1024 TiB are needed beside a reserve ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not HugePageLimits().pages.exists(), reason="this kernel has no 2 MiB pages")
+def test_more_reserved_pages_than_there_are_is_refused_with_what_reserves_more() -> None:
+    result = serve("--port", "0", "--memory", "1024TiB", "--huge-pages", "reserved")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(
+        "kvstow serve: --memory 1024 TiB cannot fit: 1024 TiB are needed in reserved 2 MiB pages (huge_pages is "
+        "reserved), but the "
+    )

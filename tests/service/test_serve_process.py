@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,17 @@ import pytest
 
 pytestmark = pytest.mark.process
 
-# One 64 KiB chunk every half a second: 64 chunks are pinned in half a minute, longer than any of these tests.
-SLOW_PINNING = ["--pool-size", "4MiB", "--slot-size", "64KiB", "--pin-chunk", "64KiB", "--pin-pause", "500ms"]
+MIB = 1 << 20
 
-# Import it, and you wait until the gate is there; then it fails.
-BROKEN_TORCH = """
-import os, time
-while not os.path.exists({gate!r}):
-    time.sleep(0.01)
-raise ImportError("no torch here")
-"""
+# 2 MiB every half a second: 64 MiB are populated in 16 s, longer than any of these tests needs.
+SLOW = ["--memory", "64MiB", "--pin-chunk", "2MiB", "--pin-pause", "500ms"]
 
 
 class Service:
-    """A running `kvstow serve` and a client for it."""
+    """A running `kvstow serve` and a client for it. `mark` is in the environment of all its processes."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, eventually: Any) -> None:
-        self.process, self._log = process, log
+    def __init__(self, process: subprocess.Popen[bytes], mark: str, log: Path, attach: Path, eventually: Any) -> None:
+        self.process, self.mark, self.attach, self._log = process, mark, attach, log
         eventually(lambda: self._address() or process.poll() is not None, "the address in the log")
         assert process.poll() is None, self.log()
         self.port = int(str(self._address()).rpartition(":")[2])
@@ -54,11 +48,31 @@ class Service:
         answer: dict[str, Any] = self.client.get("/v1/readiness").json()
         return answer
 
-    def pinned_bytes(self) -> list[int]:
-        return [rank["pinned_bytes"] for rank in self.readiness()["ranks"]]
+    def populated_bytes(self) -> int:
+        return int(self.readiness()["memory"]["populated_bytes"])
 
-    def hit_blocks(self) -> int:
-        return int(self.client.get("/v1/stats").json()["lookups"]["hit_blocks"])
+    def extents(self) -> list[tuple[int, int]]:
+        """Size, and bytes that lie in memory, of each extent."""
+        found = []
+        for entry in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            try:
+                if "kvstow-extent" in os.readlink(entry):
+                    status = entry.stat()
+                    found.append((status.st_size, status.st_blocks * 512))
+            except FileNotFoundError:  # a connection that has ended
+                continue
+        return found
+
+    def processes(self) -> list[int]:
+        """All that carry the mark: the service, and what it has started."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdecimal() and self.mark.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+        return found
 
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
@@ -72,16 +86,22 @@ Start = Callable[..., Service]
 def start(tmp_path: Path, child_environ: dict[str, str], eventually: Any) -> Iterator[Start]:
     services: list[Service] = []
 
-    def serve(*args: str, modules: Path | None = None) -> Service:
-        environ = dict(child_environ)
-        if modules is not None:
-            environ["PYTHONPATH"] = f"{modules}:{environ['PYTHONPATH']}"
-        log = tmp_path / f"log-{len(services)}"
-        command = [sys.executable, "-m", "kvstow_service", "serve", *args]
+    def serve(*args: str, port: int = 0, attach: Path = tmp_path / "node" / "attach.sock") -> Service:
+        log, mark = tmp_path / f"log-{len(services)}", f"MARK_OF_A_TEST={tmp_path}/{len(services)}"
+        name, _, value = mark.partition("=")
+        command = [
+            sys.executable,
+            "-m",
+            "kvstow_service",
+            "serve",
+            f"--port={port}",
+            f"--attach-socket={attach}",
+            *args,
+        ]
         with log.open("wb") as stderr:
-            process = subprocess.Popen(command, stderr=stderr, stdout=stderr, env=environ)
+            process = subprocess.Popen(command, stderr=stderr, stdout=stderr, env={**child_environ, name: value})
         try:
-            services.append(Service(process, log, eventually))
+            services.append(Service(process, mark, log, attach, eventually))
         except BaseException:
             process.kill()
             process.wait()
@@ -95,94 +115,89 @@ def start(tmp_path: Path, child_environ: dict[str, str], eventually: Any) -> Ite
         service.process.wait()
 
 
-def test_it_answers_before_torch_is_there_and_goes_on_without_it(start: Start, tmp_path: Path, eventually: Any) -> None:
-    gate = tmp_path / "gate"
-    broken = tmp_path / "modules" / "torch"
-    broken.mkdir(parents=True)
-    (broken / "__init__.py").write_text(BROKEN_TORCH.format(gate=str(gate)))
-    service = start("--port", "0", *SLOW_PINNING, "--shutdown-delay", "0", modules=broken.parent)
-    assert [service.status(path) for path in ("/livez", "/readyz", "/startupz", "/health", "/healthz")] == [200] * 5
-    readiness = service.readiness()
-    assert (readiness["state"], readiness["usable_slots"]) == ("starting", 0)
-    gate.touch()
-    eventually(lambda: service.status("/readyz") == 503, "the broken rank in readiness")
-    assert "rank 0 is failed (internal: no torch here)" in service.client.get("/readyz?verbose").text
-    assert service.status("/livez") == 200
-    assert "rank 0 cannot be built: no torch here" in service.log()
-    assert service.end(signal.SIGINT) == 0
-
-
-def test_it_serves_while_it_pins_and_stops_in_the_middle(start: Start, tmp_path: Path, eventually: Any) -> None:
+def test_it_answers_at_once_and_populates_in_the_background(
+    start: Start, tmp_path: Path, eventually: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     uds, token = tmp_path / "admin.sock", tmp_path / "token"
     token.write_text("open-sesame\n")
-    files = ["--uds", str(uds), "--token-file", str(token)]
-    service = start("--port", "0", "--ranks", "2", "--shutdown-delay", "2s", *SLOW_PINNING, *files)
+    began = time.monotonic()
+    service = start(*SLOW, "--shutdown-delay", "2s", "--uds", str(uds), "--token-file", str(token))
+    eventually(lambda: service.status("/livez") == 200, "an answer")
+    with capsys.disabled():
+        print(f" [/livez after {time.monotonic() - began:.2f} s]", end="")
+    assert service.readiness()["memory"]["target_bytes"] == 64 * MIB
+    assert service.populated_bytes() < 64 * MIB
+    assert [service.status(path) for path in ("/readyz", "/startupz", "/health", "/healthz")] == [200] * 4
     assert stat.S_IMODE(uds.stat().st_mode) == 0o600
+    assert stat.S_IMODE(service.attach.stat().st_mode) == 0o660
+    assert stat.S_IMODE(service.attach.parent.stat().st_mode) == 0o750
+    assert "process_resident_memory_bytes" in service.client.get("/metrics").text
+    assert service.client.put("/v1/drain", json={}).status_code == 401
 
-    eventually(lambda: service.readiness()["usable_slots"], "a first usable slot")
-    readiness = service.readiness()
-    assert (readiness["state"], readiness["capacity_slots"]) == ("pinning", 64)
-    assert 0 < readiness["usable_slots"] < 64
-    assert {(rank["rank"], rank["state"], rank["target_bytes"]) for rank in readiness["ranks"]} == {
-        (0, "pinning", 4 << 20),
-        (1, "pinning", 4 << 20),
-    }
-    eventually(lambda: service.status("/readyz") == 200, "readiness")  # importing torch may have held up the loop
-    assert "[-]pinned failed: " in service.client.get("/readyz?verbose").text
-    before = readiness["usable_slots"]
-    eventually(lambda: service.readiness()["usable_slots"] > before, "progress")
-
-    metrics = service.client.get("/metrics").text
-    assert f'torch="{version("torch")}"' in metrics
-    assert "process_resident_memory_bytes" in metrics
-
-    resize = {"capacity_slots": 1}
-    assert service.client.patch("/v1/pools/host", json=resize).status_code == 401
-    bearer = {"Authorization": "Bearer open-sesame"}
-    assert service.client.patch("/v1/pools/host", json=resize, headers=bearer).status_code in (200, 202)
-    eventually(lambda: service.pinned_bytes() == [64 << 10] * 2, "the smaller pools")
-    assert service.readiness()["state"] == "ready"
-    assert service.client.patch("/v1/pools/host", json={"capacity_slots": 64}, headers=bearer).status_code in (200, 202)
-    eventually(lambda: min(service.pinned_bytes()) > 64 << 10, "the growing pools")
+    maps = Path(f"/proc/{service.process.pid}/maps").read_text()
+    assert "torch" not in maps
+    assert "libcuda" not in maps
 
     service.process.send_signal(signal.SIGTERM)
     eventually(lambda: service.status("/readyz") == 503, "a failing readiness")
     assert service.status("/livez") == 200
-    assert service.readiness()["state"] == "draining"
     assert service.process.wait(30) == 0
+    assert service.processes() == [], "a process would hold memory"
     assert not uds.exists()
+    assert not service.attach.exists()
     assert "Traceback" not in service.log()
     assert " ERROR " not in service.log()
+
+
+def test_it_takes_exactly_its_memory_and_never_more(start: Start, eventually: Any) -> None:
+    """101 MiB and a byte are 50 units of 2 MiB."""
+    service = start(f"--memory={101 * MIB + 1}", "--extent-size=64MiB", "--pin-pause=0")
+    eventually(lambda: service.populated_bytes() == 100 * MIB, "populated memory")
+    assert sorted(size for size, _ in service.extents()) == [36 * MIB, 64 * MIB]
+    assert sum(taken for _, taken in service.extents()) == 100 * MIB
+    memory = service.readiness()["memory"]
+    assert (memory["target_bytes"], memory["populated_bytes"]) == (100 * MIB, 100 * MIB)
+    assert service.end(signal.SIGTERM) == 0
+
+
+def test_a_second_service_on_the_socket_is_refused_and_the_first_goes_on(
+    start: Start, child_environ: dict[str, str], tmp_path: Path
+) -> None:
+    first = start(*SLOW)
+    command = [sys.executable, "-m", "kvstow_service", "serve", "--port=0", f"--attach-socket={first.attach}", *SLOW]
+    second = subprocess.run(command, capture_output=True, text=True, env=child_environ, timeout=60, check=False)
+    assert second.returncode == 1
+    assert second.stderr.splitlines()[-1] == (
+        f"kvstow serve: cannot listen on unix:{first.attach}: another process is listening there"
+    )
+    assert first.status("/livez") == 200
+    assert first.attach.is_socket()
 
 
 def test_a_killed_service_restarts_at_once_and_a_second_signal_does_not_wait(
     start: Start, tmp_path: Path, eventually: Any
 ) -> None:
     uds = tmp_path / "admin.sock"
-    common = ["--uds", str(uds), *SLOW_PINNING]
-    first = start("--port", "0", *common)
-    eventually(lambda: first.readiness()["usable_slots"], "a first usable slot")
+    first = start(*SLOW, "--uds", str(uds))
+    eventually(lambda: first.extents(), "memory")
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    assert first.processes() == []
     assert uds.exists()
+    assert first.attach.exists()
 
-    second = start("--port", str(first.port), *common, "--shutdown-delay", "10m")
+    second = start(*SLOW, "--uds", str(uds), "--shutdown-delay", "10m", port=first.port)
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(uds))) as client:
         assert client.get("http://kvstow/livez").status_code == 200
+    eventually(lambda: second.extents(), "memory")
     second.process.send_signal(signal.SIGTERM)
     eventually(lambda: second.status("/readyz") == 503, "a failing readiness")
     assert second.end(signal.SIGINT) == 130
 
 
-def test_a_killed_replay_leaves_nothing_that_stops_the_next(start: Start, tmp_path: Path, eventually: Any) -> None:
-    trace = tmp_path / "trace.jsonl"
-    line = {"timestamp": 0, "input_length": 1024, "output_length": 1}
-    trace.write_text("".join(json.dumps({**line, "hash_ids": [0, number + 1]}) + "\n" for number in range(5000)))
-    common = ["--pool-size", "1MiB", "--slot-size", "64KiB", "--replay", str(trace), "--replay-rate", "100"]
-    first = start("--port", "0", *common)
-    eventually(first.hit_blocks, "hits")
-    assert first.end(signal.SIGKILL) == -signal.SIGKILL
-
-    second = start("--port", str(first.port), *common, "--shutdown-delay", "0")
-    eventually(second.hit_blocks, "hits after the restart")
-    assert second.end(signal.SIGTERM) == 0
-    assert "mismatches      0 blocks" in second.log()
+def test_a_service_that_cannot_have_its_memory_takes_nothing(child_environ: dict[str, str], tmp_path: Path) -> None:
+    flags = ["--memory=1024TiB", "--port=0", f"--attach-socket={tmp_path / 'attach.sock'}", f"--state={tmp_path / 's'}"]
+    command = [sys.executable, "-m", "kvstow_service", "serve", *flags]
+    result = subprocess.run(command, capture_output=True, text=True, env=child_environ, timeout=60, check=False)
+    assert result.returncode == 1
+    assert re.fullmatch(r"kvstow serve: --memory 1024 TiB cannot fit: .+, but the .+\n", result.stderr)
+    assert list(tmp_path.iterdir()) == []

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.errors import IntegrityError
 from kvstow.testing.fakes import FakeClock
 from kvstow_service import ticker as ticker_module
 from kvstow_service.ticker import Ticker
@@ -17,8 +15,7 @@ FAST = 0.001
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> OffloadEngine:
-    monkeypatch.setattr(ticker_module, "_TICKS_PER_CHECK", 2)
+def engine() -> OffloadEngine:
     return OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=8))
 
 
@@ -31,7 +28,7 @@ def test_it_ticks_until_it_is_stopped(engine: OffloadEngine, monkeypatch: pytest
     assert ticker.check() is None
     ticker.stop()
     ticker.stop()
-    assert ticker.check() == "the engine's ticker has stopped"
+    assert ticker.check() == "the ticker has stopped"
 
 
 def test_a_tick_that_raises_does_not_end_it(
@@ -73,60 +70,6 @@ def test_tls_files_are_renewed_at_each_tick_although_the_engine_fails(
     assert "OSError: no such file" in caplog.text
 
 
-def test_a_failed_integrity_check_stays_a_problem(
-    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
-) -> None:
-    def check() -> None:
-        raise IntegrityError("2 free slots are lost")
-
-    monkeypatch.setattr(engine, "check_integrity", check)
-    ticker = Ticker(engine, interval=FAST)
-    ticker.start()
-    eventually(lambda: ticker.problem)
-    monkeypatch.setattr(engine, "check_integrity", lambda: None)
-    assert ticker.check() == "the integrity check failed: 2 free slots are lost"
-    ticker.stop()
-
-
-def test_integrity_is_not_checked_under_traffic(
-    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
-) -> None:
-    checks: list[int] = []
-    asked = 0
-    quiet = False
-    stats = engine.stats
-
-    def busy_stats() -> object:
-        nonlocal asked
-        asked += 1
-        real = stats()
-        return real if quiet else replace(real, pool=replace(real.pool, leases=1))
-
-    monkeypatch.setattr(engine, "stats", busy_stats)
-    monkeypatch.setattr(engine, "check_integrity", lambda: checks.append(1))
-    ticker = Ticker(engine, interval=FAST)
-    ticker.start()
-    eventually(lambda: asked >= 3)
-    assert checks == []
-    quiet = True
-    eventually(lambda: checks)
-    ticker.stop()
-
-
-def test_integrity_is_not_checked_beside_a_scheduler(
-    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any
-) -> None:
-    ticks: list[int] = []
-    checks: list[int] = []
-    monkeypatch.setattr(engine, "tick", lambda: ticks.append(1))
-    monkeypatch.setattr(engine, "check_integrity", lambda: checks.append(1))
-    ticker = Ticker(engine, interval=FAST, checks_integrity=False)
-    ticker.start()
-    eventually(lambda: len(ticks) > 6)
-    ticker.stop()
-    assert checks == []
-
-
 def test_a_tick_that_hangs_is_noticed(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, eventually: Any) -> None:
     monkeypatch.setattr(ticker_module, "_JOIN_SECONDS", 0.01)
     hangs, release = threading.Event(), threading.Event()
@@ -142,7 +85,7 @@ def test_a_tick_that_hangs_is_noticed(engine: OffloadEngine, monkeypatch: pytest
     assert hangs.wait(30.0)
     assert ticker.check() is None
     clock.advance(11.0)
-    assert ticker.check() == "the engine's ticker has not run for 11 s"
+    assert ticker.check() == "the ticker has not run for 11 s"
     ticker.stop()
     release.set()
 

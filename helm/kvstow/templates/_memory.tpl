@@ -8,13 +8,9 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Ranks of one pod. */}}
+{{/* Ranks of one pod of vLLM. */}}
 {{- define "kvstow.ranks" -}}
-{{- if eq .Values.mode "service" -}}
-{{- .Values.service.ranks | int -}}
-{{- else -}}
 {{- mul .Values.parallel.tensor .Values.parallel.pipeline .Values.parallel.data -}}
-{{- end -}}
 {{- end -}}
 
 {{/* Admin servers of one pod. */}}
@@ -27,22 +23,33 @@
 {{- max (include "kvstow.bytes" .Values.pool.size) (include "kvstow.bytes" .Values.pool.maxSize) -}}
 {{- end -}}
 
-{{/* Reserved huge pages of one pod, in Mi; each rank takes whole pages. Empty if the pools use other memory. */}}
+{{/* Reserved huge pages of one pod, in Mi; each rank takes whole pages, and the node service never more than its memory.
+Empty if the pools use other memory. */}}
 {{- define "kvstow.hugePages" -}}
 {{- if eq .Values.memory.hugePages "reserved" -}}
+{{- if eq .Values.mode "service" -}}
+{{- mul (div (include "kvstow.bytes" .Values.service.memory) 2097152) 2 }}Mi
+{{- else -}}
 {{- $pages := div (add (include "kvstow.poolBytes" .) 2097151) 2097152 -}}
 {{- mul (include "kvstow.ranks" .) $pages 2 }}Mi
 {{- end -}}
 {{- end -}}
+{{- end -}}
 
-{{/* Memory of one pod, in Mi: the formula of the comment on `memory` in values.yaml. */}}
+{{/* Memory of one pod, in Mi: the formula of the comment on `memory` in values.yaml, or on `service.overhead`. */}}
 {{- define "kvstow.memory" -}}
+{{- if eq .Values.mode "service" -}}
+{{- $bytes := include "kvstow.bytes" .Values.service.overhead -}}
+{{- if eq .Values.memory.hugePages "advised" }}{{ $bytes = add $bytes (include "kvstow.bytes" .Values.service.memory) }}{{ end -}}
+{{- div $bytes 1048576 }}Mi
+{{- else -}}
 {{- $pool := include "kvstow.poolBytes" . -}}
 {{- $percent := mul $pool .Values.memory.poolPercent -}}
 {{- $perRank := add (div (add $percent 99) 100) (include "kvstow.bytes" .Values.memory.overheadPerRank) -}}
 {{- if eq .Values.memory.hugePages "advised" }}{{ $perRank = add $perRank $pool }}{{ end -}}
 {{- $total := add (mul (include "kvstow.ranks" .) $perRank) (include "kvstow.sharedMemory" . | include "kvstow.bytes") -}}
 {{- div (add $total 1048575) 1048576 }}Mi
+{{- end -}}
 {{- end -}}
 
 {{- define "kvstow.sharedMemory" -}}
@@ -51,8 +58,12 @@
 
 {{/* The same sum, in words. */}}
 {{- define "kvstow.memoryInWords" -}}
+{{- if eq .Values.mode "service" -}}
+{{ if eq .Values.memory.hugePages "advised" }}{{ .Values.service.memory }} + {{ end }}{{ .Values.service.overhead }}
+{{- else -}}
 {{ include "kvstow.ranks" . }} x ({{ include "kvstow.poolShareInWords" . }} + {{ .Values.memory.overheadPerRank }})
 {{- with include "kvstow.sharedMemory" . }} + {{ . }}{{ end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* The share of a rank's pool in that sum. */}}

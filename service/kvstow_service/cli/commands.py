@@ -17,7 +17,7 @@ class _Command(NamedTuple):
 
 
 COMMANDS = {
-    "serve": _Command("serve", "Run the service: engine, data plane and admin server in one process."),
+    "serve": _Command("serve", "Run the node service: the host memory that the engines of this machine share."),
     "replay": _Command("replay", "Replay a request trace and verify every loaded byte."),
     "trace": _Command("replay", "Generate request traces."),
     "get": _Command("get", "List pools, sessions, ranks, blocks, transfers, operations, ..."),

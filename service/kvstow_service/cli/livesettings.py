@@ -72,7 +72,7 @@ def _check_size(size: int, pool: PoolView) -> None:
         raise CommandError(f"the size of pool {pool.name} is the server's to set", hint, ExitCode.CONFLICT)
     if size > pool.max_capacity_bytes:
         most = f"{format_size(pool.max_capacity_bytes)}, {counted(pool.max_capacity_slots, 'slot')}"
-        hint = "ask for less, or restart the server with a larger --pool-max-size (max_bytes inside vLLM)"
+        hint = "ask for less, or restart the engine with a larger max_bytes"
         raise CommandError(f"{format_size(size)} is too much: each rank can hold {most}", hint, ExitCode.USAGE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -12,9 +13,11 @@ import click
 from pydantic.fields import FieldInfo
 
 from kvstow.errors import ConfigError, InvalidRequestError, KvstowError
+from kvstow_service.removedsettings import REMOVED_SETTINGS
 from kvstow_service.settings import Settings, flag_name, load_settings
 
 _CONFIG_HELP = "TOML file with settings, named like the flags but with underscores. Default: KVSTOW_CONFIG."
+_REMOVED_SWITCHES = {"lock", "exit_after_replay"}
 
 
 def _run(config: Path | None, flags: dict[str, str | bool | None]) -> int:
@@ -24,7 +27,12 @@ def _run(config: Path | None, flags: dict[str, str | bool | None]) -> int:
     except ExceptionGroup as group:
         return _complain(group.exceptions, 2)
 
-    from kvstow_service.standalone import run_service  # FastAPI, uvicorn
+    gc.disable()  # what is imported stays; walking it took a tenth of the start
+    try:
+        from kvstow_service.nodeprocess import run_service  # FastAPI, uvicorn
+    finally:
+        gc.freeze()
+        gc.enable()
 
     try:
         return run_service(settings)
@@ -56,20 +64,29 @@ def _complain(errors: Sequence[Exception], status: int) -> int:
 def _option(key: str, field: FieldInfo) -> click.Option:
     """The flag of one setting. Its value stays text, so that flags, variables and files are read by the same rules."""
     flag, is_switch = flag_name(key), field.annotation is bool
-    default = "" if field.default in (None, (), False) else f" Default: {field.default}."
+    has_default = not field.is_required() and field.default not in (None, (), False)
     return click.Option(
         [f"{flag}/--no-{flag[2:]}" if is_switch else flag],
-        help=f"{field.description}{default}",
+        help=f"{field.description} Default: {field.default}." if has_default else field.description,
         default=None,
         metavar=None if is_switch else "VALUE",
     )
 
 
-def _serve(config: str | None, **flags: str | bool | None) -> None:
-    """Run the service: engine, data plane and admin server in one process.
+def _removed(key: str) -> click.Option:
+    """A flag that is refused with a sentence."""
+    flag, is_switch = flag_name(key), key in _REMOVED_SWITCHES
+    return click.Option([f"{flag}/--no-{flag[2:]}" if is_switch else flag], default=None, hidden=True)
 
-    Every flag is also a variable (KVSTOW_POOL_SIZE) and a key of the --config file (pool_size). Flags override
-    variables, and variables override the file.
+
+def _serve(config: str | None, **flags: str | bool | None) -> None:
+    """Run the node service: the host memory that the engines of this machine share.
+
+    Engines attach at a Unix socket, and copy their KV cache to and from the memory by themselves. The admin server
+    answers at once; the memory is populated in the background.
+
+    Every flag is also a variable (KVSTOW_MEMORY) and a key of the --config file (memory). Flags override variables, and
+    variables override the file.
     """
     sys.exit(_run(None if config is None else Path(config), flags))
 
@@ -81,5 +98,6 @@ serve = click.Command(
     params=[
         click.Option(["--config"], metavar="FILE", help=_CONFIG_HELP),
         *(_option(key, field) for key, field in Settings.model_fields.items()),
+        *(_removed(key) for key in REMOVED_SETTINGS),
     ],
 )

@@ -150,7 +150,7 @@ def test_a_size_above_the_maximum_is_explained(kvstow: Any) -> None:
     outcome = kvstow("resize", "1GiB", "--yes")
     assert outcome.exit_code == 2
     assert "1 GiB is too much: each rank can hold 128 KiB, 32 slots" in outcome.stderr
-    assert "--pool-max-size" in outcome.stderr
+    assert "restart the engine with a larger max_bytes" in outcome.stderr
 
 
 def test_a_drain_begins_and_ends(kvstow: Any, host: Any) -> None:

@@ -1,11 +1,8 @@
-"""The same commands against both hosts: `kvstow serve` as a process, and a server inside an inference engine."""
+"""The ordinary commands of an operator against a server inside an inference engine."""
 
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,28 +17,8 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.testing.rank import make_ranks
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.embedded import EmbeddedAdmin
-from kvstow_service.replay.generate import TraceShape, generate_trace
 
 SOCKET = "admin.sock"
-
-
-@pytest.fixture
-def standalone(tmp_path: Path, child_environ: dict[str, str]) -> Iterator[str]:
-    """A `kvstow serve` that replays a trace."""
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(f"{request.to_line()}\n" for request in generate_trace(TraceShape(sessions=5))))
-    size = ["--ranks", "2", "--pool-size", "4MiB", "--slot-size", "64KiB"]
-    serve = ["serve", "--port", "0", "--uds", f"{tmp_path}/{SOCKET}", *size, "--replay", str(trace)]
-    command = [sys.executable, "-m", "kvstow_service", *serve]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**child_environ, "KVSTOW_SERVER": "unix:/x"}
-    )
-    yield f"unix:{tmp_path}/{SOCKET}"
-    process.send_signal(signal.SIGTERM)
-    try:
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
 
 
 @pytest.fixture
@@ -99,11 +76,6 @@ def check(run: Callable[..., Any], server: str, environ: dict[str, str]) -> dict
 
 # httpcore leaves the socket that it could not connect to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.mark.process
-def test_a_standalone_server(run: Any, standalone: str, child_environ: dict[str, str]) -> None:
-    assert check(run, standalone, child_environ)["mode"] == "standalone"
 
 
 def test_a_server_inside_an_inference_engine(run: Any, embedded: str, child_environ: dict[str, str]) -> None:

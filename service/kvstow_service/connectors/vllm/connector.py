@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -76,7 +77,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
                 options,
                 process,
                 groups,
-                build={"vllm": vllm.__version__},
+                build={"vllm": vllm.__version__, "torch": version("torch")},
                 make_events=lambda engine: event_feed(vllm_config, engine, specs),
             )
         else:

@@ -234,7 +234,7 @@ def test_memory_on_the_cpu_is_locked(kv: tuple[dict[str, torch.Tensor], KVGeomet
 def test_memory_in_reserved_huge_pages_needs_no_lock(
     kv: tuple[dict[str, torch.Tensor], KVGeometry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HugePageLimits, "headroom", lambda self: None)
+    monkeypatch.setattr(HugePageLimits, "headroom", lambda self, **kind: None)
     worker = build_plane(0, 10 * PAGE, 0, ConnectorOptions(huge_pages="reserved"), kv[1])
     assert worker.report().pin_mode == "hugetlb"
     worker.close()

@@ -1,0 +1,83 @@
+"""A process that embeds an engine, as an inference engine does: ranks on the CPU, an admin server, a replayed trace.
+
+`python -m tests.embeddedhost TRACE` prints the server's address on standard error, and ends at SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from kvstow.bytesize import parse_size
+from kvstow.config import EngineConfig, PoolConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow_service.adminoptions import AdminOptions
+from kvstow_service.agent import RankAgent
+from kvstow_service.duration import parse_duration
+from kvstow_service.embedded import EmbeddedAdmin
+from kvstow_service.logformat import configure_logs
+from kvstow_service.rendezvous import Rendezvous
+from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+from kvstow_service.replay.kv import LocalKV
+from kvstow_service.replay.offload import EmbeddedOffload
+from kvstow_service.replay.pace import ReplayOptions
+from kvstow_service.replay.ranks import build_ranks
+from kvstow_service.replay.trace import BLOCK_TOKENS, read_trace
+from kvstow_service.stop import StopRequests
+
+
+def run(arguments: argparse.Namespace, runtime: str) -> None:
+    """Serve and replay until a signal."""
+    slot_bytes, pool_bytes = parse_size(arguments.slot_size), parse_size(arguments.pool_size)
+    chunk_bytes = None if arguments.pin_chunk is None else parse_size(arguments.pin_chunk)
+    pool = PoolConfig(slot_bytes, pool_bytes, chunk_bytes=chunk_bytes, pause=parse_duration(arguments.pin_pause))
+    requests, options = read_trace(arguments.trace), ReplayOptions(concurrency=8, rate=arguments.rate)
+    environ = {"XDG_RUNTIME_DIR": runtime}
+    with ExitStack() as running:
+        stops = running.enter_context(StopRequests())
+        engine = OffloadEngine(
+            EngineConfig(slot_bytes, pool_bytes // slot_bytes, num_ranks=arguments.ranks, block_tokens=BLOCK_TOKENS)
+        )
+        running.callback(engine.close)
+        admin = EmbeddedAdmin(
+            engine,
+            AdminOptions(port=arguments.port),
+            identity="embeddedhost",
+            mode="vllm",
+            max_capacity_slots=pool.max_slots,
+            head_start=0.0,
+            environ=environ,
+        )
+        admin.start()
+        running.callback(admin.stop)
+        ranks = build_ranks(arguments.ranks, pool, kv_blocks := blocks_needed(requests, options.concurrency))
+        for number, rank in enumerate(ranks):
+            running.callback(rank.close)
+            agent = RankAgent(number, rank.worker, Rendezvous("embeddedhost", environ))
+            agent.start()
+            running.callback(agent.stop)
+            rank.start_pinning()
+        workers, kv = [rank.worker for rank in ranks], LocalKV([rank.kv for rank in ranks])
+        driver = ReplayDriver(EmbeddedOffload(engine), workers, kv, requests, options, kv_blocks=kv_blocks)
+        result = driver.run(stops.requested)
+        assert result.ok, result
+        stops.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("trace", type=str)
+    for flag, default in (("slot-size", "16KiB"), ("pool-size", "8MiB"), ("pin-chunk", None), ("pin-pause", "0")):
+        parser.add_argument(f"--{flag}", default=default)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rate", type=float)
+    parser.add_argument("--port", type=int, default=0)
+    configure_logs("text", "info")
+    with TemporaryDirectory() as runtime:
+        run(parser.parse_args(), str(Path(runtime)))
+
+
+if __name__ == "__main__":
+    main()
