@@ -62,6 +62,7 @@ class MemoryThread:
         memory.populator.add_listener(self._wake.set)
 
     def start(self) -> None:
+        self._wake.set()  # to make the extents
         self._thread.start()
 
     def close(self) -> None:
@@ -153,13 +154,10 @@ class MemoryThread:
         self.memory.apply()
 
     def _add_worker(self, session: NodeSession, rank: int) -> None:
-        if not session.control.is_lost:
-            worker = PoolWorker(session, rank)
-            self._pools[session.pool.name].workers[worker.client] = worker
+        worker = PoolWorker(session, rank)
+        self._pools[session.pool.name].workers[worker.client] = worker
 
     def _add_session(self, session: NodeSession, slots: int | None, nodes: list[int | None]) -> None:
-        if session.control.is_lost:
-            return
         name = session.pool.name
         self._budget.set_nodes(name, nodes)
         self._budget.attach(name, session.session_id, slots)

@@ -83,7 +83,6 @@ class Node:
             limits or limits_of(settings.huge_pages),
             chunk_bytes=settings.populate_chunk_bytes,
             pause=settings.populate_pause,
-            clock=clock,
         )
         self.memory = MemoryThread(
             NodeMemory(budget, self.populator, huge_pages=settings.huge_pages, keeper=keeper),
@@ -99,7 +98,7 @@ class Node:
         """From `start` on."""
         self.integrity_problem: str | None = None
         """What a check of the records has found; only a restart repairs it."""
-        self._next_retry = self._next_check = clock()
+        self._next_retry, self._next_check = clock() + _RETRY_SECONDS, clock() + _CHECK_SECONDS
 
     def start(self) -> None:
         """Raises `ConflictError` if the socket cannot be used; then `close` gives back what was taken."""

@@ -10,6 +10,7 @@ from kvstow.errors import ConfigError, ConflictError, InvalidRequestError, NotFo
 from kvstow.memory.budget import MemoryBudget
 from kvstow.memory.budgetsteps import Close, Create, Give, Recall, Step, TakeBack
 from kvstow.memory.extentbook import BookedExtent, ExtentBook
+from kvstow.memory.poolrows import BookedPool
 from kvstow.memory.rows import UNIT_BYTES, PoolLayout, RankLayout, fair_shares
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -307,6 +308,20 @@ def test_a_row_that_a_restart_has_in_part_is_taken_back() -> None:
     assert settle(budget) == [TakeBack(5, "a")]
 
 
+def test_rows_above_one_that_a_restart_has_lost_are_taken_back() -> None:
+    budget = MemoryBudget(4 * GIB)
+    budget.add_pool("a", layout(2 * MIB))
+    for extent, row in ((1, 0), (3, 2), (4, 3)):
+        budget.restore(extent, GIB, None, 1000, Give(extent, "a", 0, row, 512 * row, 512))
+    budget.record_mapping("engine", 3)
+    steps = settle(budget)
+    assert steps[:3] == [Recall("a", 3, (4,)), Recall("a", 2, (3,)), TakeBack(4, "a")]
+    budget.attach("a", "s")
+    assert not any(isinstance(step, Give) for step in settle(budget)), "slots would have two places"
+    budget.record_death("engine")
+    assert [step.first_slot for step in settle(budget) if isinstance(step, Give)] == [512, 1024, 1536]
+
+
 def test_more_than_the_budget_may_be_restored_and_goes_down() -> None:
     budget = MemoryBudget(GIB)
     budget.add_pool("a", layout(2 * MIB))
@@ -534,6 +549,17 @@ def spends_recalled_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryBudget, "_create_in_place_of_spares", create)
 
 
+def gives_rows_beside_recalled_ones(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BookedPool, "has_recalled_rows", lambda pool: False)
+
+
+def recalls_the_first_row_first(patch: pytest.MonkeyPatch) -> None:
+    def active_rows(pool: BookedPool) -> list[int]:
+        return sorted((number for number, row in pool.rows.items() if not row.recalled), reverse=True)
+
+    patch.setattr(BookedPool, "active_rows", active_rows)
+
+
 @pytest.mark.parametrize(
     "mutant",
     [
@@ -543,6 +569,8 @@ def spends_recalled_memory(patch: pytest.MonkeyPatch) -> None:
         spends_recalled_memory,
         ignores_owners,
         gives_an_extent_twice,
+        gives_rows_beside_recalled_ones,
+        recalls_the_first_row_first,
     ],
 )
 def test_a_budget_without_one_of_its_guarantees_is_found_out(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.service.node import rawengine
-from tests.service.node.rawengine import HELLO, SLOT_BYTES, RawEngine, key_of
+from tests.service.node.rawengine import HELLO, POOL, SLOT_BYTES, RawEngine, key_of
 
+from kvstow.errors import ConflictError
 from kvstow.memory.limits import MemoryLimits
+from kvstow.testing.fakes import FakeClock
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.nodedirectory import NodeDirectory
 
@@ -34,8 +39,8 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
 
     def make(extents: int = 8, **options: Any) -> Node:
         path = tmp_path / "node" / f"attach{len(nodes)}.sock"
-        settings = NodeSettings(memory_bytes=extents * EXTENT, attach_socket=path, extent_bytes=EXTENT, **options)
-        nodes.append(Node(settings, limits=limits))
+        settings = NodeSettings(memory_bytes=extents * EXTENT, attach_socket=path, extent_bytes=EXTENT)
+        nodes.append(Node(settings, limits=limits, **options))
         nodes[-1].start()
         return nodes[-1]
 
@@ -123,3 +128,147 @@ def test_a_pool_grows_with_what_it_stores_up_to_the_node_s_memory(make_node: Mak
     assert len(pool.extents) == 4, "two ranks"
     assert node.memory.spare_bytes == 0
     assert pool.facade.stats().evicted_for_capacity == 2 * ROW_SLOTS
+
+
+def test_memory_goes_from_one_live_engine_to_another(make_node: MakeNode, engines: Engines) -> None:
+    node = make_node(extents=8)
+    first = engines(node)
+    first.store_all([key_of(number) for number in range(4 * ROW_SLOTS)])
+    first.wait_for(lambda: node.memory.spare_bytes == 0)
+    second = engines(node, replace(HELLO, pool=replace(POOL, kv_cache_dtype="fp8")))
+    keys = [key_of(number) for number in range(ROW_SLOTS)]
+
+    def both() -> bool:
+        first.step()
+        return second.store(keys[:4]).op_id > 0 or second.load(keys[:4]) == 4
+
+    second.wait_for(both)
+    assert len(first.workers[0].grants) == 3
+    kept = sum(first.load([key_of(number)]) for number in range(4 * ROW_SLOTS))
+    assert 0 < kept <= 3 * ROW_SLOTS
+    for pool in node.host.pools():
+        pool.check_integrity()
+
+
+def test_memory_is_populated_before_an_engine_comes(make_node: MakeNode, eventually: Any) -> None:
+    node = make_node()
+    eventually(lambda: node.populator.status().populated_bytes == 8 * EXTENT)
+
+
+def test_an_engine_is_answered_before_there_is_memory(make_node: MakeNode, engines: Engines) -> None:
+    node = make_node()
+    node.populator.set_paused(True)
+    directory = NodeDirectory(node)
+    engine = engines(node)
+    assert engine.lookup([key_of(0)]).runs == ()
+    (session,) = directory.sessions()
+    assert session.status.state == "attaching"
+    assert directory.memory().target_bytes == 8 * EXTENT
+    node.populator.set_paused(False)
+    engine.store_all([key_of(0)])
+    engine.wait_for(lambda: directory.memory().populated_bytes == 8 * EXTENT)
+    assert directory.memory().failure is None
+    (pool,) = directory.pools()
+    assert (pool.name, pool.model, pool.is_resizable) == (engine.welcome.pool, "org/Model-1", False)
+    assert pool.max_capacity_slots == 8 * EXTENT // (2 * SLOT_BYTES)
+    assert directory.find_pool(pool.name) == pool
+    assert directory.find_pool("other") is None
+
+
+def test_an_operator_ends_a_session(
+    make_node: MakeNode, process: Callable[..., subprocess.Popen[str]], eventually: Any
+) -> None:
+    node = make_node()
+    directory = NodeDirectory(node)
+    running = process(node, 1)
+    (session,) = directory.sessions()
+    assert not directory.detach("unknown", kill=True)
+    assert directory.detach(session.session_id, kill=False)
+    eventually(lambda: [one.status.state for one in directory.sessions()] == ["lost"])
+    (pool,) = directory.pools()
+    assert pool.facade.stats().pool.slots.quarantined == 1
+    with pytest.raises(ConflictError, match="detach them first"):
+        directory.delete_pool(pool.name)
+    running.kill()
+    eventually(lambda: not directory.sessions())
+    directory.delete_pool(pool.name)
+    assert directory.pools() == []
+    eventually(lambda: node.memory.spare_bytes == 8 * EXTENT)
+
+
+def test_closing_leaves_no_thread_no_socket_and_no_memory(make_node: MakeNode, engines: Engines) -> None:
+    node = make_node()
+    engine = engines(node)
+    engine.store_all([key_of(0)])
+    threads = {thread.name for thread in threading.enumerate()}
+    assert {"kvstow-attach", "kvstow-memory", "kvstow-populate"} <= threads
+    node.close()
+    assert not {"kvstow-attach", "kvstow-memory", "kvstow-populate"} & {one.name for one in threading.enumerate()}
+    assert not node.settings.attach_socket.exists()
+    engine.wait_for(lambda: engine.scheduler.state != "attached")
+    assert engine.workers[0].read(0) == rawengine.content_of(key_of(0), 0), "a mapping stays until its process lets go"
+
+
+def test_a_socket_in_use_keeps_a_node_from_starting(make_node: MakeNode) -> None:
+    node = make_node()
+    other = Node(node.settings)
+    with pytest.raises(ConflictError, match=r"attach0\.sock"):
+        other.start()
+    other.close()
+
+
+def test_a_thread_that_fails_is_seen(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, eventually: Any) -> None:
+    failures: list[str] = []
+    node = make_node(on_failure=failures.append)
+    assert node.live_failure() is None
+    monkeypatch.setattr(node.memory, "run_pending", lambda: 1 / 0)
+    node.memory.look_again()
+    eventually(lambda: node.live_failure() is not None)
+    assert (
+        node.live_failure()
+        == failures[0]
+        == "the thread of the node's memory has failed: ZeroDivisionError('division by zero')"
+    )
+
+
+def test_refused_memory_is_shown_and_tried_again(make_node: MakeNode, tmp_path: Path, eventually: Any) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable: 0 kB\n")
+    clock = FakeClock()
+    node = make_node(clock=clock)
+    eventually(lambda: node.memory_failure() is not None)
+    assert NodeDirectory(node).memory().failure == node.memory_failure()
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
+    clock.advance(11.0)
+    node.tick()
+    eventually(lambda: node.populator.status().state == "ready")
+    assert node.memory_failure() is None
+
+
+def test_records_are_checked_once_a_minute(
+    make_node: MakeNode, process: Callable[..., subprocess.Popen[str]], eventually: Any
+) -> None:
+    clock = FakeClock()
+    node = make_node(clock=clock)
+    engine = process(node, 1)
+    (pool,) = node.host.pools()
+    pool.index.slot_keys.key_of[5] = b"nobody's"
+    clock.advance(61.0)
+    node.tick()
+    assert node.live_failure() is None, "a session waits for the pool's lock"
+    engine.kill()
+    eventually(lambda: not node.host.sessions())
+    clock.advance(61.0)
+    node.tick()
+    failure = node.live_failure()
+    assert failure is not None
+    assert failure.startswith(f"the records of pool {pool.name} are inconsistent")
+
+
+def test_the_descriptor_limit_is_raised(make_node: MakeNode) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, hard), hard))
+    try:
+        make_node()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

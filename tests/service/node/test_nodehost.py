@@ -263,7 +263,10 @@ def test_slots_are_shown_as_they_are_populated_and_registered(make_bench: MakeBe
     first, second = (bench.memory.memory.extent(number) for number in row.extents)
     assert first is not None
     assert second is not None
-    first.populated_bytes, second.populated_bytes = 8 * SLOT_BYTES, 3 * SLOT_BYTES
+    first.populated_bytes, second.populated_bytes = 2 * SLOT_BYTES, 3 * SLOT_BYTES
+    bench.run()
+    assert engine.pool.slots.limit == 2
+    first.populated_bytes = 8 * SLOT_BYTES
     bench.run()
     assert engine.populated == {row.extents[0]: 8 * SLOT_BYTES, row.extents[1]: 3 * SLOT_BYTES}
     assert engine.pool.slots.limit == 3
@@ -314,6 +317,13 @@ def grown(bench: HostBench, hello: Any = ONE_RANK, rows: int = 4, **fields: Any)
     return engine
 
 
+def last_number(engine: Engine) -> int:
+    """Of the block in the pool's last slot."""
+    last = sum(engine.pool.extents) - 1
+    ((_, key),) = engine.pool.index.slot_keys.between(last, last + 1)
+    return int.from_bytes(key, "big")
+
+
 def test_memory_of_a_pool_without_sessions_goes_to_a_new_one(make_bench: MakeBench) -> None:
     bench = make_bench(extents=4)
     old = grown(bench)
@@ -350,9 +360,7 @@ def test_an_extent_changes_hands_only_after_every_worker_has_let_go(make_bench: 
 def test_a_live_engine_gives_up_its_last_row_once_nothing_of_it_is_used(make_bench: MakeBench) -> None:
     bench = make_bench(extents=4)
     old = grown(bench)
-    last_slot_key = next(key for slot, key in old.pool.index.slot_keys.between(4 * ROW_SLOTS - 1, 4 * ROW_SLOTS))
-    number = int.from_bytes(last_slot_key, "big")
-    lease = old.find(number, hold=Hold.PRESENT)
+    lease = old.find(last_number(old), hold=Hold.PRESENT)
     new = bench.attach(ONE_RANK_OTHER)
     new.join()
     bench.run()
@@ -399,9 +407,31 @@ def test_a_pool_gets_its_rows_back_with_the_same_slots_only_when_all_have_let_go
     assert bench.host.sessions()[0].status.registered_slots == 4 * ROW_SLOTS
 
 
+def test_a_rank_without_memory_keeps_none_from_anybody(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=8)
+    old = grown(bench, HELLO)
+    half = bench.attach(HELLO)
+    half.join(0)
+    bench.run()
+    assert len(half.grants[0]) == 4
+    new = bench.attach(OTHER)
+    new.join()
+    bench.run()
+    old.release_revoked()
+    half.release_revoked()
+    bench.run()
+    assert len(new.grants[0]) == 1
+    new.end()
+    bench.host.delete_pool(new.answer.pool)
+    bench.run()
+    assert len(old.pool.extents) == 4
+    assert bench.memory.problems == ()
+
+
 def test_a_worker_that_comes_during_a_recall_gets_nothing_of_it(make_bench: MakeBench) -> None:
     bench = make_bench(extents=4)
     old = grown(bench)
+    lease = old.find(last_number(old), hold=Hold.PRESENT)
     bench.attach(ONE_RANK_OTHER).join()
     bench.run()
     late = bench.attach(ONE_RANK)
@@ -410,6 +440,8 @@ def test_a_worker_that_comes_during_a_recall_gets_nothing_of_it(make_bench: Make
     assert {grant.number for grant in late.grants[0].values()} == {0, 1, 2}
     late.register()
     late.report()
+    bench.host.release_leases(old.session_id, [lease.lease_id])
+    bench.run()
     old.release_revoked()
     bench.run()
     assert len(bench.engines[1].grants[0]) == 1, "nobody waits for the late one"
