@@ -57,8 +57,10 @@ def make_api_host(
     settings: Mapping[str, Any] | None = None,
     build: Mapping[str, str] | None = None,
     live_checks: Mapping[str, HealthCheck] | None = None,
+    startup_checks: Mapping[str, HealthCheck] | None = None,
 ) -> ApiHost:
-    """What the API serves on `sockets`. Every reader sees `settings`: no secrets, no paths.
+    """What the API serves on `sockets`. Every reader sees `settings`: no secrets, no paths. `startup_checks` are also
+    checks of readiness.
 
     Host names are restricted on loopback only: elsewhere any name may lead to the server.
     """
@@ -79,7 +81,8 @@ def make_api_host(
         agent_token=agent_token,
         readiness_require=options.readiness_require,
         live_checks=live_checks or {},
-        ready_checks={"ticker": ticker.check},
+        ready_checks={"ticker": ticker.check, **(startup_checks or {})},
+        startup_checks=startup_checks or {},
         build=build or {},
         registry=_registry(),
     )

@@ -22,6 +22,7 @@ from kvstow_service.node.nodepool import PoolSettings
 from kvstow_service.settings import Settings
 from kvstow_service.sockets import AdminSockets, TcpAddress
 from kvstow_service.stop import StopRequests
+from kvstow_service.switchinterval import short_switch_interval
 from kvstow_service.ticker import Ticker
 from kvstow_service.tls import ServerTls
 
@@ -48,6 +49,7 @@ def run_service(settings: Settings) -> int:
         directory = NodeDirectory(node)
         ticker = Ticker(node, renew_tls=None if plan.tls is None else plan.tls.renew)
 
+        start = _Start(node)
         host = make_api_host(
             directory,
             ticker,
@@ -56,12 +58,13 @@ def run_service(settings: Settings) -> int:
             mode="node",
             tls=plan.tls,
             settings=public_settings(settings),
-            live_checks={"node": node.live_failure},
+            live_checks={"node": start.live_failure},
+            startup_checks={"node": start.check},
         )
         server = make_server(host, sockets, plan.tls, lambda reason: stops.request(reason, 1))
         server.start()  # first: it answers while the node takes up what an earlier service has left
         running.callback(server.stop)
-        node.start()
+        start.run()
         ticker.start()
         running.callback(ticker.stop)
         _announce(settings, plan, sockets)
@@ -71,6 +74,27 @@ def run_service(settings: Settings) -> int:
         _drain(directory, settings)
     logger.info("stopped")
     return stop.status
+
+
+class _Start:
+    """The start of the node, as health checks see it: with a million blocks to take up, it takes seconds."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._has_ended = False
+
+    def run(self) -> None:
+        with short_switch_interval():  # the admin server answers meanwhile
+            self._node.start()
+        self._has_ended = True
+
+    def check(self) -> str | None:
+        return (
+            None if self._has_ended else "the service takes up what an earlier one has left; no engine can attach yet"
+        )
+
+    def live_failure(self) -> str | None:
+        return self._node.live_failure() if self._has_ended else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,6 +251,28 @@ def test_a_node_whose_thread_fails_ends_the_service(
     assert "stopping: the attach server has failed: SystemExit" in capfd.readouterr().err
 
 
+def test_the_server_answers_while_the_node_starts(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    go_on, start = threading.Event(), Node.start
+
+    def start_slowly(self: Node) -> None:
+        assert go_on.wait(30)
+        start(self)
+
+    def visit(client: httpx.Client) -> None:
+        assert [client.get(path).status_code for path in ("/livez", "/readyz", "/startupz")] == [200, 503, 503]
+        assert "[-]node failed: the service takes up what an earlier one has left" in client.get("/readyz").text
+        assert not _listens(base["attach_socket"])
+        go_on.set()
+        eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
+        assert client.get("/startupz").status_code == 200
+        assert _listens(base["attach_socket"])
+
+    monkeypatch.setattr(Node, "start", start_slowly)
+    assert run_and_visit(Settings(**base), visit, eventually) == 0
+
+
 def test_what_cannot_start_gives_back_what_it_took(base: dict[str, Any], tmp_path: Path) -> None:
     base["attach_socket"].parent.mkdir()
     base["attach_socket"].write_text("mine")
