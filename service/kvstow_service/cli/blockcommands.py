@@ -234,7 +234,7 @@ def _protected(client: Client, pool: str) -> ProtectionResult:
     from kvstow.status import ProtectionResult
     from kvstow_api.client import calls
 
-    return ProtectionResult(changed=client.send(calls.pool()).slots.protected, missing=0)
+    return ProtectionResult(changed=client.send(calls.pool(pool)).slots.protected, missing=0)
 
 
 def _changed(verb: str, view: ProtectionResult) -> str:

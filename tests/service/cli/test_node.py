@@ -1,0 +1,216 @@
+"""Commands against a node with no pool, one, and three."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from tests.api.fakenode import MODEL, FakeNode
+
+from kvstow.status import MemoryStatus
+from kvstow.testing.fakes import FakeClock
+from kvstow_api.app import create_app
+from kvstow_api.host import ApiHost
+from kvstow_service.server import AdminServer
+from kvstow_service.sockets import AdminSockets, TcpAddress
+
+NAMES = ["a-000001", "b-000002", "c-000003"]
+KEYS = [b"\x00\x00" + bytes([number]) * 4 for number in range(4)]
+
+OneOf = Callable[..., Any]
+
+
+@pytest.fixture
+def node() -> FakeNode:
+    return FakeNode(FakeClock(100.0))
+
+
+@pytest.fixture
+def ask(node: FakeNode, run: Any) -> Iterator[OneOf]:
+    """Runs a command against a server of `node`."""
+    with ExitStack() as stack:
+        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0))
+        stack.callback(listeners.close)
+        app = create_app(ApiHost(directory=node, version="1.2.3", mode="node"))
+        server = AdminServer(app, listeners.sockets, pytest.fail)
+        server.start()
+        stack.callback(server.stop)
+        yield lambda *arguments, **given: run(*arguments, "--server", listeners.url, **given)
+
+
+CHANGES = [
+    ["evict", "--slots", "1", "--yes"],
+    ["purge", "--all", "--yes"],
+    ["protect", KEYS[0].hex()],
+    ["unprotect", "--all", "--yes"],
+    ["config", "set", "policy=arc", "--yes"],
+    ["pinning", "pause"],
+    ["pinning", "resume"],
+    ["pinning", "retry"],
+    ["get", "blocks"],
+    ["describe", "block", KEYS[0].hex()],
+]
+
+
+@pytest.mark.parametrize("arguments", CHANGES, ids=" ".join)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_the_pool_is_named_where_there_are_several(
+    ask: OneOf, node: FakeNode, arguments: list[str], count: int
+) -> None:
+    for name in NAMES[:count]:
+        node.attach(name).store(KEYS)
+    outcome = ask(*arguments)
+    if count == 1:
+        assert outcome.exit_code == 0, outcome.stderr
+    elif count:
+        assert outcome.exit_code == 2
+        assert f"give --pool: {', '.join(NAMES)}" in outcome.stderr
+    else:
+        assert outcome.exit_code == 5
+        assert "no engine has attached yet, so there is no pool" in outcome.stderr
+    if count == 3:
+        assert ask(*arguments, "--pool", NAMES[1]).exit_code == 0
+        assert ask(*arguments, "--pool", "unknown").exit_code == 4
+
+
+def test_a_change_is_of_the_named_pool_alone(ask: OneOf, node: FakeNode) -> None:
+    for name in NAMES:
+        node.attach(name).store(KEYS)
+    assert "removed 4 blocks" in ask("purge", "--all", "--yes", "--pool", NAMES[1]).stdout
+    cached = {name: pool.index.num_cached for name, pool in node.shared.items()}
+    assert cached == {NAMES[0]: 4, NAMES[1]: 0, NAMES[2]: 4}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["get", "pools"],
+        ["get", "sessions"],
+        ["get", "namespaces"],
+        ["get", "operations"],
+        ["describe", "server"],
+        ["doctor"],
+        ["top"],
+        ["wait", "--timeout", "0"],
+        ["wait", "--for", "pinned", "--timeout", "0"],
+        ["events", "--limit", "1", "--recent", "10"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_what_is_of_the_whole_node_needs_no_pool(ask: OneOf, node: FakeNode, arguments: list[str], count: int) -> None:
+    for name in NAMES[:count]:
+        node.attach(name).store(KEYS)
+    outcome = ask(*arguments)
+    assert outcome.exit_code == 0, outcome.output
+
+
+@pytest.mark.parametrize(
+    "arguments", [["get", "ranks"], ["get", "transfers"], ["describe", "stats"], ["plot", "usage"]]
+)
+def test_lists_of_a_pool_name_the_pools(ask: OneOf, node: FakeNode, arguments: list[str]) -> None:
+    for name in NAMES:
+        node.attach(name)
+    outcome = ask(*arguments)
+    assert outcome.exit_code == 2
+    assert ", ".join(NAMES) in outcome.stderr
+    assert ask(*arguments, "--pool", NAMES[2]).exit_code == 0
+
+
+def test_sessions_and_namespaces_are_listed_and_described(ask: OneOf, node: FakeNode) -> None:
+    node.sharing_off = ("its keys are not reproducible",)
+    node.attach(NAMES[0]).store(KEYS)
+    header, line = ask("get", "sessions").stdout.splitlines()
+    assert header.split()[:4] == ["ID", "ENGINE", "STATE", "MODEL"]
+    assert line.split()[:7] == ["s1", "fake", "attached", MODEL, NAMES[0], "node", "1000"]
+    (session,) = json.loads(ask("get", "sessions", "-o", "json").stdout)["items"]
+    assert session["ranks"][1] == {"rank": 1, "pid": 1002, "device": "cuda:1", "registered_slots": 16}
+    assert ask("get", "session", "-o", "name").stdout == "s1\n"
+    assert "quarantined slots" in ask("describe", "session", "s1").stdout
+    assert ask("describe", "session", "s9").exit_code == 4
+    assert "no: its keys are not reproducible" in ask("get", "namespaces").stdout
+    assert "snapshot" in ask("describe", "namespace", f"{NAMES[0]}-keys").stdout
+    assert ask("describe", "namespace", "unknown").exit_code == 4
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_an_engine_is_detached_after_a_confirmation(ask: OneOf, node: FakeNode, kill: bool) -> None:
+    node.attach(NAMES[0]).begin_store(KEYS)
+    flags = ["--kill"] if kill else []
+    refused = ask("detach", "s1", *flags)
+    assert refused.exit_code == 2
+    assert "this would detach session s1 (fake, pool a-000001)" in refused.stderr
+    assert ("kill its processes" in refused.stderr) == kill
+    planned = ask("detach", "s1", *flags, "--dry-run")
+    assert "1 transfer in flight" in planned.stdout
+    assert node.detached == []
+    done = ask("detach", "s1", *flags, "--yes")
+    assert done.exit_code == 0
+    assert ("its processes are killed" in done.stdout) == kill
+    assert node.detached == [("s1", kill)]
+    assert node.engines[0].control.is_lost
+
+
+def test_who_is_not_there_cannot_be_detached(ask: OneOf) -> None:
+    outcome = ask("detach", "s1", "--yes")
+    assert outcome.exit_code == 4
+    assert "`kvstow get sessions` lists them" in outcome.stderr
+
+
+def test_a_pool_without_sessions_is_deleted_after_a_confirmation(ask: OneOf, node: FakeNode) -> None:
+    engine = node.attach(NAMES[0])
+    engine.store(KEYS)
+    used = ask("delete", "pool", NAMES[0], "--yes")
+    assert used.exit_code == 5
+    assert f"1 session uses pool {NAMES[0]}" in used.stderr
+    node.end(engine)
+    assert ask("delete", "pool", NAMES[0]).exit_code == 2
+    assert ask("delete", "pool", NAMES[0], "--dry-run").stdout == f"would delete pool {NAMES[0]} and 4 blocks\n"
+    assert list(node.shared) == [NAMES[0]]
+    assert ask("delete", "pool", NAMES[0], "--yes").stdout == f"deleted pool {NAMES[0]}\n"
+    assert list(node.shared) == []
+    assert ask("delete", "pool", NAMES[0], "--yes").exit_code == 4
+
+
+def test_a_drain_is_of_the_node_or_of_one_pool(ask: OneOf, node: FakeNode) -> None:
+    for name in NAMES:
+        node.attach(name)
+    assert ask("drain", "--pool", NAMES[0], "--yes").exit_code == 0
+    assert [pool.admin.drain_status.active for pool in node.shared.values()] == [True, False, False]
+    assert ask("undrain", "--pool", NAMES[0]).exit_code == 0
+    assert ask("drain").exit_code == 2, "it makes /readyz fail"
+    assert ask("drain", "--yes").exit_code == 0
+    assert all(pool.admin.drain_status.active for pool in node.shared.values())
+    assert ask("undrain").exit_code == 0
+    assert ask("bypass", "--load", "--pool", NAMES[1]).exit_code == 0
+    assert [pool.admin.bypass.load for pool in node.shared.values()] == [False, True, False]
+
+
+def test_the_size_is_the_servers_to_set(ask: OneOf, node: FakeNode) -> None:
+    node.attach(NAMES[0])
+    outcome = ask("resize", "--slots", "4", "--yes")
+    assert outcome.exit_code == 5
+    assert f"the size of pool {NAMES[0]} is the server's to set" in outcome.stderr
+
+
+def test_top_shows_the_node_and_one_pool(ask: OneOf, node: FakeNode) -> None:
+    node.memory_status = MemoryStatus(4 << 20, 1 << 20)
+    for name in NAMES:
+        node.attach(name)
+    whole = ask("top").stdout
+    assert all(name in whole for name in NAMES)
+    assert "s3" in whole
+    assert "1 MiB of 4 MiB populated" in whole
+    assert "hit ratio" not in whole
+    assert "hit ratio" in ask("top", "--pool", NAMES[1]).stdout
+
+
+def test_waiting_for_pinned_is_waiting_for_the_nodes_memory(ask: OneOf, node: FakeNode) -> None:
+    node.memory_status = MemoryStatus(4 << 20, 1 << 20)
+    outcome = ask("wait", "--for", "pinned", "--timeout", "0")
+    assert outcome.exit_code == 3
+    assert "1 MiB of 4 MiB of memory are populated" in outcome.stderr
+    assert ask("wait", "--timeout", "0").exit_code == 0, "a node is ready before it is populated"
