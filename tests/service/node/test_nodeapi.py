@@ -1,0 +1,107 @@
+"""The admin API of a real node, with an engine that attaches over its socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.service.node.rawengine import SLOT_BYTES, RawEngine, key_of
+
+from kvstow.memory.limits import MemoryLimits
+from kvstow_api.app import create_app
+from kvstow_api.host import ApiHost
+from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.node.nodedirectory import NodeDirectory
+
+pytestmark = pytest.mark.anyio
+
+EXTENT = 2 << 20
+KEYS = [key_of(number) for number in range(8)]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
+    limits = MemoryLimits(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs")
+    path = tmp_path / "node" / "attach.sock"
+    made = Node(NodeSettings(memory_bytes=4 * EXTENT, attach_socket=path, extent_bytes=EXTENT), limits=limits)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def engine(node: Node) -> Iterator[RawEngine]:
+    made = RawEngine(node.settings.attach_socket)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def client(node: Node) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(ApiHost(directory=NodeDirectory(node), version="1", mode="node"))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kvstow") as made,
+    ):
+        yield made
+
+
+async def test_a_node_without_engines_answers(client: httpx.AsyncClient, node: Node, eventually: Any) -> None:
+    eventually(lambda: node.populator.status().populated_bytes == 4 * EXTENT)
+    readiness = (await client.get("/v1/readiness")).json()
+    assert (readiness["state"], readiness["ranks"]) == ("ready", [])
+    assert readiness["memory"] == {"target_bytes": 4 * EXTENT, "populated_bytes": 4 * EXTENT, "failure": None}
+    assert (await client.get("/readyz")).text == "ok"
+    assert f"kvstow_node_populated_bytes {float(4 * EXTENT)}" in (await client.get("/metrics")).text.replace(
+        f" {4 * EXTENT}\n", f" {float(4 * EXTENT)}\n"
+    )
+    assert (await client.get("/v1/stats")).status_code == 409
+
+
+async def test_an_engine_is_seen_and_detached_and_its_pool_deleted(
+    client: httpx.AsyncClient, engine: RawEngine, node: Node, eventually: Any
+) -> None:
+    engine.store_all(KEYS)
+    (session,) = (await client.get("/v1/sessions")).json()["items"]
+    assert {name: session[name] for name in ("id", "engine", "model", "state", "in_flight")} == {
+        "id": engine.welcome.session_id,
+        "engine": "raw",
+        "model": "org/Model-1",
+        "state": "attached",
+        "in_flight": 0,
+    }
+    assert (session["pool"], session["namespace"]) == (engine.welcome.pool, engine.welcome.namespace)
+    assert [rank["registered_slots"] > 0 for rank in session["ranks"]] == [True, True]
+    (pool,) = (await client.get("/v1/pools")).json()["items"]
+    assert (pool["name"], pool["slot_bytes"], pool["slots"]["cached"]) == (engine.welcome.pool, SLOT_BYTES, len(KEYS))
+    (namespace,) = (await client.get("/v1/namespaces")).json()["items"]
+    assert (namespace["weights_id"], namespace["weights_source"], namespace["blocks"]) == ("w", "snapshot", len(KEYS))
+    path = f"/v1/pools/{pool['name']}"
+    assert (await client.delete(path)).status_code == 409
+    assert (await client.patch(path, json={"capacity_slots": 1})).status_code == 409
+    assert (await client.delete(f"/v1/sessions/{session['id']}")).status_code == 202
+    eventually(lambda: node.host.sessions()[0].status.state == "lost")
+    (lost,) = (await client.get("/v1/sessions")).json()["items"]
+    assert (lost["state"], lost["processes"]) == ("lost", 2), "this process lives, and has the memory mapped"
+    assert (await client.delete(path)).status_code == 409
+
+
+async def test_a_drain_reaches_an_engine_that_attaches_later(client: httpx.AsyncClient, node: Node) -> None:
+    await client.put("/v1/drain", json={"mode": "stop_stores"})
+    engine = RawEngine(node.settings.attach_socket)
+    try:
+        drain = (await client.get(f"/v1/drain?pool={engine.welcome.pool}")).json()
+        assert (drain["active"], drain["mode"]) == (True, "stop_stores")
+    finally:
+        engine.close()
