@@ -76,6 +76,7 @@ def test_the_check_sees_a_violation() -> None:
     [
         ("kvstow.control.engine", ["torch", "numpy", "fastapi", "httpx", "prometheus_client"]),
         ("kvstow.attach.engine", ["torch", "fastapi", "httpx", "prometheus_client", "zmq", "msgspec"]),
+        ("kvstow.attach.worker", ["torch", "fastapi", "httpx", "prometheus_client", "zmq", "msgspec"]),
         ("kvstow_api.app", ["torch"]),
         ("kvstow_service", ["torch", "fastapi"]),
         ("kvstow_service.rendezvous", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process

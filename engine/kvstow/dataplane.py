@@ -101,6 +101,11 @@ class DataPlane:
         """Wait up to `timeout` seconds; True if there are completions to take."""
         return self._copies.wait_completions(timeout)
 
+    @property
+    def pending_ops(self) -> int:
+        """Ops that were submitted and are not complete: while there are none, nothing reads or writes the pool."""
+        return self._copies.statistics().pending_ops
+
     def add_listener(self, callback: Callable[[], None]) -> None:
         """Call `callback`, on any thread, after the report has changed for a reason other than traffic. It must not
         block or close the data plane."""

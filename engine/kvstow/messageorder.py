@@ -13,6 +13,15 @@ from dataclasses import replace
 from kvstow.messages import DesiredState, RankReport
 
 _ENGINES_REMEMBERED = 16
+_NEWS = ("boot_id", "state", "error", "notice", "target_slots", "engine_id", "applied")
+
+
+def is_news(report: RankReport, reported: RankReport | None) -> bool:
+    """Whether the change since the last report is worth a report of its own. More pinned memory, after the first, and
+    new counters are not: a report costs 2 to 4 ms of Python on both sides of the admin API."""
+    if reported is None or any(getattr(report, name) != getattr(reported, name) for name in _NEWS):
+        return True
+    return report.pinned_slots > 0 and not reported.pinned_slots
 
 
 class ReportSequence:

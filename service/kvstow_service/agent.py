@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvstow.bytesize import format_size
 from kvstow.errors import KvstowError, NotFoundError
+from kvstow.messageorder import is_news
 from kvstow.messages import DesiredState, RankReport, RankState
 from kvstow_service.switchinterval import short_switch_interval
 
@@ -25,7 +26,6 @@ if (
 logger = logging.getLogger("kvstow.agent")
 
 _TIMEOUT_SECONDS = 5.0
-_NEWS = ("boot_id", "state", "error", "notice", "target_slots", "engine_id", "applied")
 _MIN_GAP_SECONDS = 0.2  # between two reports taken from the rank, however fast chunks are pinned
 
 
@@ -151,7 +151,7 @@ class RankAgent:
         try:
             report = self._source.report()
             self._log_change(report)
-            if not is_due and not _is_news(report, self._reported):
+            if not is_due and not is_news(report, self._reported):
                 return
             self._due_at, self._reported = time.monotonic() + self._interval, None
             client = self._connect()
@@ -210,14 +210,6 @@ class RankAgent:
             report.pin_mode,
             "".join(f"; {words}" for words in (report.notice, report.error) if words),
         )
-
-
-def _is_news(report: RankReport, reported: RankReport | None) -> bool:
-    """Whether the change is worth a report of its own. More pinned memory, after the first, and new counters are not:
-    a report costs 2 to 4 ms of Python on both sides."""
-    if reported is None or any(getattr(report, name) != getattr(reported, name) for name in _NEWS):
-        return True
-    return report.pinned_slots > 0 and not reported.pinned_slots
 
 
 def _if_defect(error: Exception) -> Exception | None:

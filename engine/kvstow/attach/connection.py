@@ -141,8 +141,9 @@ class AttachConnection:
 
     # -- talking --------------------------------------------------------------------------------------------
 
-    def call(self, message: Message) -> Call:
-        """Send a request that the service answers. Never waits; without a session the call has failed already.
+    def call(self, message: Message, fds: Sequence[int] = ()) -> Call:
+        """Send a request that the service answers. Never waits; without a session the call has failed already. The
+        caller keeps its descriptors.
 
         Raises `ProtocolError`, and sends nothing, for a message that no frame can hold."""
         call = Call()
@@ -153,7 +154,7 @@ class AttachConnection:
         payload = _payload_of(message)
         self._last_request += 1
         self._calls[self._last_request] = call
-        self._send(channel, message.KIND, payload, self._last_request)
+        self._send(channel, message.KIND, payload, self._last_request, fds)
         return call
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> bool:

@@ -59,7 +59,11 @@ class ChunkGrid:
     @classmethod
     def of(cls, slot_bytes: int, max_slots: int, chunk_bytes: int) -> ChunkGrid:
         """A grid for chunks of about `chunk_bytes` or more."""
-        stride = _stride(slot_bytes, chunk_bytes)
+        return cls.of_stride(_stride(slot_bytes, chunk_bytes), max_slots, chunk_bytes)
+
+    @classmethod
+    def of_stride(cls, stride: int, max_slots: int, chunk_bytes: int) -> ChunkGrid:
+        """As `of`, for slots without more padding. Where slots rarely meet a page boundary, chunks are larger."""
         unit = _slots_between_boundaries(stride, PAGE_BYTES)
         huge_unit = _slots_between_boundaries(stride, HUGE_PAGE_BYTES)
         return cls(stride, unit, huge_unit if huge_unit * stride <= chunk_bytes else unit, max_slots)

@@ -1,0 +1,259 @@
+"""The worker half of an attached engine: one rank, which maps the service's memory and copies by itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from kvstow.attach.channel import close_fds
+from kvstow.attach.connection import AttachConnection
+from kvstow.attach.extentcalls import Detach
+from kvstow.attach.frames import Frame
+from kvstow.attach.hello import Hello, Welcome
+from kvstow.attach.opgate import OpGate
+from kvstow.attach.rank import ExtentPool, Fence, RankPlane
+from kvstow.attach.ticket import SessionTicket
+from kvstow.attach.workercalls import WorkerCalls
+from kvstow.errors import KvstowError
+from kvstow.messages import Completion, StepPlan
+
+DETACHED_SECONDS = 0.1
+"""Between two looks at a service that is not there."""
+LEAVING_SECONDS = 0.005
+"""Between two looks at whether the copies of a lost session have ended."""
+IDLE_SECONDS = 60.0
+"""Without a session to join, until a ticket comes."""
+FAULT_SECONDS = 1.0
+
+_NO_TICKET = SessionTicket(0, "")
+
+logger = logging.getLogger("kvstow.attach")
+
+
+class AttachedWorker:
+    """Owns a rank's data plane and its connection to the node service, on a thread of its own.
+
+    The host starts it, gives it each ticket of its `AttachedEngine` (`join`), submits the ops of each step, and takes
+    their completions. For all else that a data plane does for a host (`begin_step`, `launched`, `drive`) it calls the
+    data plane, which it has made.
+
+    A session ends with its connection. What was submitted until then ends as usual, and the memory stays mapped. With
+    the next ticket the worker refuses ops of the old session, waits for its copies to end, tells the service so, and
+    offers it the memory that is mapped. What the service does not take back goes before anything new is mapped.
+
+    No call waits but `close`, and none raises because the service is absent. Thread-safe. No error ends the thread: it
+    is logged, counted in `faults`, and ends the session.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        plane: RankPlane,
+        pool: ExtentPool,
+        *,
+        engine: str,
+        replicated: bool = False,
+        numa_node: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`pool` is the one of `plane`. `engine` and `numa_node`: see `Hello`; `replicated`: see `PoolIdentity`."""
+        self.faults = 0
+        self._path = path
+        self._plane, self._pool = plane, pool
+        self._engine, self._numa_node = engine, numa_node
+        self._gate = OpGate(plane, stores=not replicated or plane.rank == 0)
+        self._connection = AttachConnection(
+            path,
+            self._make_hello,
+            accepts_fds=True,
+            on_attached=self._begin_session,
+            on_lost=self._end_session,
+            clock=clock,
+        )
+        self._calls = WorkerCalls(self._connection, plane, pool, clock)
+        self._ticket = self._newest = _NO_TICKET
+        self._was_attached = self._is_over = False
+        """Whether the session of `_ticket` was reached, and whether it has ended."""
+        self._settled: tuple[str, ...] = ()
+        """Tokens of sessions whose copies have ended here; the service has not heard of that yet."""
+        self._stopping = False
+        self._ended: bool | None = None
+        self._closing = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waking = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"kvstow-attach-{plane.rank}", daemon=True)
+        plane.add_listener(self._on_change)
+
+    # -- for the host ---------------------------------------------------------------------------------------
+
+    def start(self, *, at_ease: bool = False) -> None:
+        """Attach, and map and register what the service grants, from now on. Idempotent. `at_ease`: see
+        `DataPlane.start`."""
+        self._plane.start(at_ease=at_ease)
+        if self._thread.ident is None and not self._stopping:
+            self._thread.start()
+
+    def join(self, ticket: SessionTicket | None) -> None:
+        """Join this session of the engine, unless there is a newer one. Cheap to repeat in every step."""
+        if ticket is not None and ticket.number > self._newest.number:
+            self._newest = ticket
+            self._wake_up()
+
+    def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
+        """As `DataPlane.submit`. Ops of a session that this rank is not in fail; stores that rank 0 makes for all ranks
+        are left out."""
+        self._gate.submit(plan, after)
+
+    def take_completions(self) -> list[Completion]:
+        """All completions since the last call, for `AttachedEngine.complete`; also after `close`."""
+        return self._gate.take_completions()
+
+    @property
+    def is_attached(self) -> bool:
+        return self._connection.state == "attached"
+
+    @property
+    def problem(self) -> str | None:
+        """Why it is not attached, or has less memory than it was granted, as a sentence."""
+        return self._connection.problem or self._calls.problem
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """End the session, let copies under way finish for `timeout` seconds, give the memory back, and say so. False
+        if a copy hangs: then the memory stays mapped, and the service waits for the end of this process. Idempotent."""
+        with self._closing:
+            if self._ended is None:
+                self._ended = self._close(timeout)
+            return self._ended
+
+    def _close(self, timeout: float) -> bool:
+        self._stopping = True
+        self._wake_up()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._gate.shut()
+        ended = self._plane.close(timeout)
+        if ended:
+            self._connection.tell(Detach("the worker has stopped"))
+        self._connection.close()
+        if ended and self._was_attached:
+            self._say_settled()
+        with self._waking:
+            os.close(self._wake)
+            self._wake = -1
+        return ended
+
+    def _say_settled(self) -> None:
+        """Say on another connection that nothing is under way here, without waiting for the answer: the words on the
+        first one are lost if the engine, or another worker, has ended the session before."""
+        hello = replace(self._make_hello(), settled_tokens=(*self._settled, self._ticket.token))
+        connection = AttachConnection(self._path, lambda: hello)
+        connection.poll()
+        connection.close()
+
+    # -- the thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                seconds = self._turn()
+            except Exception as error:
+                self.faults += 1
+                logger.exception("rank %d: an error of the attached worker ends its session", self._plane.rank)
+                self._connection.disconnect(f"the worker has failed: {error!r}")
+                seconds = FAULT_SECONDS
+            self._wait(seconds)
+
+    def _turn(self) -> float:
+        """Do what there is to do; returns the seconds until there may be more."""
+        if self._newest.number > self._ticket.number and not self._leave():
+            return LEAVING_SECONDS
+        if self._is_over or not self._ticket.number:
+            return IDLE_SECONDS
+        try:
+            self._take(deque(self._connection.poll()))
+            if not self.is_attached:
+                return DETACHED_SECONDS
+            self._calls.advance()
+            return self._calls.speak()
+        except KvstowError as error:
+            self._connection.disconnect(str(error))
+            return 0.0
+
+    def _take(self, frames: deque[Frame]) -> None:
+        try:
+            while frames:
+                self._calls.take(frames.popleft())
+        finally:
+            for frame in frames:
+                close_fds(frame.fds)
+
+    def _wait(self, seconds: float) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        socket_fd = self._connection.fileno()
+        if socket_fd >= 0:
+            poll.register(socket_fd, select.POLLIN)
+        for fd, _ in poll.poll(1000 * seconds):
+            if fd == self._wake:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+
+    def _on_change(self) -> None:
+        """Called by the data plane. While the thread rests between two looks, it is not woken again."""
+        is_known, self._calls.is_changed = self._calls.is_changed, True
+        if not is_known:
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        with self._waking, suppress(BlockingIOError):
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    # -- sessions -------------------------------------------------------------------------------------------
+
+    def _leave(self) -> bool:
+        """Go from the session that there was to the one of the newest ticket; False while copies are under way."""
+        self._gate.shut()
+        if self._connection.state != "detached":
+            self._connection.disconnect("the engine has another session")
+        if not self._gate.is_quiet():
+            return False
+        if self._was_attached:
+            self._settled += (self._ticket.token,)
+            self._pool.begin_session()
+        self._ticket = self._newest
+        self._was_attached = self._is_over = False
+        self._connection.retry_now()
+        return True
+
+    def _make_hello(self) -> Hello:
+        return Hello(
+            role="worker",
+            engine=self._engine,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            token=self._ticket.token,
+            rank=self._plane.rank,
+            device=self._plane.report().device or "",
+            numa_node=self._numa_node,
+            settled_tokens=self._settled,
+        )
+
+    def _begin_session(self, welcome: Welcome) -> None:
+        self._was_attached = True
+        self._settled = ()
+        self._calls.begin_session()
+        self._gate.open(self._ticket.number)
+
+    def _end_session(self) -> None:
+        self._is_over = True
+        self._calls.end_session()
