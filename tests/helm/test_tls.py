@@ -115,9 +115,9 @@ def test_in_the_pod_the_command_line_may_change_things(cluster: Cluster) -> None
 
 def test_a_stranger_reads_and_changes_nothing(cluster: Cluster) -> None:
     base = f"https://127.0.0.1:{cluster.port}"
-    assert httpx.get(f"{base}/v1/stats", verify=False).status_code == 401
+    assert httpx.get(f"{base}/v1/pools", verify=False).status_code == 401
     viewer = {"Authorization": f"Bearer {TOKENS['viewer-token']}"}
-    assert httpx.get(f"{base}/v1/stats", verify=False, headers=viewer).status_code == 200
+    assert httpx.get(f"{base}/v1/pools", verify=False, headers=viewer).status_code == 200
     assert httpx.put(f"{base}/v1/drain", verify=False, headers=viewer, json={}).status_code == 403
 
 
