@@ -47,8 +47,10 @@ class MemoryThread:
         """Why the thread has ended, if it has."""
         self.faults = 0
         """Actions that failed by a defect. They are in the log."""
-        self.problems: tuple[str, ...] = ()
-        """Why pools do not get or give back memory now, as sentences."""
+        self.notices: tuple[str, ...] = ()
+        """Why memory that pools should get or give back must wait, as sentences."""
+        self.failures: tuple[str, ...] = ()
+        """Why workers lack the memory of their pools, as sentences."""
         self.allocated_bytes = self.spare_bytes = self.recalled_bytes = 0
         self._budget = memory.budget
         self._post = post
@@ -221,6 +223,7 @@ class MemoryThread:
             logger.exception("a change of the node's memory failed")
 
     def _show_figures(self) -> None:
-        self.problems = tuple(pool.problem for pool in self._pools.values() if pool.problem)
+        self.notices = tuple(pool.notice for pool in self._pools.values() if pool.notice)
+        self.failures = tuple(pool.failure for pool in self._pools.values() if pool.failure)
         self.allocated_bytes, self.spare_bytes = self._budget.allocated_bytes, self._budget.spare_bytes
         self.recalled_bytes = self._budget.recalled_bytes

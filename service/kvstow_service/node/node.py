@@ -145,10 +145,16 @@ class Node:
         return self.server.failure or self.memory.failure or self.integrity_problem
 
     def memory_failure(self) -> str | None:
-        """Why the node has less memory than it should, or None."""
+        """Why the node, or a worker, has less memory than it should, or None."""
         missing = self.memory.memory.error
+        if missing is not None:
+            return str(missing)
         status = self.populator.status()
-        return status.error if missing is None else str(missing)
+        if status.state in ("degraded", "failed"):
+            return status.error or "the thread that populates memory has ended"
+        if self.memory.faults:
+            return f"{self.memory.faults} changes of the node's memory failed by a defect; the log says which"
+        return next(iter(self.memory.failures), None)
 
     def detach(self, session_id: str, *, kill: bool = False) -> bool:
         """See `AttachServer.detach`."""

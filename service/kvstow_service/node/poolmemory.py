@@ -48,8 +48,10 @@ class PoolMemory:
         """`on_smaller`: called with `post` when the pool has lost slots."""
         self.pool = pool
         self.workers: dict[str, PoolWorker] = {}
-        self.problem: str | None = None
-        """Why the pool does not get or give back memory now, as a sentence."""
+        self.notice: str | None = None
+        """Why memory that the pool should get or give back must wait, as a sentence; None if it need not."""
+        self.failure: str | None = None
+        """Why a worker lacks the pool's memory, as a sentence."""
         self.waits = False
         """There is something to try again soon."""
         self._memory, self._budget, self._post = memory, memory.budget, post
@@ -89,12 +91,17 @@ class PoolMemory:
         """After each change of the budget. True if the budget has to decide again."""
         rows = self._budget.rows(self.pool.name)
         active = sum(not row.recalled for row in rows.values())
-        self.problem, self.waits = None, False
+        notice, failure = self.notice, self.failure
+        self.notice, self.failure, self.waits = None, None, False
         self._take(rows, active)
         changed = self._give_back(active)
         self._show(rows)
         for worker in list(self.workers.values()):
             self._grant(worker, rows)
+        if self.notice is not None and self.notice != notice:
+            logger.info("%s", self.notice)
+        if self.failure is not None and self.failure != failure:
+            logger.warning("%s", self.failure)
         return changed
 
     def dissolve(self) -> None:
@@ -113,7 +120,7 @@ class PoolMemory:
             while len(self.pool.extents) < active:
                 self.pool.add_extent(rows[len(self.pool.extents)].num_slots)
         except ConflictError as error:
-            self._wait(str(error))
+            self.notice, self.waits = f"pool {self.pool.name} gets no memory yet: {error}", True
 
     def _show(self, rows: Mapping[int, Row]) -> None:
         """Let the pool use what is populated on all ranks, and tell the workers how far they may map."""
@@ -193,7 +200,8 @@ class PoolMemory:
         except OSError as error:
             for grant in grants:
                 self._budget.record_unmapping(worker.client, grant.extent_id)
-            self._wait(f"{worker.client} cannot be sent its memory: {error.strerror or error}")
+            self.failure = f"worker {worker.client} cannot be sent its memory: {error.strerror or error}"
+            self.waits = True
             return False
         worker.rows.update((grant.number, grant.extent_id) for grant in grants)
         return True
@@ -206,7 +214,7 @@ class PoolMemory:
             try:
                 self._sweep = self.pool.drop_extents(surplus)
             except ConflictError as error:
-                self._wait(f"memory of pool {self.pool.name} is recalled, but {error}")
+                self.notice, self.waits = f"memory of pool {self.pool.name} is recalled, but {error}", True
         if self._sweep is not None:
             self._evict(self._sweep)
         left = [number for number in self._held if number >= max(active, len(self.pool.extents))]
@@ -239,6 +247,3 @@ class PoolMemory:
         for extent in self._held.pop(number):
             self._told.pop(extent, None)
             self._budget.record_unmapping(self.holder, extent)
-
-    def _wait(self, problem: str) -> None:
-        self.problem, self.waits = problem, True

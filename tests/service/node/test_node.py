@@ -234,6 +234,19 @@ def test_a_thread_that_fails_is_seen(make_node: MakeNode, monkeypatch: pytest.Mo
     )
 
 
+def test_a_defect_in_one_change_of_memory_is_seen_and_ends_nothing(
+    make_node: MakeNode, engines: Engines, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    node = make_node()
+    with monkeypatch.context() as patch:
+        patch.setattr(node.memory.memory, "retry", lambda: 1 / 0)
+        node.memory.retry()
+        eventually(lambda: node.memory_failure() is not None)
+    assert node.memory_failure() == "1 changes of the node's memory failed by a defect; the log says which"
+    engines(node).store_all([key_of(0)])
+    assert node.live_failure() is None
+
+
 def test_refused_memory_is_shown_and_tried_again(make_node: MakeNode, tmp_path: Path, eventually: Any) -> None:
     (tmp_path / "meminfo").write_text("MemAvailable: 0 kB\n")
     clock = FakeClock()

@@ -425,7 +425,7 @@ def test_a_rank_without_memory_keeps_none_from_anybody(make_bench: MakeBench) ->
     bench.host.delete_pool(new.answer.pool)
     bench.run()
     assert len(old.pool.extents) == 4
-    assert bench.memory.problems == ()
+    assert bench.memory.notices == ()
 
 
 def test_a_worker_that_comes_during_a_recall_gets_nothing_of_it(make_bench: MakeBench) -> None:
@@ -454,14 +454,14 @@ def test_protected_blocks_keep_memory_and_the_reason_is_shown(make_bench: MakeBe
     new = bench.attach(ONE_RANK_OTHER)
     new.join()
     bench.run()
-    (problem,) = bench.memory.problems
-    assert problem.startswith(f"memory of pool {old.pool.name} is recalled, but {ROW_SLOTS} protected blocks")
+    (notice,) = bench.memory.notices
+    assert notice.startswith(f"memory of pool {old.pool.name} is recalled, but {ROW_SLOTS} protected blocks")
     old.pool.facade.admin.unprotect(None)
     bench.run()
     old.release_revoked()
     bench.run()
     assert len(new.grants[0]) == 1
-    assert bench.memory.problems == ()
+    assert bench.memory.notices == ()
 
 
 def test_a_worker_whose_descriptors_cannot_be_sent_gets_them_later(bench: HostBench) -> None:
@@ -471,9 +471,10 @@ def test_a_worker_whose_descriptors_cannot_be_sent_gets_them_later(bench: HostBe
     bench.run()
     (row,) = bench.budget.rows(engine.pool.name).values()
     assert bench.budget.mappers(row.extents[0]) == [f"pool {engine.pool.name}"], "no worker has it"
-    assert "Too many open files" in bench.memory.problems[0]
+    assert "Too many open files" in bench.memory.failures[0]
     engine.refuses_fds = False
     bench.run()
+    assert bench.memory.failures == ()
     engine.register()
     assert bench.host.sessions()[0].status.registered_slots == ROW_SLOTS
 
