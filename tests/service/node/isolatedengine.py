@@ -1,5 +1,4 @@
-"""An engine as another user, in another pid namespace or in another cgroup. Prints what it saw as JSON, then waits to be
-killed.
+"""An engine as another user or in another cgroup. Prints what it saw as JSON, then waits to be killed.
 
 `python isolatedengine.py SOCKET [--uid UID] [--group GID] [--cgroup FILE] [--store N] [--find N] [--map BYTES]`
 """
@@ -59,6 +58,7 @@ def problem_of(path: Path, hello: Hello) -> str | None:
 
 
 def use(engine: RawEngine, options: argparse.Namespace) -> dict[str, object]:
+    engine.store_all([key_of(10**6 + os.getpid())])  # then its ranks have registered memory
     if options.store:
         engine.store_all([key_of(number) for number in range(options.store)])
     found = engine.load([key_of(number) for number in range(options.find)]) if options.find else 0

@@ -96,7 +96,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture
 def processes(tmp_path: Path, eventually: Any) -> Iterator[Processes]:
-    opened = list(tmp_path.parents)[:-1] + [tmp_path]
+    opened = [*list(tmp_path.parents)[:-1], tmp_path]
     before = {path: path.stat().st_mode for path in opened}
     for path in opened:  # others must reach the socket's folder, which alone decides
         path.chmod(before[path] | 0o011)
@@ -170,7 +170,7 @@ def test_the_service_is_charged_for_the_memory_and_the_engine_is_not(
     _, small = processes.engine("--cgroup", procs)
     assert small["problem"] is None
     before = engine.used_bytes
-    _, seen = processes.engine("--cgroup", procs, "--store", 4, "--map", 2 * GIB)
+    _, seen = processes.engine("--cgroup", procs, "--map", 2 * GIB)
     assert seen["problem"] is None
     grown = engine.used_bytes - before
     print(f"an engine and its two ranks, which have mapped 4 GiB, are charged {grown / MIB:.0f} MiB")
