@@ -12,15 +12,17 @@ from typing import get_args
 import click
 import pytest
 import yaml
+from tests.api.fakenode import FakeNode
 
 import kvstow.errors
 from kvstow.config import POLICIES, EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import RankState
 from kvstow.stats import FaultStats, LookupStats
+from kvstow.testing.fakes import FakeClock
 from kvstow_api.appstate import AppState
 from kvstow_api.auth import Credentials
-from kvstow_api.doctor import CHECKS
+from kvstow_api.doctor import CHECKS, NODE_CHECKS
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.requests import HttpCounters
@@ -67,9 +69,20 @@ def app_state() -> AppState:
     return AppState.of(host, HttpCounters(), Credentials())
 
 
+@cache
+def node_state() -> AppState:
+    """Of `kvstow serve`."""
+    node = FakeNode(FakeClock())
+    node.attach("pool")
+    ticker = Ticker(OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4)))
+    checks = {"node": lambda: None}
+    host = make_api_host(node, ticker, AdminSockets(), AdminOptions(), mode="node", startup_checks=checks)
+    return AppState.of(host, HttpCounters(), Credentials())
+
+
 def scraped() -> Iterator[str]:
     """Names of metrics, and values of their labels: states, checks, reasons, outcomes, errors."""
-    for family in Collector(app_state()).collect():
+    for family in (*Collector(app_state()).collect(), *Collector(node_state()).collect()):
         for sample in family.samples:
             yield sample.name
             yield from sample.labels.values()
@@ -95,7 +108,7 @@ def flags(command: click.Command) -> Iterator[str]:
 
 @cache
 def known() -> frozenset[str]:
-    found = {*scraped(), *flags(app), *CHECKS, *get_args(RankState), *POLICIES, *FOREIGN}
+    found = {*scraped(), *flags(app), *CHECKS, *NODE_CHECKS, *get_args(RankState), *POLICIES, *FOREIGN}
     found |= {field.name for view in (StatsView, LookupStats, FaultStats) for field in fields(view)}
     found |= {one.code for one in vars(kvstow.errors).values() if isinstance(one, type) and hasattr(one, "code")}
     found |= {value for value in vars(environment).values() if isinstance(value, str)}
@@ -129,5 +142,7 @@ def test_every_check_of_readiness_has_an_alert() -> None:
     }
     expressions = {rule["alert"]: rule["expr"] for rule in ALERTS}
     (others,) = re.findall(r'check=~"([^"]+)"', expressions["KvstowNotReady"])
-    assert {*own, *others.split("|")} == set(app_state().health.probes["readyz"].checks)
+    assert {*own, *others.split("|")} == {
+        check for state in (app_state(), node_state()) for check in state.health.probes["readyz"].checks
+    }
     assert set(own.values()) <= expressions.keys()

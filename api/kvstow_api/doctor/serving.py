@@ -15,6 +15,7 @@ _READINESS_FIXES = {
     "the host, the log of the process that plans transfers; restart it if they stay stuck",
     "pool": "`kvstow get ranks` shows how far each rank is",
     "pinned": "`kvstow get ranks` shows how far each rank is",
+    "memory": "`kvstow get pools` shows who has how much; raise the limit that the reason names, or lower --memory",
     "loop": "give the process more CPU, or find out what keeps it busy",
     "ticker": "run `kvstow bypass --load --store`, save the log, and restart the process",
 }

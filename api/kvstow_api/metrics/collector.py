@@ -41,7 +41,7 @@ class Collector(BaseCollector):
         app = self._app
         taken = _snapshots(app.directory)
         yield from engine_families(taken, time.time())
-        yield from host_families(app.directory)
+        yield from host_families(app.directory, taken)
         yield from readiness_families(app.health, taken)
         yield from operation_families(app.operations)
         yield from http_families(app.http)

@@ -25,8 +25,9 @@ _STATES: tuple[EngineState, ...] = get_args(EngineState)
 _SESSION_STATES: tuple[SessionState, ...] = get_args(SessionState)
 
 
-def host_families(directory: Directory) -> Iterator[Metric]:
-    memory, state = directory.memory(), host_readiness(directory).state
+def host_families(directory: Directory, taken: Snapshots) -> Iterator[Metric]:
+    memory = directory.memory()
+    state = host_readiness(directory).state if taken.is_node else taken.pools[0].readiness.state
     yield gauge(
         "kvstow_node_populated_bytes", "Memory that is populated, of all ranks", [], scalar(memory.populated_bytes)
     )

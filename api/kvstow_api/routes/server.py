@@ -76,7 +76,7 @@ async def get_info(app: App) -> InfoView:
         started=app.started,
         uptime_seconds=app.uptime,
         token_required=host.token_file is not None or host.client_certificates,
-        num_ranks=sum(len(session.status.ranks) for session in app.directory.sessions()),
+        num_ranks=sum(len(pool.facade.readiness().ranks) for pool in app.directory.pools()),
         pools=[pool.name for pool in app.directory.pools()],
         build=dict(host.build),
         settings=dict(host.settings),
