@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstow.bytesize import format_size
+from kvstow.control.slotjournal import NamespaceLabel
 from kvstow.errors import IntegrityError, InvalidRequestError, JournalError, PinError
 from kvstow.memfd import create_memfd, require_memfd
 
@@ -144,16 +145,20 @@ class IndexJournal:
         self._memory[at : at + len(data)] = data
         self._sequence, self._content = sequence, json.loads(body)["content"]
 
-    def name_namespaces(self, names: Mapping[int, str]) -> None:
+    def name_namespaces(self, namespaces: Mapping[int, NamespaceLabel]) -> None:
         """See `SlotJournal`. Names the first of them, as many as fit."""
-        listed: list[tuple[int, str]] = []
+        listed: list[tuple[int, str, Any]] = []
         room = _COPY_BYTES - len(json.dumps({**self._content, "namespaces": []})) - _OTHER_BYTES
-        for tag, name in names.items():
-            room -= len(json.dumps([tag, name])) + 1
+        for tag, label in namespaces.items():
+            room -= len(json.dumps([tag, *label])) + 1
             if room < 0:
                 break
-            listed.append((tag, name))
+            listed.append((tag, *label))
         self.write_content({**self._content, "namespaces": listed})
+
+    def namespaces(self) -> dict[int, NamespaceLabel]:
+        """What `name_namespaces` has named."""
+        return {tag: NamespaceLabel(name, note) for tag, name, note in self._content.get("namespaces", ())}
 
     def reserve(self, first_slot: int, end_slot: int) -> None:
         """Take the memory of these records now, so that writing them cannot fail. Raises `PinError`."""

@@ -62,7 +62,7 @@ def recover(
     earlier = [one for one in sessions if one.processes]
     with pool.lock:
         limit = pool.slots.limit
-        _forget(pool, found, names, {one.number for one in earlier}, limit)
+        nameless = _drop(pool, found, names, {one.number for one in earlier}, limit)
     num_blocks = 0
     for tag, blocks in found.blocks.items():
         if tag in names:
@@ -75,9 +75,7 @@ def recover(
             _restore_session(pool, one, found.filling.get(one.number, ()))
         if earlier:
             everyone = frozenset[Hashable]().union(*(one.processes for one in earlier))
-            session = _restore_session(
-                pool, EarlierSession(ANY_SESSION, "earlier sessions", everyone), found.filling.get(ANY_SESSION, ())
-            )
+            session = _restore_session(pool, EarlierSession(ANY_SESSION, "earlier sessions", everyone), nameless)
             pool.earlier = EarlierUses(pool, session)
             pool.log(
                 *(
@@ -91,17 +89,24 @@ def recover(
     return num_blocks
 
 
-def _forget(pool: SharedPool, found: RecoveredIndex, names: Mapping[int, str], alive: set[int], limit: int) -> None:
-    """Clear in the journal what is not recovered. The caller holds the lock."""
-    if pool.journal is None:
-        return
-    if alive:
-        alive = alive | {ANY_SESSION}
-    blocks = ((slot, tag in names) for tag, its_blocks in found.blocks.items() for slot in its_blocks.values())
-    filling = ((slot, number in alive) for number, slots in found.filling.items() for slot in slots)
-    lost = [slot for uses in (blocks, filling) for slot, is_used in uses if not is_used or slot >= limit]
-    if lost:
-        pool.journal.clear(lost)
+def _drop(pool: SharedPool, found: RecoveredIndex, names: Mapping[int, str], alive: set[int], limit: int) -> list[int]:
+    """Note in the journal what is not recovered. Returns the slots without a block that any session may still read. The
+    caller holds the lock."""
+    blocks = [(tag in names, slot) for tag, of_tag in found.blocks.items() for slot in of_tag.values()]
+    nameless = [slot for is_named, slot in blocks if not is_named and slot < limit]
+    lost = [slot for _, slot in blocks if slot >= limit]
+    for number, slots in found.filling.items():
+        lost += [slot for slot in slots if slot >= limit or number not in (*alive, ANY_SESSION)]
+    orphans = [slot for slot in found.filling.get(ANY_SESSION, ()) if slot < limit]
+    if not alive:
+        lost += nameless + orphans
+        nameless, orphans = [], []
+    if pool.journal is not None:
+        if nameless:
+            pool.journal.begin(nameless, ANY_SESSION)
+        if lost:
+            pool.journal.clear(lost)
+    return nameless + orphans
 
 
 def _restore(pool: SharedPool, name: str, tag: int, items: Sequence[tuple[bytes, int]]) -> None:

@@ -14,7 +14,7 @@ from kvstow.control.administration import Administrator
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.namespaces import Namespace
 from kvstow.control.pool import Pool
-from kvstow.control.slotjournal import ANY_SESSION, SlotJournal
+from kvstow.control.slotjournal import ANY_SESSION, NamespaceLabel, SlotJournal
 from kvstow.control.sweeps import SLICE_SLOTS, Sweep
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState
@@ -123,8 +123,13 @@ class SharedPool(Pool):
         namespaces = self.index.namespaces
         used = [one for one in namespaces if one.num_sessions]
         unused = [one for one in namespaces.unused() if not one.is_dropped]
-        self._journaled = {one.tag: one.name for one in (*used, *reversed(unused))}
-        self.journal.name_namespaces(self._journaled)
+        named = (*used, *reversed(unused))
+        self._journaled = {one.tag: one.name for one in named}
+        self.journal.name_namespaces({one.tag: self.namespace_label(one.name) for one in named})
+
+    def namespace_label(self, name: str) -> NamespaceLabel:
+        """What the journal says of a namespace. The caller holds the lock."""
+        return NamespaceLabel(name)
 
     def fresh_name(self, name: str) -> str:
         """The name of a new epoch of a namespace. The caller holds the lock."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvstow.errors import InvalidRequestError
 
 ANY_SESSION = 0
 """Slots that sessions may still read, although they hold no block any more, are begun under this number."""
+
+
+class NamespaceLabel(NamedTuple):
+    """A namespace's name, and what the host wants to know of it after a restart, as JSON."""
+
+    name: str
+    note: Any = None
 
 
 class SlotJournal(Protocol):
@@ -29,8 +36,8 @@ class SlotJournal(Protocol):
     def clear(self, slots: Sequence[int]) -> None:
         """Nothing uses these slots."""
 
-    def name_namespaces(self, names: Mapping[int, str]) -> None:
-        """The names of the namespaces, the most important first. Blocks of others are not recovered."""
+    def name_namespaces(self, namespaces: Mapping[int, NamespaceLabel]) -> None:
+        """The namespaces by number, the most important first. Blocks of others are not recovered."""
 
 
 def check_width(keys: Sequence[bytes], most: int) -> None:

@@ -29,6 +29,7 @@ from kvstow.control.ops import OpenOp, OpsInFlight
 from kvstow.control.pool import Pool
 from kvstow.control.recovery import EarlierSession, EarlierUses, recover
 from kvstow.control.sharedpool import SharedPool
+from kvstow.control.slotjournal import NamespaceLabel
 from kvstow.errors import InvalidRequestError
 from kvstow.messages import Completion
 
@@ -69,7 +70,7 @@ def recovered(journal: IndexJournal) -> RecoveredIndex:
 
 
 def names(journal: IndexJournal) -> dict[int, str]:
-    return dict(journal.content["namespaces"])
+    return {tag: label.name for tag, label in journal.namespaces().items()}
 
 
 class JournaledEngines(Engines):
@@ -254,10 +255,31 @@ def test_a_dropped_namespace_is_not_recovered_although_its_blocks_are_still_ther
     assert list(recovered(journal).blocks) == [0]
 
 
+def test_a_dropped_block_that_is_still_read_keeps_its_slot_over_a_restart() -> None:
+    journal = WatchedJournal.create(8, {})
+    host = Host(journal=journal)
+    client, other = host.attach(namespace="old"), host.attach(namespace="other")
+    client.store([b"a"])
+    assert client.session.acquire([b"a"]).slots == (0,)
+    client.session.lose("it has ended, and its process lives on")
+    host.pool.drop_namespace("old")
+    other.store([b"b"])
+    for processes in ([client.processes[0]], []):
+        again = SharedPool(host.pool.config, journal=journal)
+        again.add_extent(8)
+        again.set_populated(8)
+        earlier = EarlierSession(client.session.session_id, "engine", frozenset(processes))
+        assert recover(again, journal.recover(), names(journal), [earlier]) == 1
+        again.check_integrity()
+        assert again.slots.is_used(0) == bool(processes)
+        assert again.slots.is_used(1)
+
+
 def test_more_names_than_fit_leave_out_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     journal = WatchedJournal.create(8, {"pool": "a" * 1000})
-    journal.name_namespaces({number: f"{number:0100}" for number in range(10_000)})
-    named = names(journal)
+    journal.name_namespaces({number: NamespaceLabel(f"{number:0100}", {"a": 1}) for number in range(10_000)})
+    named = journal.namespaces()
+    assert named[5] == (f"{5:0100}", {"a": 1})
     assert 1000 < len(named) < 10_000
     assert list(named) == list(range(len(named)))
     assert journal.content["pool"] == "a" * 1000
@@ -317,7 +339,7 @@ def removed_slots_are_cleared_although_they_are_read(patch: pytest.MonkeyPatch) 
 def namespaces_are_named_after_the_first_one(patch: pytest.MonkeyPatch) -> None:
     name = WatchedJournal.name_namespaces
 
-    def all_alike(self: WatchedJournal, names: dict[int, str]) -> None:
+    def all_alike(self: WatchedJournal, names: dict[int, NamespaceLabel]) -> None:
         first = next(iter(names.values()))
         name(self, dict.fromkeys(names, first))
 
