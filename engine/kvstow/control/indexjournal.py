@@ -164,6 +164,10 @@ class IndexJournal:
         """Take the memory of these records now, so that writing them cannot fail. Raises `PinError`."""
         if first_slot >= end_slot:
             return
+        if end_slot > self.max_slots:
+            raise PinError(
+                "out_of_memory", f"the journal of the index has room for {self.max_slots} slots, not {end_slot}"
+            )
         try:
             os.posix_fallocate(self.fd, _RECORDS_AT + first_slot * RECORD_BYTES, (end_slot - first_slot) * RECORD_BYTES)
         except OSError as error:

@@ -70,6 +70,10 @@ class MemoryBudget:
             raise ConflictError(f"pool {name} is being removed")
         pool.asks[session] = slots
 
+    def num_sound_rows(self, name: str) -> int:
+        """Of a pool whose extents were restored: how many rows from the first one on are complete."""
+        return self._pool(name).num_sound_rows()
+
     def detach(self, name: str, session: str) -> None:
         """The session has ended. Its pool keeps its extents until others need them."""
         pool = self._pool(name)

@@ -99,7 +99,7 @@ class NodeMemory:
         self.foreign_extents = 0
         """Descriptors from the keeper that were not what their text said."""
         self._huge_pages = huge_pages
-        self._keeper = keeper or NoKeeper()
+        self.keeper = keeper or NoKeeper()
         self._extents: dict[int, Extent] = {}
         self._missing: dict[int, Create] = {}
         self._places: dict[int, Give] = {}
@@ -130,7 +130,7 @@ class NodeMemory:
                 logger.warning("%s of an earlier service is not used: %s", name, error)
                 self.foreign_extents += 1
                 os.close(held.fd)
-                self._keeper.drop([name])
+                self.keeper.drop([name])
         return restored
 
     def keep_all(self) -> None:
@@ -206,7 +206,7 @@ class NodeMemory:
         self._owners.pop(number, None)
         extent = self._extents.pop(number, None)
         if extent is not None:
-            self._keeper.drop([f"{NAME_PREFIX}{number}"])
+            self.keeper.drop([f"{NAME_PREFIX}{number}"])
             self.populator.discard(extent)
             extent.close()
 
@@ -225,7 +225,7 @@ class NodeMemory:
 
     def _keep(self, numbers: Collection[int]) -> None:
         if numbers:
-            self._keeper.put({f"{NAME_PREFIX}{number}": self._described(number) for number in sorted(numbers)})
+            self.keeper.put({f"{NAME_PREFIX}{number}": self._described(number) for number in sorted(numbers)})
 
     def _described(self, number: int) -> tuple[int, str]:
         extent = self._extents[number]

@@ -84,10 +84,8 @@ class KeeperClient:
         while True:
             try:
                 return cls.connect(folder, timeout=timeout)
-            except KeeperError as error:
-                # Another service's keeper may hold the lock and not listen yet.
-                if not isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
-                    raise
+            except KeeperError:
+                # Another service's keeper may hold the lock and not listen yet, or the service before may be dying.
                 if time.monotonic() > deadline:
                     raise
             time.sleep(_RETRY_SECONDS)

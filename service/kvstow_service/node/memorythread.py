@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+from kvstow.attach.hello import Hello
+from kvstow.attach.peer import Peer
 from kvstow.bytesize import format_size
+from kvstow.control.indexjournal import IndexJournal
 from kvstow.errors import AttachRefusedError
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.rows import PoolLayout
+from kvstow_service.node.keepermessages import Held
 from kvstow_service.node.nodepool import NodePool
+from kvstow_service.node.noderecords import NodeRecords
 from kvstow_service.node.nodesession import NodeSession
 from kvstow_service.node.poolmemory import PoolMemory, PoolWorker, Post
+from kvstow_service.node.poolrecord import PoolRecord
+from kvstow_service.node.survivingmemory import SurvivingMemory
+from kvstow_service.node.workerrecord import WorkerRecord
 
 _RETRY_SECONDS = 0.02
+_KEEPER_SECONDS = 1.0  # between two looks whether it is still there
 _ROUNDS = 1000
 
 logger = logging.getLogger("kvstow.node")
@@ -60,6 +70,10 @@ class MemoryThread:
         self._must_decide = True
         self._wake = threading.Event()
         self._stopping = False
+        self._records: NodeRecords | None = None
+        self._keeper: SurvivingMemory | None = None
+        self._claims: dict[str, set[str]] = {}
+        """By pool: the sessions of an earlier service that may come back for its memory."""
         self._thread = threading.Thread(target=self._run, name="kvstow-memory", daemon=True)
         memory.populator.add_listener(self._wake.set)
 
@@ -73,6 +87,47 @@ class MemoryThread:
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
+
+    def close_records(self) -> None:
+        """After the threads that use pools have ended; idempotent. The keeper has them still."""
+        for action in self._actions:
+            if isinstance(action, partial) and action.func == self._add_worker and action.args[-1] >= 0:
+                os.close(action.args[-1])
+        self._actions.clear()
+        if self._records is not None:
+            self._records.close([found.pool for found in self._pools.values()])
+
+    # -- an earlier life: before the start ------------------------------------------------------------------
+
+    def use_keeper(self, keeper: SurvivingMemory) -> None:
+        """What the node has survives the service from now on. The keeper stays the caller's."""
+        self.memory.keeper = self._keeper = keeper
+        most_bytes = max(self.total_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        self._records = NodeRecords(keeper, most_bytes)
+
+    def restore_pool(self, pool: NodePool, record: PoolRecord, journal: IndexJournal) -> None:
+        """Takes over the journal."""
+        assert self._records is not None
+        self._enter_pool(pool, record.owner, record.extent_bytes)
+        self._records.restore_pool(pool, journal)
+
+    def restore_extents(self, kept: Mapping[str, Held]) -> None:
+        """After the pools. Takes over the descriptors."""
+        self.memory.restore(kept)
+        for found in self._pools.values():
+            found.restore()
+
+    def restore_worker(self, record: WorkerRecord, pidfd: int) -> None:
+        """One that may have mapped all memory of its rank. Until engines have attached again, it asks for memory in the
+        name of its session. After the extents. Takes over the pidfd."""
+        assert self._records is not None
+        self._records.restore_worker(record, pidfd)
+        rows = self._budget.rows(record.pool)
+        for number in range(self._budget.num_sound_rows(record.pool)):
+            self._budget.record_mapping(record.client, rows[number].extents[record.rank])
+        self._budget.attach(record.pool, record.session_id, record.wanted_slots)
+        self._claims.setdefault(record.pool, set()).add(record.session_id)
+        self._pools[record.pool].want()
 
     # -- for any thread -------------------------------------------------------------------------------------
 
@@ -101,9 +156,14 @@ class MemoryThread:
         """It has no sessions, and nobody can find it any more."""
         self._do(partial(self._remove_pool, pool))
 
-    def add_worker(self, session: NodeSession, rank: int) -> None:
-        """Give the worker the pool's memory from now on."""
-        self._do(partial(self._add_worker, session, rank))
+    def add_worker(self, session: NodeSession, hello: Hello, peer: Peer) -> None:
+        """Give the worker the pool's memory from now on. Raises `OSError` if this process can have no more
+        descriptors."""
+        record, pidfd = None, -1
+        if self._records is not None:
+            record = session.worker_record(hello, peer)
+            pidfd = os.open(os.devnull, os.O_RDONLY) if peer.pidfd is None else os.dup(peer.pidfd)
+        self._do(partial(self._add_worker, session, hello.rank, record, pidfd))
 
     def add_session(self, session: NodeSession, slots: int | None) -> None:
         """All workers of the session are there, and it asks for so many slots, or for all."""
@@ -119,7 +179,11 @@ class MemoryThread:
 
     def end_client(self, client: str) -> None:
         """The worker can reach no memory any more."""
-        self._do(partial(self._budget.record_death, client))
+        self._do(partial(self._end_client, client))
+
+    def end_claims(self, pool: NodePool) -> None:
+        """The pool has no sessions any more."""
+        self._do(partial(self._end_claims, pool.name))
 
     def grow(self, pool: NodePool) -> None:
         """The pool uses more than `grow_above`."""
@@ -144,7 +208,12 @@ class MemoryThread:
     # -- actions --------------------------------------------------------------------------------------------
 
     def _add_pool(self, pool: NodePool, owner: int) -> None:
-        self._budget.add_pool(pool.name, pool.layout(owner, self._budget.extent_bytes))
+        self._enter_pool(pool, owner, self._budget.extent_bytes)
+        if self._records is not None:
+            self._records.add_pool(pool, owner, self._budget.extent_bytes)
+
+    def _enter_pool(self, pool: NodePool, owner: int, extent_bytes: int) -> None:
+        self._budget.add_pool(pool.name, pool.layout(owner, extent_bytes))
         on_smaller = partial(self._on_smaller, pool)
         self._pools[pool.name] = PoolMemory(pool, self.memory, self._post, on_smaller)
 
@@ -154,15 +223,29 @@ class MemoryThread:
         self.memory.apply()
         found.dissolve()
         self.memory.apply()
+        if self._records is not None:
+            self._records.remove_pool(pool)
 
-    def _add_worker(self, session: NodeSession, rank: int) -> None:
+    def _add_worker(self, session: NodeSession, rank: int, record: WorkerRecord | None, pidfd: int) -> None:
+        if record is not None and self._records is not None:
+            self._records.add_worker(record, pidfd)
         worker = PoolWorker(session, rank)
         self._pools[session.pool.name].workers[worker.client] = worker
+
+    def _end_client(self, client: str) -> None:
+        self._budget.record_death(client)
+        if self._records is not None:
+            self._records.remove_worker(client)
+
+    def _end_claims(self, pool: str) -> None:
+        for session_id in self._claims.pop(pool, ()):
+            self._budget.detach(pool, session_id)
 
     def _add_session(self, session: NodeSession, slots: int | None, nodes: list[int | None]) -> None:
         name = session.pool.name
         self._budget.set_nodes(name, nodes)
         self._budget.attach(name, session.session_id, slots)
+        self._end_claims(name)
         self._pools[name].want()
 
     def _lose_session(self, session: NodeSession) -> None:
@@ -184,8 +267,10 @@ class MemoryThread:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._wake.wait(_RETRY_SECONDS if any(pool.waits for pool in self._pools.values()) else None)
+                self._wake.wait(self._patience())
                 self._wake.clear()
+                if self._keeper is not None:
+                    self._guarded(self._keeper.check)
                 if not self._stopping:
                     self.run_pending()
         except BaseException as error:
@@ -193,6 +278,11 @@ class MemoryThread:
             logger.critical("%s", self.failure, exc_info=error)
             with suppress(Exception):
                 self._on_failure(self.failure)
+
+    def _patience(self) -> float | None:
+        if any(pool.waits for pool in self._pools.values()):
+            return _RETRY_SECONDS
+        return None if self._keeper is None else _KEEPER_SECONDS
 
     def run_pending(self) -> None:
         """Do what was left to do, and let pools and workers follow."""
@@ -224,6 +314,11 @@ class MemoryThread:
 
     def _show_figures(self) -> None:
         self.notices = tuple(pool.notice for pool in self._pools.values() if pool.notice)
-        self.failures = tuple(pool.failure for pool in self._pools.values() if pool.failure)
+        failures = [pool.failure for pool in self._pools.values() if pool.failure]
+        if self._records is not None:
+            failures += self._records.problems.values()
+        if self._keeper is not None and self._keeper.notice is not None:
+            failures.append(self._keeper.notice)
+        self.failures = tuple(failures)
         self.allocated_bytes, self.spare_bytes = self._budget.allocated_bytes, self._budget.spare_bytes
         self.recalled_bytes = self._budget.recalled_bytes

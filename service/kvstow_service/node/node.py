@@ -15,7 +15,7 @@ from kvstow.errors import IntegrityError
 from kvstow.memory.budget import MemoryBudget
 from kvstow.memory.extents import STEP_BYTES
 from kvstow.memory.limits import MemoryLimits, limits_of
-from kvstow.memory.nodememory import ExtentKeeper, NodeMemory
+from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.numa import memory_nodes
 from kvstow.memory.populator import Populator
 from kvstow_service.node.attachserver import AttachServer
@@ -23,6 +23,8 @@ from kvstow_service.node.attachsocket import AttachSocket
 from kvstow_service.node.memorythread import MemoryThread
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.nodepool import PoolSettings
+from kvstow_service.node.noderecovery import NodeRecovery
+from kvstow_service.node.survivingmemory import SurvivingMemory
 
 logger = logging.getLogger("kvstow.node")
 
@@ -40,7 +42,9 @@ class NodeSettings:
     `memory_bytes`: the budget over all pools and ranks, a multiple of 2 MiB, as is `extent_bytes`. `attach_group`: the
     group that may write to the socket, besides the service's user. `populate_chunk_bytes` are populated at once, then
     others have the machine for `populate_pause`. `trust_eof`: processes whose end cannot be seen count as ended so long
-    after their connection; None refuses them.
+    after their connection; None refuses them. `state`: the folder of the keeper, with which everything survives a crash
+    of this process; None for no keeper. It holds the memory for `keep_timeout` without a service. `keep_on_stop`: leave
+    the memory with it in `close`, too.
     """
 
     memory_bytes: int
@@ -52,6 +56,9 @@ class NodeSettings:
     populate_pause: float = 0.002
     share_across_uids: bool = False
     trust_eof: float | None = None
+    state: Path | None = None
+    keep_timeout: float = 600.0
+    keep_on_stop: bool = False
     pools: PoolSettings = field(default_factory=PoolSettings)
 
 
@@ -67,12 +74,11 @@ class Node:
         self,
         settings: NodeSettings,
         *,
-        keeper: ExtentKeeper | None = None,
         limits: MemoryLimits | None = None,
         on_failure: Callable[[str], object] = lambda reason: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The keeper stays the caller's. `on_failure` is called with a sentence when a thread has ended by a defect.
+        """`on_failure` is called with a sentence when a thread has ended by a defect.
         Raises `ConfigError`, or `PinError` when there is no address space."""
         self.settings = settings
         self._on_failure = on_failure
@@ -85,7 +91,7 @@ class Node:
             pause=settings.populate_pause,
         )
         self.memory = MemoryThread(
-            NodeMemory(budget, self.populator, huge_pages=settings.huge_pages, keeper=keeper),
+            NodeMemory(budget, self.populator, huge_pages=settings.huge_pages),
             lambda action: self.server.post(action),
             on_smaller=lambda pool: self.host.follow_pool(pool),
             on_empty=lambda pool: self.host.drop_if_unused(pool),
@@ -96,14 +102,22 @@ class Node:
         )
         self.server: AttachServer
         """From `start` on."""
+        self._keeper: SurvivingMemory | None = None
+        self._has_started = False
         self.integrity_problem: str | None = None
         """What a check of the records has found; only a restart repairs it."""
         self._next_retry, self._next_check = clock() + _RETRY_SECONDS, clock() + _CHECK_SECONDS
 
     def start(self) -> None:
-        """Raises `ConflictError` if the socket cannot be used; then `close` gives back what was taken."""
+        """Takes up what an earlier service has left: 2 s for a million blocks. Raises `ConflictError` if the socket
+        cannot be used, or `KeeperError`; then `close` gives back what was taken."""
         raise_descriptor_limit()
+        if self.settings.state is not None:
+            self._keeper = SurvivingMemory(self.settings.state, self.settings.keep_timeout)
+            self._running.callback(self._leave_keeper, self._keeper)
+            self.memory.use_keeper(self._keeper)
         self._running.callback(self.memory.memory.close)
+        self._running.callback(self.memory.close_records)
         socket = AttachSocket(self.settings.attach_socket, self.settings.attach_group)
         self._running.callback(socket.close)
         self.server = AttachServer(
@@ -115,6 +129,9 @@ class Node:
         )
         self._running.callback(self.server.close)
         self._running.callback(self.memory.close)  # before the server, which sends what it has left
+        if self._keeper is not None:
+            NodeRecovery(self._keeper, self.memory, self.host, self.server).run()
+        self._has_started = True
         self.populator.start()
         self.memory.start()
         self.server.start()
@@ -124,6 +141,13 @@ class Node:
         self._running.close()
         self.populator.close()
         self.host.close()
+
+    def _leave_keeper(self, keeper: SurvivingMemory) -> None:
+        """Without a stop that was asked for, the next service finds everything."""
+        if self.settings.keep_on_stop or not self._has_started or self.live_failure() is not None:
+            keeper.leave()
+        else:
+            keeper.end()
 
     # -- for the admin process ------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 
@@ -20,6 +20,7 @@ from kvstow.attach.calls import (
     ResetDone,
     StoreBegun,
 )
+from kvstow.attach.connection import Message
 from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
@@ -29,11 +30,13 @@ from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import HostedNamespace, HostedSession
 from kvstow_service.node.memorythread import MemoryThread
-from kvstow_service.node.nodepool import NodePool, PoolSettings
+from kvstow_service.node.nodepool import KnownNamespace, NodePool, PoolSettings
 from kvstow_service.node.nodesession import NodeSession
+from kvstow_service.node.poolrecord import PoolRecord
 from kvstow_service.node.sessionhost import SessionGrant, SessionLink
 from kvstow_service.node.sharing import sharing_off
 from kvstow_service.node.uniquenames import unique_name
+from kvstow_service.node.workerrecord import WorkerRecord
 
 SHARED_OWNER = (1 << 32) - 1
 """The owner of memory that engines of all users share: the uid that no user can have."""
@@ -123,6 +126,27 @@ class NodeHost:
             with pool.lock:
                 pool.closed = True
 
+    # -- an earlier life: before any thread has started -----------------------------------------------------
+
+    def restore_pool(self, record: PoolRecord, known: Mapping[str, KnownNamespace]) -> NodePool:
+        pool = NodePool(record.name, record.identity, record.model, self._settings, clock=self._clock)
+        pool.known.update(known)
+        self._pools[pool.name] = pool
+        self.switches.apply_to(pool.facade.admin)
+        return pool
+
+    def restore_session(self, record: WorkerRecord) -> None:
+        """A lost session, which its pool has recovered, after one of its workers."""
+        pool = self._pools[record.pool]
+        unknown = NamespaceIdentity(pool.model, "", "", "")
+        namespace = pool.known.get(record.namespace) or KnownNamespace(record.namespace, unknown, ())
+        hello = replace(record.hello(), role="scheduler", namespace=namespace.identity)
+        control = pool.find_session(record.number)
+        peer = record.peer(None)
+        session = NodeSession(record.session_id, hello, peer, _NoLink(record.session_id), pool, namespace, control)
+        self._sessions[record.session_id] = session
+        pool.num_sessions += 1
+
     # -- attaching: on the attach server's thread, like all below -------------------------------------------
 
     def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> SessionGrant:
@@ -137,8 +161,11 @@ class NodeHost:
 
     def join_worker(self, session_id: str, hello: Hello, peer: Peer) -> None:
         session = self._sessions[session_id]
+        try:
+            self._memory.add_worker(session, hello, peer)
+        except OSError as error:
+            raise AttachRefusedError("no_descriptors", f"the node service has too few: {error.strerror}") from error
         session.workers[hello.rank] = hello
-        self._memory.add_worker(session, hello.rank)
         if session.is_complete:  # only now the devices' NUMA nodes are known
             self._memory.add_session(session, session.wanted_slots())
 
@@ -272,8 +299,20 @@ class NodeHost:
         with self._lock:
             del self._sessions[session_id]
         self._leave_pool(session.pool)
+        if not session.pool.num_sessions:
+            self._memory.end_claims(session.pool)
 
     def _end_client(self, session: NodeSession, rank: int) -> None:
         client = session.client(rank)
         session.pool.process_died(client)
         self._memory.end_client(client)
+
+
+class _NoLink:
+    """The link of a session of the service before: it has no connections."""
+
+    def __init__(self, session_id: str) -> None:
+        self.session_id = session_id
+
+    def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
+        """Dropped."""

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.poolfacade import PoolFacade
 from kvstow.control.sharedpool import SharedPool
+from kvstow.control.slotjournal import NamespaceLabel
 from kvstow.errors import AttachRefusedError, ConfigError, ConflictError
 from kvstow.memory.rows import PoolLayout, RankLayout
 from kvstow.status import HostedNamespace
@@ -62,6 +64,23 @@ class NodePool(SharedPool):
         self.known: dict[str, KnownNamespace] = {}
         self.grow_above = -1
         """The pool has use for more memory once it uses more slots than that. Set by the thread of the memory."""
+
+    def begin_journal(self, journal: IndexJournal) -> None:
+        """From now on the pool records what its slots hold. Before it has slots; the journal stays the caller's. One of
+        an earlier service stays as it is until it was recovered."""
+        with self.lock:
+            self.journal = journal
+            if any(self.index.namespaces):
+                self.journal_namespaces()
+
+    def end_journal(self) -> None:
+        """Before the journal is closed."""
+        with self.lock:
+            self.journal = None
+
+    def namespace_label(self, name: str) -> NamespaceLabel:
+        known = self.known.get(name)
+        return NamespaceLabel(name, None if known is None else known.identity.to_json())
 
     def layout(self, owner: int, extent_bytes: int) -> PoolLayout:
         """How its slots lie in extents."""

@@ -27,6 +27,7 @@ from kvstow.messages import DesiredState, RankReport
 from kvstow.status import HostedSession
 from kvstow_service.node.rankmemory import RankMemory
 from kvstow_service.node.sessionhost import SessionLink
+from kvstow_service.node.workerrecord import WorkerRecord
 
 if TYPE_CHECKING:
     from kvstow_service.node.nodepool import KnownNamespace, NodePool
@@ -84,6 +85,19 @@ class NodeSession:
         if not self.hello.wanted_bytes:
             return None
         return max(1, self.hello.wanted_bytes // sum(self.pool.identity.slot_bytes))
+
+    def worker_record(self, hello: Hello, peer: Peer) -> WorkerRecord:
+        """What the service after this one has to know of a worker."""
+        return WorkerRecord.of(
+            hello,
+            peer,
+            session_id=self.session_id,
+            client=self.client(hello.rank),
+            number=self.control.session_id,
+            pool=self.pool.name,
+            namespace=self.namespace.name,
+            wanted_slots=self.wanted_slots(),
+        )
 
     # -- calls of the scheduler half ------------------------------------------------------------------------
 

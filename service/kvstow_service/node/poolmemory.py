@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable, Mapping
 
 from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, GrantedExtents, PopulatedExtents, RevokedExtents
+from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.sweeps import Sweep
-from kvstow.errors import ConflictError
+from kvstow.errors import ConflictError, PinError
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.poolrows import Row
 from kvstow_service.node.nodepool import NodePool
@@ -104,6 +105,10 @@ class PoolMemory:
             logger.warning("%s", self.failure)
         return changed
 
+    def restore(self) -> None:
+        """Take the rows that have survived a restart whole, before the budget decides."""
+        self._take(self._budget.rows(self.pool.name), self._budget.num_sound_rows(self.pool.name))
+
     def dissolve(self) -> None:
         """The pool is gone; it has no sessions."""
         for number in sorted(self._held, reverse=True):
@@ -118,9 +123,14 @@ class PoolMemory:
                 self._budget.record_mapping(self.holder, extent)
         try:
             while len(self.pool.extents) < active:
-                self.pool.add_extent(rows[len(self.pool.extents)].num_slots)
+                row = rows[len(self.pool.extents)]
+                if isinstance(self.pool.journal, IndexJournal):
+                    self.pool.journal.reserve(row.first_slot, row.first_slot + row.num_slots)
+                self.pool.add_extent(row.num_slots)
         except ConflictError as error:
             self.notice, self.waits = f"pool {self.pool.name} gets no memory yet: {error}", True
+        except PinError as error:
+            self.failure, self.waits = f"pool {self.pool.name} gets no memory yet: {error}", True
 
     def _show(self, rows: Mapping[int, Row]) -> None:
         """Let the pool use what is populated on all ranks, and tell the workers how far they may map."""

@@ -69,8 +69,18 @@ def content_of(key: bytes, rank: int) -> bytes:
 class RawWorker:
     """The worker of a rank, which maps all that it is sent."""
 
-    def __init__(self, path: Path, token: str, rank: int, boot: str = "boot") -> None:
-        hello = Hello(role="worker", engine="raw", host="here", pid=os.getpid(), token=token, rank=rank)
+    def __init__(
+        self, path: Path, token: str, rank: int, boot: str = "boot", settled_tokens: tuple[str, ...] = ()
+    ) -> None:
+        hello = Hello(
+            role="worker",
+            engine="raw",
+            host="here",
+            pid=os.getpid(),
+            token=token,
+            rank=rank,
+            settled_tokens=settled_tokens,
+        )
         self.rank, self.boot = rank, boot
         self.connection = AttachConnection(path, lambda: hello, accepts_fds=True)
         self.grants: dict[int, ExtentGrant] = {}
@@ -165,7 +175,8 @@ class RawWorker:
 class RawEngine:
     """An attached engine. Each call steps all connections until it has its result."""
 
-    def __init__(self, path: Path, hello: Hello = HELLO) -> None:
+    def __init__(self, path: Path, hello: Hello = HELLO, settled_tokens: tuple[str, ...] = ()) -> None:
+        """`settled_tokens`: of sessions in which this process has no copies under way any more."""
         self.path = path
         self.settled: dict[int, str] = {}
         self.scheduler = AttachConnection(path, lambda: hello)
@@ -174,7 +185,10 @@ class RawEngine:
         assert self.scheduler.welcome is not None
         self.welcome = self.scheduler.welcome
         assert hello.pool is not None
-        self.workers = [RawWorker(path, self.welcome.token, rank) for rank in range(hello.pool.num_ranks)]
+        self.workers = [
+            RawWorker(path, self.welcome.token, rank, settled_tokens=settled_tokens)
+            for rank in range(hello.pool.num_ranks)
+        ]
         self.wait_for(lambda: all(worker.connection.state == "attached" for worker in self.workers))
 
     def step(self) -> None:

@@ -1,0 +1,116 @@
+"""What a restarted service has to know of a worker that may still use the memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from kvstow.attach.hello import Hello
+from kvstow.attach.jsonobject import parse_object
+from kvstow.attach.peer import Peer
+
+_MAX_TEXT = 200
+_PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord:
+    """`number`: the session's in its pool, whose journal names it; `client`: the worker's name in the books of memory.
+    `has_pidfd`: whether the descriptor beside this text tells of the process's end."""
+
+    session_id: str
+    client: str
+    token: str
+    number: int
+    pool: str
+    namespace: str
+    rank: int
+    wanted_slots: int | None
+    engine: str
+    host: str
+    pid: int
+    device: str
+    uid: int
+    gid: int
+    has_pidfd: bool
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Raises `ProtocolError` or `InvalidRequestError`."""
+        value = parse_object(text.encode(), "record of a worker")
+        return cls(
+            session_id=value.text("session_id"),
+            client=value.text("client"),
+            token=value.text("token"),
+            number=value.whole("number"),
+            pool=value.text("pool"),
+            namespace=value.text("namespace"),
+            rank=value.whole("rank"),
+            wanted_slots=value.optional_whole("wanted_slots"),
+            engine=value.text("engine"),
+            host=value.text("host"),
+            pid=value.whole("pid"),
+            device=value.text("device", ""),
+            uid=value.whole("uid"),
+            gid=value.whole("gid"),
+            has_pidfd=value.flag("has_pidfd"),
+        )
+
+    @classmethod
+    def of(
+        cls,
+        hello: Hello,
+        peer: Peer,
+        *,
+        session_id: str,
+        client: str,
+        number: int,
+        pool: str,
+        namespace: str,
+        wanted_slots: int | None,
+    ) -> Self:
+        return cls(
+            session_id=session_id,
+            client=client,
+            token=hello.token,
+            number=number,
+            pool=pool,
+            namespace=namespace,
+            rank=hello.rank,
+            wanted_slots=wanted_slots,
+            engine=hello.engine[:_MAX_TEXT],
+            host=hello.host[:_MAX_TEXT],
+            pid=hello.pid,
+            device=hello.device[:_MAX_TEXT],
+            uid=peer.uid,
+            gid=peer.gid,
+            has_pidfd=peer.pidfd is not None,
+        )
+
+    def hello(self) -> Hello:
+        """As far as it is known."""
+        return Hello(
+            role="worker",
+            engine=self.engine,
+            host=self.host,
+            pid=self.pid,
+            token=self.token,
+            rank=self.rank,
+            device=self.device,
+        )
+
+    def peer(self, pidfd: int | None) -> Peer:
+        """Takes over the pidfd. The process's number may be another one than before, in another pid namespace."""
+        return Peer(0 if pidfd is None else _pid_of(pidfd), self.uid, self.gid, pidfd)
+
+
+def _pid_of(pidfd: int) -> int:
+    """0 for a process that this one does not see, or that has ended."""
+    found = _PID.search(Path(f"/proc/self/fdinfo/{pidfd}").read_text())
+    return max(0, int(found[1])) if found else 0

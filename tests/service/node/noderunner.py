@@ -1,0 +1,110 @@
+"""A node in a process of its own, for tests that kill it: `python noderunner.py SOCKET STATE EXTENTS [keep]`.
+
+It prints the number of blocks that it has recovered, and ends on SIGTERM.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvstow.memory.limits import MemoryLimits
+from kvstow_service.node.node import Node, NodeSettings
+
+EXTENT_BYTES = 2 << 20
+
+
+def settings_of(socket: Path, state: Path, extents: int, *, keep: bool = False) -> NodeSettings:
+    return NodeSettings(
+        memory_bytes=extents * EXTENT_BYTES,
+        attach_socket=socket,
+        extent_bytes=EXTENT_BYTES,
+        populate_pause=0,
+        state=state,
+        keep_on_stop=keep,
+    )
+
+
+def shown(node: Node) -> dict[str, Any]:
+    """What a test wants to know of the node."""
+    pools = {
+        pool.name: {
+            "blocks": pool.facade.stats().pool.slots.cached,
+            "quarantined": pool.facade.stats().pool.slots.quarantined,
+            "free": pool.facade.stats().pool.slots.free,
+            "is_waiting": pool.earlier is not None,
+        }
+        for pool in node.host.pools()
+    }
+    sessions = {one.session_id: [one.status.state, one.pool] for one in node.host.sessions()}
+    for pool in node.host.pools():
+        pool.check_integrity()
+    return {
+        "pools": pools,
+        "sessions": sessions,
+        "allocated": node.memory.allocated_bytes,
+        "problems": node.memory.problems,
+        "faults": node.memory.faults,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+class RunningNode:
+    """For the test."""
+
+    def __init__(self, socket: Path, state: Path, environ: dict[str, str], extents: int = 8, *words: str) -> None:
+        command = [sys.executable, __file__, str(socket), str(state), str(extents), *words]
+        self.process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self.first = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the node has ended"
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def show(self) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write("show\n")
+        return self._read()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.communicate(timeout=60)
+        return self.process.returncode
+
+
+def main() -> None:
+    socket, state, extents = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    folder = state.parent / "limits"
+    folder.mkdir(exist_ok=True)
+    (folder / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
+    limits = MemoryLimits(folder / "meminfo", folder / "cgroup", folder / "fs")
+    logging.basicConfig(level=logging.INFO)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    node = Node(settings_of(socket, state, extents, keep="keep" in sys.argv), limits=limits)
+    try:
+        node.start()
+        print(json.dumps(shown(node)), flush=True)
+        for _ in sys.stdin:
+            print(json.dumps(shown(node)), flush=True)
+        signal.pause()
+    finally:
+        node.close()
+
+
+if __name__ == "__main__":
+    main()

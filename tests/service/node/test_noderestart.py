@@ -1,0 +1,258 @@
+"""A node is killed, and the next one has its memory, its index and its sessions, which engines still use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.service.node import rawengine
+from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
+from tests.service.node.rawengine import RawEngine, key_of
+from tests.service.node.test_survival import end_keeper
+
+from kvstow.attach.calls import Hold
+from kvstow.attach.hello import Hello
+from kvstow.errors import KeeperError
+from kvstow_service.node.keeperclient import KeeperClient
+
+pytestmark = pytest.mark.process
+
+KEYS = [key_of(number) for number in range(40)]
+
+StartNode = Callable[..., RunningNode]
+Attach = Callable[..., RawEngine]
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "state"
+    end_keeper(tmp_path / "state")
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Path:
+    return tmp_path / "node" / "attach.sock"
+
+
+@pytest.fixture
+def start_node(socket: Path, state: Path, child_environ: dict[str, str]) -> Iterator[StartNode]:
+    nodes: list[RunningNode] = []
+
+    def start(extents: int = 8, *words: str) -> RunningNode:
+        nodes.append(RunningNode(socket, state, child_environ, extents, *words))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        if node.process.poll() is None:
+            node.kill()
+
+
+@pytest.fixture
+def attach(socket: Path) -> Iterator[Attach]:
+    engines: list[RawEngine] = []
+
+    def attach(*settled_tokens: str, hello: Hello = rawengine.HELLO) -> RawEngine:
+        engines.append(RawEngine(socket, hello, settled_tokens))
+        return engines[-1]
+
+    yield attach
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def engine_process(socket: Path, child_environ: dict[str, str]) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
+    """An engine of its own that has stored some keys, and is in the middle of another store."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(count: int) -> subprocess.Popen[str]:
+        command = [sys.executable, rawengine.__file__, str(socket), str(count), "0"]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environ))
+        stdout = started[-1].stdout
+        assert stdout is not None
+        assert stdout.readline() == "stored\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def found(engine: RawEngine, keys: Sequence[bytes]) -> int:
+    """How many leading keys there are."""
+    return engine.lookup(keys, Hold.NOTHING).leading
+
+
+def has_loaded(engine: RawEngine, keys: Sequence[bytes]) -> bool:
+    return engine.load(keys) == len(keys)
+
+
+def pool_of(shown: dict[str, Any]) -> dict[str, Any]:
+    (pool,) = shown["pools"].values()
+    found: dict[str, Any] = pool
+    return found
+
+
+def test_every_block_is_found_again_and_has_its_bytes(start_node: StartNode, attach: Attach) -> None:
+    node = start_node()
+    engine = attach()
+    engine.store_all(KEYS)
+    node.kill()
+    again = start_node()
+    assert pool_of(again.first)["blocks"] == len(KEYS)
+    assert again.first["allocated"] == 8 * EXTENT_BYTES, "there is never a second pool"
+    assert (again.first["problems"], again.first["faults"]) == ([], 0)
+    engine = attach(engine.welcome.token)
+    engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))
+    assert not pool_of(again.show())["is_waiting"]
+
+
+def test_what_a_session_was_writing_waits_until_it_has_spoken(start_node: StartNode, attach: Attach) -> None:
+    node = start_node()
+    engine = attach()
+    engine.store_all(KEYS)
+    begun = engine.begin_store([key_of(1000), key_of(1001)])
+    assert len(begun.slots) == 2
+    node.kill()
+    again = start_node()
+    assert (pool_of(again.first)["quarantined"], pool_of(again.first)["is_waiting"]) == (2, True)
+    assert [state for state, _ in again.first["sessions"].values()] == ["lost"]
+    other = attach()  # of the same process, but it says nothing of the session before
+    other.wait_for(lambda: other.load(KEYS) == len(KEYS))
+    assert pool_of(again.show())["quarantined"] == 2
+    engine = attach(engine.welcome.token)
+    engine.wait_for(lambda: pool_of(again.show())["quarantined"] == 0)
+    assert not pool_of(again.show())["is_waiting"]
+    assert "lost" not in [state for state, _ in again.show()["sessions"].values()]
+    engine.store_all([key_of(1000), key_of(1001)])
+    assert engine.load([key_of(1000), key_of(1001)]) == 2
+
+
+@pytest.mark.parametrize("when", ["in the gap", "afterwards"])
+def test_what_a_session_was_writing_waits_until_its_processes_are_dead(
+    start_node: StartNode,
+    engine_process: Callable[[int], subprocess.Popen[str]],
+    eventually: Any,
+    when: str,
+) -> None:
+    node = start_node()
+    engine = engine_process(20)
+    node.kill()
+    if when == "in the gap":
+        engine.kill()
+        engine.wait()
+    again = start_node()
+    assert pool_of(again.first)["blocks"] == 20
+    if when == "afterwards":
+        assert pool_of(again.first)["quarantined"] == 1
+        assert pool_of(again.first)["is_waiting"]
+        engine.kill()
+        eventually(lambda: pool_of(again.show())["quarantined"] == 0)
+    shown = again.show()
+    assert pool_of(shown) | {"free": 0} == {"blocks": 20, "quarantined": 0, "free": 0, "is_waiting": False}
+    assert shown["sessions"] == {}
+
+
+def test_nothing_is_evicted_while_an_engine_of_before_may_read_it(
+    start_node: StartNode, engine_process: Callable[[int], subprocess.Popen[str]], attach: Attach, eventually: Any
+) -> None:
+    node = start_node(2)
+    num_slots = EXTENT_BYTES // rawengine.SLOT_BYTES  # of one extent for each of two ranks
+    reader = engine_process(num_slots - 1)
+    node.kill()
+    again = start_node(2)
+    engine = attach()
+    engine.wait_for(lambda: found(engine, KEYS) == num_slots - 1)
+    assert engine.load(KEYS) == num_slots // 2, "no session leases more"
+    begun = engine.begin_store([key_of(5000)])
+    assert (begun.op_id, dict(begun.outcomes)) == (0, {"dropped_cpu_full": 1})
+    reader.kill()
+    eventually(lambda: not pool_of(again.show())["is_waiting"])
+    engine.store_all([key_of(5000), key_of(5001)])
+    assert engine.load([key_of(5000), key_of(5001)]) == 2
+
+
+def test_a_pool_is_not_taken_by_another_one_before_its_engines_come_back(start_node: StartNode, attach: Attach) -> None:
+    """They have their share of the memory still, so the other one gets no more than its own."""
+    node = start_node()
+    engine = attach()
+    engine.store_all(KEYS)
+    node.kill()
+    start_node()
+    pool = replace(rawengine.POOL, kv_cache_dtype="other")
+    other = attach(hello=replace(rawengine.HELLO, pool=pool))
+    other.store_all([key_of(number) for number in range(100)])
+    engine = attach(engine.welcome.token)
+    engine.wait_for(lambda: found(engine, KEYS) == len(KEYS))
+
+
+def test_killed_again_and_again(start_node: StartNode, attach: Attach) -> None:
+    tokens: tuple[str, ...] = ()
+    descriptors = []
+    for number in range(4):
+        node = start_node()
+        descriptors.append(node.first["descriptors"])
+        engine = attach(*tokens)
+        engine.wait_for(partial(has_loaded, engine, KEYS[: 10 * number]))
+        engine.store_all(KEYS[: 10 * (number + 1)])
+        engine.begin_store([key_of(2000 + number)])
+        tokens = (engine.welcome.token,)
+        assert node.show()["allocated"] == 8 * EXTENT_BYTES
+        node.kill()
+    assert len(set(descriptors[1:])) == 1, "each service has as many descriptors as the one before"
+
+
+def test_sigterm_gives_everything_back(start_node: StartNode, attach: Attach, state: Path) -> None:
+    node = start_node()
+    attach().store_all(KEYS)
+    assert KeeperClient.look(state).infos
+    assert node.stop() == 0
+    with pytest.raises(KeeperError):
+        KeeperClient.look(state)
+    assert start_node().first["pools"] == {}
+
+
+def test_sigterm_with_keep_on_stop_keeps_everything(start_node: StartNode, attach: Attach, state: Path) -> None:
+    node = start_node(8, "keep")
+    engine = attach()
+    engine.store_all(KEYS)
+    assert node.stop() == 0
+    assert KeeperClient.look(state).infos
+    again = start_node()
+    engine = attach(engine.welcome.token)
+    engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))
+    assert again.stop() == 0
+    with pytest.raises(KeeperError):
+        KeeperClient.look(state)
+
+
+def test_the_keeper_is_killed_beside_a_service(
+    start_node: StartNode, attach: Attach, state: Path, eventually: Any
+) -> None:
+    node = start_node()
+    engine = attach()
+    engine.store_all(KEYS)
+    os.kill(KeeperClient.look(state).pid, 9)
+
+    def is_kept() -> bool:
+        try:
+            return any(name.startswith("worker-") for name in KeeperClient.look(state).infos)
+        except KeeperError:
+            return False
+
+    eventually(is_kept)
+    node.kill()
+    start_node()
+    engine = attach(engine.welcome.token)
+    engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))
