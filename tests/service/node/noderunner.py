@@ -49,7 +49,7 @@ def shown(node: Node) -> dict[str, Any]:
         "pools": pools,
         "sessions": sessions,
         "allocated": node.memory.allocated_bytes,
-        "problems": node.memory.problems,
+        "problems": node.memory.failures,
         "faults": node.memory.faults,
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
