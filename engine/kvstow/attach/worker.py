@@ -10,11 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from kvstow.attach.channel import close_fds
+from kvstow.attach.channel import Channel, close_fds
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.extentcalls import Detach
 from kvstow.attach.frames import Frame
@@ -23,7 +23,7 @@ from kvstow.attach.opgate import OpGate
 from kvstow.attach.rank import ExtentPool, Fence, RankPlane
 from kvstow.attach.ticket import SessionTicket
 from kvstow.attach.workercalls import WorkerCalls
-from kvstow.errors import KvstowError
+from kvstow.errors import AttachError, KvstowError
 from kvstow.messages import Completion, StepPlan
 
 DETACHED_SECONDS = 0.1
@@ -155,9 +155,11 @@ class AttachedWorker:
         """Say on another connection that nothing is under way here, without waiting for the answer: the words on the
         first one are lost if the engine, or another worker, has ended the session before."""
         hello = replace(self._make_hello(), settled_tokens=(*self._settled, self._ticket.token))
-        connection = AttachConnection(self._path, lambda: hello)
-        connection.poll()
-        connection.close()
+        connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with closing(connecting), suppress(OSError, AttachError):
+            connecting.setblocking(False)
+            connecting.connect(str(self._path))
+            Channel(connecting).send(hello.KIND, hello.pack())
 
     # -- the thread -----------------------------------------------------------------------------------------
 

@@ -104,15 +104,15 @@ class WorkerCalls:
         if self._offers is None:
             self._offers = self._offer()
         if not self._is_settled and all(call.done for call in self._offers):
-            self._pool.keep([extent_id for call in self._offers for extent_id in _kept(call)])
             self._is_settled = True
+            kept = [extent_id for call in self._offers for extent_id in _kept(call)]
             early, self._early = self._early, []
-            while early:
-                try:
+            try:
+                while early:  # first: what is granted again is kept
                     self.take(early.pop(0))
-                except BaseException:
-                    self._early = early  # for `end_session`
-                    raise
+            finally:
+                self._early = early
+            self._pool.keep(kept)
 
     def _offer(self) -> list[Call]:
         held = list(self._pool.held_extents())

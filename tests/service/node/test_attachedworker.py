@@ -1,0 +1,362 @@
+"""The worker half of an engine over a real attach server: real extents and threads, a fake control plane and device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.service.node.conftest import NAMESPACE, POOL, MakeNode, Node, wait_until
+
+from kvstow.attach.engine import AttachedEngine
+from kvstow.attach.extentcalls import (
+    ExtentBytes,
+    ExtentGrant,
+    GrantedExtents,
+    PopulatedExtents,
+    RevokedExtents,
+)
+from kvstow.attach.peer import Peer
+from kvstow.attach.ticket import SessionTicket, unique_id
+from kvstow.attach.worker import AttachedWorker
+from kvstow.dataplane import DataPlane
+from kvstow.memfd import create_memfd
+from kvstow.memory.extents import EXTENT_NAME
+from kvstow.memory.mappedpool import MappedPool
+from kvstow.memory.pace import FixedPace
+from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
+from kvstow.testing.fakes import FakeDevice, FakeRegistrar
+from kvstow_service.node.sessionhost import SessionLink
+
+MIB = 1 << 20
+SLOT = 4096
+EXTENT_SLOTS = 2 * MIB // SLOT
+
+
+class Service:
+    """What the fake control plane does for workers: it grants its extents to each rank that joins."""
+
+    def __init__(self, node: Node, extents: Sequence[int] = ()) -> None:
+        self.node, self.host = node, node.host
+        self.fds = list(extents)
+        self.links: list[SessionLink] = []
+        self.words: list[str] = []
+        """What the worker of rank 0 says of its memory, in order."""
+        self.reports: list[RankReport] = []
+        self.populated = 2 * MIB
+        self.first_id = 1
+        node.next_peer = lambda: Peer(os.getpid(), 1000, 1000, os.pidfd_open(os.getpid()))
+        self.host.on_join = self._join
+        takers: dict[str, Callable[..., Any]] = {
+            name: getattr(self.host, name) for name in ("extents_registered", "extents_released", "take_back")
+        }
+        for name, take in takers.items():
+            setattr(self.host, name, partial(self._record, name, take))
+        self.host.take_report = self._report  # type: ignore[method-assign]
+
+    def _record(self, name: str, take: Callable[..., Any], *values: Any) -> Any:
+        self.words.append(name)
+        return take(*values)
+
+    def _report(self, session_id: str, rank: int, report: RankReport) -> DesiredState:
+        self.words.append("take_report")
+        self.reports.append(report)
+        return DesiredState("engine-1", EXTENT_SLOTS * len(self.fds), number=1)
+
+    def _join(self, link: SessionLink, rank: int) -> None:
+        self.links.append(link)
+        if self.fds:
+            link.push(GrantedExtents(SLOT, tuple(map(self._grant, range(len(self.fds))))), rank=rank, fds=self.fds)
+
+    def _grant(self, number: int) -> ExtentGrant:
+        first = EXTENT_SLOTS * number
+        return ExtentGrant(self.first_id + number, number, first, EXTENT_SLOTS, 2 * MIB, self.populated)
+
+    def revoke(self, extent_id: int) -> None:
+        self.links[-1].push(RevokedExtents((extent_id,)), rank=0)
+
+    def registered(self) -> dict[int, int]:
+        return {extent_id: slots for _, said in self.host.registered for extent_id, slots in said}
+
+
+class Rank:
+    """A rank with a device whose copies end when the test says so."""
+
+    def __init__(self, path: Path, rank: int = 0, *, replicated: bool = False) -> None:
+        self.registrar = FakeRegistrar()
+        self.pool = MappedPool(SLOT, self.registrar, pace=partial(FixedPace, 512 << 10, 0.0))
+        self.device = FakeDevice()
+        self.plane = DataPlane(rank, self.pool, self.device)
+        self.worker = AttachedWorker(path, self.plane, self.pool, engine="test", replicated=replicated)
+        self.worker.start()
+        self.said: list[Completion] = []
+
+    def submit(self, op_id: int, slot: int = 0, direction: Direction = "load") -> int:
+        self.worker.submit(StepPlan((Op(op_id, direction, (1,), (slot,)),)))
+        return op_id
+
+    def ended(self, op_id: int) -> str | None:
+        """The mark of an op, once it has ended; a failure with its reason."""
+        self.said += self.worker.take_completions()
+        found = [done for done in self.said if done.op_id == op_id]
+        return None if not found else f"{found[-1].mark} {found[-1].error or ''}".strip()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def extents(stack: ExitStack) -> list[int]:
+    """Two of 2 MiB, which have memory."""
+    fds = [create_memfd(EXTENT_NAME, 2 * MIB) for _ in range(2)]
+    for fd in fds:
+        stack.callback(os.close, fd)
+        os.posix_fallocate(fd, 0, 2 * MIB)
+    return fds
+
+
+@pytest.fixture
+def service(node: Node, extents: list[int]) -> Service:
+    return Service(node, extents)
+
+
+@pytest.fixture
+def engine(node: Node, service: Service, stack: ExitStack) -> AttachedEngine:
+    made = AttachedEngine(node.path, engine="test", pool=POOL, namespace=NAMESPACE)
+    stack.callback(made.close)
+    wait_until(lambda: made.is_attached, made.step)
+    return made
+
+
+@pytest.fixture
+def rank(node: Node, engine: AttachedEngine, service: Service, stack: ExitStack) -> Rank:
+    """It has registered both extents."""
+    made = Rank(node.path)
+    stack.callback(made.worker.close)
+    made.worker.join(engine.ticket)
+    wait_until(lambda: service.registered() == {1: EXTENT_SLOTS, 2: EXTENT_SLOTS})
+    return made
+
+
+def next_session(engine: AttachedEngine, node: Node) -> SessionTicket:
+    """The service has dropped the session, and the engine has another one."""
+    before = engine.ticket
+    assert engine.welcome is not None
+    node.server.detach(engine.welcome.session_id)
+    wait_until(lambda: engine.ticket not in (None, before), engine.step)
+    assert engine.ticket is not None
+    return engine.ticket
+
+
+def test_a_worker_says_what_it_has_registered_and_applies_what_it_is_told(rank: Rank, service: Service) -> None:
+    wait_until(lambda: any(report.pinned_slots == 2 * EXTENT_SLOTS for report in service.reports))
+    assert rank.plane.applied.capacity_slots == 2 * EXTENT_SLOTS
+    assert rank.registrar.locked_bytes == 4 * MIB
+    assert (rank.worker.problem, rank.worker.faults) == (None, 0)
+    service.links[-1].push(PopulatedExtents((ExtentBytes(2, 2 * MIB),)), rank=0)
+
+
+def test_it_registers_no_further_than_the_service_has_populated(
+    node: Node, engine: AttachedEngine, service: Service, stack: ExitStack
+) -> None:
+    big = create_memfd(EXTENT_NAME, 4 * MIB)
+    stack.callback(os.close, big)
+    os.posix_fallocate(big, 0, 2 * MIB)
+    made = Rank(node.path)
+    stack.callback(made.worker.close)
+    grant = ExtentGrant(1, 0, 0, 2 * EXTENT_SLOTS, 4 * MIB, 2 * MIB)
+    service.host.on_join = lambda link, rank: link.push(GrantedExtents(SLOT, (grant,)), rank=rank, fds=[big])
+    made.worker.join(engine.ticket)
+    wait_until(lambda: service.registered() == {1: EXTENT_SLOTS})
+    wait_until(lambda: made.pool._next_step() is None)
+    assert (made.registrar.locked_bytes, os.fstat(big).st_blocks * 512) == (2 * MIB, 2 * MIB)
+
+
+def test_it_lets_go_of_a_revoked_extent_after_its_copies_and_after_it_has_said_so(
+    engine: AttachedEngine, rank: Rank, service: Service
+) -> None:
+    assert engine.ticket is not None
+    op = rank.submit(unique_id(engine.ticket.number, 5), EXTENT_SLOTS + 3, "store")
+    ticket = rank.device.ticket(op)
+    service.words.clear()
+    service.revoke(2)
+    wait_until(lambda: service.registered()[2] == 0)
+    late = rank.submit(unique_id(engine.ticket.number, 6), EXTENT_SLOTS + 3)
+    wait_until(lambda: rank.ended(late))
+    assert str(rank.ended(late)).startswith("failed CopyError")
+    wait_until(lambda: rank.pool._next_step() is None)
+    assert "extents_released" not in service.words
+    assert rank.registrar.locked_bytes > 2 * MIB
+    ticket.finish()
+    wait_until(lambda: "extents_released" in service.words)
+    assert service.words.index("extents_registered") < service.words.index("extents_released")
+    assert service.words[service.words.index("extents_released") - 1] == "take_report"
+    assert service.reports[-1].pinned_slots == EXTENT_SLOTS
+    assert rank.registrar.locked_bytes == 2 * MIB
+    assert rank.ended(op) == "done"
+
+
+def test_a_worker_joins_the_next_session_when_its_copies_have_ended_and_says_that_they_have(
+    node: Node, engine: AttachedEngine, rank: Rank, service: Service
+) -> None:
+    assert engine.ticket is not None
+    first = engine.ticket
+    under_way = rank.submit(unique_id(first.number, 5))
+    ticket = rank.device.ticket(under_way)
+    new = next_session(engine, node)
+    wait_until(lambda: not rank.worker.is_attached)
+    before_the_ticket = rank.submit(unique_id(first.number, 6), slot=EXTENT_SLOTS)
+    last = rank.device.ticket(before_the_ticket)
+    rank.worker.join(new)
+    wait_until(lambda: not rank.worker._gate._number)
+    late = rank.submit(unique_id(first.number, 7))
+    assert rank.ended(late) == "failed the session of this op has ended"
+    ticket.finish()
+    wait_until(lambda: rank.ended(under_way) == "done")
+    assert (len(node.events("joined")), node.events("let go")) == (1, [])
+    last.finish()
+    wait_until(lambda: len(node.events("joined")) == 2)
+    assert rank.ended(before_the_ticket) == "done"
+    assert len(node.events("let go")) == len(node.events("over")) == 1, "the process lives, and has said it"
+
+
+def test_memory_is_offered_to_the_next_service_and_stays_registered(
+    node: Node, engine: AttachedEngine, rank: Rank, service: Service
+) -> None:
+    calls = rank.registrar.calls
+    service.first_id = 50
+    service.host.registered.clear()
+    rank.worker.join(next_session(engine, node))
+    wait_until(lambda: service.registered() == {50: EXTENT_SLOTS, 51: EXTENT_SLOTS})
+    assert service.host.offered == [(ExtentBytes(1, 2 * MIB), ExtentBytes(2, 2 * MIB))]
+    assert (rank.registrar.calls, rank.pool.pinned_slots) == (calls, 2 * EXTENT_SLOTS)
+
+
+def test_memory_that_the_next_service_does_not_take_goes_first(
+    node: Node, engine: AttachedEngine, rank: Rank, service: Service, stack: ExitStack
+) -> None:
+    def refuse(session_id: str, number: int, offered: Sequence[ExtentBytes], fds: Sequence[int]) -> list[int]:
+        for fd in fds:
+            os.close(fd)
+        return []
+
+    most = list[int]()
+    register = rank.registrar.register
+
+    def registered(address: int, num_bytes: int) -> None:
+        register(address, num_bytes)
+        most.append(rank.registrar.locked_bytes)
+
+    rank.registrar.register = registered  # type: ignore[method-assign]
+    service.host.take_back = refuse  # type: ignore[method-assign,assignment]
+    fresh = create_memfd(EXTENT_NAME, 2 * MIB)
+    stack.callback(os.close, fresh)
+    os.posix_fallocate(fresh, 0, 2 * MIB)
+    service.fds = [fresh]
+    service.host.registered.clear()
+    rank.worker.join(next_session(engine, node))
+    wait_until(lambda: service.registered() == {1: EXTENT_SLOTS})
+    assert max(most) == 2 * MIB
+
+
+def test_only_the_newest_ticket_counts(engine: AttachedEngine, rank: Rank, node: Node) -> None:
+    old = engine.ticket
+    new = next_session(engine, node)
+    rank.worker.join(new)
+    rank.worker.join(old)
+    rank.worker.join(None)
+    wait_until(lambda: len(node.events("joined")) == 2)
+    rank.worker.join(new)
+    assert rank.worker.is_attached
+
+
+def test_an_error_in_the_worker_is_counted_and_ends_its_session_only(
+    engine: AttachedEngine, rank: Rank, node: Node, service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(extent_ids: Sequence[int]) -> None:
+        raise RuntimeError("injected")
+
+    revoke, rank.pool.revoke = rank.pool.revoke, fail  # type: ignore[method-assign,assignment]
+    service.revoke(2)
+    wait_until(lambda: "injected" in str(rank.worker.problem))
+    assert rank.worker.faults == 1
+    assert "injected" in caplog.text
+    rank.pool.revoke = revoke  # type: ignore[method-assign]
+    wait_until(lambda: engine.num_sessions == 2 and engine.ticket is not None, engine.step)
+    rank.worker.join(engine.ticket)
+    wait_until(lambda: rank.worker.is_attached)
+
+
+def test_a_word_of_the_service_that_cannot_be_right_ends_the_session_and_is_told(
+    rank: Rank, service: Service, extents: list[int]
+) -> None:
+    overlapping = ExtentGrant(9, 0, 5, EXTENT_SLOTS, 2 * MIB, 2 * MIB)
+    service.links[-1].push(GrantedExtents(SLOT, (overlapping,)), rank=0, fds=extents[:1])
+    wait_until(lambda: "both have slots from" in str(rank.worker.problem))
+    assert rank.worker.faults == 0
+
+
+def test_a_worker_that_closes_gives_everything_back_and_says_so(rank: Rank, node: Node) -> None:
+    assert rank.worker.close()
+    assert rank.worker.close()
+    wait_until(lambda: node.events("let go"))
+    assert (rank.registrar.locked_bytes, rank.worker.is_attached) == (0, False)
+    assert str(rank.ended(rank.submit(unique_id(1, 9)))).startswith("failed")
+
+
+def test_a_worker_closed_after_its_session_has_ended_says_so_too(
+    engine: AttachedEngine, rank: Rank, node: Node
+) -> None:
+    engine.close()
+    wait_until(lambda: node.events("lost"))
+    wait_until(lambda: not rank.worker.is_attached)
+    assert node.events("let go") == []
+    rank.worker.close()
+    wait_until(lambda: node.events("over"))
+
+
+def test_a_copy_that_hangs_keeps_the_memory_and_nothing_is_said(
+    engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = rank.plane.close
+    monkeypatch.setattr(rank.plane, "close", lambda timeout: False)
+    assert not rank.worker.close()
+    assert not rank.worker.close()
+    wait_until(lambda: node.events("lost"))
+    assert node.events("let go") == []
+    monkeypatch.undo()
+    close()
+
+
+def test_rank_0_stores_what_all_ranks_have(make_node: MakeNode, stack: ExitStack, extents: list[int]) -> None:
+    node = make_node()
+    service = Service(node, extents)
+    engine = AttachedEngine(node.path, engine="test", pool=POOL, namespace=NAMESPACE)
+    stack.callback(engine.close)
+    wait_until(lambda: engine.is_attached, engine.step)
+    made = Rank(node.path, 1, replicated=True)
+    stack.callback(made.worker.close)
+    made.worker.join(engine.ticket)
+    wait_until(lambda: made.pool.pinned_slots == 2 * EXTENT_SLOTS)
+    assert service.links
+    wait_until(lambda: made.worker.is_attached)
+    store, load = made.submit(unique_id(1, 1), direction="store"), made.submit(unique_id(1, 2))
+    made.device.ticket(load).finish()
+    wait_until(lambda: made.ended(load) == "done")
+    assert (made.device.begun, made.ended(store)) == ((load,), None)
+
+
+def test_without_a_service_a_worker_starts_and_stops(tmp_path: Path) -> None:
+    made = Rank(tmp_path / "none.sock")
+    made.worker.join(SessionTicket(1, "secret"))
+    wait_until(lambda: made.worker.problem)
+    op = made.submit(unique_id(1, 1))
+    assert made.ended(op) == "failed the session of this op has ended"
+    assert made.worker.close()
