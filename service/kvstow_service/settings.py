@@ -84,7 +84,7 @@ class Settings(BaseModel):
         "reserved (reserved).",
     )
     pin_chunk: PositiveSize = Field(
-        _written("64MiB"), description="Pace of populating: memory populated per step, at most 64MiB."
+        _written("64MiB"), description="Pace of populating: memory populated per step, in whole 2 MiB, at most 64MiB."
     )
     pin_pause: Duration = Field(_written("2ms"), description="Pace of populating: pause between two steps.")
     policy: Policy = Field("lru", description=f"Eviction policy: {' or '.join(POLICIES)}.")

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -51,17 +51,8 @@ class Service:
     def populated_bytes(self) -> int:
         return int(self.readiness()["memory"]["populated_bytes"])
 
-    def extents(self) -> list[tuple[int, int]]:
-        """Size, and bytes that lie in memory, of each extent."""
-        found = []
-        for entry in Path(f"/proc/{self.process.pid}/fd").iterdir():
-            try:
-                if "kvstow-extent" in os.readlink(entry):
-                    status = entry.stat()
-                    found.append((status.st_size, status.st_blocks * 512))
-            except FileNotFoundError:  # a connection that has ended
-                continue
-        return found
+    def extents(self) -> list[Extent]:
+        return extents_of(self.process.pid)
 
     def processes(self) -> list[int]:
         """All that carry the mark: the service, and what it has started."""
@@ -77,6 +68,27 @@ class Service:
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
         return self.process.wait(30)
+
+
+class Extent(NamedTuple):
+    """A memfd: what it is, its size, and how much of it lies in memory."""
+
+    inode: int
+    num_bytes: int
+    taken_bytes: int
+
+
+def extents_of(pid: int) -> list[Extent]:
+    """Those that a process has open."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if "kvstow-extent" in os.readlink(entry):
+                status = entry.stat()
+                found.append(Extent(status.st_ino, status.st_size, status.st_blocks * 512))
+        except FileNotFoundError:  # a connection that has ended
+            continue
+    return sorted(found)
 
 
 Start = Callable[..., Service]
@@ -113,6 +125,8 @@ def start(tmp_path: Path, child_environ: dict[str, str], eventually: Any) -> Ite
         service.client.close()
         service.process.kill()
         service.process.wait()
+        for keeper in service.processes():
+            os.kill(keeper, signal.SIGKILL)
 
 
 def test_it_answers_at_once_and_populates_in_the_background(
@@ -153,8 +167,8 @@ def test_it_takes_exactly_its_memory_and_never_more(start: Start, eventually: An
     """101 MiB and a byte are 50 units of 2 MiB."""
     service = start(f"--memory={101 * MIB + 1}", "--extent-size=64MiB", "--pin-pause=0")
     eventually(lambda: service.populated_bytes() == 100 * MIB, "populated memory")
-    assert sorted(size for size, _ in service.extents()) == [36 * MIB, 64 * MIB]
-    assert sum(taken for _, taken in service.extents()) == 100 * MIB
+    assert sorted(extent.num_bytes for extent in service.extents()) == [36 * MIB, 64 * MIB]
+    assert sum(extent.taken_bytes for extent in service.extents()) == 100 * MIB
     memory = service.readiness()["memory"]
     assert (memory["target_bytes"], memory["populated_bytes"]) == (100 * MIB, 100 * MIB)
     assert service.end(signal.SIGTERM) == 0
@@ -201,3 +215,35 @@ def test_a_service_that_cannot_have_its_memory_takes_nothing(child_environ: dict
     assert result.returncode == 1
     assert re.fullmatch(r"kvstow serve: --memory 1024 TiB cannot fit: .+, but the .+\n", result.stderr)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_keeper_ends_with_the_service_that_is_told_to_stop(start: Start, tmp_path: Path, eventually: Any) -> None:
+    state = tmp_path / "state"
+    service = start("--memory=8MiB", "--pin-pause=0", "--state", str(state))
+    eventually(lambda: service.status("/readyz") == 200, "readiness")
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    (keeper,) = set(service.processes()) - {service.process.pid}
+    eventually(lambda: extents_of(keeper) == service.extents() != [], "the extents at the keeper")
+    assert service.end(signal.SIGTERM) == 0
+    eventually(lambda: service.processes() == [], "the end of the keeper")
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_memory_outlives_a_service_and_is_taken_up_by_the_next(
+    start: Start, tmp_path: Path, eventually: Any, end: signal.Signals
+) -> None:
+    flags = ["--memory=8MiB", "--pin-pause=0", "--state", str(tmp_path / "state")]
+    first = start(*flags, "--keep-on-stop")
+    eventually(lambda: first.populated_bytes() == 8 * MIB, "populated memory")
+    (keeper,) = set(first.processes()) - {first.process.pid}
+    eventually(lambda: extents_of(keeper) == first.extents(), "the extents at the keeper")
+    before = first.extents()
+    assert first.end(end) == (0 if end == signal.SIGTERM else -end)
+    assert first.processes() == [keeper]
+
+    second = start(*flags)
+    eventually(lambda: second.status("/readyz") == 200, "readiness")
+    assert second.extents() == before, "the same memory, and no other"
+    assert second.populated_bytes() == 8 * MIB
+    assert second.end(signal.SIGTERM) == 0
+    eventually(lambda: [*first.processes(), *second.processes()] == [], "the end of the keeper")
