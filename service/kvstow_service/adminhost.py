@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,7 +18,7 @@ from kvstow_api.host import ApiHost, HealthCheck
 from kvstow_api.hostsettings import is_loopback
 from kvstow_api.measurements import HostMemory, OrphanedMemory
 from kvstow_service.adminoptions import AdminOptions
-from kvstow_service.node.orphanedmemory import find_orphaned_memory
+from kvstow_service.node.orphanedmemory import find_orphaned_memory, running_services
 from kvstow_service.server import AdminServer
 from kvstow_service.sockets import AdminSockets
 from kvstow_service.ticker import Ticker
@@ -102,8 +101,8 @@ def measure_memory(limits: MemoryLimits | None = None, huge_pages: Path = _HUGE_
 
 
 def _orphaned_memory() -> list[OrphanedMemory]:
-    """What neither this process nor one with the same extents uses."""
-    return [OrphanedMemory(one.sentence, one.num_bytes) for one in find_orphaned_memory([os.getpid()])]
+    """What no service on this machine uses, as far as this one sees."""
+    return [OrphanedMemory(one.sentence, one.num_bytes) for one in find_orphaned_memory(running_services())]
 
 
 def _chosen(path: Path) -> str:

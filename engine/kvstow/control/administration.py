@@ -218,8 +218,7 @@ class Administrator:
     def protect(self, keys: Sequence[bytes], ttl_seconds: float | None) -> ProtectionResult:
         """Keep these blocks from eviction, for `ttl_seconds` or until `unprotect`. Replaces any earlier protection.
         Blocks above the size that a resize is bringing about count as missing."""
-        if ttl_seconds is not None and not 0 < ttl_seconds < inf:
-            raise InvalidRequestError(f"ttl_seconds is {ttl_seconds}; allowed: more than 0, or null")
+        check_ttl(ttl_seconds)
         pool = self._pool
         expires = inf if ttl_seconds is None else pool.clock() + ttl_seconds
 
@@ -271,8 +270,7 @@ class Administrator:
     def drain(self, mode: DrainMode, deadline_seconds: float | None) -> DrainStatus:
         """Refuse new stores, or (mode "all") new loads too, until `undrain`. A new drain replaces an old one.
         The deadline only informs clients that wait: nothing in flight is aborted when it passes."""
-        if deadline_seconds is not None and not 0 <= deadline_seconds < inf:
-            raise InvalidRequestError(f"deadline_seconds is {deadline_seconds}; allowed: 0 or more, or null")
+        check_deadline(deadline_seconds)
         pool = self._pool
         with pool.lock:
             pool.acceptance.drain_mode = mode
@@ -299,8 +297,7 @@ class Administrator:
 
     def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus:
         """Switch loads or stores off, for `ttl_seconds` or until they are switched on again. Lookups then miss."""
-        if ttl_seconds is not None and not 0 < ttl_seconds < inf:
-            raise InvalidRequestError(f"ttl_seconds is {ttl_seconds}; allowed: more than 0, or null")
+        check_ttl(ttl_seconds)
         pool = self._pool
         with pool.lock:
             until = inf if ttl_seconds is None else pool.clock() + ttl_seconds
@@ -311,6 +308,18 @@ class Administrator:
     def bypass(self) -> BypassStatus:
         with self._pool.lock:
             return self._pool.acceptance.bypass(self._pool.clock())
+
+
+def check_deadline(seconds: float | None) -> None:
+    """Raises `InvalidRequestError` for a deadline that a drain cannot have."""
+    if seconds is not None and not 0 <= seconds < inf:
+        raise InvalidRequestError(f"deadline_seconds is {seconds}; allowed: 0 or more, or null")
+
+
+def check_ttl(seconds: float | None) -> None:
+    """Raises `InvalidRequestError` for a time that a bypass or a protection cannot have."""
+    if seconds is not None and not 0 < seconds < inf:
+        raise InvalidRequestError(f"ttl_seconds is {seconds}; allowed: more than 0, or null")
 
 
 def _exactly_one(**selectors: object) -> None:

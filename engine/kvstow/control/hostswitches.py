@@ -8,7 +8,7 @@ from math import inf
 from threading import Lock
 
 from kvstow.control.acceptance import PoolAcceptance
-from kvstow.control.administration import Administrator
+from kvstow.control.administration import Administrator, check_deadline, check_ttl
 from kvstow.status import BypassStatus, DrainMode, DrainStatus
 
 
@@ -28,6 +28,7 @@ class HostSwitches:
 
     def drain(self, mode: DrainMode, deadline_seconds: float | None) -> DrainStatus:
         """See `Administrator.drain`."""
+        check_deadline(deadline_seconds)
         with self._lock:
             deadline = inf if deadline_seconds is None else self._clock() + deadline_seconds
             for admin in self._admins():
@@ -55,6 +56,7 @@ class HostSwitches:
 
     def set_bypass(self, *, load: bool, store: bool, ttl_seconds: float | None) -> BypassStatus:
         """See `Administrator.set_bypass`."""
+        check_ttl(ttl_seconds)
         with self._lock:
             until = inf if ttl_seconds is None else self._clock() + ttl_seconds
             for admin in self._admins():

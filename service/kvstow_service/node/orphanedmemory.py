@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from kvstow.bytesize import format_size
@@ -14,6 +15,7 @@ from kvstow_service.node.keeper import PROCESS_NAME
 
 _LINK = f"/memfd:{EXTENT_NAME} (deleted)"
 _MAPPED = re.compile(rf"^\S+ \S+ \S+ (\S+) (\d+) +{re.escape(_LINK)}$", re.MULTILINE)
+_PROGRAM = re.compile(rb"(^|/)(kvstow|kvstow_service|kvstow_service/__main__\.py)$")
 _Extents = dict[tuple[int, int], int]
 """By device and inode: the bytes that an extent takes, as far as a descriptor shows them."""
 
@@ -58,6 +60,23 @@ def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc"))
         if orphaned:
             found.append(OrphanedMemory(pid, _command(proc / str(pid)), len(orphaned), sum(orphaned.values())))
     return found
+
+
+def running_services(*, proc: Path = Path("/proc")) -> list[int]:
+    """The processes of `kvstow serve` on this machine, by their command lines, and this one."""
+    found = {os.getpid()}
+    for path in proc.iterdir():
+        if path.name.isdigit() and _is_service(path):
+            found.add(int(path.name))
+    return sorted(found)
+
+
+def _is_service(process: Path) -> bool:
+    try:
+        arguments = (process / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(word == b"serve" and _PROGRAM.search(before) for before, word in pairwise(arguments))
 
 
 def _extents_of(process: Path) -> _Extents:

@@ -76,8 +76,9 @@ def test_what_is_in_flight_in_any_pool_is_counted(clock: FakeClock) -> None:
     assert (status.leases, status.drained) == (1, False)
 
 
-def test_a_refused_value_changes_nothing(clock: FakeClock) -> None:
-    pools = Pools(clock, 1)
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_refused_value_changes_nothing(clock: FakeClock, count: int) -> None:
+    pools = Pools(clock, count)
     with pytest.raises(InvalidRequestError):
         pools.switches.drain("all", -1.0)
     with pytest.raises(InvalidRequestError):

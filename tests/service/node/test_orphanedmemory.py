@@ -14,7 +14,7 @@ from tests.service.node.test_survival import end_keeper
 from kvstow.memory.extents import Extent
 from kvstow_service.node.keeperclient import KeeperClient
 from kvstow_service.node.keepermessages import Held
-from kvstow_service.node.orphanedmemory import OrphanedMemory, find_orphaned_memory
+from kvstow_service.node.orphanedmemory import OrphanedMemory, find_orphaned_memory, running_services
 
 pytestmark = pytest.mark.process
 
@@ -80,3 +80,19 @@ def test_an_engine_that_has_mapped_it_only_is_named(extent: Extent) -> None:
         assert "holds 1 extents of a service that is gone" in orphan.sentence
         engine.communicate()
     assert engine.pid not in found()
+
+
+def test_other_services_of_the_machine_are_known_by_their_command_lines(tmp_path: Path) -> None:
+    lines = {
+        1: ["/usr/bin/python", "-m", "kvstow_service", "serve", "--memory", "1GiB"],
+        2: ["/usr/local/bin/kvstow", "serve", "--memory=1GiB"],
+        3: ["/usr/local/bin/vllm", "serve", "model", '{"kv_connector_module_path": "kvstow_service.connectors.vllm"}'],
+        6: ["/usr/bin/python", "/opt/kvstow_service/__main__.py", "serve"],
+        4: ["/usr/bin/python", "-m", "kvstow_service.node.keeper"],
+    }
+    for pid, line in lines.items():
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "cmdline").write_text("\0".join(line) + "\0")
+    (tmp_path / "5").mkdir()  # it has ended
+    (tmp_path / "meminfo").write_text("")
+    assert running_services(proc=tmp_path) == sorted({1, 2, 6, os.getpid()})
