@@ -64,7 +64,7 @@ def _require_folder(folder: Path, group: int | None) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            folder.mkdir()
+            folder.mkdir(0o700)  # nobody else may enter it before it is the group's
         except FileExistsError:
             found = folder.stat()
         else:

@@ -50,8 +50,8 @@ def problem_of(path: Path, hello: Hello) -> str | None:
     """Why it cannot attach."""
     first = AttachConnection(path, lambda: hello)
     deadline = time.monotonic() + 30
-    while first.state != "attached" and first.problem is None and time.monotonic() < deadline:
-        first.poll(0.01)
+    while first.state != "attached" and "denied" not in str(first.problem) and time.monotonic() < deadline:
+        first.poll(0.01)  # a busy service may need more than one attempt
     problem = first.problem
     first.close()
     return problem

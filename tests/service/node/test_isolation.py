@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -72,7 +74,7 @@ class Processes:
             httpx.Client(transport=httpx.HTTPTransport(uds=str(uds)), base_url="http://k")
         )
 
-        self._eventually(uds.exists)  # it listens by then
+        self._eventually(lambda: listens(uds) and is_open_to_the_group(self.socket))
         assert client.get("/livez").status_code == 200
         return client
 
@@ -89,24 +91,28 @@ class Processes:
         return process
 
 
+def listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as connecting:
+        return connecting.connect_ex(str(path)) == 0
+
+
+def is_open_to_the_group(path: Path) -> bool:
+    return path.exists() and path.stat().st_mode & 0o777 == 0o660
+
+
 def end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.communicate()
 
 
 @pytest.fixture
-def processes(tmp_path: Path, eventually: Any) -> Iterator[Processes]:
-    opened = [*list(tmp_path.parents)[:-1], tmp_path]
-    before = {path: path.stat().st_mode for path in opened}
-    for path in opened:  # others must reach the socket's folder, which alone decides
-        path.chmod(before[path] | 0o011)
-    made = Processes(tmp_path, eventually)
-    try:
-        yield made
-    finally:
-        made.running.close()
-        for path, mode in before.items():
-            path.chmod(mode)
+def processes(eventually: Any) -> Iterator[Processes]:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are for its user
+        path = Path(folder)
+        path.chmod(0o711)  # others reach the socket's folder, which alone decides
+        made = Processes(path, eventually)
+        with made.running:
+            yield made
 
 
 @pytest.fixture
