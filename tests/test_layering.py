@@ -37,6 +37,7 @@ FORBIDDEN = {
     "engine/kvstow/devices": {"kvstow.control", "kvstow.dataplane", "kvstow.testing"},
     "service/kvstow_service/cli": {"torch", "cuda"},
     "service/kvstow_service/node": {"torch", "cuda", "kvstow.devices", "kvstow.dataplane", "kvstow.testing"},
+    "engine/kvstow/devices/jax": {"torch", "cuda"},
     "api/kvstow_api": {"kvstow_service", "vllm", "torch", "kvstow.memory", "kvstow.devices", "kvstow.testing"},
     "service/kvstow_service": {"kvstow.testing"},
 }
@@ -65,6 +66,13 @@ def violations(folder: str, forbidden: set[str]) -> list[str]:
 def test_a_layer_imports_only_what_lies_below(folder: str) -> None:
     assert list((ROOT / folder).rglob("*.py"))
     assert violations(folder, FORBIDDEN[folder]) == []
+
+
+def test_jax_is_imported_by_its_device_alone() -> None:
+    own = ROOT / "engine" / "kvstow" / "devices" / "jax"
+    sources = [path for folder in ("engine", "api", "service") for path in (ROOT / folder).rglob("*.py")]
+    users = {path.parent for path in sources if {"jax", "jaxlib"} & {name.split(".")[0] for name in imports_of(path)}}
+    assert users == {own}
 
 
 def test_the_check_sees_a_violation() -> None:

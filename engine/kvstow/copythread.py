@@ -84,6 +84,11 @@ class CopyThread:
             self._publish([completion for op in ops if (completion := self._take(op, after, now))])
             self._work.notify()
 
+    def fail(self, op: Op, error: BaseException) -> None:
+        """Report an op that never began as failed."""
+        with self._lock:
+            self._publish([_failed(op, error)])
+
     def drive(self) -> None:
         """Do the copy thread's next turn on the caller's thread. For a host that computes in Python: after each driver
         call the copy thread waits up to 5 ms for the interpreter, in which time the link moves 256 MiB. If the copy

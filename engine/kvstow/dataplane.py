@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kvstow.callbacks import Callbacks
 from kvstow.copythread import CopyThread
-from kvstow.devices.base import Device, Fence
+from kvstow.devices.base import Device, Fence, Launcher
 from kvstow.memory.poolstatus import PoolStatus
 from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import NewestDesiredState, ReportSequence
@@ -39,11 +39,13 @@ class DataPlane:
         pool: SlotPool,
         device: Device,
         *,
+        launcher: Launcher | None = None,
         reports: ReportSequence | None = None,
         max_queued: int = 65536,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """If this raises, the caller still owns pool and device. `reports`: of the previous boot in this process."""
+        """If this raises, the caller still owns pool and device. `launcher`: the device's, if it has one; then `submit`
+        and `drive` belong to the host's thread. `reports`: of the previous boot in this process."""
         self.rank = rank
         self.boot_id = secrets.token_hex(8)
         self.pool = pool
@@ -54,6 +56,7 @@ class DataPlane:
         self._closed = False
         name = f"kvstow-copy-{rank}"
         self._device, self._may_drive = device.name, device.copies_alone
+        self._launcher = launcher
         pool.add_listener(self._listeners.call)
         # Last: once the thread runs, an error would leave the device with two owners.
         self._copies = CopyThread(name, device, pool.hold, pool.slot_bytes, max_queued, clock, self._listeners.call)
@@ -83,15 +86,34 @@ class DataPlane:
 
     def submit(self, plan: StepPlan, after: Fence | None = None) -> None:
         """Start the ops of `plan` once `after` is reached. Never blocks or raises: an op that cannot be taken (queue
-        full, copy thread failed or closed) comes back as a failed completion."""
-        self._copies.submit(plan.ops, after)
+        full, copy thread failed or closed) comes back as a failed completion. A launcher launches the work of `plan`
+        here, after that of older plans, and its device needs no `after`."""
+        if self._launcher is None:
+            self._copies.submit(plan.ops, after)
+        else:
+            self._launch(self._launcher, plan)
 
     def drive(self) -> None:
         """Advance the copies on the caller's thread, if the device needs no CPU to copy. Optional; for hosts whose
         thread keeps the interpreter busy. Waits for the copy thread for 1 ms at most. Raises nothing but exceptions of
-        signal handlers."""
-        if self._may_drive:
+        signal handlers.
+
+        With a launcher it is not optional: the host calls it between its steps, and loads advance only then. On another
+        thread it raises `CopyError`."""
+        if self._launcher is not None:
+            self._launcher.launch()
+        elif self._may_drive:
             self._copies.drive()
+
+    def _launch(self, launcher: Launcher, plan: StepPlan) -> None:
+        for op in plan.ops:
+            try:
+                launcher.launch()
+                fence = launcher.gather(op.blocks) if op.direction == "store" else None
+            except Exception as error:  # noqa: BLE001 - the failure of one op; the others and the host's step continue
+                self._copies.fail(op, error)
+            else:
+                self._copies.submit((op,), fence)
 
     def take_completions(self) -> list[Completion]:
         """All completions since the last call, as one atomic snapshot; also after `close`."""
@@ -163,6 +185,8 @@ class DataPlane:
         Idempotent. False if a copy hangs in the device: then the memory stays mapped, as unmapping it would crash, and
         the op is not complete."""
         self._closed = True
+        if self._launcher is not None:
+            self._launcher.stop()
         ended = self._copies.close(timeout)
         if ended:
             self.pool.close()

@@ -131,6 +131,71 @@ def test_a_fence_that_is_not_reached_delays_no_other_op(make_rank: Callable[[], 
     assert wait_for(rank.plane, 1)[1].mark == "done"
 
 
+class FakeLauncher:
+    """Records its calls. `gather` fails once for each of `refused`."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.refused: list[Exception] = []
+
+    def gather(self, blocks: Any) -> Latch:
+        self.calls.append(f"gather {blocks}")
+        if self.refused:
+            raise self.refused.pop()
+        return Latch()
+
+    def launch(self) -> None:
+        self.calls.append("launch")
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+class Watching(FakeDevice):
+    """A device that keeps the fences of its stores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fences: dict[int, Any] = {}
+
+    def launch_store(self, op_id: int, blocks: Any, slots: Any, after: Any) -> Any:
+        self.fences[op_id] = after
+        return super().launch_store(op_id, blocks, slots, after)
+
+
+def test_a_launcher_works_on_the_host_s_thread_in_the_order_of_the_plan(make_data_plane: MakeDataPlane) -> None:
+    device, launcher = Watching(), FakeLauncher()
+    plane = make_data_plane(device=device, launcher=launcher)
+    launcher.refused = [RuntimeError("injected")]
+    ops = Op(1, "store", (1,), (1,)), Op(2, "load", (2,), (2,)), Op(3, "store", (3,), (3,))
+    plane.submit(StepPlan(ops), after=Latch())
+    assert launcher.calls == ["launch", "gather (1,)", "launch", "launch", "gather (3,)"]
+    for op_id in (2, 3):
+        device.ticket(op_id).finish()
+    completions = wait_for(plane, 1, 2, 3)
+    assert completions[1].error == "RuntimeError: injected"
+    assert [completions[op_id].mark for op_id in (1, 2, 3)] == ["failed", "done", "done"]
+    assert device.begun == (2, 3)
+    assert isinstance(device.fences[3], Latch)
+    launcher.calls.clear()
+    plane.drive()
+    assert launcher.calls == ["launch"]
+
+
+def test_a_data_plane_stops_its_launcher_before_it_waits_for_ops(make_data_plane: MakeDataPlane) -> None:
+    device = FakeDevice()
+
+    class Ending(FakeLauncher):
+        def stop(self) -> None:
+            device.ticket(1).fail(RuntimeError("stopped"))
+
+    plane = make_data_plane(device=device, launcher=Ending())
+    plane.submit(plan(1, "load", (1,), (1,)))
+    device.ticket(1)
+    assert plane.close(timeout=300)
+    assert wait_for(plane, 1)[1].error == "RuntimeError: stopped"
+
+
 def test_a_copy_that_fails_in_the_middle_of_the_queue_leaves_the_others_right(make_rank: Callable[[], CpuRank]) -> None:
     rank = make_rank()
     ops = [

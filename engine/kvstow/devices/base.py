@@ -1,7 +1,8 @@
-"""The device protocol: what a data plane needs from whatever moves the bytes (CPU, CUDA, later JAX).
+"""The device protocol: what a data plane needs from whatever moves the bytes (CPU, CUDA, JAX).
 
 Threads. All calls of a device and of its tickets are made by one thread at a time: the copy thread, or the host's
-thread where the device copies without help. The host makes a `Fence` on any thread.
+thread where the device copies without help. The host makes a `Fence` on any thread. Only a `Launcher` belongs to the
+host's thread.
 
 Ordering. A store reads its blocks only after the compute work that `after` names. A load may read its slots at once;
 it writes its blocks only after `after`. Compute work never waits for a store.
@@ -9,9 +10,8 @@ it writes its blocks only after `after`. Compute work never waits for a store.
 Slots. From `launch_store` or `prepare_load` to the final state of the ticket, or until the prepared load is closed, the
 slots belong to the op: the control plane does not reuse them, and the caller holds their memory (`SlotPool.hold`).
 
-Loads. They take two calls, because JAX launches work on another thread than it stages on, and because a load layer by
-layer is prepared once. A prepared load has nothing that another op may need, so one that is never launched cannot
-hold up others.
+Loads. They take two calls, because a load layer by layer is prepared once. A prepared load has nothing that another op
+may need, so one that is never launched cannot hold up others.
 
 Errors. The failure of one op is in its ticket. `advance` raises if the device no longer knows what is under way: then
 the caller closes the device, and its ops have ended only after that.
@@ -91,6 +91,23 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Wait for copies under way and free what the device holds. Idempotent. The pool stays open."""
+
+
+class Launcher(Protocol):
+    """The part of a device whose programs must be launched in order with the host's own (JAX). `gather` and `launch`
+    are for the host's thread, which has made the device; on another they raise `CopyError` and do nothing."""
+
+    def gather(self, blocks: Sequence[int]) -> Fence:
+        """Launch what reads the blocks of a store, and return the `after` of its `launch_store`. What does not fit into
+        memory in flight is launched later, by `launch`; until the ticket is `SOURCE_FREE` the blocks must not change.
+        Never waits. Raises `CopyError`, and then has launched nothing."""
+
+    def launch(self) -> None:
+        """Launch what has become possible: programs that write the blocks of staged loads, and the rest of gathers. The
+        host calls it between its steps. Never waits. Errors are in the tickets."""
+
+    def stop(self) -> None:
+        """The host launches nothing more: ops that need it fail. May be called by any thread. Idempotent."""
 
 
 def start_load(device: Device, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> Ticket:

@@ -1,0 +1,201 @@
+"""The JAX device: programs are launched by the host's thread, bytes are moved by the copy thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from kvstow.devices.base import Fence, PreparedLoad
+from kvstow.devices.jax.cell import KVCell
+from kvstow.devices.jax.inflight import BytesInFlight
+from kvstow.devices.jax.loadbuffers import load_buffers
+from kvstow.devices.jax.loads import Loads, LoadTicket
+from kvstow.devices.jax.programs import DevicePrograms, buckets_up_to, compile_all
+from kvstow.devices.jax.rangecopier import RangeCopier
+from kvstow.devices.jax.shards import ShardedKV
+from kvstow.devices.jax.stores import Gather, Stores, StoreTicket
+from kvstow.errors import ConfigError, CopyError
+from kvstow.memory.hostpool import HostPool
+
+HostMemory = Literal["auto", "plain", "pinned"]
+HOST_MEMORY: tuple[HostMemory, ...] = get_args(HostMemory)
+_LOAD_BUFFERS = 4  # of the largest size: one is filled, one is on the link, and the others wait for the host
+_ADVANCE_SECONDS = 2e-3  # copying for longer delays the polls
+
+logger = logging.getLogger("kvstow.jax")
+
+
+@dataclass(frozen=True, slots=True)
+class JaxOptions:
+    """How bytes travel. Sizes in bytes.
+
+    `host_memory`: "pinned" copies through JAX's pinned memory, "plain" through memory that devices and host share, as
+    on the CPU; "auto" decides by the platform. `piece_bytes`: one program and one transfer to each device move at most
+    this much of an op; at least one block. `bytes_in_flight`: what the stores of a rank hold at once, on its devices
+    and in pinned memory, and what its loads hold; at least one piece each. A store beyond it waits, and needs its
+    blocks until then. `copy_threads`: how many threads copy between pinned memory and the pool.
+    """
+
+    host_memory: HostMemory = "auto"
+    piece_bytes: int = 32 << 20
+    bytes_in_flight: int = 512 << 20
+    copy_threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
+
+    def __post_init__(self) -> None:
+        if self.host_memory not in HOST_MEMORY:
+            raise ConfigError("host_memory", self.host_memory, " or ".join(HOST_MEMORY))
+        for key in ("piece_bytes", "bytes_in_flight", "copy_threads"):
+            value = getattr(self, key)
+            if type(value) is not int or value < 1:
+                raise ConfigError(key, value, "a whole number, 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class JaxLoad:
+    """A `PreparedLoad`."""
+
+    slots: Sequence[int]
+
+    def close(self) -> None:
+        """There is nothing to free: loads take buffers when it is their turn."""
+
+
+class JaxDevice:
+    """Moves blocks between the KV arrays in `cell` and `pool`; protocols in `kvstow.devices.base`. It is also the
+    `Launcher` of its data plane.
+
+    Made by the host's thread, the one that launches the host's steps: only this thread may launch programs. The pool is
+    borrowed, its slots laid out as `ShardedKV.layout` says. No memory of it is handed to JAX.
+
+    `_launching` keeps `close` from overtaking a launch.
+    """
+
+    copies_alone = False
+
+    def __init__(self, pool: HostPool, cell: KVCell, options: JaxOptions | None = None) -> None:
+        """Compiles all programs, which takes seconds. Raises `ConfigError`, and then leaves nothing behind."""
+        options = options or JaxOptions()
+        kv = ShardedKV.of(cell.peek())
+        slot_bytes, platform = kv.layout.slot_bytes, kv.devices[0].platform
+        if slot_bytes != pool.slot_bytes:
+            raise ConfigError("slot_bytes", pool.slot_bytes, f"{slot_bytes}, the bytes of a block on all devices")
+        self.name = f"{platform}:{','.join(str(device.id) for device in kv.devices)}"
+        self._pool, self._num_blocks, self._part_bytes = pool, kv.num_blocks, kv.part_bytes
+        self._host = threading.get_ident()
+        self._launching = threading.Lock()
+        self._stopped: CopyError | None = None
+        pinned = options.host_memory == "pinned" or (options.host_memory == "auto" and platform != "cpu")
+        buckets = buckets_up_to(min(max(1, options.piece_bytes // slot_bytes), kv.num_blocks))
+        self._most = buckets[-1]
+        programs = _compiled(kv, buckets, packed=pinned)
+        num_largest = max(2, min(_LOAD_BUFFERS, options.bytes_in_flight // (self._most * slot_bytes)))
+        sizes = [*buckets[:-1], *[self._most] * num_largest]
+        buffers, self.notice = load_buffers(kv.devices, sizes, programs[0].widths, kv.dtype, pinned=pinned)
+        if self.notice is not None:
+            logger.warning("%s", self.notice)
+        self._copier = RangeCopier(options.copy_threads)
+        parts = kv, cell, programs, self._place, self._copier
+        self._stores = Stores(*parts, buckets, BytesInFlight(options.bytes_in_flight), pinned=pinned)
+        self._loads = Loads(*parts, buffers, BytesInFlight(options.bytes_in_flight))
+
+    # The host's thread.
+
+    def gather(self, blocks: Sequence[int]) -> Gather:
+        with self._launching:
+            self._require_host()
+            self._require_open()
+            self._check_blocks(blocks)
+            return self._stores.gather(blocks)
+
+    def launch(self) -> None:
+        with self._launching:
+            if self._stopped is None:
+                self._require_host()
+                self._loads.launch()
+                self._stores.launch()
+
+    def stop(self) -> None:
+        with self._launching:
+            if self._stopped is None:
+                self._stopped = CopyError("the data plane was closed before the host launched the op")
+                self._stores.stop(self._stopped)
+
+    # The copy thread.
+
+    def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> StoreTicket:
+        if not isinstance(after, Gather):
+            raise CopyError(
+                "the blocks of a store are gathered by the host's thread, with `gather`, before it is queued"
+            )
+        self._check_slots(slots, len(blocks))
+        ticket = StoreTicket(after, slots)
+        self._stores.queue(ticket)
+        return ticket
+
+    def prepare_load(self, op_id: int, slots: Sequence[int]) -> JaxLoad:
+        self._check_slots(slots, len(slots))
+        return JaxLoad(slots)
+
+    def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> LoadTicket:
+        assert isinstance(load, JaxLoad)
+        self._check_slots(load.slots, len(blocks))
+        self._check_blocks(blocks)
+        ticket = LoadTicket(blocks, load.slots, self._most)
+        self._loads.queue(ticket)
+        return ticket
+
+    def advance(self) -> None:
+        """Also copies pieces, for 2 ms and the one that has begun by then. Raises if the KV cache is lost."""
+        if self._stopped is not None:
+            self._loads.fail_unlaunched(self._stopped)
+        until = time.perf_counter() + _ADVANCE_SECONDS
+        while (self._loads.advance() or self._stores.advance()) and time.perf_counter() < until:
+            pass
+
+    def close(self) -> None:
+        self.stop()
+        self._loads.close()
+        self._stores.close()
+        self._copier.close()
+
+    def _place(self, slot: int, device: int) -> int:
+        """The address of the device's part of a slot."""
+        return self._pool.address + slot * self._pool.slot_stride + device * self._part_bytes
+
+    def _check_blocks(self, blocks: Sequence[int]) -> None:
+        if blocks and not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
+            raise CopyError(f"blocks {min(blocks)} to {max(blocks)}; allowed: 0 to {self._num_blocks - 1}")
+
+    def _check_slots(self, slots: Sequence[int], num_blocks: int) -> None:
+        self._require_open()
+        if num_blocks != len(slots):
+            raise CopyError(f"{num_blocks} blocks and {len(slots)} slots; allowed: as many of each")
+        pinned = self._pool.pinned_slots
+        if slots and not 0 <= min(slots) <= max(slots) < pinned:
+            raise CopyError(f"slots {min(slots)} to {max(slots)}; allowed: 0 to {pinned - 1}, which are pinned")
+
+    def _require_open(self) -> None:
+        if self._stopped is not None:
+            raise CopyError("the device is closed")
+
+    def _require_host(self) -> None:
+        if threading.get_ident() != self._host:
+            raise CopyError(
+                f"thread {threading.current_thread().name} may not launch programs; only the thread that has made the "
+                "device may, because programs must be launched in the order of the host's own"
+            )
+
+
+def _compiled(kv: ShardedKV, buckets: Sequence[int], *, packed: bool) -> list[DevicePrograms]:
+    """The programs of each device."""
+    started = time.perf_counter()
+    programs = [DevicePrograms(kv, device, buckets, packed=packed) for device in kv.devices]
+    compile_all(programs, buckets, os.cpu_count() or 1)
+    took = time.perf_counter() - started
+    logger.info("compiled %d programs for each of %d devices in %.1f s", 2 * len(buckets), len(programs), took)
+    return programs

@@ -1,0 +1,225 @@
+"""Loads: the copy thread stages their bytes on the devices, the host's thread launches what writes the blocks.
+
+A load needs no fence either: the scatter replaces the arrays that the last step returned, so it follows all older
+programs on them, and the next step follows it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import jax
+
+from kvstow.devices.base import TicketState
+from kvstow.devices.jax.cell import KVCell
+from kvstow.devices.jax.inflight import BytesInFlight, Held
+from kvstow.devices.jax.loadbuffers import LoadBuffer
+from kvstow.devices.jax.programs import DevicePrograms
+from kvstow.devices.jax.rangecopier import Range, RangeCopier
+from kvstow.devices.jax.shards import ShardedKV, Shards
+from kvstow.errors import CopyError
+
+Buffers = Sequence[LoadBuffer]
+"""One for each device, all of one size."""
+
+
+class LoadTicket:
+    """A `Ticket`; `Loads.advance` moves it on. `pieces`: blocks and slots that are not staged yet."""
+
+    def __init__(self, blocks: Sequence[int], slots: Sequence[int], most: int) -> None:
+        starts = range(0, len(blocks), most)
+        self.unstaged = deque((blocks[start : start + most], slots[start : start + most]) for start in starts)
+        self.num_pieces = len(self.unstaged)
+        self.num_launched = self.num_written = 0
+        self.error: BaseException | None = None
+        self.seconds = 0.0
+        self.began: float | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """A load that failed has ended when no program writes its blocks any more."""
+        return self.num_written == (self.num_pieces if self.error is None else self.num_launched)
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first error."""
+        self.error = self.error or error.with_traceback(None)
+
+    def poll(self) -> TicketState:
+        if not self.has_ended:
+            return TicketState.PENDING
+        return TicketState.DONE if self.error is None else TicketState.FAILED
+
+
+class LoadPiece:
+    """Some blocks of a load, in buffers and then in arrays of each device. `witnesses`: of the programs that were
+    launched."""
+
+    def __init__(
+        self, ticket: LoadTicket, blocks: Sequence[int], buffers: Buffers, arrays: list[list[jax.Array]], held: Held
+    ) -> None:
+        self.ticket, self.blocks, self.buffers, self.arrays = ticket, blocks, buffers, arrays
+        self.witnesses: list[jax.Array] = []
+        self._held = held
+
+    def is_uploaded(self) -> bool:
+        return all(array.is_ready() for arrays in self.arrays for array in arrays)
+
+    def is_written(self) -> bool:
+        return all(witness.is_ready() for witness in self.witnesses)
+
+
+class Loads:
+    """All loads of a rank. `launch` belongs to the host's thread, the others to the copy thread."""
+
+    def __init__(
+        self,
+        kv: ShardedKV,
+        cell: KVCell,
+        programs: Sequence[DevicePrograms],
+        place: Callable[[int, int], int],
+        copier: RangeCopier,
+        buffers: Sequence[Buffers],
+        in_flight: BytesInFlight,
+    ) -> None:
+        """`place(slot, device)`: the address of the device's part of a slot. `buffers`: in ascending order."""
+        self._kv, self._cell, self._programs = kv, cell, programs
+        self._in_flight, self._place, self._copier = in_flight, place, copier
+        self._buffers = list(buffers)  # free ones
+        self._tickets: list[LoadTicket] = []
+        self._uploading: deque[LoadPiece] = deque()
+        self._staged: deque[LoadPiece] = deque()
+        self._launched: deque[LoadPiece] = deque()
+        self.lost: BaseException | None = None
+        """Why the KV cache is gone."""
+
+    def launch(self) -> None:
+        """Launch the scatters of all pieces that are staged, in the order of the plans."""
+        while self._staged:
+            piece = self._staged.popleft()
+            piece.ticket.num_launched += 1
+            if self.lost is not None:
+                piece.ticket.fail(self.lost)
+            if piece.ticket.error is None:
+                self._scatter(piece)
+            self._launched.append(piece)
+
+    def queue(self, ticket: LoadTicket) -> None:
+        self._tickets.append(ticket)
+
+    def advance(self) -> bool:
+        """Stage one piece; False if there is none, or no memory for it. Raises if the KV cache is lost."""
+        self._end_written()
+        if self.lost is not None:
+            raise self.lost
+        while self._uploading and self._uploading[0].is_uploaded():
+            self._end_upload(self._uploading.popleft())
+        self._tickets = [ticket for ticket in self._tickets if not ticket.has_ended]
+        return next(
+            (self._stage(ticket) for ticket in self._tickets if ticket.unstaged and ticket.error is None), False
+        )
+
+    def fail_unlaunched(self, error: BaseException) -> None:
+        """The host launches nothing more."""
+        for ticket in self._tickets:
+            if ticket.num_launched < ticket.num_pieces:
+                ticket.fail(error)
+
+    def close(self) -> None:
+        """Wait for the programs and transfers under way: they use the buffers and write the blocks."""
+        for piece in (*self._uploading, *self._staged, *self._launched):
+            for arrays in (*piece.arrays, piece.witnesses):
+                _wait(arrays)
+        for pieces in (self._uploading, self._staged, self._launched):
+            pieces.clear()
+        self._tickets.clear()
+        self._buffers.clear()
+
+    def _stage(self, ticket: LoadTicket) -> bool:
+        """False if there is no memory."""
+        blocks, slots = ticket.unstaged[0]
+        buffers = next((buffers for buffers in self._buffers if buffers[0].bucket >= len(blocks)), None)
+        if buffers is None:
+            return False
+        held = self._in_flight.take(buffers[0].bucket * self._kv.layout.slot_bytes)
+        if held is None:
+            return False
+        ticket.unstaged.popleft()
+        ticket.began = ticket.began or time.perf_counter()
+        self._buffers.remove(buffers)
+        try:
+            self._fill(buffers, slots)
+            arrays = [buffer.upload() for buffer in buffers]
+        except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
+            ticket.fail(error)
+            self._free(buffers)
+            return True
+        self._uploading.append(LoadPiece(ticket, blocks, buffers, arrays, held))
+        return True
+
+    def _fill(self, buffers: Buffers, slots: Sequence[int]) -> None:
+        ranges: list[Range] = []
+        for device, buffer in enumerate(buffers):
+            sources = [self._place(slot, device) for slot in slots]
+            for target, size in zip(buffer.addresses, buffer.row_bytes, strict=True):
+                ranges += [Range(target + row * size, source, size) for row, source in enumerate(sources)]
+                sources = [source + size for source in sources]
+        self._copier.copy(ranges)
+
+    def _end_upload(self, piece: LoadPiece) -> None:
+        piece.ticket.seconds = time.perf_counter() - (piece.ticket.began or 0.0)
+        if piece.buffers[0].free_after_upload:
+            self._free(piece.buffers)
+        self._staged.append(piece)
+
+    def _end_written(self) -> None:
+        while self.lost is None and self._launched and self._launched[0].is_written():
+            piece = self._launched.popleft()
+            try:
+                jax.block_until_ready(piece.witnesses)
+            except Exception as error:  # noqa: BLE001 - `advance` raises it
+                self.lost = CopyError(f"the KV cache is lost: a program that writes it has failed: {error}")
+                return
+            if not piece.buffers[0].free_after_upload:
+                piece.arrays.clear()
+                self._free(piece.buffers)
+            piece.ticket.num_written += 1
+
+    def _free(self, buffers: Buffers) -> None:
+        self._buffers.append(buffers)
+        self._buffers.sort(key=lambda free: free[0].bucket)
+
+    def _scatter(self, piece: LoadPiece) -> None:
+        """Write the blocks of a piece on all devices. After an error the KV cache is as before, or lost."""
+        arrays = self._cell.take()
+        current: Sequence[jax.Array] = arrays
+        try:
+            split = self._kv.split(arrays)
+            try:
+                for device, program in enumerate(self._programs):
+                    written, witness = program.scatter(split[device], piece.blocks, piece.arrays[device])
+                    split[device] = written
+                    piece.witnesses.append(witness)
+            finally:
+                if any(array.is_deleted() for array in arrays):
+                    current = self._rejoined(split, arrays)
+        except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
+            piece.ticket.fail(error)
+        finally:
+            self._cell.put(current)
+
+    def _rejoined(self, split: Sequence[Shards], arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """The arrays of the parts that there are. Some devices may have written theirs, and others failed before."""
+        deleted = [device for device, shards in enumerate(split) if any(shard.is_deleted() for shard in shards)]
+        if deleted:
+            device = self._kv.devices[deleted[0]]
+            self.lost = CopyError(f"the KV cache is lost: a program failed after {device} had given it the memory")
+            return arrays
+        return self._kv.join(split)
+
+
+def _wait(arrays: Sequence[jax.Array]) -> None:
+    with suppress(Exception):  # what has failed has ended, too
+        jax.block_until_ready(arrays)

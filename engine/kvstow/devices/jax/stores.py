@@ -1,0 +1,205 @@
+"""Stores: the host's thread gathers their blocks into memory of the devices, the copy thread moves that to the pool.
+
+A gather needs no fence. It is launched after the steps that wrote its blocks, on the arrays that they returned, and
+before those that overwrite them: the runtime orders programs on the same arrays. So a store's blocks are free as soon
+as its gathers are launched, and memory in flight is what limits them.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from kvstow.devices.base import TicketState
+from kvstow.devices.jax.cell import KVCell
+from kvstow.devices.jax.inflight import BytesInFlight, Held
+from kvstow.devices.jax.programs import DevicePrograms, bucket_of
+from kvstow.devices.jax.rangecopier import Range, RangeCopier
+from kvstow.devices.jax.shards import ShardedKV
+
+Columns = Sequence[jax.Array]
+
+
+class GatheredPiece:
+    """Some blocks of a store on their way to the host, by device. Their bytes are in flight until the piece is dropped,
+    by whomever: its op may also fail before the copy thread has it."""
+
+    def __init__(self, num_blocks: int, gathered: list[Columns], arriving: list[Columns], held: Held) -> None:
+        self.num_blocks = num_blocks
+        self.arriving = arriving
+        self._gathered: list[Columns] | None = gathered
+        self._held = held
+
+    def is_gathered(self) -> bool:
+        if self._gathered is not None and _are_ready(self._gathered):
+            self._gathered = None
+        return self._gathered is None
+
+    def has_arrived(self) -> bool:
+        """Whether the bytes are in host memory, or never will be."""
+        return _are_ready(self.arriving)
+
+
+class Gather:
+    """The programs of one store, and the fence of its copy. The host's thread launches pieces, the copy thread takes
+    them."""
+
+    def __init__(self, pieces: list[Sequence[int]]) -> None:
+        self.unlaunched = deque(pieces)
+        self.launched: deque[GatheredPiece] = deque()
+        self.error: BaseException | None = None
+
+    def query(self) -> bool:
+        """Whether all blocks have been read."""
+        return not self.unlaunched and all(piece.is_gathered() for piece in tuple(self.launched))
+
+
+class StoreTicket:
+    """A `Ticket`; `Stores.advance` moves it on."""
+
+    def __init__(self, gather: Gather, slots: Sequence[int]) -> None:
+        self.gather, self.slots = gather, slots
+        self.num_copied = 0
+        self.seconds = 0.0
+        self.began: float | None = None
+        """When the first piece was gathered."""
+
+    @property
+    def error(self) -> BaseException | None:
+        return self.gather.error
+
+    @property
+    def has_ended(self) -> bool:
+        return self.error is not None or self.num_copied == len(self.slots)
+
+    def poll(self) -> TicketState:
+        if self.error is not None:
+            return TicketState.FAILED
+        if self.num_copied == len(self.slots):
+            return TicketState.DONE
+        return TicketState.PENDING if self.gather.unlaunched else TicketState.SOURCE_FREE
+
+
+class Stores:
+    """All stores of a rank. `gather` and `launch` belong to the host's thread, `queue`, `advance` and `close` to the
+    copy thread. The caller keeps `gather`, `launch` and `stop` apart."""
+
+    def __init__(
+        self,
+        kv: ShardedKV,
+        cell: KVCell,
+        programs: Sequence[DevicePrograms],
+        place: Callable[[int, int], int],
+        copier: RangeCopier,
+        buckets: Sequence[int],
+        in_flight: BytesInFlight,
+        *,
+        pinned: bool,
+    ) -> None:
+        """`place(slot, device)`: the address of the device's part of a slot. `pinned`: the devices copy to pinned
+        memory; else their own memory is the host's."""
+        self._kv, self._cell, self._programs, self._buckets = kv, cell, programs, buckets
+        self._in_flight, self._place, self._copier = in_flight, place, copier
+        self._pinned = (
+            [SingleDeviceSharding(device, memory_kind="pinned_host") for device in kv.devices] if pinned else None
+        )
+        self._waiting: deque[weakref.ref[Gather]] = deque()  # for memory; dropped with their ops
+        self._tickets: list[StoreTicket] = []
+
+    def gather(self, blocks: Sequence[int]) -> Gather:
+        """Launch the gathers of a store, as far as memory in flight allows; `launch` goes on."""
+        most = self._buckets[-1]
+        gather = Gather([blocks[start : start + most] for start in range(0, len(blocks), most)])
+        self._waiting.append(weakref.ref(gather))
+        self.launch()
+        return gather
+
+    def launch(self) -> None:
+        """Launch waiting gathers, in the order of the plans."""
+        while self._waiting:
+            gather = self._waiting[0]()
+            while gather is not None and gather.error is None and gather.unlaunched:
+                if not self._launch_piece(gather):
+                    return
+            self._waiting.popleft()
+
+    def stop(self, error: BaseException) -> None:
+        """Fail what is not launched."""
+        for waiting in self._waiting:
+            if (gather := waiting()) is not None:
+                gather.error = error
+        self._waiting.clear()
+
+    def queue(self, ticket: StoreTicket) -> None:
+        self._tickets.append(ticket)
+
+    def advance(self) -> bool:
+        """Copy one piece that has arrived to the pool; False if there is none."""
+        self._tickets = [ticket for ticket in self._tickets if not ticket.has_ended]
+        return any(self._advance(ticket) for ticket in self._tickets)
+
+    def close(self) -> None:
+        """Nothing reads the pool's slots or writes them between two calls of `advance`."""
+        self._tickets.clear()
+
+    def _launch_piece(self, gather: Gather) -> bool:
+        """False if there is no memory."""
+        blocks = gather.unlaunched[0]
+        held = self._in_flight.take(bucket_of(self._buckets, len(blocks)) * self._kv.layout.slot_bytes)
+        if held is None:
+            return False
+        try:
+            split = self._kv.split(self._cell.peek())
+            gathered: list[Columns] = [
+                program.gather(shards, blocks) for program, shards in zip(self._programs, split, strict=True)
+            ]
+            arriving = gathered
+            if self._pinned is not None:
+                arriving = [
+                    jax.device_put(columns, pinned) for columns, pinned in zip(gathered, self._pinned, strict=True)
+                ]
+        except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
+            gather.error = error.with_traceback(None)
+            return True
+        gather.launched.append(GatheredPiece(len(blocks), gathered, arriving, held))
+        gather.unlaunched.popleft()
+        return True
+
+    def _advance(self, ticket: StoreTicket) -> bool:
+        if not ticket.gather.launched:
+            return False
+        piece = ticket.gather.launched[0]
+        if ticket.began is None and piece.is_gathered():
+            ticket.began = time.perf_counter()
+        if not piece.has_arrived():
+            return False
+        try:
+            self._copy(piece, ticket.slots[ticket.num_copied :])
+        except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
+            ticket.gather.error = error.with_traceback(None)
+            return True
+        ticket.gather.launched.popleft()
+        ticket.num_copied += piece.num_blocks
+        ticket.seconds = time.perf_counter() - (ticket.began or 0.0)
+        return True
+
+    def _copy(self, piece: GatheredPiece, slots: Sequence[int]) -> None:
+        ranges: list[Range] = []
+        arrived = [[np.ascontiguousarray(column) for column in columns] for columns in piece.arriving]
+        for device, columns in enumerate(arrived):
+            targets = [self._place(slot, device) for slot in slots[: piece.num_blocks]]
+            for column in columns:
+                source, size = column.ctypes.data, column.itemsize * column.shape[1]
+                ranges += [Range(target, source + row * size, size) for row, target in enumerate(targets)]
+                targets = [target + size for target in targets]
+        self._copier.copy(ranges)
+
+
+def _are_ready(by_device: Sequence[Columns]) -> bool:
+    return all(column.is_ready() for columns in by_device for column in columns)
