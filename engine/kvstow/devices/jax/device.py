@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+import numpy as np
+
 from kvstow.devices.base import Fence, PreparedLoad
 from kvstow.devices.jax.cell import KVCell
 from kvstow.devices.jax.inflight import BytesInFlight
@@ -20,7 +22,7 @@ from kvstow.devices.jax.rangecopier import RangeCopier
 from kvstow.devices.jax.shards import ShardedKV
 from kvstow.devices.jax.stores import Gather, Stores, StoreTicket
 from kvstow.errors import ConfigError, CopyError
-from kvstow.memory.hostpool import HostPool
+from kvstow.memory.slotpool import SlotPool
 
 HostMemory = Literal["auto", "plain", "pinned"]
 HOST_MEMORY: tuple[HostMemory, ...] = get_args(HostMemory)
@@ -57,7 +59,7 @@ class JaxOptions:
 
 @dataclass(frozen=True, slots=True)
 class JaxLoad:
-    """A `PreparedLoad`."""
+    """A `PreparedLoad`. `slots`: their addresses."""
 
     slots: Sequence[int]
 
@@ -77,7 +79,7 @@ class JaxDevice:
 
     copies_alone = False
 
-    def __init__(self, pool: HostPool, cell: KVCell, options: JaxOptions | None = None) -> None:
+    def __init__(self, pool: SlotPool, cell: KVCell, options: JaxOptions | None = None) -> None:
         """Compiles all programs, which takes seconds. Raises `ConfigError`, and then leaves nothing behind."""
         options = options or JaxOptions()
         kv = ShardedKV.of(cell.peek())
@@ -85,7 +87,7 @@ class JaxDevice:
         if slot_bytes != pool.slot_bytes:
             raise ConfigError("slot_bytes", pool.slot_bytes, f"{slot_bytes}, the bytes of a block on all devices")
         self.name = f"{platform}:{','.join(str(device.id) for device in kv.devices)}"
-        self._pool, self._num_blocks, self._part_bytes = pool, kv.num_blocks, kv.part_bytes
+        self._pool, self._num_blocks = pool, kv.num_blocks
         self._host = threading.get_ident()
         self._launching = threading.Lock()
         self._stopped: CopyError | None = None
@@ -99,7 +101,7 @@ class JaxDevice:
         if self.notice is not None:
             logger.warning("%s", self.notice)
         self._copier = RangeCopier(options.copy_threads)
-        parts = kv, cell, programs, self._place, self._copier
+        parts = kv, cell, programs, self._copier
         self._stores = Stores(*parts, buckets, BytesInFlight(options.bytes_in_flight), pinned=pinned)
         self._loads = Loads(*parts, buffers, BytesInFlight(options.bytes_in_flight))
 
@@ -132,18 +134,17 @@ class JaxDevice:
             raise CopyError(
                 "the blocks of a store are gathered by the host's thread, with `gather`, before it is queued"
             )
-        self._check_slots(slots, len(blocks))
-        ticket = StoreTicket(after, slots)
+        self._require_as_many(blocks, slots)
+        ticket = StoreTicket(after, self._addresses(slots))
         self._stores.queue(ticket)
         return ticket
 
     def prepare_load(self, op_id: int, slots: Sequence[int]) -> JaxLoad:
-        self._check_slots(slots, len(slots))
-        return JaxLoad(slots)
+        return JaxLoad(self._addresses(slots))
 
     def launch_load(self, load: PreparedLoad, blocks: Sequence[int], after: Fence | None) -> LoadTicket:
         assert isinstance(load, JaxLoad)
-        self._check_slots(load.slots, len(blocks))
+        self._require_as_many(blocks, load.slots)
         self._check_blocks(blocks)
         ticket = LoadTicket(blocks, load.slots, self._most)
         self._loads.queue(ticket)
@@ -163,21 +164,21 @@ class JaxDevice:
         self._stores.close()
         self._copier.close()
 
-    def _place(self, slot: int, device: int) -> int:
-        """The address of the device's part of a slot."""
-        return self._pool.address + slot * self._pool.slot_stride + device * self._part_bytes
-
     def _check_blocks(self, blocks: Sequence[int]) -> None:
         if blocks and not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
             raise CopyError(f"blocks {min(blocks)} to {max(blocks)}; allowed: 0 to {self._num_blocks - 1}")
 
-    def _check_slots(self, slots: Sequence[int], num_blocks: int) -> None:
+    def _addresses(self, slots: Sequence[int]) -> list[int]:
         self._require_open()
-        if num_blocks != len(slots):
-            raise CopyError(f"{num_blocks} blocks and {len(slots)} slots; allowed: as many of each")
         pinned = self._pool.pinned_slots
         if slots and not 0 <= min(slots) <= max(slots) < pinned:
             raise CopyError(f"slots {min(slots)} to {max(slots)}; allowed: 0 to {pinned - 1}, which are pinned")
+        addresses: list[int] = self._pool.addresses(np.array(slots, np.int64)).tolist()
+        return addresses
+
+    def _require_as_many(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        if len(blocks) != len(slots):
+            raise CopyError(f"{len(blocks)} blocks and {len(slots)} slots; allowed: as many of each")
 
     def _require_open(self) -> None:
         if self._stopped is not None:

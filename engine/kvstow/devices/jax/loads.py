@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import jax
@@ -27,7 +27,7 @@ Buffers = Sequence[LoadBuffer]
 
 
 class LoadTicket:
-    """A `Ticket`; `Loads.advance` moves it on. `pieces`: blocks and slots that are not staged yet."""
+    """A `Ticket`; `Loads.advance` moves it on. `slots`: their addresses. `most`: blocks in a piece."""
 
     def __init__(self, blocks: Sequence[int], slots: Sequence[int], most: int) -> None:
         starts = range(0, len(blocks), most)
@@ -79,14 +79,13 @@ class Loads:
         kv: ShardedKV,
         cell: KVCell,
         programs: Sequence[DevicePrograms],
-        place: Callable[[int, int], int],
         copier: RangeCopier,
         buffers: Sequence[Buffers],
         in_flight: BytesInFlight,
     ) -> None:
-        """`place(slot, device)`: the address of the device's part of a slot. `buffers`: in ascending order."""
+        """`buffers`: in ascending order."""
         self._kv, self._cell, self._programs = kv, cell, programs
-        self._in_flight, self._place, self._copier = in_flight, place, copier
+        self._in_flight, self._copier = in_flight, copier
         self._buffers = list(buffers)  # free ones
         self._tickets: list[LoadTicket] = []
         self._uploading: deque[LoadPiece] = deque()
@@ -162,7 +161,7 @@ class Loads:
     def _fill(self, buffers: Buffers, slots: Sequence[int]) -> None:
         ranges: list[Range] = []
         for device, buffer in enumerate(buffers):
-            sources = [self._place(slot, device) for slot in slots]
+            sources = [slot + device * self._kv.part_bytes for slot in slots]
             for target, size in zip(buffer.addresses, buffer.row_bytes, strict=True):
                 ranges += [Range(target + row * size, source, size) for row, source in enumerate(sources)]
                 sources = [source + size for source in sources]

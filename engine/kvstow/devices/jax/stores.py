@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -61,7 +61,7 @@ class Gather:
 
 
 class StoreTicket:
-    """A `Ticket`; `Stores.advance` moves it on."""
+    """A `Ticket`; `Stores.advance` moves it on. `slots`: their addresses."""
 
     def __init__(self, gather: Gather, slots: Sequence[int]) -> None:
         self.gather, self.slots = gather, slots
@@ -95,17 +95,15 @@ class Stores:
         kv: ShardedKV,
         cell: KVCell,
         programs: Sequence[DevicePrograms],
-        place: Callable[[int, int], int],
         copier: RangeCopier,
         buckets: Sequence[int],
         in_flight: BytesInFlight,
         *,
         pinned: bool,
     ) -> None:
-        """`place(slot, device)`: the address of the device's part of a slot. `pinned`: the devices copy to pinned
-        memory; else their own memory is the host's."""
+        """`pinned`: the devices copy to pinned memory; else their own memory is the host's."""
         self._kv, self._cell, self._programs, self._buckets = kv, cell, programs, buckets
-        self._in_flight, self._place, self._copier = in_flight, place, copier
+        self._in_flight, self._copier = in_flight, copier
         self._pinned = (
             [SingleDeviceSharding(device, memory_kind="pinned_host") for device in kv.devices] if pinned else None
         )
@@ -193,7 +191,7 @@ class Stores:
         ranges: list[Range] = []
         arrived = [[np.ascontiguousarray(column) for column in columns] for columns in piece.arriving]
         for device, columns in enumerate(arrived):
-            targets = [self._place(slot, device) for slot in slots[: piece.num_blocks]]
+            targets = [slot + device * self._kv.part_bytes for slot in slots[: piece.num_blocks]]
             for column in columns:
                 source, size = column.ctypes.data, column.itemsize * column.shape[1]
                 ranges += [Range(target, source + row * size, size) for row, target in enumerate(targets)]
