@@ -166,8 +166,12 @@ class MemoryThread:
         self._do(partial(self._add_worker, session, hello.rank, record, pidfd))
 
     def add_session(self, session: NodeSession, slots: int | None) -> None:
-        """All workers of the session are there, and it asks for so many slots, or for all."""
-        self._do(partial(self._add_session, session, slots, session.numa_nodes()))
+        """The session asks for so many slots, or for all: its pool is not without sessions any more."""
+        self._do(partial(self._budget.attach, session.pool.name, session.session_id, slots))
+
+    def start_session(self, session: NodeSession) -> None:
+        """All workers of the session are there: its pool gets a row, if it has none."""
+        self._do(partial(self._start_session, session.pool, session.numa_nodes()))
 
     def lose_session(self, session: NodeSession) -> None:
         """Give its workers nothing any more. They may still use what they have."""
@@ -214,6 +218,7 @@ class MemoryThread:
 
     def _enter_pool(self, pool: NodePool, owner: int, extent_bytes: int) -> None:
         self._budget.add_pool(pool.name, pool.layout(owner, extent_bytes))
+        self._budget.want(pool.name, 0)  # until all workers of an engine are there
         on_smaller = partial(self._on_smaller, pool)
         self._pools[pool.name] = PoolMemory(pool, self.memory, self._post, on_smaller)
 
@@ -241,12 +246,10 @@ class MemoryThread:
         for session_id in self._claims.pop(pool, ()):
             self._budget.detach(pool, session_id)
 
-    def _add_session(self, session: NodeSession, slots: int | None, nodes: list[int | None]) -> None:
-        name = session.pool.name
-        self._budget.set_nodes(name, nodes)
-        self._budget.attach(name, session.session_id, slots)
-        self._end_claims(name)
-        self._pools[name].want()
+    def _start_session(self, pool: NodePool, nodes: list[int | None]) -> None:
+        self._budget.set_nodes(pool.name, nodes)
+        self._end_claims(pool.name)
+        self._pools[pool.name].want()
 
     def _lose_session(self, session: NodeSession) -> None:
         found = self._pools[session.pool.name]

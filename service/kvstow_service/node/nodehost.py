@@ -167,7 +167,7 @@ class NodeHost:
             raise AttachRefusedError("no_descriptors", f"the node service has too few: {error.strerror}") from error
         session.workers[hello.rank] = hello
         if session.is_complete:  # only now the devices' NUMA nodes are known
-            self._memory.add_session(session, session.wanted_slots())
+            self._memory.start_session(session)
 
     def _identities(self, hello: Hello, peer: Peer) -> tuple[PoolIdentity, NamespaceIdentity]:
         """What the kernel says of the user counts, not the hello."""
@@ -212,6 +212,7 @@ class NodeHost:
             control = pool.enter(hello.engine, namespace)
             session = NodeSession(session_id, hello, peer, link, pool, namespace, control)
             self._sessions[session_id] = session
+        self._memory.add_session(session, session.wanted_slots())
         return session, reasons
 
     def _leave_pool(self, pool: NodePool) -> None:

@@ -336,6 +336,18 @@ def test_memory_of_a_pool_without_sessions_goes_to_a_new_one(make_bench: MakeBen
     assert again.has(*range(4 * ROW_SLOTS)) == 3 * ROW_SLOTS
 
 
+def test_a_pool_is_not_without_sessions_while_an_engine_starts(make_bench: MakeBench) -> None:
+    bench = make_bench(extents=6)
+    first, second = grown(bench, rows=2), grown(bench, ONE_RANK_OTHER, rows=2)
+    for engine in (first, second):
+        engine.end()
+    bench.run()
+    bench.attach(ONE_RANK)
+    third = replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1, kv_cache_dtype="int8")
+    bench.start(replace(HELLO, pool=third))
+    assert [len(pool.extents) for pool in (first.pool, second.pool)] == [3, 2], "although it ended before the other"
+
+
 def test_an_extent_changes_hands_only_after_every_worker_has_let_go(make_bench: MakeBench) -> None:
     bench = make_bench(extents=4)
     first = grown(bench)
