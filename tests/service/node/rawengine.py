@@ -70,7 +70,13 @@ class RawWorker:
     """The worker of a rank, which maps all that it is sent."""
 
     def __init__(
-        self, path: Path, token: str, rank: int, boot: str = "boot", settled_tokens: tuple[str, ...] = ()
+        self,
+        path: Path,
+        token: str,
+        rank: int,
+        boot: str = "boot",
+        settled_tokens: tuple[str, ...] = (),
+        slot_bytes: int = SLOT_BYTES,
     ) -> None:
         hello = Hello(
             role="worker",
@@ -81,7 +87,7 @@ class RawWorker:
             rank=rank,
             settled_tokens=settled_tokens,
         )
-        self.rank, self.boot = rank, boot
+        self.rank, self.boot, self.slot_bytes = rank, boot, slot_bytes
         self.connection = AttachConnection(path, lambda: hello, accepts_fds=True)
         self.grants: dict[int, ExtentGrant] = {}
         self.maps: dict[int, mmap.mmap] = {}
@@ -96,7 +102,7 @@ class RawWorker:
         for frame in self.connection.poll(0.002):
             if frame.kind == Kind.EXTENTS:
                 granted = GrantedExtents.unpack(frame.payload)
-                assert granted.slot_stride == SLOT_BYTES
+                assert granted.slot_stride == self.slot_bytes
                 for grant, fd in zip(granted.extents, frame.fds, strict=True):
                     self.grants[grant.extent_id] = grant
                     self.maps[grant.extent_id] = mmap.mmap(fd, grant.num_bytes)
@@ -117,7 +123,7 @@ class RawWorker:
         """Everything that is populated."""
         news = []
         for extent_id, grant in self.grants.items():
-            slots = min(grant.num_slots, self.populated[extent_id] // SLOT_BYTES)
+            slots = min(grant.num_slots, self.populated[extent_id] // self.slot_bytes)
             if self.max_registered is not None:
                 slots = max(0, min(slots, self.max_registered - grant.first_slot))
             if self.registered.get(extent_id, 0) < slots:
@@ -140,7 +146,7 @@ class RawWorker:
             rank=self.rank,
             boot_id=self.boot,
             state="ready",
-            slot_bytes=SLOT_BYTES,
+            slot_bytes=self.slot_bytes,
             pinned_slots=10**9,  # not believed
             target_slots=0,
             pinned_bytes=0,
@@ -153,18 +159,18 @@ class RawWorker:
     def place_of(self, slot: int) -> tuple[mmap.mmap, int]:
         for extent_id, grant in self.grants.items():
             if grant.first_slot <= slot < grant.first_slot + grant.num_slots:
-                offset = (slot - grant.first_slot) * SLOT_BYTES
-                assert offset + SLOT_BYTES <= self.populated[extent_id], "a slot that is not populated"
+                offset = (slot - grant.first_slot) * self.slot_bytes
+                assert offset + self.slot_bytes <= self.populated[extent_id], "a slot that is not populated"
                 return self.maps[extent_id], offset
         raise AssertionError(f"slot {slot} lies in no extent of rank {self.rank}")
 
     def write(self, slot: int, content: bytes) -> None:
         memory, offset = self.place_of(slot)
-        memory[offset : offset + SLOT_BYTES] = content
+        memory[offset : offset + self.slot_bytes] = content
 
     def read(self, slot: int) -> bytes:
         memory, offset = self.place_of(slot)
-        return memory[offset : offset + SLOT_BYTES]
+        return memory[offset : offset + self.slot_bytes]
 
     def close(self) -> None:
         self.connection.close()
@@ -186,8 +192,8 @@ class RawEngine:
         self.welcome = self.scheduler.welcome
         assert hello.pool is not None
         self.workers = [
-            RawWorker(path, self.welcome.token, rank, settled_tokens=settled_tokens)
-            for rank in range(hello.pool.num_ranks)
+            RawWorker(path, self.welcome.token, rank, settled_tokens=settled_tokens, slot_bytes=slot_bytes)
+            for rank, slot_bytes in enumerate(hello.pool.slot_bytes)
         ]
         self.wait_for(lambda: all(worker.connection.state == "attached" for worker in self.workers))
 

@@ -226,7 +226,7 @@ def test_a_thread_that_fails_is_seen(make_node: MakeNode, monkeypatch: pytest.Mo
     assert node.live_failure() is None
     monkeypatch.setattr(node.memory, "run_pending", lambda: 1 / 0)
     node.memory.look_again()
-    eventually(lambda: node.live_failure() is not None)
+    eventually(lambda: failures)
     assert (
         node.live_failure()
         == failures[0]

@@ -1,0 +1,70 @@
+"""What the service takes besides the pools."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.service.node.rawengine import HELLO, POOL, RawEngine, key_of
+from tests.service.node.realservice import RealService
+
+from kvstow.attach.calls import BeginStore, StoreBegun
+
+pytestmark = pytest.mark.process
+
+MIB = 1 << 20
+SLOT_BYTES, NUM_SLOTS = 64, 1_000_000
+_BATCH = 8192
+
+
+@pytest.fixture
+def service(eventually: Any) -> Iterator[RealService]:
+    with tempfile.TemporaryDirectory() as folder:
+        made = RealService(Path(folder), eventually)
+        with made.running:
+            yield made
+
+
+def anonymous_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) << 10
+
+
+def journal_bytes(pid: int) -> int:
+    found = {}
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        if "kvstow-journal" in os.readlink(fd):
+            status = fd.stat()
+            found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
+
+
+def test_a_million_cached_slots_take_at_most_320_bytes_each(service: RealService, tmp_path: Path) -> None:
+    """RssAnon and the journal of the index, besides 120 MiB for the service itself."""
+    (tmp_path / "state").mkdir(mode=0o700)
+    service.serve("--memory", "64MiB", "--extent-size", "2MiB", "--state", str(tmp_path / "state"))
+    pid = service.process.pid
+    before = anonymous_bytes(pid)
+    pool = replace(POOL, slot_bytes=(SLOT_BYTES,), tensor_parallel=1)
+    engine = RawEngine(service.socket, replace(HELLO, pool=pool))
+    stored = 0
+    while stored < NUM_SLOTS:
+        keys = [key_of(number) for number in range(stored, min(stored + _BATCH, NUM_SLOTS))]
+        begun = engine.ask(BeginStore(keys), StoreBegun)
+        if begun.op_id:
+            engine.complete(begun.op_id)
+            engine.wait_for(lambda op_id=begun.op_id: op_id in engine.settled)
+        else:
+            engine.step()
+        stored += len(begun.accepted)
+    anonymous, journal = anonymous_bytes(pid), journal_bytes(pid)
+    engine.close()
+    each = (anonymous - before + journal) / NUM_SLOTS
+    print(f"{before >> 20} MiB, then {anonymous >> 20} and a journal of {journal >> 20}: {each:.0f} bytes a slot")
+    assert journal >= 64 * NUM_SLOTS
+    assert anonymous + journal <= 120 * MIB + 320 * NUM_SLOTS
