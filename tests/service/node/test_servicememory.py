@@ -58,10 +58,10 @@ def test_a_million_cached_slots_take_at_most_320_bytes_each(service: RealService
         begun = engine.ask(BeginStore(keys), StoreBegun)
         if begun.op_id:
             engine.complete(begun.op_id)
-            engine.wait_for(lambda op_id=begun.op_id: op_id in engine.settled)
         else:
             engine.step()
         stored += len(begun.accepted)
+    engine.wait_for(lambda: begun.op_id in engine.settled)
     anonymous, journal = anonymous_bytes(pid), journal_bytes(pid)
     engine.close()
     each = (anonymous - before + journal) / NUM_SLOTS
