@@ -143,6 +143,12 @@ class LeaseError(KvstowError):
     code = "lease_invalid"
 
 
+class ProcessEndedError(KvstowError):
+    """A process that this one started has ended before its work was done."""
+
+    code = "process_ended"
+
+
 class AttachError(KvstowError):
     """An engine and the node service cannot talk to each other."""
 

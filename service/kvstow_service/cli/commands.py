@@ -19,7 +19,7 @@ class _Command(NamedTuple):
 COMMANDS = {
     "serve": _Command("serve", "Run the node service: the host memory that the engines of this machine share."),
     "replay": _Command("replay", "Replay a request trace and verify every loaded byte."),
-    "trace": _Command("replay", "Generate request traces."),
+    "trace": _Command("trace", "Generate request traces."),
     "get": _Command("get", "List pools, sessions, ranks, blocks, transfers, operations, ..."),
     "describe": _Command("describe", "Show one thing in full: the server, a pool, a rank, ..."),
     "top": _Command("top", "Watch the server live."),

@@ -1,36 +1,49 @@
-"""Commands on request traces: replay one through an engine of its own, or generate one."""
+"""`kvstow replay`: a request trace through an engine of its own, or through engines that attach to a node service."""
 
 from __future__ import annotations
 
 import json
 import sys
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, TextIO, cast
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from kvstow.config import CopyStrategy
-from kvstow.errors import ConfigError, KvstowError
-from kvstow_service.cli.failures import ExitCode, reporting_failures
+from kvstow.errors import ConfigError, KvstowError, ProcessEndedError, SettingError
+from kvstow_service.cli.failures import ExitCode
 from kvstow_service.replay.place import Place
 from kvstow_service.replay.shapes import SHAPES, DeviceName, Shape, even_shape, shape_named
 from kvstow_service.stop import StopRequests
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.progress import Progress
 
     from kvstow.config import EngineConfig
+    from kvstow_service.replay.launcher import AttachedResult
     from kvstow_service.replay.pace import ReplayOptions
     from kvstow_service.replay.result import ReplayResult
     from kvstow_service.replay.session import Session
     from kvstow_service.replay.trace import TraceRequest
 
 _SLOT_SIZE = "256KiB"
+_POOL_SLOTS = 1000
 
 
 @click.command()
 @click.argument("trace")
-@click.option("--pool-slots", type=int, default=1000, show_default=True, help="Slots of the pool of each rank.")
+@click.option("--attach", metavar="unix:PATH", help="Attach to the node service on this socket instead of a pool here.")
+@click.option(
+    "--engines", type=click.IntRange(1), help="With --attach: engines that replay the trace at once. Default: 1."
+)
+@click.option(
+    "--pool-slots",
+    type=int,
+    help="Slots of the pool of each rank. Default: 1000; with --attach, what the service has.",
+)
 @click.option("--slot-size", help="Bytes of one block on each rank. Default: 256KiB.")
 @click.option("--shape", help=f"KV cache of a known model instead of a slot size: {', '.join(SHAPES)}.")
 @click.option("--device", default="cpu", show_default=True, help="Device that holds the KV cache: cpu or cuda.")
@@ -41,8 +54,8 @@ _SLOT_SIZE = "256KiB"
     help="On CUDA: direct copies pages, staged copies packed blocks, auto measures which is faster.",
 )
 @click.option("--requests", type=click.IntRange(1), help="Replay at most this many requests.")
-@click.option("--ranks", type=int, default=1, show_default=True, help="Ranks in this process.")
-@click.option("--policy", default="lru", show_default=True, help="Order of eviction: lru or arc.")
+@click.option("--ranks", type=int, default=1, show_default=True, help="Ranks; with --attach, processes of each engine.")
+@click.option("--policy", help="Order of eviction: lru or arc. Default: lru; with --attach, the service's.")
 @click.option("--rate", type=float, help="Requests started per second. Default: all at once.")
 @click.option("--time-scale", type=float, help="Start requests by their timestamps, this many times as fast.")
 @click.option("--concurrency", type=int, default=1, show_default=True, help="Requests in flight at once.")
@@ -51,14 +64,16 @@ _SLOT_SIZE = "256KiB"
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def replay(
     trace: str,
-    pool_slots: int,
+    attach: str | None,
+    engines: int | None,
+    pool_slots: int | None,
     slot_size: str | None,
     shape: str | None,
     device: str,
     copy_strategy: str,
     requests: int | None,
     ranks: int,
-    policy: str,
+    policy: str | None,
     rate: float | None,
     time_scale: float | None,
     concurrency: int,
@@ -71,30 +86,68 @@ def replay(
     Each request is looked up, its hits are loaded, the rest is computed and stored. TRACE is a file of JSON lines; -
     reads standard input.
 
+    With --attach each engine is a process, and so is each of its ranks. They go on without the service while it is
+    away, and an engine that dies is started again. Engines of equal slot size and ranks share what they store.
+
     Exit codes: 0 all loaded bytes were correct, 1 some were not, 2 bad input or not enough memory.
     """
+    from kvstow.attach.connection import socket_path
     from kvstow.config import EngineConfig
+    from kvstow_service.replay.driver import blocks_needed
     from kvstow_service.replay.pace import ReplayOptions
     from kvstow_service.replay.trace import BLOCK_TOKENS, read_trace
 
+    result: ReplayResult | AttachedResult
     try:
+        _check_attach(attach, engines, policy, no_data=no_data)
         cut = _shape(shape, slot_size)
         place = Place(cast(DeviceName, device), cut, cast(CopyStrategy, copy_strategy))  # it checks both
         config = EngineConfig(
             slot_bytes=cut.slot_bytes,
-            capacity_slots=pool_slots,
+            capacity_slots=_POOL_SLOTS if pool_slots is None else pool_slots,
             num_ranks=ranks,
-            policy=policy,
+            policy=policy or "lru",
             block_tokens=BLOCK_TOKENS,
         )
         options = ReplayOptions(concurrency=concurrency, rate=rate, time_scale=time_scale)
-        result = _run(config, options, read_trace(trace, limit=requests), kv_blocks, None if no_data else place)
+        path = None if attach is None else _socket(socket_path, attach)
+        found = read_trace(trace, limit=requests)
+        blocks = kv_blocks or blocks_needed(found, concurrency)
+        if path is None:
+            result = _run(config, options, found, blocks, None if no_data else place)
+        else:
+            wanted = 0 if pool_slots is None else pool_slots * cut.slot_bytes * ranks
+            result = _run_attached(path, engines or 1, place, cut, ranks, blocks, wanted, found, options)
+    except ProcessEndedError as error:
+        click.echo(f"kvstow replay: {error}", err=True)
+        sys.exit(ExitCode.ERROR)
     except KvstowError as error:
         click.echo(f"kvstow replay: {error}", err=True)
         sys.exit(ExitCode.USAGE)
     _print(result, as_json=as_json)
     if not result.ok:
         sys.exit(ExitCode.ERROR)
+
+
+def _check_attach(attach: str | None, engines: int | None, policy: str | None, *, no_data: bool) -> None:
+    """Raises `SettingError` for options that contradict --attach, or need it."""
+    if attach is None:
+        if engines is not None:
+            raise SettingError("--engines", engines, "needs --attach: without it there is one engine, in this process")
+        return
+    if policy is not None:
+        raise SettingError(
+            "--policy", policy, "cannot be used with --attach: the pool is the service's; see kvstow config"
+        )
+    if no_data:
+        raise SettingError("--no-data", True, "cannot be used with --attach: attached ranks move bytes")
+
+
+def _socket(parse: Callable[[str], Path], attach: str) -> Path:
+    try:
+        return parse(attach)
+    except ConfigError as error:
+        raise error.renamed("--attach") from None
 
 
 def _shape(name: str | None, slot_size: str | None) -> Shape:
@@ -109,15 +162,14 @@ def _run(
     config: EngineConfig,
     options: ReplayOptions,
     requests: list[TraceRequest],
-    kv_blocks: int | None,
+    blocks: int,
     place: Place | None,
 ) -> ReplayResult:
     """`place`: None replays the control plane alone."""
-    from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+    from kvstow_service.replay.driver import ReplayDriver
     from kvstow_service.replay.offload import EmbeddedOffload
     from kvstow_service.replay.session import local_session, simulated_session
 
-    blocks = kv_blocks or blocks_needed(requests, options.concurrency)
     with StopRequests() as stops, _progress() as progress:
         replayed = progress.add_task("replaying", total=len(requests), start=False)
         session: AbstractContextManager[Session]
@@ -146,6 +198,40 @@ def _run(
             return driver.run(stops.requested)
 
 
+def _run_attached(
+    path: Path,
+    engines: int,
+    place: Place,
+    shape: Shape,
+    ranks: int,
+    blocks: int,
+    wanted_bytes: int,
+    requests: list[TraceRequest],
+    options: ReplayOptions,
+) -> AttachedResult:
+    from kvstow_service.replay.driver import check_fits
+    from kvstow_service.replay.enginepipe import EngineSpec
+    from kvstow_service.replay.launcher import Launcher
+
+    check_fits(requests, blocks)
+    specs = [
+        EngineSpec(f"replay-{number}", path, shape, place, ranks, blocks, wanted_bytes, requests, options)
+        for number in range(1, engines + 1)
+    ]
+    with StopRequests() as stops, _progress() as progress:
+        replayed = progress.add_task("replaying", total=len(requests) * engines)
+        launcher = Launcher(
+            specs,
+            on_request=lambda count: progress.update(replayed, completed=count),
+            log=lambda line: click.echo(f"kvstow replay: {line}", err=True),
+        )
+        result = launcher.run(stops.requested)
+    for engine in result.engines:
+        if engine.problem is not None:
+            click.echo(f"kvstow replay: {engine.name} was not attached at its end: {engine.problem}", err=True)
+    return result
+
+
 def _progress() -> Progress:
     """Progress bars on standard error, if it is a terminal."""
     from rich.console import Console
@@ -156,48 +242,14 @@ def _progress() -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _print(result: ReplayResult, *, as_json: bool) -> None:
+def _print(result: ReplayResult | AttachedResult, *, as_json: bool) -> None:
     from rich.console import Console
 
-    from kvstow_service.replay.summary import print_rows, summary_rows
+    from kvstow_service.replay.launcher import AttachedResult
+    from kvstow_service.replay.summary import attached_rows, print_rows, summary_rows
 
     if as_json:
         click.echo(json.dumps(result.to_json()))
-    else:
-        print_rows(summary_rows(result), Console(), title="Replay")
-
-
-@click.group()
-def trace() -> None:
-    """Generate request traces."""
-
-
-@trace.command()
-@click.option("--sessions", type=int, default=100, show_default=True, help="Number of conversations.")
-@click.option("--turns", type=int, default=5, show_default=True, help="Average number of turns of a conversation.")
-@click.option("--requests", type=int, help="Only this many requests, the first.")
-@click.option(
-    "--shared-prompts",
-    type=int,
-    default=4,
-    show_default=True,
-    help="Number of shared system prompts.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="The same seed and options give the same trace.")
-@click.option("--output", default="-", show_default=True, help="File to write; - is standard output.")
-def generate(sessions: int, turns: int, requests: int | None, shared_prompts: int, seed: int, output: str) -> None:
-    """Generate multi-turn conversations with shared system prompts, as JSON lines."""
-    from kvstow_service.replay.generate import TraceShape, generate_trace
-
-    with reporting_failures():
-        shape = TraceShape(sessions=sessions, turns=turns, shared_prompts=shared_prompts, seed=seed)
-        found = generate_trace(shape, limit=requests)
-        with nullcontext(sys.stdout) if output == "-" else _open(output) as stream:
-            stream.writelines(f"{request.to_line()}\n" for request in found)
-
-
-def _open(path: str) -> TextIO:
-    try:
-        return open(path, "w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError("--output", path, f"a writable file, or - ({error.strerror})") from error
+        return
+    rows = attached_rows(result) if isinstance(result, AttachedResult) else summary_rows(result)
+    print_rows(rows, Console(), title="Replay")

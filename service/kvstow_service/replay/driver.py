@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
@@ -71,6 +72,14 @@ class _Job:
     loaded: int = 0
 
 
+@dataclass(slots=True)
+class _Moved:
+    """Bytes that the ranks have copied for an op, and how long that took, added up."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
 class ReplayDriver:
     """One replay of `requests` over the ranks of one engine.
 
@@ -92,11 +101,7 @@ class ReplayDriver:
         on_request: Callable[[int], None] | None = None,
         wait: Callable[[float], None] | None = None,
     ) -> None:
-        needed = blocks_needed(requests, 1)
-        if needed > kv_blocks:
-            raise InvalidRequestError(
-                f"the largest request has {needed} blocks, the KV cache {kv_blocks}; allowed: {needed} or more"
-            )
+        check_fits(requests, kv_blocks)
         self._offload = offload
         self._workers = workers
         self._kv = kv
@@ -112,6 +117,10 @@ class ReplayDriver:
         self._plan: list[Op] = []
         self._ops: dict[int, tuple[Op, _Job]] = {}
         self._outstanding: list[set[int]] = [set() for _ in workers]
+        self._moved: dict[int, _Moved] = {}
+        """By loads that some rank has not finished."""
+        self._unverified: deque[tuple[int, int, float]] = deque()
+        """Blocks, bytes and seconds of loads that are being verified, in order."""
         self._tally = Tally()
         self._started = self._ended = 0.0
 
@@ -235,6 +244,8 @@ class ReplayDriver:
         job = _Job(number, request.keys(), self._free.take(len(request.hash_ids)))
         self._jobs[number] = job
         self._tally.blocks += len(job.keys)
+        if not number:
+            self._tally.first_blocks = len(job.keys)
         self._ask(job, self._offload.find(job.keys), self._found)
 
     def _ask(self, job: _Job, answer: Awaited[_T], then: Callable[[_Job, _T], None]) -> None:
@@ -269,6 +280,8 @@ class ReplayDriver:
             return
         job.loaded = len(op.blocks)
         self._tally.hit_blocks += job.loaded
+        if not job.number:
+            self._tally.first_hit_blocks = job.loaded
         self._plan_op(op, job)
 
     def _store(self, job: _Job) -> None:
@@ -307,8 +320,9 @@ class ReplayDriver:
             self._finish(job)
 
     def _loaded(self, job: _Job, settled: Settled) -> None:
+        moved = self._moved.pop(settled.op_id, _Moved())
         if settled.mark == "done":
-            self._tally.loaded_blocks += job.loaded
+            self._unverified.append((job.loaded, moved.num_bytes, moved.seconds))
             self._kv.verify(job.keys[: job.loaded], job.blocks[: job.loaded])
             return
         _log.warning("a load of %d blocks failed, computing them again: %s", job.loaded, settled.error)
@@ -317,7 +331,12 @@ class ReplayDriver:
         self._release(job)
 
     def _take_verifications(self) -> None:
+        """What was loaded counts once it is verified, so that the figures match at any time."""
         for found in self._kv.take_verifications():
+            blocks, num_bytes, seconds = self._unverified.popleft()
+            self._tally.loaded_blocks += blocks
+            self._tally.loaded_bytes += num_bytes
+            self._tally.load_seconds += seconds
             self._tally.verified_bytes += found.num_bytes
             if found.mismatches:
                 self._tally.count_mismatches(found.mismatches)
@@ -369,8 +388,9 @@ class ReplayDriver:
             if completion.mark == "failed" or completion.op_id not in self._ops:
                 continue
             if self._ops[completion.op_id][0].direction == "load":
-                tally.loaded_bytes += completion.num_bytes
-                tally.load_seconds += completion.seconds
+                moved = self._moved.setdefault(completion.op_id, _Moved())
+                moved.num_bytes += completion.num_bytes
+                moved.seconds += completion.seconds
             else:
                 tally.stored_bytes += completion.num_bytes
                 tally.store_seconds += completion.seconds
@@ -384,3 +404,12 @@ class ReplayDriver:
 def blocks_needed(requests: Sequence[TraceRequest], concurrency: int) -> int:
     """KV blocks with which `concurrency` requests of any size run at once."""
     return max((len(request.hash_ids) for request in requests), default=0) * concurrency
+
+
+def check_fits(requests: Sequence[TraceRequest], kv_blocks: int) -> None:
+    """Raises `InvalidRequestError` for a request that does not fit a KV cache of so many blocks."""
+    needed = blocks_needed(requests, 1)
+    if needed > kv_blocks:
+        raise InvalidRequestError(
+            f"the largest request has {needed} blocks, the KV cache {kv_blocks}; allowed: {needed} or more"
+        )

@@ -25,6 +25,12 @@ class Verification(NamedTuple):
     num_bytes: int
     mismatches: tuple[Mismatch, ...]
 
+    @classmethod
+    def of_ranks(cls, found: Sequence[Verification]) -> Verification:
+        """What all ranks have found together."""
+        mismatches = tuple(wrong for one in found for wrong in one.mismatches)
+        return cls(sum(one.num_bytes for one in found), mismatches)
+
 
 class RankKV(Protocol):
     """The device KV cache of one rank, used by one thread, block by block.
@@ -61,7 +67,7 @@ class KVCache(Protocol):
         """`RankKV.fence` of the rank; None if the rank has its own for each plan."""
 
     def take_verifications(self) -> list[Verification]:
-        """What the ranks have found since the last call."""
+        """What all ranks have found together, for each call of `verify`, in order; since the last call."""
 
     @property
     def is_verifying(self) -> bool:
@@ -82,7 +88,7 @@ class LocalKV:
             rank.write(keys, blocks)
 
     def verify(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
-        self._found += [rank.check(keys, blocks) for rank in self._ranks]
+        self._found.append(Verification.of_ranks([rank.check(keys, blocks) for rank in self._ranks]))
 
     def scrub(self, blocks: Sequence[int]) -> None:
         for rank in self._ranks:

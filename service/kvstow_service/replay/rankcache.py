@@ -12,9 +12,9 @@ from kvstow.devices.base import Device
 from kvstow.devices.cpu import CpuDevice
 from kvstow.errors import InsufficientMemoryError, MissingPackageError
 from kvstow.layout import KVLayout
-from kvstow.memory.hostpool import HostPool
 from kvstow.memory.mlock import MlockRegistrar
 from kvstow.memory.pinning import Registrar
+from kvstow.memory.slotpool import SlotPool
 from kvstow_service.replay.kv import RankKV
 from kvstow_service.replay.pattern import HostKV, Page
 from kvstow_service.replay.place import Place
@@ -27,7 +27,7 @@ class RankCache:
     layout: KVLayout
     kv: RankKV
     registrar: Registrar
-    make_device: Callable[[HostPool], Device]
+    make_device: Callable[[SlotPool], Device]
     numa_node: int | None = None
 
 

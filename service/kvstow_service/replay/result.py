@@ -63,7 +63,8 @@ class ReplayResult:
 
 @dataclass(slots=True)
 class Tally:
-    """Running figures; `load_seconds` and `store_seconds` are the busy times of copies, summed over the ranks."""
+    """Running figures, which can be pickled. `load_seconds` and `store_seconds` are the busy times of copies, summed
+    over the ranks; `first_blocks` and `first_hit_blocks` are of the first request."""
 
     requests: int = 0
     blocks: int = 0
@@ -81,6 +82,16 @@ class Tally:
     failed_loads: int = 0
     failed_stores: int = 0
     abandoned: int = 0
+    first_blocks: int = 0
+    first_hit_blocks: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Add the figures of a replay that came after this one, or ran beside it."""
+        for name in self.__slots__:
+            if name not in ("first_mismatches", "drops", "first_blocks", "first_hit_blocks"):
+                setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.drops.update(other.drops)
+        self.first_mismatches = (self.first_mismatches + other.first_mismatches)[:_NAMED_MISMATCHES]
 
     def count_mismatches(self, found: Sequence[Mismatch]) -> None:
         self.mismatches += len(found)

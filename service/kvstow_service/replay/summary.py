@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstow.bytesize import format_size
+from kvstow_service.replay.launcher import AttachedResult, EngineResult
 from kvstow_service.replay.result import ReplayResult
 
 Row = tuple[str, str]
@@ -32,6 +33,21 @@ def summary_rows(result: ReplayResult) -> list[Row]:
     if result.abandoned:
         rows.append(("abandoned", f"{result.abandoned:,} requests"))
     return rows + [("wrong bytes", place) for place in result.first_mismatches]
+
+
+def attached_rows(result: AttachedResult) -> list[Row]:
+    """The engines together, and a line for each where there are several or one was started again."""
+    rows = summary_rows(result.total)
+    if len(result.engines) == 1 and len(result.engines[0].lives) == 1:
+        return rows
+    return rows + [(engine.name, _engine(engine)) for engine in result.engines]
+
+
+def _engine(engine: EngineResult) -> str:
+    text = f"hit ratio {engine.result.block_hit_rate:.2%} in {engine.result.requests:,} requests"
+    for life in engine.lives[1:]:
+        text += f"; started again: {life.first_hit_blocks:,} of the first {life.first_blocks:,} blocks found"
+    return text
 
 
 def print_rows(rows: Sequence[Row], console: Console, *, title: str) -> None:

@@ -111,10 +111,32 @@ def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch
         (("--rate", "-1"), "rate is -1.0"),
         (("--kv-blocks", "2"), "the KV cache 2; allowed"),
         (("--rate", "1", "--time-scale", "1"), "not both"),
+        (("--engines", "2"), "--engines 2 needs --attach"),
+        (("--attach", "unix:/run/kvstow.sock"), "--no-data cannot be used with --attach"),
     ],
 )
 def test_invalid_options_are_exit_code_2_with_a_reason(trace: str, arguments: tuple[str, ...], complaint: str) -> None:
     outcome = invoke(trace, "--no-data", *arguments)
+    assert outcome.exit_code == 2
+    assert complaint in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--attach", "/run/kvstow.sock"), "--attach is '/run/kvstow.sock'; allowed: unix:PATH or unix:///PATH"),
+        (("--attach", "unix://host/path"), "--attach is 'unix://host/path'; allowed: unix:PATH or unix:///PATH"),
+        (("--attach", "unix:/a", "--policy", "arc"), "--policy arc cannot be used with --attach: the pool is the serv"),
+        (("--attach", "unix:/a", "--pool-slots", "0"), "capacity_slots is 0"),
+        (("--attach", "unix:/a", "--kv-blocks", "2"), "the KV cache 2; allowed"),
+        (("--attach", "unix:/a", "--concurrency", "0"), "concurrency is 0"),
+    ],
+)
+def test_invalid_options_of_an_attached_replay_start_nothing(
+    trace: str, arguments: tuple[str, ...], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *given, **named: pytest.fail("a process was started"))
+    outcome = invoke(trace, *arguments)
     assert outcome.exit_code == 2
     assert complaint in outcome.stderr
 

@@ -3,8 +3,9 @@
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from kvstow.messages import Completion, Op, RankReport, StepPlan
 from kvstow.results import Lease, Settled, StoreGrant
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.kv import LocalKV
-from kvstow_service.replay.offload import EmbeddedOffload
+from kvstow_service.replay.offload import EmbeddedOffload, Given
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.pattern import HostKV, Page
 from kvstow_service.replay.trace import TraceRequest
@@ -25,6 +26,7 @@ from kvstow_service.replay.trace import TraceRequest
 PAGE = 24
 SLOTS = 200
 Step = Callable[[], Completion]
+T = TypeVar("T")
 
 
 @dataclass
@@ -82,6 +84,46 @@ class MemoryWorker:
 
 
 @dataclass
+class LateAnswer(Generic[T]):
+    """Known at once, and shown some steps later."""
+
+    value: T
+    offload: "LateOffload"
+    due: int
+
+    @property
+    def done(self) -> bool:
+        return self.offload.steps >= self.due
+
+
+class LateOffload(EmbeddedOffload):
+    """Answers as the node service does: in order, steps after they were asked for."""
+
+    def __init__(self, engine: OffloadEngine, delay: int) -> None:
+        super().__init__(engine)
+        self.delay, self.steps = delay, 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def _late(self, answer: Given[T]) -> Given[T]:
+        late: Any = LateAnswer(answer.value, self, self.steps + self.delay)
+        return late  # type: ignore[no-any-return]
+
+    def find(self, keys: Sequence[bytes]) -> Given[Lease]:
+        return self._late(super().find(keys))
+
+    def hold(self, keys: Sequence[bytes]) -> Given[Lease]:
+        return self._late(super().hold(keys))
+
+    def begin_load(self, lease: Lease, blocks: Sequence[int], request_id: str) -> Given[Op | None]:
+        return self._late(super().begin_load(lease, blocks, request_id))
+
+    def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> Given[StoreGrant]:
+        return self._late(super().begin_store(keys, blocks, request_id))
+
+
+@dataclass
 class Bench:
     """A driver with all it drives."""
 
@@ -105,6 +147,7 @@ def bench(
     fault: Callable[[MemoryWorker, Op], list[Step] | None] = lambda worker, op: None,
     engine_type: type[OffloadEngine] = OffloadEngine,
     on_request: Callable[[int], None] | None = None,
+    delay: int = 0,
 ) -> Iterator[Bench]:
     engine = engine_type(EngineConfig(slot_bytes=PAGE, capacity_slots=SLOTS, num_ranks=ranks))
     kv_blocks = blocks_needed(requests, options.concurrency)
@@ -113,8 +156,10 @@ def bench(
     for worker in workers:
         engine.report(worker.report())
     kv = LocalKV([HostKV(rank, [cache]) for rank, cache in enumerate(caches)])
+    offload = LateOffload(engine, delay) if delay else EmbeddedOffload(engine)
+    wait = (lambda seconds: None) if delay else None  # answers come with the steps, not with the time
     driver = ReplayDriver(
-        EmbeddedOffload(engine), workers, kv, requests, options, kv_blocks=kv_blocks, on_request=on_request
+        offload, workers, kv, requests, options, kv_blocks=kv_blocks, on_request=on_request, wait=wait
     )
     try:
         yield Bench(engine, workers, driver, kv_blocks)
@@ -135,6 +180,33 @@ def test_every_loaded_byte_of_sound_ranks_is_right(conversations: list[TraceRequ
     assert result.verified_bytes == result.loaded_bytes == result.loaded_blocks * PAGE * 2 > 0
     assert result.stored_bytes == result.stored_blocks * PAGE * 2
     assert result.evicted_blocks
+
+
+@pytest.mark.parametrize("delay", [1, 5])
+def test_answers_that_come_later_change_nothing_but_the_time(conversations: list[TraceRequest], delay: int) -> None:
+    results = []
+    for steps in (0, delay):
+        with bench(conversations, delay=steps) as parts:
+            results.append(parts.driver.run(Event()))
+            parts.assert_all_given_back()
+    at_once, later = results
+    assert replace(later, seconds=0.0, load_gbps=0.0, store_gbps=0.0) == replace(
+        at_once, seconds=0.0, load_gbps=0.0, store_gbps=0.0
+    )
+    assert later.loaded_bytes > 0
+
+
+def test_requests_go_on_while_others_wait_for_answers(conversations: list[TraceRequest]) -> None:
+    waiting: list[int] = []
+
+    def count(finished: int) -> None:
+        waiting.append(len(parts.driver.position.in_flight))
+
+    with bench(conversations, ReplayOptions(concurrency=4), delay=3, on_request=count) as parts:
+        result = parts.driver.run(Event())
+        parts.assert_all_given_back()
+    assert (result.requests, result.mismatches) == (len(conversations), 0)
+    assert max(waiting) == 3
 
 
 def test_every_plan_waits_for_the_work_given_to_its_ranks_device(

@@ -1,0 +1,127 @@
+"""One engine of an attached replay: a process with the scheduler half; its ranks are processes of their own.
+
+`python -m kvstow_service.replay.engineprocess FD`, started by `kvstow_service.replay.launcher`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvstow.errors import KvstowError
+from kvstow_service.replay.attachedoffload import AttachedOffload, pool_identity
+from kvstow_service.replay.child import parent_pipe
+from kvstow_service.replay.driver import ReplayDriver
+from kvstow_service.replay.enginepipe import EngineSpec, Finish, Progress
+from kvstow_service.replay.remoteranks import Failed, RemoteRanks
+
+_FIRST_SLOT_SECONDS = 10.0  # after that the replay begins without a pool, as an inference engine would
+_ABSENT_SECONDS = 2.0  # the same while no service answers
+_SETTLED_SECONDS = 0.15  # without more slots; a worker tells the service of new ones every 0.05 s
+_GROWTH_SECONDS = 2.0  # with more and more slots
+_PROGRESS_SECONDS = 0.1
+_WAIT_SECONDS = 0.02
+
+
+class Engine:
+    """Replays on the main thread. Another thread waits for the parent's word, and ends the process if that goes."""
+
+    def __init__(self, pipe: Connection[Any, Any], spec: EngineSpec) -> None:
+        self._pipe, self._spec = pipe, spec
+        self._stop = threading.Event()
+        self._told = 0.0
+
+    def run(self) -> None:
+        spec = self._spec
+        threading.Thread(target=self._listen, name="kvstow-parent", daemon=True).start()
+        layout = spec.shape.layout(spec.kv_blocks)
+        with RemoteRanks(spec.num_ranks, spec.name, spec.socket, layout, spec.place) as ranks:
+            identity = pool_identity(spec.shape, spec.num_ranks)
+            offload = AttachedOffload(spec.socket, spec.name, identity, ranks, wanted_bytes=spec.wanted_bytes)
+            self._wait_for_slots(offload, ranks)
+            driver = ReplayDriver(
+                offload,
+                ranks.workers,
+                ranks,
+                spec.requests,
+                spec.options,
+                kv_blocks=spec.kv_blocks,
+                on_request=lambda finished: self._tell_progress(driver, offload),
+                wait=offload.wait,
+            )
+            self._started = time.monotonic()
+            driver.run(self._stop)
+            last = self._progress(driver, offload, is_last=True)
+            logging.disable(logging.WARNING)  # the processes see each other leave
+        offload.close()  # after the ranks: they say themselves that they have let go
+        self._pipe.send(last)
+
+    def _wait_for_slots(self, offload: AttachedOffload, ranks: RemoteRanks) -> None:
+        """Until the service lets this engine use slots, and for a moment their number has not grown: a replay is over
+        while an inference engine would still load its weights. Not forever: see the constants above."""
+        while not ranks.are_ready and not self._stop.is_set():
+            ranks.receive()
+            ranks.wait(_WAIT_SECONDS, -1)
+        begun = changed = time.monotonic()
+        slots = 0
+        while not self._stop.is_set():
+            offload.step()
+            ranks.receive()
+            now, before, slots = time.monotonic(), slots, min(ranks.usable_slots, offload.ask_room())
+            if slots != before:
+                begun, changed = begun if before else now, now
+            if slots:
+                patience = _GROWTH_SECONDS
+            else:
+                patience = _FIRST_SLOT_SECONDS if offload.engine.is_attached else _ABSENT_SECONDS
+            if now > begun + patience or (slots and now > changed + _SETTLED_SECONDS):
+                return
+            offload.wait(_WAIT_SECONDS)
+
+    def _tell_progress(self, driver: ReplayDriver, offload: AttachedOffload) -> None:
+        now = time.monotonic()
+        if now >= self._told + _PROGRESS_SECONDS:
+            self._told = now
+            self._pipe.send(self._progress(driver, offload))
+
+    def _progress(self, driver: ReplayDriver, offload: AttachedOffload, *, is_last: bool = False) -> Progress:
+        engine = offload.engine
+        return Progress(
+            tally=driver.tally,
+            position=driver.position,
+            seconds=time.monotonic() - self._started,
+            slots=offload.figures().slots,
+            sessions=engine.num_sessions,
+            seconds_without=offload.seconds_without,
+            problem=engine.problem,
+            is_last=is_last,
+        )
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                if isinstance(self._pipe.recv(), Finish):
+                    self._stop.set()
+        except (EOFError, OSError):
+            os._exit(1)  # the parent has gone; the ranks end with this process
+
+
+def main() -> int:
+    pipe = parent_pipe()
+    spec: EngineSpec = pipe.recv()
+    logging.basicConfig(level=logging.WARNING, format=f"{spec.name}: %(message)s", stream=sys.stderr)
+    try:
+        Engine(pipe, spec).run()
+    except KvstowError as error:
+        pipe.send(Failed(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""Replays as clients of a node service: engines and ranks in processes of their own, over the socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.replay.driver import blocks_needed
+from kvstow_service.replay.enginepipe import EngineSpec
+from kvstow_service.replay.launcher import AttachedResult, Launcher
+from kvstow_service.replay.pace import ReplayOptions
+from kvstow_service.replay.place import ON_CPU
+from kvstow_service.replay.shapes import even_shape
+from kvstow_service.replay.trace import TraceRequest
+
+pytestmark = pytest.mark.process
+
+MIB = 1 << 20
+SLOT_BYTES = 16 << 10
+DEADLINE_SECONDS = 60.0
+
+
+class Service:
+    """A node service in this process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._running = ExitStack()
+        self.node: Node
+
+    def start(self) -> None:
+        self.node = Node(NodeSettings(memory_bytes=64 * MIB, attach_socket=self.path, extent_bytes=16 * MIB))
+        self.node.start()
+        self._running.callback(self.node.close)
+
+    def stop(self) -> None:
+        self._running.close()
+
+    @property
+    def used_slots(self) -> int:
+        return sum(pool.facade.stats().pool.slots.cached for pool in self.node.host.pools())
+
+    @property
+    def pids(self) -> list[int]:
+        """Of engines that are attached."""
+        return [one.pid for one in self.node.host.sessions() if one.status.state == "attached" and one.pid]
+
+    def wait_until_empty(self) -> None:
+        eventually(lambda: not self.node.host.sessions())
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    service = Service(tmp_path / "run" / "attach.sock")
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+@pytest.fixture
+def requests(conversations: list[TraceRequest]) -> list[TraceRequest]:
+    return conversations[:60]
+
+
+def spec(service: Service, requests: list[TraceRequest], *, name: str = "replay-1", **given: Any) -> EngineSpec:
+    options = ReplayOptions(concurrency=2)
+    blocks = blocks_needed(requests, options.concurrency)
+    found = EngineSpec(name, service.path, even_shape(SLOT_BYTES), ON_CPU, 2, blocks, 0, requests, options)
+    return replace(found, **given)
+
+
+def run(
+    *specs: EngineSpec, stop: threading.Event | None = None, on_request: Callable[[int], None] | None = None
+) -> AttachedResult:
+    launcher = Launcher(specs, on_request=on_request or (lambda finished: None), log=print)
+    found = launcher.run(stop or threading.Event())
+    print(found.to_json())
+    return found
+
+
+def assert_verified(found: AttachedResult) -> None:
+    total = found.total
+    assert (total.mismatches, total.failed_loads, total.abandoned) == (0, 0, 0)
+    assert total.verified_bytes == total.loaded_bytes == total.loaded_blocks * SLOT_BYTES * 2 > 0
+
+
+def test_an_engine_finds_what_another_has_stored_and_shares_its_memory(
+    service: Service, requests: list[TraceRequest]
+) -> None:
+    service.start()
+    first = run(spec(service, requests))
+    alone = service.used_slots
+    both = run(spec(service, requests), spec(service, requests, name="replay-2"))
+    assert_verified(first)
+    assert_verified(both)
+    assert 0 < first.total.block_hit_rate < both.total.block_hit_rate == 1.0
+    assert 0 < service.used_slots <= 1.05 * alone
+    assert both.total.stored_blocks == 0
+    assert [engine.result.requests for engine in both.engines] == [60, 60]
+
+
+def test_an_engine_that_is_killed_comes_back_to_a_hot_cache(service: Service, requests: list[TraceRequest]) -> None:
+    service.start()
+    run(spec(service, requests))
+    killed: list[int] = []
+
+    def kill(finished: int) -> None:
+        if finished >= 5 and not killed:
+            killed.append(service.pids[0])
+            os.kill(killed[0], signal.SIGKILL)
+
+    found = run(spec(service, requests, options=ReplayOptions(concurrency=2, rate=20.0)), on_request=kill)
+    assert_verified(found)
+    before, after = found.engines[0].lives
+    assert (before.end, after.end) == ("signal SIGKILL", "finished")
+    assert after.first_hit_blocks == after.first_blocks > 0
+    assert after.hit_blocks == after.blocks
+    assert found.total.requests == 60
+    service.wait_until_empty()
+
+
+@pytest.mark.parametrize("other", [{"shape": even_shape(2 * SLOT_BYTES)}, {"num_ranks": 1}])
+def test_replays_of_other_slots_or_ranks_share_nothing(
+    service: Service, requests: list[TraceRequest], other: dict[str, Any]
+) -> None:
+    service.start()
+    one_by_one = ReplayOptions()  # so that the hits do not depend on the time that anything takes
+    first = run(spec(service, requests, options=one_by_one))
+    names = {pool.name for pool in service.node.host.pools()}
+    second = run(spec(service, requests, options=one_by_one, **other))
+    assert second.total.hit_blocks == first.total.hit_blocks > 0
+    assert second.total.mismatches == 0
+    assert {pool.name for pool in service.node.host.pools()} - names
+
+
+def test_a_replay_goes_on_without_the_service_and_attaches_when_it_comes(
+    service: Service, requests: list[TraceRequest]
+) -> None:
+    def start(finished: int) -> None:
+        if finished >= 5 and not hasattr(service, "node"):
+            service.start()
+
+    paced = ReplayOptions(concurrency=2, rate=20.0)
+    found = run(spec(service, requests, options=paced), on_request=start)
+    assert_verified(found)
+    engine = found.engines[0]
+    assert (engine.sessions, engine.result.requests, engine.problem) == (1, 60, None)
+    assert engine.seconds_without > 0
+
+
+def test_a_replay_outlives_its_service_and_uses_the_next_one(service: Service, requests: list[TraceRequest]) -> None:
+    service.start()
+    restarted: list[int] = []
+
+    def restart(finished: int) -> None:
+        if finished >= 10 and not restarted:
+            restarted.append(finished)
+            service.stop()
+            service.start()
+
+    paced = ReplayOptions(concurrency=2, rate=20.0)
+    found = run(spec(service, requests, options=paced), on_request=restart)
+    assert_verified(found)
+    assert (found.engines[0].sessions, found.total.requests) == (2, 60)
+
+
+def test_a_stop_ends_a_replay_with_what_is_in_flight(service: Service, requests: list[TraceRequest]) -> None:
+    service.start()
+    stop = threading.Event()
+
+    def stop_soon(finished: int) -> None:
+        if finished >= 5:
+            stop.set()
+
+    paced = ReplayOptions(concurrency=2, rate=20.0)
+    found = run(spec(service, requests, options=paced), stop=stop, on_request=stop_soon)
+    assert 5 <= found.total.requests < 60
+    assert (found.total.mismatches, found.total.abandoned) == (0, 0)
+    service.wait_until_empty()

@@ -1,0 +1,81 @@
+"""The launcher over engines that do what the test says."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstow.errors import InsufficientMemoryError, ProcessEndedError
+from kvstow_service.replay import launcher
+from kvstow_service.replay.enginepipe import EngineSpec
+from kvstow_service.replay.launcher import AttachedResult, Launcher
+from kvstow_service.replay.pace import ReplayOptions
+from kvstow_service.replay.place import ON_CPU
+from kvstow_service.replay.shapes import even_shape
+from kvstow_service.replay.trace import TraceRequest
+
+pytestmark = pytest.mark.process
+
+Run = Callable[..., AttachedResult]
+
+
+def spec(name: str, requests: int = 10) -> EngineSpec:
+    """Request `n` has `n` blocks."""
+    trace = [TraceRequest(0, 1, 1, tuple(range(100 * number, 101 * number))) for number in range(requests)]
+    return EngineSpec(name, Path("/nowhere"), even_shape(4096), ON_CPU, 2, 100, 0, trace, ReplayOptions())
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(launcher, "ENGINE_MODULE", "tests.service.replay.fakeengine")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[3])])
+
+    def run_engines(*specs: EngineSpec, stop: threading.Event | None = None, **given: object) -> AttachedResult:
+        return Launcher(specs, **given).run(stop or threading.Event())  # type: ignore[arg-type]
+
+    return run_engines
+
+
+def test_figures_are_those_of_each_engine_and_of_all(run: Run) -> None:
+    counts: list[int] = []
+    found = run(spec("replay-1"), spec("replay-2", requests=5), on_request=counts.append).to_json()
+    assert counts[-1] == 15
+    assert (found["requests"], found["blocks"], found["sessions"], found["restarts"]) == (15, 45 + 10, 2, 0)
+    assert [(one["engine"], one["requests"], one["blocks"]) for one in found["engines"]] == [
+        ("replay-1", 10, 45),
+        ("replay-2", 5, 10),
+    ]
+    assert (found["ranks"], found["slots"]) == (2, 100)
+
+
+def test_an_engine_that_dies_goes_on_with_what_it_had_not_finished(run: Run) -> None:
+    lines: list[str] = []
+    found = run(spec("dies with 1 and 3 in flight"), log=lines.append)
+    first, second = found.engines[0].lives
+    assert (first.requests, first.end) == (3, "signal SIGKILL")
+    assert (second.requests, second.end) == (7, "finished")  # 1, 3 and 5 to 9
+    assert second.blocks == 1 + 3 + sum(range(5, 10))
+    assert found.total.requests == 10
+    assert found.to_json()["restarts"] == 1
+    assert lines == ["dies with 1 and 3 in flight ended (signal SIGKILL); it is started again with 7 requests to go"]
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_replay(run: Run) -> None:
+    with pytest.raises(ProcessEndedError, match="dies at once ended 3 times in a row at once: exit status 3"):
+        run(spec("dies at once"))
+
+
+def test_an_engine_that_cannot_work_says_why(run: Run) -> None:
+    with pytest.raises(InsufficientMemoryError, match="1 TiB of KV cache do not fit"):
+        run(spec("waits to be finished"), spec("cannot work"))
+
+
+def test_a_stop_finishes_the_engines(run: Run) -> None:
+    stop = threading.Event()
+    stop.set()
+    found = run(spec("waits to be finished"), stop=stop)
+    assert (found.total.requests, found.engines[0].lives[0].end) == (0, "finished")
