@@ -1,5 +1,6 @@
-"""The demo end to end, with a smaller pool and trace."""
+"""The demo end to end, at a smaller scale."""
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -7,67 +8,53 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvstow_service import demo
+from kvstow_service.demo import __main__ as demo
+from kvstow_service.demo.claims import Claim, print_claims
+from kvstow_service.demo.story import Scale
 from kvstow_service.replay.generate import TraceShape
-from kvstow_service.replay.offload import PoolFigures
-from kvstow_service.replay.result import ReplayResult, Tally
 
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the checkout need not be installed
-    monkeypatch.setattr(demo, "_POOL", "8MiB")
-    monkeypatch.setattr(demo, "_SLOT", "32KiB")
-    monkeypatch.setattr(demo, "_PIN", ("--pin-chunk", "2MiB", "--pin-pause", "500ms"))
-    monkeypatch.setattr(demo, "_SHAPE", TraceShape(sessions=20))
+SMALL = Scale(
+    memory="64MiB",
+    ranks=1,
+    slot="16KiB",
+    shape=TraceShape(sessions=15, turns=4, shared_prompts=2),
+    flags=("--extent-size", "8MiB", "--pin-chunk", "2MiB", "--pin-pause", "200ms"),
+    rate=12.0,
+    middle=1.0,
+)
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("small")
-def test_the_demo_verifies_every_byte_while_the_pool_pins(
+def test_everything_that_the_demo_claims_is_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the checkout need not be installed
     monkeypatch.setattr(sys, "argv", ["demo", "--svg", str(tmp_path / "demo.svg")])
-    assert demo.main() == 0
+    status = demo.main(SMALL)
     shown = capsys.readouterr().out
-    for probe in ("/livez", "/readyz"):
-        assert f"{probe} is 200 after" in shown
-    assert "slots are usable after" in shown
-    assert "16 MiB of 16 MiB pinned, 256 slots usable" in shown
-    assert "Every loaded byte was correct" in shown
+    print(shown)
+    assert status == 0
+    assert "All 8 claims hold." in shown
     assert "</svg>" in (tmp_path / "demo.svg").read_text()
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("small")
 def test_the_demo_shows_why_the_service_did_not_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setattr(sys, "argv", ["demo"])
-    monkeypatch.setattr(demo, "_POOL", "1KiB")
-    assert demo.main() == 1
+    assert demo.main(Scale(memory="1KiB")) == 1
     assert (
-        "the service ended with exit code 2:\nkvstow serve: --pool-size 1KiB is less than one slot"
-        in capsys.readouterr().out
+        "demo failed: the service has ended:\nkvstow serve: --memory 1KiB is less than 2 MiB" in capsys.readouterr().out
     )
 
 
-def result(*, loaded: int, verified: int, mismatches: int = 0) -> ReplayResult:
-    tally = Tally(loaded_bytes=loaded, verified_bytes=verified, mismatches=mismatches)
-    return tally.freeze(PoolFigures(1, "lru", 0), seconds=1.0, ranks=1)
-
-
-@pytest.mark.parametrize(
-    ("found", "exit_code", "ok"),
-    [
-        (result(loaded=10, verified=10), 0, True),
-        (result(loaded=10, verified=10), 1, False),
-        (result(loaded=10, verified=9), 0, False),
-        (result(loaded=10, verified=10, mismatches=1), 0, False),
-        (result(loaded=0, verified=0), 0, False),
-    ],
-)
-def test_only_a_complete_verification_and_a_clean_exit_are_a_success(
-    found: ReplayResult, exit_code: int, ok: bool
-) -> None:
-    assert demo._verdict(found, exit_code, Console()) is ok
+@pytest.mark.parametrize("terminal", [True, False])
+def test_one_claim_that_does_not_hold_fails_the_demo(terminal: bool) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=200)
+    assert print_claims([Claim("a", "1", True)], console)
+    assert not print_claims([Claim("a", "1", True), Claim("b", "2", False)], console)
+    assert "1 of 2 claims do not hold." in out.getvalue()
+    assert "NO" in out.getvalue()

@@ -1,0 +1,1 @@
+"""The demo: `python -m kvstow_service.demo`, or `make demo`."""
