@@ -1,8 +1,10 @@
-"""The ordinary commands of an operator against a server inside an inference engine."""
+"""The same commands against both hosts: the node service as a process, and a server inside an inference engine."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +19,44 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.testing.rank import make_ranks
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.embedded import EmbeddedAdmin
+from kvstow_service.replay.generate import TraceShape, generate_trace
 
 SOCKET = "admin.sock"
+
+
+@pytest.fixture
+def node(tmp_path: Path, child_environ: dict[str, str], eventually: Any) -> Iterator[str]:
+    """A `kvstow serve` with an engine that replays a trace."""
+    trace, attach = tmp_path / "trace.jsonl", tmp_path / "node" / "attach.sock"
+    trace.write_text("".join(f"{request.to_line()}\n" for request in generate_trace(TraceShape(sessions=500))))
+    environ = {**child_environ, "KVSTOW_SERVER": "unix:/x"}  # of no use to either
+
+    def started(*arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "kvstow_service", *arguments]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ)
+
+    sockets = (f"--uds={tmp_path}/{SOCKET}", f"--attach-socket={attach}")
+    service = started("serve", "--memory=64MiB", "--port=0", "--shutdown-delay=0", *sockets)
+    replay: subprocess.Popen[bytes] | None = None
+    try:
+        eventually(attach.is_socket, "the socket at which engines attach")
+        flags = ("--ranks=2", "--slot-size=64KiB", "--rate=20", "--concurrency=4")
+        replay = started("replay", str(trace), f"--attach=unix:{attach}", *flags)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=f"{tmp_path}/{SOCKET}")) as client:
+
+            def has_blocks() -> bool:
+                return any(pool["slots"]["cached"] for pool in client.get("http://kvstow/v1/pools").json()["items"])
+
+            eventually(has_blocks, "the first blocks")
+        yield f"unix:{tmp_path}/{SOCKET}"
+    finally:
+        if replay is not None:
+            replay.terminate()
+            replay.wait(60)
+        service.terminate()
+        status = service.wait(60)
+        service.kill()
+    assert status == 0
 
 
 @pytest.fixture
@@ -35,8 +73,8 @@ def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     admin.stop()
 
 
-def check(run: Callable[..., Any], server: str, environ: dict[str, str]) -> dict[str, Any]:
-    """The ordinary work of an operator. Returns the server's description."""
+def check(run: Callable[..., Any], server: str, environ: dict[str, str], *, top: str) -> dict[str, Any]:
+    """The ordinary work of an operator; `kvstow top` says `top`. Returns the server's description."""
 
     def kvstow(*arguments: str, code: int = 0) -> str:
         outcome = run(*arguments, "--server", server)
@@ -63,7 +101,7 @@ def check(run: Callable[..., Any], server: str, environ: dict[str, str]) -> dict
     for metric in ("hit-ratio", "bandwidth"):
         kvstow("plot", metric)
     with Terminal("top", "--server", server, environ=environ) as terminal:
-        terminal.until("rank 1")
+        terminal.until(top)
         terminal.until("Evictions")
         terminal.type("q")
         assert terminal.end() == 0
@@ -78,5 +116,10 @@ def check(run: Callable[..., Any], server: str, environ: dict[str, str]) -> dict
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+@pytest.mark.process
+def test_a_node_service(run: Any, node: str, child_environ: dict[str, str]) -> None:
+    assert check(run, node, child_environ, top="Engines")["mode"] == "node"
+
+
 def test_a_server_inside_an_inference_engine(run: Any, embedded: str, child_environ: dict[str, str]) -> None:
-    assert check(run, embedded, child_environ)["mode"] == "vllm"
+    assert check(run, embedded, child_environ, top="rank 1")["mode"] == "vllm"
