@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -15,6 +15,7 @@ from kvstow.attach.peer import Peer
 from kvstow.bytesize import format_size
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.errors import AttachRefusedError
+from kvstow.memfd import MemfdIdentity, identify_memfd
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.rows import PoolLayout
 from kvstow_service.node.keepermessages import Held
@@ -72,6 +73,8 @@ class MemoryThread:
         self._stopping = False
         self._records: NodeRecords | None = None
         self._keeper: SurvivingMemory | None = None
+        self._placed: dict[int, tuple[str, int, MemfdIdentity]] = {}
+        """Pool, rank and identity of the extents in rows that were not recalled. Replaced as a whole."""
         self._claims: dict[str, set[str]] = {}
         """By pool: the sessions of an earlier service that may come back for its memory."""
         self._thread = threading.Thread(target=self._run, name="kvstow-memory", daemon=True)
@@ -148,6 +151,10 @@ class MemoryThread:
                 f"one slot on all ranks takes {format_size(layout.bytes_of(1))}, and the node service has "
                 f"{format_size(self.total_bytes)}: give it more with --memory",
             )
+
+    def has_placed(self, pool: NodePool, rank: int, extent: int, fd: int) -> bool:
+        """Whether this descriptor is that extent, which the rank has in the pool."""
+        return self._placed.get(extent) == (pool.name, rank, identify_memfd(fd))
 
     def add_pool(self, pool: NodePool, owner: int) -> None:
         self._do(partial(self._add_pool, pool, owner))
@@ -292,6 +299,7 @@ class MemoryThread:
         for _ in range(len(self._actions)):
             self._guarded(self._actions.popleft())
             self._must_decide = True
+        decided = self._must_decide
         for _ in range(_ROUNDS):
             if self._must_decide:
                 self._must_decide = False
@@ -300,7 +308,17 @@ class MemoryThread:
                 self._guarded(partial(self._follow, pool))
             if not self._must_decide:
                 break
+        if decided:
+            self._placed = dict(self._places())
         self._show_figures()
+
+    def _places(self) -> Iterator[tuple[int, tuple[str, int, MemfdIdentity]]]:
+        for name in self._pools:
+            for row in self._budget.rows(name).values():
+                for rank, number in enumerate(row.extents):
+                    extent = self.memory.extent(number)
+                    if extent is not None and not row.recalled:
+                        yield number, (name, rank, extent.identity)
 
     def _follow(self, found: PoolMemory) -> None:
         if found.follow():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from kvstow.attach.calls import (
     ResetDone,
     StoreBegun,
 )
+from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import Message
 from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots
 from kvstow.attach.hello import Hello
@@ -266,10 +266,17 @@ class NodeHost:
         self._memory.release(session.client(rank), extent_ids)
 
     def take_back(self, session_id: str, rank: int, extents: Sequence[ExtentBytes], fds: Sequence[int]) -> list[int]:
-        """Keeps nothing: the memory of an earlier service comes from its keeper, or is lost with it."""
-        for fd in fds:
-            os.close(fd)
-        return []
+        """Keeps what this service has from the keeper, and grants it again. Other memory is given up: nobody knows who
+        else may still write it."""
+        session = self._sessions[session_id]
+        try:
+            return [
+                extent.extent_id
+                for extent, fd in zip(extents, fds, strict=True)
+                if self._memory.has_placed(session.pool, rank, extent.extent_id, fd)
+            ]
+        finally:
+            close_fds(fds)
 
     def follow_pool(self, pool: NodePool) -> None:
         """The pool has become smaller: see `NodeSession.follow_pool`."""
