@@ -27,7 +27,7 @@ VLLM_INSTALL = $(VLLM_BIN)/python -m pip install $(PIP_FLAGS)
 JAX_INSTALL = $(JAX_BIN)/python -m pip install $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test test-vllm test-jax test-deploy test-image chromium test-browser pictures pins lint fmt bench clean
+.PHONY: help venv venv-vllm demo test soak test-vllm test-jax test-deploy test-image chromium test-browser pictures pins lint fmt bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ demo: $(VENV)/.run ## Run the service on a generated trace and verify every load
 
 test: lint ## Lint, type-check and run all tests that need only Python
 	$(BIN)/python -m pytest -m "not gpu and not vllm and not jax and not deploy and not image and not browser" --cov --cov-report=term
+
+soak: $(VENV)/.dev ## Run the long forms of the tests, such as 100 rounds of killed services
+	$(BIN)/python -m pytest -m soak -s -o faulthandler_timeout=3600
 
 # Warnings come from vLLM, so they are no errors here.
 test-vllm: $(VLLM_VENV)/.test ## Run the tests of the connector in a real vLLM, on the CPU

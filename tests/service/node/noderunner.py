@@ -38,6 +38,7 @@ def shown(node: Node) -> dict[str, Any]:
             "blocks": pool.facade.stats().pool.slots.cached,
             "quarantined": pool.facade.stats().pool.slots.quarantined,
             "free": pool.facade.stats().pool.slots.free,
+            "usable": pool.facade.stats().pool.usable_slots,
             "is_waiting": pool.earlier is not None,
         }
         for pool in node.host.pools()
