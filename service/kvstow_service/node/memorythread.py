@@ -200,6 +200,11 @@ class MemoryThread:
         """The pool uses more than `grow_above`."""
         self._do(partial(self._grow, pool))
 
+    def revoke_all(self, then: Callable[[], object]) -> None:
+        """The service ends: ask all workers to let go of everything, then call `then`."""
+        self._do(self._revoke_all)
+        self._do(then)
+
     def look_again(self) -> None:
         """Something that memory may have waited for has changed."""
         self._wake.set()
@@ -257,6 +262,10 @@ class MemoryThread:
         self._budget.set_nodes(pool.name, nodes)
         self._end_claims(pool.name)
         self._pools[pool.name].want()
+
+    def _revoke_all(self) -> None:
+        for found in self._pools.values():
+            found.revoke_all()
 
     def _lose_session(self, session: NodeSession) -> None:
         found = self._pools[session.pool.name]

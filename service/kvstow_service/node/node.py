@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -31,6 +32,7 @@ logger = logging.getLogger("kvstow.node")
 DEFAULT_EXTENT_BYTES = 1 << 30
 
 _RETRY_SECONDS = 10.0
+_REVOKE_SECONDS = 5.0  # at the end, for threads that answer in milliseconds
 _CHECK_SECONDS = 60.0
 _MAX_CHECKED_SLOTS = 65_536  # the check holds a pool's lock for 1 us a slot
 
@@ -135,6 +137,7 @@ class Node:
         self.populator.start()
         self.memory.start()
         self.server.start()
+        self._running.callback(self._take_back)
 
     def close(self) -> None:
         """Idempotent."""
@@ -142,9 +145,23 @@ class Node:
         self.populator.close()
         self.host.close()
 
+    @property
+    def _keeps(self) -> bool:
+        """The next service finds everything: after a failure too."""
+        if self._keeper is None:
+            return False
+        return self.settings.keep_on_stop or not self._has_started or self.live_failure() is not None
+
+    def _take_back(self) -> None:
+        """Ask the engines to let go of all memory, which they would hold for the next service otherwise."""
+        if not self._keeps:
+            for revoke_or_send in (self.memory.revoke_all, self.server.post):
+                done = threading.Event()
+                revoke_or_send(done.set)
+                done.wait(_REVOKE_SECONDS)
+
     def _leave_keeper(self, keeper: SurvivingMemory) -> None:
-        """Without a stop that was asked for, the next service finds everything."""
-        if self.settings.keep_on_stop or not self._has_started or self.live_failure() is not None:
+        if self._keeps:
             keeper.leave()
         else:
             keeper.end()

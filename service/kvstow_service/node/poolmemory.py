@@ -252,6 +252,12 @@ class PoolMemory:
                 self._post(lambda session=session, rank=rank, extent=extent: session.revoked(rank, (extent,)))  # type: ignore[misc]
                 session.link.push(RevokedExtents((extent,)), rank=rank)
 
+    def revoke_all(self) -> None:
+        """The service ends."""
+        for worker in self.workers.values():
+            if worker.rows:
+                worker.session.link.push(RevokedExtents(tuple(worker.rows.values())), rank=worker.rank)
+
     def _let_go(self, number: int) -> None:
         """The row's slots hold nothing of the pool any more."""
         for extent in self._held.pop(number):

@@ -1,6 +1,7 @@
-"""A node in a process of its own, for tests that kill it: `python noderunner.py SOCKET STATE EXTENTS [keep]`.
+"""A node in a process of its own, for tests that kill it.
 
-It prints the number of blocks that it has recovered, and ends on SIGTERM.
+`python noderunner.py SOCKET STATE EXTENTS [keep] [timeout=SECONDS]` prints what it has recovered, and for each line of
+its input what it has. It ends on SIGTERM.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,16 @@ from kvstow_service.node.node import Node, NodeSettings
 EXTENT_BYTES = 2 << 20
 
 
-def settings_of(socket: Path, state: Path, extents: int, *, keep: bool = False) -> NodeSettings:
+def settings_of(socket: Path, state: Path, extents: int, words: Sequence[str]) -> NodeSettings:
+    timeouts = [float(word.partition("=")[2]) for word in words if word.startswith("timeout=")]
     return NodeSettings(
         memory_bytes=extents * EXTENT_BYTES,
         attach_socket=socket,
         extent_bytes=EXTENT_BYTES,
         populate_pause=0,
         state=state,
-        keep_on_stop=keep,
+        keep_on_stop="keep" in words,
+        keep_timeout=timeouts[0] if timeouts else 600.0,
     )
 
 
@@ -96,7 +100,7 @@ def main() -> None:
     limits = MemoryLimits(folder / "meminfo", folder / "cgroup", folder / "fs")
     logging.basicConfig(level=logging.INFO)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    node = Node(settings_of(socket, state, extents, keep="keep" in sys.argv), limits=limits)
+    node = Node(settings_of(socket, state, extents, sys.argv[4:]), limits=limits)
     try:
         node.start()
         print(json.dumps(shown(node)), flush=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.service.node import rawengine
+from tests.service.node import rawengine, restartclient
 from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
 from tests.service.node.rawengine import RawEngine, key_of
 from tests.service.node.test_survival import end_keeper
@@ -21,6 +24,7 @@ from kvstow.attach.calls import Hold
 from kvstow.attach.hello import Hello
 from kvstow.errors import KeeperError
 from kvstow_service.node.keeperclient import KeeperClient
+from kvstow_service.node.orphanedmemory import find_orphaned_memory
 
 pytestmark = pytest.mark.process
 
@@ -160,7 +164,8 @@ def test_what_a_session_was_writing_waits_until_its_processes_are_dead(
         engine.kill()
         eventually(lambda: pool_of(again.show())["quarantined"] == 0)
     shown = again.show()
-    assert pool_of(shown) | {"free": 0} == {"blocks": 20, "quarantined": 0, "free": 0, "is_waiting": False}
+    pool = pool_of(shown)
+    assert (pool["blocks"], pool["quarantined"], pool["is_waiting"]) == (20, 0, False)
     assert shown["sessions"] == {}
 
 
@@ -256,3 +261,114 @@ def test_the_keeper_is_killed_beside_a_service(
     start_node()
     engine = attach(engine.welcome.token)
     engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))
+
+
+class RealEngine:
+    """The client of the package, in a process of its own, which stores, loads and verifies all the time."""
+
+    def __init__(self, socket: Path, environ: dict[str, str]) -> None:
+        command = [sys.executable, restartclient.__file__, str(socket), "1"]
+        self.process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def show(self) -> dict[str, int]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("show\n")
+        self.process.stdin.flush()
+        found: dict[str, int] = json.loads(self.process.stdout.readline())
+        assert (found["mismatches"], found["faults"]) == (0, 0)
+        return found
+
+    def has_memory_besides(self, *pids: int) -> bool:
+        """That is not also one of these processes'."""
+        return self.process.pid in [one.pid for one in find_orphaned_memory(pids)]
+
+
+@pytest.fixture
+def real_engine(socket: Path, child_environ: dict[str, str]) -> Iterator[Callable[[], RealEngine]]:
+    engines: list[RealEngine] = []
+
+    def start() -> RealEngine:
+        engines.append(RealEngine(socket, child_environ))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.process.kill()
+        engine.process.communicate()
+
+
+def test_the_keeper_runs_in_a_container_of_its_own(
+    start_node: StartNode,
+    real_engine: Callable[[], RealEngine],
+    state: Path,
+    child_environ: dict[str, str],
+    eventually: Any,
+) -> None:
+    command = [sys.executable, "-m", "kvstow_service.node.keeper", str(state), "600"]
+    keeper = subprocess.Popen(command, env=child_environ)
+    eventually(lambda: (state / "keeper.sock").exists())
+    node = start_node()
+    engine = real_engine()
+    eventually(lambda: engine.show()["loads"] > 20)
+    assert KeeperClient.look(state).pid == keeper.pid
+    node.kill()
+    again = start_node()
+    assert pool_of(again.first)["blocks"] > 0
+    before = engine.show()["loads"]
+    eventually(lambda: engine.show()["loads"] > before + 20)
+    assert not engine.has_memory_besides(again.process.pid), "what it has mapped is what the service has"
+    assert again.stop() == 0
+    assert keeper.wait(30) == 0
+
+
+def test_after_the_keeper_was_lost_with_the_service_engines_let_go_and_begin_anew(
+    start_node: StartNode, real_engine: Callable[[], RealEngine], state: Path, eventually: Any
+) -> None:
+    node = start_node()
+    engine = real_engine()
+    eventually(lambda: engine.show()["loads"] > 20)
+    node.kill()
+    end_keeper(state, signal.SIGKILL)
+    assert engine.has_memory_besides()
+    again = start_node()
+    assert again.first["pools"] == {}
+    before = engine.show()["loads"]
+    eventually(lambda: engine.show()["loads"] > before + 20)
+    eventually(lambda: not engine.has_memory_besides(again.process.pid))
+    assert again.show()["allocated"] == 8 * EXTENT_BYTES
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_service_that_stops_has_its_memory_back_unless_it_is_kept(
+    start_node: StartNode, real_engine: Callable[[], RealEngine], state: Path, eventually: Any, keep: bool
+) -> None:
+    node = start_node(8, *["keep"] * keep)
+    engine = real_engine()
+    eventually(lambda: engine.show()["loads"] > 20)
+    assert node.stop() == 0
+    if keep:
+        assert engine.has_memory_besides(), "for the next service"
+        again = start_node()
+        before = engine.show()["loads"]
+        eventually(lambda: engine.show()["loads"] > before + 20)
+        again.kill()
+    else:
+        eventually(lambda: not engine.has_memory_besides())
+
+
+def test_no_service_comes_within_the_timeout_of_the_keeper(
+    socket: Path, state: Path, child_environ: dict[str, str], start_node: StartNode, eventually: Any
+) -> None:
+    node = start_node(8, "timeout=0.5")
+    keeper = KeeperClient.look(state).pid
+    pidfd = os.pidfd_open(keeper)
+    node.kill()
+    assert select.select([pidfd], [], [], 30)[0]
+    os.close(pidfd)
+    assert keeper not in [one.pid for one in find_orphaned_memory(())]
+    assert start_node().first["pools"] == {}
