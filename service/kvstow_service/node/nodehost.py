@@ -272,7 +272,7 @@ class NodeHost:
         try:
             return [
                 extent.extent_id
-                for extent, fd in zip(extents, fds, strict=True)
+                for extent, fd in zip(extents, fds, strict=False)
                 if self._memory.has_placed(session.pool, rank, extent.extent_id, fd)
             ]
         finally:

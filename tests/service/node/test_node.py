@@ -205,11 +205,14 @@ def test_closing_leaves_no_thread_no_socket_and_no_memory(make_node: MakeNode, e
     engine.store_all([key_of(0)])
     threads = {thread.name for thread in threading.enumerate()}
     assert {"kvstow-attach", "kvstow-memory", "kvstow-populate"} <= threads
+    engine.workers[0].holds_revoked = True
     node.close()
     assert not {"kvstow-attach", "kvstow-memory", "kvstow-populate"} & {one.name for one in threading.enumerate()}
     assert not node.settings.attach_socket.exists()
     engine.wait_for(lambda: engine.scheduler.state != "attached")
     assert engine.workers[0].read(0) == rawengine.content_of(key_of(0), 0), "a mapping stays until its process lets go"
+    assert engine.workers[0].revoked, "which it was asked to do"
+    assert not engine.workers[1].maps
 
 
 def test_a_socket_in_use_keeps_a_node_from_starting(make_node: MakeNode) -> None:
