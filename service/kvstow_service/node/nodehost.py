@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,8 @@ from kvstow_service.node.sharing import sharing_off
 from kvstow_service.node.uniquenames import unique_name
 from kvstow_service.node.workerrecord import WorkerRecord
 
+logger = logging.getLogger("kvstow.node")
+
 SHARED_OWNER = (1 << 32) - 1
 """The owner of memory that engines of all users share: the uid that no user can have."""
 
@@ -68,6 +71,8 @@ class NodeHost:
         self._share_across_uids = share_across_uids
         self._clock = clock
         self._lock = Lock()
+        self.given_up_extents = 0
+        """That engines have offered, and that this service has not from a keeper."""
         self._pools: dict[str, NodePool] = {}
         self._sessions: dict[str, NodeSession] = {}
 
@@ -270,13 +275,21 @@ class NodeHost:
         else may still write it."""
         session = self._sessions[session_id]
         try:
-            return [
+            kept = [
                 extent.extent_id
                 for extent, fd in zip(extents, fds, strict=False)
                 if self._memory.has_placed(session.pool, rank, extent.extent_id, fd)
             ]
         finally:
             close_fds(fds)
+        if len(kept) < len(fds):
+            self.given_up_extents += len(fds) - len(kept)
+            logger.info(
+                "%s has %d extents of an earlier service, which are given up",
+                session.client(rank),
+                len(fds) - len(kept),
+            )
+        return kept
 
     def follow_pool(self, pool: NodePool) -> None:
         """The pool has become smaller: see `NodeSession.follow_pool`."""

@@ -53,6 +53,7 @@ def shown(node: Node) -> dict[str, Any]:
     return {
         "pools": pools,
         "sessions": sessions,
+        "shares": node.memory.memory.budget.fair_shares(),
         "allocated": node.memory.allocated_bytes,
         "problems": node.memory.failures,
         "faults": node.memory.faults,

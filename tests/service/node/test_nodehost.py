@@ -12,7 +12,7 @@ from tests.service.node.hostbench import EXTENT, ROW_SLOTS, Engine, HostBench
 from tests.service.node.rawengine import HELLO, NAMESPACE, POOL, SLOT_BYTES, key_of
 
 from kvstow.attach.calls import Completions, Hold
-from kvstow.attach.extentcalls import ExtentSlots, GrantedExtents, RevokedExtents
+from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots, GrantedExtents, RevokedExtents
 from kvstow.attach.identity import GroupIdentity, RegionIdentity
 from kvstow.errors import AttachRefusedError, ConflictError, InvalidRequestError, LeaseError, NotFoundError, PinError
 from kvstow.memory.extents import Extent
@@ -582,6 +582,19 @@ def test_memory_that_an_engine_hands_back_is_closed(bench: HostBench) -> None:
     assert bench.host.take_back(engine.session_id, 0, [], [reader, writer]) == []
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(writer)
+    assert bench.host.given_up_extents == 2
+
+
+def test_only_the_very_extent_that_the_rank_has_is_kept(bench: HostBench) -> None:
+    engine = bench.start()
+    (mine,), (of_other_rank,) = engine.grants[0], engine.grants[1]
+    own, other = bench.memory.memory.extent(mine), bench.memory.memory.extent(of_other_rank)
+    assert own is not None
+    assert other is not None
+    offers = [(mine, own.fd), (mine, other.fd), (of_other_rank, other.fd), (9999, own.fd)]
+    extents, fds = [ExtentBytes(one, 0) for one, _ in offers], [os.dup(fd) for _, fd in offers]
+    assert bench.host.take_back(engine.session_id, 0, extents, fds) == [mine]
+    assert bench.host.given_up_extents == 3
 
 
 # -- ends of sessions --------------------------------------------------------------------------------------------------

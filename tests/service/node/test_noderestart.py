@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tests.service.node.rawengine import RawEngine, key_of
 from tests.service.node.test_survival import end_keeper
 
 from kvstow.attach.calls import Hold
-from kvstow.attach.hello import Hello
 from kvstow.errors import KeeperError
 from kvstow_service.node.keeperclient import KeeperClient
 from kvstow_service.node.orphanedmemory import find_orphaned_memory
@@ -63,8 +61,8 @@ def start_node(socket: Path, state: Path, child_environ: dict[str, str]) -> Iter
 def attach(socket: Path) -> Iterator[Attach]:
     engines: list[RawEngine] = []
 
-    def attach(*settled_tokens: str, hello: Hello = rawengine.HELLO) -> RawEngine:
-        engines.append(RawEngine(socket, hello, settled_tokens))
+    def attach(*settled_tokens: str) -> RawEngine:
+        engines.append(RawEngine(socket, settled_tokens=settled_tokens))
         return engines[-1]
 
     yield attach
@@ -188,18 +186,23 @@ def test_nothing_is_evicted_while_an_engine_of_before_may_read_it(
     assert engine.load([key_of(5000), key_of(5001)]) == 2
 
 
-def test_a_pool_is_not_taken_by_another_one_before_its_engines_come_back(start_node: StartNode, attach: Attach) -> None:
-    """They have their share of the memory still, so the other one gets no more than its own."""
+def test_a_pool_has_its_share_until_its_engines_have_come_back_or_died(
+    start_node: StartNode, engine_process: Callable[[int], subprocess.Popen[str]], attach: Attach, eventually: Any
+) -> None:
+    """Otherwise an engine of another pool that attaches first would take all its memory."""
     node = start_node()
-    engine = attach()
-    engine.store_all(KEYS)
+    gone, stays = engine_process(20), attach()
+    stays.wait_for(lambda: found(stays, KEYS) == 20)
     node.kill()
-    start_node()
-    pool = replace(rawengine.POOL, kv_cache_dtype="other")
-    other = attach(hello=replace(rawengine.HELLO, pool=pool))
-    other.store_all([key_of(number) for number in range(100)])
-    engine = attach(engine.welcome.token)
-    engine.wait_for(lambda: found(engine, KEYS) == len(KEYS))
+    again = start_node()
+    share = again.first["shares"]
+    assert share[stays.welcome.pool] >= 2 * EXTENT_BYTES, "the rows that it uses"
+    gone.kill()
+    stays = attach(stays.welcome.token)
+    stays.wait_for(lambda: "lost" not in [state for state, _ in again.show()["sessions"].values()])
+    assert again.show()["shares"].keys() == share.keys()
+    stays.close()
+    eventually(lambda: again.show()["shares"] == {})
 
 
 def test_killed_again_and_again(start_node: StartNode, attach: Attach) -> None:
