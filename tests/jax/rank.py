@@ -45,32 +45,39 @@ class JaxRank:
         num_slots: int = 32,
         dtype: Any = np.uint16,
         seed: int = 0,
+        rank: int = 0,
         **options: Any,
     ) -> None:
-        """`layers`: the shape of a block in each; the second axis is divided among all devices."""
+        """`layers`: the shape of a block in each; the second axis is divided among the devices of all processes, which
+        make the same calls."""
         self.generator = np.random.default_rng(seed)
         self.dtype, self.num_blocks = np.dtype(dtype), num_blocks
         self.shapes = [(num_blocks, *shape) for shape in layers]
         self.reference = [self._random(shape) for shape in self.shapes]
         self.shardings = [NamedSharding(mesh(), PartitionSpec(None, None, "model")) for _ in self.shapes]
-        self._step = jax.jit(_overwrite, donate_argnums=0, out_shardings=self.shardings)
+        replicated = NamedSharding(mesh(), PartitionSpec())
+        self._step = jax.jit(_overwrite, donate_argnums=0, out_shardings=(self.shardings, replicated))
         self.cell = ArrayCell(_in_jax_memory(self.reference, self.shardings))
         kv = ShardedKV.of(self.cell.peek())
         self.slot_bytes = kv.layout.slot_bytes
-        self.pool = HostPool(
-            PoolConfig(self.slot_bytes, self.slot_bytes * num_slots, pause=0.0), PopulateOnly(), limits=_NO_LIMITS
-        )
+        self.number, self.num_slots = rank, num_slots
+        self.options = JaxOptions(**{"piece_bytes": 4 * self.slot_bytes, "copy_threads": 2} | options)
+        self.op_ids = count(1)
+        self.completed: dict[int, list[Completion]] = {}
+        self.boot()
+
+    def boot(self) -> None:
+        """A pool, a device and a data plane, with nothing in them."""
+        config = PoolConfig(self.slot_bytes, self.slot_bytes * self.num_slots, pause=0.0)
+        self.pool = HostPool(config, PopulateOnly(), limits=_NO_LIMITS)
         try:
-            options = {"piece_bytes": 4 * self.slot_bytes, "copy_threads": 2} | options
-            self.device = JaxDevice(self.pool, self.cell, JaxOptions(**options))
+            self.device = JaxDevice(self.pool, self.cell, self.options)
         except BaseException:
             self.pool.close()
             raise
-        self.plane = DataPlane(0, self.pool, self.device, launcher=self.device)
+        self.plane = DataPlane(self.number, self.pool, self.device, launcher=self.device)
         self.plane.start()
-        self.op_ids = count(1)
-        self.completed: dict[int, list[Completion]] = {}
-        self.wait_until(lambda: self.pool.pinned_slots == num_slots)
+        self.wait_until(lambda: self.pool.pinned_slots == self.num_slots)
 
     def overwrite(self, blocks: Sequence[int]) -> None:
         """One step of the model: it replaces the KV cache, and writes random bytes to these blocks."""
@@ -81,7 +88,8 @@ class JaxRank:
                 reference[some] = value[: len(some)]
             indices = np.full(_STEP_BLOCKS, self.num_blocks, np.int32)
             indices[: len(some)] = some
-            self.cell.put(self._step(self.cell.take(), indices, values))
+            arrays, _ = self._step(self.cell.take(), indices, values)
+            self.cell.put(arrays)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Op:
         return self.submit("store", blocks, slots)
@@ -131,9 +139,12 @@ class JaxRank:
             reference[list(blocks)] = content
 
     def wrong_elements(self) -> int:
-        """Elements of the KV cache that differ from the reference."""
-        current = [np.array(array) for array in self.cell.peek()]
-        return sum(int((one != other).sum()) for one, other in zip(current, self.reference, strict=True))
+        """Elements of the KV cache, on the devices of this process, that differ from the reference."""
+        return sum(
+            int((np.array(shard.data) != reference[shard.index]).sum())
+            for array, reference in zip(self.cell.peek(), self.reference, strict=True)
+            for shard in array.addressable_shards
+        )
 
     def slot(self, slot: int) -> bytes:
         return ctypes.string_at(self.pool.address + slot * self.pool.slot_stride, self.slot_bytes)
@@ -165,5 +176,9 @@ def _in_jax_memory(arrays: Sequence[np.ndarray], shardings: Any) -> list[jax.Arr
     return list(jax.block_until_ready(copy(list(arrays))))
 
 
-def _overwrite(arrays: Any, indices: jax.Array, values: Any) -> list[jax.Array]:
-    return [array.at[indices].set(jnp.asarray(value), mode="drop") for array, value in zip(arrays, values, strict=True)]
+def _overwrite(arrays: Any, indices: jax.Array, values: Any) -> tuple[list[jax.Array], jax.Array]:
+    """The second result needs all devices: a model exchanges something in each step."""
+    written = [
+        array.at[indices].set(jnp.asarray(value), mode="drop") for array, value in zip(arrays, values, strict=True)
+    ]
+    return written, sum(array.astype(jnp.uint32).sum() for array in written)
