@@ -67,7 +67,7 @@ $(VLLM_VENV)/.test: $(VLLM_VENV)/.vllm pyproject.toml
 $(JAX_VENV)/.test: pyproject.toml
 	$(PYTHON) -m venv $(JAX_VENV)
 	$(JAX_INSTALL) $(JAX)
-	$(JAX_INSTALL) -e '.[jax]' 'pytest>=8,<10'
+	$(JAX_INSTALL) -e '.[jax,cli]' 'pytest>=8,<10'
 	@touch $@
 
 $(VENV)/.deploy: $(VENV)/.dev pyproject.toml

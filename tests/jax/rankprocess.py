@@ -22,7 +22,7 @@ from kvstow.messages import Completion, DesiredState, Op, RankReport, StepPlan
 @dataclass(frozen=True)
 class Step:
     """What a rank does. `boot`: for which boot the ops are planned. `contents`: by load, the store of each block and
-    its place there. `loaded`: loads that have ended well on all ranks. `hold`: the copy thread copies nothing for now."""
+    its place there. `loaded`: loads that have ended well on all ranks. `hold`: the copy thread must wait."""
 
     ops: tuple[Op, ...] = ()
     boot: str | None = None

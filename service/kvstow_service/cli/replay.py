@@ -46,7 +46,7 @@ _POOL_SLOTS = 1000
 )
 @click.option("--slot-size", help="Bytes of one block on each rank. Default: 256KiB.")
 @click.option("--shape", help=f"KV cache of a known model instead of a slot size: {', '.join(SHAPES)}.")
-@click.option("--device", default="cpu", show_default=True, help="Device that holds the KV cache: cpu or cuda.")
+@click.option("--device", default="cpu", show_default=True, help="Device that holds the KV cache: cpu, cuda or jax.")
 @click.option(
     "--copy-strategy",
     default="auto",
@@ -99,7 +99,7 @@ def replay(
 
     result: ReplayResult | AttachedResult
     try:
-        _check_attach(attach, engines, policy, no_data=no_data)
+        _check_attach(attach, engines, policy, device, no_data=no_data)
         cut = _shape(shape, slot_size)
         place = Place(cast(DeviceName, device), cut, cast(CopyStrategy, copy_strategy))  # it checks both
         config = EngineConfig(
@@ -129,7 +129,7 @@ def replay(
         sys.exit(ExitCode.ERROR)
 
 
-def _check_attach(attach: str | None, engines: int | None, policy: str | None, *, no_data: bool) -> None:
+def _check_attach(attach: str | None, engines: int | None, policy: str | None, device: str, *, no_data: bool) -> None:
     """Raises `SettingError` for options that contradict --attach, or need it."""
     if attach is None:
         if engines is not None:
@@ -139,6 +139,8 @@ def _check_attach(attach: str | None, engines: int | None, policy: str | None, *
         raise SettingError(
             "--policy", policy, "cannot be used with --attach: the pool is the service's; see kvstow config"
         )
+    if device == "jax":
+        raise SettingError("--device", device, "cannot be used with --attach: engines on JAX embed KVStow")
     if no_data:
         raise SettingError("--no-data", True, "cannot be used with --attach: attached ranks move bytes")
 
@@ -194,6 +196,7 @@ def _run(
                 options,
                 kv_blocks=blocks,
                 on_request=lambda count: progress.update(replayed, completed=count),
+                wait=parts.wait,
             )
             return driver.run(stops.requested)
 

@@ -26,8 +26,8 @@ class Place:
             raise ConfigError("--device", self.device, " or ".join(get_args(DeviceName)))
         if self.copy_strategy not in COPY_STRATEGIES:
             raise ConfigError("--copy-strategy", self.copy_strategy, " or ".join(COPY_STRATEGIES))
-        if self.device == "cpu" and self.copy_strategy != "auto":
-            raise ConfigError("--copy-strategy", self.copy_strategy, "auto, as the CPU copies in one way only")
+        if self.device != "cuda" and self.copy_strategy != "auto":
+            raise ConfigError("--copy-strategy", self.copy_strategy, f"auto, as {self.device} copies in one way only")
 
 
 ON_CPU = Place()

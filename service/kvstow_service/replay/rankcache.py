@@ -22,20 +22,22 @@ from kvstow_service.replay.place import Place
 
 @dataclass(frozen=True, slots=True)
 class RankCache:
-    """`registrar` registers the host memory that `make_device`, which is called once, copies to and from."""
+    """`registrar` registers the host memory that `make_device`, which is called once, copies to and from. `launches`:
+    the device is also the `Launcher` of its data plane."""
 
     layout: KVLayout
     kv: RankKV
     registrar: Registrar
     make_device: Callable[[SlotPool], Device]
     numa_node: int | None = None
+    launches: bool = False
 
 
 def make_cache(rank: int, layout: KVLayout, place: Place) -> RankCache:
-    """The KV cache of a rank on the device of `place`. Imports torch for CUDA alone.
+    """The KV cache of a rank on the device of `place`. Imports torch for CUDA alone, and JAX for itself.
 
     Raises `InsufficientMemoryError` for a KV cache that does not fit, and `DriverUnavailableError` or
-    `MissingPackageError` where there is no CUDA or no torch.
+    `MissingPackageError` where there is no CUDA, no torch or no JAX.
     """
     if place.device == "cuda":
         try:
@@ -45,6 +47,14 @@ def make_cache(rank: int, layout: KVLayout, place: Place) -> RankCache:
                 raise
             raise MissingPackageError("a replay on a GPU", "torch", "cuda") from error
         return make_cuda_cache(rank, layout, place.copy_strategy)
+    if place.device == "jax":
+        try:
+            from kvstow_service.replay.jaxcache import make_jax_cache
+        except ModuleNotFoundError as error:
+            if error.name != "jax":
+                raise
+            raise MissingPackageError("a replay on JAX", "jax", "jax") from error
+        return make_jax_cache(rank, layout)
     regions = _allocate(layout)
     kv = HostKV(rank, regions)
     return RankCache(layout, kv, MlockRegistrar(), lambda pool: CpuDevice(pool, layout, regions))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import cast
 
 from kvstow.config import PoolConfig
 from kvstow.dataplane import DataPlane
+from kvstow.devices.base import Launcher
 from kvstow.layout import KVLayout
 from kvstow.memory.hostpool import HostPool
 from kvstow_service.replay.kv import RankKV
@@ -56,6 +58,7 @@ def build_rank(rank: int, config: PoolConfig, kv_blocks: int, place: Place = ON_
         undo.callback(pool.close)
         device = cache.make_device(pool)
         undo.callback(device.close)
-        local = LocalRank(DataPlane(rank, pool, device), layout, cache.kv)
+        launcher = cast(Launcher, device) if cache.launches else None
+        local = LocalRank(DataPlane(rank, pool, device, launcher=launcher), layout, cache.kv)
         undo.pop_all()
     return local

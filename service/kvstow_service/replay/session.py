@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
+from kvstow.dataplane import DataPlane
 from kvstow.errors import PinError
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.replay.driver import RankWorker
@@ -20,6 +22,7 @@ from kvstow_service.replay.ranks import build_ranks
 from kvstow_service.replay.simulated import SimulatedWorker
 
 _POLL = 0.01
+_TURN = 0.0005  # between the turns that a rank on JAX gets
 
 
 class ReportingWorker(RankWorker, Protocol):
@@ -32,11 +35,13 @@ class ReportingWorker(RankWorker, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a replay needs, with all slots usable. Owned by the context manager that gave it."""
+    """What a replay needs, with all slots usable. Owned by the context manager that gave it. `wait`: how the driver
+    waits, where the ranks need turns of its thread meanwhile."""
 
     engine: OffloadEngine
     workers: Sequence[ReportingWorker]
     kv: KVCache
+    wait: Callable[[float], None] | None = None
 
 
 @contextmanager
@@ -81,7 +86,18 @@ def local_session(
             if usable >= config.capacity_slots:
                 break
             time.sleep(_POLL)
-        yield Session(engine, workers, LocalKV([rank.kv for rank in ranks]))
+        wait = partial(_wait, workers) if place.device == "jax" else None
+        yield Session(engine, workers, LocalKV([rank.kv for rank in ranks]), wait)
+
+
+def _wait(workers: Sequence[DataPlane], seconds: float) -> None:
+    """Give the ranks turns until one of them has news."""
+    deadline = time.monotonic() + seconds
+    while True:
+        for worker in workers:
+            worker.drive()
+        if any(worker.wait_completions(_TURN) for worker in workers) or time.monotonic() >= deadline:
+            return
 
 
 def _report(engine: OffloadEngine, workers: Sequence[ReportingWorker]) -> int:

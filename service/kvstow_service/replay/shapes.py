@@ -8,7 +8,7 @@ from typing import Literal
 from kvstow.errors import ConfigError
 from kvstow.layout import KVLayout, Region
 
-DeviceName = Literal["cpu", "cuda"]
+DeviceName = Literal["cpu", "cuda", "jax"]
 
 _EVEN_LAYERS = 4  # enough to exercise gathering from several regions
 

@@ -100,11 +100,9 @@ def test_wrong_bytes_are_exit_code_1(trace: str, monkeypatch: pytest.MonkeyPatch
         (("--slot-size", "lots"), "--slot-size is 'lots'"),
         (("--shape", "gpt-2"), "--shape is 'gpt-2'; allowed: llama-3-8b or llama-3-70b-tp8 or mla-18k or gpt-oss-32k"),
         (("--shape", "mla-18k", "--slot-size", "1KiB"), "--slot-size is '1KiB'; allowed: --slot-size or --shape"),
-        (("--device", "tpu"), "--device is 'tpu'; allowed: cpu or cuda"),
-        (
-            ("--copy-strategy", "direct"),
-            "--copy-strategy is 'direct'; allowed: auto, as the CPU",
-        ),
+        (("--device", "tpu"), "--device is 'tpu'; allowed: cpu or cuda or jax"),
+        (("--copy-strategy", "direct"), "--copy-strategy is 'direct'; allowed: auto, as cpu copies in one way only"),
+        (("--device", "jax", "--copy-strategy", "staged"), "--copy-strategy is 'staged'; allowed: auto, as jax"),
         (("--copy-strategy", "best"), "--copy-strategy is 'best'; allowed: auto or staged or direct"),
         (("--policy", "fifo"), "policy is 'fifo'; allowed: lru or arc"),
         (("--concurrency", "0"), "concurrency is 0"),
@@ -129,6 +127,7 @@ def test_invalid_options_are_exit_code_2_with_a_reason(trace: str, arguments: tu
         (("--attach", "unix:/a", "--policy", "arc"), "--policy arc cannot be used with --attach: the pool is the serv"),
         (("--attach", "unix:/a", "--pool-slots", "0"), "capacity_slots is 0"),
         (("--attach", "unix:/a", "--kv-blocks", "2"), "the KV cache 2; allowed"),
+        (("--attach", "unix:/a", "--device", "jax"), "--device jax cannot be used with --attach: engines on JAX embed"),
         (("--attach", "unix:/a", "--concurrency", "0"), "concurrency is 0"),
     ],
 )
@@ -180,6 +179,15 @@ def test_without_torch_the_error_says_what_to_install(trace: str, monkeypatch: p
     assert outcome.exit_code == 2
     assert outcome.stderr == (
         "kvstow replay: a replay on a GPU needs torch, which is not installed: pip install 'kvstow[cuda]'\n"
+    )
+
+
+def test_without_jax_the_error_says_what_to_install(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    outcome = invoke(trace, "--device", "jax")
+    assert outcome.exit_code == 2
+    assert outcome.stderr == (
+        "kvstow replay: a replay on JAX needs jax, which is not installed: pip install 'kvstow[jax]'\n"
     )
 
 
