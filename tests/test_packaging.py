@@ -106,9 +106,9 @@ def imported(package: str) -> set[str]:
 @pytest.mark.parametrize(
     ("package", "extras"),
     [
-        ("engine/kvstow", ("torch",)),
+        ("engine/kvstow", ("torch", "jax")),
         ("api/kvstow_api", ("service",)),
-        ("service/kvstow_service", ("service", "cli", "plot", "torch")),
+        ("service/kvstow_service", ("service", "cli", "plot", "torch", "jax")),
     ],
 )
 def test_what_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> None:
