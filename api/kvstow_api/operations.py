@@ -159,10 +159,10 @@ class Operations:
     def start(
         self, kind: OperationKind, pool: str, make_sweep: Callable[[], Sweeping], *, dry_run: bool = False
     ) -> Operation:
-        """Make a sweep of a pool and run it. Raises what `make_sweep` raises, `ConflictError` for its second resize,
+        """Make a sweep of a pool and run it. Raises what `make_sweep` raises, `ConflictError` for a second resize,
         and `QueueFullError` if too many operations run."""
         with self._lock:
-            self._check(kind, pool)
+            self._check(kind)
             sweep = make_sweep()
             try:
                 operation = Operation(self._started + 1, kind, pool, sweep, dry_run, self._clock())
@@ -236,18 +236,16 @@ class Operations:
         for thread in threads:
             thread.join(timeout)
 
-    def _check(self, kind: OperationKind, pool: str) -> None:
+    def _check(self, kind: OperationKind) -> None:
         if self._closed:
             raise ConflictError("the server is stopping")
-        if kind == "resize" and self._running("resize", pool):
+        if kind == "resize" and self._running("resize"):  # only an embedded pool can be resized
             raise ConflictError("a resize is running; wait for it or cancel it")
         if len(self._threads) >= MAX_RUNNING:
             raise QueueFullError(f"too many operations are running (limit {MAX_RUNNING})")
 
-    def _running(self, kind: OperationKind, pool: str | None = None) -> int:
-        """The number of running operations, of one pool or of all."""
-        views = (operation.view for operation in self._operations.values() if operation.running)
-        return sum(view.kind == kind and pool in (None, view.pool) for view in views)
+    def _running(self, kind: OperationKind) -> int:
+        return sum(operation.running and operation.view.kind == kind for operation in self._operations.values())
 
     def _run(self, operation: Operation) -> None:
         self._log(operation.view)
