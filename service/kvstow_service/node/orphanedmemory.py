@@ -52,7 +52,7 @@ class OrphanedMemory:
 def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc")) -> list[OrphanedMemory]:
     """Processes with extents that none of the processes `in_use` has: the running services, which hold all of theirs.
     As far as this process may look into others, and sees them: in a container, usually the container's own."""
-    by_pid = {int(path.name): _extents_of(path) for path in proc.iterdir() if path.name.isdigit()}
+    by_pid = {int(path.name): extents_of(path) for path in proc.iterdir() if path.name.isdigit()}
     used = {extent for pid in in_use for extent in by_pid.get(pid, ())}
     found = []
     for pid, extents in sorted(by_pid.items()):
@@ -79,7 +79,8 @@ def _is_service(process: Path) -> bool:
     return any(word == b"serve" and _PROGRAM.search(before) for before, word in pairwise(arguments))
 
 
-def _extents_of(process: Path) -> _Extents:
+def extents_of(process: Path) -> _Extents:
+    """What the process with this folder in /proc keeps alive."""
     extents: _Extents = dict.fromkeys(_mapped(process), 0)
     try:
         descriptors = list((process / "fd").iterdir())
