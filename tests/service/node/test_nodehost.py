@@ -243,6 +243,18 @@ def test_descriptors_come_in_frames_of_at_most_250(make_bench: MakeBench) -> Non
     assert sizes == [250, 10]
 
 
+def test_ranks_of_unlike_slots_have_as_many_of_them(bench: HostBench) -> None:
+    sizes = (SLOT_BYTES, 2 * SLOT_BYTES)
+    engine = bench.attach(replace(HELLO, pool=replace(POOL, slot_bytes=sizes)))
+    engine.join()
+    bench.run()
+    granted = {pushed.rank: pushed.message for pushed in engine.pushed if isinstance(pushed.message, GrantedExtents)}
+    assert {rank: message.slot_stride for rank, message in granted.items()} == dict(enumerate(sizes))
+    for rank in (0, 1):
+        (grant,) = engine.grants[rank].values()
+        assert (grant.first_slot, grant.num_slots, grant.num_bytes) == (0, ROW_SLOTS // 2, EXTENT)
+
+
 def test_devices_numa_nodes_decide_where_memory_is_made(bench: HostBench) -> None:
     engine = bench.attach()
     engine.join(0, numa_node=1)
