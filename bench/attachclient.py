@@ -17,6 +17,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class BareRank:
     def _report(self) -> None:
         if not self._has_reported:
             report = RankReport.without_pool(0, _BOOT, "ready", SLOT_BYTES)
-            self._connection.call(Report(report))
+            self._connection.call(Report(replace(report, sender=_BOOT, number=1)))
             self._has_reported = True
 
     def _register(self) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-BENCHMARKS = ("rates", "submit", "token", "drive", "pinning", "parts")
+BENCHMARKS = ("rates", "submit", "token", "drive", "pinning", "parts", "attach")
 
 _ROOT = Path(__file__).parents[2]
 
@@ -25,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, out: Path) -> int:
-    """The exit status. A bare checkout will do: the engine need not be installed."""
-    paths = [str(_ROOT / "engine"), str(_ROOT), os.environ.get("PYTHONPATH", "")]
+    """The exit status. A bare checkout will do: KVStow need not be installed."""
+    paths = [*(str(_ROOT / part) for part in ("engine", "api", "service", "")), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"OUT": str(out), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     print(f"## {name}", flush=True)
     return subprocess.run([sys.executable, "-m", f"bench.gpu.{name}"], env=environment, check=False).returncode
