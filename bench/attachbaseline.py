@@ -53,7 +53,8 @@ def main(slots: int, *, worn: bool) -> None:
     chain = chains(slots, fill_pool(subject, slots, worn=worn))
     gc.collect()
     gc.freeze()
-    print(json.dumps({"lookup": timed(subject.lookup, chain, CALLS), "use": timed(subject.use, chain, CALLS)}))
+    find_runs = subject.engine.find_runs  # what an attached engine asks for
+    print(json.dumps({"lookup": timed(find_runs, chain, CALLS), "use": timed(subject.use, chain, CALLS)}))
 
 
 if __name__ == "__main__":

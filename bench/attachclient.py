@@ -122,7 +122,8 @@ class AttachedSubject:
         self._rank = BareRank(path, self.engine.ticket.token)
 
     def wait_for_slots(self, slots: int) -> None:
-        self._until(lambda: self._rank.slots >= slots)
+        """Until the service lets this engine use so many; it hears of them later than the rank."""
+        self._until(lambda: self._rank.slots >= slots and self._room() >= slots)
 
     def close(self) -> None:
         self._rank.close()
@@ -146,7 +147,7 @@ class AttachedSubject:
         op = answer.value.op
         if op is not None:
             engine.complete(0, _BOOT, [Completion(op.op_id, "done", None, len(op.slots) * SLOT_BYTES, 0.001)])
-            self._until(engine.take_settled)
+            self._until(lambda: any(settled.mark == "done" for settled in engine.take_settled()))
 
     def find_soon(self, keys: Sequence[bytes]) -> None:
         """Wait until all keys are found."""
@@ -164,6 +165,10 @@ class AttachedSubject:
         if answer.value.leading != len(keys):
             raise ValueError(f"{answer.value.leading} of {len(keys)} blocks were found")
         return sent, time.thread_time() - begun
+
+    def _room(self) -> int:
+        self.engine.wait(self.engine.begin_store((), ()), seconds=_PATIENCE_SECONDS)
+        return self.engine.store_room()
 
     def _find(self, keys: Sequence[bytes], hold: Hold) -> Hits:
         answer = self.engine.find(keys, hold=hold)

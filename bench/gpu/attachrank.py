@@ -175,7 +175,7 @@ class Client:
                     raise RuntimeError(completion.error)
                 if completion.mark == "done":
                     seconds = time.perf_counter() - begun
-                    self.wait_until(self.engine.take_settled)
+                    self.wait_until(lambda: any(one.mark == "done" for one in self.engine.take_settled()))
                     return seconds
 
     def close(self) -> None:

@@ -1,0 +1,65 @@
+"""A replay and a `kvstow serve` that is killed under its traffic, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstow_service.demo.processes import Service, wait_until
+from kvstow_service.replay.driver import blocks_needed
+from kvstow_service.replay.enginepipe import EngineSpec
+from kvstow_service.replay.launcher import AttachedResult, Launcher
+from kvstow_service.replay.pace import ReplayOptions
+from kvstow_service.replay.place import ON_CPU
+from kvstow_service.replay.shapes import even_shape
+from kvstow_service.replay.trace import TraceRequest
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the checkout need not be installed
+    service = Service(tmp_path, "64MiB", ("--extent-size", "8MiB"))
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+def replay(service: Service, requests: list[TraceRequest], options: ReplayOptions, **given: object) -> AttachedResult:
+    blocks = blocks_needed(requests, options.concurrency)
+    spec = EngineSpec("replay-1", service.socket, even_shape(16 << 10), ON_CPU, 2, blocks, 0, requests, options)
+    found = Launcher([spec], log=print, **given).run(threading.Event())  # type: ignore[arg-type]
+    print(found.to_json())
+    assert (found.total.mismatches, found.total.requests) == (0, len(requests))
+    assert found.total.verified_bytes == found.total.loaded_bytes
+    return found
+
+
+def test_the_cache_outlives_a_service_that_is_killed_under_traffic(
+    service: Service, conversations: list[TraceRequest]
+) -> None:
+    requests = conversations[:60]
+    killed: list[int] = []
+
+    def kill(finished: int) -> None:
+        if finished >= 10 and not killed:
+            killed.append(finished)
+            service.kill()
+            service.start()
+
+    service.start()
+    wait_until(lambda: service.answers("/readyz"), "the service is healthy")
+    cold = replay(service, requests, ReplayOptions())
+    during = replay(service, requests, ReplayOptions(concurrency=2, rate=6.0), on_request=kill)
+    after = replay(service, requests, ReplayOptions())
+    assert cold.total.block_hit_rate < 1
+    assert (during.engines[0].sessions, during.engines[0].problem) == (2, None)
+    assert after.total.block_hit_rate == 1
+    assert after.total.stored_blocks == 0
