@@ -71,10 +71,13 @@ class Story:
         for probe in ("/livez", "/readyz"):
             wait_until(lambda probe=probe: service.answers(probe), f"{probe} says 200")  # type: ignore[misc]
             said.append(f"{probe} after {service.milliseconds:,.0f} ms")
-        populated, target = self._memory()
+        wait_until(lambda: self._memory()[0], "the first memory is populated")
+        healthy, (populated, target) = service.answers("/readyz"), self._memory()
         self._say(f"The service is healthy: {', '.join(said)}; {_part(populated, target)} of its memory is populated.")
         seen = f"{', '.join(said)}, with {_part(populated, target)} populated"
-        yield Claim("The service is healthy while its memory is still being populated", seen, populated < target)
+        yield Claim(
+            "The service is healthy while its memory is still being populated", seen, healthy and populated < target
+        )
 
     def _share(self) -> Iterator[Claim]:
         requests = f"{len(self._requests)} requests of {self._scale.shape.sessions} conversations"
