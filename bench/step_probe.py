@@ -20,6 +20,7 @@ from bench.kvstow_subject import SLOT_BYTES
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion, Op
+from kvstow_service.connectors.vllm.controlplane import EmbeddedControl
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.schedulerside import SchedulerSide
 from kvstow_service.connectors.vllm.stepplan import PlannedStep
@@ -42,7 +43,7 @@ class _Scheduler:
         self._worker = SimulatedWorker(0, SLOT_BYTES, slots)
         self._engine.report(self._worker.report())
         self._pool = BlockPool(num_gpu_blocks=_GPU_BLOCKS, enable_caching=True, hash_block_size=_TOKENS)
-        self.side = SchedulerSide(self._engine, _GROUPS, self._pool)
+        self.side = SchedulerSide(EmbeddedControl(self._engine), _GROUPS, self._pool)
         self.requests = 0
 
     def request(self, num_blocks: int, hashes: list[bytes] | None = None) -> Any:

@@ -4,9 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvstow.messages import Direction, Mark, Op
+
+_T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class Awaited(Protocol[_T_co]):
+    """An answer of the control plane that may not be there yet."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def value(self) -> _T_co:
+        """Of an answer that is `done`."""
+
+    @property
+    def error(self) -> str | None:
+        """Why the value is the one that promises nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given(Generic[_T]):
+    """An answer that is there at once."""
+
+    value: _T
+    error: str | None = None
+    done: bool = True
 
 
 class KeyRun(NamedTuple):

@@ -67,7 +67,7 @@ class Host:
         self.feed.offered(request, group, first, keys)
         op = self.engine.begin_store(keys, range(len(keys))).op
         assert op is not None
-        self.feed.granted(keys)
+        self.feed.granted(keys, self.feed.take_offered())
         self.rank.say(op.op_id, "done")
 
     def take(self) -> list[Any]:

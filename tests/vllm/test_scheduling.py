@@ -112,7 +112,7 @@ class Breaking:
     [
         "loads.Loads.hold_hit",
         "loads.Loads.count_hit",
-        "loads.Loads._load_hit",
+        "loads.Loads._begin_load",
         "eagerstores.EagerStores.offer_due",
         "eagerstores.EagerStores.offer_last",
         "schedulerside.SchedulerSide.settle",

@@ -95,7 +95,7 @@ def requests_load_again_after_a_failure(patch: pytest.MonkeyPatch) -> None:
 
     find_hit = SchedulerSide.find_hit
 
-    def find(self: SchedulerSide, request: Any, local: int) -> int:
+    def find(self: SchedulerSide, request: Any, local: int) -> int | None:
         self._tracked(request).load_failed = False
         return find_hit(self, request, local)
 
@@ -133,7 +133,7 @@ def dead_boots_are_served(patch: pytest.MonkeyPatch) -> None:
 
 
 def ended_leases_are_not_released(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{CONNECTOR}.loads.Loads.release_hit", lambda self, tracked: setattr(tracked, "hit", None))
+    patch.setattr(f"{CONNECTOR}.loads.Loads._release_lease", lambda self, tracked: setattr(tracked, "hit", None))
 
 
 class Mutant(NamedTuple):

@@ -25,7 +25,6 @@ LEFT_ALONE: dict[str, str] = {
     "bind_kv_cache_manager": "its default calls bind_gpu_block_pool, which all versions have",
     "set_host_xfer_buffer_ops": "for devices whose KV cache is copied through a host buffer of vLLM's",
     "get_kv_connector_kv_cache_events": "for events of workers; ours come from the scheduler's half",
-    "on_new_request": "a request is first seen when its hits are asked for",
     "get_required_kvcache_layout": "every layout is understood by its strides",
     "requires_piecewise_for_cudagraph": "no layer hook is needed, so full graphs are fine",
     "get_finished_count": "every rank reports, which is the default",

@@ -194,9 +194,16 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler: requests --------------------------------------------------------------------------------
 
+    def on_new_request(self, request: Any) -> None:
+        self._host.ask("arrival of a request", lambda offload: offload.side.expect(request), None)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        found = self._host.ask("lookup", lambda offload: offload.side.find_hit(request, num_computed_tokens), 0)
-        return found, found > 0
+        def find(offload: Offload) -> int | None:
+            return offload.side.find_hit(request, num_computed_tokens)
+
+        nothing: int | None = 0
+        found = self._host.ask("lookup", find, nothing)
+        return found, bool(found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         def admit(offload: Offload) -> bool:

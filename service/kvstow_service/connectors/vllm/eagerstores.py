@@ -59,7 +59,7 @@ class EagerStores:
             offer.keys.extend(keys)
             offer.blocks.extend(blocks)
         self._left_for_ends = self._step_blocks
-        self._backlog.add_blocks(self._stores.plan_store(offer))
+        self._stores.plan_store(offer)
         return len(offer.keys)
 
     def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
@@ -77,7 +77,7 @@ class EagerStores:
         if self._left_for_ends > 0:
             self._left_for_ends -= self._take_next(tracked, self._left_for_ends, WrittenBlocks(), offer)
         self._backlog.add_blocks(self._take_rest(tracked))
-        self._backlog.add_blocks(self._stores.plan_store(offer, tracked.request.request_id))
+        self._stores.plan_store(offer, tracked.request.request_id)
 
     def offer_again(self, block_ids: Sequence[int]) -> None:
         self._backlog.add_blocks(block_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 
-from kvstow.control.engine import OffloadEngine
+from kvstow_service.connectors.vllm.controlplane import ControlPlane
 from kvstow_service.connectors.vllm.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.trackedrequests import TrackedRequest
 
@@ -18,14 +18,14 @@ class FailedLoads:
     Before 0.30 vLLM accepts bad blocks only, and only of models with one KV group. Where that group has a window, vLLM
     would go on from the first bad block with nothing in the window before it. A request that had nothing on the GPU, or
     has lost its window, cannot go on: it is held back until it is aborted, as it would read wrong bytes. To keep it the
-    only one, loads are bypassed from then on, until an operator enables them.
+    only one, loads are bypassed from then on.
     """
 
     def __init__(
-        self, engine: OffloadEngine, groups: KVGroups, null_block: int, requests: Mapping[str, TrackedRequest]
+        self, control: ControlPlane, groups: KVGroups, null_block: int, requests: Mapping[str, TrackedRequest]
     ) -> None:
         """`requests`: those that vLLM has, by name; owned by the caller."""
-        self._engine, self._groups, self._null_block, self._requests = engine, groups, null_block, requests
+        self._control, self._groups, self._null_block, self._requests = control, groups, null_block, requests
         self._stranded: set[str] = set()
 
     def continuing(self, ended: Collection[str]) -> set[str]:
@@ -51,11 +51,10 @@ class FailedLoads:
 
     def _strand(self, stuck: set[str]) -> None:
         self._stranded |= stuck
-        bypass = self._engine.admin.bypass
-        if not bypass.load:
-            self._engine.admin.set_bypass(load=True, store=bypass.store, ttl_seconds=None)
+        end = self._control.bypass_loads()
         logger.error(
             "requests %s wait until they are aborted: their loads failed, and vLLM before 0.30 cannot compute them if "
-            "the model has several KV groups or a window; loads are bypassed until `kvstow bypass --off`",
+            "the model has several KV groups or a window; loads are bypassed until %s",
             ", ".join(sorted(stuck)),
+            end,
         )

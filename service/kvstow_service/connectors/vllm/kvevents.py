@@ -4,7 +4,8 @@ An `EventFeed` learns of stores when they are planned, and is asked for events o
 
     feed = event_feed(vllm_config, engine, kv_cache_specs)   # with the engine, once; None unless KV events are on
     feed.offered(request, group, first_block, keys)          # before a store, for each request and group
-    feed.granted(keys_of_the_op)                             # after `begin_store`
+    origins = feed.take_offered()                            # with `begin_store`
+    feed.granted(keys_of_the_op, origins)                    # once it has found slots
     return feed.take_events()                                # the hook of that name
 """
 
@@ -29,6 +30,10 @@ _BATCHES_PER_TAKE = 256
 _CHECKS_PER_TAKE = 256
 """Blocks looked up per step after events were lost: 0.8 ms."""
 _GROUP_BYTES = 2  # of a key, before the block's hash
+
+
+Origins = dict[bytes, tuple[Any, KVGroup, int]]
+"""By key: the request, group and number of a block that may be stored."""
 
 
 class Vocabulary(NamedTuple):
@@ -95,7 +100,7 @@ class EventFeed:
         self._stored = _known_fields(vocabulary.stored)
         self._removed = _known_fields(vocabulary.removed)
         self._cursor = engine.events.last_sequence
-        self._offered: dict[bytes, tuple[Any, KVGroup, int]] = {}
+        self._offered: Origins = {}
         self._planned: dict[bytes, _Block] = {}
         self._announced: set[bytes] = set()
         self._doubtful: deque[bytes] = deque()
@@ -105,12 +110,16 @@ class EventFeed:
         for number, key in enumerate(keys, first_block):
             self._offered[key] = request, group, number
 
-    def granted(self, keys: Iterable[bytes]) -> None:
-        """Of what was offered since the last call, these blocks are being stored."""
+    def take_offered(self) -> Origins:
+        """What was offered since the last call."""
+        offered, self._offered = self._offered, {}
+        return offered
+
+    def granted(self, keys: Iterable[bytes], origins: Origins) -> None:
+        """These blocks are being stored."""
         for key in keys:
-            if key in self._offered:
-                self._planned[key] = self._describe(*self._offered[key])
-        self._offered.clear()
+            if key in origins:
+                self._planned[key] = self._describe(*origins[key])
         while len(self._planned) > MAX_PLANNED:
             del self._planned[next(iter(self._planned))]
 

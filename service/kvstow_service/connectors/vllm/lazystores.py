@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvstow.control.engine import OffloadEngine
+from kvstow_service.connectors.vllm.controlplane import ControlPlane
 from kvstow_service.connectors.vllm.gpublocks import GPUBlocks, Offer, WrittenBlocks
 from kvstow_service.connectors.vllm.stepplan import Step
 from kvstow_service.connectors.vllm.stores import Stores
@@ -22,9 +22,9 @@ class LazyStores:
     """
 
     def __init__(
-        self, engine: OffloadEngine, gpu: GPUBlocks, stores: Stores, ahead_blocks: int, step_blocks: int
+        self, control: ControlPlane, gpu: GPUBlocks, stores: Stores, ahead_blocks: int, step_blocks: int
     ) -> None:
-        self._engine, self._gpu, self._stores = engine, gpu, stores
+        self._control, self._gpu, self._stores = control, gpu, stores
         self._ahead_blocks, self._step_blocks = ahead_blocks, step_blocks
         self._head: Any = None
         self._offered: dict[int, bytes] = {}  # by block: the content that was offered
@@ -47,7 +47,7 @@ class LazyStores:
                 self._not_stored, self._head = {}, None
         offer = self._missing(self._next_evicted(most))
         if offer.keys:
-            self.offer_again(self._stores.plan_store(offer))
+            self._stores.plan_store(offer)
         return len(offer.keys)
 
     def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
@@ -85,6 +85,6 @@ class LazyStores:
         return Offer(self._gpu.keys_of(hashes), blocks)
 
     def _missing(self, found: Offer) -> Offer:
-        there = self._engine.contains(found.keys) if found.keys else ()
+        there = self._control.present(found.keys) if found.keys else ()
         kept = [pair for pair, is_there in zip(zip(*found, strict=True), there, strict=True) if not is_there]
         return Offer([key for key, _ in kept], [block for _, block in kept])

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from itertools import accumulate
+from collections import deque
+from typing import NamedTuple
 
-from kvstow.control.engine import OffloadEngine
-from kvstow.errors import LeaseError
 from kvstow.messages import Op
-from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
+from kvstow.results import Awaited
+from kvstow_service.connectors.vllm.controlplane import ControlPlane
+from kvstow_service.connectors.vllm.hits import LATER, Later
+from kvstow_service.connectors.vllm.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.offloadmetrics import Observe
 from kvstow_service.connectors.vllm.stepplan import StepPlanner
 from kvstow_service.connectors.vllm.trackedrequests import Hit, TrackedRequest
 
 logger = logging.getLogger("kvstow.vllm")
+
+
+class _AskedLoad(NamedTuple):
+    """A load into the blocks `targets`, which the pool has yet to agree to."""
+
+    tracked: TrackedRequest
+    targets: tuple[int, ...]
+    answer: Awaited[Op | None]
 
 
 class Loads:
@@ -31,7 +41,7 @@ class Loads:
 
     def __init__(
         self,
-        engine: OffloadEngine,
+        control: ControlPlane,
         planner: StepPlanner,
         groups: KVGroups,
         null_block: int,
@@ -39,26 +49,43 @@ class Loads:
     ) -> None:
         """`null_block`: what stands in a block table for blocks out of the window. `observe` takes the time of each
         lookup."""
-        self._engine, self._planner, self._groups = engine, planner, groups
+        self._control, self._planner, self._groups = control, planner, groups
         self._null_block, self._observe = null_block, observe
-        self._full, self._partial = groups.full, groups.partial
+        self._finder = control.hit_finder(groups)
+        self._asked: deque[_AskedLoad] = deque()
         self._under_way: dict[int, TrackedRequest] = {}  # by op
 
     @property
     def are_under_way(self) -> bool:
-        return bool(self._under_way)
+        return bool(self._under_way or self._asked)
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether the pool has yet to agree to some."""
+        return bool(self._asked)
 
     # -- lookup --------------------------------------------------------------------------------------------
 
-    def hold_hit(self, tracked: TrackedRequest, local: int) -> int:
-        """Tokens beyond the first `local` that can be loaded; they are held for the request. A hit without blocks to
-        load, as at the start of a chunk, is none: vLLM waits for the end of each load."""
+    def expect(self, tracked: TrackedRequest) -> None:
+        """The request has arrived: the node service is asked now for what `hold_hit` returns."""
+        tracked.start = 0
+        if (end := self._longest_end(tracked)) > 0:
+            self._finder.expect(tracked, end)
+
+    def hold_hit(self, tracked: TrackedRequest, local: int) -> int | None:
+        """Tokens beyond the first `local` that can be loaded; they are held for the request. None: not known yet. A hit
+        without blocks to load, as at the start of a chunk, is none: vLLM waits for the end of each load."""
         tracked.start = local
         hit, end = tracked.hit, self._longest_end(tracked)
-        can_load = local % self._groups.alignment == 0 and local < end
-        if hit is None or not can_load or not hit.start <= local < hit.end:
+        if local % self._groups.alignment or local >= end:
             self.release_hit(tracked)
-            tracked.hit = hit = self._look_up(tracked, local, end) if can_load else None
+            return 0
+        if hit is None or not hit.start <= local < hit.end or not self._finder.is_valid(hit):
+            self._release_lease(tracked)
+            found = self._look_up(tracked, local, end)
+            if found is LATER:
+                return None
+            tracked.hit = hit = found
         return hit.end - local if hit is not None else 0
 
     def count_hit(self, tracked: TrackedRequest, num_tokens: int) -> None:
@@ -66,12 +93,16 @@ class Loads:
         queried = self._longest_end(tracked) - tracked.start
         if queried > 0:
             alignment = self._groups.alignment
-            self._engine.count_lookup(queried // alignment, num_tokens // alignment)
+            self._control.count_lookup(queried // alignment, num_tokens // alignment)
 
     def release_hit(self, tracked: TrackedRequest) -> None:
         """Hold nothing for the request any more."""
+        self._finder.forget(tracked)
+        self._release_lease(tracked)
+
+    def _release_lease(self, tracked: TrackedRequest) -> None:
         if tracked.hit is not None:
-            self._engine.release_lease(tracked.hit.lease)
+            self._control.release_lease(tracked.hit.lease)
             tracked.hit = None
 
     def _longest_end(self, tracked: TrackedRequest) -> int:
@@ -87,47 +118,12 @@ class Loads:
             return num_tokens
         return end
 
-    def _look_up(self, tracked: TrackedRequest, local: int, end: int) -> Hit | None:
+    def _look_up(self, tracked: TrackedRequest, local: int, end: int) -> Hit | Later | None:
         begun = time.perf_counter()
         tracked.forget_stale_keys(self._groups)
-        hit = self._find_hit(tracked, local, end)
+        found = self._finder.find(tracked, local, end)
         self._observe("lookup_sync_delay_seconds", time.perf_counter() - begun)
-        return hit
-
-    def _find_hit(self, tracked: TrackedRequest, local: int, end: int) -> Hit | None:
-        if self._groups.is_plain:
-            return self._hold_run(tracked, self._full[0], local, end)
-        for group in self._full:
-            keys = tracked.keys(group, local // group.block_tokens, end // group.block_tokens)
-            end = min(end, local + self._engine.lookup(keys) * group.block_tokens)
-        alignment = self._groups.alignment
-        end = self._end_that_windows_allow(tracked, local, end // alignment * alignment)
-        if end <= local:
-            return None
-        known = {group.index: tracked.keys(group, 0, end // group.block_tokens) for group in self._groups.groups}
-        keys = [known[group][number] for group, number in self._groups.places(local, end)]
-        lease = self._engine.lease(keys) if keys else None  # None: a block went away meanwhile
-        return None if lease is None else Hit(local, end, lease)
-
-    def _hold_run(self, tracked: TrackedRequest, group: KVGroup, local: int, end: int) -> Hit | None:
-        """Find and hold in one step, where only the leading run counts."""
-        lease = self._engine.acquire(
-            tracked.keys(group, local // group.block_tokens, end // group.block_tokens), count=False
-        )
-        return Hit(local, local + len(lease.slots) * group.block_tokens, lease) if lease.slots else None
-
-    def _end_that_windows_allow(self, tracked: TrackedRequest, local: int, end: int) -> int:
-        """The last aligned token up to `end` at which each group with a window finds all that it needs."""
-        absent = [self._absent(tracked, group, local, end) for group in self._partial]
-        pairs = list(zip(self._partial, absent, strict=True))
-        while end > local and not all(_is_whole(group, counts, local, end) for group, counts in pairs):
-            end -= self._groups.alignment
-        return end
-
-    def _absent(self, tracked: TrackedRequest, group: KVGroup, local: int, end: int) -> list[int]:
-        """Blocks missing between the local prefix and each block: `[j]` counts the first `j`."""
-        keys = tracked.keys(group, local // group.block_tokens, end // group.block_tokens)
-        return list(accumulate((not there for there in self._engine.contains(keys)), initial=0))
+        return found
 
     # -- load -----------------------------------------------------------------------------------------------
 
@@ -138,18 +134,33 @@ class Loads:
         end = tracked.start + num_tokens
         places = self._groups.places(tracked.start, end)
         targets = [tracked.tables[group][number] for group, number in places]
-        op = None if hit is None else self._load_hit(tracked, hit, end, places, targets)
-        if op is None:
+        answer = None if hit is None else self._begin_load(tracked, hit, end, places, targets)
+        if answer is None:
             self.lose_load(tracked, num_tokens)
-        else:
-            self._under_way[op.op_id] = tracked
+            return
+        self._asked.append(_AskedLoad(tracked, tuple(targets), answer))
+        if answer.done:
+            self.take_begun()
+
+    def take_begun(self, *, wait: bool = False) -> None:
+        """Plan the loads that the pool has agreed to since the last call. `wait`: for the others, too, as long as this
+        step may wait. They are asked for in order, and answered in order."""
+        while self._asked:
+            tracked, targets, answer = self._asked[0]
+            if not (self._control.wait(answer) if wait else answer.done):
+                return
+            self._asked.popleft()
+            if (op := answer.value) is not None:
+                self._planner.add_load(op, tracked.request.request_id)
+                self._under_way[op.op_id] = tracked
+            else:
+                logger.warning("request %s is computed, its hit is lost: %s", tracked.request.request_id, answer.error)
+                self._lose(tracked, targets)
 
     def lose_load(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """The load of the `num_tokens` tokens after `tracked.start` is impossible."""
         places = self._groups.places(tracked.start, tracked.start + num_tokens)
-        tracked.load_failed = True
-        blocks = tuple([tracked.tables[group][number] for group, number in places])
-        self._planner.add_lost_load(tracked.request.request_id, blocks)
+        self._lose(tracked, tuple([tracked.tables[group][number] for group, number in places]))
 
     def load_settled(self, op_id: int, *, failed: bool) -> None:
         """A load has ended on every rank."""
@@ -157,25 +168,19 @@ class Loads:
         if tracked is not None:
             tracked.load_failed = failed
 
-    def _load_hit(
+    def _lose(self, tracked: TrackedRequest, targets: tuple[int, ...]) -> None:
+        tracked.load_failed = True
+        self._planner.add_lost_load(tracked.request.request_id, targets)
+
+    def _begin_load(
         self, tracked: TrackedRequest, hit: Hit, end: int, places: list[tuple[int, int]], targets: list[int]
-    ) -> Op | None:
-        """None if not all that the request needs can be loaded; nothing is held then."""
-        held, request_id = places, tracked.request.request_id
+    ) -> Awaited[Op | None] | None:
+        """None if not all that the request needs was found; nothing is held then."""
+        held = places
         if (tracked.start, end) != (hit.start, hit.end):
             held = self._groups.places(hit.start, hit.end)
         first = held.index(places[0]) if places and places[0] in held else len(held)
-        try:
-            if held[first : first + len(places)] == places and self._null_block not in targets:
-                return self._planner.add_load(hit.lease, targets, first, request_id)
-        except LeaseError as error:  # a rank has lost its memory since the lookup
-            logger.warning("request %s is computed, its hit is lost: %s", request_id, error)
-        self._engine.release_lease(hit.lease)
+        if held[first : first + len(places)] == places and self._null_block not in targets:
+            return self._planner.begin_load(hit.lease, targets, hit.first + first, tracked.request.request_id)
+        self._control.release_lease(hit.lease)
         return None
-
-
-def _is_whole(group: KVGroup, absent: list[int], local: int, end: int) -> bool:
-    """Whether the group finds all that the token after `end` reads, in `absent` of `_absent`."""
-    base = local // group.block_tokens
-    first, last = max(group.first_block(end) - base, 0), end // group.block_tokens - base
-    return last < len(absent) and absent[first] == absent[last]

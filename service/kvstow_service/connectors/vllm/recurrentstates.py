@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstow_service.connectors.vllm.gpublocks import GPUBlocks, Offer
-from kvstow_service.connectors.vllm.stores import StoreFinder, Stores
+from kvstow_service.connectors.vllm.stores import Stores
 
 
 class RecurrentStates:
@@ -17,9 +17,8 @@ class RecurrentStates:
     which vLLM caches them. Used by the scheduler's thread.
     """
 
-    def __init__(self, gpu: GPUBlocks, stores: Stores, finder: StoreFinder) -> None:
-        """`finder` gets the states that were not stored."""
-        self._gpu, self._stores, self._finder = gpu, stores, finder
+    def __init__(self, gpu: GPUBlocks, stores: Stores) -> None:
+        self._gpu, self._stores = gpu, stores
         self._waiting: list[tuple[Any, bytes]] = []  # blocks, and their hashes when they were handed over
 
     @property
@@ -37,7 +36,7 @@ class RecurrentStates:
         cached = [(block, block_hash) for block, block_hash in waiting if block.block_hash == block_hash]
         keys = self._gpu.keys_of(block_hash for _, block_hash in cached)
         offer = Offer(keys, [block.block_id for block, _ in cached])
-        self._finder.offer_again(self._stores.plan_store(offer))
+        self._stores.plan_store(offer)
         self._unreference(waiting)  # those being stored have references of their own by now
         if self._gpu.hash_bytes:
             self._take_over(step)

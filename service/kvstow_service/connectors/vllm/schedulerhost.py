@@ -15,6 +15,7 @@ from kvstow.errors import ConfigError, KvstowError
 from kvstow.messages import DesiredState
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.agent import AdminAddress
+from kvstow_service.connectors.vllm.controlplane import EmbeddedControl
 from kvstow_service.connectors.vllm.gpublocks import BlockPool
 from kvstow_service.connectors.vllm.kvevents import EventFeed
 from kvstow_service.connectors.vllm.kvgroups import KVGroups
@@ -151,7 +152,7 @@ class SchedulerHost:
         slot_tokens = self._groups.alignment if len(self._groups.groups) == 1 else None
         stats = StatsFeed(engine, sum(sizes), slot_tokens)
         side = SchedulerSide(
-            engine,
+            EmbeddedControl(engine),
             self._groups,
             self._pool,
             lazy_blocks=2 * self._blocks_per_step if self._options.lazy_offload else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstow.control.engine import OffloadEngine
+from kvstow_service.connectors.vllm.controlplane import ControlPlane
 from kvstow_service.connectors.vllm.eagerstores import EagerStores
 from kvstow_service.connectors.vllm.failedloads import FailedLoads
 from kvstow_service.connectors.vllm.gpublocks import BlockPool, GPUBlocks, WrittenBlocks
@@ -36,7 +36,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        engine: OffloadEngine,
+        control: ControlPlane,
         groups: KVGroups,
         pool: BlockPool,
         *,
@@ -47,27 +47,34 @@ class SchedulerSide:
     ) -> None:
         """`lazy_blocks`: how many blocks from eviction on the GPU a block is stored; None stores eagerly.
         `observe` takes the observations of vLLM's own metrics. `step_blocks`: how many a step offers at most."""
-        self._engine, self._groups = engine, groups
+        self._control, self._groups = control, groups
         self._observe, self._step_blocks = observe, step_blocks
         self._requests: dict[str, TrackedRequest] = {}
         self._gpu = GPUBlocks(pool)
-        self._planner = StepPlanner(engine)
+        self._planner = StepPlanner(control)
         null_block = pool.null_block.block_id
-        self._loads = Loads(engine, self._planner, groups, null_block, observe)
-        self.failed_loads = FailedLoads(engine, groups, null_block, self._requests)
-        self._stores = Stores(engine, self._planner, self._gpu, events, to_front=lazy_blocks is not None)
+        self._loads = Loads(control, self._planner, groups, null_block, observe)
+        self.failed_loads = FailedLoads(control, groups, null_block, self._requests)
+        self._stores = Stores(control, self._planner, self._gpu, events, to_front=lazy_blocks is not None)
         self._finder: StoreFinder
         if lazy_blocks is None:
             self._finder = EagerStores(groups, self._gpu, self._stores, self._requests, events, step_blocks)
         else:
-            self._finder = LazyStores(engine, self._gpu, self._stores, lazy_blocks, step_blocks)
-        self._states = RecurrentStates(self._gpu, self._stores, self._finder) if groups.has_states else None
-        self._ended = EndedRequests(engine, groups, self._stores)
+            self._finder = LazyStores(control, self._gpu, self._stores, lazy_blocks, step_blocks)
+        self._stores.offer_again = self._finder.offer_again
+        self._states = RecurrentStates(self._gpu, self._stores) if groups.has_states else None
+        self._ended = EndedRequests(control, groups, self._stores)
 
     # -- admission ------------------------------------------------------------------------------------------
 
-    def find_hit(self, request: Request, local: int) -> int:
-        """Tokens after the first `local` that the pool can load. Idempotent; what it finds is held.
+    def expect(self, request: Request) -> None:
+        """The request has arrived: `find_hit` will soon be asked."""
+        if not request.skip_reading_prefix_cache:
+            self._loads.expect(self._tracked(request))
+
+    def find_hit(self, request: Request, local: int) -> int | None:
+        """Tokens after the first `local` that the pool can load; None if that is not known yet. Idempotent; what it
+        finds is held.
 
         A request whose load has failed is computed. Up to 0.32 at least, vLLM counts the blocks that such a request
         needs against its own next load, and may never admit it.
@@ -136,6 +143,8 @@ class SchedulerSide:
 
     def plan_step(self, step: Step) -> PlannedStep:
         """What starts with this step: loads of the requests admitted in it, stores of what older steps computed."""
+        self._loads.take_begun(wait=True)
+        self._control.step()
         self.settle()
         room = self._stores.next_step()
         states = self._states.blocks_computed(step) if self._states is not None else ()
@@ -149,15 +158,16 @@ class SchedulerSide:
 
     def take_planned(self) -> PlannedStep:
         """The step with what was planned for it so far."""
+        self._loads.take_begun()
         return self._planner.take_step()
 
     # -- completion -----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Act on what has become final: GPU blocks that every rank has read are given back."""
-        for settled in self._engine.take_settled():
+        for settled in self._control.take_settled():
             if settled.mark == "done":
-                self._observe(f"{settled.direction}_size", len(settled.blocks) * self._engine.config.slot_bytes)
+                self._observe(f"{settled.direction}_size", len(settled.blocks) * self._control.slot_bytes)
             if settled.direction == "load":
                 self._loads.load_settled(settled.op_id, failed=settled.mark == "failed")
             elif not_stored := self._stores.store_settled(settled):
@@ -169,7 +179,9 @@ class SchedulerSide:
         pool has room by now. Abandoned stores need none."""
         self.settle()
         return (
-            self._engine.awaited_transfers > 0
+            self._control.awaited_transfers > 0
+            or self._stores.are_awaited
+            or self._loads.are_awaited
             or (self._states is not None and self._states.are_waiting)
             or (self._finder.has_backlog and self._stores.retry_room() > 0)
         )
@@ -200,5 +212,5 @@ class SchedulerSide:
             self._states.forget_states()
         self._stores.forget_stores()
         self._ended.forget_ended()
-        self._engine.admin.purge(everything=True).run()
+        self._control.reset()
         return True

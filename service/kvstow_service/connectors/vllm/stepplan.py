@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Op, StepPlan
-from kvstow.results import Lease, StoreGrant
+from kvstow.results import Awaited, Lease, StoreGrant
+from kvstow_service.connectors.vllm.controlplane import ControlPlane
 
 
 class Step(Protocol):
@@ -21,7 +21,8 @@ class Step(Protocol):
 
 
 class PlannedStep(NamedTuple):
-    """The ops of one step. `boots[rank]`: the boot that they are for. `load_requests[i]`: the request of
+    """The ops of one step. `boots[rank]`: the boot that they are for, or none (`ControlPlane.boot_ids`).
+    `load_requests[i]`: the request of
     `loads.ops[i]`. `lost_loads`: requests whose load has become impossible, though vLLM waits for it, with the
     GPU blocks that stay unwritten."""
 
@@ -34,10 +35,10 @@ class PlannedStep(NamedTuple):
 
 
 class StepPlanner:
-    """Plans ops with the engine and collects them for the next step. Used by the scheduler's thread."""
+    """Plans ops with the control plane and collects them for the next step. Used by the scheduler's thread."""
 
-    def __init__(self, engine: OffloadEngine) -> None:
-        self._engine = engine
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
         self.number = 0
         """Steps planned so far."""
         self._boots: tuple[str | None, ...] | None = None
@@ -46,21 +47,22 @@ class StepPlanner:
         self._load_requests: list[str] = []
         self._lost_loads: dict[str, tuple[int, ...]] = {}
 
-    def add_store(self, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> StoreGrant:
-        """Store `blocks[i]` under `keys[i]`, as far as there is room: see `OffloadEngine.begin_store`."""
+    def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]:
+        """Ask to store `blocks[i]` under `keys[i]`, as far as there is room. Then `add_store`."""
         self._note_boots()
-        grant = self._engine.begin_store(keys, blocks, request_id=request_id)
-        if grant.op is not None:
-            self._stores.append(grant.op)
-        return grant
+        return self._control.begin_store(keys, blocks, request_id=request_id)
 
-    def add_load(self, lease: Lease, blocks: Sequence[int], first: int, request_id: str) -> Op:
-        """Load the slots of the lease, from its `first` on, into `blocks`. Raises `LeaseError`."""
+    def add_store(self, op: Op) -> None:
+        self._stores.append(op)
+
+    def begin_load(self, lease: Lease, blocks: Sequence[int], first: int, request_id: str) -> Awaited[Op | None]:
+        """Ask to load the slots of the lease, from its `first` on, into `blocks`. Then `add_load`."""
         self._note_boots()
-        op = self._engine.begin_load(lease, blocks, first=first, request_id=request_id)
+        return self._control.begin_load(lease, blocks, first=first, request_id=request_id)
+
+    def add_load(self, op: Op, request_id: str) -> None:
         self._loads.append(op)
         self._load_requests.append(request_id)
-        return op
 
     def add_lost_load(self, request_id: str, blocks: tuple[int, ...]) -> None:
         """Have each rank report that the load of these blocks has failed."""
@@ -84,4 +86,4 @@ class StepPlanner:
     def _note_boots(self) -> None:
         """Before the first op of a step is planned: a rank that restarts later refuses the step."""
         if self._boots is None:
-            self._boots = self._engine.boot_ids()
+            self._boots = self._control.boot_ids()

@@ -33,11 +33,13 @@ class Request(Protocol):
 
 
 class Hit(NamedTuple):
-    """Host blocks held for a request: `KVGroups.places(start, end)`, in that order."""
+    """Host blocks held for a request: `KVGroups.places(start, end)`, in that order, from number `first` of the lease
+    on."""
 
     start: int
     end: int
     lease: Lease
+    first: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +86,11 @@ class TrackedRequest:
     def _make_keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
         step, prefix = group.hashes_per_block, make_key(group.index, b"")
         return [prefix + each for each in self.request.block_hashes[(first + 1) * step - 1 : end * step : step]]
+
+    def keys_of_places(self, groups: KVGroups, start: int, end: int) -> list[bytes]:
+        """Keys of `groups.places(start, end)`."""
+        known = {group.index: self.keys(group, 0, end // group.block_tokens) for group in groups.groups}
+        return [known[group][number] for group, number in groups.places(start, end)]
 
     def keys_between(self, groups: KVGroups, start: int, end: int) -> list[bytes]:
         """Keys of all groups' blocks of the tokens `start` to `end`, in the order of the tokens that they end with.

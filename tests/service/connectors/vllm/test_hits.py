@@ -12,6 +12,7 @@ from tests.service.connectors.vllm.vllmhost import FULL, LARGE, ONE_GROUP, WINDO
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.rank import FakeRank, make_ranks, store_keys
+from kvstow_service.connectors.vllm.controlplane import EmbeddedControl
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.loads import Loads
 from kvstow_service.connectors.vllm.stepplan import StepPlanner
@@ -40,7 +41,8 @@ class Pool:
     def __init__(self, groups: KVGroups = ONE_GROUP, present: list[bytes] | None = None, num_ranks: int = 1) -> None:
         self.engine = OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=256, num_ranks=num_ranks))
         self.ranks: list[FakeRank] = make_ranks(self.engine)
-        self.loads = Loads(self.engine, StepPlanner(self.engine), groups, 0, lambda name, value: None)
+        control = EmbeddedControl(self.engine)
+        self.loads = Loads(control, StepPlanner(control), groups, 0, lambda name, value: None)
         self.groups = groups
         if present:
             store_keys(self.engine, self.ranks, present)
@@ -122,7 +124,7 @@ def test_the_last_block_alone_is_never_worth_a_load() -> None:
 def test_a_look_up_counts_the_blocks_that_would_be_loaded() -> None:
     pool = Pool(present=keys_of(PROMPT))
     tracked = pool.track()
-    pool.loads.count_hit(tracked, pool.loads.hold_hit(tracked, 4))
+    pool.loads.count_hit(tracked, pool.loads.hold_hit(tracked, 4) or 0)
     stats = pool.engine.stats()
     assert (stats.lookups.results["full"], stats.lookups.hit_blocks) == (1, 11)
 

@@ -81,7 +81,7 @@ class Host:
         keys = [make_key(group.index, request.block_hashes[(i + 1) * step - 1]) for i in range(first, end)]
         self.feed.offered(request, group, first, keys)
         grant = self.engine.begin_store(keys, range(len(keys)))
-        self.feed.granted(keys[i] for i in grant.accepted)
+        self.feed.granted([keys[i] for i in grant.accepted], self.feed.take_offered())
         if grant.op:
             self.rank.say(grant.op.op_id, "done")
 
@@ -145,7 +145,7 @@ def test_a_block_is_announced_when_its_bytes_are_there(host: Host) -> None:
     keys = [make_key(0, HASHES[0])]
     host.feed.offered(Request(), FULL, 0, keys)
     grant = host.engine.begin_store(keys, [0])
-    host.feed.granted(keys)
+    host.feed.granted(keys, host.feed.take_offered())
     assert grant.op is not None
     assert host.feed.take_events() == []
     host.rank.say(grant.op.op_id, "failed")
@@ -171,7 +171,7 @@ def test_a_store_without_a_request_is_announced_by_its_hash(host: Host) -> None:
     keys = [make_key(1, HASHES[0]), make_key(1, HASHES[1])]
     op = host.engine.begin_store(keys, [0, 1]).op
     assert op is not None
-    host.feed.granted(keys)
+    host.feed.granted(keys, host.feed.take_offered())
     host.rank.say(op.op_id, "done")
     told = host.feed.take_events()
     assert [(event.block_hashes, event.token_ids, event.block_size) for event in told] == [([1], [], 0), ([2], [], 0)]

@@ -251,11 +251,18 @@ class FakeEvents:
 
     def __init__(self) -> None:
         self.given: list[tuple[str, list[bytes]]] = []
+        self.origins: dict[bytes, Any] = {}
 
     def offered(self, request: Any, group: KVGroup, first_block: int, keys: Any) -> None:
         self.given.append((f"{request.request_id} {group.index} {first_block}", list(keys)))
+        self.origins |= dict.fromkeys(keys, request)
 
-    def granted(self, keys: Any) -> None:
+    def take_offered(self) -> dict[bytes, Any]:
+        offered, self.origins = self.origins, {}
+        return offered
+
+    def granted(self, keys: Any, origins: Any) -> None:
+        assert set(keys) <= set(origins)
         self.given.append(("granted", list(keys)))
 
 

@@ -18,6 +18,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks, store_keys
+from kvstow_service.connectors.vllm.controlplane import EmbeddedControl
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.vllm.stepplan import PlannedStep
@@ -114,7 +115,7 @@ class VllmHost:
         self.groups = groups
         self.observed: list[tuple[str, float]] = []
         self.side = SchedulerSide(
-            self.engine,
+            EmbeddedControl(self.engine),
             groups,
             self.pool,
             lazy_blocks=lazy_blocks,
@@ -128,7 +129,9 @@ class VllmHost:
     # -- requests ---------------------------------------------------------------------------------------------
 
     def ask(self, request: FakeRequest, local: int = 0) -> int:
-        return self.side.find_hit(request, local)
+        found = self.side.find_hit(request, local)
+        assert found is not None, "an embedded engine answers at once"
+        return found
 
     def admit(self, request: FakeRequest, run: int = 0, *, local: int = 0, load: int = 0) -> None:
         """Give the request its blocks: the first `local` tokens are cached on the GPU, the `load` after them are
