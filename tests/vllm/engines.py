@@ -83,6 +83,10 @@ class Setup:
     def pool_bytes(self) -> int:
         return self.slots * SLOT_BYTES
 
+    @property
+    def is_attached(self) -> bool:
+        return self.extra is not None and "attach" in self.extra
+
 
 class Engine:
     """A running vLLM; `admin` talks to its admin server."""
@@ -215,7 +219,7 @@ def running(setup: Setup) -> Iterator[Engine]:
         llm = _llm(setup, socket)
         stack.callback(_close, llm)
         admin = None
-        if setup.extra is not None:
+        if setup.extra is not None and not setup.is_attached:
             admin = stack.enter_context(
                 httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://kvstow", timeout=30)
             )
@@ -269,13 +273,10 @@ def _llm(setup: Setup, socket: Path) -> Any:
 
 
 def transfer_config(setup: Setup, socket: Path) -> dict[str, Any]:
-    """What a user writes into --kv-transfer-config; the admin server listens on `socket`, too."""
-    place = {
-        "cpu_bytes_to_use": setup.pool_bytes,
-        "admin_uds": str(socket),
-        "admin_port": 0,
-        "transfer_timeout": SECONDS,
-    }
+    """What a user writes into --kv-transfer-config; the admin server of an engine that has one listens on `socket`."""
+    place: dict[str, Any] = {"cpu_bytes_to_use": setup.pool_bytes}
+    if not setup.is_attached:
+        place |= {"admin_uds": str(socket), "admin_port": 0, "transfer_timeout": SECONDS}
     common = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     ours = {"kv_connector": "KVStowConnector", "kv_connector_extra_config": {**place, **(setup.extra or {})}, **common}
     if setup.beside is None:

@@ -56,7 +56,7 @@ def test_a_child_of_multiconnector_follows_the_settings_of_its_parent(
 ) -> None:
     """vLLM defers frees for consumers, and reads the role and the policy of the connector that it knows."""
     facts: list[Any] = []
-    monkeypatch.setattr(workerhost, "WorkerHost", lambda options, given, num_blocks: facts.append(given))
+    monkeypatch.setattr(workerhost, "EmbeddedWorkerHost", lambda options, given, num_blocks: facts.append(given))
     setup = Setup("child", asynchronous=True)
     config = make_vllm_config(setup, MODULE, {})
     config.kv_transfer_config = KVTransferConfig(
@@ -104,9 +104,9 @@ def test_ranks_of_all_stages_are_known_and_other_metadata_is_ignored(monkeypatch
     made.set_xfer_handshake_metadata_pp_aware({(0, 0): hellos[0], (0, 1): object()})
     assert made.build_connector_meta(None) == KVStowMetadata()
     made.set_xfer_handshake_metadata_pp_aware({(1, 0): hellos[1]})
-    assert made._host.offload.engine.config.rank_slot_bytes == (1024, 2048)
+    assert made._host.engine.config.rank_slot_bytes == (1024, 2048)
     made.shutdown()
-    assert made._host.offload.engine.readiness().state == "stopped"
+    assert made._host.engine.readiness().state == "stopped"
 
 
 def test_updates_of_ranks_add_up() -> None:
@@ -146,7 +146,7 @@ def test_no_error_in_a_steps_output_reaches_vllm(monkeypatch: pytest.MonkeyPatch
         failed_loads=SimpleNamespace(continuing=methods["continuing"]),
         release_gpu_blocks=lambda: None,
     )
-    made._host.offload = SimpleNamespace(side=side, engine=SimpleNamespace(fail=failures.append))
+    made._host.offload = SimpleNamespace(side=side, control=SimpleNamespace(fail=failures.append))
     monkeypatch.setattr(made._host, "_process_update", methods["update"])
     output = SimpleNamespace(
         kv_connector_worker_meta=KVStowWorkerMetadata({0: [RankUpdate()]}), finished_recving={"request"}
@@ -160,6 +160,7 @@ def test_no_error_in_a_steps_output_reaches_vllm(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("hook", "arguments", "answer"),
     [
+        ("on_new_request", (None,), None),
         ("get_num_new_matched_tokens", (None, 0), (0, False)),
         ("update_state_after_alloc", (None, SimpleNamespace(get_block_ids=list), 0), None),
         ("request_finished", (None, []), (False, None)),
@@ -176,14 +177,14 @@ def test_no_error_in_the_scheduler_reaches_vllm(
     made = make_scheduler()
 
     class Broken:
-        find_hit = admit = finish = reset = take_events = take_stats = release_gpu_blocks = staticmethod(
+        expect = find_hit = admit = finish = reset = take_events = take_stats = release_gpu_blocks = staticmethod(
             raise_memory_error
         )
         has_pending_stores = property(raise_memory_error)
 
     failures: list[str] = []
-    engine = SimpleNamespace(fail=failures.append)
-    made._host.offload = SimpleNamespace(side=Broken(), events=Broken(), stats=Broken(), engine=engine)
+    control = SimpleNamespace(fail=failures.append)
+    made._host.offload = SimpleNamespace(side=Broken(), events=Broken(), stats=Broken(), control=control)
     assert getattr(made, hook)(*arguments) == answer
     assert len(failures) == 1
 
@@ -191,7 +192,7 @@ def test_no_error_in_the_scheduler_reaches_vllm(
 def test_after_an_error_in_the_plan_of_a_step_its_loads_still_start() -> None:
     made, loads, failures = make_scheduler(), object(), list[str]()
     side = SimpleNamespace(plan_step=raise_memory_error, take_planned=lambda: loads, release_gpu_blocks=lambda: None)
-    made._host.offload = SimpleNamespace(side=side, engine=SimpleNamespace(fail=failures.append))
+    made._host.offload = SimpleNamespace(side=side, control=SimpleNamespace(fail=failures.append))
     assert made.build_connector_meta(None).plan is loads, "vLLM waits for them"
     assert len(failures) == 1
 
@@ -236,16 +237,17 @@ def test_ranks_without_a_server_get_their_messages_with_the_steps() -> None:
     setup = Setup("address")
     config = make_config(setup, lock=False)
     scheduler, worker = (make(config, setup, role) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER))
-    address, offered = AdminAddress("http://node-0:9595", "token"), list[AdminAddress]()
-    wanted, followed = {0: DesiredState("engine", 1, number=1)}, list[dict[int, DesiredState]]()
+    address, wanted = AdminAddress("http://node-0:9595", "token"), {0: DesiredState("engine", 1, number=1)}
+    followed: list[KVStowMetadata] = []
     answers = iter([wanted, {}])
     scheduler._host = SimpleNamespace(
         ask=lambda what, call, otherwise: otherwise,
         address_for_remote_ranks=address,
         take_desired=lambda: next(answers),
+        ticket=None,
     )
-    worker._rank = SimpleNamespace(agent=SimpleNamespace(offer=offered.append), follow=followed.append)
+    worker._rank = SimpleNamespace(follow=followed.append)
     for hook in (worker.handle_preemptions, worker.bind_connector_metadata):
         hook(scheduler.build_connector_meta(None))
-    assert offered == [address, address]
-    assert followed == [wanted]
+    assert [metadata.admin for metadata in followed] == [address, address]
+    assert [metadata.desired for metadata in followed] == [wanted, {}]

@@ -20,12 +20,12 @@ from kvstow.testing.rank import FakeRank
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.connectors.vllm import schedulerhost, workerhost
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.metadata import RankHello, RankUpdate
+from kvstow_service.connectors.vllm.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.vllm.options import ConnectorOptions
 from kvstow_service.connectors.vllm.rankdataplane import NoDataPlane, wait_until_pinned
-from kvstow_service.connectors.vllm.schedulerhost import SchedulerHost
+from kvstow_service.connectors.vllm.schedulerhost import EmbeddedSchedulerHost
 from kvstow_service.connectors.vllm.vllmprocess import this_node
-from kvstow_service.connectors.vllm.workerhost import WorkerHost
+from kvstow_service.connectors.vllm.workerhost import EmbeddedWorkerHost
 from kvstow_service.connectors.vllm.workerside import BootCompletions
 
 pytestmark = pytest.mark.vllm
@@ -67,10 +67,12 @@ def admins(monkeypatch: pytest.MonkeyPatch) -> list[FakeAdmin]:
 
 def make_host(
     options: ConnectorOptions | None = None, groups: KVGroups = GROUPS, *, binds: bool = True, **process: Any
-) -> SchedulerHost:
+) -> EmbeddedSchedulerHost:
     """A host that knows no rank, and vLLM's block pool unless not `binds`."""
     options = options or ConnectorOptions(cpu_bytes_to_use=1000)
-    host = SchedulerHost(options, make_process(**process), groups, build={"vllm": "1"}, make_events=lambda _: None)
+    host = EmbeddedSchedulerHost(
+        options, make_process(**process), groups, build={"vllm": "1"}, make_events=lambda _: None
+    )
     if binds:
         host.bind(FakeBlockPool(8))
     return host
@@ -81,9 +83,9 @@ def make_options(**given: Any) -> ConnectorOptions:
     return ConnectorOptions(**given, lock=False, pin_pause=0.0, async_register_cache=False)
 
 
-def engine_of(host: SchedulerHost) -> OffloadEngine:
-    assert host.offload is not None
-    return host.offload.engine
+def engine_of(host: EmbeddedSchedulerHost) -> OffloadEngine:
+    assert host.engine is not None
+    return host.engine
 
 
 @pytest.mark.parametrize("pool_first", [True, False])
@@ -262,7 +264,7 @@ def test_ranks_with_slots_of_different_sizes_all_reach_the_capacity(admins: list
     """10 pages over slots of 3 and 2: two slots on each rank, although half of 10 pages is one slot of 3."""
     options = make_options(cpu_bytes_to_use=10 * PAGE, max_bytes=10 * PAGE)
     host = make_host(options, num_ranks=2)
-    workers = [WorkerHost(options, make_process(rank=rank, num_ranks=2), BLOCKS) for rank in (0, 1)]
+    workers = [EmbeddedWorkerHost(options, make_process(rank=rank, num_ranks=2), BLOCKS) for rank in (0, 1)]
     try:
         for worker, pages in zip(workers, (3, 2), strict=True):
             worker.register({"layer": torch.zeros(BLOCKS, pages * PAGE, dtype=torch.uint8)})
@@ -270,7 +272,7 @@ def test_ranks_with_slots_of_different_sizes_all_reach_the_capacity(admins: list
             host.add_rank(worker.hello)
         assert engine_of(host).config.capacity_slots == admins[0].arguments["max_capacity_slots"] == 2
         for rank, worker in enumerate(workers):
-            worker.follow({rank: engine_of(host).report(worker.side.report())})
+            worker.follow(KVStowMetadata(desired={rank: engine_of(host).report(worker.side.report())}))
             assert isinstance(worker.side.plane, DataPlane)
             wait_until_pinned(worker.side.plane.pool)
             engine_of(host).report(worker.side.report())
@@ -286,7 +288,7 @@ def test_a_rank_whose_agent_finds_no_server_is_resized_with_the_steps(
     clock = FakeClock(100.0)
     monkeypatch.setattr(workerhost, "time", SimpleNamespace(monotonic=clock))
     options = make_options(cpu_bytes_to_use=5 * PAGE)
-    worker = WorkerHost(options, make_process(), BLOCKS)
+    worker = EmbeddedWorkerHost(options, make_process(), BLOCKS)
     worker.register({"layer": torch.zeros(BLOCKS, PAGE, dtype=torch.uint8)})
     assert worker.agent is not None
     worker.agent.stop()
@@ -295,8 +297,8 @@ def test_a_rank_whose_agent_finds_no_server_is_resized_with_the_steps(
 
     def step() -> None:
         clock.advance(1.6)
-        host.receive(0, RankUpdate(report=worker.report_without_agent()))
-        worker.follow(host.take_desired())
+        host.receive(0, RankUpdate(report=worker.news()[0]))
+        worker.follow(KVStowMetadata(desired=host.take_desired()))
 
     step()
     assert engine_of(host).stats().pool.usable_slots == 5

@@ -17,9 +17,10 @@ from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.messages import DesiredState, Op, StepPlan
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.vllm import workerhost
+from kvstow_service.connectors.vllm.metadata import KVStowMetadata
 from kvstow_service.connectors.vllm.options import ConnectorOptions
 from kvstow_service.connectors.vllm.stepplan import PlannedStep
-from kvstow_service.connectors.vllm.workerhost import WorkerHost
+from kvstow_service.connectors.vllm.workerhost import EmbeddedWorkerHost
 
 pytestmark = pytest.mark.vllm
 
@@ -33,10 +34,10 @@ def rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def worker() -> Iterator[WorkerHost]:
+def worker() -> Iterator[EmbeddedWorkerHost]:
     """A rank with room for five slots, which pins at its registration and makes vLLM wait for it."""
     options = ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False, pin_pause=0.0, async_register_cache=False)
-    host = WorkerHost(options, make_process(), BLOCKS)
+    host = EmbeddedWorkerHost(options, make_process(), BLOCKS)
     yield host
     host.close()
 
@@ -50,7 +51,7 @@ def load(number: int, boot: str) -> PlannedStep:
     return PlannedStep(number, (boot,), StepPlan(), StepPlan((op,)), ("r",), {})
 
 
-def test_a_registered_rank_introduces_itself_and_is_pinned(worker: WorkerHost) -> None:
+def test_a_registered_rank_introduces_itself_and_is_pinned(worker: EmbeddedWorkerHost) -> None:
     worker.register(kv_caches())
     assert worker.hello is not None
     assert (worker.hello.rank, worker.hello.slot_bytes) == (0, PAGE)
@@ -72,7 +73,7 @@ def test_pinning_is_at_ease_while_vllm_starts_and_does_not_wait_for_it(
 
     monkeypatch.setattr(DataPlane, "start", note)
     options = ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False, pin_pause=0.0, async_register_cache=not waits)
-    host = WorkerHost(options, make_process(), BLOCKS)
+    host = EmbeddedWorkerHost(options, make_process(), BLOCKS)
     host.register(kv_caches())
     host.close()
     assert started == [not waits]
@@ -92,7 +93,7 @@ def test_the_data_plane_closes_while_the_agent_is_busy(monkeypatch: pytest.Monke
         looked.set()
 
     monkeypatch.setattr(workerhost, "Rendezvous", lambda _: look)
-    host = WorkerHost(ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False), make_process(), BLOCKS)
+    host = EmbeddedWorkerHost(ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False), make_process(), BLOCKS)
     host.register(kv_caches())
     assert looking.wait(10)
     host.close()
@@ -102,19 +103,19 @@ def test_the_data_plane_closes_while_the_agent_is_busy(monkeypatch: pytest.Monke
 
 def test_a_machine_without_the_memory_refuses_before_anything_is_taken() -> None:
     with pytest.raises(InsufficientMemoryError, match="cannot fit"):
-        WorkerHost(ConnectorOptions(cpu_bytes_to_use=1 << 50), make_process(), BLOCKS)
+        EmbeddedWorkerHost(ConnectorOptions(cpu_bytes_to_use=1 << 50), make_process(), BLOCKS)
 
 
 @pytest.mark.parametrize(("rank", "recomputes", "lines"), [(0, False, 1), (1, False, 0), (0, True, 0)])
 def test_a_policy_that_fails_requests_is_warned_of_once(
     own_log: None, caplog: pytest.LogCaptureFixture, rank: int, recomputes: bool, lines: int
 ) -> None:
-    WorkerHost(ConnectorOptions(cpu_bytes_to_use=PAGE), make_process(rank=rank, recomputes=recomputes), BLOCKS)
+    EmbeddedWorkerHost(ConnectorOptions(cpu_bytes_to_use=PAGE), make_process(rank=rank, recomputes=recomputes), BLOCKS)
     assert sum("kv_load_failure_policy" in line for line in caplog.messages) == lines
 
 
 def test_a_rank_whose_data_plane_cannot_be_made_reports_it_and_fails_its_loads(
-    own_log: None, worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    own_log: None, worker: EmbeddedWorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no pool today")
@@ -128,7 +129,9 @@ def test_a_rank_whose_data_plane_cannot_be_made_reports_it_and_fails_its_loads(
     assert worker.side.take_finished_loads().failed == {"r"}
 
 
-def test_errors_that_the_user_has_to_fix_are_raised(worker: WorkerHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_the_user_has_to_fix_are_raised(
+    worker: EmbeddedWorkerHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise ConfigError("kv_caches", 1, "2")
 
@@ -137,7 +140,7 @@ def test_errors_that_the_user_has_to_fix_are_raised(worker: WorkerHost, monkeypa
         worker.register(kv_caches())
 
 
-def test_a_rank_that_sleeps_fails_loads_and_wakes_as_another(worker: WorkerHost) -> None:
+def test_a_rank_that_sleeps_fails_loads_and_wakes_as_another(worker: EmbeddedWorkerHost) -> None:
     worker.register(kv_caches())
     before = worker.side.plane.boot_id
     worker.suspend()
@@ -154,7 +157,7 @@ def test_a_rank_that_sleeps_fails_loads_and_wakes_as_another(worker: WorkerHost)
 
 
 def test_a_rank_sleeps_only_when_its_data_plane_has_ended(
-    own_log: None, worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    own_log: None, worker: EmbeddedWorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A new boot would tell the engine that no copy of the old one writes any more."""
     worker.register(kv_caches())
@@ -175,11 +178,11 @@ def test_a_rank_sleeps_only_when_its_data_plane_has_ended(
     assert seen == [plane.boot_id] * 2
 
 
-def test_a_rank_that_wakes_pins_the_latest_desired_state(worker: WorkerHost) -> None:
+def test_a_rank_that_wakes_pins_the_latest_desired_state(worker: EmbeddedWorkerHost) -> None:
     worker.register(kv_caches())
-    worker.follow({0: DesiredState("engine", 5, number=1)})
+    worker.follow(KVStowMetadata(desired={0: DesiredState("engine", 5, number=1)}))
     worker.suspend()
-    worker.follow({0: DesiredState("engine", 3, number=2)})
+    worker.follow(KVStowMetadata(desired={0: DesiredState("engine", 3, number=2)}))
     worker.resume()
     report = worker.side.report()
     assert (report.applied, report.target_slots, report.pinned_slots) == (2, 3, 3)
@@ -189,7 +192,7 @@ def test_a_rank_that_wakes_pins_the_latest_desired_state(worker: WorkerHost) -> 
     "error", [InsufficientMemoryError("too little memory"), ConfigError("kv_caches", 1, "2"), RuntimeError("no")]
 )
 def test_a_rank_that_cannot_wake_up_serves_without_offload(
-    worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, error: Exception
+    worker: EmbeddedWorkerHost, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(*_: object) -> None:
         raise error
@@ -202,15 +205,15 @@ def test_a_rank_that_cannot_wake_up_serves_without_offload(
     assert (report.state, report.slot_bytes, report.error) == ("failed", PAGE, repr(error))
 
 
-def test_a_rank_that_was_never_registered_neither_sleeps_nor_wakes(worker: WorkerHost) -> None:
+def test_a_rank_that_was_never_registered_neither_sleeps_nor_wakes(worker: EmbeddedWorkerHost) -> None:
     worker.suspend()
     worker.resume()
     worker.close()
-    assert worker.report_without_agent() is None
+    assert worker.news()[0] is None
 
 
 def test_a_rank_reports_with_its_steps_while_its_agent_finds_no_server(
-    worker: WorkerHost, monkeypatch: pytest.MonkeyPatch
+    worker: EmbeddedWorkerHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.register(kv_caches())
     assert worker.agent is not None
@@ -219,28 +222,28 @@ def test_a_rank_reports_with_its_steps_while_its_agent_finds_no_server(
     monkeypatch.setattr(workerhost, "time", SimpleNamespace(monotonic=clock))
     for _ in range(2):
         clock.advance(1.6)
-        report = worker.report_without_agent()
+        report = worker.news()[0]
         assert report is not None
         assert report.pinned_slots == 5
-        assert worker.report_without_agent() is None
+        assert worker.news()[0] is None
     monkeypatch.setattr(worker, "agent", SimpleNamespace(stats=SimpleNamespace(sent=1), stop=worker.agent.stop))
     clock.advance(1.6)
-    assert worker.report_without_agent() is None
+    assert worker.news()[0] is None
     clock.advance(1.6)
-    assert worker.report_without_agent() is not None
+    assert worker.news()[0] is not None
 
 
 def test_a_rank_applies_its_own_desired_state_and_no_error_reaches_the_step(
-    own_log: None, worker: WorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    own_log: None, worker: EmbeddedWorkerHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker.follow({0: DesiredState("engine", 1, number=1)})
+    worker.follow(KVStowMetadata(desired={0: DesiredState("engine", 1, number=1)}))
     worker.register(kv_caches())
-    worker.follow({1: DesiredState("engine", 1, number=1)})
+    worker.follow(KVStowMetadata(desired={1: DesiredState("engine", 1, number=1)}))
     assert worker.side.report().target_slots == 5
 
     def fail(self: DataPlane, desired: DesiredState) -> None:
         raise RuntimeError("no such pool")
 
     monkeypatch.setattr(DataPlane, "apply", fail)
-    worker.follow({0: DesiredState("engine", 1, number=1)})
+    worker.follow(KVStowMetadata(desired={0: DesiredState("engine", 1, number=1)}))
     assert "rank 0 cannot apply the desired state" in caplog.text

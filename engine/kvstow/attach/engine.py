@@ -40,7 +40,7 @@ from kvstow.attach.kinds import Kind
 from kvstow.attach.openops import OpenOps
 from kvstow.attach.ticket import SessionTicket, count_of, number_of, unique_id
 from kvstow.errors import AttachError, DisconnectedError, ProtocolError
-from kvstow.messages import Completion, Op
+from kvstow.messages import Completion, Direction, Op
 from kvstow.results import KeyRun, Lease, Settled, StoreGrant
 
 PROBE_SECONDS = 0.5
@@ -190,6 +190,11 @@ class AttachedEngine:
         """Let the next `step` connect without a pause."""
         self._connection.retry_now()
 
+    def disconnect(self, problem: str) -> None:
+        """End the session, for the reason `problem`; `step` begins another one after a pause."""
+        self._connection.disconnect(problem)
+        self._resolve_answers()
+
     def close(self) -> None:
         """End the session for good: its leases and unfinished stores end when the workers have let go. Idempotent."""
         self._flush()
@@ -288,6 +293,10 @@ class AttachedEngine:
     def awaited_transfers(self) -> int:
         """The `open_transfers` whose result is still to come. O(1)."""
         return self._ops.num_awaited
+
+    def open_blocks(self, direction: Direction) -> int:
+        """Blocks of the `open_transfers` of this direction. O(open transfers)."""
+        return self._ops.num_blocks(direction)
 
     @property
     def stale_completions(self) -> int:

@@ -128,7 +128,8 @@ class NamespaceIdentity(Identity):
     `weights_id` names the weights, `weights_source` says where that came from (`snapshot`, `files`, `configured`).
     `value_settings`: settings that change values (quantization, rope, scales). `hash_probe`: what this engine's hash
     function makes of known tokens. `adapters`: name and path of each LoRA adapter, where keys hold its name alone.
-    `epoch`: grows when the weights of a running engine change.
+    `epoch`: grows when the weights of a running engine change. `unshared`: why no other engine may share these blocks,
+    as a sentence; empty if they may. Then `hash_probe` is one that no other engine has.
     """
 
     model: str
@@ -138,6 +139,7 @@ class NamespaceIdentity(Identity):
     value_settings: tuple[tuple[str, str], ...] = ()
     adapters: tuple[tuple[str, str], ...] = ()
     epoch: int = 0
+    unshared: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value_settings", tuple(sorted(self.value_settings)))
@@ -145,7 +147,10 @@ class NamespaceIdentity(Identity):
 
     def to_json(self) -> dict[str, Any]:
         pairs = {"value_settings": dict(self.value_settings), "adapters": dict(self.adapters)}
-        return super().to_json() | pairs
+        value = super().to_json() | pairs
+        if not self.unshared:
+            del value["unshared"]
+        return value
 
     @classmethod
     def from_json(cls, value: JsonObject) -> Self:
@@ -158,6 +163,7 @@ class NamespaceIdentity(Identity):
             value_settings=value.text_pairs("value_settings"),
             adapters=value.text_pairs("adapters"),
             epoch=value.whole("epoch", 0),
+            unshared=value.text("unshared", ""),
         )
 
 

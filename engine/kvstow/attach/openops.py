@@ -60,6 +60,9 @@ class OpenOps:
         """Those whose result the host has not got."""
         return len(self._open) - self._num_final
 
+    def num_blocks(self, direction: Direction) -> int:
+        return sum(len(entry.op.blocks) for entry in self._open.values() if entry.op.direction == direction)
+
     def begin_session(self, number: int) -> None:
         self._number = number
 

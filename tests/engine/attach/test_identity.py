@@ -58,6 +58,7 @@ NAMESPACE_CHANGES: dict[str, Any] = {
     "value_settings": (("quantization", "fp8"), ("rope", "default")),
     "adapters": (("sql", "/adapters/sql"),),
     "epoch": 1,
+    "unshared": "hashes are random",
 }
 CHANGES: list[tuple[Any, str, Any]] = [
     *((POOL, field, value) for field, value in POOL_CHANGES.items()),

@@ -18,11 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched import output
 
 from kvstow_service.connectors.vllm.kvevents import event_feed
-from kvstow_service.connectors.vllm.kvgroups import kv_groups
+from kvstow_service.connectors.vllm.kvgroups import KVGroups, kv_groups
 from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.vllm.metricsexport import KVStowPromMetrics, KVStowStats
 from kvstow_service.connectors.vllm.options import ConnectorOptions, misuse
-from kvstow_service.connectors.vllm.schedulerhost import Offload, SchedulerHost
+from kvstow_service.connectors.vllm.schedulerhost import EmbeddedSchedulerHost, Offload, SchedulerHost
 from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, hash_block_tokens, join_vllm_log
 from kvstow_service.connectors.vllm.workerside import FinishedLoads
 
@@ -73,17 +73,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
                     "request waits until it is aborted, and loads are bypassed from then on; vLLM 0.30 computes it",
                     vllm.__version__,
                 )
-            self._half = self._host = SchedulerHost(
-                options,
-                process,
-                groups,
-                build={"vllm": vllm.__version__, "torch": version("torch")},
-                make_events=lambda engine: event_feed(vllm_config, engine, specs),
-            )
+            self._half = self._host = _scheduler_host(options, process, groups, vllm_config, kv_cache_config)
         else:
-            from kvstow_service.connectors.vllm.workerhost import WorkerHost  # 11 ms: only ranks need it
+            from kvstow_service.connectors.vllm.workerhost import worker_host  # 11 ms: only ranks need it
 
-            self._half = self._rank = WorkerHost(options, process, kv_cache_config.num_blocks)
+            self._half = self._rank = worker_host(options, process, kv_cache_config)
 
     # -- both halves ----------------------------------------------------------------------------------------
 
@@ -164,15 +158,12 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         rank = self._rank
         hello = None if self._has_sent_hello else rank.hello  # a handshake reaches only one of several connectors
         self._has_sent_hello |= hello is not None
-        update = RankUpdate(tuple(rank.side.take_boot_completions()), hello, rank.report_without_agent())
+        update = RankUpdate(tuple(rank.side.take_boot_completions()), hello, *rank.news())
         return KVStowWorkerMetadata({rank.side.rank: [update]}) if any(update) else None
 
     def _begin_step(self, metadata: KVStowMetadata) -> None:
         rank = self._rank
-        if metadata.admin is not None and rank.agent is not None:
-            rank.agent.offer(metadata.admin)
-        if metadata.desired:
-            rank.follow(metadata.desired)
+        rank.follow(metadata)
         if metadata.plan is not None:
             rank.side.begin_step(metadata.plan)
 
@@ -238,7 +229,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         plan = host.ask("plan of a step", lambda offload: offload.side.plan_step(scheduler_output), None)
         if plan is None:  # vLLM waits for the loads of the requests that it has admitted
             plan = host.ask("loads of a step", lambda offload: offload.side.take_planned(), None)
-        return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired())
+        return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired(), host.ticket)
 
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta
@@ -254,7 +245,10 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def has_pending_push_work(self) -> bool:
-        return self._host.ask("stores under way", lambda offload: offload.side.has_pending_stores, otherwise=False)
+        is_pending = self._host.ask(
+            "stores under way", lambda offload: offload.side.has_pending_stores, otherwise=False
+        )
+        return is_pending or self._host.wants_steps
 
     def has_pending_block_frees(self) -> bool:
         return self._host.ask("GPU blocks of stores", lambda offload: offload.side.holds_gpu_blocks, otherwise=False)
@@ -271,3 +265,31 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         is_empty = self._host.offload is None
         return self._host.ask("reset", lambda offload: offload.side.reset(), otherwise=is_empty)
+
+
+def _scheduler_host(
+    options: ConnectorOptions, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any
+) -> SchedulerHost:
+    if options.attach is None:
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        return EmbeddedSchedulerHost(
+            options,
+            process,
+            groups,
+            build={"vllm": vllm.__version__, "torch": version("torch")},
+            make_events=lambda engine: event_feed(vllm_config, engine, specs),
+        )
+    from kvstow_service.connectors.vllm import attachidentity
+    from kvstow_service.connectors.vllm.attachedschedulerhost import AttachedSchedulerHost
+
+    hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
+    return AttachedSchedulerHost(
+        options,
+        process,
+        groups,
+        version=vllm.__version__,
+        pool_identity=lambda hellos: attachidentity.pool_identity(
+            vllm_config, kv_cache_config, groups, hellos, replicated=process.replicated
+        ),
+        namespace_identity=lambda: attachidentity.namespace_identity(vllm_config, hash_tokens, options.weights_id),
+    )

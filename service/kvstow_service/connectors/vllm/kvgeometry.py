@@ -8,6 +8,7 @@ strides show which it is. vLLM's configuration fields change their names too oft
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,12 @@ from kvstow.layout import KVLayout, Region
 
 
 class KVGeometry(NamedTuple):
-    """`tensors[i]` is region `i` of `layout`: uint8, `[num_blocks, page_bytes]`, a view of vLLM's own memory."""
+    """`tensors[i]` is region `i` of `layout`: uint8, `[num_blocks, page_bytes]`, a view of vLLM's own memory.
+    `contents[i]`: which layers lie where in its pages, and how, as a digest."""
 
     layout: KVLayout
     tensors: tuple[torch.Tensor, ...]
+    contents: tuple[str, ...]
 
 
 class _Run(NamedTuple):
@@ -38,23 +41,27 @@ def kv_geometry(kv_caches: Mapping[str, Any], num_blocks: int) -> KVGeometry:
     `ConfigError` for a tensor that is not cut into that many blocks.
     """
     storages: dict[int, torch.Tensor] = {}
-    runs: dict[int, set[_Run]] = {}
+    runs: dict[int, dict[_Run, list[str]]] = {}
     for layer, value in kv_caches.items():
         for tensor in _tensors_of(value):
             if not tensor.numel():
                 continue
             storage = tensor.untyped_storage().data_ptr()
             storages.setdefault(storage, tensor)
-            runs.setdefault(storage, set()).update(_runs_of(layer, tensor, num_blocks))
+            for number, run in enumerate(_runs_of(layer, tensor, num_blocks)):
+                arrangement = _arrangement(layer, tensor, num_blocks)
+                runs.setdefault(storage, {}).setdefault(run, []).append(f"{layer} {number} {arrangement}")
     if not storages:
         raise ConfigError("kv_caches", sorted(kv_caches), "one KV cache tensor or more")
     regions: list[Region] = []
     views: list[torch.Tensor] = []
+    contents: list[str] = []
     for storage, tensor in storages.items():
         for run in _merged(runs[storage]):
             regions.append(Region(f"{len(regions)}", num_blocks, run.num_bytes, run.stride))
             views.append(_view(tensor, run, num_blocks))
-    return KVGeometry(KVLayout(tuple(regions)), tuple(views))
+            contents.append(_digest(run, runs[storage]))
+    return KVGeometry(KVLayout(tuple(regions)), tuple(views), tuple(contents))
 
 
 def _tensors_of(value: Any) -> Sequence[torch.Tensor]:
@@ -100,6 +107,29 @@ def _merged(runs: Iterable[_Run]) -> list[_Run]:
                 continue
         merged.append(run)
     return merged
+
+
+def _arrangement(layer: str, tensor: torch.Tensor, num_blocks: int) -> str:
+    """How the elements of one block lie: type, sizes and strides, whatever the number of blocks is."""
+    axis = _block_axis(layer, tensor.shape, num_blocks)
+    pieces = tensor.shape[axis] // num_blocks
+    block_stride = pieces * tensor.stride(axis)
+    dims = [
+        (pieces if index == axis else size, stride if stride < block_stride else None)
+        for index, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    ]
+    return f"{tensor.dtype} {axis} {dims}"
+
+
+def _digest(region: _Run, runs: Mapping[_Run, Sequence[str]]) -> str:
+    """Of all that lies in the region."""
+    parts = [
+        f"{run.start - region.start} {run.num_bytes} {content}"
+        for run, contents in runs.items()
+        if run.stride == region.stride and region.start <= run.start < region.start + region.num_bytes
+        for content in contents
+    ]
+    return sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
 
 
 def _view(tensor: torch.Tensor, run: _Run, num_blocks: int) -> torch.Tensor:

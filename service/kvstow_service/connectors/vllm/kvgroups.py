@@ -116,7 +116,7 @@ def kv_groups(
     it. Ranks hold states, and some draft models (vLLM 0.32), in full. Scratch is left out, but counts for where hits
     end, as in vLLM. Raises `ConfigError` for kinds of KV cache that cannot be kept, and names them.
     """
-    scratch = {index: spec for index, spec in enumerate(specs) if type(_layer_spec(spec)).__name__ == _SCRATCH}
+    scratch = {index: spec for index, spec in enumerate(specs) if type(layer_spec(spec)).__name__ == _SCRATCH}
     groups = tuple(
         _group(index, spec, hash_tokens, context_parallel, hands_states_over)
         for index, spec in enumerate(specs)
@@ -130,7 +130,7 @@ def kv_groups(
 
 
 def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int, hands_states_over: bool) -> KVGroup:
-    kind = _layer_spec(spec)
+    kind = layer_spec(spec)
     name = type(kind).__name__
     is_state = name == _STATE
     if not getattr(kind, "prefix_cacheable", True):  # vLLM 0.30
@@ -159,12 +159,12 @@ def _group(index: int, spec: Any, hash_tokens: int, context_parallel: int, hands
 
 def _block_tokens(spec: Any, context_parallel: int) -> int:
     """Tokens that a block of the group spans over all ranks."""
-    kind = _layer_spec(spec)
+    kind = layer_spec(spec)
     is_shared = getattr(kind, "dcp_sharded", type(kind).__name__ != _STATE)
     return int(spec.block_size) * (context_parallel if is_shared else 1)
 
 
-def _layer_spec(spec: Any) -> Any:
+def layer_spec(spec: Any) -> Any:
     """The spec of one of a group's layers: specs of one type differ only in sizes."""
     return next(iter(spec.kv_cache_specs.values())) if type(spec).__name__ == _UNIFORM else spec
 

@@ -12,41 +12,47 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvstow.attach.identity import RegionIdentity
+from kvstow.attach.ticket import SessionTicket
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.agent import AdminAddress
 from kvstow_service.connectors.vllm.stepplan import PlannedStep
-from kvstow_service.connectors.vllm.workerside import BootCompletions
+from kvstow_service.connectors.vllm.workerside import BootCompletions, RankSession
 
 
 @dataclass(frozen=True)
 class RankHello(KVConnectorHandshakeMetadata):
     """A rank introduces itself. `max_slots`: how many slots its address space has room for. `node`: where it runs
-    (`this_node`). `node_bytes`: memory available to the pools of all ranks there together."""
+    (`this_node`). `node_bytes`: memory available to the pools of all ranks there together. An attached rank says what
+    its slots consist of instead: `regions`."""
 
     rank: int
     slot_bytes: int
     max_slots: int
     node: str
     node_bytes: int
+    regions: tuple[RegionIdentity, ...] = ()
 
 
 @dataclass(frozen=True)
 class KVStowMetadata(KVConnectorMetadata):
     """From the scheduler side, with every step. `plan` is None until the scheduler side knows all ranks. `desired`
-    answers ranks that have reported with a step."""
+    answers ranks that have reported with a step. `ticket`: of the session with the node service."""
 
     plan: PlannedStep | None = None
     admin: AdminAddress | None = None
     desired: Mapping[int, DesiredState] = field(default_factory=dict)
+    ticket: SessionTicket | None = None
 
 
 class RankUpdate(NamedTuple):
     """What a rank sends after a step. `hello` comes with the first update, `report` while the rank's agent does not
-    reach the admin server."""
+    reach the admin server; `session` when it has changed."""
 
     completions: tuple[BootCompletions, ...] = ()
     hello: RankHello | None = None
     report: RankReport | None = None
+    session: RankSession | None = None
 
 
 @dataclass

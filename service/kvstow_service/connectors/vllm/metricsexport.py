@@ -3,7 +3,7 @@
 The scheduler side polls a `StatsFeed` in every step. vLLM sends the `KVStowStats` to its front end, where
 `KVStowPromMetrics` exports them:
 
-    feed = StatsFeed(engine, slot_bytes=2 << 20, slot_tokens=16)               # with the engine, once
+    feed = StatsFeed(EngineFigures(engine, slot_bytes, slot_tokens))           # with the engine, once
     return feed.take_stats()                                                   # get_kv_connector_stats
     return KVStowStats(data=data or {})                                        # build_kv_connector_stats
     return KVStowPromMetrics(vllm_config, metric_types, labelnames, values)    # build_prom_metrics
@@ -19,8 +19,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvstow.control.engine import OffloadEngine
-from kvstow_service.connectors.vllm.offloadmetrics import FAMILY, INFO, PREFIX, changes_between, merge, read_family
+from kvstow_service.connectors.vllm.offloadmetrics import FAMILY, INFO, PREFIX, Figures, changes_between, merge
 
 _PERIOD = 0.1  # seconds
 
@@ -57,22 +56,14 @@ def _reduced(data: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
 
 
 class StatsFeed:
-    """Turns the engine's counters into the changes that vLLM asks for, twice a step. Used on the scheduler's thread.
+    """Turns counters into the changes that vLLM asks for, twice a step. Used on the scheduler's thread.
 
     Reading the counters takes 22 us, so they are read ten times a second, and when the last transfer has ended, since
     vLLM may make no further step then.
     """
 
-    def __init__(
-        self,
-        engine: OffloadEngine,
-        slot_bytes: int,
-        slot_tokens: int | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`slot_bytes`: bytes of a slot on all ranks together. `slot_tokens`: tokens in a slot, None with several KV
-        groups."""
-        self._engine, self._slot_bytes, self._slot_tokens, self._clock = engine, slot_bytes, slot_tokens, clock
+    def __init__(self, figures: Figures, clock: Callable[[], float] = time.monotonic) -> None:
+        self._figures, self._clock = figures, clock
         self._due = clock()
         self._was_busy = False
         self._last: dict[str, Any] = {}
@@ -85,12 +76,12 @@ class StatsFeed:
     def take_stats(self) -> KVStowStats | None:
         """The changes since the last reading, or since the engine's start; None if there are none, or the next reading
         is not due."""
-        now, is_busy = self._clock(), self._engine.open_transfers > 0
+        now, is_busy = self._clock(), self._figures.open_transfers > 0
         has_ended, self._was_busy = self._was_busy and not is_busy, is_busy
         if now < self._due and not has_ended:
             return None
         self._due = now + _PERIOD
-        values = read_family(self._engine.stats(), self._slot_bytes, self._slot_tokens)
+        values = self._figures.read()
         changes = changes_between(self._last, values) | self._observed
         self._last, self._observed = values, {}
         return KVStowStats(data=changes) if changes else None

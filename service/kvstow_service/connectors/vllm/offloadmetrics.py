@@ -8,12 +8,15 @@ has deprecated (`total_bytes`, `total_time`, `size`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
+from kvstow.control.engine import OffloadEngine
 from kvstow.stats import DIRECTIONS, DirectionStats, EngineStats, LookupStats
 
 PREFIX = "vllm:kv_offload_"
 INFO = "config_info"
+ATTACHED, SESSIONS_LOST = "attached", "sessions_lost"
+"""Of engines that attach to a node service; vLLM has no such metrics."""
 
 Changes = dict[str, Any]
 """By name within the family: the growth of a counter, the value of a gauge, the observations of a histogram (a list),
@@ -47,6 +50,8 @@ FAMILY: dict[str, Metric] = {
     "cpu_cache_usage_perc": Metric("gauge", "Share of host memory (0 to 1) held by transfers and admitted hits"),
     "cpu_cache_write_usage_perc": Metric("gauge", "Share of host memory (0 to 1) that stores are filling"),
     "cpu_cache_read_usage_perc": Metric("gauge", "Share of host memory (0 to 1) held for loads"),
+    ATTACHED: Metric("gauge", "1 while the engine has host memory of the node service, 0 while it has none"),
+    SESSIONS_LOST: Metric("counter", "Sessions with the node service that have ended while the engine was running"),
     INFO: Metric(
         "info",
         "Configuration of the host memory, in the labels of the series with the value 1",
@@ -64,7 +69,32 @@ def read_family(stats: EngineStats, slot_bytes: int, slot_tokens: int | None) ->
         ended = stats.transfers.of(direction)
         values[f"{direction}_bytes"] = ended.blocks * slot_bytes
         values[f"{direction}_time"] = ended.seconds.sum
-    return values | _usage(stats) | {INFO: _info(stats.pool.capacity_slots, slot_bytes, slot_tokens)}
+    return values | _usage(stats) | {INFO: info_labels(stats.pool.capacity_slots, slot_bytes, slot_tokens)}
+
+
+class Figures(Protocol):
+    """Where the family's figures come from. Used by the scheduler's thread."""
+
+    @property
+    def open_transfers(self) -> int: ...
+
+    def read(self) -> dict[str, Any]:
+        """The family's counters, gauges and labels now, by name."""
+
+
+class EngineFigures:
+    """Those of an embedded engine."""
+
+    def __init__(self, engine: OffloadEngine, slot_bytes: int, slot_tokens: int | None) -> None:
+        """See `read_family`."""
+        self._engine, self._slot_bytes, self._slot_tokens = engine, slot_bytes, slot_tokens
+
+    @property
+    def open_transfers(self) -> int:
+        return self._engine.open_transfers
+
+    def read(self) -> dict[str, Any]:
+        return read_family(self._engine.stats(), self._slot_bytes, self._slot_tokens)
 
 
 def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
@@ -89,7 +119,8 @@ def _usage(stats: EngineStats) -> dict[str, float]:
     }
 
 
-def _info(slots: int, slot_bytes: int, slot_tokens: int | None) -> dict[str, str]:
+def info_labels(slots: int, slot_bytes: int, slot_tokens: int | None) -> dict[str, str]:
+    """The labels of `INFO`."""
     tokens = None if slot_tokens is None else slots * slot_tokens
     return dict(zip(FAMILY[INFO].labelnames, (str(slots), "1", str(slots * slot_bytes), str(tokens)), strict=True))
 

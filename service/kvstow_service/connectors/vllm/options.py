@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+from kvstow.attach.connection import socket_path
 from kvstow.bytesize import parse_size
 from kvstow.config import COPY_STRATEGIES, HUGE_PAGES, POLICIES, CopyStrategy, EngineConfig, HugePages, PoolConfig
 from kvstow.errors import ConfigError, SettingError
@@ -87,6 +88,50 @@ def _checks(key: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _socket(key: str, value: Any) -> Path:
+    try:
+        return socket_path(_text(key, value))
+    except ConfigError as error:
+        raise error.renamed(key) from None
+
+
+_OF_ATTACHED = ("weights_id", "attach_require_sharing")
+_OF_SERVICE = (
+    "cpu_bytes_to_use_per_rank",
+    "max_bytes",
+    "policy",
+    "transfer_timeout",
+    "huge_pages",
+    "admin_host",
+    "admin_port",
+    "admin_uds",
+    "token_file",
+    "viewer_token_file",
+    "tls_cert",
+    "tls_key",
+    "tls_client_ca",
+    "readiness_require",
+    "allowed_hosts",
+)
+"""What an attached engine leaves to the node service."""
+
+
+def _check_attach(given: Mapping[str, Any]) -> None:
+    """Refuse options that would do nothing."""
+    if "attach" not in given:
+        for key in _OF_ATTACHED:
+            if given.get(key):
+                raise misuse(key, given[key], "needs attach, the socket of the node service")
+        return
+    for key in _OF_SERVICE:
+        if key in given:
+            raise misuse(
+                key, given[key], "has no effect beside attach: the node service has the pool and its admin API"
+            )
+    if given.get("async_register_cache") is False:
+        raise misuse("async_register_cache", False, "contradicts attach: vLLM's start never waits for the node service")
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
     """The settings of one engine, each with the function that parses it. Sizes in bytes, times in seconds.
@@ -95,6 +140,11 @@ class ConnectorOptions:
     slots; `cpu_bytes_to_use_per_rank` takes its place. `max_bytes` bounds, over all ranks, what a resize may ask for;
     by default the memory of the machine does. `lazy_offload` stores blocks when the GPU is about to evict them.
     Without `async_register_cache` vLLM's start waits until the pool is pinned. `huge_pages`: as in `PoolConfig`.
+
+    `attach`: the socket of the node service, whose memory takes the place of a pool. `cpu_bytes_to_use` is what the
+    engine asks it for then, by default (0) for all that there is. `weights_id` names the model's weights, where neither
+    a snapshot of the Hugging Face Hub nor the files do. With `attach_require_sharing` an engine does not attach if it
+    could share no blocks with others of its model.
     """
 
     cpu_bytes_to_use: Annotated[int, _size] = DEFAULT_BYTES
@@ -118,6 +168,9 @@ class ConnectorOptions:
     tls_cert: Annotated[Path | None, _path] = None
     tls_key: Annotated[Path | None, _path] = None
     tls_client_ca: Annotated[Path | None, _path] = None
+    attach: Annotated[Path | None, _socket] = None
+    weights_id: Annotated[str | None, _text] = None
+    attach_require_sharing: Annotated[bool, _flag] = False
     readiness_require: Annotated[tuple[str, ...], _checks] = ()
     allowed_hosts: Annotated[tuple[str, ...], parse_host_names] = ()
 
@@ -136,6 +189,9 @@ class ConnectorOptions:
                 raise misuse(key, None, f"and {name} are the same option: set only one of them")
             if value is not None:
                 given[name] = parsers[name](_PREFIX + key, value)
+        _check_attach(given)
+        if "attach" in given:
+            given.setdefault("cpu_bytes_to_use", 0)
         options = cls(**given)
         if options.max_bytes is not None and options.max_bytes < options.bytes_of_rank(1):
             least = f"none, or at least the pool's size, {options.bytes_of_rank(1)}"

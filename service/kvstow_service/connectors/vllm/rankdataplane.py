@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,7 @@ from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.memory.hostpool import HostPool
 from kvstow.memory.limits import limits_of
 from kvstow.memory.mlock import cpu_registrar
+from kvstow.memory.pinning import Registrar
 from kvstow.memory.region import round_up
 from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import NewestDesiredState, ReportSequence
@@ -98,7 +99,30 @@ class NoDataPlane:
         return True
 
 
-RankDataPlane = DataPlane | NoDataPlane
+MakePool = Callable[[Registrar, int | None], SlotPool]
+"""Makes a pool, given the registrar and the NUMA node of the device."""
+
+
+class RankDataPlane(Protocol):
+    """What a `WorkerSide` needs: a `DataPlane`, an `AttachedPlane` or a `NoDataPlane`."""
+
+    @property
+    def boot_id(self) -> str: ...
+    @property
+    def is_pinning(self) -> bool: ...
+    @property
+    def applied(self) -> DesiredState: ...
+    def start(self, *, at_ease: bool = False) -> None: ...
+    def begin_step(self) -> None: ...
+    def launched(self, work: Fence | None = None) -> None: ...
+    def end_step(self) -> None: ...
+    def submit(self, plan: StepPlan, after: Fence | None = None) -> None: ...
+    def drive(self) -> None: ...
+    def take_completions(self) -> list[Completion]: ...
+    def report(self) -> RankReport: ...
+    def apply(self, desired: DesiredState) -> None: ...
+    def add_listener(self, callback: Callable[[], None]) -> None: ...
+    def close(self, timeout: float = 5.0) -> bool: ...
 
 
 def require_memory(options: ConnectorOptions, process: VLLMProcess) -> int:
@@ -126,34 +150,53 @@ def build_plane(
     sender: ReportSequence | None = None,
 ) -> DataPlane:
     """A rank's data plane around `kv`; pins nothing yet. If it raises a `KvstowError`, nothing is left behind."""
-    slot_bytes, device = kv.layout.slot_bytes, kv.tensors[0].device
+    slot_bytes = kv.layout.slot_bytes
     if (most := max(pool_bytes, max_bytes)) < slot_bytes:
         raise refusal("cpu_bytes_to_use", most, f"at least one block, {slot_bytes} bytes on this rank")
     config = options.pool_config(slot_bytes, max(slot_bytes, pool_bytes), max_bytes)
+
+    def make_pool(registrar: Registrar, numa_node: int | None) -> HostPool:
+        return HostPool(config, registrar, numa_node=numa_node)
+
+    return plane_around(rank, kv, config, options, make_pool, sender)
+
+
+def plane_around(
+    rank: int,
+    kv: KVGeometry,
+    config: PoolConfig,
+    options: ConnectorOptions,
+    make_pool: MakePool,
+    sender: ReportSequence | None = None,
+) -> DataPlane:
+    """A rank's data plane around `kv` and the pool that `make_pool` makes. As `build_plane` if it raises."""
+    device = kv.tensors[0].device
     with ExitStack() as undo:
         if device.type == "cuda":
-            pool, mover = _on_cuda(config, options, kv, undo)
+            pool, mover = _on_cuda(options, kv, make_pool, undo)
         elif device.type == "cpu":
-            pool, mover = _on_cpu(config, kv, undo)
+            pool, mover = _on_cpu(config, kv, make_pool, undo)
         else:
             raise ConfigError("device of the KV cache", str(device), "cuda or cpu")
         undo.callback(mover.close)
-        worker = DataPlane(rank, pool, mover, reports=sender)
+        plane = DataPlane(rank, pool, mover, reports=sender)
         undo.pop_all()
-    return worker
+    return plane
 
 
-def _on_cpu(config: PoolConfig, kv: KVGeometry, undo: ExitStack) -> tuple[HostPool, Device]:
-    pool = HostPool(config, cpu_registrar(config))
+def _on_cpu(config: PoolConfig, kv: KVGeometry, make_pool: MakePool, undo: ExitStack) -> tuple[SlotPool, Device]:
+    pool = make_pool(cpu_registrar(config), None)
     undo.callback(pool.close)
     return pool, CpuDevice(pool, kv.layout, kv.tensors)
 
 
-def _on_cuda(config: PoolConfig, options: ConnectorOptions, kv: KVGeometry, undo: ExitStack) -> tuple[HostPool, Device]:
+def _on_cuda(
+    options: ConnectorOptions, kv: KVGeometry, make_pool: MakePool, undo: ExitStack
+) -> tuple[SlotPool, Device]:
     from kvstow.devices.cuda import CudaDevice, CudaOptions, CudaRegistrar
 
     registrar = CudaRegistrar(kv.tensors[0].device.index)
-    pool = HostPool(config, registrar, numa_node=registrar.numa_node)
+    pool = make_pool(registrar, registrar.numa_node)
     undo.callback(pool.close)
     strategy = CudaOptions(strategy=options.copy_strategy)
     return pool, CudaDevice(pool, kv.layout, kv.tensors, registrar=registrar, options=strategy)

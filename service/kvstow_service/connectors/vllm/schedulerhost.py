@@ -1,26 +1,29 @@
-"""The scheduler's half as vLLM's process hosts it: the engine, its scheduler side and its admin server."""
+"""The scheduler's half as vLLM's process hosts it: with an engine and an admin server of its own, or attached."""
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
 from vllm.utils.network_utils import get_ip
 
 import kvstow
+from kvstow.attach.ticket import SessionTicket
 from kvstow.bytesize import format_size
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError, KvstowError
-from kvstow.messages import DesiredState
+from kvstow.messages import DesiredState, RankReport
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.agent import AdminAddress
-from kvstow_service.connectors.vllm.controlplane import EmbeddedControl
+from kvstow_service.connectors.vllm.controlplane import ControlPlane, EmbeddedControl
 from kvstow_service.connectors.vllm.gpublocks import BlockPool
 from kvstow_service.connectors.vllm.kvevents import EventFeed
 from kvstow_service.connectors.vllm.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.vllm.metricsexport import StatsFeed
+from kvstow_service.connectors.vllm.offloadmetrics import EngineFigures
 from kvstow_service.connectors.vllm.options import ConnectorOptions, misuse
 from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, this_node
@@ -37,37 +40,57 @@ T = TypeVar("T")
 class Offload(NamedTuple):
     """What there is once every rank is known. `events`: None where vLLM publishes no KV events."""
 
-    engine: OffloadEngine
+    control: ControlPlane
     side: SchedulerSide
     stats: StatsFeed
     events: EventFeed | None
-    admin: EmbeddedAdmin
 
 
-class SchedulerHost:
-    """Makes the engine, its scheduler side and its admin server, as soon as every rank has reported its slot size.
+class SchedulerHost(ABC):
+    """Makes the scheduler side and what it needs, as soon as every rank has reported its slot size.
 
     Used by the scheduler's thread. Until then every request is a miss.
     """
 
-    def __init__(
-        self,
-        options: ConnectorOptions,
-        process: VLLMProcess,
-        groups: KVGroups,
-        *,
-        build: Mapping[str, str],
-        make_events: Callable[[OffloadEngine], EventFeed | None],
-    ) -> None:
-        """Starts nothing. Raises `ConfigError` for options with which no admin server may be started."""
+    def __init__(self, options: ConnectorOptions, process: VLLMProcess, groups: KVGroups) -> None:
+        """Starts nothing."""
         self.offload: Offload | None = None
         self._options, self._process, self._groups = options, process, groups
-        self._build, self._make_events = build, make_events
-        self._admin_options = _admin_options(options, process)
         self._pool: BlockPool | None = None
         self._hellos: dict[int, RankHello] = {}
         self._desired: dict[int, DesiredState] = {}  # answers to what ranks have reported with their steps
-        self._spans_nodes = self._has_failed = False
+        self._has_failed = False
+
+    # What hosts differ in.
+
+    @abstractmethod
+    def _make_offload(self, pool: BlockPool, hellos: list[RankHello]) -> Offload | None:
+        """`hellos` of all ranks, in order. None if there can be no offload; it was said why."""
+
+    @abstractmethod
+    def _take_report(self, report: RankReport) -> DesiredState | None:
+        """A rank has reported with a step. Raises `KvstowError` for a report that is not accepted."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent; vLLM does not always call it."""
+
+    @property
+    def address_for_remote_ranks(self) -> AdminAddress | None:
+        """For the agents of other nodes, which cannot look for it themselves."""
+        return None
+
+    @property
+    def ticket(self) -> SessionTicket | None:
+        """Of the session with the node service, for the workers."""
+        return None
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether vLLM should make steps although it has no requests, for other reasons than transfers."""
+        return False
+
+    # What they have in common.
 
     def bind(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -100,32 +123,17 @@ class SchedulerHost:
         desired, self._desired = self._desired, {}
         return desired
 
-    @property
-    def address_for_remote_ranks(self) -> AdminAddress | None:
-        """For the agents of other nodes, which cannot look for it themselves."""
-        if self.offload is None or not self._spans_nodes:
-            return None
-        return self.offload.admin.address_for_remote_ranks
-
-    def close(self) -> None:
-        """Idempotent; vLLM does not always call it."""
-        if self.offload is not None:
-            self.offload.admin.stop()
-            self.offload.engine.close()
-
     def _process_update(self, rank: int, update: RankUpdate) -> None:
         if update.hello is not None:
             self.add_rank(update.hello)
         if self.offload is None:
             return
         if update.report is not None:
-            try:
-                self._desired[rank] = self.offload.engine.report(update.report)
-            except KvstowError as error:
-                self.offload.engine.count_error("rank_report")
-                logger.warning("rank %d: its report is not accepted: %s", rank, error)
+            desired = self._take_report(update.report)
+            if desired is not None:
+                self._desired[rank] = desired
         for boot_id, completions in update.completions:
-            self.offload.engine.complete(rank, boot_id, completions)
+            self.offload.control.complete(rank, boot_id, completions)
 
     def _fail(self, what: str, error: Exception) -> None:
         if not self._has_failed:
@@ -133,7 +141,7 @@ class SchedulerHost:
         self._has_failed = True
         if self.offload is None:
             return
-        self.offload.engine.fail(f"{what}: {error!r}")
+        self.offload.control.fail(f"{what}: {error!r}")
         try:  # vLLM may be waiting for the GPU blocks of stores whose end is no longer reported
             self.offload.side.release_gpu_blocks()
         except Exception:
@@ -144,22 +152,82 @@ class SchedulerHost:
             return
         if self._has_failed:  # the same error, at every step
             return
-        hellos = [self._hellos[rank] for rank in range(self._process.num_ranks)]
-        sizes = [hello.slot_bytes for hello in hellos]
-        self._spans_nodes = {hello.node for hello in hellos} != {this_node()}
-        engine = OffloadEngine(self._options.engine_config(sizes, self._groups.alignment))
-        events = self._make_events(engine)
-        slot_tokens = self._groups.alignment if len(self._groups.groups) == 1 else None
-        stats = StatsFeed(engine, sum(sizes), slot_tokens)
-        side = SchedulerSide(
-            EmbeddedControl(engine),
+        self.offload = self._make_offload(self._pool, [self._hellos[rank] for rank in range(self._process.num_ranks)])
+
+    def _make_side(
+        self, control: ControlPlane, pool: BlockPool, stats: StatsFeed, events: EventFeed | None
+    ) -> SchedulerSide:
+        return SchedulerSide(
+            control,
             self._groups,
-            self._pool,
+            pool,
             lazy_blocks=2 * self._blocks_per_step if self._options.lazy_offload else None,
             events=events,
             observe=stats.observe,
             step_blocks=self._step_blocks,
         )
+
+    @property
+    def _slot_tokens(self) -> int | None:
+        return self._groups.alignment if len(self._groups.groups) == 1 else None
+
+    @property
+    def _blocks_per_step(self) -> int:
+        """How many blocks one step can take from the GPU's free queue, or complete."""
+        return sum(-(-self._process.max_batched_tokens // group.block_tokens) for group in self._groups.groups)
+
+    @property
+    def _step_blocks(self) -> int:
+        return max(STEP_BLOCKS, 2 * self._blocks_per_step)
+
+
+class EmbeddedSchedulerHost(SchedulerHost):
+    """With an engine and an admin server in vLLM's process."""
+
+    def __init__(
+        self,
+        options: ConnectorOptions,
+        process: VLLMProcess,
+        groups: KVGroups,
+        *,
+        build: Mapping[str, str],
+        make_events: Callable[[OffloadEngine], EventFeed | None],
+    ) -> None:
+        """Raises `ConfigError` for options with which no admin server may be started."""
+        super().__init__(options, process, groups)
+        self.engine: OffloadEngine | None = None
+        self.admin: EmbeddedAdmin | None = None
+        self._build, self._make_events = build, make_events
+        self._admin_options = _admin_options(options, process)
+        self._spans_nodes = False
+
+    @property
+    def address_for_remote_ranks(self) -> AdminAddress | None:
+        return self.admin.address_for_remote_ranks if self.admin is not None and self._spans_nodes else None
+
+    def close(self) -> None:
+        if self.admin is not None:
+            self.admin.stop()
+        if self.engine is not None:
+            self.engine.close()
+
+    def _take_report(self, report: RankReport) -> DesiredState | None:
+        assert self.engine is not None
+        try:
+            return self.engine.report(report)
+        except KvstowError as error:
+            self.engine.count_error("rank_report")
+            logger.warning("rank %d: its report is not accepted: %s", report.rank, error)
+            return None
+
+    def _make_offload(self, pool: BlockPool, hellos: list[RankHello]) -> Offload:
+        sizes = [hello.slot_bytes for hello in hellos]
+        self._spans_nodes = {hello.node for hello in hellos} != {this_node()}
+        engine = OffloadEngine(self._options.engine_config(sizes, self._groups.alignment))
+        events = self._make_events(engine)
+        stats = StatsFeed(EngineFigures(engine, sum(sizes), self._slot_tokens))
+        control = EmbeddedControl(engine)
+        side = self._make_side(control, pool, stats, events)
         admin = EmbeddedAdmin(
             engine,
             self._admin_options,
@@ -172,7 +240,7 @@ class SchedulerHost:
             head_start=_HEAD_START_SECONDS,
             freezes_heap=True,
         )
-        self.offload = Offload(engine, side, stats, events, admin)
+        self.engine, self.admin = engine, admin
         admin.start()
         slots = engine.config.capacity_slots
         logger.info(
@@ -180,6 +248,7 @@ class SchedulerHost:
             *(kvstow.__version__, slots, self._groups.alignment, format_size(slots * sum(sizes)), len(sizes)),
             "lazy" if self._options.lazy_offload else "eager",
         )
+        return Offload(control, side, stats, events)
 
     def _max_slots(self, hellos: list[RankHello]) -> int:
         """The largest size of a resize: on each node, the slots of its ranks share the available memory."""
@@ -190,15 +259,6 @@ class SchedulerHost:
         ]
         wanted = self._options.max_slots([hello.slot_bytes for hello in hellos], min(fitting))
         return min(wanted, *(hello.max_slots for hello in hellos))
-
-    @property
-    def _blocks_per_step(self) -> int:
-        """How many blocks one step can take from the GPU's free queue, or complete."""
-        return sum(-(-self._process.max_batched_tokens // group.block_tokens) for group in self._groups.groups)
-
-    @property
-    def _step_blocks(self) -> int:
-        return max(STEP_BLOCKS, 2 * self._blocks_per_step)
 
 
 def _admin_options(options: ConnectorOptions, process: VLLMProcess) -> AdminOptions:

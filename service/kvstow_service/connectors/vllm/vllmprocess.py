@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstow.errors import ConfigError
+from kvstow_service.connectors.vllm.kvgroups import layer_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,8 @@ class VLLMProcess:
 
     `engine_id` is the same in all processes of the engine, and in no other engine. `rank` counts the workers of the
     engine, over all its nodes; 0 in the scheduler's process. `frees_late`: vLLM hands a freed block out only after
-    every step in flight has ended, so a load never writes a block that an older step still writes.
+    every step in flight has ended, so a load never writes a block that an older step still writes. `replicated`: all
+    ranks have the same KV (MLA).
     """
 
     engine_id: str
@@ -30,6 +32,7 @@ class VLLMProcess:
     max_batched_tokens: int
     frees_late: bool
     recomputes: bool
+    replicated: bool = False
 
     @classmethod
     def of(cls, config: Any, kv_cache_config: Any, engine_transfer: Any) -> VLLMProcess:
@@ -59,7 +62,15 @@ class VLLMProcess:
             max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             frees_late=config.max_concurrent_batches > 1 and engine_transfer.is_kv_consumer and not writes_late,
             recomputes=engine_transfer.kv_load_failure_policy == "recompute",
+            replicated=_is_replicated(parallel, kv_cache_config),
         )
+
+
+def _is_replicated(parallel: Any, kv_cache_config: Any) -> bool:
+    if not parallel.tensor_parallel_size == parallel.world_size > 1 or parallel.decode_context_parallel_size > 1:
+        return False
+    specs = [layer_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    return all("MLA" in type(spec).__name__ for spec in specs)
 
 
 def this_node() -> str:

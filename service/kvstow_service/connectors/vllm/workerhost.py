@@ -1,19 +1,23 @@
-"""The worker's half as a vLLM process hosts it: a rank's data plane and its agent."""
+"""The worker's half as a vLLM process hosts it: a rank's data plane, with an agent or attached to the node service."""
 
 from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from kvstow.attach.identity import RegionIdentity
 from kvstow.dataplane import DataPlane
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.messageorder import ReportSequence
-from kvstow.messages import DesiredState, RankReport
+from kvstow.messages import RankReport
 from kvstow_service.agent import RankAgent
-from kvstow_service.connectors.vllm.kvgeometry import kv_geometry
-from kvstow_service.connectors.vllm.metadata import RankHello
+from kvstow_service.connectors.vllm.attachedplane import AttachedPlane, build_attached_plane
+from kvstow_service.connectors.vllm.kvgeometry import KVGeometry, kv_geometry
+from kvstow_service.connectors.vllm.metadata import KVStowMetadata, RankHello
 from kvstow_service.connectors.vllm.options import ConnectorOptions
 from kvstow_service.connectors.vllm.rankdataplane import (
     NoDataPlane,
@@ -24,72 +28,67 @@ from kvstow_service.connectors.vllm.rankdataplane import (
     wait_until_pinned,
 )
 from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, this_node
-from kvstow_service.connectors.vllm.workerside import WorkerSide
+from kvstow_service.connectors.vllm.workerside import RankSession, WorkerSide
 from kvstow_service.rendezvous import Rendezvous
 
 _REPORT_SECONDS = 1.5  # the agent reports every second
+_TELL_SECONDS = 0.5
 
 logger = logging.getLogger("kvstow.vllm")
 
 
-class WorkerHost:
-    """One rank's worker side and agent. Used by the worker's main thread.
+class WorkerHost(ABC):
+    """One rank's worker side. Used by the worker's main thread.
 
     At the start it refuses what the user has to change. Any other error, then or later, leaves a rank that reports it,
     and vLLM serves without offload. Until the KV cache is registered, the rank has no data plane.
     """
 
     def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int) -> None:
-        """Raises `InsufficientMemoryError`; takes no memory yet."""
+        """Takes no memory yet."""
         if not process.recomputes and process.rank == 0:
             logger.warning(
                 "kv_load_failure_policy is 'fail': a request whose load fails ends with an error; with 'recompute' "
                 "it is computed instead"
             )
         self._options, self._process, self._num_blocks = options, process, num_blocks
-        self._node_bytes = require_memory(options, process)
-        self._max_bytes = options.reserved_bytes_of_rank(self._node_bytes)
-        self._rendezvous = Rendezvous(process.engine_id)
         self._sender = ReportSequence()
         self._kv_caches: Mapping[str, Any] = {}
         self.side = WorkerSide(process.rank, NoDataPlane(process.rank, 1), loads_wait=not process.frees_late)
         self.hello: RankHello | None = None
         """None until the KV cache is registered."""
-        self.agent: RankAgent | None = None
-        self._reports_sent = 0  # that the agent had brought to the admin server
-        self._report_at = 0.0
+
+    # What hosts differ in.
+
+    @abstractmethod
+    def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:
+        """Pins nothing yet. If it raises, nothing is left behind."""
+
+    @abstractmethod
+    def _make_hello(self, slot_bytes: int) -> RankHello: ...
+
+    def _start(self, plane: RankDataPlane) -> None:
+        plane.start(at_ease=True)  # the rest of vLLM's start took 0.3 to 1.5 s longer beside the full pace
+
+    @abstractmethod
+    def follow(self, metadata: KVStowMetadata) -> None:
+        """What came with a step, besides its plan."""
+
+    @abstractmethod
+    def news(self) -> tuple[RankReport | None, RankSession | None]:
+        """For the scheduler's half, after a step."""
+
+    # What they have in common.
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Build the data plane around vLLM's KV cache, and begin to pin. Returns before that is done, unless the user
         wants to wait."""
         self._kv_caches = kv_caches
         plane, slot_bytes = self._build(refusals=(ConfigError, InsufficientMemoryError))
-        max_slots = self._max_bytes // slot_bytes
-        self.hello = RankHello(self._process.rank, slot_bytes, max_slots, this_node(), self._node_bytes)
+        self.hello = self._make_hello(slot_bytes)
         self.side.fence = fence_of(kv_caches)
         self.side.replace_plane(plane)
-        self.agent = RankAgent(self._process.rank, self.side, self._rendezvous)
-        self.agent.start()
         self._start(plane)
-
-    def report_without_agent(self) -> RankReport | None:
-        """What the agent would report, once a second while it reaches no server: serving depends on none."""
-        now = time.monotonic()
-        if self.agent is None or now < self._report_at:
-            return None
-        self._report_at = now + _REPORT_SECONDS
-        before, self._reports_sent = self._reports_sent, self.agent.stats.sent
-        return self.side.report() if self._reports_sent == before else None
-
-    def follow(self, desired: Mapping[int, DesiredState]) -> None:
-        """Apply the answer to a report that went with a step, as the agent does with its own."""
-        own = desired.get(self._process.rank)
-        if own is None or self.hello is None:
-            return
-        try:
-            self.side.apply(own)
-        except Exception:  # vLLM's step goes on; the next report is answered again
-            logger.exception("rank %d cannot apply the desired state", self._process.rank)
 
     def suspend(self) -> None:
         """vLLM is about to take its KV cache away."""
@@ -104,8 +103,6 @@ class WorkerHost:
 
     def close(self) -> None:
         """Idempotent; vLLM does not always call it."""
-        if self.agent is not None:
-            self.agent.stop()
         self.side.plane.close()
 
     def _restart(self, make: Callable[[], RankDataPlane]) -> RankDataPlane | None:
@@ -124,8 +121,7 @@ class WorkerHost:
         try:
             geometry = kv_geometry(self._kv_caches, self._num_blocks)
             slot_bytes = geometry.layout.slot_bytes
-            pool_bytes = self._options.bytes_of_rank(process.num_ranks)
-            plane = build_plane(process.rank, pool_bytes, self._max_bytes, self._options, geometry, self._sender)
+            plane = self._make_plane(geometry)
         except refusals:
             raise
         except Exception as error:
@@ -134,8 +130,112 @@ class WorkerHost:
             return NoDataPlane(process.rank, slot_bytes, reason, repr(error), self._sender), slot_bytes
         return plane, slot_bytes
 
+
+class EmbeddedWorkerHost(WorkerHost):
+    """With a pool of the rank's own, and an agent."""
+
+    def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int) -> None:
+        """Raises `InsufficientMemoryError`."""
+        super().__init__(options, process, num_blocks)
+        self._node_bytes = require_memory(options, process)
+        self._max_bytes = options.reserved_bytes_of_rank(self._node_bytes)
+        self._rendezvous = Rendezvous(process.engine_id)
+        self.agent: RankAgent | None = None
+        self._reports_sent = 0  # that the agent had brought to the admin server
+        self._report_at = 0.0
+
+    def follow(self, metadata: KVStowMetadata) -> None:
+        if metadata.admin is not None and self.agent is not None:
+            self.agent.offer(metadata.admin)
+        own = metadata.desired.get(self._process.rank)
+        if own is None or self.hello is None:
+            return
+        try:  # as the agent does with the answers to its own reports
+            self.side.apply(own)
+        except Exception:  # vLLM's step goes on; the next report is answered again
+            logger.exception("rank %d cannot apply the desired state", self._process.rank)
+
+    def news(self) -> tuple[RankReport | None, RankSession | None]:
+        """What the agent would report, once a second while it reaches no server: serving depends on none."""
+        now = time.monotonic()
+        if self.agent is None or now < self._report_at:
+            return None, None
+        self._report_at = now + _REPORT_SECONDS
+        before, self._reports_sent = self._reports_sent, self.agent.stats.sent
+        return self.side.report() if self._reports_sent == before else None, None
+
+    def close(self) -> None:
+        if self.agent is not None:
+            self.agent.stop()
+        super().close()
+
+    def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:
+        pool_bytes = self._options.bytes_of_rank(self._process.num_ranks)
+        return build_plane(self._process.rank, pool_bytes, self._max_bytes, self._options, geometry, self._sender)
+
+    def _make_hello(self, slot_bytes: int) -> RankHello:
+        max_slots = self._max_bytes // slot_bytes
+        return RankHello(self._process.rank, slot_bytes, max_slots, this_node(), self._node_bytes)
+
     def _start(self, plane: RankDataPlane) -> None:
-        waits = not self._options.async_register_cache
-        plane.start(at_ease=not waits)  # the rest of vLLM's start took 0.3 to 1.5 s longer beside the full pace
-        if waits and isinstance(plane, DataPlane):
+        if self.agent is None:
+            self.agent = RankAgent(self._process.rank, self.side, self._rendezvous)
+            self.agent.start()
+        if self._options.async_register_cache:
+            super()._start(plane)
+            return
+        plane.start()
+        if isinstance(plane, DataPlane):
             wait_until_pinned(plane.pool)
+
+
+class AttachedWorkerHost(WorkerHost):
+    """With memory of the node service."""
+
+    def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int, socket: Path) -> None:
+        super().__init__(options, process, num_blocks)
+        self._socket = socket
+        self._regions: tuple[RegionIdentity, ...] = ()
+        self._told = RankSession()
+        self._tell_at = 0.0
+
+    def follow(self, metadata: KVStowMetadata) -> None:
+        plane = self.side.plane
+        if metadata.ticket is not None and isinstance(plane, AttachedPlane):
+            plane.join(metadata.ticket)
+
+    def news(self) -> tuple[RankReport | None, RankSession | None]:
+        """A new session at once, more memory twice a second."""
+        plane = self.side.plane
+        session = plane.session if isinstance(plane, AttachedPlane) else RankSession()
+        if session == self._told:
+            return None, None
+        now = time.monotonic()
+        is_new = (session.number, session.slots > 0) != (self._told.number, self._told.slots > 0)
+        if not is_new and now < self._tell_at:
+            return None, None
+        self._told, self._tell_at = session, now + _TELL_SECONDS
+        return None, session
+
+    def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:
+        pairs = zip(geometry.layout.regions, geometry.contents, strict=True)
+        self._regions = tuple([RegionIdentity(region.name, region.page_bytes, content) for region, content in pairs])
+        return build_attached_plane(
+            self._process.rank,
+            self._socket,
+            self._options,
+            geometry,
+            engine=self._process.engine_id,
+            replicated=self._process.replicated,
+            sender=self._sender,
+        )
+
+    def _make_hello(self, slot_bytes: int) -> RankHello:
+        return RankHello(self._process.rank, slot_bytes, 0, this_node(), 0, self._regions)
+
+
+def worker_host(options: ConnectorOptions, process: VLLMProcess, kv_cache_config: Any) -> WorkerHost:
+    num_blocks = kv_cache_config.num_blocks
+    if options.attach is not None:
+        return AttachedWorkerHost(options, process, num_blocks, options.attach)
+    return EmbeddedWorkerHost(options, process, num_blocks)

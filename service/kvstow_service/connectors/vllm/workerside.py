@@ -29,6 +29,15 @@ class BootCompletions(NamedTuple):
     completions: tuple[Completion, ...]
 
 
+class RankSession(NamedTuple):
+    """How far a rank is in a session with the node service. `number`: of the session's ticket; 0 while it is in none.
+    `slots`: those that it can copy to and from; `is_whole`: no more are to come."""
+
+    number: int = 0
+    slots: int = 0
+    is_whole: bool = False
+
+
 class _Load(NamedTuple):
     request_id: str
     blocks: tuple[int, ...]
@@ -69,7 +78,7 @@ class WorkerSide:
             self._loading[op.op_id] = _Load(request_id, op.blocks)
         if not (step.stores.ops or step.loads.ops):
             return
-        if step.boots[self.rank] != self.plane.boot_id:
+        if step.boots and step.boots[self.rank] != self.plane.boot_id:
             self._refuse(step)
             return
         fence = self.fence() if step.stores.ops or self._loads_wait else None

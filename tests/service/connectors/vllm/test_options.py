@@ -67,7 +67,45 @@ def test_everything_given_is_kept() -> None:
         allowed_hosts=("ops.example",),
     )
     paths = {name for name, value in given.items() if str(value).startswith("/")}
-    assert set(options.public()) == set(given) - paths | {"pin_latency_target"}
+    others = {"pin_latency_target", "attach", "weights_id", "attach_require_sharing"}
+    assert set(options.public()) == set(given) - paths | others
+
+
+ATTACH = "unix:///run/kvstow/attach.sock"
+
+
+def test_an_attached_engine_asks_for_all_memory_unless_told_otherwise() -> None:
+    assert ConnectorOptions.parse({"attach": ATTACH}).cpu_bytes_to_use == 0
+    given = {"attach": "unix:/a.sock", "cpu_bytes_to_use": "1GiB", "weights_id": "v1", "attach_require_sharing": True}
+    options = ConnectorOptions.parse(given)
+    assert (options.attach, options.cpu_bytes_to_use) == (Path("/a.sock"), 1 << 30)
+    assert (options.weights_id, options.attach_require_sharing) == ("v1", True)
+
+
+@pytest.mark.parametrize("key", ["weights_id", "attach_require_sharing"])
+def test_what_belongs_to_attach_is_refused_without_it(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}.* needs attach"):
+        ConnectorOptions.parse({key: True if key == "attach_require_sharing" else "v1"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("cpu_bytes_to_use_per_rank", "1GiB", "has no effect beside attach"),
+        ("max_bytes", "9GiB", "has no effect beside attach"),
+        ("policy", "arc", "has no effect beside attach"),
+        ("transfer_timeout", "1m", "has no effect beside attach"),
+        ("huge_pages", "reserved", "has no effect beside attach"),
+        ("admin_port", 9595, "has no effect beside attach"),
+        ("token_file", "/token", "has no effect beside attach"),
+        ("readiness_require", ["pool"], "has no effect beside attach"),
+        ("async_register_cache", False, "never waits for the node service"),
+    ],
+)
+def test_what_the_node_service_decides_is_refused_beside_attach(key: str, value: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as refused:
+        ConnectorOptions.parse({"attach": ATTACH, key: value})
+    assert f"kv_connector_extra_config: {key}" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +135,9 @@ def test_everything_given_is_kept() -> None:
         ("token_file", 7, "a non-empty string"),
         ("readiness_require", ["loop"], "a list of pool and pinned"),
         ("allowed_hosts", ["a:80"], "a list of host names without ports"),
+        ("attach", "/run/kvstow/attach.sock", "unix:PATH or unix:///PATH"),
+        ("attach", 7, "a non-empty string"),
+        ("attach_require_sharing", "yes", "true or false"),
         ("readiness_require", [{}], "a list of pool and pinned"),
     ],
 )

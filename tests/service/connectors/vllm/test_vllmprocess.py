@@ -25,6 +25,7 @@ def make_config(**changes: Any) -> SimpleNamespace:
         parallel_config=SimpleNamespace(
             rank=1,
             world_size=2,
+            tensor_parallel_size=2,
             local_world_size=2,
             use_ray=False,
             distributed_executor_backend="mp",
@@ -43,15 +44,27 @@ def make_config(**changes: Any) -> SimpleNamespace:
     return config
 
 
-def process_of(zeroes: bool = False, engine: dict[str, Any] | None = None, **changes: Any) -> VLLMProcess:
+class FullAttentionSpec: ...
+
+
+class MLAAttentionSpec: ...
+
+
+def make_cache(*kinds: type, zeroes: bool = False) -> SimpleNamespace:
+    """A `KVCacheConfig` with a group of each kind."""
+    groups = [SimpleNamespace(kv_cache_spec=kind()) for kind in kinds]
+    return SimpleNamespace(needs_kv_cache_zeroing=zeroes, kv_cache_groups=groups)
+
+
+def process_of(*kinds: type, zeroes: bool = False, engine: dict[str, Any] | None = None, **changes: Any) -> VLLMProcess:
     """`engine`: what vLLM's own `KVTransferConfig` says otherwise."""
     config = make_config(**changes)
     transfer = SimpleNamespace(**vars(config.kv_transfer_config) | (engine or {}))
-    return VLLMProcess.of(config, SimpleNamespace(needs_kv_cache_zeroing=zeroes), transfer)
+    return VLLMProcess.of(config, make_cache(*kinds, zeroes=zeroes), transfer)
 
 
 def test_a_process_is_read_from_the_configuration() -> None:
-    assert process_of() == VLLMProcess(
+    assert process_of(FullAttentionSpec) == VLLMProcess(
         engine_id="process-engine",
         model="model",
         rank=1,
@@ -63,6 +76,24 @@ def test_a_process_is_read_from_the_configuration() -> None:
         frees_late=True,
         recomputes=True,
     )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "changes", "replicated"),
+    [
+        ([MLAAttentionSpec], {}, True),
+        ([MLAAttentionSpec, MLAAttentionSpec], {}, True),
+        ([MLAAttentionSpec, FullAttentionSpec], {}, False),
+        ([FullAttentionSpec], {}, False),
+        ([MLAAttentionSpec], {"parallel_config__decode_context_parallel_size": 2}, False),
+        ([MLAAttentionSpec], {"parallel_config__tensor_parallel_size": 1}, False),  # of a pipeline of two
+        ([MLAAttentionSpec], {"parallel_config__tensor_parallel_size": 1, "parallel_config__world_size": 1}, False),
+    ],
+)
+def test_ranks_have_the_same_kv_if_all_layers_compress_it(
+    kinds: list[type], changes: dict[str, Any], replicated: bool
+) -> None:
+    assert process_of(*kinds, **changes).replicated is replicated
 
 
 def test_ranks_of_later_data_parallel_engines_count_from_zero() -> None:

@@ -1,0 +1,221 @@
+"""The control plane of an engine that is attached to the node service."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from kvstow.attach.answer import Answer
+from kvstow.attach.calls import Hold
+from kvstow.attach.engine import AttachedEngine, Hits
+from kvstow.attach.ticket import SessionTicket, number_of
+from kvstow.messages import Completion, Direction, Op
+from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
+from kvstow_service.connectors.vllm.attachedhits import AttachedHits
+from kvstow_service.connectors.vllm.kvgroups import KVGroups
+
+STEP_WAIT_SECONDS = 0.0003
+"""What all lookups and loads of one step may wait for answers together."""
+SLOW_SECONDS = 0.25
+"""The service has not answered for so long: lookups are misses and nothing is stored, until it answers."""
+SILENT_SECONDS = 5.0
+"""The service has not answered for so long: its session ends, so that GPU blocks and requests wait no longer."""
+
+_T = TypeVar("_T")
+
+
+class _Asked(NamedTuple):
+    answer: Answer[Any]
+    at: float
+    step: int
+
+
+class AttachedControl:
+    """Asks the node service, which answers later. See `ControlPlane`.
+
+    The `AttachedEngine` is made at the first use, which is in the first step or with the first request: only then vLLM
+    has its block hashes. While there is no service, or it does not answer, lookups miss and stores are refused.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[], AttachedEngine],
+        slot_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.slot_bytes = slot_bytes
+        self._make_engine, self._clock = make_engine, clock
+        self._engine: AttachedEngine | None = None
+        self._asked: deque[_Asked] = deque()
+        self._step = 0
+        self._bypasses_loads = self._is_slow = False
+        self._failure: str | None = None
+        self.refused_stores: Counter[str] = Counter()
+        """Blocks that were offered and not stored, by outcome."""
+        self.moved_blocks: Counter[str] = Counter()
+        """Of ops that are done, by direction."""
+        self.moved_seconds: defaultdict[str, float] = defaultdict(float)
+        """Of the same ops, each on its slowest rank."""
+        self._seconds: dict[int, float] = {}  # by op
+
+    @property
+    def engine(self) -> AttachedEngine:
+        if self._engine is None:
+            self._engine = self._make_engine()
+        return self._engine
+
+    @property
+    def ticket(self) -> SessionTicket | None:
+        return None if self._engine is None else self._engine.ticket
+
+    @property
+    def problem(self) -> str | None:
+        """Why there is no host cache, as a sentence; None while there is one."""
+        if self._failure is not None:
+            return f"KVStow has failed: {self._failure}"
+        if self._engine is None:
+            return "the engine has not made a step yet"
+        if self._is_slow:
+            return "the node service does not answer"
+        return None if self._engine.is_attached else self._engine.problem or "not attached yet"
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        self._step += 1
+        if self._failure is not None:
+            return
+        self.engine.step()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Notice a service that takes calls and does not answer."""
+        while self._asked and self._asked[0].answer.done:
+            value = self._asked.popleft().answer.value
+            if isinstance(value, StoreGrant):
+                self.refused_stores.update(value.outcomes)
+        self._is_slow = False
+        if not self._asked or self._asked[0].step > self._step - 2:  # a step may take seconds
+            return
+        silent = self._clock() - self._asked[0].at
+        self._is_slow = silent > SLOW_SECONDS
+        if silent > SILENT_SECONDS:
+            self.engine.disconnect(f"the service has not answered for {silent:.0f} seconds")
+
+    def wait(self, answer: Awaited[object]) -> bool:
+        if isinstance(answer, Answer) and not answer.done:
+            self.engine.wait(answer)
+        return answer.done
+
+    def boot_ids(self) -> tuple[str | None, ...]:
+        return ()
+
+    # -- lookups --------------------------------------------------------------------------------------------
+
+    def hit_finder(self, groups: KVGroups) -> AttachedHits:
+        return AttachedHits(self, groups, self._clock)
+
+    @property
+    def finds_hits(self) -> bool:
+        """Whether lookups are worth asking."""
+        if self._bypasses_loads or self._is_slow or self._failure is not None:
+            return False
+        return self.engine.is_attached
+
+    def find(self, keys: Sequence[bytes], hold: Hold) -> Answer[Hits]:
+        return self._note(self.engine.find(keys, hold=hold, count=False))
+
+    def discard(self, answer: Answer[Hits]) -> None:
+        self.engine.discard(answer)
+
+    def is_held(self, lease: Lease) -> bool:
+        """Whether the session of the lease goes on."""
+        ticket = self.ticket
+        return ticket is not None and number_of(lease.lease_id) == ticket.number
+
+    def release_lease(self, lease: Lease) -> None:
+        self.engine.release_lease(lease)
+
+    def count_lookup(self, queried: int, hits: int) -> None:
+        self.engine.count_lookup(queried, hits)
+
+    # -- loads and stores -----------------------------------------------------------------------------------
+
+    def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str) -> Awaited[Op | None]:
+        return self._note(self.engine.begin_load(lease, blocks, first=first, request_id=request_id))
+
+    def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str) -> Awaited[StoreGrant]:
+        if self._failure is not None or self._is_slow or not self.engine.is_attached:
+            self.refused_stores["not_attached"] += len(keys)
+            return Given(StoreGrant(None, (), {}, range(len(keys))))
+        return self._note(self.engine.begin_store(keys, blocks, request_id=request_id))
+
+    def present(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        return [False] * len(keys)
+
+    def store_room(self) -> int:
+        return 0 if self._failure is not None or self._is_slow else self.engine.store_room()
+
+    def refresh(self, keys: Sequence[bytes]) -> None:
+        if keys:
+            self.engine.refresh(keys)
+
+    def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
+        completions = tuple(completions)
+        for completion in completions:
+            if completion.mark == "done":
+                self._seconds[completion.op_id] = max(self._seconds.get(completion.op_id, 0.0), completion.seconds)
+        self.engine.complete(rank, boot_id, completions)
+
+    def take_settled(self) -> list[Settled]:
+        settled = self.engine.take_settled()
+        for entry in settled:
+            if entry.mark == "source_free":
+                continue
+            seconds = self._seconds.pop(entry.op_id, 0.0)
+            if entry.mark == "done":
+                self.moved_blocks[entry.direction] += len(entry.blocks)
+                self.moved_seconds[entry.direction] += seconds
+        return settled
+
+    @property
+    def sessions_lost(self) -> int:
+        if self._engine is None:
+            return 0
+        return self._engine.num_sessions - self._engine.is_attached
+
+    def open_blocks(self, direction: Direction) -> int:
+        """Blocks that ops under way move."""
+        return 0 if self._engine is None else self._engine.open_blocks(direction)
+
+    @property
+    def awaited_transfers(self) -> int:
+        return 0 if self._engine is None else self._engine.awaited_transfers
+
+    @property
+    def open_transfers(self) -> int:
+        return 0 if self._engine is None else self._engine.open_transfers
+
+    # -- all blocks -----------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        self.engine.reset()
+
+    def bypass_loads(self) -> str:
+        self._bypasses_loads = True
+        return "this engine restarts"
+
+    def fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        self.close()
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    def _note(self, answer: Answer[_T]) -> Answer[_T]:
+        if not answer.done:
+            self._asked.append(_Asked(answer, self._clock(), self._step))
+        return answer

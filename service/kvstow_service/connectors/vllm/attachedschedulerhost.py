@@ -1,0 +1,146 @@
+"""The scheduler's half of an engine that is attached to the node service."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+import kvstow
+from kvstow.attach.engine import AttachedEngine
+from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
+from kvstow.attach.ticket import SessionTicket
+from kvstow.bytesize import format_size
+from kvstow.messages import DesiredState, RankReport
+from kvstow_service.connectors.vllm.attachedcontrol import STEP_WAIT_SECONDS, AttachedControl
+from kvstow_service.connectors.vllm.attachedfigures import AttachedFigures
+from kvstow_service.connectors.vllm.gpublocks import BlockPool
+from kvstow_service.connectors.vllm.kvgroups import KVGroups
+from kvstow_service.connectors.vllm.metadata import RankHello, RankUpdate
+from kvstow_service.connectors.vllm.metricsexport import StatsFeed
+from kvstow_service.connectors.vllm.options import ConnectorOptions
+from kvstow_service.connectors.vllm.schedulerhost import Offload, SchedulerHost
+from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess
+from kvstow_service.connectors.vllm.workerside import RankSession
+
+LOOKING_SECONDS = 2.0
+"""How long an engine without requests makes steps to find a service, after its start."""
+JOINING_SECONDS = 10.0
+"""How long it makes steps until its ranks have memory, once it is attached."""
+
+logger = logging.getLogger("kvstow.vllm")
+
+
+class AttachedSchedulerHost(SchedulerHost):
+    """With the control plane of the node service. There is no admin server in vLLM's process: the service's shows the
+    pool and this engine's session."""
+
+    def __init__(
+        self,
+        options: ConnectorOptions,
+        process: VLLMProcess,
+        groups: KVGroups,
+        *,
+        version: str,
+        pool_identity: Callable[[list[RankHello]], PoolIdentity],
+        namespace_identity: Callable[[], NamespaceIdentity],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`version`: vLLM's. `namespace_identity` is called when vLLM has its block hashes."""
+        super().__init__(options, process, groups)
+        self._version, self._clock = version, clock
+        self._pool_identity, self._namespace_identity = pool_identity, namespace_identity
+        self._control: AttachedControl | None = None
+        self._figures: AttachedFigures | None = None
+        self._sessions: dict[int, RankSession] = {}
+        self._number = 0
+        self._looking_until = 0.0
+
+    @property
+    def ticket(self) -> SessionTicket | None:
+        return None if self._control is None else self._control.ticket
+
+    @property
+    def wants_steps(self) -> bool:
+        """The ranks learn of a session in steps alone, so an engine that has just started, or attached, makes some."""
+        if self._control is None or self._has_failed:
+            return False
+        self._follow_session()
+        if self._clock() >= self._looking_until:
+            return False
+        return self.ticket is None or not self._control.engine.is_attached or not self._have_ranks_joined()
+
+    def close(self) -> None:
+        if self._control is not None:
+            self._control.close()
+
+    def _take_report(self, report: RankReport) -> DesiredState | None:
+        """Attached ranks report to the service."""
+        return None
+
+    def _process_update(self, rank: int, update: RankUpdate) -> None:
+        super()._process_update(rank, update)
+        if update.session is not None:
+            self._sessions[rank] = update.session
+            self._follow_session()
+            if self._figures is not None:
+                self._figures.set_memory(*self._memory())
+
+    def _make_offload(self, pool: BlockPool, hellos: list[RankHello]) -> Offload | None:
+        for hello in hellos:
+            if not hello.regions:  # it has said why
+                logger.error("rank %d has no data plane, so this engine does not attach", hello.rank)
+                self._has_failed = True
+                return None
+        identity = self._pool_identity(hellos)
+        slot_bytes = sum(identity.slot_bytes)
+        control = AttachedControl(partial(self._make_engine, identity), max(identity.slot_bytes))
+        figures = AttachedFigures(control, slot_bytes, self._slot_tokens, replicated=identity.replicated)
+        stats = StatsFeed(figures)
+        self._control, self._figures = control, figures
+        self._looking_until = self._clock() + LOOKING_SECONDS
+        logger.info(
+            "KVStow %s keeps blocks of %d tokens in memory of the node service at unix:%s, %s of it at most, for %d "
+            "ranks; stores are %s; the service's admin API shows the pool, and this engine has none of its own",
+            *(kvstow.__version__, self._groups.alignment, self._options.attach),
+            *(format_size(self._options.cpu_bytes_to_use) if self._options.cpu_bytes_to_use else "all", len(hellos)),
+            "lazy" if self._options.lazy_offload else "eager",
+        )
+        return Offload(control, self._make_side(control, pool, stats, None), stats, None)
+
+    def _make_engine(self, identity: PoolIdentity) -> AttachedEngine:
+        assert self._options.attach is not None
+        namespace = self._namespace_identity()
+        if namespace.unshared:
+            logger.warning("this engine shares no blocks with others: %s", namespace.unshared)
+        return AttachedEngine(
+            self._options.attach,
+            engine=self._process.engine_id,
+            engine_version=f"vllm {self._version}",
+            pool=identity,
+            namespace=namespace,
+            wanted_bytes=self._options.cpu_bytes_to_use,
+            require_sharing=self._options.attach_require_sharing,
+            step_wait=STEP_WAIT_SECONDS,
+        )
+
+    def _follow_session(self) -> None:
+        """Note a new session: its ranks have to join it."""
+        ticket = self.ticket
+        if ticket is not None and ticket.number != self._number:
+            assert self._control is not None
+            self._number = ticket.number
+            self._looking_until = self._clock() + JOINING_SECONDS
+            for reason in self._control.engine.sharing_off:
+                logger.warning("this engine shares no blocks with others: %s", reason)
+
+    def _have_ranks_joined(self) -> bool:
+        return self._memory()[0] > 0
+
+    def _memory(self) -> tuple[int, bool]:
+        """The slots that all ranks have in the current session, and whether no more are to come."""
+        ranks = [self._sessions.get(rank, RankSession()) for rank in range(self._process.num_ranks)]
+        if any(rank.number != self._number for rank in ranks):
+            return 0, False
+        return min(rank.slots for rank in ranks), all(rank.is_whole for rank in ranks)

@@ -1,0 +1,53 @@
+"""What identifies a model's weights: engines share KV only if they have the same."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+_SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".index.json")
+
+FindCached = Callable[[str, str | None], Path | None]
+"""Where a file of a repository, at a revision, lies in the local cache of the Hugging Face Hub."""
+
+
+class Weights(NamedTuple):
+    """`weights_id` is empty if nothing identifies them. `source`: `configured`, `snapshot`, `files` or `unknown`."""
+
+    model: str
+    weights_id: str
+    source: str
+
+
+def identify_weights(model: str, revision: str | None, configured: str | None, find_cached: FindCached) -> Weights:
+    """`model`: a path, or a repository of the Hugging Face Hub. Reads no weights: files count by name, size, time of
+    change and inode."""
+    path = Path(model)
+    place = path if path.exists() else find_cached(model, revision)
+    snapshot = None if place is None else _SNAPSHOT.search(f"{place.absolute()}/")
+    name = model if snapshot is None else snapshot["repository"].replace("--", "/")
+    if configured:
+        return Weights(name, configured, "configured")
+    if snapshot is not None:
+        return Weights(name, snapshot["commit"], "snapshot")
+    if path.exists() and (digest := _digest_of_files(path)) is not None:
+        return Weights(name, digest, "files")
+    return Weights(name, "", "unknown")
+
+
+def _digest_of_files(path: Path) -> str | None:
+    """None without weight files."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    weights = [file for file in files if file.name.endswith(_WEIGHTS)]
+    if not weights:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        if file in weights or file.name == "config.json":
+            stat = file.stat()
+            digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}\n".encode())
+    return digest.hexdigest()[:40]

@@ -1,0 +1,85 @@
+"""A node service in a process of its own, for engines to attach to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tests.vllm.engines import eventually
+
+MIB = 1 << 20
+
+
+class NodeService:
+    """`kvstow serve` with its sockets in `folder`. It can be started, killed and started again."""
+
+    def __init__(self, folder: Path, memory: str = "64MiB", *options: str) -> None:
+        self.socket, self._admin, self._folder = folder / "attach.sock", folder / "admin.sock", folder
+        self._arguments = ["--memory", memory, "--extent-size", "16MiB", *options]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def attach(self) -> str:
+        """For `kv_connector_extra_config`."""
+        return f"unix://{self.socket}"
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "kvstow_service", "serve", "--attach-socket", str(self.socket)]
+        command += ["--uds", str(self._admin), "--port", "0", *self._arguments]
+        environ = os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path))}
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
+        eventually(lambda: self._answers(), "a node service that answers")
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.send_signal(number)
+            process.wait(30)
+
+    def kill(self) -> None:
+        self.stop(signal.SIGKILL)
+
+    @property
+    def log(self) -> str:
+        return (self._folder / "log").read_text()
+
+    def get(self, path: str) -> Any:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(self._admin)), base_url="http://kvstow") as client:
+            return client.get(path).raise_for_status().json()
+
+    def sessions(self) -> list[dict[str, Any]]:
+        return list(self.get("/v1/sessions")["items"])
+
+    def pools(self) -> list[dict[str, Any]]:
+        return list(self.get("/v1/pools")["items"])
+
+    def used_slots(self) -> int:
+        """Cached blocks of all pools."""
+        return sum(pool["slots"]["cached"] for pool in self.pools())
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, self.log
+        try:
+            self.get("/v1/sessions")
+        except httpx.TransportError:
+            return False
+        return True
+
+
+@contextmanager
+def running_service(folder: Path, memory: str = "64MiB", *options: str) -> Iterator[NodeService]:
+    service = NodeService(folder, memory, *options)
+    service.start()
+    try:
+        yield service
+    finally:
+        service.stop()
