@@ -1,61 +1,65 @@
-"""Draws the README's pictures of an engine under traffic: `make pictures`, or `python -m docs.pictures`."""
+"""Draws the README's pictures of a node service under traffic: `make pictures`, or `python -m docs.pictures`."""
 
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from tests.api.browser import Browser
 from tests.helm.processes import KVSTOW, environ, running, until
 
-from kvstow_api.client import ApiError, Client, calls
+from kvstow_api.client import Client, calls
 
 _PORT = 9595
 _SECONDS = 290.0  # the page shows the last five minutes
 _WIDTH = 1040
-_RANKS, _POOL_MIB, _CHUNK_MIB = 4, 384, 2
-_PINNED_PART = 0.7  # at the end
-_TRAFFIC = ("--slot-size=256KiB", "--rate=12")
+_MEMORY_MIB, _CHUNK_MIB = 1536, 4
+_POPULATED_PART = 0.7  # at the end
+_ENGINES = ("--engines=2", "--ranks=4", "--slot-size=256KiB", "--rate=6", "--concurrency=4")
 
 
 def draw(folder: Path, seconds: float = _SECONDS, port: int = _PORT) -> None:
-    """Run an engine for `seconds`, in which it pins most of its pool, and write its pictures into `folder`."""
-    pause = seconds / (_PINNED_PART * _POOL_MIB / _CHUNK_MIB)
-    pool = (f"--ranks={_RANKS}", f"--pool-size={_POOL_MIB}MiB")
-    pinning = (f"--pin-chunk={_CHUNK_MIB}MiB", f"--pin-pause={pause * 1000:.0f}ms")
+    """Run a node service with two engines for `seconds`, in which it populates most of its memory, and write its
+    pictures into `folder`."""
+    pause = seconds / (_POPULATED_PART * _MEMORY_MIB / _CHUNK_MIB)
+    pace = (f"--pin-chunk={_CHUNK_MIB}MiB", f"--pin-pause={pause * 1000:.0f}ms")
+    memory = (f"--memory={_MEMORY_MIB}MiB", "--extent-size=64MiB")
     url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryDirectory() as scratch:
-        trace, log = Path(scratch) / "trace.jsonl", Path(scratch) / "log"
-        generate = ("trace", "generate", "--sessions=1000", f"--output={trace}")
-        subprocess.run([*KVSTOW, *generate], env=environ(), check=True)
-        engine = (sys.executable, "-m", "tests.embeddedhost", trace, *pool, *pinning, *_TRAFFIC, f"--port={port}")
-        with running(*engine, log=log, env=environ()) as process, Client(url) as kvstow:
-            until(lambda: process.poll() is not None or _has_blocks(kvstow), "the first blocks")
-            assert process.poll() is None, log.read_text()
-            _operate(kvstow)
-            time.sleep(seconds)
-            picture = ("top", f"--server={url}", f"--svg={folder / 'top.svg'}")
-            subprocess.run([*KVSTOW, *picture], env=environ(), check=True)
-            with Browser(Path(scratch) / "profile") as browser:
-                for scheme, name in (("light", "status.png"), ("dark", "status-dark.png")):
-                    _photograph(browser, url, scheme, folder / name)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        trace, attach = Path(scratch) / "trace.jsonl", Path(scratch) / "node" / "attach.sock"
+
+        def start(name: str, *command: Any) -> None:
+            stack.enter_context(running(*KVSTOW, *command, log=Path(scratch) / name, env=environ()))
+
+        subprocess.run(
+            [*KVSTOW, "trace", "generate", "--sessions=1000", f"--output={trace}"], env=environ(), check=True
+        )
+        start("serve", "serve", *memory, *pace, f"--port={port}", f"--attach-socket={attach}", "--shutdown-delay=0")
+        kvstow = stack.enter_context(Client(url))
+        until(attach.is_socket, "the socket at which engines attach")
+        start("replay", "replay", trace, f"--attach=unix:{attach}", *_ENGINES)
+        _operate(kvstow, until(lambda: _pool_with_blocks(kvstow), "the first blocks"))
+        time.sleep(seconds)
+        picture = ("top", f"--server={url}", f"--svg={folder / 'top.svg'}")
+        subprocess.run([*KVSTOW, *picture], env=environ(), check=True)
+        with Browser(Path(scratch) / "profile") as browser:
+            for scheme, name in (("light", "status.png"), ("dark", "status-dark.png")):
+                _photograph(browser, url, scheme, folder / name)
 
 
-def _has_blocks(kvstow: Client) -> bool:
-    try:
-        return len(kvstow.send(calls.blocks()).items) >= 40
-    except ApiError:  # not started yet
-        return False
+def _pool_with_blocks(kvstow: Client) -> str | None:
+    return next((pool.name for pool in kvstow.send(calls.pools()).items if pool.slots.cached >= 40), None)
 
 
-def _operate(kvstow: Client) -> None:
+def _operate(kvstow: Client, pool: str) -> None:
     """Changes that an operator might make, so that there are events."""
-    kvstow.send(calls.protect([block.key for block in kvstow.send(calls.blocks()).items[:20]]))
-    kvstow.send(calls.evict(slots=10))
+    kvstow.send(calls.protect([block.key for block in kvstow.send(calls.blocks(pool=pool)).items[:20]], pool=pool))
+    kvstow.send(calls.evict(slots=10, pool=pool))
 
 
 def _photograph(browser: Browser, url: str, scheme: str, path: Path) -> None:

@@ -15,7 +15,6 @@ from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow_service.adminoptions import AdminOptions
 from kvstow_service.agent import RankAgent
-from kvstow_service.duration import parse_duration
 from kvstow_service.embedded import EmbeddedAdmin
 from kvstow_service.logformat import configure_logs
 from kvstow_service.rendezvous import Rendezvous
@@ -31,9 +30,8 @@ from kvstow_service.stop import StopRequests
 def run(arguments: argparse.Namespace, runtime: str) -> None:
     """Serve and replay until a signal."""
     slot_bytes, pool_bytes = parse_size(arguments.slot_size), parse_size(arguments.pool_size)
-    chunk_bytes = None if arguments.pin_chunk is None else parse_size(arguments.pin_chunk)
-    pool = PoolConfig(slot_bytes, pool_bytes, chunk_bytes=chunk_bytes, pause=parse_duration(arguments.pin_pause))
-    requests, options = read_trace(arguments.trace), ReplayOptions(concurrency=8, rate=arguments.rate)
+    pool = PoolConfig(slot_bytes, pool_bytes, pause=0.0)
+    requests, options = read_trace(arguments.trace), ReplayOptions(concurrency=4, rate=arguments.rate)
     environ = {"XDG_RUNTIME_DIR": runtime}
     with ExitStack() as running:
         stops = running.enter_context(StopRequests())
@@ -43,7 +41,7 @@ def run(arguments: argparse.Namespace, runtime: str) -> None:
         running.callback(engine.close)
         admin = EmbeddedAdmin(
             engine,
-            AdminOptions(port=arguments.port),
+            AdminOptions(port=0),
             identity="embeddedhost",
             mode="vllm",
             max_capacity_slots=pool.max_slots,
@@ -69,11 +67,10 @@ def run(arguments: argparse.Namespace, runtime: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("trace", type=str)
-    for flag, default in (("slot-size", "16KiB"), ("pool-size", "8MiB"), ("pin-chunk", None), ("pin-pause", "0")):
-        parser.add_argument(f"--{flag}", default=default)
+    parser.add_argument("--slot-size", default="16KiB")
+    parser.add_argument("--pool-size", default="8MiB")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rate", type=float)
-    parser.add_argument("--port", type=int, default=0)
     configure_logs("text", "info")
     with TemporaryDirectory() as runtime:
         run(parser.parse_args(), str(Path(runtime)))
