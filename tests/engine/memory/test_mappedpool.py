@@ -148,9 +148,9 @@ def test_nothing_above_the_populated_bytes_is_registered_mapped_or_touched(
 ) -> None:
     registrar = FakeRegistrar()
     pool = make_pool(registrar, slot_bytes=96 << 10)
-    fd = extents.create(64 * MIB, populated=4 * MIB)
+    fd = extents.create(64 * MIB, populated=5 * MIB)
     charged = memory_of(fd)
-    grant(pool, fd, populated=4 * MIB + 5)  # the service's word, up to a whole huge page
+    grant(pool, fd, populated=5 * MIB)  # counts as far as whole huge pages have memory
     eventually(lambda: pool.pinned_slots == 4 * MIB // (96 << 10))
     eventually(lambda: pool._next_step() is None)
     start = int(pool.addresses(np.zeros(1, np.int64))[0])
@@ -273,6 +273,39 @@ def test_memory_that_is_not_taken_back_goes_before_new_memory_is_mapped(
     assert registrar.log[4:8] == [("unregister", MIB)] * 4
     assert (registrar.most_bytes, mapped_bytes()) == (4 * MIB, 4 * MIB)
     assert pool.take_released() == [], "the service before waits for nothing"
+
+
+def test_memory_that_nobody_takes_back_goes(make_pool: MakePool, extents: Extents, eventually: Eventually) -> None:
+    pool = make_pool()
+    grant(pool, extents.create(2 * MIB))
+    eventually(lambda: pool.pinned_slots == 32)
+    pool.begin_session()
+    pool.keep([])
+    eventually(lambda: mapped_bytes() == 0)
+
+
+def test_slots_of_new_memory_are_not_usable_while_old_memory_is_registered_there(
+    make_pool: MakePool, extents: Extents, eventually: Eventually
+) -> None:
+    go_on = threading.Event()
+
+    class Slow(FakeRegistrar):
+        def unregister(self, address: int, num_bytes: int) -> None:
+            go_on.wait(30)
+            super().unregister(address, num_bytes)
+
+    pool = make_pool(Slow())
+    old, new = extents.create(2 * MIB), extents.create(2 * MIB)
+    os.pwrite(new, b"\7", 0)
+    grant(pool, old)
+    eventually(lambda: pool.pinned_slots == 32)
+    pool.begin_session()
+    pool.keep([])
+    grant(pool, new)
+    assert (pool.pinned_slots, pool.registered_slots()) == (0, [])
+    go_on.set()
+    eventually(lambda: pool.pinned_slots == 32)
+    assert ctypes.string_at(int(pool.addresses(np.zeros(1, np.int64))[0]), 1) == b"\7"
 
 
 def test_memory_in_another_place_than_before_is_registered_anew(
