@@ -68,7 +68,7 @@ PROSE = sorted(
 )
 CODE = {
     str(path.relative_to(ROOT)): path.read_text()
-    for folder in ("engine", "api", "service", "tests", "bench", "helm")
+    for folder in ("engine", "api", "service", "tests", "bench", "helm", "examples")
     for path in (ROOT / folder).rglob("*.py")
 }
 CHART = "".join(path.read_text() for path in (ROOT / "helm").rglob("*.yaml"))

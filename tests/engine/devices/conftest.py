@@ -374,7 +374,8 @@ class CudaRank:
         return b"".join(bytes(tensor[block].tolist()) for tensor in self.tensors)
 
     def slot(self, slot: int) -> bytes:
-        return ctypes.string_at(self.pool.address + slot * self.pool.slot_stride, self.pool.slot_bytes)
+        (address,) = self.pool.addresses(np.array([slot])).tolist()
+        return ctypes.string_at(address, self.pool.slot_bytes)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int], after: Any = None) -> Polled:
         return self._looked_at(self.device.launch_store(1, blocks, slots, after))

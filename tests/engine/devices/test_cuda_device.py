@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from kvstow.attach.extentcalls import ExtentGrant
 from kvstow.config import PoolConfig
 from kvstow.devices.base import TicketState, start_load
 from kvstow.devices.cuda import CudaDevice, CudaOptions, DriverError
@@ -15,7 +19,10 @@ from kvstow.devices.cuda.calibration import CANDIDATES, NEVER, choose_threshold
 from kvstow.devices.cuda.context import primary_context
 from kvstow.errors import ConfigError, CopyError
 from kvstow.layout import KVLayout, Region
+from kvstow.memfd import create_memfd
 from kvstow.memory.hostpool import HostPool
+from kvstow.memory.mappedpool import MappedPool
+from kvstow.memory.pace import FixedPace
 from kvstow.testing.fakes import Latch, Polled
 
 MakeRank = Callable[..., Any]
@@ -443,6 +450,35 @@ def test_copies_of_two_chunks_are_never_merged(cuda: Any, make_cuda_rank: MakeRa
     ticket = rank.store(range(8), range(8))
     assert _queued(cuda).count("copy") == 2
     assert _finish(cuda, ticket) is DONE
+
+
+@strategies
+def test_copies_reach_the_extents_of_a_node_service(
+    options: Any, cuda: Any, make_cuda_rank: MakeRank, eventually: Callable[..., None]
+) -> None:
+    """Neighbouring slots on both sides of the seam of two extents are two copies."""
+    rank = make_cuda_rank([4096], gap=0, **options)
+    with ExitStack() as undo:
+        pool = MappedPool(4096, rank.registrar, pace=partial(FixedPace, 2 << 20, 0.0))
+        undo.callback(pool.close)
+        for number in range(2):
+            fd = create_memfd("extent", 2 << 20)
+            os.posix_fallocate(fd, 0, 2 << 20)
+            pool.grant(4096, [ExtentGrant(number, number, 512 * number, 512, 2 << 20, 2 << 20)], [fd])
+        pool.start()
+        eventually(lambda: pool.pinned_slots == 1024)
+        rank.pool = pool
+        device = rank.device = rank.new_device()
+        undo.callback(device.close)
+        blocks, slots = list(range(8)), list(range(508, 516))
+        expected = [rank.block(block) for block in blocks]
+        ticket = rank.store(blocks, slots)
+        assert _queued(cuda).count("copy") == 2
+        assert _finish(cuda, ticket) is DONE
+        assert [rank.slot(slot) for slot in slots] == expected
+        rank.scramble()
+        assert _finish(cuda, rank.load(slots, blocks)) is DONE
+        assert [rank.block(block) for block in blocks] == expected
 
 
 @pytest.mark.parametrize(
