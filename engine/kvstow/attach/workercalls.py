@@ -144,8 +144,8 @@ class WorkerCalls:
         now = self._clock()
         if now >= (self._next_look if self.is_changed else self._next_report):
             self.is_changed = False  # before it looks: a change after that is for the next time
-            self._next_look = now + GAP_SECONDS
             self._look(now)
+            self._next_look = now + GAP_SECONDS if any(self._registered.values()) else now  # the first slots are urgent
         return max(0.0, (self._next_look if self.is_changed else self._next_report) - now)
 
     def _look(self, now: float) -> None:

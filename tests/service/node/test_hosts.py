@@ -360,6 +360,7 @@ def test_an_engine_goes_on_with_another_service_that_has_nothing(nodes: Nodes, s
     lease, _ = host.find(keys_of(range(10)))
     load = host.begin_load(lease, range(10))
     assert load is not None
+    nodes.node.server.close()  # without the words of a service that stops in order
     nodes.node.close()
     host.until(lambda: not host.engine.is_attached)
     host.kv[:] = 0

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvstow.attach.connection import Call
+from kvstow.attach.extentcalls import Desired, ExtentSlots, RegisteredExtents, ReleasedExtents, Report
+from kvstow.attach.frames import Frame
+from kvstow.attach.kinds import Kind
+from kvstow.attach.workercalls import GAP_SECONDS, REPORT_SECONDS, WorkerCalls
+from kvstow.errors import AttachError
+from kvstow.messages import DesiredState, RankReport
+from kvstow.testing.fakes import FakeClock
+
+
+class Wire:
+    """A connection that keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.calls: list[Call] = []
+
+    def tell(self, message: Any) -> bool:
+        self.said.append(message)
+        return True
+
+    def call(self, message: Any, fds: Sequence[int] = ()) -> Call:
+        self.said.append(message)
+        self.calls.append(Call())
+        return self.calls[-1]
+
+    def taken(self) -> list[Any]:
+        said, self.said = self.said, []
+        return said
+
+
+class Rank:
+    """A pool and its data plane."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.released: list[int] = []
+        self.applied: list[DesiredState] = []
+        self.kept: list[list[int]] = []
+
+    def held_extents(self) -> list[Any]:
+        return []
+
+    def keep(self, extent_ids: list[int]) -> None:
+        self.kept.append(extent_ids)
+
+    def registered_slots(self) -> list[tuple[int, int]]:
+        return list(self.registered.items())
+
+    def take_released(self) -> list[int]:
+        released, self.released = self.released, []
+        return released
+
+    def report(self) -> RankReport:
+        return RankReport.without_pool(0, "boot", "ready", 4096)
+
+    def apply(self, desired: DesiredState) -> None:
+        self.applied.append(desired)
+
+
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(100.0)
+
+
+@pytest.fixture
+def calls(rank: Rank, wire: Wire, clock: FakeClock) -> WorkerCalls:
+    either: Any = rank
+    connection: Any = wire
+    made = WorkerCalls(connection, either, either, clock)
+    made.begin_session()
+    made.advance()
+    return made
+
+
+def test_the_first_slots_are_told_at_once_and_later_ones_after_a_gap(
+    calls: WorkerCalls, rank: Rank, wire: Wire, clock: FakeClock
+) -> None:
+    assert calls.speak() == REPORT_SECONDS
+    assert [type(message) for message in wire.taken()] == [Report]
+    rank.registered = {1: 10}
+    calls.is_changed = True
+    calls.speak()
+    assert wire.taken() == [RegisteredExtents((ExtentSlots(1, 10),))]
+    rank.registered = {1: 30, 2: 5}
+    calls.is_changed = True
+    assert calls.speak() == pytest.approx(GAP_SECONDS)
+    assert wire.taken() == []
+    clock.advance(GAP_SECONDS)
+    assert calls.speak() == pytest.approx(REPORT_SECONDS - GAP_SECONDS)
+    assert wire.taken() == [RegisteredExtents((ExtentSlots(1, 30), ExtentSlots(2, 5)))]
+
+
+def test_it_reports_every_second(calls: WorkerCalls, wire: Wire, clock: FakeClock) -> None:
+    calls.speak()
+    wire.taken()
+    clock.advance(REPORT_SECONDS / 2)
+    assert calls.speak() == REPORT_SECONDS / 2
+    assert wire.taken() == []
+    clock.advance(REPORT_SECONDS / 2)
+    calls.speak()
+    assert [type(message) for message in wire.taken()] == [Report]
+
+
+def test_fewer_slots_and_the_applied_state_are_said_before_it_lets_go(
+    calls: WorkerCalls, rank: Rank, wire: Wire, clock: FakeClock
+) -> None:
+    rank.registered = {1: 10, 2: 10}
+    calls.speak()
+    wire.taken()
+    clock.advance(GAP_SECONDS)
+    rank.registered, rank.released = {1: 10}, [2]
+    calls.is_changed = True
+    calls.speak()
+    assert [type(message) for message in wire.taken()] == [Report, ReleasedExtents]
+    clock.advance(GAP_SECONDS)
+    rank.registered, rank.released = {1: 0}, [7]
+    calls.is_changed = True
+    calls.speak()
+    assert [type(message) for message in wire.taken()] == [RegisteredExtents, Report, ReleasedExtents]
+
+
+def test_the_answer_to_a_report_is_applied(calls: WorkerCalls, rank: Rank, wire: Wire) -> None:
+    calls.speak()
+    desired = Desired(DesiredState("engine", 5, number=3))
+    calls.advance()
+    assert rank.applied == []
+    wire.calls[-1].resolve(Frame(Kind.DESIRED, 1, desired.pack()))
+    calls.advance()
+    calls.advance()
+    assert rank.applied == [desired.desired]
+    calls.take(Frame(Kind.DESIRED, 0, Desired(DesiredState("engine", 6, number=4)).pack()))
+    assert rank.applied[-1].capacity_slots == 6
+
+
+def test_an_answer_of_another_kind_ends_the_session(calls: WorkerCalls, wire: Wire) -> None:
+    calls.speak()
+    wire.calls[-1].resolve(Frame(Kind.FOUND, 1, b""))
+    with pytest.raises(AttachError):
+        calls.advance()
