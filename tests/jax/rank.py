@@ -138,10 +138,11 @@ class JaxRank:
         for reference, content in zip(self.reference, contents, strict=True):
             reference[list(blocks)] = content
 
-    def wrong_elements(self) -> int:
-        """Elements of the KV cache, on the devices of this process, that differ from the reference."""
+    def wrong_elements(self, blocks: Sequence[int] | None = None) -> int:
+        """Elements of these blocks, or of all, that differ from the reference on the devices of this process."""
+        looked_at = slice(None) if blocks is None else list(blocks)
         return sum(
-            int((np.array(shard.data) != reference[shard.index]).sum())
+            int((np.array(shard.data)[looked_at] != reference[shard.index][looked_at]).sum())
             for array, reference in zip(self.cell.peek(), self.reference, strict=True)
             for shard in array.addressable_shards
         )

@@ -55,7 +55,7 @@ class RankProcess:
     def __init__(self, rank: int) -> None:
         self.rank = JaxRank(rank=rank, num_slots=16)
         self.launches: dict[str, list[list[int]]] = {"gather": [], "scatter": []}
-        self.hidden_collectives = 0
+        self.hidden_collectives = self.wrong_elements = 0
         self.may_copy = threading.Event()
         self.saved: dict[int, list[np.ndarray]] = {}
         self.loads: dict[int, tuple[Op, list[tuple[int, int]]]] = {}
@@ -112,6 +112,9 @@ class RankProcess:
             op, contents = self.loads[op_id]
             for block, (store, place) in zip(op.blocks, contents, strict=True):
                 rank.put([block], [layer[[place]] for layer in self.saved[store]])
+        if step.loaded:
+            blocks = [block for op_id in step.loaded for block in self.loads[op_id][0].blocks]
+            self.wrong_elements += rank.wrong_elements(blocks)
         if step.desired is not None:
             rank.plane.apply(step.desired)
         if step.boot == rank.plane.boot_id:
@@ -132,7 +135,8 @@ class RankProcess:
             kind: hashlib.sha256(repr(launches).encode()).hexdigest() for kind, launches in self.launches.items()
         }
         launches = sum(map(len, self.launches.values()))
-        return Verdict(self.rank.wrong_elements(), ledgers, launches, self.hidden_collectives)
+        self.wrong_elements += self.rank.wrong_elements()
+        return Verdict(self.wrong_elements, ledgers, launches, self.hidden_collectives)
 
 
 def main(socket: str, rank: str, num_ranks: str, coordinator: str) -> None:

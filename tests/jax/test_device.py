@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.jax.rank import DEADLINE, JaxRank, mesh
 
 from kvstow.devices.jax import ArrayCell, JaxDevice, JaxOptions, ShardedKV
+from kvstow.devices.jax.loads import Loads
 from kvstow.devices.jax.programs import DevicePrograms, buckets_up_to
 from kvstow.devices.jax.stores import Gather
 from kvstow.errors import ConfigError, CopyError
@@ -230,9 +231,21 @@ def test_the_copy_thread_launches_no_program(make_rank: MakeRank, monkeypatch: p
             return original(*arguments)
 
         monkeypatch.setattr(DevicePrograms, name, spy)
+    turns = [0]
+    advance = Loads.advance
+
+    def turn(loads: Loads) -> bool:
+        turns[0] += 1
+        return advance(loads)
+
+    monkeypatch.setattr(Loads, "advance", turn)
     rank = make_rank()
     rank.done(rank.store(range(4), range(4)))
-    rank.done(rank.load(range(4), range(4)))
+    op = rank.load(range(4), range(4))
+    rank.wait_until(lambda: rank.device._loads._staged or len(launched) > DEVICES)
+    so_far = turns[0]
+    rank.wait_until(lambda: turns[0] > so_far + 3 or len(launched) > DEVICES)  # the load waits for the host
+    rank.done(op)
     here = threading.current_thread().name
     assert launched == [("gather", here)] * DEVICES + [("scatter", here)] * DEVICES  # one an op and device
 

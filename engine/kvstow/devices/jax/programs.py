@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import accumulate, pairwise
 
 import jax
@@ -70,12 +69,10 @@ class DevicePrograms:
 
     def _compile_gather(self, bucket: int) -> None:
         shards, indices, _ = self._arguments(bucket)
-        program = jax.jit(partial(_gather, packed=self._packed))
-        self._gathers[bucket] = program.lower(shards, indices).compile()
+        self._gathers[bucket] = _GATHER.lower(shards, indices, packed=self._packed).compile()
 
     def _compile_scatter(self, bucket: int) -> None:
-        program = jax.jit(partial(_scatter, packed=self._packed), donate_argnums=0)
-        self._scatters[bucket] = program.lower(*self._arguments(bucket)).compile()
+        self._scatters[bucket] = _SCATTER.lower(*self._arguments(bucket), packed=self._packed).compile()
 
     def _arguments(self, bucket: int) -> tuple[list[jax.ShapeDtypeStruct], ...]:
         def argument(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
@@ -123,3 +120,8 @@ def _scatter(
         for shard, column in zip(shards, columns, strict=True)
     ]
     return written, jnp.stack([shard[(0,) * shard.ndim] for shard in written])
+
+
+# One object each: the devices share what JAX has traced.
+_GATHER = jax.jit(_gather, static_argnames="packed")
+_SCATTER = jax.jit(_scatter, static_argnames="packed", donate_argnums=0)
