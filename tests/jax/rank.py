@@ -88,8 +88,11 @@ class JaxRank:
                 reference[some] = value[: len(some)]
             indices = np.full(_STEP_BLOCKS, self.num_blocks, np.int32)
             indices[: len(some)] = some
-            arrays, _ = self._step(self.cell.take(), indices, values)
+            arrays, total = self._step(self.cell.take(), indices, values)
             self.cell.put(arrays)
+            if jax.process_count() > 1:
+                # Two such steps in flight can use up the CPU backend's threads and then wait for each other.
+                total.block_until_ready()
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Op:
         return self.submit("store", blocks, slots)
@@ -182,4 +185,4 @@ def _overwrite(arrays: Any, indices: jax.Array, values: Any) -> tuple[list[jax.A
     written = [
         array.at[indices].set(jnp.asarray(value), mode="drop") for array, value in zip(arrays, values, strict=True)
     ]
-    return written, sum(array.astype(jnp.uint32).sum() for array in written)
+    return written, written[0].astype(jnp.uint32).sum()
