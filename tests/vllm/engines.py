@@ -191,9 +191,11 @@ class Engine:
         """One of vLLM's own."""
         return float(sum(metric.value for metric in self.llm.get_metrics() if metric.name == name))
 
-    def _pending(self) -> int:
+    def _pending(self) -> bool:
+        if self.setup.is_attached:  # in this process
+            return bool(self.connector._host.offload.side.has_pending_stores)
         pending = self.stats("transfers")["pending"]
-        return int(pending["loads"] + pending["stores"])
+        return bool(pending["loads"] + pending["stores"])
 
     def _idle(self) -> bool:
         """In this process only the test steps the engine, and completions of transfers need steps."""

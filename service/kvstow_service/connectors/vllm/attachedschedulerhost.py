@@ -36,6 +36,8 @@ class AttachedSchedulerHost(SchedulerHost):
     """With the control plane of the node service. There is no admin server in vLLM's process: the service's shows the
     pool and this engine's session."""
 
+    _lazy_steps = 4
+
     def __init__(
         self,
         options: ConnectorOptions,
@@ -55,7 +57,7 @@ class AttachedSchedulerHost(SchedulerHost):
         self._figures: AttachedFigures | None = None
         self._sessions: dict[int, RankSession] = {}
         self._number = 0
-        self._looking_until = 0.0
+        self._looking_until: float | None = None
 
     @property
     def ticket(self) -> SessionTicket | None:
@@ -66,6 +68,8 @@ class AttachedSchedulerHost(SchedulerHost):
         """The ranks learn of a session in steps alone, so an engine that has just started, or attached, makes some."""
         if self._control is None or self._has_failed:
             return False
+        if self._looking_until is None:  # vLLM's start is over
+            self._looking_until = self._clock() + LOOKING_SECONDS
         self._follow_session()
         if self._clock() >= self._looking_until:
             return False
@@ -99,7 +103,6 @@ class AttachedSchedulerHost(SchedulerHost):
         figures = AttachedFigures(control, slot_bytes, self._slot_tokens, replicated=identity.replicated)
         stats = StatsFeed(figures)
         self._control, self._figures = control, figures
-        self._looking_until = self._clock() + LOOKING_SECONDS
         logger.info(
             "KVStow %s keeps blocks of %d tokens in memory of the node service at unix:%s, %s of it at most, for %d "
             "ranks; stores are %s; the service's admin API shows the pool, and this engine has none of its own",

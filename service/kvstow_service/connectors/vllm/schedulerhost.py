@@ -52,6 +52,9 @@ class SchedulerHost(ABC):
     Used by the scheduler's thread. Until then every request is a miss.
     """
 
+    _lazy_steps = 2
+    """Lazy stores look ahead as far as that many steps can evict: as many as a store holds its GPU blocks."""
+
     def __init__(self, options: ConnectorOptions, process: VLLMProcess, groups: KVGroups) -> None:
         """Starts nothing."""
         self.offload: Offload | None = None
@@ -161,7 +164,7 @@ class SchedulerHost(ABC):
             control,
             self._groups,
             pool,
-            lazy_blocks=2 * self._blocks_per_step if self._options.lazy_offload else None,
+            lazy_blocks=self._lazy_steps * self._blocks_per_step if self._options.lazy_offload else None,
             events=events,
             observe=stats.observe,
             step_blocks=self._step_blocks,

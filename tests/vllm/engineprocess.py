@@ -1,0 +1,132 @@
+"""An engine in a process of its own, which tests kill: vLLM with the tiny model, attached to a node service."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.engines import SECONDS, Answer, Engine, Prompt, Setup, running
+
+_IDLE_SECONDS = 0.005
+
+
+class EngineProcess:
+    """Asks the engine in another process. Its scheduler and its rank share that process, so one SIGKILL ends both."""
+
+    def __init__(
+        self, model: Path, attach: str, log: Path, environ: Mapping[str, str] | None = None, **extra: Any
+    ) -> None:
+        """Returns when the engine can be asked."""
+        options = json.dumps({"model": str(model), "extra": {"attach": attach, **extra}})
+        path = ":".join(filter(None, sys.path))
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm.engineprocess", options],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=os.environ | {"PYTHONPATH": path} | dict(environ or {}),
+                text=True,
+            )
+        self._log = log
+        self._read()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, *prompts: Prompt, tokens: int = 24) -> list[Answer]:
+        """Answers of requests that run at once."""
+        self.begin(*prompts, tokens=tokens)
+        return self.finish()
+
+    def begin(self, *prompts: Prompt, tokens: int = 24) -> None:
+        """Ask, and do not wait: `finish` has the answers."""
+        self._write("ask", prompts, tokens)
+
+    def finish(self) -> list[Answer]:
+        return [
+            Answer(tuple(tokens), tuple({int(token): value for token, value in each} for each in logprobs), cached)
+            for tokens, logprobs, cached in self._read()
+        ]
+
+    def forget_gpu(self) -> None:
+        """Empty the GPU's prefix cache, and only that, when all stores have ended."""
+        self._write("forget_gpu")
+        self._read()
+
+    def metric(self, name: str) -> float:
+        """One of vLLM's own."""
+        self._write("metric", name)
+        return float(self._read())
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(30)
+
+    def close(self) -> None:
+        """Let it end by itself."""
+        if self._process.poll() is None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.wait(60)
+
+    def _write(self, *command: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        timer = threading.Timer(SECONDS, self._process.kill)
+        timer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
+        assert line, f"the engine has ended:\n{self._log.read_text()[-8000:]}"
+        return json.loads(line)
+
+
+def main(options: Mapping[str, Any]) -> None:
+    words = os.fdopen(os.dup(1), "w")  # vLLM writes its log to the other one
+    os.dup2(2, 1)
+    commands = sys.stdin.fileno()
+    with running(Setup(Path(options["model"]), extra=options["extra"], gpu_blocks=160)) as engine:
+
+        def say(what: Any) -> None:
+            words.write(json.dumps(what) + "\n")
+            words.flush()
+
+        say("ready")
+        while True:
+            while not select.select([commands], [], [], _IDLE_SECONDS)[0]:
+                engine.llm.llm_engine.step()
+            line = sys.stdin.readline()
+            if not line:
+                return
+            command, *arguments = json.loads(line)
+            say(_COMMANDS[command](engine, *arguments))
+
+
+def _ask(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> Any:
+    answers = engine.ask(*map(tuple, prompts), tokens=tokens)
+    return [(answer.tokens, [list(each.items()) for each in answer.logprobs], answer.cached) for answer in answers]
+
+
+_COMMANDS: dict[str, Any] = {
+    "ask": _ask,
+    "forget_gpu": lambda engine: engine.forget_gpu(),
+    "metric": lambda engine, name: engine.counter(name),
+}
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

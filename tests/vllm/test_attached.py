@@ -1,0 +1,186 @@
+"""Engines that are attached to a node service: their answers are those of vLLM alone, they share what they have stored,
+and either of both sides may go at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.vllm.engineprocess import EngineProcess
+from tests.vllm.engines import (
+    A_HIT,
+    LONGEST,
+    PROMPTS,
+    SHORT,
+    A,
+    B,
+    C,
+    D,
+    Engine,
+    Reference,
+    Setup,
+    assert_same,
+    eventually,
+    prompt,
+    running,
+)
+from tests.vllm.nodeservice import NodeService, running_service
+
+pytestmark = pytest.mark.vllm
+
+StartEngine = Callable[..., EngineProcess]
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[NodeService]:
+    with running_service(tmp_path) as service:
+        yield service
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path) -> Iterator[StartEngine]:
+    """Starts engines in processes of their own."""
+    with ExitStack() as stack:
+
+        def start(service: NodeService, **options: Any) -> EngineProcess:
+            engine = EngineProcess(model, service.attach, tmp_path / "engines", **options)
+            stack.callback(engine.kill)
+            return engine
+
+        yield start
+
+
+def until_attached(engine: Engine, service: NodeService) -> None:
+    """Step an engine of this process until its ranks have memory."""
+
+    def has_memory() -> bool:
+        engine.step()
+        return is_attached(service)
+
+    eventually(has_memory, "an attached engine")
+
+
+def is_attached(service: NodeService, sessions: int = 1) -> bool:
+    found = service.sessions()
+    attached = [each for each in found if each["state"] == "attached" and each["registered_slots"] > 0]
+    return len(attached) == sessions
+
+
+@pytest.mark.parametrize("kind", ["eager", "lazy", "hybrid"])
+def test_answers_are_those_of_vllm_alone(
+    kind: str, model: Path, hybrid_model: Path, reference: Reference, service: NodeService
+) -> None:
+    used = hybrid_model if kind == "hybrid" else model
+    expected = reference(used, *PROMPTS)
+    settings = {"prefix_cache_retention_interval": None} if kind == "hybrid" else {}
+    extra = {"attach": service.attach, "lazy_offload": kind == "lazy"}
+    setup = Setup(used, extra, gpu_blocks=96, step_tokens=256, settings=settings)
+    with running(setup) as engine:
+        until_attached(engine, service)
+        assert_same(engine.ask(A), expected[:1])
+        for seed in range(100, 106):  # has the GPU evict what is older, which is when lazy stores happen
+            engine.ask(prompt(602, seed))
+        engine.forget_gpu()
+        (warm,) = engine.ask(A, tokens=LONGEST)
+        assert warm.cached == A_HIT
+        assert_same([warm], expected[:1])
+        for _ in range(2):
+            assert_same(engine.ask(*PROMPTS, tokens=LONGEST), expected)
+            engine.forget_gpu()
+        answers = engine.ask(*PROMPTS)
+        assert_same(answers, expected)
+        assert sum(answer.cached for answer in answers) > sum(map(len, PROMPTS)) / 2
+
+
+def test_ranks_in_processes_of_their_own(model: Path, reference: Reference, service: NodeService) -> None:
+    expected = reference(model, A, B, C)
+    with running(Setup(model, {"attach": service.attach}, tp=2, processes=True, gpu_blocks=96)) as engine:
+        eventually(lambda: is_attached(service), "an attached engine")
+        (session,) = service.sessions()
+        assert len({rank["pid"] for rank in session["ranks"]}) == 2
+        assert_same(engine.ask(A, B, C), expected)
+        eventually(lambda: service.sessions()[0]["in_flight"] == 0, "the end of all stores")
+        eventually(engine.llm.reset_prefix_cache, "a reset of the prefix cache")
+        warm = engine.ask(A, B, C, tokens=LONGEST)
+        assert warm[0].cached == A_HIT
+        assert_same(warm, expected)
+
+
+def test_engines_share_what_one_has_stored_and_the_next_finds_what_a_killed_one_has_left(
+    model: Path, reference: Reference, service: NodeService, start: StartEngine
+) -> None:
+    expected = reference(model, A, C)
+    first = start(service)
+    eventually(lambda: is_attached(service), "an attached engine")
+    assert_same(first.ask(A, C), expected)
+    first.forget_gpu()
+    alone = service.used_slots()
+    second = start(service)
+    eventually(lambda: is_attached(service, sessions=2), "two attached engines")
+    answers = [*second.ask(A), *second.ask(C)]
+    assert [answer.cached for answer in answers] == [A_HIT, A_HIT], "its first requests hit"
+    assert_same(answers, expected)
+    second.forget_gpu()
+    assert service.used_slots() <= 1.05 * alone
+    second.begin(D, *SHORT)  # stores are under way
+    second.kill()
+    first.kill()
+    eventually(lambda: not service.sessions(), "the end of both sessions")
+    third = start(service)
+    eventually(lambda: is_attached(service), "an attached engine")
+    (again,) = third.ask(A)
+    assert again.cached == A_HIT
+    assert_same([again], expected[:1])
+    assert third.metric("vllm:kv_offload_attached") == 1
+
+
+def test_engines_with_other_hash_seeds_do_not_meet(
+    model: Path, reference: Reference, service: NodeService, start: StartEngine
+) -> None:
+    expected = reference(model, A)
+    first = start(service, environ={"PYTHONHASHSEED": "1"})
+    first.ask(A)
+    first.forget_gpu()
+    second = start(service, environ={"PYTHONHASHSEED": "2"})
+    eventually(lambda: is_attached(service, sessions=2), "two attached engines")
+    (answer,) = second.ask(A)
+    assert answer.cached == 0
+    assert_same([answer], expected)
+    namespaces = service.get("/v1/namespaces")["items"]
+    assert len({namespace["name"] for namespace in namespaces}) == 2
+    assert any("PYTHONHASHSEED" in reason for namespace in namespaces for reason in namespace["sharing_off"])
+
+
+def test_an_engine_serves_before_its_service_comes_and_after_it_was_killed(
+    model: Path, reference: Reference, tmp_path: Path, start: StartEngine
+) -> None:
+    """No request fails or differs, and what was stored is found again, as the keeper has kept it."""
+    expected = reference(model, *PROMPTS)
+    service = NodeService(tmp_path, "64MiB", "--state", str(tmp_path / "state"))
+    engine = start(service)
+    assert_same(engine.ask(A), expected[:1])
+    assert engine.metric("vllm:kv_offload_attached") == 0
+    service.start()
+    try:
+        eventually(lambda: engine.ask(B) and is_attached(service), "an engine that attaches to a new service")
+        engine.ask(*PROMPTS)
+        engine.forget_gpu()
+        before = engine.ask(*PROMPTS)
+        engine.forget_gpu()
+        for _ in range(2):
+            engine.begin(*PROMPTS, tokens=LONGEST)
+            service.kill()
+            service.start()
+            assert_same(engine.finish(), expected)
+            eventually(lambda: engine.ask(B) and is_attached(service), "an engine that attaches again")
+            engine.forget_gpu()
+        after = engine.ask(*PROMPTS)
+        assert_same(after, expected)
+        assert sum(answer.cached for answer in after) >= 0.99 * sum(answer.cached for answer in before)
+        assert engine.metric("vllm:kv_offload_sessions_lost") >= 2
+    finally:
+        engine.close()
+        service.stop()
