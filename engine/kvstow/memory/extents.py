@@ -54,7 +54,7 @@ class Extent:
     """A memfd of `num_bytes`, a multiple of 2 MiB; those below `populated_bytes`, the watermark, may be shown to
     clients. The owner closes it, after the populator has let go of it (`Populator.discard`).
 
-    Any thread may read the properties; only the populator's writes them.
+    Any thread may read the properties; only the populator's writes them, but for `row`, which is the owner's.
     """
 
     def __init__(self, fd: int, num_bytes: int, huge_pages: HugePages, numa_node: int | None) -> None:
@@ -67,6 +67,8 @@ class Extent:
         """The same by NUMA node; empty where the kernel does not tell."""
         self.notice: str | None = None
         """A sentence for people where memory cannot be bound to the node, else None."""
+        self.row: int | None = None
+        """The row of the pool that waits for this memory; None if none does."""
 
     @classmethod
     def create(cls, num_bytes: int, huge_pages: HugePages = "advised", numa_node: int | None = None) -> Extent:

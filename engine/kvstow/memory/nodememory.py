@@ -178,6 +178,7 @@ class NodeMemory:
             case Give():
                 self._places[step.extent] = step
                 self._owners[step.extent] = self.budget.layout(step.pool).owner
+                self._set_row(step.extent, step.row)
                 changed.add(step.extent)
             case TakeBack():
                 del self._places[step.extent]
@@ -185,7 +186,14 @@ class NodeMemory:
             case Close():
                 self._close(step.extent)
             case Recall():
-                pass
+                for number in step.extents:
+                    self._set_row(number, None)
+
+    def _set_row(self, number: int, row: int | None) -> None:
+        """The populator takes it into account from its next chunk on."""
+        extent = self._extents.get(number)
+        if extent is not None:
+            extent.row = row
 
     def _create_missing(self, changed: set[int]) -> None:
         self.error = None
@@ -198,6 +206,8 @@ class NodeMemory:
                 return
             del self._missing[number]
             self._extents[number] = extent
+            place = self._places.get(number)
+            extent.row = None if place is None else place.row
             self.populator.add(extent)
             changed.add(number)
 
@@ -220,6 +230,7 @@ class NodeMemory:
             self._owners[number] = label.owner
         if label.place is not None:
             self._places[number] = label.place
+            extent.row = label.place.row
         self.populator.add(extent)
         return number
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -43,7 +44,10 @@ class PopulatorStatus:
 
 
 class Populator:
-    """Populates extents in the order in which they were added.
+    """Populates the extents that pools wait for, then the others in the order in which they were added.
+
+    The extents of a row take turns, one step of the watermark each, because a slot is usable once it is populated on
+    every rank. Lower rows go first, over all pools.
 
     Guarantees: bytes below an extent's watermark have memory. A refusal or an error stops populating, not the thread,
     and is shown until `retry` or the next `add`. After `discard` returned, the populator no longer uses the extent.
@@ -97,7 +101,7 @@ class Populator:
         self._listeners.register(callback)
 
     def add(self, extent: Extent) -> None:
-        """Populate it after those that are there. This is also a new attempt after a failure."""
+        """Populate it, too. This is also a new attempt after a failure."""
         with self._state:
             self._extents.append(extent)
             self._failure = None
@@ -175,11 +179,10 @@ class Populator:
     def _populate_next(self) -> bool:
         """Populate one chunk; False when the populator closes."""
         with self._state:
-            self._state.wait_for(lambda: self._closing or self._next() is not None)
-            extent = self._next()
-            if self._closing or extent is None:
+            self._state.wait_for(lambda: self._closing or self._may_populate())
+            if self._closing:
                 return False
-            self._current = extent
+            self._current = extent = min(filter(_is_unfinished, self._extents), key=_turn_of)
             start = self._done.get(id(extent), extent.populated_bytes)
             self._progress.begin(self._taken)
         try:
@@ -196,7 +199,7 @@ class Populator:
                 self._done[id(extent)] = end
                 self._taken += populated.num_bytes
                 self._progress.record(self._taken)
-                if self._unfinished() is None:
+                if not self._has_unfinished():
                     self._progress.end()
         return self._wait_for_pause()
 
@@ -220,11 +223,11 @@ class Populator:
 
     # Under `_state`.
 
-    def _unfinished(self) -> Extent | None:
-        return next((extent for extent in self._extents if extent.populated_bytes < extent.num_bytes), None)
+    def _has_unfinished(self) -> bool:
+        return any(map(_is_unfinished, self._extents))
 
-    def _next(self) -> Extent | None:
-        return None if self._failure is not None or self._paused else self._unfinished()
+    def _may_populate(self) -> bool:
+        return self._failure is None and not self._paused and self._has_unfinished()
 
     def _current_state(self) -> PopulatorState:
         if self._closing:
@@ -233,6 +236,17 @@ class Populator:
             return "failed"
         if self._failure is not None:
             return "failed" if self._failure[0] == _DEFECT else "degraded"
-        if self._unfinished() is None:
+        if not self._has_unfinished():
             return "ready"
         return "paused" if self._paused else "populating"
+
+
+def _is_unfinished(extent: Extent) -> bool:
+    return extent.populated_bytes < extent.num_bytes
+
+
+def _turn_of(extent: Extent) -> tuple[float, float]:
+    """The lowest is populated next. By the watermark, so that each turn is a whole step, and by its share of the
+    extent, because the slots of some ranks are larger."""
+    row = extent.row
+    return (math.inf, 0.0) if row is None else (row, extent.populated_bytes / extent.num_bytes)

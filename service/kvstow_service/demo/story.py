@@ -32,7 +32,7 @@ class Scale:
     ranks: int = 2
     slot: str = "128KiB"
     shape: TraceShape = TraceShape(sessions=60, turns=5, shared_prompts=4)  # noqa: RUF009 - frozen
-    flags: tuple[str, ...] = ("--extent-size", "64MiB", "--pin-chunk", "16MiB", "--pin-pause", "100ms")
+    flags: tuple[str, ...] = ("--pin-chunk", "16MiB", "--pin-pause", "100ms")
     rate: float = 40.0
     middle: float = 2.5
 

@@ -104,6 +104,38 @@ def test_memory_is_populated_before_there_is_a_pool_and_then_given(
     assert keeper.resident_bytes == 4 * EXTENT
 
 
+def rows_waited_for(node: NodeMemory) -> dict[int, int | None]:
+    return {number: found.row for number in range(1, 9) if (found := node.extent(number)) is not None}
+
+
+def test_the_populator_knows_which_rows_wait_for_extents(make: MakeNode, keeper: FakeKeeper) -> None:
+    node = make()
+    node.budget.add_pool("a", PoolLayout(1, (RankLayout(MIB), RankLayout(MIB)), EXTENT))
+    node.apply()
+    assert rows_waited_for(node) == {1: None, 2: None, 3: None, 4: None}
+    node.budget.attach("a", "s", 4)
+    node.apply()
+    given = node.budget.rows("a")[0].extents
+    assert rows_waited_for(node) == {number: 0 if number in given else None for number in (1, 2, 3, 4)}
+    again = make()
+    add_pool(again, session=None)
+    again.restore(keeper.take_all())
+    assert rows_waited_for(again) == rows_waited_for(node)
+    node.budget.record_mapping("client", given[0])
+    node.budget.detach("a", "s")
+    node.budget.remove_pool("a")
+    (recall,) = (step for step in node.apply() if isinstance(step, Recall))
+    assert recall.extents == given
+    assert set(rows_waited_for(node).values()) == {None}, "nobody waits for a row that was recalled"
+
+
+def test_extents_that_are_created_for_a_row_know_it(make: MakeNode) -> None:
+    node = make()
+    add_pool(node)
+    node.apply()
+    assert sorted(str(row) for row in rows_waited_for(node).values()) == ["0", "0", "1", "1"]
+
+
 def test_slots_are_usable_as_far_as_every_rank_is_populated(make: MakeNode) -> None:
     node = make()
     node.populator.set_paused(True)

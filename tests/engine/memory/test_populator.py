@@ -106,6 +106,60 @@ def test_extents_are_populated_in_the_order_of_adding_and_the_watermark_moves_in
     assert status.numa_bytes == {0: status.target_bytes}
 
 
+def test_extents_of_a_row_take_turns_lower_rows_first_and_those_without_a_row_last(
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+) -> None:
+    spare, later, *ranks = (extent(2 * STEP_BYTES) for _ in range(5))
+    for one in ranks:
+        one.row = 0
+    later.row = 1
+    populator = make()
+    populator.set_paused(True)
+    for one in (spare, later, *ranks):
+        populator.add(one)
+    populator.set_paused(False)
+    eventually(lambda: populator.status().state == "ready")
+    first, second = (0, STEP_BYTES), (STEP_BYTES, 2 * STEP_BYTES)
+    assert window.ranges == [
+        *((one, *first) for one in ranks),
+        *((one, *second) for one in ranks),
+        *((one, *step) for one in (later, spare) for step in (first, second)),
+    ]
+
+
+def test_a_turn_is_a_whole_step_and_larger_extents_have_more_turns(
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+) -> None:
+    large, small = extent(2 * STEP_BYTES), extent(STEP_BYTES)
+    populator = make(chunk_bytes=32 * MIB)
+    populator.set_paused(True)
+    for one in (large, small):
+        one.row = 0
+        populator.add(one)
+    populator.set_paused(False)
+    eventually(lambda: populator.status().state == "ready")
+    assert [(one is large, start // MIB) for one, start, _ in window.ranges] == [
+        *((True, start) for start in (0, 32)),
+        *((False, start) for start in (0, 32)),
+        *((True, start) for start in (64, 96)),
+    ]
+
+
+def test_an_extent_that_a_pool_gets_meanwhile_goes_before_the_one_under_way(
+    window: FakeWindow, make: MakePopulator, extent: MakeExtent, eventually: Eventually
+) -> None:
+    window.go_on.clear()
+    one, other = extent(2 * STEP_BYTES), extent(STEP_BYTES)
+    populator = make()
+    populator.add(one)
+    populator.add(other)
+    eventually(window.entered.is_set)
+    other.row = 3
+    window.go_on.set()
+    eventually(lambda: populator.status().state == "ready")
+    assert [(found is one, start) for found, start, _ in window.ranges] == [(True, 0), (False, 0), (True, STEP_BYTES)]
+
+
 def test_real_memory(make: MakePopulator, extent: MakeExtent, eventually: Eventually) -> None:
     one = extent(STEP_BYTES + 2 * MIB)
     populator = make()

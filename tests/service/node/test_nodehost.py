@@ -88,7 +88,9 @@ def test_engines_for_which_keys_mean_something_else_share_no_blocks(bench: HostB
     assert second.pool is first.pool
     assert second.answer.namespace != first.answer.namespace
     assert second.has(1) == 0
-    if field != "model":
+    if field == "unshared":
+        assert second.answer.sharing_off == (NAMESPACE_CHANGES[field],)
+    elif field != "model":
         (reason,) = second.answer.sharing_off
         assert f"namespace {first.answer.namespace}: {field}" in reason
     second.store(1)
