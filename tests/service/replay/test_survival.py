@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -63,3 +66,43 @@ def test_the_cache_outlives_a_service_that_is_killed_under_traffic(
     assert (during.engines[0].sessions, during.engines[0].problem) == (2, None)
     assert after.total.block_hit_rate == 1
     assert after.total.stored_blocks == 0
+
+
+@contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.soak
+def test_an_engine_that_stands_still_for_a_minute_harms_nobody(
+    service: Service, conversations: list[TraceRequest]
+) -> None:
+    """Its processes are stopped in the middle of their transfers, and others share the pool meanwhile. Then it
+    continues, and what it says and writes late is what it was allowed to."""
+    requests = conversations[:60]
+    others: list[AttachedResult] = []
+
+    def stop(finished: int) -> None:
+        if finished < 10 or others:
+            return
+        (session,) = service.get("/v1/sessions")["items"]
+        until = time.monotonic() + 60
+        with stopped([session["pid"], *(rank["pid"] for rank in session["ranks"])]):
+            while time.monotonic() < until:
+                others.append(replay(service, requests, ReplayOptions()))
+            assert service.answers("/livez")
+
+    service.start()
+    wait_until(lambda: service.answers("/readyz"), "the service is healthy")
+    found = replay(service, requests, ReplayOptions(concurrency=4), on_request=stop)
+    assert others[-1].total.block_hit_rate == 1
+    assert found.engines[0].problem is None
+    wait_until(lambda: service.get("/v1/sessions")["items"] == [], "all sessions are over")
+    slots = service.get("/v1/pools")["items"][0]["slots"]
+    assert (slots["leased"], slots["filling"], slots["quarantined"]) == (0, 0, 0)
