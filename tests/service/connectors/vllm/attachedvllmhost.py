@@ -1,0 +1,127 @@
+"""A `VllmHost` whose engine is attached to a service that answers late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from tests.service.connectors.vllm.blockpool import FakeBlockPool
+from tests.service.connectors.vllm.slowservice import SlowService
+from tests.service.connectors.vllm.vllmhost import ONE_GROUP, Cached, FakeRequest, Output, VllmHost
+
+from kvstow.attach.ticket import number_of
+from kvstow.config import EngineConfig
+from kvstow.control.attachedsession import AttachedSession
+from kvstow.messages import Completion
+from kvstow.testing.fakes import FakeClock
+from kvstow.testing.rank import FakeRank
+from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
+from kvstow_service.connectors.vllm.kvgroups import KVGroups
+from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS, SchedulerSide
+from kvstow_service.connectors.vllm.stepplan import PlannedStep
+
+
+class AttachedVllmHost(VllmHost):
+    """The ranks join a session with the step that brings its ticket, once their copies of the session before have
+    ended, and refuse ops of other sessions."""
+
+    def __init__(
+        self,
+        groups: KVGroups = ONE_GROUP,
+        *,
+        gpu_blocks: int = 33,
+        slots: int = 64,
+        delay: int | Callable[[], int] = 1,
+        lazy_blocks: int | None = None,
+        is_up: bool = True,
+    ) -> None:
+        self.clock, self.groups = FakeClock(), groups
+        config = EngineConfig(slot_bytes=64, capacity_slots=slots)
+        delay_of = delay if callable(delay) else lambda: delay
+        self.service = SlowService(config, slots, clock=self.clock, delay=delay_of)
+        self.service.is_up = is_up
+        self.memory: dict[int, bytes | None] = {}
+        self.control = AttachedControl(lambda: self.service.engine(clock=self.clock), 64, self.clock)
+        self._joined: tuple[int, AttachedSession] | None = None
+        link: Any = SimpleNamespace(
+            pool=self.service.pool, desired=self._desired, report=self._report, complete=self.control.complete
+        )
+        self.ranks = [FakeRank(link, memory=self.memory)]
+        self.pool = FakeBlockPool(gpu_blocks)
+        self.observed = []
+        self.side = SchedulerSide(self.control, groups, self.pool, lazy_blocks=lazy_blocks, step_blocks=STEP_BLOCKS)
+        self._placed: set[str] = set()
+        self._running = Cached()
+        for _ in range(2):  # the first makes the session, the second brings its ticket
+            self.step()
+
+    def expect(self, request: FakeRequest) -> None:
+        self.side.expect(request)
+
+    def ask_now(self, request: FakeRequest, local: int = 0) -> int | None:
+        """What vLLM is told: None if it is to ask again in the next step."""
+        return self.side.find_hit(request, local)
+
+    def step(self, scheduled: dict[FakeRequest, int] | None = None, *, copy: bool = True) -> PlannedStep:
+        scheduled = scheduled or {}
+        for request, count in scheduled.items():
+            if request.request_id not in self._placed:
+                self.schedule(request, count)
+        counts = {request.request_id: count for request, count in scheduled.items()}
+        plan = self.side.plan_step(Output(counts, self._running))
+        self._placed, self._running = set(), Cached()
+        self._join()
+        self._submit(plan)
+        if copy:
+            self.copy()
+        for request, count in scheduled.items():
+            self._compute(request, count)
+        return plan
+
+    def settle(self) -> None:
+        """Steps until nothing is under way."""
+        for _ in range(50):
+            if not self.side.has_pending_stores:
+                return
+            self.step()
+        raise AssertionError("transfers do not end")
+
+    def stored(self) -> set[bytes]:
+        blocks = self.service.facade.blocks(limit=1000).blocks
+        keys = [bytes.fromhex(block.key) for block in blocks]
+        assert [self.memory.get(block.slot) for block in blocks] == keys
+        return set(keys)
+
+    @property
+    def leases(self) -> int:
+        return self.service.facade.stats().pool.leases
+
+    def _join(self) -> None:
+        """As the worker does: refuse ops of the old session, let its copies end, tell the service, join the new one."""
+        ticket = self.control.ticket
+        if ticket is None or (self._joined is not None and self._joined[0] == ticket.number):
+            return
+        (rank,) = self.ranks
+        rank.run_all()
+        if self._joined is not None:
+            self.service.let_go(self._joined[1], 0)
+        assert self.service.session is not None
+        self._joined = ticket.number, self.service.session
+        rank.pin(self.service.pool.memory_slots())
+
+    def _submit(self, plan: PlannedStep) -> None:
+        number = 0 if self._joined is None else self._joined[0]
+        for rank in self.ranks:
+            for op in (*plan.stores.ops, *plan.loads.ops):
+                if number_of(op.op_id) == number:
+                    rank.submit(op)
+                else:
+                    self.control.complete(rank.rank, rank.boot_id, [Completion(op.op_id, "failed", "another session")])
+
+    def _desired(self) -> Any:
+        return self.service.pool.desired
+
+    def _report(self, report: Any) -> Any:
+        assert self._joined is not None
+        return self._joined[1].report(report)

@@ -1,0 +1,182 @@
+"""A node service that answers late: a shared pool and the wire's messages, without sockets, threads or time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvstow.attach.calls import (
+    BeginLoad,
+    BeginStore,
+    Completions,
+    CountLookup,
+    Lookup,
+    Refresh,
+    Release,
+    Reset,
+    ResetDone,
+)
+from kvstow.attach.connection import Call, Message
+from kvstow.attach.engine import AttachedEngine
+from kvstow.attach.frames import Frame
+from kvstow.attach.hello import CallError, Welcome
+from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
+from kvstow.config import EngineConfig
+from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.poolfacade import PoolFacade
+from kvstow.control.sharedpool import SharedPool
+from kvstow.errors import DisconnectedError, KvstowError
+from kvstow_service.node.nodesession import NodeSession
+
+
+class SlowService:
+    """It takes each message at once, and its answer arrives `delay()` steps later. Its pool outlives its clients."""
+
+    def __init__(
+        self, config: EngineConfig, slots: int, *, clock: Callable[[], float], delay: Callable[[], int]
+    ) -> None:
+        self.pool = SharedPool(config, clock=clock)
+        self.pool.add_extent(slots)
+        self.pool.set_populated(slots)
+        self.facade = PoolFacade(self.pool)
+        self.delay = delay
+        self.is_up = True
+        self.is_silent = False
+        """It takes messages, and answers none."""
+        self.session: AttachedSession | None = None
+        self.connection: SlowConnection
+
+    def engine(self, **options: Any) -> AttachedEngine:
+        """The scheduler half of an engine of this service."""
+        config = self.pool.config
+        sizes = tuple(config.slot_bytes_of(rank) for rank in range(config.num_ranks))
+        identity = PoolIdentity(sizes, (RegionIdentity("0", sizes[0]),), "auto", (GroupIdentity("full", 16, 16),))
+        namespace = NamespaceIdentity("model", "weights", "configured", "probe")
+        engine = AttachedEngine(Path("/none"), engine="engine", pool=identity, namespace=namespace, **options)
+        self.connection = SlowConnection(self, engine._begin_session, engine._end_session)
+        engine._connection = self.connection  # type: ignore[assignment]
+        return engine
+
+    def open_session(self) -> AttachedSession:
+        self.session = session = self.pool.attach("engine", "namespace")
+        for rank in range(self.pool.config.num_ranks):
+            session.map_memory((session.session_id, rank))
+        return session
+
+    def lose(self) -> None:
+        """End the session, as when the service has gone and come back with its memory."""
+        self.connection.disconnect("the service has gone")
+
+    def let_go(self, session: AttachedSession, rank: int) -> None:
+        """Nothing of that session is under way on this rank any more."""
+        self.pool.process_died((session.session_id, rank))
+
+
+class SlowConnection:
+    """An `AttachConnection` to a `SlowService`."""
+
+    def __init__(
+        self, service: SlowService, on_attached: Callable[[Welcome], object], on_lost: Callable[[], object]
+    ) -> None:
+        self._service, self._on_attached, self._on_lost = service, on_attached, on_lost
+        self._step = 0
+        self._answers: deque[tuple[int, Call, Frame]] = deque()
+        self._pushed: list[Frame] = []
+        self._session: Any = None
+        self.state, self.problem, self.refusal = "detached", None, None
+        self.welcome: Welcome | None = None
+
+    def call(self, message: Message) -> Call:
+        call = Call()
+        if self.state != "attached":
+            call.fail(DisconnectedError(str(self.problem)))
+            return call
+        try:
+            answer: Any = self._answer(type(message).unpack(message.pack()))
+        except KvstowError as error:
+            answer = CallError(error.code, str(error))
+        due = self._step + self._service.delay()
+        if self._answers:
+            due = max(due, self._answers[-1][0])
+        self._answers.append((due, call, _frame(answer)))
+        return call
+
+    def tell(self, message: Message, fds: object = ()) -> bool:
+        if self.state != "attached":
+            return False
+        message = type(message).unpack(message.pack())
+        match message:
+            case Completions():
+                self._session.complete(message)
+            case Release():
+                self._session.release(message.lease_ids)
+            case Refresh():
+                self._session.control.refresh(message.keys)
+            case CountLookup():
+                self._session.control.count_lookup(message.queried, message.hits)
+        return True
+
+    def poll(self, seconds: float = 0.0) -> list[Frame]:
+        self._step += 1
+        if self.state == "detached" and self._service.is_up:
+            self._attach()
+        self._deliver()
+        pushed, self._pushed = self._pushed, []
+        return pushed
+
+    def wait(self, call: Call, seconds: float) -> bool:
+        """The answers that are due are there; those of later steps are not, however long one waits."""
+        self._deliver()
+        return call.done
+
+    def disconnect(self, problem: str) -> None:
+        if self.state != "attached":
+            return
+        self._session.control.lose(problem)
+        self.state, self.problem, self.welcome, self._session = "detached", problem, None, None  # type: ignore[assignment]
+        self._pushed.clear()
+        answers, self._answers = self._answers, deque()
+        for _, call, _ in answers:
+            call.fail(DisconnectedError(problem))
+        self._on_lost()
+
+    def close(self) -> None:
+        self.disconnect("closed")
+        self.state = "closed"
+
+    def retry_now(self) -> None: ...
+
+    def fileno(self) -> int:
+        return -1
+
+    def _attach(self) -> None:
+        self._session = session = object.__new__(NodeSession)
+        session.control = self._service.open_session()
+        session.link = SimpleNamespace(push=lambda message: self._pushed.append(_frame(message)))
+        self.state, self.problem = "attached", None
+        self.welcome = Welcome(version=1, session_id=str(session.control.session_id), service="slow", token="secret")
+        self._on_attached(self.welcome)
+
+    def _answer(self, message: Message) -> Any:
+        match message:
+            case Lookup():
+                return self._session.lookup(message)
+            case BeginLoad():
+                return self._session.begin_load(message)
+            case BeginStore():
+                return self._session.begin_store(message)
+            case Reset():
+                return ResetDone(self._session.control.reset())
+        raise AssertionError(f"{message} has no answer")
+
+    def _deliver(self) -> None:
+        while self._answers and self._answers[0][0] <= self._step and not self._service.is_silent:
+            _, call, frame = self._answers.popleft()
+            call.resolve(frame)
+
+
+def _frame(message: Any) -> Frame:
+    return Frame(message.KIND, 0, message.pack())

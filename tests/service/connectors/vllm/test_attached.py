@@ -1,0 +1,273 @@
+"""The scheduler side of an attached engine: answers that come later, and sessions that end."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from tests.service.connectors.vllm.attachedvllmhost import AttachedVllmHost
+from tests.service.connectors.vllm.vllmhost import ONE_GROUP, WITH_WINDOW, FakeRequest, keys_of
+
+from kvstow_service.connectors.vllm.attachedcontrol import SILENT_SECONDS, SLOW_SECONDS
+from kvstow_service.connectors.vllm.attachedhits import MOST_AHEAD
+from kvstow_service.connectors.vllm.kvgroups import KVGroups
+
+PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
+
+
+def with_prompt(groups: KVGroups = ONE_GROUP, **options: int) -> AttachedVllmHost:
+    """A host whose pool has the blocks of `PROMPT`, and whose GPU has forgotten them."""
+    host = AttachedVllmHost(groups, **options)  # type: ignore[arg-type]
+    first = FakeRequest("first", PROMPT)
+    host.run(first)
+    host.finish(first)
+    host.settle()
+    for block in host.pool.blocks:
+        block.block_hash = None
+    return host
+
+
+def found(host: AttachedVllmHost, request: FakeRequest, local: int = 0) -> int:
+    """What is found after as many steps as it takes."""
+    for _ in range(10):
+        if (hit := host.ask_now(request, local)) is not None:
+            return hit
+        host.step()
+    raise AssertionError("no answer")
+
+
+@pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW])
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_what_is_stored_is_found_and_loaded(groups: KVGroups, delay: int) -> None:
+    host, request = with_prompt(groups, delay=delay), FakeRequest("r", PROMPT)
+    host.expect(request)
+    assert found(host, request) == 12
+    host.admit(request, load=12)
+    for _ in range(delay + 1):
+        host.step()
+    for group in groups.groups:
+        first = group.first_block(12)
+        assert host.contents(request, group)[first:] == keys_of(PROMPT, group)[first:]
+    assert host.leases == 0
+
+
+def test_a_lookup_is_sent_when_the_request_arrives_and_taken_in_the_next_step() -> None:
+    host, request = with_prompt(delay=1), FakeRequest("r", PROMPT)
+    host.expect(request)
+    assert host.ask_now(request) is None, "vLLM asks again, and waits for nothing"
+    host.step()
+    assert host.ask_now(request) == 12
+    assert host.leases == 1
+
+
+def test_one_lookup_serves_whatever_the_gpu_has_by_then() -> None:
+    host, request = with_prompt(delay=1), FakeRequest("r", PROMPT)
+    host.expect(request)
+    host.step()
+    assert host.ask_now(request, 4) == 8
+    host.admit(request, local=0, load=0)  # the GPU has lost it since: it is computed
+    assert host.leases == 0
+
+
+def test_blocks_behind_a_gap_are_found_if_the_gpu_has_those_before() -> None:
+    """What was evicted hides nothing behind it."""
+    host, cached, request = with_prompt(delay=1), FakeRequest("c", "abcdef"), FakeRequest("r", PROMPT)
+    host.run(cached)
+    host.finish(cached)
+    host.settle()
+    host.service.facade.admin.purge(keys=keys_of(PROMPT)[2:3]).run()
+    host.expect(request)
+    host.step()
+    assert host.ask_now(request, 6) == 6
+    host.admit(request, local=6, load=6)
+    host.step()
+    host.step()
+    assert host.contents(request)[3:] == keys_of(PROMPT)[3:]
+
+
+def test_a_request_that_ends_while_it_is_looked_up_leaves_no_lease() -> None:
+    host, request = with_prompt(delay=2), FakeRequest("r", PROMPT)
+    host.expect(request)
+    host.side.finish(request, [[]])
+    for _ in range(3):
+        host.step()
+    assert host.leases == 0
+
+
+def test_only_so_many_requests_are_looked_up_ahead() -> None:
+    host = with_prompt(delay=1)
+    requests = [FakeRequest(str(number), PROMPT) for number in range(MOST_AHEAD + 1)]
+    for request in requests:
+        host.expect(request)
+    host.step()
+    assert host.ask_now(requests[-2]) == 12
+    assert host.ask_now(requests[-1]) is None, "it is asked for now"
+
+
+def test_blocks_that_wait_for_slots_are_not_handed_out() -> None:
+    """Between the question and the answer nothing but a reference keeps what a store will read."""
+    host, request = AttachedVllmHost(delay=3), FakeRequest("r", PROMPT)
+    host.run(request)
+    blocks = set(request.block_ids[0][:6])
+    host.finish(request)
+    host.step()
+    assert not host.stored(), "the pool has not answered"
+    assert not blocks & set(host.pool.free)
+    host.settle()
+    assert host.stored() == set(keys_of(PROMPT))
+    assert blocks <= set(host.pool.free)
+
+
+def test_a_lost_session_gives_back_what_waited_for_slots_and_the_next_one_stores_it() -> None:
+    host, request = AttachedVllmHost(delay=3), FakeRequest("r", PROMPT)
+    host.run(request)
+    host.finish(request)
+    host.step()
+    host.service.lose()
+    host.settle()
+    for _ in range(300):
+        host.clock.advance(0.1)
+        host.step()
+    assert host.stored() == set(keys_of(PROMPT))
+    assert not host.side.holds_gpu_blocks
+
+
+def test_a_load_that_was_promised_fails_if_the_session_ends_before_it_begins() -> None:
+    host, request = with_prompt(delay=2), FakeRequest("r", PROMPT)
+    assert found(host, request) == 12
+    host.admit(request, load=12)
+    host.service.lose()
+    plan = host.step()
+    assert set(plan.lost_loads) == {"r"}
+    assert plan.lost_loads["r"] == tuple(request.block_ids[0])
+    assert host.ask_now(request) == 0, "it is computed"
+
+
+def test_a_hit_of_a_lost_session_is_looked_up_again() -> None:
+    host, request = with_prompt(delay=0), FakeRequest("r", PROMPT)
+    assert found(host, request) == 12
+    host.service.lose()
+    host.step()  # the next session
+    host.step()  # the ranks join it
+    assert found(host, request) == 12
+    host.admit(request, load=12)
+    host.step()
+    assert host.contents(request) == keys_of(PROMPT)
+
+
+def test_a_load_under_way_ends_although_its_session_has() -> None:
+    host, request = with_prompt(delay=0), FakeRequest("r", PROMPT)
+    assert found(host, request) == 12
+    host.admit(request, load=12)
+    host.step(copy=False)
+    host.service.is_up = False
+    host.service.lose()
+    host.copy()
+    assert host.contents(request) == keys_of(PROMPT)
+    host.side.settle()
+    assert not host.side.has_pending_stores
+
+
+def test_without_a_service_requests_are_misses_at_once_and_nothing_is_held() -> None:
+    host, request = AttachedVllmHost(is_up=False), FakeRequest("r", PROMPT)
+    host.expect(request)
+    assert host.ask_now(request) == 0
+    host.run(request)
+    host.finish(request)
+    host.step()
+    assert not host.side.holds_gpu_blocks
+    assert host.control.refused_stores["not_attached"] > 0
+    assert host.control.problem is not None
+
+
+def test_a_service_that_does_not_answer_is_waited_for_no_longer_than_a_moment() -> None:
+    host, request = with_prompt(delay=1), FakeRequest("r", PROMPT)
+    host.service.is_silent = True
+    assert host.ask_now(request) is None
+    host.step()
+    host.step()
+    host.clock.advance(SLOW_SECONDS + 0.01)
+    assert host.ask_now(request) == 0
+    host.step()
+    other = FakeRequest("o", PROMPT)
+    host.expect(other)
+    assert host.ask_now(other) == 0, "nothing is asked"
+    assert host.control.problem == "the node service does not answer"
+    host.service.is_silent = False
+    host.step()
+    assert found(host, FakeRequest("p", PROMPT)) == 12
+
+
+def test_a_silent_service_loses_the_session_and_the_gpu_gets_its_blocks_back() -> None:
+    host, request = AttachedVllmHost(delay=1), FakeRequest("r", PROMPT)
+    host.service.is_silent = True
+    host.run(request)
+    host.finish(request)
+    for _ in range(3):
+        host.step()
+    assert host.side.holds_gpu_blocks
+    host.clock.advance(SILENT_SECONDS + 0.1)
+    host.service.is_up = False
+    host.step()
+    host.step()
+    assert not host.side.holds_gpu_blocks
+    assert not host.control.engine.is_attached
+
+
+def test_a_reset_hides_what_was_stored_and_what_is_being_stored() -> None:
+    host, request = with_prompt(delay=2), FakeRequest("r", "ABCDEFGHIJKLM")
+    host.run(request)
+    host.finish(request)
+    asked = FakeRequest("asked", PROMPT)
+    host.expect(asked)
+    assert host.side.reset()
+    host.settle()
+    assert found(host, asked) == 0
+    assert found(host, FakeRequest("s", PROMPT)) == 0
+    assert found(host, FakeRequest("t", "ABCDEFGHIJKLM")) == 0
+    assert host.leases == 0
+
+
+@pytest.mark.parametrize("lazy_blocks", [None, 12])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_requests_over_sessions_that_end_get_the_right_bytes(seed: int, lazy_blocks: int | None) -> None:
+    """A slot or a GPU block that is reused too early shows as a wrong content of a loaded block."""
+    random = Random(seed)
+    host = AttachedVllmHost(gpu_blocks=48, slots=24, delay=lambda: random.choice((0, 1, 1, 4)), lazy_blocks=lazy_blocks)
+    prefixes = ["abcdefgh", "ijklmnop", "qrstuvwx"]
+    loads = 0
+    for number in range(60):
+        request = FakeRequest(str(number), random.choice(prefixes) + random.choice("ABCD") * 5)
+        host.clock.advance(0.3)
+        host.expect(request)
+        if random.random() < 0.15:
+            host.service.lose()
+        hit = found(host, request)
+        if hit:
+            host.admit(request, load=hit)
+            for _ in range(8):
+                plan = host.step(copy=random.random() < 0.7)
+                if request.request_id in plan.lost_loads:
+                    hit = 0
+            host.copy()
+            host.side.settle()
+            if hit and not host.side._requests[request.request_id].load_failed:
+                loads += 1
+                assert host.contents(request)[: hit // 2] == keys_of(request.tokens)[: hit // 2]
+            else:
+                hit = 0
+            host.resume(request, 13 - hit, computed=hit)
+            host.step({request: 13 - hit})
+        else:
+            host.run(request)
+        host.finish(request)
+        host.step(copy=random.random() < 0.7)
+        host.copy()
+        host.stored()
+    assert loads > 3
+    for _ in range(40):
+        host.clock.advance(0.3)
+        host.step()
+    assert host.leases == 0
+    assert not host.side.holds_gpu_blocks
+    host.service.pool.check_integrity()
