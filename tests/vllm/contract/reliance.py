@@ -47,18 +47,20 @@ PROTOCOLS: dict[tuple[str, str], tuple[str, str]] = {
 """Our protocols, by module and name, and vLLM's classes that they stand for."""
 
 FIELDS: dict[tuple[str, str], str] = {
-    ("vllm.config.vllm", "VllmConfig"): """cache_config kv_events_config kv_transfer_config max_concurrent_batches
-        model_config parallel_config scheduler_config speculative_config""",
+    ("vllm.config.vllm", "VllmConfig"): """cache_config kv_events_config kv_transfer_config lora_config
+        max_concurrent_batches model_config parallel_config scheduler_config speculative_config""",
     ("vllm.config.kv_transfer", "KVTransferConfig"): """engine_id is_kv_consumer kv_connector kv_connector_extra_config
         kv_connector_module_path kv_load_failure_policy kv_role""",
     ("vllm.config.kv_events", "KVEventsConfig"): "enable_kv_cache_events",
-    ("vllm.config.cache", "CacheConfig"): "enable_prefix_caching",
-    ("vllm.config.model", "ModelConfig"): "model served_model_name",
+    ("vllm.config.cache", "CacheConfig"): "cache_dtype enable_prefix_caching prefix_caching_hash_algo",
+    ("vllm.config.model", "ModelConfig"): """dtype hf_config max_model_len model quantization revision
+        served_model_name""",
     ("vllm.config.parallel", "ParallelConfig"): """data_parallel_index decode_context_parallel_size
-        distributed_executor_backend local_world_size prefill_context_parallel_size rank use_ray world_size""",
+        distributed_executor_backend local_world_size pipeline_parallel_size prefill_context_parallel_size rank
+        tensor_parallel_size use_ray world_size""",
     ("vllm.config.scheduler", "SchedulerConfig"): "max_num_batched_tokens",
     ("vllm.v1.kv_cache_interface", "KVCacheConfig"): "kv_cache_groups num_blocks",
-    ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): "kv_cache_spec",
+    ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): "kv_cache_spec layer_names",
     ("vllm.v1.kv_cache_interface", "FullAttentionSpec"): "block_size",
     ("vllm.v1.kv_cache_interface", "MLAAttentionSpec"): "block_size",
     ("vllm.v1.kv_cache_interface", "SlidingWindowSpec"): "block_size sliding_window",

@@ -33,5 +33,5 @@ def test_coverage_omits_exactly_the_modules_that_need_vllm() -> None:
         check=True,
     )
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    left_out = settings["tool"]["coverage"]["run"]["omit"]
+    left_out = [path for path in settings["tool"]["coverage"]["run"]["omit"] if path.startswith(f"{PACKAGE}/")]
     assert sorted(left_out) == sorted(f"{PACKAGE}/{name}.py" for name in found.stdout.split())

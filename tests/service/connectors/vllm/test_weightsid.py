@@ -1,0 +1,76 @@
+"""What identifies a model's weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvstow_service.connectors.vllm.weightsid import Weights, identify_weights
+
+COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
+
+
+def not_cached(repository: str, revision: str | None) -> Path | None:
+    return None
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model that is no snapshot."""
+    made = tmp_path / "model"
+    made.mkdir()
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (made / name).write_text(name)
+        os.utime(made / name, ns=(10**18, 10**18))
+    return made
+
+
+def identify(folder: Path) -> Weights:
+    return identify_weights(str(folder), None, None, not_cached)
+
+
+def test_files_count_by_name_size_time_and_inode(folder: Path) -> None:
+    before = identify(folder)
+    assert (before.model, before.source) == (str(folder), "files")
+    assert identify(folder) == before
+    (folder / "README.md").write_text("something else")
+    assert identify(folder) == before, "that is no weight"
+    seen = {before.weights_id}
+    os.utime(folder / "model.safetensors", ns=(10**18, 10**18 + 1))
+    seen.add(identify(folder).weights_id)
+    (folder / "config.json").write_text("{}")
+    seen.add(identify(folder).weights_id)
+    (folder / "more.safetensors").write_text("")
+    seen.add(identify(folder).weights_id)
+    times = (folder / "model.safetensors").stat().st_mtime_ns
+    (folder / "copy").write_text("model.safetensors")
+    (folder / "copy").rename(folder / "model.safetensors")
+    os.utime(folder / "model.safetensors", ns=(times, times))
+    seen.add(identify(folder).weights_id)
+    assert len(seen) == 5
+
+
+def test_a_single_file_is_a_model_too(folder: Path) -> None:
+    file = folder / "model.gguf"
+    file.write_text("weights")
+    assert identify(file).source == "files"
+
+
+def test_a_snapshot_is_its_commit_however_it_is_named(tmp_path: Path) -> None:
+    place = tmp_path / "hub" / "models--meta-llama--Llama-3.1-8B" / "snapshots" / COMMIT
+    place.mkdir(parents=True)
+    expected = Weights("meta-llama/Llama-3.1-8B", COMMIT, "snapshot")
+    assert identify(place) == expected
+    by_name = identify_weights("meta-llama/Llama-3.1-8B", "main", None, lambda *_: place / "config.json")
+    assert by_name == expected
+
+
+def test_what_is_configured_comes_first(folder: Path) -> None:
+    assert identify_weights(str(folder), None, "v7", not_cached) == Weights(str(folder), "v7", "configured")
+
+
+def test_what_nothing_identifies_has_no_id(tmp_path: Path) -> None:
+    assert identify_weights("s3://bucket/model", None, None, not_cached) == Weights("s3://bucket/model", "", "unknown")
+    assert identify(tmp_path) == Weights(str(tmp_path), "", "unknown")

@@ -1,0 +1,161 @@
+"""What a vLLM engine says of itself to the node service: each difference that matters makes another identity."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.vllm.harness.setup import Setup, make_geometry, make_vllm_config
+
+from kvstow.attach.identity import NamespaceIdentity, PoolIdentity, RegionIdentity
+from kvstow.errors import ConfigError
+from kvstow_service.connectors.vllm import attachidentity
+from kvstow_service.connectors.vllm.kvgroups import kv_groups
+from kvstow_service.connectors.vllm.metadata import RankHello
+
+pytestmark = pytest.mark.vllm
+
+REGIONS = (RegionIdentity("0", 4096, "a"),)
+
+
+@pytest.fixture
+def config() -> Any:
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    init_none_hash(sha256)
+    made = make_vllm_config(Setup("identity"), "kvstow_service.connectors.vllm", {})
+    made.model_config = SimpleNamespace(**vars(made.model_config))  # it is shared by all tests
+    return made
+
+
+def namespace(config: Any) -> NamespaceIdentity:
+    return attachidentity.namespace_identity(config, 16, "v1")
+
+
+def test_the_same_engine_has_the_same_identity(config: Any) -> None:
+    here = namespace(config)
+    assert here == namespace(config)
+    assert (here.weights_id, here.weights_source, here.unshared) == ("v1", "configured", "")
+
+
+def replaced(**changes: Any) -> Callable[[Any], None]:
+    def change(config: Any) -> None:
+        for name, value in changes.items():
+            setattr(config.model_config, name, value)
+
+    return change
+
+
+def other_rope(config: Any) -> None:
+    described = config.model_config.hf_config.to_dict() | {"rope_theta": 5e5}
+    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: described)
+
+
+def other_scales(config: Any) -> None:
+    config.cache_config = SimpleNamespace(
+        **vars(config.cache_config),
+    )
+    config.cache_config.calculate_kv_scales = True
+
+
+def other_algorithm(config: Any) -> None:
+    config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replaced(model="other"), replaced(dtype="bfloat16"), replaced(quantization="fp8"), other_rope, other_scales],
+)
+def test_each_setting_that_changes_values_makes_another_namespace(config: Any, change: Callable[[Any], None]) -> None:
+    here = namespace(config)
+    change(config)
+    assert namespace(config) != here
+
+
+def test_what_changes_no_value_makes_none(config: Any) -> None:
+    here = namespace(config)
+    config.model_config.max_model_len = 256
+    described = config.model_config.hf_config.to_dict() | {"_name_or_path": "/elsewhere", "transformers_version": "9"}
+    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: described)
+    assert namespace(config) == here
+
+
+def test_the_longest_request_counts_where_rope_depends_on_it(config: Any) -> None:
+    described = config.model_config.hf_config.to_dict() | {"rope_scaling": {"rope_type": "longrope"}}
+    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: described)
+    here = namespace(config)
+    config.model_config.max_model_len = 256
+    assert namespace(config) != here
+
+
+def test_hashes_of_another_algorithm_or_seed_are_other_keys(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
+
+    probes = {namespace(config).hash_probe}
+    other_algorithm(config)
+    probes.add(attachidentity.hash_probe("sha256_cbor", 16))
+    probes.add(attachidentity.hash_probe("sha256", 32))
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", kv_cache_utils.BlockHash(sha256("7")))
+    probes.add(attachidentity.hash_probe("sha256", 16))
+    assert len(probes) == 4
+
+
+def test_random_hashes_are_shared_with_nobody(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM 0.26 without PYTHONHASHSEED."""
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", kv_cache_utils.BlockHash(os.urandom(32)))
+    here = namespace(config)
+    assert here.unshared.startswith("hashes_not_reproducible: ")
+    assert here != namespace(config), "not even with an engine that has drawn the same number"
+
+
+def test_lora_is_shared_only_where_hashes_cover_the_path(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.lora_config = SimpleNamespace()
+    assert namespace(config).unshared == ""
+    monkeypatch.setattr(attachidentity, "_tags_extra_keys", lambda: False)
+    assert namespace(config).unshared.startswith("lora_names_not_unique: ")
+
+
+def test_unknown_weights_are_shared_with_nobody(config: Any) -> None:
+    config.model_config.model = "s3://bucket/model"
+    assert attachidentity.namespace_identity(config, 16, None).unshared.startswith("weights_unknown: ")
+
+
+def pool(setup: Setup, *hellos: RankHello, replicated: bool = False) -> PoolIdentity:
+    config = make_vllm_config(setup, "kvstow_service.connectors.vllm", {})
+    geometry = make_geometry(setup, config)
+    groups = kv_groups([group.kv_cache_spec for group in geometry.scheduler.kv_cache_groups], geometry.hash_block)
+    return attachidentity.pool_identity(config, geometry.scheduler, groups, list(hellos), replicated=replicated)
+
+
+def hello(rank: int = 0, node: str = "node", regions: tuple[RegionIdentity, ...] = REGIONS) -> RankHello:
+    return RankHello(rank, 4096, 0, node, 0, regions)
+
+
+def test_each_layout_is_another_pool() -> None:
+    other = (RegionIdentity("0", 4096, "b"),)
+    pools = [
+        pool(Setup("one"), hello()),
+        pool(Setup("one"), hello(regions=other)),
+        pool(Setup("window", layers="window"), hello()),
+        pool(Setup("hybrid", layers="hybrid"), hello()),
+        pool(Setup("wide", layers="wide hybrid"), hello()),
+        pool(Setup("two", ranks=2), hello(), hello(1)),
+        pool(Setup("two", ranks=2), hello(), hello(1, regions=other)),
+        pool(Setup("two", ranks=2), hello(), hello(1), replicated=True),
+    ]
+    assert len({each.digest for each in pools}) == len(pools)
+    assert pool(Setup("another name", blocks=99), hello()) == pools[0], "the number of GPU blocks does not matter"
+
+
+def test_ranks_on_two_nodes_cannot_attach() -> None:
+    with pytest.raises(ConfigError, match="attach"):
+        pool(Setup("two", ranks=2), hello(), hello(1, node="elsewhere"))
