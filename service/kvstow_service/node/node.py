@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstow.config import HugePages
-from kvstow.errors import IntegrityError
+from kvstow.errors import ConflictError, IntegrityError
 from kvstow.memory.budget import MemoryBudget
 from kvstow.memory.extents import STEP_BYTES
 from kvstow.memory.limits import MemoryLimits, limits_of
@@ -198,7 +198,12 @@ class Node:
         return next(iter(self.memory.failures), None)
 
     def detach(self, session_id: str, *, kill: bool = False) -> bool:
-        """See `AttachServer.detach`."""
+        """See `AttachServer.detach`. Raises `ConflictError` before engines can attach."""
+        if not self._has_started:
+            raise ConflictError(
+                "no session can be detached yet: the service takes up what an earlier one has left; try again when "
+                "/startupz says 200"
+            )
         return self.server.detach(session_id, kill=kill)
 
     def _check_integrity(self) -> None:

@@ -88,6 +88,31 @@ def process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         one.communicate()
 
 
+def test_no_session_is_detached_while_the_node_takes_up_what_an_earlier_one_has_left(
+    make_node: MakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def recover(recovery: Any) -> None:
+        with pytest.raises(ConflictError) as refused:
+            NodeDirectory(node).detach("s", kill=False)
+        told.append(str(refused.value))
+
+    monkeypatch.setattr("kvstow_service.node.noderecovery.NodeRecovery.run", recover)
+    settings = NodeSettings(
+        memory_bytes=EXTENT, attach_socket=tmp_path / "other.sock", extent_bytes=EXTENT, state=tmp_path / "state"
+    )
+    node = Node(settings)
+    with pytest.raises(ConflictError, match="/startupz"):
+        node.detach("s")
+    try:
+        node.start()
+        assert [sentence.startswith("no session can be detached yet") for sentence in told] == [True]
+        assert not node.detach("s")
+    finally:
+        node.close()
+
+
 def test_two_engines_share_what_one_has_stored(make_node: MakeNode, engines: Engines) -> None:
     node = make_node()
     first = engines(node)
