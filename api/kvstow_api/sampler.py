@@ -68,7 +68,7 @@ class Sampler:
 
     def _sample(self, pool: HostedPool, samples: _PoolSamples) -> None:
         readiness = pool.facade.readiness()
-        if readiness.state != samples.state:
+        if readiness.state != samples.state and not self._is_growth(samples.state, readiness.state):
             self._journal.add("state", pool=pool.name, state=readiness.state, reason=readiness.reason)
             samples.state = readiness.state
         samples.add(sample_of(pool.facade.stats(), readiness.ranks))
@@ -86,8 +86,11 @@ class Sampler:
         noted: dict[tuple[str, int], tuple[str, str | None, str | None]],
     ) -> None:
         name, now = (session.session_id, rank.rank), (rank.state, rank.boot_id, rank.error)
+        before = noted.get(name)
+        if before is not None and self._is_growth(before[0], rank.state) and before[1:] == now[1:]:
+            now = before
         self._ranks[name] = now
-        if noted.get(name) != now:
+        if before != now:
             self._journal.add(
                 "rank",
                 pool=session.pool,
@@ -97,6 +100,11 @@ class Sampler:
                 boot_id=rank.boot_id,
                 error=rank.error,
             )
+
+    def _is_growth(self, before: str | None, state: str) -> bool:
+        """Whether a pool of a node, or a rank, has only got more memory. That happens with every row, so it is no
+        event."""
+        return self._directory.is_node and (before, state) == ("ready", "pinning")
 
     async def _run(self) -> None:
         while True:

@@ -460,6 +460,34 @@ async def test_the_journal_names_pools_and_sessions(launch: Any, node: FakeNode)
     ]
 
 
+async def test_memory_that_a_pool_gets_after_the_first_is_no_event(launch: Any, node: FakeNode) -> None:
+    apps: list[Any] = []
+    await launch(apps.append, directory=node)
+    state = apps[0].state.kvstow
+    engine = node.attach(NAMES[0], reports=False)
+
+    def tick(rank_state: str, **changes: Any) -> list[tuple[str, str]]:
+        last = state.journal.last
+        engine.report(state=rank_state, **changes)
+        state.sampler.tick()
+        return [(entry.type, entry.data["state"]) for entry in state.journal.after(last)[0]]
+
+    assert tick("pinning") == [("state", "ready"), ("state", "ready"), *[("rank", "pinning")] * RANKS]
+    assert tick("ready") == [("rank", "ready")] * RANKS
+    for _ in range(3):
+        engine.pool.add_extent(SLOTS)
+        assert node.pools()[0].facade.readiness().state == "pinning"
+        assert tick("pinning") == []
+        engine.pool.set_populated(engine.pool.capacity)
+        assert tick("ready") == []
+    assert tick("degraded", error="no memory") == [
+        ("state", "degraded"),
+        ("state", "degraded"),
+        *[("rank", "degraded")] * RANKS,
+    ]
+    assert tick("pinning") == [("state", "ready"), ("state", "ready"), *[("rank", "pinning")] * RANKS]
+
+
 async def test_block_events_are_of_one_pool(client: httpx.AsyncClient, pools: list[str]) -> None:
     if len(pools) != 1:  # else the stream does not end
         answer = await client.get("/v1/events?types=stored")
