@@ -9,6 +9,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, Self, TypeVar
 
@@ -201,9 +202,14 @@ class AttachConnection:
         """End the connection; it comes back after a pause."""
         self._lose(problem)
 
-    def close(self) -> None:
-        """End the connection for good. Idempotent."""
+    def close(self, *last_words: Message) -> None:
+        """End the connection for good. Idempotent. `last_words` are sent before, if there is still a session: it is no
+        fault if the service has ended it meanwhile."""
         if self.state != "closed":
+            if self._channel is not None and self.state == "attached":
+                with suppress(AttachError):
+                    for message in last_words:
+                        self._channel.send(message.KIND, _payload_of(message))
             self.problem = "the client has closed the connection"  # nothing to log
             self._lose(self.problem)
             self.state = "closed"

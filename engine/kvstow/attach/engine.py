@@ -197,9 +197,7 @@ class AttachedEngine:
 
     def close(self) -> None:
         """End the session for good: its leases and unfinished stores end when the workers have let go. Idempotent."""
-        self._flush()
-        self._connection.tell(Detach("the engine has stopped"))
-        self._connection.close()
+        self._connection.close(*self._take_spoken(), Detach("the engine has stopped"))
         self._resolve_answers()
 
     # -- lookup and load ------------------------------------------------------------------------------------
@@ -334,10 +332,14 @@ class AttachedEngine:
 
     def _flush(self) -> None:
         """Completions come before what follows from them: a key that failed to load must not be found again."""
-        if self._spoken:
-            spoken, self._spoken = self._spoken, {}
-            for (rank, boot_id), completions in spoken.items():
-                self._connection.tell(Completions(rank, boot_id, tuple(completions)))
+        for message in self._take_spoken():
+            self._connection.tell(message)
+
+    def _take_spoken(self) -> list[Completions]:
+        if not self._spoken:
+            return []
+        spoken, self._spoken = self._spoken, {}
+        return [Completions(rank, boot_id, tuple(said)) for (rank, boot_id), said in spoken.items()]
 
     def _take(self, frames: list[Frame]) -> None:
         self._resolve_answers()  # first: a result may be of an op that an answer before it has begun

@@ -18,7 +18,8 @@ class Hello:
 
     The scheduler half brings both identities and gets a token, which each worker brings. `wanted_bytes`: memory that
     the engine would like on this node, over all ranks; 0 for all that there is. `settled_tokens`: sessions that this
-    process was in and whose copies have all ended in it, so that the service need not wait for its end.
+    process was in and whose copies have all ended in it, so that the service need not wait for its end. A worker whose
+    own token is among them joins no session: it has stopped, and gets no answer.
     """
 
     KIND: ClassVar[Kind] = Kind.HELLO
@@ -37,6 +38,11 @@ class Hello:
     device: str = ""
     numa_node: int | None = None
     settled_tokens: tuple[str, ...] = ()
+
+    @property
+    def is_farewell(self) -> bool:
+        """Whether the process only says that its copies have ended."""
+        return self.role == "worker" and self.token in self.settled_tokens
 
     def pack(self) -> bytes:
         value = {name: shown for name, shown in vars(self).items() if shown is not None}

@@ -141,9 +141,7 @@ class AttachedWorker:
             self._thread.join()
         self._gate.shut()
         ended = self._plane.close(timeout)
-        if ended:
-            self._connection.tell(Detach("the worker has stopped"))
-        self._connection.close()
+        self._connection.close(*([Detach("the worker has stopped")] if ended else []))
         if ended and self._was_attached:
             self._say_settled()
         with self._waking:
@@ -153,7 +151,7 @@ class AttachedWorker:
 
     def _say_settled(self) -> None:
         """Say on another connection that nothing is under way here, without waiting for the answer: the words on the
-        first one are lost if the engine, or another worker, has ended the session before."""
+        first one are lost if the engine, or another worker, has ended the session before. See `Hello.is_farewell`."""
         hello = replace(self._make_hello(), settled_tokens=(*self._settled, self._ticket.token))
         connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with closing(connecting), suppress(OSError, AttachError):

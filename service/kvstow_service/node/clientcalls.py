@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 
 from kvstow.attach.channel import close_fds
@@ -136,13 +136,16 @@ class ClientCalls:
                 raise
             self._tally.fault(error)
             answer = CallError("internal", _FAILED)
-        if answer is not None and frame.request_id:
+        if answer is not None and frame.request_id and not client.has_detached:
             client.channel.send(answer.KIND, answer.pack(), frame.request_id)
 
     def _greet(self, client: Client, frame: Frame) -> None:
         if frame.kind != Kind.HELLO:
             raise ProtocolError("no_hello", "the first frame is not a hello")
         hello = Hello.unpack(frame.payload)
+        if hello.is_farewell:
+            self._hear_farewell(client, hello)
+            return
         peer = self._find_peer(client.socket, needs_pidfd=self.life.needs_pidfd)
         try:
             member, welcome = self.life.greet(hello, peer)
@@ -157,6 +160,16 @@ class ClientCalls:
         self._tally.frames[frame.kind] += 1
         client.channel.send(welcome.KIND, welcome.pack())
 
+    def _hear_farewell(self, client: Client, hello: Hello) -> None:
+        """Its session may be over already, and the process may have ended: neither is a fault of the client."""
+        with (
+            suppress(AttachRefusedError),
+            closing(self._find_peer(client.socket, needs_pidfd=self.life.needs_pidfd)) as peer,
+        ):
+            self.life.settle(hello, peer)
+        self._tally.frames[Kind.HELLO] += 1
+        self.forget(client)
+
     def _take_leave(self, member: Member) -> None:
         """The process has said that nothing of the pool is mapped or under way in it."""
         if member.rank is not None:
@@ -170,7 +183,7 @@ class ClientCalls:
         """On the server's thread: send a message to a member, if it is connected."""
         member = session.member_of(rank)
         client = None if member is None else self._connected.get(member)
-        if member is None or client is None:
+        if member is None or client is None or client.has_detached:
             return
         if fds:
             member.has_memory = True

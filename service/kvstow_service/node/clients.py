@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from kvstow.attach.channel import Channel
 from kvstow.attach.frames import MAX_HELLO_BYTES, Frame
+from kvstow.attach.kinds import Kind
 from kvstow_service.node.sessiontable import Member
 
 HELLO_SECONDS = 5.0
@@ -43,6 +44,11 @@ class Client:
     @property
     def is_stranger(self) -> bool:
         return self.member is None
+
+    @property
+    def has_detached(self) -> bool:
+        """Whether it has said so, behind what is not answered yet: it reads no answers any more."""
+        return bool(self.backlog) and self.backlog[-1].kind == Kind.DETACH
 
 
 class Clients:

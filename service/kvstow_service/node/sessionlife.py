@@ -76,8 +76,7 @@ class SessionLife:
     def greet(self, hello: Hello, peer: Peer) -> tuple[Member, Welcome]:
         """Take a process into a session; it owns `peer` then. Raises `AttachRefusedError`."""
         version = self._versions.chosen_with(hello.versions)
-        for token in hello.settled_tokens:
-            self._settle(token, hello, peer)
+        self.settle(hello, peer)
         if self._awaited() >= self._max_awaited:
             raise AttachRefusedError(
                 "too_many_lost", f"{self._max_awaited} processes of lost sessions still have memory mapped"
@@ -117,8 +116,12 @@ class SessionLife:
         session.members.append(member)
         return member
 
+    def settle(self, hello: Hello, peer: Peer) -> None:
+        """The same process may have been in sessions that are lost, and says in which its copies have all ended."""
+        for token in hello.settled_tokens:
+            self._settle(token, hello, peer)
+
     def _settle(self, token: str, hello: Hello, peer: Peer) -> None:
-        """The same process was in a session that is lost, and says that its copies in it have all ended."""
         session = self.table.of_token(token)
         if session is None or session.state != "lost":
             return

@@ -322,6 +322,25 @@ def test_a_worker_closed_after_its_session_has_ended_says_so_too(
     wait_until(lambda: node.events("over"))
 
 
+def test_workers_that_close_one_after_the_other_and_then_their_engine_are_no_fault(
+    engine: AttachedEngine, rank: Rank, node: Node, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = Rank(node.path, 1)
+    stack.callback(other.worker.close)
+    other.worker.join(engine.ticket)
+    wait_until(lambda: other.worker.is_attached)
+    with caplog.at_level("WARNING", logger="kvstow.attach"):
+        with node.standing_still():  # the first detaches, and the others have not heard that the session has ended
+            assert rank.worker.close()
+            assert other.worker.close()
+        wait_until(lambda: node.server.figures().frames["hello"] == 3 + 2)  # both farewells, too
+        wait_until(lambda: node.events("over"))
+        assert engine.is_attached
+        engine.close()
+    assert [record.message for record in caplog.records] == []
+    assert (node.server.figures().refused, node.server.figures().errors) == ({}, {})
+
+
 def test_a_copy_that_hangs_keeps_the_memory_and_nothing_is_said(
     engine: AttachedEngine, rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from kvstow.attach.calls import Lookup
 from kvstow.attach.connection import AttachConnection
 from kvstow.attach.extentcalls import Detach, ExtentGrant, GrantedExtents
 from kvstow.attach.peer import Peer, peer_of
+from kvstow.errors import AttachRefusedError
 from kvstow_service.node.sessionhost import SessionLink
 from kvstow_service.node.sessionlife import SessionLife
 
@@ -143,6 +144,18 @@ def test_a_scheduler_half_that_detaches_leaves_its_workers_memory(
     assert said.message.endswith("ends: the engine has detached")
 
 
+def test_a_client_that_detaches_and_closes_need_not_wait_for_answers(
+    node: Node, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="kvstow.attach"):
+        with node.standing_still():
+            engine[0].call(Lookup([b"k"]))
+            engine[0].close(Detach())
+        node.wait_for_event("lost")
+    (said,) = [record for record in caplog.records if " ends: " in record.message]
+    assert (said.levelname, said.message.partition(" ends: ")[2]) == ("INFO", "the engine has detached")
+
+
 def test_a_lost_session_is_not_believed_any_more(node: Node, engine: Engine) -> None:
     scheduler, workers, _ = engine
     channel = scheduler._channel
@@ -157,6 +170,32 @@ def test_a_lost_session_is_not_believed_any_more(node: Node, engine: Engine) -> 
     wait_until(lambda: late.refusal, lambda: late.poll(0.01))
     assert late.refusal == "unknown_token"
     assert node.server.figures().errors == {}  # the fake host asserts that a lost session makes no call
+
+
+def test_only_a_farewell_with_an_unknown_token_is_no_refusal(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    def refused() -> bool:
+        return bool(node.server.figures().refused)
+
+    with caplog.at_level("WARNING", logger="kvstow_service"), caplog.at_level("WARNING", logger="kvstow.attach"):
+        farewell = node.connection(replace(WORKER, token="gone", settled_tokens=("older", "gone")))
+        farewell.poll(0.01)
+        wait_until(lambda: farewell.state == "detached", lambda: farewell.poll(0.01))
+        assert (farewell.refusal, refused()) == (None, False)
+        node.next_peer = no_peer  # type: ignore[assignment]
+        ended = node.connection(replace(WORKER, token="gone", settled_tokens=("gone",)))
+        ended.poll(0.01)
+        wait_until(lambda: ended.state == "detached", lambda: ended.poll(0.01))
+        assert (ended.refusal, refused()) == (None, False)
+        assert "a connection to the attach socket was ended" not in caplog.text
+        node.process()
+        worker = node.connection(replace(WORKER, token="gone", settled_tokens=("older",)))
+        wait_until(lambda: worker.refusal, lambda: worker.poll(0.01))
+    assert (worker.refusal, node.server.figures().refused) == ("unknown_token", {"unknown_token": 1})
+    assert "a connection to the attach socket was ended (unknown_token)" in caplog.text
+
+
+def no_peer() -> None:
+    raise AttachRefusedError("peer_ended", "the process that connected has ended")
 
 
 def test_the_same_process_may_say_later_that_its_copies_have_ended(node: Node, engine: Engine) -> None:
