@@ -87,8 +87,9 @@ class Sampler:
     ) -> None:
         name, now = (session.session_id, rank.rank), (rank.state, rank.boot_id, rank.error)
         before = noted.get(name)
-        if before is not None and self._is_growth(before[0], rank.state) and before[1:] == now[1:]:
-            now = before
+        if before is not None and before[1:] == now[1:] and self._is_growth(before[0], rank.state):
+            self._ranks[name] = before
+            return
         self._ranks[name] = now
         if before != now:
             self._journal.add(
