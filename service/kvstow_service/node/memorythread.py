@@ -69,6 +69,7 @@ class MemoryThread:
         self._pools: dict[str, PoolMemory] = {}
         self._actions: deque[Callable[[], object]] = deque()
         self._must_decide = True
+        self._has_revoked_all = False
         self._wake = threading.Event()
         self._stopping = False
         self._records: NodeRecords | None = None
@@ -201,7 +202,7 @@ class MemoryThread:
         self._do(partial(self._grow, pool))
 
     def revoke_all(self, then: Callable[[], object]) -> None:
-        """The service ends: ask all workers to let go of everything, then call `then`."""
+        """The service ends: ask all workers to let go of everything, give them nothing from now on, and call `then`."""
         self._do(self._revoke_all)
         self._do(then)
 
@@ -264,6 +265,7 @@ class MemoryThread:
         self._pools[pool.name].want()
 
     def _revoke_all(self) -> None:
+        self._has_revoked_all = True
         for found in self._pools.values():
             found.revoke_all()
 
@@ -330,6 +332,8 @@ class MemoryThread:
                         yield number, (name, rank, extent.identity)
 
     def _follow(self, found: PoolMemory) -> None:
+        if self._has_revoked_all:
+            return
         if found.follow():
             self._must_decide = True
         if found.is_empty:

@@ -711,3 +711,18 @@ def test_drain_of_the_node_holds_in_pools_to_come(bench: HostBench) -> None:
     assert engine.store(1).outcomes == {"dropped_draining": 1}
     bench.host.switches.undrain()
     assert engine.store(1).op_id
+
+
+def test_at_the_end_workers_are_asked_to_let_go_of_all_memory_and_get_none(bench: HostBench) -> None:
+    first = bench.start()
+    assert set(first.grants) == {0, 1}
+    ended: list[bool] = []
+    bench.memory.revoke_all(lambda: ended.append(True))
+    late = bench.attach()
+    late.join()
+    bench.run()
+    assert ended == [True]
+    assert {rank: set(extents) for rank, extents in first.revoked.items()} == {
+        rank: set(grants) for rank, grants in first.grants.items()
+    }
+    assert late.grants == {}
