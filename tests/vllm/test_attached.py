@@ -95,6 +95,26 @@ def test_answers_are_those_of_vllm_alone(
         assert sum(answer.cached for answer in answers) > sum(map(len, PROMPTS)) / 2
 
 
+def test_an_engine_that_has_slept_attaches_again_and_finds_what_it_has_stored(
+    model: Path, reference: Reference, service: NodeService
+) -> None:
+    expected = reference(model, A)
+    with running(Setup(model, {"attach": service.attach})) as engine:
+        until_attached(engine, service)
+        assert_same(engine.ask(A), expected)
+        engine.forget_gpu()
+        (before,) = service.sessions()
+        engine.rank_connector.unregister_kv_caches()
+        assert_same(engine.ask(A, tokens=1), expected)
+        engine.rank_connector.restore_kv_caches()
+        engine.forget_gpu()
+        until_attached(engine, service)
+        (warm,) = engine.ask(A)
+        assert warm.cached == A_HIT
+        assert_same([warm], expected)
+        assert [each["id"] for each in service.sessions()] != [before["id"]]
+
+
 def test_ranks_in_processes_of_their_own(model: Path, reference: Reference, service: NodeService) -> None:
     expected = reference(model, A, B, C)
     with running(Setup(model, {"attach": service.attach}, tp=2, processes=True, gpu_blocks=96)) as engine:

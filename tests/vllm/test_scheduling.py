@@ -67,6 +67,18 @@ SETUPS = [
     Setup("mixed blocks, sync, bad memory", layers="mixed", blocks=HYBRID_BLOCKS, ranks=2, bad_slots=8),
     Setup("mixed blocks, async, operator", layers="mixed", asynchronous=True, blocks=HYBRID_BLOCKS, operator_rate=0.04),
     Setup("mixed blocks, async, lazy", layers="mixed", asynchronous=True, blocks=HYBRID_BLOCKS, lazy=True),
+    Setup("attached, sync", attached=True),
+    Setup("attached, sync, sessions that end", attached=True, ranks=2, operator_rate=0.04, failure_rate=0.1),
+    Setup("attached, async, sessions that end", attached=True, asynchronous=True, ranks=2, operator_rate=0.04),
+    Setup("attached, async, lazy, sessions that end", attached=True, asynchronous=True, lazy=True, operator_rate=0.04),
+    Setup(
+        "attached, hybrid, async, sessions that end",
+        attached=True,
+        layers="hybrid",
+        asynchronous=True,
+        blocks=HYBRID_BLOCKS,
+        operator_rate=0.04,
+    ),
 ]
 
 
@@ -87,6 +99,7 @@ def test_no_wrong_byte_is_read_and_nothing_leaks(setup: Setup) -> None:
     assert report.preemptions > 0
     assert report.aborted_loads > 0
     assert report.failed_loads > 0 or not (setup.failure_rate or setup.bad_slots)
+    assert report.operations["lose_session"] > 2 or not (setup.attached and setup.operator_rate)
 
 
 class Breaking:

@@ -136,6 +136,26 @@ def ended_leases_are_not_released(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(f"{CONNECTOR}.loads.Loads._release_lease", lambda self, tracked: setattr(tracked, "hit", None))
 
 
+def blocks_that_wait_for_slots_are_not_held(patch: pytest.MonkeyPatch) -> None:
+    from kvstow_service.connectors.vllm.gpublocks import GPUBlocks
+
+    hold = GPUBlocks.hold_sources
+
+    def hold_ops(self: GPUBlocks, op_id: int, block_ids: list[int]) -> None:
+        if op_id > 0:
+            hold(self, op_id, block_ids)
+
+    patch.setattr(GPUBlocks, "hold_sources", hold_ops)
+
+
+def ranks_leave_sessions_under_way(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("kvstow.attach.opgate.OpGate.is_quiet", lambda self: True)
+
+
+def unwanted_answers_are_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(f"{CONNECTOR}.attachedcontrol.AttachedControl.discard", lambda self, answer: None)
+
+
 class Mutant(NamedTuple):
     """`symptom`: how one of the problems that the run reports begins."""
 
@@ -152,6 +172,16 @@ SLOW = Setup("mutant of two slow ranks", ranks=2, delay=(1, 3), gap=300)
 HYBRID = Setup("hybrid mutant", layers="hybrid", blocks=90)
 RESTARTS = Setup("mutant of restarts", ranks=2, operator_rate=0.02, operations=("restart_rank",))
 RELOADS = Setup("window, two ranks, failures", layers="window", ranks=2, blocks=26, failure_rate=0.2)
+ATTACHED = Setup("attached mutant", attached=True, answers=(1, 3, 12), abort_rate=0.1)
+LOST = Setup(
+    "mutant of lost sessions",
+    attached=True,
+    slots=64,
+    delay=(1, 14),
+    gap=200,
+    operator_rate=0.05,
+    operations=("lose_session",),
+)
 WEIGHTS = Setup("mutant of weights", operator_rate=0.02, operations=("change_weights",))
 
 MUTANTS = [
@@ -172,6 +202,9 @@ MUTANTS = [
     Mutant(resets_keep_the_keys, "wrong read", WEIGHTS),
     Mutant(dead_boots_are_served, "wrong read", RESTARTS),
     Mutant(ended_leases_are_not_released, "leases leaked", SHORT),
+    Mutant(blocks_that_wait_for_slots_are_not_held, "wrong read", ATTACHED),
+    Mutant(ranks_leave_sessions_under_way, "wrong read", LOST),
+    Mutant(unwanted_answers_are_kept, "leases leaked", ATTACHED),
 ]
 
 

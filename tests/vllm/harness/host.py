@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import count
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from tests.service.connectors.vllm.slowservice import SlowService
+from tests.vllm.harness.attachment import SteppedAttachment
 from tests.vllm.harness.device import SimulatedDevice
 from tests.vllm.harness.setup import BLOCK_TOKENS, VALUE_BYTES, Setup
 from tests.vllm.harness.stream import ComputeStream
 from tests.vllm.harness.worker import SteppedWorker
 
+from kvstow.attach.engine import AttachedEngine
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.devices.base import Device
 from kvstow.memory.hostpool import HostPool
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.agent import AgentStats
+from kvstow_service.connectors.vllm import rankdataplane
+from kvstow_service.connectors.vllm.attachedplane import AttachedPlane
 
 CONNECTOR = "kvstow_service.connectors.vllm"
 _STEP_SECONDS = 0.02
@@ -35,7 +41,8 @@ class Host:
             "lock": False,
             "pin_pause": 0,
         }
-        self.engine: OffloadEngine
+        self.engine: Any
+        """An `OffloadEngine`, or what shows the pool of the `service`."""
         self._clock = FakeClock()
         self.workers: dict[int, SteppedWorker] = {}
         patch.setattr("kvstow.opqueues._IN_FLIGHT", 1000)  # so that copies can overtake each other
@@ -55,11 +62,39 @@ class Host:
         patch.setattr(f"{CONNECTOR}.schedulerhost.SchedulerHost._step_blocks", setup.step_blocks)
         patch.setattr(f"{CONNECTOR}.workerhost.RankAgent", BusyAgent)
         patch.setattr(f"{CONNECTOR}.schedulerhost.EmbeddedAdmin", NoThread)
+        self.service: SlowService
+        self._attached: list[SteppedAttachment] = []
+        if setup.attached:
+            self._attach(setup, random, patch)
+
+    def _attach(self, setup: Setup, random: Random, patch: pytest.MonkeyPatch) -> None:
+        self.extra_config["attach"] = "unix:/none"
+        config = EngineConfig(slot_bytes=_SLOT_BYTES, capacity_slots=setup.slots, num_ranks=setup.ranks)
+        self.service = SlowService(config, setup.slots, clock=self._clock, delay=lambda: random.choice(setup.answers))
+        self.engine = self.service.facade
+        make = AttachedEngine
+
+        def connected(path: Path, **options: Any) -> AttachedEngine:
+            return self.service.connect(make(path, **options))
+
+        def build(rank: int, socket: Path, options: Any, kv: Any, **_: Any) -> AttachedPlane:
+            num_bytes = setup.slots * kv.layout.slot_bytes
+            plane = rankdataplane.build_plane(rank, num_bytes, num_bytes, options, kv)
+            self._attached.append(SteppedAttachment(plane, self.service))
+            return AttachedPlane(plane, self._attached[-1])  # type: ignore[arg-type]
+
+        patch.setattr(f"{CONNECTOR}.attachedschedulerhost.AttachedEngine", connected)
+        patch.setattr(f"{CONNECTOR}.workerhost.build_attached_plane", build)
 
     def exchange_reports(self) -> None:
         """Let a moment pass; every rank reports, and does what is wanted of it."""
         self._clock.advance(_STEP_SECONDS)
         self.engine.tick()
+        for attachment in self._attached:
+            attachment.plane.wait_pinned()
+            attachment.turn()
+        if self._attached:
+            return
         for worker in self.workers.values():
             worker.wait_pinned()  # or what it reports, new or grown, would be a matter of threads
             worker.apply(self.engine.report(worker.report()))
@@ -74,8 +109,8 @@ class Host:
         return self.workers[rank]
 
     def _make_engine(self, config: EngineConfig) -> OffloadEngine:
-        self.engine = OffloadEngine(config, clock=self._clock)
-        return self.engine
+        engine = self.engine = OffloadEngine(config, clock=self._clock)
+        return engine
 
 
 class NoThread:

@@ -36,6 +36,9 @@ class Operator:
             self.restart_rank,
             self.kill_copy_thread,
         ]
+        if setup.attached:
+            gentle, drastic = [self.evict, self.purge], [self.reset_prefix_cache, self.change_weights]
+            drastic += [self.lose_session] * 8
         wanted = setup.operations
         self._actions = [
             action for action in (*gentle * 8, *closing, *drastic) if not wanted or action.__name__ in wanted
@@ -123,6 +126,10 @@ class Operator:
             self.is_changing_weights = False
             if not self._core.reset(preempt=False):
                 self._core.report.add("the caches of an idle engine could not be reset")
+
+    def lose_session(self) -> None:
+        """The service has gone, and is back with its memory. The ranks join when their copies have ended."""
+        self._host.service.lose()
 
     def restart_rank(self) -> None:
         """Its pool is another one, with nothing in it, as after a sleep. First the one whose copy thread is dead."""

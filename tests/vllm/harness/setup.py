@@ -58,16 +58,19 @@ class Setup:
     Rates are per step (`abort_rate`, `operator_rate`), op (`failure_rate`) or request (`repeat_rate`: an earlier prompt
     in whole blocks); `operations` names the operator's actions, by default all.
 
-    `layers`: two of full attention; two with a window; two of each, in two groups; one of each with blocks of 16 and 32
-    tokens; two of each with blocks of 32 tokens and a window of 96; one of each with blocks of 256 and 32 tokens, and a
-    window of 512; one of full attention, and scratch. `drafts`: tokens that are proposed, and partly rejected, in each
-    decode step. `step_blocks`: how many the connector offers to its pool in a step. `hooks`: the
-    order in which that version of vLLM calls the worker's hooks.
+    `attached`: to a node service whose answers come `answers` steps later, one of these at random. `layers`: two
+    of full attention; two with a window; two of each, in two groups; one of each with blocks of 16 and 32 tokens; two
+    of each with blocks of 32 tokens and a window of 96; one of each with blocks of 256 and 32 tokens, and a window of
+    512; one of full attention, and scratch. `drafts`: tokens that are proposed, and partly rejected, in each decode
+    step. `step_blocks`: how many the connector offers to its pool in a step. `hooks`: the order in which that version
+    of vLLM calls the worker's hooks.
     """
 
     name: str
     layers: Layers = "full"
     asynchronous: bool = False
+    attached: bool = False
+    answers: tuple[int, ...] = (0, 1, 1, 1, 3)
     lazy: bool = False
     ranks: int = 1
     drafts: int = 0

@@ -101,7 +101,7 @@ class AttachedSchedulerHost(SchedulerHost):
         slot_bytes = sum(identity.slot_bytes)
         control = AttachedControl(partial(self._make_engine, identity), max(identity.slot_bytes))
         figures = AttachedFigures(control, slot_bytes, self._slot_tokens, replicated=identity.replicated)
-        stats = StatsFeed(figures)
+        stats = StatsFeed(figures, self._clock)
         self._control, self._figures = control, figures
         logger.info(
             "KVStow %s keeps blocks of %d tokens in memory of the node service at unix:%s, %s of it at most, for %d "

@@ -55,13 +55,21 @@ class SlowService:
         sizes = tuple(config.slot_bytes_of(rank) for rank in range(config.num_ranks))
         identity = PoolIdentity(sizes, (RegionIdentity("0", sizes[0]),), "auto", (GroupIdentity("full", 16, 16),))
         namespace = NamespaceIdentity("model", "weights", "configured", "probe")
-        engine = AttachedEngine(Path("/none"), engine="engine", pool=identity, namespace=namespace, **options)
+        return self.connect(
+            AttachedEngine(Path("/none"), engine="engine", pool=identity, namespace=namespace, **options)
+        )
+
+    def connect(self, engine: AttachedEngine) -> AttachedEngine:
+        """Have this engine, which has made no step yet, talk to this service."""
+        self._engine = engine
         self.connection = SlowConnection(self, engine._begin_session, engine._end_session)
         engine._connection = self.connection  # type: ignore[assignment]
         return engine
 
     def open_session(self) -> AttachedSession:
-        self.session = session = self.pool.attach("engine", "namespace")
+        namespace = self._engine._hello.namespace
+        assert namespace is not None
+        self.session = session = self.pool.attach("engine", f"epoch {namespace.epoch}")
         for rank in range(self.pool.config.num_ranks):
             session.map_memory((session.session_id, rank))
         return session

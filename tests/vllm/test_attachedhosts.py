@@ -1,0 +1,218 @@
+"""The two halves of the connector as an attached engine hosts them, without a service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.service.connectors.vllm.blockpool import FakeBlockPool
+from tests.service.connectors.vllm.processes import make_process
+from tests.service.connectors.vllm.slowservice import SlowService
+
+from kvstow.attach.engine import AttachedEngine
+from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
+from kvstow.attach.ticket import SessionTicket
+from kvstow.config import EngineConfig
+from kvstow.testing.fakes import FakeClock
+from kvstow_service.connectors.vllm import attachedschedulerhost, workerhost
+from kvstow_service.connectors.vllm.attachedplane import AttachedPlane
+from kvstow_service.connectors.vllm.attachedschedulerhost import (
+    JOINING_SECONDS,
+    LOOKING_SECONDS,
+    AttachedSchedulerHost,
+)
+from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.vllm.metadata import KVStowMetadata, RankHello, RankUpdate
+from kvstow_service.connectors.vllm.options import ConnectorOptions
+from kvstow_service.connectors.vllm.schedulerhost import Offload
+from kvstow_service.connectors.vllm.workerhost import AttachedWorkerHost
+from kvstow_service.connectors.vllm.workerside import RankSession
+
+pytestmark = pytest.mark.vllm
+
+PAGE, BLOCKS = 4096, 8
+REGIONS = (RegionIdentity("0", PAGE, "a"),)
+
+
+class Bench:
+    """A scheduler's half whose service answers in the next step."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, regions: tuple[RegionIdentity, ...] = REGIONS) -> None:
+        self.clock = FakeClock()
+        config = EngineConfig(slot_bytes=PAGE, capacity_slots=8)
+        self.service = SlowService(config, 8, clock=self.clock, delay=lambda: 1)
+        make = AttachedEngine
+        self.options: dict[str, Any] = {}
+
+        def connected(path: Path, **options: Any) -> AttachedEngine:
+            self.options = options
+            return self.service.connect(make(path, **options))
+
+        patch.setattr(attachedschedulerhost, "AttachedEngine", connected)
+        self.host = AttachedSchedulerHost(
+            ConnectorOptions(attach=Path("/none"), cpu_bytes_to_use=0),
+            make_process(),
+            KVGroups((KVGroup(0, 16, 1),), 16),
+            version="1",
+            pool_identity=lambda hellos: PoolIdentity(
+                (PAGE,), hellos[0].regions, "auto", (GroupIdentity("full", 16, 16),)
+            ),
+            namespace_identity=lambda: NamespaceIdentity("model", "v1", "configured", "probe"),
+            clock=self.clock,
+        )
+        self.host.add_rank(RankHello(0, PAGE, 0, "node", 0, regions))
+        self.host.bind(FakeBlockPool(8))
+
+    def step(self) -> None:
+        assert self.host.offload is not None
+        self.host.offload.control.step()
+
+    def join(self, slots: int, number: int = 1) -> None:
+        self.host.receive(0, RankUpdate(session=RankSession(number, slots, True)))
+
+    def figures(self) -> dict[str, Any]:
+        self.clock.advance(1.0)
+        changes = self.host.ask("statistics", _take_stats, None)
+        return {} if changes is None else changes.data
+
+
+def _take_stats(offload: Offload) -> Any:
+    return offload.stats.take_stats()
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def test_an_engine_that_has_started_makes_steps_until_its_ranks_have_memory(bench: Bench) -> None:
+    assert bench.host.wants_steps
+    bench.step()
+    assert bench.host.ticket == SessionTicket(1, "secret")
+    assert bench.host.wants_steps, "the ranks learn of the session in a step"
+    bench.join(0)
+    assert bench.host.wants_steps
+    bench.join(5)
+    assert not bench.host.wants_steps
+
+
+def test_it_looks_for_a_service_for_a_moment_only(bench: Bench) -> None:
+    bench.service.is_up = False
+    bench.clock.advance(60.0)  # vLLM's start takes long
+    assert bench.host.wants_steps
+    bench.step()
+    bench.clock.advance(LOOKING_SECONDS)
+    assert not bench.host.wants_steps
+
+
+def test_ranks_that_do_not_join_are_waited_for_so_long(bench: Bench) -> None:
+    assert bench.host.wants_steps
+    bench.step()
+    assert bench.host.wants_steps
+    bench.clock.advance(JOINING_SECONDS)
+    assert not bench.host.wants_steps
+
+
+def test_another_session_is_joined_too(bench: Bench) -> None:
+    bench.step()
+    bench.join(5)
+    assert not bench.host.wants_steps
+    bench.service.lose()
+    bench.step()
+    assert bench.host.ticket is not None
+    assert bench.host.ticket.number == 2
+    assert bench.host.wants_steps
+    bench.join(5, number=2)
+    assert not bench.host.wants_steps
+
+
+def test_what_the_engine_asks_the_service_for(bench: Bench) -> None:
+    bench.step()
+    assert (bench.options["wanted_bytes"], bench.options["require_sharing"]) == (0, False)
+    assert bench.options["step_wait"] == 0.0003
+    assert bench.options["engine_version"] == "vllm 1"
+
+
+def test_vllms_metrics_say_whether_there_is_host_memory(bench: Bench) -> None:
+    assert bench.figures()["attached"] == 0
+    bench.step()
+    bench.join(8)
+    figures = bench.figures()
+    assert figures["attached"] == 1
+    assert figures["config_info"]["cpu_num_chunks"] == "8"
+    bench.service.is_up = False
+    bench.service.lose()
+    assert bench.figures() == {"attached": 0, "sessions_lost": 1}
+
+
+def test_an_engine_with_a_rank_without_data_plane_does_not_attach(
+    monkeypatch: pytest.MonkeyPatch, own_log: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(monkeypatch, regions=())
+    assert bench.host.offload is None
+    assert not bench.host.wants_steps
+    assert "rank 0 has no data plane" in caplog.text
+
+
+def test_a_failed_host_has_no_session_and_no_hits(bench: Bench) -> None:
+    bench.step()
+
+    def fail(offload: Offload) -> None:
+        raise MemoryError("injected")
+
+    bench.host.ask("lookup", fail, None)
+    assert bench.host.ticket is None
+    assert not bench.host.wants_steps
+    bench.step()
+    assert bench.service.session is not None
+    assert bench.service.session.is_lost
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Any:
+    options = ConnectorOptions(attach=tmp_path / "none", lock=False)
+    host = AttachedWorkerHost(options, make_process(), BLOCKS, tmp_path / "none")
+    yield host
+    host.close()
+
+
+def kv_caches() -> dict[str, torch.Tensor]:
+    return {"layer": torch.zeros(BLOCKS, PAGE, dtype=torch.uint8)}
+
+
+def test_a_rank_says_what_its_slots_consist_of(worker: AttachedWorkerHost) -> None:
+    worker.register(kv_caches())
+    assert worker.hello is not None
+    assert (worker.hello.slot_bytes, len(worker.hello.regions)) == (PAGE, 1)
+    assert worker.hello.regions[0].page_bytes == PAGE
+    assert len(worker.hello.regions[0].layout) == 16
+
+
+def test_a_rank_tells_of_a_session_at_once_and_of_more_memory_from_time_to_time(
+    worker: AttachedWorkerHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock(100.0)
+    monkeypatch.setattr(workerhost, "time", SimpleNamespace(monotonic=clock))
+    sessions = iter(RankSession(*each) for each in ((1, 0), (1, 4), (1, 5), (1, 6), (1, 6), (2, 6)))
+    worker.register(kv_caches())
+    monkeypatch.setattr(AttachedPlane, "session", property(lambda self: next(sessions)))
+    told = []
+    for seconds in (0.0, 0.0, 0.1, 0.5, 0.5, 0.0):
+        clock.advance(seconds)
+        told.append(worker.news()[1])
+    assert told == [RankSession(1, 0), RankSession(1, 4), None, RankSession(1, 6), None, RankSession(2, 6)]
+
+
+def test_a_rank_that_sleeps_has_no_session_and_joins_the_next_one_when_it_wakes(worker: AttachedWorkerHost) -> None:
+    worker.register(kv_caches())
+    worker.suspend()
+    worker.follow(KVStowMetadata(ticket=SessionTicket(1, "secret")))
+    assert worker.news() == (None, None)
+    worker.resume()
+    worker.follow(KVStowMetadata(ticket=SessionTicket(2, "secret")))
+    plane = worker.side.plane
+    assert isinstance(plane, AttachedPlane)
+    assert plane._ticket.number == 2
