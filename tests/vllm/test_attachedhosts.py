@@ -216,3 +216,27 @@ def test_a_rank_that_sleeps_has_no_session_and_joins_the_next_one_when_it_wakes(
     plane = worker.side.plane
     assert isinstance(plane, AttachedPlane)
     assert plane._ticket.number == 2
+
+
+def test_an_identity_that_cannot_be_found_leaves_vllm_alone(
+    bench: Bench, own_log: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever vLLM calls then does not ask for it again."""
+    asked: list[int] = []
+
+    def fail() -> NamespaceIdentity:
+        asked.append(1)
+        raise OSError("no such file")
+
+    bench.host._namespace_identity = fail
+    host = bench.host
+    assert not host.ask("plan", lambda offload: offload.control.step(), None)
+    for _ in range(2):
+        host.ask("statistics", _take_stats, None)
+        host.ask("settled", lambda offload: offload.side.settle(), None)
+        host.ask("stores", lambda offload: offload.side.has_pending_stores, otherwise=False)
+        assert host.ask("reset", lambda offload: offload.side.reset(), otherwise=False)
+        host.receive(0, RankUpdate())
+        assert host.ticket is None
+    assert len(asked) == 1
+    assert "no such file" in caplog.text

@@ -14,8 +14,8 @@ from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentit
 from kvstow.attach.ticket import SessionTicket
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op
-from kvstow.results import Lease, Settled, StoreGrant
-from kvstow_service.replay.offload import Awaited, PoolFigures
+from kvstow.results import Awaited, Lease, Settled, StoreGrant
+from kvstow_service.replay.offload import PoolFigures
 from kvstow_service.replay.remoteranks import RemoteRanks
 from kvstow_service.replay.shapes import Shape
 from kvstow_service.replay.trace import BLOCK_TOKENS
@@ -55,6 +55,10 @@ class _FoundLease:
     @property
     def value(self) -> Lease:
         return self.answer.value.lease
+
+    @property
+    def error(self) -> str | None:
+        return self.answer.error
 
 
 class AttachedOffload:

@@ -22,9 +22,9 @@ from kvstow.devices.base import Fence
 from kvstow.errors import InvalidRequestError
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op, StepPlan
-from kvstow.results import Lease, Settled, StoreGrant
+from kvstow.results import Awaited, Lease, Settled, StoreGrant
 from kvstow_service.replay.kv import FreeBlocks, KVCache
-from kvstow_service.replay.offload import Awaited, Offload
+from kvstow_service.replay.offload import Offload
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.result import ReplayResult, Tally
 from kvstow_service.replay.trace import TraceRequest

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import LeaseError
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op
-from kvstow.results import Lease, Settled, StoreGrant
-
-_T = TypeVar("_T")
-_T_co = TypeVar("_T_co", covariant=True)
-
-
-class Awaited(Protocol[_T_co]):
-    """An answer that may not be there yet."""
-
-    @property
-    def done(self) -> bool: ...
-
-    @property
-    def value(self) -> _T_co:
-        """Of an answer that is `done`."""
+from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
 
 
 class PoolFigures(NamedTuple):
@@ -60,14 +45,6 @@ class Offload(Protocol):
     def take_settled(self) -> list[Settled]: ...
 
     def figures(self) -> PoolFigures: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Given(Generic[_T]):
-    """An answer that is there at once."""
-
-    value: _T
-    done: bool = True
 
 
 class EmbeddedOffload:

@@ -15,10 +15,10 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.devices.base import Fence
 from kvstow.errors import InvalidRequestError, LeaseError
 from kvstow.messages import Completion, Op, RankReport, StepPlan
-from kvstow.results import Lease, Settled, StoreGrant
+from kvstow.results import Given, Lease, Settled, StoreGrant
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.kv import LocalKV
-from kvstow_service.replay.offload import EmbeddedOffload, Given
+from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.pattern import HostKV, Page
 from kvstow_service.replay.trace import TraceRequest

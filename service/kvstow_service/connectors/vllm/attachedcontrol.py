@@ -139,7 +139,8 @@ class AttachedControl:
         self.engine.release_lease(lease)
 
     def count_lookup(self, queried: int, hits: int) -> None:
-        self.engine.count_lookup(queried, hits)
+        if self._engine is not None:
+            self._engine.count_lookup(queried, hits)
 
     # -- loads and stores -----------------------------------------------------------------------------------
 
@@ -159,18 +160,19 @@ class AttachedControl:
         return 0 if self._failure is not None or self._is_slow else self.engine.store_room()
 
     def refresh(self, keys: Sequence[bytes]) -> None:
-        if keys:
-            self.engine.refresh(keys)
+        if keys and self._engine is not None:
+            self._engine.refresh(keys)
 
     def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
         completions = tuple(completions)
         for completion in completions:
             if completion.mark == "done":
                 self._seconds[completion.op_id] = max(self._seconds.get(completion.op_id, 0.0), completion.seconds)
-        self.engine.complete(rank, boot_id, completions)
+        if self._engine is not None:
+            self._engine.complete(rank, boot_id, completions)
 
     def take_settled(self) -> list[Settled]:
-        settled = self.engine.take_settled()
+        settled = [] if self._engine is None else self._engine.take_settled()
         for entry in settled:
             if entry.mark == "source_free":
                 continue
@@ -201,7 +203,8 @@ class AttachedControl:
     # -- all blocks -----------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        self.engine.reset()
+        if self._failure is None:
+            self.engine.reset()
 
     def bypass_loads(self) -> str:
         self._bypasses_loads = True

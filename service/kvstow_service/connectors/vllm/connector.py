@@ -282,6 +282,8 @@ def _scheduler_host(
     from kvstow_service.connectors.vllm import attachidentity
     from kvstow_service.connectors.vllm.attachedschedulerhost import AttachedSchedulerHost
 
+    if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
+        logger.warning("KV events of blocks in host memory are not published by an engine that attaches")
     hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
     return AttachedSchedulerHost(
         options,

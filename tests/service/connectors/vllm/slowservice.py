@@ -151,7 +151,9 @@ class SlowConnection:
             call.fail(DisconnectedError(problem))
         self._on_lost()
 
-    def close(self) -> None:
+    def close(self, *last_words: Message) -> None:
+        for message in last_words:
+            self.tell(message)
         self.disconnect("closed")
         self.state = "closed"
 
