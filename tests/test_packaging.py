@@ -76,7 +76,7 @@ def test_the_command_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> N
     assert result.stdout.strip() == "0.1.0"
 
 
-HOSTS = {name: "service/kvstow_service/connectors/vllm" for name in ("vllm", "huggingface_hub")}
+HOSTS = dict.fromkeys(("vllm", "huggingface_hub"), "service/kvstow_service/connectors/vllm")
 """Inference engines, which load a connector themselves, and what they bring: what is imported of them is there."""
 
 
