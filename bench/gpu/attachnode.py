@@ -20,7 +20,11 @@ def main(path: str, num_bytes: int, pages: str) -> int:
     if pages == "small" and ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0):
         print("this kernel does not let a process do without huge pages", file=sys.stderr)
         return 1
-    node = Node(NodeSettings(memory_bytes=num_bytes, attach_socket=Path(path), populate_pause=0.0))
+    # One extent: else the engine would be granted more memory only as it fills what it has.
+    settings = NodeSettings(
+        memory_bytes=num_bytes, attach_socket=Path(path), extent_bytes=num_bytes, populate_pause=0.0
+    )
+    node = Node(settings)
     begun = time.perf_counter()
     node.start()
     try:

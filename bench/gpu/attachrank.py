@@ -196,7 +196,7 @@ def main(path: str, num_bytes: int, moved: int, *, tiny: bool) -> None:
     registered = time.perf_counter() - begun
     figures: dict[str, Any] = {"first": first, "registered": registered, "slots": client.pool.pinned_slots}
     times: dict[str, list[float]] = {name: [] for name in ("store", "load", "plain_store", "plain_load")}
-    client.wait_until(lambda: client.engine.store_room() >= blocks)
+    client.wait_until(lambda: client.has_room() and client.engine.store_room() >= blocks)
     for turn in range(_TURNS):
         keys = [make_key(0, (turn * blocks + block).to_bytes(32, "big")) for block in range(blocks)]
         times["store"].append(client.run(client.store(keys)))
