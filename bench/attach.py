@@ -21,6 +21,7 @@ from typing import Any
 from bench.admin import REQUESTS_PER_SECOND
 from bench.attachclient import SLOT_BYTES
 from bench.machine import wait_until_quiet
+from bench.program import answer_of, running
 from bench.report import Table, verdict
 
 SLOTS = 200_000
@@ -137,34 +138,9 @@ def _filled_service(slots: int, pool: str) -> Iterator[_Service]:
         yield service
 
 
-@contextmanager
-def _module(name: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", name, *arguments],
-        cwd=Path(__file__).parents[1],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        try:
-            yield process
-        except BaseException:
-            process.kill()
-            raise
-
-
-def _figures(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"{process.args!r} has failed")
-    return json.loads(line)
-
-
 def _answer(name: str, *arguments: str) -> Any:
-    with _module(name, *arguments) as process:
-        return _figures(process)
+    with running(name, *arguments) as process:
+        return answer_of(process)
 
 
 def _rate(service: _Service, count: int) -> tuple[float, list[float]]:
@@ -177,7 +153,7 @@ def _rate(service: _Service, count: int) -> tuple[float, list[float]]:
             assert client.stdin is not None
             client.stdin.write("go\n")
             client.stdin.flush()
-        found = [seconds for client in clients for seconds in _figures(client)["lookup"]]
+        found = [seconds for client in clients for seconds in answer_of(client)["lookup"]]
     return len(found) / _RATE_SECONDS, found
 
 
@@ -187,7 +163,7 @@ def _together(count: int, service: _Service) -> Iterator[list[subprocess.Popen[s
         yield []
         return
     arguments = (str(service.path), str(service.slots), "rate", str(_RATE_SECONDS))
-    with _module("bench.attachclient", *arguments) as client, _together(count - 1, service) as others:
+    with running("bench.attachclient", *arguments) as client, _together(count - 1, service) as others:
         yield [client, *others]
 
 

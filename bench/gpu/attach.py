@@ -12,15 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.gpu.attachrank import SLOT_BYTES
+from bench.program import answer_of, running
 from bench.report import Table, verdict
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -45,11 +43,11 @@ def main() -> int:
 def measure(num_bytes: int, moved: int, pages: str, *, tiny: bool) -> dict[str, Any]:
     with TemporaryDirectory(prefix="kvstow-bench-") as folder:
         path = f"{folder}/run/attach.sock"
-        with _program("bench.gpu.attachnode", path, str(num_bytes), pages) as node:
-            populated = _answer(node)
+        with running("bench.gpu.attachnode", path, str(num_bytes), pages) as node:
+            populated = answer_of(node)
             more = ("tiny",) if tiny else ()
-            with _program("bench.gpu.attachrank", path, str(num_bytes), str(moved), *more) as rank:
-                found = _answer(rank)
+            with running("bench.gpu.attachrank", path, str(num_bytes), str(moved), *more) as rank:
+                found = answer_of(rank)
     print(pages, found, flush=True)
     return {**found, "populated": populated["seconds"], "small_page_bytes": populated["small_page_bytes"]}
 
@@ -76,27 +74,6 @@ def table(found: dict[str, dict[str, Any]], moved: int) -> Table:
         )
     head = ["pages", "store, part of the link", "load, part of the link", "first slots", "registered, idle"]
     return Table("An attached engine on a GPU", [*head, "bars 0.95, 50 ms, 4 s for 40 GiB"], rows)
-
-
-@contextmanager
-def _program(name: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", name, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with process:
-        try:
-            yield process
-        except BaseException:
-            process.kill()
-            raise
-
-
-def _answer(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"{process.args!r} has failed")
-    return json.loads(line)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -12,15 +13,13 @@ from kvstow.devices.base import Fence
 from kvstow.devices.cuda import CudaDevice, CudaFence, CudaOptions, CudaRegistrar, DriverUnavailableError
 from kvstow.devices.cuda.driver import load_driver
 from kvstow.errors import InsufficientMemoryError
-from kvstow.keys import BlockKey
 from kvstow.layout import KVLayout
-from kvstow_service.replay.kv import Mismatch, Verification
-from kvstow_service.replay.pattern import SCRUB, WORD_BYTES, WORD_STEP, seed_of
+from kvstow_service.replay.pattern import WORD_BYTES, WORD_STEP, PatternedKV
 from kvstow_service.replay.rankcache import RankCache
 
 
 class _PagePattern:
-    """As `PagePattern`, with the page on a device. Its 64-bit words are signed and wrap around."""
+    """The `Pattern` of tensors. Its 64-bit words are signed and wrap around."""
 
     def __init__(self, page_bytes: int, device: torch.device) -> None:
         words = -(-page_bytes // WORD_BYTES)
@@ -32,43 +31,16 @@ class _PagePattern:
         torch.add(self._positions, seed - (seed >> 63 << 64), out=self._words)
         return self._page
 
+    def is_page(self, page: torch.Tensor, seed: int) -> bool:
+        return torch.equal(page, self.page(seed))
 
-class TensorKV:
-    """The KV cache of one rank: `regions[i]` is region `i`, uint8 `[num_blocks, page_bytes]` with any row stride. Work
-    runs on the current stream of the tensors' device."""
+
+class TensorKV(PatternedKV):
+    """The KV cache of one rank in tensors. Work runs on the current stream of their device."""
 
     def __init__(self, rank: int, regions: Sequence[torch.Tensor]) -> None:
-        self._rank, self._regions = rank, regions
         self._device = regions[0].device
-        sizes = {region.shape[1] for region in regions}
-        self._patterns = {size: _PagePattern(size, self._device) for size in sizes}
-        self._block_bytes = sum(region.shape[1] for region in regions)
-
-    def write(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
-        for index, region in enumerate(self._regions):
-            pattern = self._patterns[region.shape[1]]
-            for key, block in zip(keys, blocks, strict=True):
-                region[block].copy_(pattern.page(seed_of(key, self._rank, index)))
-
-    def check(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> Verification:
-        mismatches = tuple(
-            Mismatch(key, self._rank, wrong, block)
-            for key, block in zip(keys, blocks, strict=True)
-            if (wrong := self._wrong_region(key, block)) is not None
-        )
-        return Verification(len(blocks) * self._block_bytes, mismatches)
-
-    def _wrong_region(self, key: BlockKey, block: int) -> int | None:
-        for index, region in enumerate(self._regions):
-            page = self._patterns[region.shape[1]].page(seed_of(key, self._rank, index))
-            if not torch.equal(region[block], page):
-                return index
-        return None
-
-    def scrub(self, blocks: Sequence[int]) -> None:
-        for region in self._regions:
-            for block in blocks:
-                region[block].fill_(SCRUB)
+        super().__init__(rank, regions, partial(_PagePattern, device=self._device))
 
     def fence(self) -> Fence | None:
         return CudaFence.record(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None

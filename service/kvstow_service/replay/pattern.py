@@ -7,7 +7,8 @@ prefix of tokens, so every engine can check what any other has stored.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +30,21 @@ def seed_of(key: BlockKey, rank: int, region: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, key=place, digest_size=WORD_BYTES).digest(), "big")
 
 
+class Pattern(Protocol):
+    """Patterns of pages of one size, on the device where the pages are."""
+
+    def page(self, seed: int) -> Any:
+        """In a buffer of its own, valid until the next call."""
+
+    def is_page(self, page: Any, seed: int) -> bool:
+        """Whether every byte of `page` is that of the pattern."""
+
+
 class PagePattern:
-    """Patterns of pages of one size. The page it returns is its own buffer, valid until the next."""
+    """The `Pattern` of arrays."""
 
     def __init__(self, page_bytes: int) -> None:
-        words = -(-page_bytes // WORD_BYTES)  # the last word may be cut: odd tails are checked too
+        words = -(-page_bytes // WORD_BYTES)  # rounded up: the bytes after the last whole word are checked too
         self._positions = np.arange(words, dtype=np.uint64) * np.uint64(WORD_STEP)
         self._words = np.empty_like(self._positions)
         self._page = self._words.view(np.uint8)[:page_bytes]
@@ -42,14 +53,17 @@ class PagePattern:
         np.add(self._positions, np.uint64(seed), out=self._words)
         return self._page
 
+    def is_page(self, page: Page, seed: int) -> bool:
+        return np.array_equal(page, self.page(seed))
 
-class HostKV:
-    """The KV cache of one rank in the memory of this process: `regions[i]` is region `i`, uint8
-    `[num_blocks, page_bytes]` with any row stride."""
 
-    def __init__(self, rank: int, regions: Sequence[Page]) -> None:
+class PatternedKV:
+    """The KV cache of one rank: `regions[i]` is region `i`, uint8 `[num_blocks, page_bytes]` with any row stride."""
+
+    def __init__(self, rank: int, regions: Sequence[Any], make_pattern: Callable[[int], Pattern]) -> None:
+        """`make_pattern` makes the pattern of pages of so many bytes."""
         self._rank, self._regions = rank, regions
-        self._patterns = {region.shape[1]: PagePattern(region.shape[1]) for region in regions}
+        self._patterns = {size: make_pattern(size) for size in {region.shape[1] for region in regions}}
         self._block_bytes = sum(region.shape[1] for region in regions)
 
     def write(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
@@ -68,8 +82,8 @@ class HostKV:
 
     def _wrong_region(self, key: BlockKey, block: int) -> int | None:
         for index, region in enumerate(self._regions):
-            page = self._patterns[region.shape[1]].page(seed_of(key, self._rank, index))
-            if not np.array_equal(region[block], page):
+            pattern = self._patterns[region.shape[1]]
+            if not pattern.is_page(region[block], seed_of(key, self._rank, index)):
                 return index
         return None
 
@@ -77,6 +91,13 @@ class HostKV:
         for region in self._regions:
             for block in blocks:
                 region[block] = SCRUB
+
+
+class HostKV(PatternedKV):
+    """The KV cache of one rank in arrays of this process."""
+
+    def __init__(self, rank: int, regions: Sequence[Page]) -> None:
+        super().__init__(rank, regions, PagePattern)
 
     def fence(self) -> None:
         """Nothing is ever under way."""
