@@ -1,4 +1,4 @@
-"""What a host, its admin API and its metrics ask of a pool, whoever its sessions are."""
+"""What a host, its admin API and its metrics ask of a pool, with any kind of session."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ExtentMapping:
             raise
 
     def unmap(self, start: int, end: int) -> None:
-        """Put reserved address space in the place of the range."""
+        """Replace the range with reserved address space."""
         address, size = self.address + start, end - start
         flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         if _quick.mmap(address, size, _PROT_NONE, flags, -1, 0) != address:

@@ -150,7 +150,7 @@ class HostSteps:
             if work is None or not work.query():
                 return work is not None
         except KvstowError:
-            pass  # whoever waits for the device gets the same error
+            pass  # the thread that waits for the device gets the same error
         if self._work is work:
             self._work = None
         return False

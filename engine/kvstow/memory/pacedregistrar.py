@@ -15,7 +15,7 @@ logger = logging.getLogger("kvstow.pool")
 
 class PacedRegistrar:
     """Makes the calls of a `Registrar` on the thread that the pace chooses. Not locked: the pinning thread calls it,
-    and whoever closes the pool after the end of that thread."""
+    and after the end of that thread the one that closes the pool."""
 
     def __init__(
         self,

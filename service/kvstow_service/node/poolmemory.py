@@ -61,11 +61,11 @@ class PoolMemory:
         """The extents of the rows that the pool holds, by the row's number."""
         self._sweep: Sweep | None = None
         self._num_full = 0
-        """Rows from the first one on that are populated."""
+        """The leading rows that are populated."""
         self._told: dict[int, int] = {}
         """By extent: the populated bytes that workers know of."""
         self._num_told = 0
-        """Rows from the first one on of which the workers know that they are populated."""
+        """The leading rows that the workers know to be populated."""
         self._wanted_rows = 0
 
     @property

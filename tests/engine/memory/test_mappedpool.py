@@ -55,7 +55,7 @@ class Recorder(FakeRegistrar):
 
 
 class Extents:
-    """The service's side: memfds of which some bytes have memory."""
+    """The service's side: memfds that are partly populated."""
 
     def __init__(self) -> None:
         self.fds: list[int] = []
