@@ -274,7 +274,7 @@ def test_only_the_newest_ticket_counts(engine: AttachedEngine, rank: Rank, node:
     rank.worker.join(None)
     wait_until(lambda: len(node.events("joined")) == 2)
     rank.worker.join(new)
-    assert rank.worker.is_attached
+    wait_until(lambda: rank.worker.is_attached)
 
 
 def test_an_error_in_the_worker_is_counted_and_ends_its_session_only(
