@@ -25,7 +25,7 @@ _PATIENCE_SECONDS = 8.0
 _BAR_SECONDS = 1.0
 _ROOT = Path(__file__).parents[1]
 
-_SERVER_IMPORTS = "import kvstow_service.cli, kvstow_service.nodeprocess"
+_SERVER_IMPORTS = "import kvstow_service.cli, kvstow_service.node.nodeprocess"
 
 
 def run(pools: Sequence[str], repeats: int, say: Callable[[str], None]) -> list[Table]:

@@ -13,18 +13,18 @@ from tempfile import TemporaryDirectory
 from kvstow.bytesize import parse_size
 from kvstow.config import EngineConfig, PoolConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow_service.adminoptions import AdminOptions
-from kvstow_service.agent import RankAgent
-from kvstow_service.embedded import EmbeddedAdmin
-from kvstow_service.logformat import configure_logs
-from kvstow_service.rendezvous import Rendezvous
+from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.agent import RankAgent
+from kvstow_service.admin.embedded import EmbeddedAdmin
+from kvstow_service.admin.rendezvous import Rendezvous
+from kvstow_service.process.logformat import configure_logs
+from kvstow_service.process.stop import StopRequests
 from kvstow_service.replay.driver import ReplayDriver, blocks_needed
 from kvstow_service.replay.kv import LocalKV
 from kvstow_service.replay.offload import EmbeddedOffload
 from kvstow_service.replay.pace import ReplayOptions
 from kvstow_service.replay.ranks import build_ranks
 from kvstow_service.replay.trace import BLOCK_TOKENS, read_trace
-from kvstow_service.stop import StopRequests
 
 
 def run(arguments: argparse.Namespace, runtime: str) -> None:

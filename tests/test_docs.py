@@ -17,11 +17,11 @@ from kvstow.stats import SLOT_STATES, EngineState
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.health import Health
 from kvstow_api.looplag import LoopMonitor
-from kvstow_service.adminhost import make_api_host
-from kvstow_service.adminoptions import AdminOptions
+from kvstow_service.admin.adminhost import make_api_host
+from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.sockets import AdminSockets
+from kvstow_service.admin.ticker import Ticker
 from kvstow_service.cli import app
-from kvstow_service.sockets import AdminSockets
-from kvstow_service.ticker import Ticker
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "helm" / "kvstow" / "files" / "rules.yaml"])

@@ -40,6 +40,17 @@ FORBIDDEN = {
     "engine/kvstow/devices/jax": {"torch", "cuda"},
     "api/kvstow_api": {"kvstow_service", "vllm", "torch", "kvstow.memory", "kvstow.devices", "kvstow.testing"},
     "service/kvstow_service": {"kvstow.testing"},
+    **{
+        f"service/kvstow_service/{room}": {f"kvstow_service.{other}" for other in others.split()}
+        for room, others in {
+            "process": "admin node connectors replay cli demo",
+            "admin": "node connectors replay cli demo",
+            "connectors": "node replay cli demo",
+            "node/attach": "node.node node.nodehost node.pools node.survival connectors replay cli demo",
+            "node/survival": "node.node node.nodehost node.pools node.attach connectors replay cli demo",
+            "node/pools": "node.node node.nodehost connectors replay cli demo",
+        }.items()
+    },
 }
 
 
@@ -87,12 +98,12 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow.attach.worker", ["torch", "fastapi", "httpx", "prometheus_client", "zmq", "msgspec"]),
         ("kvstow_api.app", ["torch"]),
         ("kvstow_service", ["torch", "fastapi"]),
-        ("kvstow_service.rendezvous", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process
+        ("kvstow_service.admin.rendezvous", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process
         ("kvstow_service.connectors.vllm.options", ["torch", "fastapi", "httpx", "prometheus_client"]),
-        ("kvstow_service.embedded", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
+        ("kvstow_service.admin.embedded", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
         ("kvstow.memory.mlock", ["torch"]),
-        ("kvstow_service.node.attachserver", ["torch"]),
-        ("kvstow_service.node.keeper", ["torch", "numpy", "fastapi", "pydantic", "asyncio"]),
+        ("kvstow_service.node.attach.attachserver", ["torch"]),
+        ("kvstow_service.node.survival.keeper", ["torch", "numpy", "fastapi", "pydantic", "asyncio"]),
         ("kvstow_service.cli", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
     ],
 )

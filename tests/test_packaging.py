@@ -67,7 +67,7 @@ def test_the_command_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> N
     dependencies = next(path for path in sys.path if path.endswith("site-packages"))
     code = (
         f"import sys; sys.path.append({dependencies!r});"
-        "import kvstow, kvstow_service.cli, kvstow_service.settings, kvstow_api.app;"
+        "import kvstow, kvstow_service.cli, kvstow_service.node.settings, kvstow_api.app;"
         f"assert kvstow.__file__.startswith({str(tmp_path)!r}), kvstow.__file__; print(kvstow.__version__)"
     )
     python = tmp_path / "env" / "bin" / "python"

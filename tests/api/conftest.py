@@ -24,8 +24,8 @@ from kvstow_api.app import create_app
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
 from kvstow_api.loglevels import LogLevels
-from kvstow_service.server import AdminServer
-from kvstow_service.sockets import AdminSockets, TcpAddress
+from kvstow_service.admin.server import AdminServer
+from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 
 SLOT_BYTES = 4096
 CAPACITY = 16

@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from kvstow_api.body import BodyMiddleware
-from kvstow_service.sockets import AdminSockets
+from kvstow_service.admin.sockets import AdminSockets
 
 IDLE = 1000
 BODY_BYTES = 10 << 20

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from kvstow_service.cli import app
 from kvstow_service.connectors.vllm.options import ConnectorOptions
-from kvstow_service.settings import load_settings
+from kvstow_service.node.settings import load_settings
 
 pytestmark = pytest.mark.deploy
 

@@ -28,11 +28,11 @@ from kvstow_api.metrics.collector import Collector
 from kvstow_api.requests import HttpCounters
 from kvstow_api.views import StatsView
 from kvstow_service import environment
-from kvstow_service.adminhost import make_api_host
-from kvstow_service.adminoptions import AdminOptions
+from kvstow_service.admin.adminhost import make_api_host
+from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.sockets import AdminSockets
+from kvstow_service.admin.ticker import Ticker
 from kvstow_service.cli import app
-from kvstow_service.sockets import AdminSockets
-from kvstow_service.ticker import Ticker
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "runbooks").glob("*.md"))

@@ -14,8 +14,8 @@ from typing import Protocol
 import pytest
 from starlette.types import ASGIApp
 
-from kvstow_service.server import AdminServer
-from kvstow_service.sockets import AdminSockets, TcpAddress
+from kvstow_service.admin.server import AdminServer
+from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 
 
 @pytest.fixture

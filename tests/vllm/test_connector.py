@@ -17,7 +17,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstow.errors import ConfigError
 from kvstow.messages import DesiredState
-from kvstow_service.agent import AdminAddress
+from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.vllm import connector, schedulerhost, workerhost
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate

@@ -17,7 +17,7 @@ from kvstow.errors import ConfigError
 from kvstow.messages import Completion
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank
-from kvstow_service.adminoptions import AdminOptions
+from kvstow_service.admin.adminoptions import AdminOptions
 from kvstow_service.connectors.vllm import schedulerhost, workerhost
 from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.vllm.metadata import KVStowMetadata, RankHello, RankUpdate

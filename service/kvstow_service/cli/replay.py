@@ -13,9 +13,9 @@ import click
 from kvstow.config import CopyStrategy
 from kvstow.errors import ConfigError, KvstowError, ProcessEndedError, SettingError
 from kvstow_service.cli.failures import ExitCode
+from kvstow_service.process.stop import StopRequests
 from kvstow_service.replay.place import Place
 from kvstow_service.replay.shapes import SHAPES, DeviceName, Shape, even_shape, shape_named
-from kvstow_service.stop import StopRequests
 
 if TYPE_CHECKING:
     from collections.abc import Callable

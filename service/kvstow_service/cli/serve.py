@@ -13,8 +13,8 @@ import click
 from pydantic.fields import FieldInfo
 
 from kvstow.errors import ConfigError, InvalidRequestError, KvstowError
-from kvstow_service.removedsettings import REMOVED_SETTINGS
-from kvstow_service.settings import Settings, flag_name, load_settings
+from kvstow_service.node.removedsettings import REMOVED_SETTINGS
+from kvstow_service.node.settings import Settings, flag_name, load_settings
 
 _CONFIG_HELP = "TOML file with settings, named like the flags but with underscores. Default: KVSTOW_CONFIG."
 _REMOVED_SWITCHES = {"lock", "exit_after_replay"}
@@ -29,7 +29,7 @@ def _run(config: Path | None, flags: dict[str, str | bool | None]) -> int:
 
     gc.disable()  # what is imported stays; walking it took a tenth of the start
     try:
-        from kvstow_service.nodeprocess import run_service  # FastAPI, uvicorn
+        from kvstow_service.node.nodeprocess import run_service  # FastAPI, uvicorn
     finally:
         gc.freeze()
         gc.enable()

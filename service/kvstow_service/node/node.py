@@ -19,13 +19,13 @@ from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.numa import memory_nodes
 from kvstow.memory.populator import Populator
-from kvstow_service.node.attachserver import AttachServer
-from kvstow_service.node.attachsocket import AttachSocket
-from kvstow_service.node.memorythread import MemoryThread
+from kvstow_service.node.attach.attachserver import AttachServer
+from kvstow_service.node.attach.attachsocket import AttachSocket
 from kvstow_service.node.nodehost import NodeHost
-from kvstow_service.node.nodepool import PoolSettings
 from kvstow_service.node.noderecovery import NodeRecovery
-from kvstow_service.node.survivingmemory import SurvivingMemory
+from kvstow_service.node.pools.memorythread import MemoryThread
+from kvstow_service.node.pools.nodepool import PoolSettings
+from kvstow_service.node.survival.survivingmemory import SurvivingMemory
 
 logger = logging.getLogger("kvstow.node")
 

@@ -7,7 +7,7 @@ from collections import Counter
 from kvstow.status import HostedNamespace, HostedSession, MemoryStatus
 from kvstow_api.directory import HostedPool
 from kvstow_service.node.node import Node
-from kvstow_service.node.nodepool import NodePool
+from kvstow_service.node.pools.nodepool import NodePool
 
 
 class NodeDirectory:

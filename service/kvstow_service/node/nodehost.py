@@ -30,14 +30,14 @@ from kvstow.control.hostswitches import HostSwitches
 from kvstow.errors import AttachRefusedError, ConflictError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
 from kvstow.status import HostedNamespace, HostedSession
-from kvstow_service.node.memorythread import MemoryThread
-from kvstow_service.node.nodepool import KnownNamespace, NodePool, PoolSettings
-from kvstow_service.node.nodesession import NodeSession
-from kvstow_service.node.poolrecord import PoolRecord
-from kvstow_service.node.sessionhost import SessionGrant, SessionLink
-from kvstow_service.node.sharing import sharing_off
-from kvstow_service.node.uniquenames import unique_name
-from kvstow_service.node.workerrecord import WorkerRecord
+from kvstow_service.node.attach.sessionhost import SessionGrant, SessionLink
+from kvstow_service.node.pools.memorythread import MemoryThread
+from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSettings
+from kvstow_service.node.pools.nodesession import NodeSession
+from kvstow_service.node.pools.sharing import sharing_off
+from kvstow_service.node.pools.uniquenames import unique_name
+from kvstow_service.node.survival.poolrecord import PoolRecord
+from kvstow_service.node.survival.workerrecord import WorkerRecord
 
 logger = logging.getLogger("kvstow.node")
 

@@ -16,15 +16,15 @@ from kvstow.control.recovery import EarlierSession, recover
 from kvstow.control.slotjournal import NamespaceLabel
 from kvstow.errors import KvstowError, NotFoundError
 from kvstow.memory.nodememory import NAME_PREFIX as EXTENT_PREFIX
-from kvstow_service.node.attachserver import AttachServer
-from kvstow_service.node.keepermessages import Held
-from kvstow_service.node.memorythread import MemoryThread
+from kvstow_service.node.attach.attachserver import AttachServer
 from kvstow_service.node.nodehost import NodeHost
-from kvstow_service.node.nodepool import KnownNamespace, NodePool
-from kvstow_service.node.noderecords import JOURNAL_PREFIX, WORKER_PREFIX
-from kvstow_service.node.poolrecord import PoolRecord
-from kvstow_service.node.survivingmemory import SurvivingMemory
-from kvstow_service.node.workerrecord import WorkerRecord
+from kvstow_service.node.pools.memorythread import MemoryThread
+from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
+from kvstow_service.node.pools.noderecords import JOURNAL_PREFIX, WORKER_PREFIX
+from kvstow_service.node.survival.keepermessages import Held
+from kvstow_service.node.survival.poolrecord import PoolRecord
+from kvstow_service.node.survival.survivingmemory import SurvivingMemory
+from kvstow_service.node.survival.workerrecord import WorkerRecord
 
 logger = logging.getLogger("kvstow.node")
 

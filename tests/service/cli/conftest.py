@@ -15,9 +15,9 @@ from kvstow.testing.rank import FakeRank, make_ranks, store_keys
 from kvstow_api.app import create_app
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.host import ApiHost
+from kvstow_service.admin.server import AdminServer
+from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 from kvstow_service.cli import app
-from kvstow_service.server import AdminServer
-from kvstow_service.sockets import AdminSockets, TcpAddress
 
 SLOT_BYTES = 4096
 CAPACITY = 16

@@ -11,10 +11,10 @@ import trustme
 from kvstow.errors import ConfigError
 from kvstow_api.client import ApiError
 from kvstow_api.views import ProblemView
+from kvstow_service.admin.tls import TlsFiles
 from kvstow_service.cli.connection import Connection
 from kvstow_service.cli.contexts import Context, ContextFile
 from kvstow_service.cli.failures import exit_code_of
-from kvstow_service.tls import TlsFiles
 
 ASK = ("get", "pools")
 SERVER = "http://a:1"

@@ -17,8 +17,8 @@ from tests.service.cli.terminal import Terminal
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.rank import make_ranks
-from kvstow_service.adminoptions import AdminOptions
-from kvstow_service.embedded import EmbeddedAdmin
+from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.embedded import EmbeddedAdmin
 from kvstow_service.replay.generate import TraceShape, generate_trace
 
 SOCKET = "admin.sock"

@@ -14,8 +14,8 @@ from kvstow.status import MemoryStatus
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost
-from kvstow_service.server import AdminServer
-from kvstow_service.sockets import AdminSockets, TcpAddress
+from kvstow_service.admin.server import AdminServer
+from kvstow_service.admin.sockets import AdminSockets, TcpAddress
 
 NAMES = ["a-000001", "b-000002", "c-000003"]
 KEYS = [b"\x00\x00" + bytes([number]) * 4 for number in range(4)]

@@ -20,8 +20,8 @@ from kvstow.attach.frames import Frame
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.peer import Peer
-from kvstow_service.node.attachserver import AttachServer
-from kvstow_service.node.attachsocket import AttachSocket
+from kvstow_service.node.attach.attachserver import AttachServer
+from kvstow_service.node.attach.attachsocket import AttachSocket
 
 POOL = PoolIdentity(
     slot_bytes=(4096, 4096),

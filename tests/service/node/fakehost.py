@@ -26,7 +26,7 @@ from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError, LeaseError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
-from kvstow_service.node.sessionhost import SessionGrant, SessionLink
+from kvstow_service.node.attach.sessionhost import SessionGrant, SessionLink
 
 
 @dataclass

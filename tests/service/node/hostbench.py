@@ -32,10 +32,10 @@ from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.populator import Populator
 from kvstow.messages import Completion, Mark, RankReport
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.node.memorythread import MemoryThread
+from kvstow_service.node.attach.sessionhost import SessionGrant
 from kvstow_service.node.nodehost import NodeHost
-from kvstow_service.node.nodepool import NodePool, PoolSettings
-from kvstow_service.node.sessionhost import SessionGrant
+from kvstow_service.node.pools.memorythread import MemoryThread
+from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
 
 EXTENT = 2 << 20
 ROW_SLOTS = EXTENT // SLOT_BYTES

@@ -16,7 +16,7 @@ from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.populator import Populator
 from kvstow.memory.rows import PoolLayout, RankLayout
-from kvstow_service.node.survivingmemory import SurvivingMemory
+from kvstow_service.node.survival.survivingmemory import SurvivingMemory
 
 SLOT_BYTES = 64 << 10
 EXTENT_BYTES = 4 << 20

@@ -30,7 +30,7 @@ from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pace import FixedPace
 from kvstow.messages import Completion, DesiredState, Direction, Op, RankReport, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar
-from kvstow_service.node.sessionhost import SessionLink
+from kvstow_service.node.attach.sessionhost import SessionLink
 
 MIB = 1 << 20
 SLOT = 4096

@@ -17,7 +17,7 @@ from kvstow.attach.identity import GroupIdentity, RegionIdentity
 from kvstow.errors import AttachRefusedError, ConflictError, InvalidRequestError, LeaseError, NotFoundError, PinError
 from kvstow.memory.extents import Extent
 from kvstow.messages import Completion
-from kvstow_service.node.nodepool import PoolSettings
+from kvstow_service.node.pools.nodepool import PoolSettings
 
 MakeBench = Callable[..., HostBench]
 OTHER = replace(HELLO, pool=replace(POOL, kv_cache_dtype="fp8"))

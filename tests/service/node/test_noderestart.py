@@ -17,12 +17,12 @@ import pytest
 from tests.service.node import rawengine, restartclient
 from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
 from tests.service.node.rawengine import RawEngine, key_of
-from tests.service.node.test_survival import end_keeper
+from tests.service.node.survival.test_survival import end_keeper
 
 from kvstow.attach.calls import Hold
 from kvstow.errors import KeeperError
-from kvstow_service.node.keeperclient import KeeperClient
-from kvstow_service.node.orphanedmemory import find_orphaned_memory
+from kvstow_service.node.survival.keeperclient import KeeperClient
+from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory
 
 pytestmark = pytest.mark.process
 
@@ -312,7 +312,7 @@ def test_the_keeper_runs_in_a_container_of_its_own(
     child_environ: dict[str, str],
     eventually: Any,
 ) -> None:
-    command = [sys.executable, "-m", "kvstow_service.node.keeper", str(state), "600"]
+    command = [sys.executable, "-m", "kvstow_service.node.survival.keeper", str(state), "600"]
     keeper = subprocess.Popen(command, env=child_environ)
     eventually(lambda: (state / "keeper.sock").exists())
     node = start_node()

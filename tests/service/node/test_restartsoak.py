@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from tests.service.node import restartclient
 from tests.service.node.noderunner import EXTENT_BYTES, RunningNode
-from tests.service.node.test_survival import end_keeper
+from tests.service.node.survival.test_survival import end_keeper
 
 from kvstow.errors import KeeperError
-from kvstow_service.node.keeperclient import KeeperClient
-from kvstow_service.node.orphanedmemory import extents_of, find_orphaned_memory
+from kvstow_service.node.survival.keeperclient import KeeperClient
+from kvstow_service.node.survival.orphanedmemory import extents_of, find_orphaned_memory
 
 pytestmark = pytest.mark.process
 

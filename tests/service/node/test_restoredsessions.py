@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import cast
 
 import pytest
+from tests.service.node.attach.test_sessionlife import Clock, quiet
 from tests.service.node.conftest import WORKER, FakeProcess, MakeNode, Node, wait_until
 from tests.service.node.fakehost import FakeSession
-from tests.service.node.test_sessionlife import Clock, quiet
 
 from kvstow.attach.peer import Peer
-from kvstow_service.node.sessionhost import SessionLink
+from kvstow_service.node.attach.sessionhost import SessionLink
 
 TOKEN = "a token of the service before"
 

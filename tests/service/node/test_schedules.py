@@ -27,9 +27,9 @@ from kvstow.control.attachedsession import AttachedSession
 from kvstow.errors import LeaseError
 from kvstow.memory.extentbook import BookedExtent
 from kvstow_service.node.nodehost import NodeHost
-from kvstow_service.node.nodepool import KnownNamespace, NodePool
-from kvstow_service.node.poolmemory import PoolMemory
-from kvstow_service.node.rankmemory import RankMemory
+from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
+from kvstow_service.node.pools.poolmemory import PoolMemory
+from kvstow_service.node.pools.rankmemory import RankMemory
 
 SEEDS = range(100)
 STEPS = 800

@@ -22,7 +22,7 @@ from kvstow.control.engine import OffloadEngine
 from kvstow.devices.base import Device
 from kvstow.memory.hostpool import HostPool
 from kvstow.testing.fakes import FakeClock
-from kvstow_service.agent import AgentStats
+from kvstow_service.admin.agent import AgentStats
 from kvstow_service.connectors.vllm import rankdataplane
 from kvstow_service.connectors.vllm.attachedplane import AttachedPlane
 

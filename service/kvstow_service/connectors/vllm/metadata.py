@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvstow.attach.identity import RegionIdentity
 from kvstow.attach.ticket import SessionTicket
 from kvstow.messages import DesiredState, RankReport
-from kvstow_service.agent import AdminAddress
+from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.vllm.stepplan import PlannedStep
 from kvstow_service.connectors.vllm.workerside import BootCompletions, RankSession
 

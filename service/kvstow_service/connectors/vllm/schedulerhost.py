@@ -15,8 +15,10 @@ from kvstow.bytesize import format_size
 from kvstow.control.engine import OffloadEngine
 from kvstow.errors import ConfigError, KvstowError
 from kvstow.messages import DesiredState, RankReport
-from kvstow_service.adminoptions import AdminOptions
-from kvstow_service.agent import AdminAddress
+from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.agent import AdminAddress
+from kvstow_service.admin.embedded import EmbeddedAdmin
+from kvstow_service.admin.tls import TlsFiles
 from kvstow_service.connectors.vllm.controlplane import ControlPlane, EmbeddedControl
 from kvstow_service.connectors.vllm.gpublocks import BlockPool
 from kvstow_service.connectors.vllm.kvevents import EventFeed
@@ -27,8 +29,6 @@ from kvstow_service.connectors.vllm.offloadmetrics import EngineFigures
 from kvstow_service.connectors.vllm.options import ConnectorOptions, misuse
 from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS, SchedulerSide
 from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, this_node
-from kvstow_service.embedded import EmbeddedAdmin
-from kvstow_service.tls import TlsFiles
 
 _HEAD_START_SECONDS = 1.0  # of vLLM's start, which ends soon after; until then ranks report with the steps
 

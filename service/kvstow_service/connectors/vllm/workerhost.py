@@ -14,7 +14,8 @@ from kvstow.dataplane import DataPlane
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.messageorder import ReportSequence
 from kvstow.messages import RankReport
-from kvstow_service.agent import RankAgent
+from kvstow_service.admin.agent import RankAgent
+from kvstow_service.admin.rendezvous import Rendezvous
 from kvstow_service.connectors.vllm.attachedplane import AttachedPlane, build_attached_plane
 from kvstow_service.connectors.vllm.kvgeometry import KVGeometry, kv_geometry
 from kvstow_service.connectors.vllm.metadata import KVStowMetadata, RankHello
@@ -29,7 +30,6 @@ from kvstow_service.connectors.vllm.rankdataplane import (
 )
 from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, this_node
 from kvstow_service.connectors.vllm.workerside import RankSession, WorkerSide
-from kvstow_service.rendezvous import Rendezvous
 
 _REPORT_SECONDS = 1.5  # the agent reports every second
 _TELL_SECONDS = 0.5

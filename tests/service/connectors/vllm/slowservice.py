@@ -29,7 +29,7 @@ from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.poolfacade import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.errors import DisconnectedError, KvstowError
-from kvstow_service.node.nodesession import NodeSession
+from kvstow_service.node.pools.nodesession import NodeSession
 
 
 class SlowService:

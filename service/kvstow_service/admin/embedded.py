@@ -1,0 +1,233 @@
+"""The admin server inside a host process, such as an inference engine.
+
+Importing this module imports neither FastAPI nor uvicorn, which take half a second: no host should wait for that.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.errors import ConflictError, KvstowError
+from kvstow_api.hostsettings import is_loopback
+from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.agent import AdminAddress
+from kvstow_service.admin.rendezvous import Rendezvous
+from kvstow_service.admin.sockets import AdminSockets, PortTakenError, TcpAddress, tcp_url
+from kvstow_service.admin.ticker import Ticker
+from kvstow_service.admin.tls import ServerTls
+from kvstow_service.process.switchinterval import short_switch_interval
+
+if TYPE_CHECKING:
+    from kvstow_service.admin.server import AdminServer
+
+logger = logging.getLogger("kvstow.admin")
+
+_PORTS = 16  # tried, starting with the requested one: enough for two hosts with eight engines each on one machine
+_OPENING_SECONDS = 30.0  # importing FastAPI cannot be interrupted; it takes seconds on a cold disk
+_HEAD_START_SECONDS = (
+    0.01  # if the import began at once, it would hold the GIL, and `start` would take 5 ms instead of 0.5
+)
+_ANY_ADDRESS = ("0.0.0.0", "::")
+
+
+class EmbeddedAdmin:
+    """Serves the admin API of `engine`, and ticks the engine, on separate threads.
+
+    `identity` is any text that no other engine on this machine uses; the ranks' agents use it for their `Rendezvous`.
+    `node_host` is this machine's name or address for other nodes, needed if the server listens on all addresses.
+    `settings` (no secrets) and `build` are shown by the API. `options.port` is the first of 16 ports that are tried.
+
+    Guarantees: `start` returns at once and raises nothing. Later errors do not reach the host: they are logged, counted
+    (the engine's error `admin_server`) and kept in `failure`. The host keeps its signal handlers. If one of several
+    sockets cannot be opened, that is logged, and the others serve. `stop` is idempotent; a successor replaces whatever
+    a host leaves that dies without it. Properties may be read on any thread at any time.
+    """
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        options: AdminOptions,
+        *,
+        identity: str,
+        mode: str,
+        max_capacity_slots: int,
+        settings: Mapping[str, Any] | None = None,
+        build: Mapping[str, str] | None = None,
+        node_host: str = "",
+        head_start: float = _HEAD_START_SECONDS,
+        freezes_heap: bool = False,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Opens and starts nothing.
+
+        `head_start`: seconds between `start` and the import of FastAPI, which competes with the host for the GIL for
+        half a second. `freezes_heap`: call `gc.freeze()` after the import, for hosts that have frozen their own heap;
+        otherwise each full collection walks all imported objects.
+        """
+        self.failure: str | None = None
+        """Why the server does not serve; None while it starts or serves, and after `stop`."""
+        self._engine, self._options, self._node_host = engine, options, node_host
+        self._head_start, self._freezes_heap = head_start, freezes_heap
+        self._token = secrets.token_hex(16)
+        self._tls: ServerTls | None = None
+        self._ticker = Ticker(engine, renew_tls=None if options.tls is None else self._renew_tls)
+        self._sockets = AdminSockets(secure=options.tls is not None)
+        self._rendezvous = Rendezvous(identity, environ)
+        self._server: AdminServer | None = None
+        self._max_capacity_slots = max_capacity_slots
+        self._description: dict[str, Any] = {
+            "mode": mode,
+            "settings": settings,
+            "build": build,
+        }
+        self._warned_of_loopback = False
+        self._failing = threading.Lock()
+        self._stopping = threading.Event()
+        self._opening = threading.Thread(target=self._open, name="kvstow-admin-start", daemon=True)
+
+    def start(self) -> None:
+        try:
+            self._ticker.start()
+            self._opening.start()
+        except RuntimeError as error:  # no thread can be started
+            self._fail(f"the admin server cannot be started: {error}")
+
+    def stop(self) -> None:
+        """Waits up to 2 s for responses in progress, and for a start in progress."""
+        self._stopping.set()
+        if self._opening.ident is not None:
+            self._opening.join(_OPENING_SECONDS)
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
+        self._close()
+        self._ticker.stop()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where it serves, such as `http://127.0.0.1:9595` and `unix:/run/...`; empty while it does not."""
+        return self._sockets.addresses if self._server is not None and self.failure is None else ()
+
+    @property
+    def address_for_remote_ranks(self) -> AdminAddress | None:
+        """How agents on other nodes reach the server; None if they cannot, or cannot yet.
+
+        Ask only if there are such agents: an address that they can never reach is logged once as a warning. Hosts ask
+        in every step, which is how agents learn of a renewed certificate, so this reads no file.
+        """
+        host = self._sockets.host
+        if is_loopback(host or self._options.host):
+            self._warn_of_loopback()
+            return None
+        if not self.addresses or host is None:
+            return None
+        routable = (self._node_host or socket.gethostname()) if host in _ANY_ADDRESS else host
+        if self._tls is None:
+            return AdminAddress(tcp_url(routable, self._sockets.port), self._token)
+        url = tcp_url(routable, self._sockets.port, "https")
+        return AdminAddress(url, self._token, certificate=self._tls.certificates)
+
+    def _warn_of_loopback(self) -> None:
+        if not self._warned_of_loopback:
+            self._warned_of_loopback = True
+            logger.warning(
+                "ranks on other nodes cannot report to %s: set admin_host to a reachable address, and token_file",
+                self._options.host,
+            )
+
+    def _open(self) -> None:
+        if self._stopping.wait(self._head_start):
+            return
+        try:
+            with short_switch_interval():
+                server = self._make_server()
+            if self._freezes_heap:
+                gc.freeze()
+            server.start()
+            self._server = server
+        except Exception as error:  # the host continues without the server
+            if not isinstance(error, KvstowError):
+                logger.exception("the admin server cannot be started")
+            self._fail(f"the admin server cannot be started: {error!r}")
+        else:
+            logger.info("KVStow admin server on %s", " and ".join(self._sockets.addresses))
+
+    def _make_server(self) -> AdminServer:
+        # Not earlier: the first import of prometheus_client decides how the whole process keeps its metrics.
+        from kvstow_api.embeddeddirectory import EmbeddedDirectory
+        from kvstow_service.admin.adminhost import make_api_host, make_server
+
+        self._tls = None if self._options.tls is None else ServerTls(self._options.tls)
+        self._listen()  # clients that connect now are answered soon
+        settings = self._description["settings"] or {}
+        host = make_api_host(
+            EmbeddedDirectory(
+                self._engine,
+                self._max_capacity_slots,
+                name=self._description["mode"],
+                model=str(settings.get("model", "")),
+            ),
+            self._ticker,
+            self._sockets,
+            self._options,
+            agent_token=self._token,
+            tls=self._tls,
+            **self._description,
+        )
+        return make_server(host, self._sockets, self._tls, self._fail)
+
+    def _renew_tls(self) -> None:
+        if self._tls is not None:
+            self._tls.renew()
+
+    def _listen(self) -> None:
+        """Open every socket that can be opened. Raises `ConflictError` if none can."""
+        options, sockets = self._options, self._sockets
+        self._try(self._listen_on_tcp, "has no TCP socket")
+        self._try(lambda: self._rendezvous.publish(sockets, self._token), "cannot be reached by this machine's ranks")
+        if options.uds is not None:
+            self._try(partial(sockets.listen_unix, options.uds), "does not listen on admin_uds")
+        if not sockets.sockets:
+            raise ConflictError("no socket can be opened; the log says why")
+
+    def _try(self, listen: Callable[[], None], consequence: str) -> None:
+        try:
+            listen()
+        except (KvstowError, OSError) as error:
+            self._engine.count_error("admin_server")
+            logger.warning("the admin server %s: %s", consequence, error)
+
+    def _listen_on_tcp(self) -> None:
+        wanted = TcpAddress.resolve(self._options.host, self._options.port)
+        ports = range(wanted.port, min(wanted.port + _PORTS, 1 << 16)) if wanted.port else (0,)
+        for port in ports:
+            with suppress(PortTakenError):
+                self._sockets.listen_tcp(replace(wanted, port=port))
+                if port != wanted.port:
+                    logger.warning("port %d is taken: the admin server uses port %d", wanted.port, port)
+                return
+        raise PortTakenError(f"ports {ports[0]} to {ports[-1]} of {wanted.host} are taken")
+
+    def _fail(self, reason: str) -> None:
+        """Keep the first reason: a server that does not start reports twice."""
+        with self._failing:
+            if self.failure is None:
+                self._engine.count_error("admin_server")
+                logger.error("%s; the engine continues without it", reason)
+                self.failure = reason
+        self._close()
+
+    def _close(self) -> None:
+        self._sockets.close()
+        self._rendezvous.withdraw()

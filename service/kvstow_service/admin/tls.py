@@ -1,0 +1,153 @@
+"""TLS of the admin server's TCP socket. Its Unix sockets have no TLS: their file mode protects them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstow.errors import ConfigError, SettingError
+from kvstow_api.regularfile import FileStamp, RegularFile
+from kvstow_service.admin.certificate import certificates_in, end_of
+
+logger = logging.getLogger("kvstow.tls")
+
+
+class TlsContent(NamedTuple):
+    """The TLS files as they were read. `certificates`: PEM, without the key. `ends`: when the server's own certificate,
+    the first of them, ends, in seconds since the epoch."""
+
+    context: ssl.SSLContext
+    certificates: str
+    ends: float
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files. `key` is None if `cert` contains it. With `client_ca`, clients may present a certificate signed by one
+    of these authorities; any other certificate is refused."""
+
+    cert: Path
+    key: Path | None = None
+    client_ca: Path | None = None
+
+    def read(self) -> TlsContent:
+        """Raises `ConfigError` naming the file that is not usable."""
+        cert = _content("tls_cert", self.cert)
+        key = None if self.key is None else _content("tls_key", self.key)
+        context = self._context(cert, key)
+        if self.client_ca is not None:
+            _trust(context, self.client_ca)
+        certificates = certificates_in(cert.decode("ascii", "replace"))
+        if not certificates:
+            raise SettingError("tls_cert", str(self.cert), "has no certificate in PEM format")
+        try:
+            ends = end_of(context, certificates[0])
+        except ssl.SSLError as error:
+            raise SettingError("tls_cert", str(self.cert), f"is not a server certificate: {error}") from None
+        return TlsContent(context, "\n".join(certificates), ends)
+
+    def stamps(self) -> list[FileStamp | None]:
+        """Differ if a file has changed. None stands for a file that cannot be read."""
+        return [_stamp(path) for path in (self.cert, self.key, self.client_ca) if path is not None]
+
+    def _context(self, cert: bytes, key: bytes | None) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        with ExitStack() as stack:
+            cert_path = stack.enter_context(_in_memory(cert))
+            key_path = None if key is None else stack.enter_context(_in_memory(key))
+            try:
+                context.load_cert_chain(cert_path, key_path, password="")  # None would prompt on the terminal
+            except (OSError, ssl.SSLError) as error:
+                files = str(self.cert) if self.key is None else f"{self.cert}, {self.key}"
+                raise SettingError("tls_cert", files, f"is not a certificate with its key: {error}") from None
+        return context
+
+
+def _trust(context: ssl.SSLContext, client_ca: Path) -> None:
+    """Accept client certificates that these authorities have signed."""
+    try:
+        context.load_verify_locations(cadata=_content("tls_client_ca", client_ca).decode("ascii", "replace"))
+    except (OSError, ssl.SSLError, ValueError) as error:
+        raise SettingError("tls_client_ca", str(client_ca), f"has no usable certificates: {error}") from None
+    context.verify_mode = ssl.CERT_OPTIONAL  # probes have none; changes need a certificate or a token
+    context.num_tickets = 0  # a resumed session is not checked against the current authorities
+
+
+def _content(setting: str, path: Path) -> bytes:
+    try:
+        return RegularFile.read(path).content
+    except OSError as error:
+        raise SettingError(setting, str(path), f"cannot be read: {error.strerror}") from None
+
+
+@contextmanager
+def _in_memory(pem: bytes) -> Iterator[str]:
+    """A path to these bytes: `ssl` takes paths only, and opening the original again could find another file."""
+    with open(os.memfd_create("kvstow-tls", os.MFD_CLOEXEC), "wb") as file:
+        file.write(pem)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"
+
+
+class ServerTls:
+    """The TLS of a running server, from the last usable version of the files.
+
+    Call `renew` periodically, on one thread. Everything else is thread-safe.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises `ConfigError`."""
+        self._files = files
+        self._stamps = files.stamps()  # before reading: a change meanwhile is read by the next `renew`
+        self._content = files.read()
+        self.context = self._content.context
+        """For listening sockets. Each handshake uses the latest content."""
+        self.context.sni_callback = self._choose
+
+    @property
+    def certificates(self) -> str:
+        """The certificates that the server presents, as PEM."""
+        return self._content.certificates
+
+    def ends(self) -> float:
+        """When the server's certificate ends, in seconds since the epoch."""
+        return self._content.ends
+
+    def renew(self) -> None:
+        """Read files that have changed. Files that are not usable are logged once, and the old content stays."""
+        stamps = self._files.stamps()
+        if stamps == self._stamps:
+            return
+        try:
+            content = self._files.read()
+        except ConfigError as error:
+            self._stamps = stamps
+            logger.warning(
+                "the new TLS files are not usable; the old ones stay in use until %s: %s", _date(self.ends()), error
+            )
+            return
+        if self._files.stamps() == stamps:  # otherwise they may have changed while they were read
+            self._stamps, self._content = stamps, content
+            logger.info("loaded new TLS files; the certificate ends %s", _date(self.ends()))
+
+    def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        # A new context each time: a context cannot forget an authority, and reloading it may fail halfway.
+        connection.context = self._content.context
+
+
+def _stamp(path: Path) -> FileStamp | None:
+    try:
+        return FileStamp.of(path)
+    except OSError:
+        return None
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(sep=" ", timespec="minutes")

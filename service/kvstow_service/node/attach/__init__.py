@@ -1,0 +1,1 @@
+"""The socket at which engines attach, and what each of them may ask."""

@@ -1,0 +1,245 @@
+"""What the attach server does for each client: read its frames, make its calls, answer."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from functools import partial
+
+from kvstow.attach.channel import close_fds
+from kvstow.attach.connection import Message
+from kvstow.attach.frames import MAX_PAYLOAD_BYTES, Frame
+from kvstow.attach.hello import CallError, Hello, Refused
+from kvstow.attach.kinds import Kind, refusal_of
+from kvstow.attach.peer import Peer
+from kvstow.errors import AttachRefusedError, DisconnectedError, KvstowError, ProtocolError
+from kvstow_service.node.attach.attachtally import AttachTally
+from kvstow_service.node.attach.clients import Client, Clients
+from kvstow_service.node.attach.dispatch import answer_to
+from kvstow_service.node.attach.sessionhost import SessionHost
+from kvstow_service.node.attach.sessionlife import SessionLife, described
+from kvstow_service.node.attach.sessiontable import Member, Session
+
+_FRAMES_PER_TURN = 64
+"""Of one client, before the others have their turn."""
+_PAUSED_ABOVE_BYTES = 1 << 20
+"""A client that leaves so much unread is not read from, either."""
+_FAILED = "the service has failed in this call; its log says how"
+
+
+class ClientCalls:
+    """Used by the attach server's thread alone. An error of one client ends its connection, and so its session, and
+    nothing else."""
+
+    def __init__(
+        self,
+        epoll: select.epoll,
+        host: SessionHost,
+        clients: Clients,
+        tally: AttachTally,
+        find_peer: Callable[..., Peer],
+    ) -> None:
+        self.life: SessionLife
+        """Set once, before the first call."""
+        self.busy: dict[Client, None] = {}
+        """Clients with a backlog, in the order of their turns."""
+        self._epoll = epoll
+        self._host = host
+        self._clients = clients
+        self._tally = tally
+        self._find_peer = find_peer
+        self._connected: dict[Member, Client] = {}
+
+    # -- the steps of one client ----------------------------------------------------------------------------
+
+    def on_event(self, client: Client, mask: int) -> None:
+        """epoll has reported the client's socket."""
+        self._guarded(client, partial(self._serve, client, mask))
+
+    def on_turn(self, client: Client) -> None:
+        """Go on with the client's backlog."""
+        self._guarded(client, partial(self._work, client))
+
+    def watch(self, client: Client) -> None:
+        """Begin to watch a new client."""
+        client.interest = select.EPOLLIN
+        self._epoll.register(client.channel.fileno(), client.interest)
+
+    def _guarded(self, client: Client, step: Callable[[], object]) -> None:
+        """Take a step for one client. Whatever goes wrong in it ends that client alone."""
+        try:
+            step()
+        except DisconnectedError as error:
+            self.drop(client, "disconnected", str(error), tell=False)
+        except ProtocolError as error:
+            self.drop(client, error.reason, str(error))
+        except AttachRefusedError as error:
+            self.drop(client, error.reason, str(error))
+        except Exception as error:  # noqa: BLE001 - logged and counted
+            self._tally.fault(error)
+            self.drop(client, "internal", _FAILED)
+
+    def _serve(self, client: Client, mask: int) -> None:
+        if mask & select.EPOLLOUT:
+            client.channel.flush()
+            self._rewatch(client)
+        if mask & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
+            if not client.interest & select.EPOLLIN:  # it has closed while it was not read from
+                raise DisconnectedError("the other end has closed the connection")
+            self._read(client)
+
+    def _read(self, client: Client) -> None:
+        frames = client.channel.receive()
+        if not self._clients.count_partial(client):
+            raise ProtocolError("memory", "too many incomplete frames wait in the service")
+        if frames:
+            client.backlog.extend(frames)
+            self._work(client)
+
+    def _work(self, client: Client) -> None:
+        """Handle some of the client's frames; the rest waits until the others had their turn."""
+        self.busy.pop(client, None)
+        for _ in range(min(len(client.backlog), _FRAMES_PER_TURN)):
+            if client.channel.unsent_bytes > _PAUSED_ABOVE_BYTES or not client.backlog:
+                break
+            self._handle(client, client.backlog.popleft())
+        if client.backlog and client.channel.unsent_bytes <= _PAUSED_ABOVE_BYTES:
+            self.busy[client] = None
+        self._rewatch(client)
+
+    def _handle(self, client: Client, frame: Frame) -> None:
+        member = client.member
+        if member is None:
+            self._greet(client, frame)
+            return
+        role, version = member.hello.role, client.version
+        refusal = refusal_of(frame.kind, role, version, len(frame.fds))
+        if refusal is None and frame.kind == Kind.HELLO:
+            refusal = "HELLO came twice"
+        if refusal is not None:
+            close_fds(frame.fds)
+            raise ProtocolError("unexpected", refusal)
+        self._tally.frames[frame.kind] += 1
+        if frame.kind == Kind.DETACH:
+            self._take_leave(member)
+            return
+        try:
+            answer = answer_to(self._host, member, frame)
+        except (ProtocolError, DisconnectedError):
+            raise
+        except KvstowError as error:
+            self._tally.errors[error.code] += 1
+            answer = CallError(error.code, str(error))
+        except Exception as error:
+            if not frame.request_id:
+                raise
+            self._tally.fault(error)
+            answer = CallError("internal", _FAILED)
+        if answer is not None and frame.request_id and not client.has_detached:
+            client.channel.send(answer.KIND, answer.pack(), frame.request_id)
+
+    def _greet(self, client: Client, frame: Frame) -> None:
+        if frame.kind != Kind.HELLO:
+            raise ProtocolError("no_hello", "the first frame is not a hello")
+        hello = Hello.unpack(frame.payload)
+        if hello.is_farewell:
+            self._hear_farewell(client, hello)
+            return
+        peer = self._find_peer(client.socket, needs_pidfd=self.life.needs_pidfd)
+        try:
+            member, welcome = self.life.greet(hello, peer)
+        except BaseException:
+            peer.close()
+            raise
+        client.member, client.version = member, welcome.version
+        self._connected[member] = client
+        self._clients.accept_member(client)
+        client.channel.set_limit(MAX_PAYLOAD_BYTES)
+        client.channel.accepts_fds = hello.role == "worker"
+        self._tally.frames[frame.kind] += 1
+        client.channel.send(welcome.KIND, welcome.pack())
+
+    def _hear_farewell(self, client: Client, hello: Hello) -> None:
+        """Its session may be over already, and the process may have ended: neither is a fault of the client."""
+        with (
+            suppress(AttachRefusedError),
+            closing(self._find_peer(client.socket, needs_pidfd=self.life.needs_pidfd)) as peer,
+        ):
+            self.life.settle(hello, peer)
+        self._tally.frames[Kind.HELLO] += 1
+        self.forget(client)
+
+    def _take_leave(self, member: Member) -> None:
+        """The process has said that nothing of the pool is mapped or under way in it."""
+        if member.rank is not None:
+            self.life.process_ended(member, expected=True)
+        else:
+            self.life.lose(member.session, "the engine has detached", expected=True)
+
+    # -- sending unasked ------------------------------------------------------------------------------------
+
+    def push(self, session: Session, message: Message, rank: int | None, fds: Sequence[int]) -> None:
+        """On the server's thread: send a message to a member, if it is connected."""
+        member = session.member_of(rank)
+        client = None if member is None else self._connected.get(member)
+        if member is None or client is None or client.has_detached:
+            return
+        if fds:
+            member.has_memory = True
+        self._guarded(client, partial(self._push, client, message, fds))
+
+    def _push(self, client: Client, message: Message, fds: Sequence[int]) -> None:
+        client.channel.send(message.KIND, message.pack(), 0, fds)
+        self._rewatch(client)
+
+    # -- watching and dropping ------------------------------------------------------------------------------
+
+    def _rewatch(self, client: Client) -> None:
+        """Watch for what the client can do next. Nothing is read from it while it has a backlog or does not read."""
+        if client.channel.fileno() < 0:
+            return
+        unsent = client.channel.unsent_bytes
+        interest = select.EPOLLOUT if unsent else 0
+        if not client.backlog and unsent <= _PAUSED_ABOVE_BYTES:
+            interest |= select.EPOLLIN
+        elif client.backlog and unsent <= _PAUSED_ABOVE_BYTES:
+            self.busy[client] = None
+        if interest != client.interest:
+            self._epoll.modify(client.channel.fileno(), interest)
+            client.interest = interest
+
+    def drop(self, client: Client, reason: str, sentence: str, *, tell: bool = True) -> None:
+        """End a connection, and with it its session."""
+        if client.channel.fileno() < 0:
+            return
+        if reason != "disconnected":
+            self._tally.refuse(reason, sentence)
+        if tell:
+            refused = Refused(reason, sentence)
+            with suppress(KvstowError):
+                client.channel.send(refused.KIND, refused.pack())
+        member = client.member
+        self.forget(client)
+        if member is not None:
+            self.life.lose(member.session, f"{described(member)}: {sentence}")
+
+    def disconnect(self, member: Member) -> None:
+        """Close the connection of a member of a lost session."""
+        client = self._connected.get(member)
+        if client is not None:
+            self.forget(client)
+
+    def forget(self, client: Client) -> None:
+        """Close the connection. Idempotent."""
+        if not self._clients.remove(client):
+            return
+        self.busy.pop(client, None)
+        if client.member is not None:
+            client.member.is_connected = False
+            self._connected.pop(client.member, None)
+        for frame in client.backlog:
+            close_fds(frame.fds)
+        client.backlog.clear()
+        self._epoll.unregister(client.channel.fileno())
+        client.channel.close()

@@ -1,0 +1,139 @@
+"""The attach server's open connections: few strangers, a limited number in all, and bounded memory."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from kvstow.attach.channel import Channel
+from kvstow.attach.frames import MAX_HELLO_BYTES, Frame
+from kvstow.attach.kinds import Kind
+from kvstow_service.node.attach.sessiontable import Member
+
+HELLO_SECONDS = 5.0
+MAX_PARTIAL_BYTES = 128 << 20
+"""Over all connections: bytes of frames that are not complete."""
+
+_MAX_CLIENTS = 1024
+_MIN_CLIENTS = 16
+_MAX_STRANGERS = 64
+_SHARE_OF_DESCRIPTORS = 8  # each client has a socket and a pidfd; extents and the admin server need the rest
+
+
+class Client:
+    """One accepted connection. A stranger until its hello is accepted: then it is a member of a session."""
+
+    __slots__ = ("backlog", "channel", "interest", "member", "opened", "partial_bytes", "socket", "version")
+
+    def __init__(self, accepted: socket.socket, scratch: bytearray, opened: float) -> None:
+        self.socket = accepted
+        self.channel = Channel(accepted, scratch=scratch, limit=MAX_HELLO_BYTES)
+        self.opened = opened
+        self.member: Member | None = None
+        self.version = 0
+        """Of the protocol, once it is a member."""
+        self.backlog: deque[Frame] = deque()
+        """Received, and not yet answered."""
+        self.partial_bytes = 0
+        self.interest = 0
+        """What epoll watches."""
+
+    @property
+    def is_stranger(self) -> bool:
+        return self.member is None
+
+    @property
+    def has_detached(self) -> bool:
+        """Whether it has said so, behind what is not answered yet: it reads no answers any more."""
+        return bool(self.backlog) and self.backlog[-1].kind == Kind.DETACH
+
+
+class Clients:
+    """The open connections. Used by the attach server's thread alone; O(1) but for `expired`."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit = limit
+        self.max_strangers = min(_MAX_STRANGERS, max(1, limit // 2))
+        self._clock = clock
+        self._strangers: dict[int, Client] = {}
+        """By descriptor, the oldest first."""
+        self._members: dict[int, Client] = {}
+        self.partial_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._strangers) + len(self._members)
+
+    def __iter__(self) -> Iterator[Client]:
+        yield from list(self._strangers.values())
+        yield from list(self._members.values())
+
+    @property
+    def num_strangers(self) -> int:
+        return len(self._strangers)
+
+    def get(self, fd: int) -> Client | None:
+        return self._members.get(fd) or self._strangers.get(fd)
+
+    def oldest_stranger(self) -> Client | None:
+        return next(iter(self._strangers.values()), None)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a stranger must go before another client comes."""
+        return len(self._strangers) >= self.max_strangers or len(self) >= self.limit
+
+    @property
+    def is_over_limit(self) -> bool:
+        return len(self) > self.limit
+
+    def add(self, accepted: socket.socket, scratch: bytearray) -> Client:
+        client = Client(accepted, scratch, self._clock())
+        self._strangers[client.channel.fileno()] = client
+        return client
+
+    def accept_member(self, client: Client) -> None:
+        """The client is no stranger any more."""
+        fd = client.channel.fileno()
+        self._members[fd] = self._strangers.pop(fd)
+
+    def remove(self, client: Client) -> bool:
+        """Before its channel is closed; False if it was removed before."""
+        fd = client.channel.fileno()
+        found = self._members if self._members.get(fd) is client else self._strangers
+        if found.get(fd) is not client:
+            return False
+        del found[fd]
+        self.partial_bytes -= client.partial_bytes
+        return True
+
+    def count_partial(self, client: Client) -> bool:
+        """Take note of what is buffered of the client's next frame; False if that is too much over all clients."""
+        now = client.channel.buffered_bytes
+        self.partial_bytes += now - client.partial_bytes
+        client.partial_bytes = now
+        return self.partial_bytes <= MAX_PARTIAL_BYTES
+
+    def expired(self) -> list[Client]:
+        """Strangers that have not said hello in time. O(those)."""
+        latest = self._clock() - HELLO_SECONDS
+        found = []
+        for client in self._strangers.values():
+            if client.opened > latest:
+                break
+            found.append(client)
+        return found
+
+    def next_deadline(self) -> float | None:
+        """When the oldest stranger will have expired."""
+        oldest = self.oldest_stranger()
+        return None if oldest is None else oldest.opened + HELLO_SECONDS
+
+
+def client_limit() -> int:
+    """How many connections the attach server may hold, of the descriptors of this process."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    share = _MAX_CLIENTS if soft == resource.RLIM_INFINITY else soft // _SHARE_OF_DESCRIPTORS
+    return max(_MIN_CLIENTS, min(_MAX_CLIENTS, share))

@@ -1,0 +1,118 @@
+"""Which call of the session host each kind of frame is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kvstow.attach.calls import BeginLoad, BeginStore, Completions, CountLookup, Lookup, Refresh, Release, Reset
+from kvstow.attach.channel import close_fds
+from kvstow.attach.connection import Message
+from kvstow.attach.extentcalls import (
+    AdoptedExtents,
+    Desired,
+    HandedBackExtents,
+    RegisteredExtents,
+    ReleasedExtents,
+    Report,
+)
+from kvstow.attach.frames import Frame
+from kvstow.attach.kinds import Kind
+from kvstow.errors import InvalidRequestError, ProtocolError
+from kvstow_service.node.attach.sessionhost import SessionHost
+from kvstow_service.node.attach.sessiontable import Member
+
+
+def answer_to(host: SessionHost, member: Member, frame: Frame) -> Message | None:
+    """Make the call and return its answer, if its kind has one. `frame.fds` are the host's, or closed, afterwards.
+
+    Raises what the host raises, and `ProtocolError` for a payload that is no message of its kind.
+    """
+    return _CALLS[frame.kind](host, member, frame)
+
+
+def _lookup(host: SessionHost, member: Member, frame: Frame) -> Message:
+    return host.lookup(member.session.session_id, Lookup.unpack(frame.payload))
+
+
+def _release(host: SessionHost, member: Member, frame: Frame) -> None:
+    host.release_leases(member.session.session_id, Release.unpack(frame.payload).lease_ids)
+
+
+def _begin_load(host: SessionHost, member: Member, frame: Frame) -> Message:
+    return host.begin_load(member.session.session_id, BeginLoad.unpack(frame.payload))
+
+
+def _begin_store(host: SessionHost, member: Member, frame: Frame) -> Message:
+    return host.begin_store(member.session.session_id, BeginStore.unpack(frame.payload))
+
+
+def _complete(host: SessionHost, member: Member, frame: Frame) -> None:
+    call = Completions.unpack(frame.payload)
+    if call.rank >= member.session.num_ranks or member.rank not in (None, call.rank):
+        raise InvalidRequestError(f"completions of rank {call.rank}, which the sender does not speak for")
+    host.complete(member.session.session_id, call)
+
+
+def _refresh(host: SessionHost, member: Member, frame: Frame) -> None:
+    host.refresh(member.session.session_id, Refresh.unpack(frame.payload).keys)
+
+
+def _count_lookup(host: SessionHost, member: Member, frame: Frame) -> None:
+    host.count_lookup(member.session.session_id, CountLookup.unpack(frame.payload))
+
+
+def _reset(host: SessionHost, member: Member, frame: Frame) -> Message:
+    Reset.unpack(frame.payload)
+    return host.reset(member.session.session_id)
+
+
+def _report(host: SessionHost, member: Member, frame: Frame) -> Message:
+    report = Report.unpack(frame.payload).report
+    rank = _rank_of(member)
+    if report.rank != rank:
+        raise InvalidRequestError(f"a report of rank {report.rank}, from rank {rank}")
+    return Desired(host.take_report(member.session.session_id, rank, report))
+
+
+def _registered(host: SessionHost, member: Member, frame: Frame) -> None:
+    extents = RegisteredExtents.unpack(frame.payload).extents
+    host.extents_registered(member.session.session_id, _rank_of(member), extents)
+
+
+def _released(host: SessionHost, member: Member, frame: Frame) -> None:
+    extent_ids = ReleasedExtents.unpack(frame.payload).extent_ids
+    host.extents_released(member.session.session_id, _rank_of(member), extent_ids)
+
+
+def _take_back(host: SessionHost, member: Member, frame: Frame) -> Message:
+    try:
+        extents = HandedBackExtents.unpack(frame.payload).extents
+        if len(extents) != len(frame.fds):
+            raise ProtocolError("fds_missing", f"{len(extents)} extents came with {len(frame.fds)} file descriptors")
+    except ProtocolError:
+        close_fds(frame.fds)
+        raise
+    kept = host.take_back(member.session.session_id, _rank_of(member), extents, frame.fds)
+    return AdoptedExtents(tuple(kept))
+
+
+def _rank_of(member: Member) -> int:
+    assert member.rank is not None, "the kinds of workers come from workers"
+    return member.rank
+
+
+_CALLS: Final[dict[int, Callable[[SessionHost, Member, Frame], Message | None]]] = {
+    Kind.LOOKUP: _lookup,
+    Kind.RELEASE: _release,
+    Kind.BEGIN_LOAD: _begin_load,
+    Kind.BEGIN_STORE: _begin_store,
+    Kind.COMPLETIONS: _complete,
+    Kind.REFRESH: _refresh,
+    Kind.COUNT_LOOKUP: _count_lookup,
+    Kind.RESET: _reset,
+    Kind.REPORT: _report,
+    Kind.REGISTERED: _registered,
+    Kind.LET_GO: _released,
+    Kind.HAND_BACK: _take_back,
+}

@@ -1,0 +1,236 @@
+"""The life of sessions: they are opened by a hello, lost with a connection, and over when no process of them can reach
+memory any more."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvstow.attach.hello import Hello, Welcome
+from kvstow.attach.kinds import VERSIONS, VersionRange
+from kvstow.attach.peer import Peer
+from kvstow.errors import AttachRefusedError
+from kvstow_service.node.attach.sessionhost import SessionHost, SessionLink
+from kvstow_service.node.attach.sessiontable import Member, Session, SessionTable
+
+logger = logging.getLogger("kvstow.attach")
+
+
+class Processes(Protocol):
+    """Where the deaths of processes are watched; the attach server's epoll."""
+
+    def watch(self, member: Member) -> None:
+        """Call `SessionLife.process_ended` when the member's pidfd becomes readable."""
+
+    def unwatch(self, member: Member) -> None:
+        """Before the pidfd is closed."""
+
+    def disconnect(self, member: Member) -> None:
+        """Close the member's connection."""
+
+
+class SessionLife:
+    """Used by the attach server's thread alone.
+
+    Nothing here is freed by a clock, with one exception that an operator must ask for: with `trust_eof`, processes
+    whose death cannot be seen count as ended so many seconds after their session was lost.
+    """
+
+    def __init__(
+        self,
+        host: SessionHost,
+        processes: Processes,
+        make_link: Callable[[Session], SessionLink],
+        *,
+        service: str,
+        max_awaited: int,
+        errors: Counter[str],
+        trust_eof: float | None = None,
+        versions: VersionRange = VERSIONS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.table = SessionTable()
+        self._host = host
+        self._processes = processes
+        self._make_link = make_link
+        self._service = service
+        self._max_awaited = max_awaited
+        self._errors = errors
+        self._trust_eof = trust_eof
+        self._versions = versions
+        self._clock = clock
+        self._trusted: list[tuple[float, int, Member]] = []
+        """A heap of when a member without a pidfd counts as ended."""
+        self._num_trusted = 0
+
+    @property
+    def needs_pidfd(self) -> bool:
+        return self._trust_eof is None
+
+    # -- attaching ------------------------------------------------------------------------------------------
+
+    def greet(self, hello: Hello, peer: Peer) -> tuple[Member, Welcome]:
+        """Take a process into a session; it owns `peer` then. Raises `AttachRefusedError`."""
+        version = self._versions.chosen_with(hello.versions)
+        self.settle(hello, peer)
+        if self._awaited() >= self._max_awaited:
+            raise AttachRefusedError(
+                "too_many_lost", f"{self._max_awaited} processes of lost sessions still have memory mapped"
+            )
+        if hello.role == "worker":
+            return self._join(hello, peer, version)
+        session = self.table.new_session(hello, peer)
+        grant = self._host.open_session(session.session_id, hello, peer, self._make_link(session))
+        self.table.add(session)
+        member = self._add_member(session, hello, peer)
+        logger.info("session %s: %r on %r attached", session.session_id, hello.engine, hello.host)
+        return member, Welcome(
+            version=version,
+            session_id=session.session_id,
+            service=self._service,
+            token=session.token,
+            engine_id=grant.engine_id,
+            pool=grant.pool,
+            namespace=grant.namespace,
+            sharing_off=grant.sharing_off,
+        )
+
+    def _join(self, hello: Hello, peer: Peer, version: int) -> tuple[Member, Welcome]:
+        session = self.table.session_to_join(hello, peer)
+        self._host.join_worker(session.session_id, hello, peer)
+        member = self._add_member(session, hello, peer)
+        return member, Welcome(version=version, session_id=session.session_id, service=self._service)
+
+    def _add_member(self, session: Session, hello: Hello, peer: Peer) -> Member:
+        member = Member(session, hello, peer)
+        try:
+            if peer.pidfd is not None:
+                self._processes.watch(member)
+        except OSError:  # its death would not be seen; the host has taken it in already
+            self.lose(session, f"{described(member)} cannot be watched")
+            raise
+        session.members.append(member)
+        return member
+
+    def settle(self, hello: Hello, peer: Peer) -> None:
+        """The same process may have been in sessions that are lost, and says in which its copies have all ended."""
+        for token in hello.settled_tokens:
+            self._settle(token, hello, peer)
+
+    def _settle(self, token: str, hello: Hello, peer: Peer) -> None:
+        session = self.table.of_token(token)
+        if session is None or session.state != "lost":
+            return
+        for member in session.members:
+            if member.rank == hello.rank and member.is_awaited and member.peer.is_same_process(peer):
+                self.process_ended(member)
+
+    def restore(self, session_id: str, token: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
+        """A session of the service before: lost, with the workers that may still reach memory. The host knows it.
+        Owns the peers. Before the first client."""
+        session = Session(session_id, token, *workers[0])
+        session.state = "lost"
+        self.table.add(session)
+        for hello, peer in workers:
+            member = Member(session, hello, peer)
+            member.is_connected, member.has_memory = False, True
+            session.members.append(member)
+            if peer.pidfd is not None:
+                self._processes.watch(member)
+            elif self._trust_eof is not None:
+                self._trust_later(member)
+            else:
+                logger.warning(
+                    "session %s: nobody can see when %s ends, so its memory stays in use: start the service with "
+                    "--trust-eof, as the one before was",
+                    *(session_id, described(member)),
+                )
+
+    # -- ending ---------------------------------------------------------------------------------------------
+
+    def lose(self, session: Session, reason: str, *, expected: bool = False) -> None:
+        """A connection of the session has ended. Idempotent. `expected`: the client or an operator asked for it."""
+        if session.state != "attached":
+            return
+        session.state = "lost"
+        logger.log(logging.INFO if expected else logging.WARNING, "session %s ends: %s", session.session_id, reason)
+        for member in session.members:
+            if member.is_connected:
+                self._processes.disconnect(member)
+        self._tell("session_lost", session.session_id, reason)
+        for member in session.members:
+            if member.has_memory and member.has_ended:
+                self._tell("worker_let_go", session.session_id, member.rank)
+            if not member.is_awaited:
+                self._forget(member)
+            elif member.peer.pidfd is None:
+                self._trust_later(member)
+        self._end_if_over(session)
+
+    def process_ended(self, member: Member, *, expected: bool = False) -> None:
+        """The member's process can reach no memory any more: it has died or, if that is `expected`, said so.
+        Idempotent."""
+        if member.has_ended:
+            return
+        member.has_ended = True
+        self._forget(member)
+        session = member.session
+        if session.state == "attached":
+            self.lose(session, f"{described(member)} has {'detached' if expected else 'ended'}", expected=expected)
+        elif member.has_memory:
+            self._tell("worker_let_go", session.session_id, member.rank)
+            self._end_if_over(session)
+
+    def expire(self) -> None:
+        """Let processes end whose death cannot be seen, as far as their time has come."""
+        now = self._clock()
+        while self._trusted and self._trusted[0][0] <= now:
+            self.process_ended(heapq.heappop(self._trusted)[2])
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do."""
+        return self._trusted[0][0] if self._trusted else None
+
+    def close(self) -> None:
+        """Stop watching, without a call of the host."""
+        for session in self.table:
+            for member in session.members:
+                self._forget(member)
+
+    def _trust_later(self, member: Member) -> None:
+        assert self._trust_eof is not None, "members without a pidfd are refused otherwise"
+        self._num_trusted += 1
+        heapq.heappush(self._trusted, (self._clock() + self._trust_eof, self._num_trusted, member))
+
+    def _end_if_over(self, session: Session) -> None:
+        if session.state != "lost" or session.is_awaited:
+            return
+        self.table.remove(session)
+        logger.info("session %s is over: none of its processes can reach memory", session.session_id)
+        self._tell("session_over", session.session_id)
+
+    def _forget(self, member: Member) -> None:
+        if member.peer.pidfd is not None:
+            self._processes.unwatch(member)
+            member.peer.close()
+
+    def _awaited(self) -> int:
+        """Processes of lost sessions that may still reach memory."""
+        return sum(member.is_awaited for found in self.table if found.state == "lost" for member in found.members)
+
+    def _tell(self, event: str, *values: object) -> None:
+        """Call the host. If it fails, what the session holds stays held, and the others go on."""
+        try:
+            getattr(self._host, event)(*values)
+        except Exception:
+            self._errors["internal"] += 1
+            logger.exception("%s%r failed", event, values)
+
+
+def described(member: Member) -> str:
+    """A member, for sentences."""
+    return "the scheduler half" if member.rank is None else f"the worker of rank {member.rank}"

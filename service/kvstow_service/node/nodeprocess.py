@@ -1,0 +1,188 @@
+"""The process of `kvstow serve`: a node, its ticker and its admin server."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from kvstow.bytesize import format_size
+from kvstow.errors import ConfigError, InsufficientMemoryError
+from kvstow.memory.limits import MemoryLimits, limits_of
+from kvstow_api.directory import Directory
+from kvstow_api.measurements import OrphanedMemory
+from kvstow_service.admin.adminhost import make_api_host, make_server
+from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.sockets import AdminSockets, TcpAddress
+from kvstow_service.admin.ticker import Ticker
+from kvstow_service.admin.tls import ServerTls
+from kvstow_service.node.attach.attachsocket import default_path, group_id
+from kvstow_service.node.node import Node, NodeSettings
+from kvstow_service.node.nodedirectory import NodeDirectory
+from kvstow_service.node.pools.nodepool import PoolSettings
+from kvstow_service.node.settings import Settings
+from kvstow_service.node.survival.orphanedmemory import find_orphaned_memory, running_services
+from kvstow_service.process.logformat import configure_logs
+from kvstow_service.process.stop import StopRequests
+from kvstow_service.process.switchinterval import short_switch_interval
+
+logger = logging.getLogger("kvstow.service")
+
+_DRAIN_POLL_SECONDS = 0.02
+
+
+def run_service(settings: Settings) -> int:
+    """Serve until a signal or a failure; returns the exit status.
+
+    Owns the process's signals and its loggers; call it on the main thread. Raises `ConfigError` or another
+    `KvstowError` for what keeps it from starting; by then everything it had taken is given back.
+    """
+    configure_logs(settings.log_format, settings.log_level)
+    with ExitStack() as running:
+        stops = running.enter_context(StopRequests())
+        plan = _check(settings)
+
+        sockets = AdminSockets(plan.address, settings.uds, secure=plan.tls is not None)
+        running.callback(sockets.close)
+        node = Node(plan.node, on_failure=lambda reason: stops.request(reason, 1))
+        running.callback(node.close)
+        directory = NodeDirectory(node)
+        ticker = Ticker(node, renew_tls=None if plan.tls is None else plan.tls.renew)
+
+        start = _Start(node)
+        host = make_api_host(
+            directory,
+            ticker,
+            sockets,
+            plan.admin,
+            mode="node",
+            tls=plan.tls,
+            settings=public_settings(settings),
+            live_checks={"node": start.live_failure},
+            startup_checks={"node": start.check},
+            orphaned_memory=_orphaned_memory,
+        )
+        server = make_server(host, sockets, plan.tls, lambda reason: stops.request(reason, 1))
+        server.start()  # first: it answers while the node takes up what an earlier service has left
+        running.callback(server.stop)
+        start.run()
+        ticker.start()
+        running.callback(ticker.stop)
+        _announce(settings, plan, sockets)
+
+        stop = stops.wait()
+        logger.info("stopping: %s", stop.reason)
+        _drain(directory, settings)
+    logger.info("stopped")
+    return stop.status
+
+
+class _Start:
+    """The start of the node, as health checks see it: with a million blocks to take up, it takes seconds."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._has_ended = False
+
+    def run(self) -> None:
+        with short_switch_interval():  # the admin server answers meanwhile
+            self._node.start()
+        self._has_ended = True
+
+    def check(self) -> str | None:
+        return (
+            None if self._has_ended else "the service takes up what an earlier one has left; no engine can attach yet"
+        )
+
+    def live_failure(self) -> str | None:
+        return self._node.live_failure() if self._has_ended else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What follows from the settings on this machine."""
+
+    address: TcpAddress
+    admin: AdminOptions
+    tls: ServerTls | None
+    node: NodeSettings
+
+
+def _check(settings: Settings) -> _Plan:
+    """Refuse what can be refused before anything is taken."""
+    address = TcpAddress.resolve(settings.host, settings.port)
+    admin = settings.admin_options(address.host)
+    tls = None if admin.tls is None else ServerTls(admin.tls)
+    group = None
+    if settings.attach_group is not None:
+        try:
+            group = group_id(settings.attach_group)
+        except ConfigError as error:
+            raise error.renamed("attach_group") from None
+    require_memory(settings.budget_bytes, limits_of(settings.huge_pages))
+    return _Plan(address, admin, tls, node_settings(settings, group))
+
+
+def node_settings(settings: Settings, attach_group: int | None) -> NodeSettings:
+    return NodeSettings(
+        memory_bytes=settings.budget_bytes,
+        attach_socket=settings.attach_socket or default_path(),
+        attach_group=attach_group,
+        extent_bytes=settings.extent_size,
+        huge_pages=settings.huge_pages,
+        populate_chunk_bytes=settings.pin_chunk,
+        populate_pause=settings.pin_pause,
+        share_across_uids=settings.share_across_uids,
+        trust_eof=settings.trust_eof,
+        state=settings.state,
+        keep_timeout=settings.keep_timeout,
+        keep_on_stop=settings.keep_on_stop,
+        pools=PoolSettings(policy=settings.policy, transfer_timeout=settings.transfer_timeout),
+    )
+
+
+def require_memory(num_bytes: int, limits: MemoryLimits) -> None:
+    """Raises `InsufficientMemoryError` for memory that this machine or its cgroup can never have.
+
+    Shared memory in use counts as available here: it may be what an earlier service has left with its engines or its
+    keeper, who hand it back. The populator checks each step against what is available then.
+    """
+    if shortage := limits.shortage(num_bytes, beside_shared=True):
+        raise InsufficientMemoryError(f"--memory {format_size(num_bytes)} cannot fit: {shortage.message}")
+    if shortage := limits.shortage(num_bytes):
+        logger.warning("memory is short until shared memory in use is handed back or freed: %s", shortage.message)
+
+
+_PATHS = {"token_file", "viewer_token_file", "tls_cert", "tls_key", "tls_client_ca", "uds", "attach_socket", "state"}
+
+
+def public_settings(settings: Settings) -> dict[str, Any]:
+    """For every reader of /v1/info: paths of this machine stay out."""
+    return settings.model_dump(mode="json", exclude=_PATHS)
+
+
+def _orphaned_memory() -> list[OrphanedMemory]:
+    """What no service on this machine uses, as far as this one sees."""
+    return [OrphanedMemory(one.sentence, one.num_bytes) for one in find_orphaned_memory(running_services())]
+
+
+def _announce(settings: Settings, plan: _Plan, sockets: AdminSockets) -> None:
+    logger.info("admin server on %s", " and ".join(sockets.addresses))
+    guarded = settings.token_file or settings.tls_client_ca
+    logger.info("changes through it %s", "need a token" if guarded else "need no token: loopback only")
+    logger.info("engines attach at unix:%s", plan.node.attach_socket)
+    pages = "in reserved huge pages" if settings.huge_pages == "reserved" else "populated in the background"
+    logger.info("memory: %s, %s", format_size(settings.budget_bytes), pages)
+
+
+def _drain(node: Directory, settings: Settings) -> None:
+    """Fail readiness, then let transfers finish while both servers still answer."""
+    node.switches.drain("all", settings.drain_deadline)
+    time.sleep(settings.shutdown_delay)
+    deadline = time.monotonic() + settings.drain_deadline
+    while not (status := node.switches.drain_status).drained and time.monotonic() < deadline:
+        time.sleep(_DRAIN_POLL_SECONDS)
+    if not status.drained:
+        logger.warning("%d transfers did not end in %g s", status.pending_transfers, settings.drain_deadline)

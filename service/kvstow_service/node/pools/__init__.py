@@ -1,0 +1,1 @@
+"""The pools of a node: their memory, their namespaces and their sessions."""

@@ -1,0 +1,156 @@
+"""A pool of the node service: a shared pool with its identity, its namespaces and its place in the node's memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
+from kvstow.config import EngineConfig
+from kvstow.control.attachedsession import AttachedSession
+from kvstow.control.indexjournal import IndexJournal
+from kvstow.control.poolfacade import PoolFacade
+from kvstow.control.sharedpool import SharedPool
+from kvstow.control.slotjournal import NamespaceLabel
+from kvstow.errors import AttachRefusedError, ConfigError, ConflictError
+from kvstow.memory.rows import PoolLayout, RankLayout
+from kvstow.status import HostedNamespace
+from kvstow_service.node.pools.uniquenames import unique_name
+
+MAX_RANKS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """What all pools of a node have in common. Times are in seconds."""
+
+    policy: str = "lru"
+    transfer_timeout: float = 30.0
+    report_timeout: float = 5.0
+    event_buffer: int = 4096
+
+
+@dataclass(slots=True)
+class KnownNamespace:
+    """A namespace under its name in the pool. `sharing_off`: see `HostedNamespace`."""
+
+    name: str
+    identity: NamespaceIdentity
+    sharing_off: tuple[str, ...]
+
+
+class NodePool(SharedPool):
+    """One memory layout of one owner. `facade` is what the admin API sees of it.
+
+    `known`, and `num_sessions`, which counts those that are not over, are used with the lock of the `NodeHost`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        identity: PoolIdentity,
+        model: str,
+        settings: PoolSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(config_of(identity, settings), clock=clock, replicated=identity.replicated)
+        self.name = name
+        self.identity = identity
+        self.model = model
+        self.facade = PoolFacade(self)
+        self.num_sessions = 0
+        self.known: dict[str, KnownNamespace] = {}
+        self.grow_above = -1
+        """The pool has use for more memory once it uses more slots than that. Set by the thread of the memory."""
+
+    def begin_journal(self, journal: IndexJournal) -> None:
+        """From now on the pool records what its slots hold. Before it has slots; the journal stays the caller's. One of
+        an earlier service stays as it is until it was recovered."""
+        with self.lock:
+            self.journal = journal
+            if any(self.index.namespaces):
+                self.journal_namespaces()
+
+    def end_journal(self) -> None:
+        """Before the journal is closed."""
+        with self.lock:
+            self.journal = None
+
+    def namespace_label(self, name: str) -> NamespaceLabel:
+        known = self.known.get(name)
+        return NamespaceLabel(name, None if known is None else known.identity.to_json())
+
+    def layout(self, owner: int, extent_bytes: int) -> PoolLayout:
+        """How its slots lie in extents."""
+        return PoolLayout(owner, tuple(map(RankLayout, self.identity.slot_bytes)), extent_bytes)
+
+    def namespace_of(self, identity: NamespaceIdentity) -> KnownNamespace:
+        """The namespace of this identity, which may be new. Forgets those that the pool has forgotten."""
+        alive = {one.name for one in self.namespaces() if not one.dropped} if self.known else set[str]()
+        self.known = {name: one for name, one in self.known.items() if name in alive}
+        for known in self.known.values():
+            if known.identity == identity and "@" not in known.name:
+                return known
+        return KnownNamespace(unique_name(identity, identity.model, alive), identity, ())
+
+    def enter(self, engine: str, namespace: KnownNamespace) -> AttachedSession:
+        """A new session in this namespace."""
+        self.known[namespace.name] = namespace
+        return self.attach(engine, namespace.name)
+
+    def enter_fresh(self, former: KnownNamespace, name: str) -> KnownNamespace:
+        """A session of the namespace `former` has been reset, and is in the namespace `name` now."""
+        reason = "the engine has reset its cache, so its blocks are in a namespace of their own until it attaches again"
+        fresh = self.known[name] = KnownNamespace(name, former.identity, (reason,))
+        return fresh
+
+    def hosted_namespaces(self) -> list[HostedNamespace]:
+        found = []
+        for one in self.namespaces():
+            known = self.known.get(one.name)
+            found.append(
+                HostedNamespace(
+                    name=one.name,
+                    pool=self.name,
+                    model=known.identity.model if known else self.model,
+                    weights_id=known.identity.weights_id if known else None,
+                    weights_source=known.identity.weights_source if known else None,
+                    sessions=one.sessions,
+                    blocks=one.blocks,
+                    dropped=one.dropped,
+                    sharing_off=known.sharing_off if known else (),
+                )
+            )
+        return found
+
+    def check_size(self, capacity_slots: int) -> None:
+        raise ConflictError(
+            f"pool {self.name} cannot be resized: it has what its engines use, up to the node's memory and to what "
+            "they ask for; change --memory of the service, or what the engines ask for"
+        )
+
+
+def config_of(identity: PoolIdentity, settings: PoolSettings) -> EngineConfig:
+    """The control plane of such a pool. Raises `AttachRefusedError` for an identity that no pool can have."""
+    sizes = identity.slot_bytes
+    if not 1 <= len(sizes) <= MAX_RANKS:
+        raise AttachRefusedError(
+            "identity", f"slot_bytes has {len(sizes)} entries; allowed: one for each of 1 to 1024 ranks"
+        )
+    tokens = {group.block_tokens for group in identity.groups}
+    try:
+        return EngineConfig(
+            slot_bytes=max(sizes),
+            capacity_slots=1,
+            num_ranks=len(sizes),
+            policy=settings.policy,
+            block_tokens=tokens.pop() if len(tokens) == 1 else None,
+            transfer_timeout=settings.transfer_timeout,
+            report_timeout=settings.report_timeout,
+            event_buffer=settings.event_buffer,
+            rank_slot_bytes=sizes if len(set(sizes)) > 1 else (),
+        )
+    except ConfigError as error:
+        raise AttachRefusedError("identity", str(error)) from error

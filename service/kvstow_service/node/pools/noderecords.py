@@ -1,0 +1,88 @@
+"""What the next service has to know, besides the extents: the index of each pool, and the workers that have memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from kvstow.control.indexjournal import IndexJournal
+from kvstow.errors import JournalError, PinError
+from kvstow.memory.nodememory import ExtentKeeper
+from kvstow_service.node.pools.nodepool import NodePool
+from kvstow_service.node.survival.poolrecord import PoolRecord
+from kvstow_service.node.survival.workerrecord import WorkerRecord
+
+JOURNAL_PREFIX, WORKER_PREFIX = "journal-", "worker-"
+
+logger = logging.getLogger("kvstow.node")
+
+
+class NodeRecords:
+    """Journals and pidfds, here and at the keeper. Used by the thread of the node's memory.
+
+    Orders that matter: a pool has its journal before it has slots, and a worker is known to the keeper before it gets
+    a descriptor.
+    """
+
+    def __init__(self, keeper: ExtentKeeper, most_bytes: int) -> None:
+        """`most_bytes`: of memory that a pool may ever have."""
+        self.problems: dict[str, str] = {}
+        """By pool: why its index would not survive, as a sentence."""
+        self._keeper = keeper
+        self._most_bytes = most_bytes
+        self._journals: dict[str, IndexJournal] = {}
+        self._pidfds: dict[str, int] = {}
+
+    def add_pool(self, pool: NodePool, owner: int, extent_bytes: int) -> None:
+        """Begin its journal. Without memory for it, the pool has none."""
+        record = PoolRecord(pool.name, pool.model, owner, pool.identity, extent_bytes)
+        most_slots = max(1, self._most_bytes // sum(pool.identity.slot_bytes))
+        try:
+            journal = IndexJournal.create(most_slots, {"pool": record.to_json()})
+        except (PinError, JournalError) as error:
+            self.problems[pool.name] = f"the index of pool {pool.name} would not survive the service: {error}"
+            logger.warning("%s", self.problems[pool.name])
+            return
+        self.restore_pool(pool, journal)
+        self._keeper.put({f"{JOURNAL_PREFIX}{pool.name}": (journal.fd, "")})
+
+    def restore_pool(self, pool: NodePool, journal: IndexJournal) -> None:
+        """Take over the journal of an earlier service, which the keeper has."""
+        self._journals[pool.name] = journal
+        pool.begin_journal(journal)
+
+    def remove_pool(self, pool: NodePool) -> None:
+        """Nobody finds the pool any more, and it has no memory."""
+        self.problems.pop(pool.name, None)
+        journal = self._journals.pop(pool.name, None)
+        if journal is not None:
+            pool.end_journal()
+            self._keeper.drop([f"{JOURNAL_PREFIX}{pool.name}"])
+            journal.close()
+
+    def add_worker(self, record: WorkerRecord, pidfd: int) -> None:
+        """Takes over the pidfd, or what stands for it."""
+        self.restore_worker(record, pidfd)
+        self._keeper.put({f"{WORKER_PREFIX}{record.client}": (pidfd, record.to_text())})
+
+    def restore_worker(self, record: WorkerRecord, pidfd: int) -> None:
+        """One that the keeper has. Takes over the pidfd."""
+        self._pidfds[record.client] = pidfd
+
+    def remove_worker(self, client: str) -> None:
+        """It can reach no memory any more."""
+        pidfd = self._pidfds.pop(client, None)
+        if pidfd is not None:
+            self._keeper.drop([f"{WORKER_PREFIX}{client}"])
+            os.close(pidfd)
+
+    def close(self, pools: list[NodePool]) -> None:
+        """The keeper has everything still."""
+        for pool in pools:
+            pool.end_journal()
+        for journal in self._journals.values():
+            journal.close()
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._journals.clear()
+        self._pidfds.clear()

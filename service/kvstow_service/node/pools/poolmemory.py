@@ -1,0 +1,265 @@
+"""The memory of one pool: its rows, who has them, and how they come and go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, GrantedExtents, PopulatedExtents, RevokedExtents
+from kvstow.control.indexjournal import IndexJournal
+from kvstow.control.sweeps import Sweep
+from kvstow.errors import ConflictError, PinError
+from kvstow.memory.nodememory import NodeMemory
+from kvstow.memory.poolrows import Row
+from kvstow_service.node.pools.nodepool import NodePool
+from kvstow_service.node.pools.nodesession import NodeSession
+
+MAX_FDS = 250
+"""In one frame."""
+_SLICES_PER_TURN = 16
+
+Post = Callable[[Callable[[], object]], object]
+"""Has the attach server's thread call something."""
+
+logger = logging.getLogger("kvstow.node")
+
+
+class PoolWorker:
+    """A worker as far as it gets memory. `rows`: the extent that it has of each row, by the row's number."""
+
+    __slots__ = ("client", "rank", "rows", "session")
+
+    def __init__(self, session: NodeSession, rank: int) -> None:
+        self.session, self.rank = session, rank
+        self.client = session.client(rank)
+        self.rows: dict[int, int] = {}
+
+
+class PoolMemory:
+    """Brings a pool and its workers in line with the rows that the budget has given it. Used by the memory thread.
+
+    The pool itself counts as a client of its extents, under `holder`, from the moment it gets a row until it has
+    evicted the row's blocks. So no extent changes hands before that.
+
+    Orders that matter: a row is the pool's before a worker gets it; a mapping is in the books before its descriptor is
+    sent; workers are asked to let go of a row only when none of its slots is in use any more.
+    """
+
+    def __init__(self, pool: NodePool, memory: NodeMemory, post: Post, on_smaller: Callable[[], object]) -> None:
+        """`on_smaller`: called with `post` when the pool has lost slots."""
+        self.pool = pool
+        self.workers: dict[str, PoolWorker] = {}
+        self.notice: str | None = None
+        """Why memory that the pool should get or give back must wait, as a sentence; None if it need not."""
+        self.failure: str | None = None
+        """Why a worker lacks the pool's memory, as a sentence."""
+        self.waits = False
+        """There is something to try again soon."""
+        self._memory, self._budget, self._post = memory, memory.budget, post
+        self._on_smaller = on_smaller
+        self._held: dict[int, tuple[int, ...]] = {}
+        """The extents of the rows that the pool holds, by the row's number."""
+        self._sweep: Sweep | None = None
+        self._num_full = 0
+        """The leading rows that are populated."""
+        self._told: dict[int, int] = {}
+        """By extent: the populated bytes that workers know of."""
+        self._num_told = 0
+        """The leading rows that the workers know to be populated."""
+        self._wanted_rows = 0
+
+    @property
+    def holder(self) -> str:
+        return f"pool {self.pool.name}"
+
+    @property
+    def is_empty(self) -> bool:
+        """It has no memory, and no worker."""
+        return not self._held and not self.workers and not self._budget.rows(self.pool.name)
+
+    def want(self) -> bool:
+        """Ask for as many whole rows as are used, and one more. True if that is more than before."""
+        row_slots = self._budget.layout(self.pool.name).row_slots
+        rows = 1 - (-self.pool.used_slots // row_slots)
+        if rows <= self._wanted_rows:
+            return False
+        self._wanted_rows = rows
+        self.pool.grow_above = (rows - 1) * row_slots
+        self._budget.want(self.pool.name, rows * row_slots)
+        return True
+
+    def follow(self) -> bool:
+        """After each change of the budget. True if the budget has to decide again."""
+        rows = self._budget.rows(self.pool.name)
+        active = sum(not row.recalled for row in rows.values())
+        notice, failure = self.notice, self.failure
+        self.notice, self.failure, self.waits = None, None, False
+        self._take(rows, active)
+        changed = self._give_back(active)
+        self._show(rows)
+        for worker in list(self.workers.values()):
+            self._grant(worker, rows)
+        if self.notice is not None and self.notice != notice:
+            logger.info("%s", self.notice)
+        if self.failure is not None and self.failure != failure:
+            logger.warning("%s", self.failure)
+        return changed
+
+    def restore(self) -> None:
+        """Take the rows that have survived a restart whole, before the budget decides."""
+        self._take(self._budget.rows(self.pool.name), self._budget.num_sound_rows(self.pool.name))
+
+    def dissolve(self) -> None:
+        """The pool is gone; it has no sessions."""
+        for number in sorted(self._held, reverse=True):
+            self._let_go(number)
+
+    # -- growing --------------------------------------------------------------------------------------------
+
+    def _take(self, rows: Mapping[int, Row], active: int) -> None:
+        for number in range(len(self._held), active):
+            self._held[number] = rows[number].extents
+            for extent in rows[number].extents:
+                self._budget.record_mapping(self.holder, extent)
+        try:
+            while len(self.pool.extents) < active:
+                row = rows[len(self.pool.extents)]
+                if isinstance(self.pool.journal, IndexJournal):
+                    self.pool.journal.reserve(row.first_slot, row.first_slot + row.num_slots)
+                self.pool.add_extent(row.num_slots)
+        except ConflictError as error:
+            self.notice, self.waits = f"pool {self.pool.name} gets no memory yet: {error}", True
+        except PinError as error:
+            self.failure, self.waits = f"pool {self.pool.name} gets no memory yet: {error}", True
+
+    def _show(self, rows: Mapping[int, Row]) -> None:
+        """Let the pool use what is populated on all ranks, and tell the workers how far they may map."""
+        shown = len(self.pool.extents)
+        self._num_full = min(self._num_full, shown)
+        while self._num_full < shown and self._populated_slots(rows[self._num_full]) == rows[self._num_full].num_slots:
+            self._num_full += 1
+        slots = 0
+        if shown:
+            last = rows[min(self._num_full, shown - 1)]
+            slots = last.first_slot + self._populated_slots(last)
+        while self.pool.populated_slots < slots:
+            self.pool.set_populated(min(slots, self.pool.populated_slots + self.pool.slice_slots))
+        self._tell_populated(rows)
+
+    def _populated_slots(self, row: Row) -> int:
+        layout = self._budget.layout(self.pool.name)
+        least = row.num_slots
+        for number, rank in zip(row.extents, layout.ranks, strict=True):
+            extent = self._memory.extent(number)
+            least = min(least, 0 if extent is None else extent.populated_bytes // rank.slot_stride)
+        return least
+
+    def _tell_populated(self, rows: Mapping[int, Row]) -> None:
+        first = min(self._num_told, self._num_full)
+        for rank in range(self.pool.config.num_ranks):
+            news = []
+            for number in range(first, len(self.pool.extents)):
+                extent_id = rows[number].extents[rank]
+                extent = self._memory.extent(extent_id)
+                if extent is not None and self._told.get(extent_id, 0) < extent.populated_bytes:
+                    self._told[extent_id] = extent.populated_bytes
+                    news.append((number, ExtentBytes(extent_id, extent.populated_bytes)))
+            if news:
+                self._tell_workers(rank, news)
+        self._num_told = self._num_full
+
+    def _tell_workers(self, rank: int, news: list[tuple[int, ExtentBytes]]) -> None:
+        for worker in self.workers.values():
+            if worker.rank == rank and (known := tuple(one for number, one in news if number in worker.rows)):
+                worker.session.link.push(PopulatedExtents(known), rank=rank)
+
+    # -- handing out ----------------------------------------------------------------------------------------
+
+    def _grant(self, worker: PoolWorker, rows: Mapping[int, Row]) -> None:
+        """Send the worker what it lacks."""
+        if len(worker.rows) == len(self.pool.extents):
+            return
+        missing = [number for number in range(len(self.pool.extents)) if number not in worker.rows]
+        there = [number for number in missing if not rows[number].recalled]
+        for start in range(0, len(there), MAX_FDS):
+            grants, fds = list[ExtentGrant](), list[int]()
+            for number in there[start : start + MAX_FDS]:
+                row = rows[number]
+                extent = self._memory.extent(row.extents[worker.rank])
+                if extent is not None:
+                    place = (row.extents[worker.rank], number, row.first_slot, row.num_slots)
+                    grants.append(ExtentGrant(*place, extent.num_bytes, extent.populated_bytes))
+                    fds.append(extent.fd)
+            if grants and not self._send(worker, grants, fds):
+                return
+
+    def _send(self, worker: PoolWorker, grants: list[ExtentGrant], fds: list[int]) -> bool:
+        """False if nothing was sent."""
+        session = worker.session
+        try:
+            session.control.map_memory(worker.client)
+        except ConflictError:
+            return False  # it has just been lost
+        for grant in grants:
+            self._budget.record_mapping(worker.client, grant.extent_id)
+        stride = self._budget.layout(self.pool.name).ranks[worker.rank].slot_stride
+        try:
+            # Two actions of the same thread, in this order: the worker cannot speak of what is not in `RankMemory`.
+            self._post(lambda: session.granted(worker.rank, grants))
+            session.link.push(GrantedExtents(stride, tuple(grants)), rank=worker.rank, fds=fds)
+        except OSError as error:
+            for grant in grants:
+                self._budget.record_unmapping(worker.client, grant.extent_id)
+            self.failure = f"worker {worker.client} cannot be sent its memory: {error.strerror or error}"
+            self.waits = True
+            return False
+        worker.rows.update((grant.number, grant.extent_id) for grant in grants)
+        return True
+
+    # -- shrinking ------------------------------------------------------------------------------------------
+
+    def _give_back(self, active: int) -> bool:
+        surplus = len(self.pool.extents) - active
+        if self._sweep is None and surplus > 0:
+            try:
+                self._sweep = self.pool.drop_extents(surplus)
+            except ConflictError as error:
+                self.notice, self.waits = f"memory of pool {self.pool.name} is recalled, but {error}", True
+        if self._sweep is not None:
+            self._evict(self._sweep)
+        left = [number for number in self._held if number >= max(active, len(self.pool.extents))]
+        for number in sorted(left, reverse=True):
+            self._revoke(number)
+            self._let_go(number)
+        return bool(left)
+
+    def _evict(self, sweep: Sweep) -> None:
+        for _ in range(_SLICES_PER_TURN):
+            if not sweep.step():
+                self._sweep = None
+                self._post(self._on_smaller)
+                logger.info("pool %s has given up memory; it has %d slots now", self.pool.name, self.pool.capacity)
+                return
+            if sweep.waiting:
+                break
+        self.waits = True
+
+    def _revoke(self, number: int) -> None:
+        for worker in self.workers.values():
+            extent = worker.rows.pop(number, None)
+            if extent is not None:
+                session, rank = worker.session, worker.rank
+                self._post(lambda session=session, rank=rank, extent=extent: session.revoked(rank, (extent,)))  # type: ignore[misc]
+                session.link.push(RevokedExtents((extent,)), rank=rank)
+
+    def revoke_all(self) -> None:
+        """The service ends."""
+        for worker in self.workers.values():
+            if worker.rows:
+                worker.session.link.push(RevokedExtents(tuple(worker.rows.values())), rank=worker.rank)
+
+    def _let_go(self, number: int) -> None:
+        """The row's slots hold nothing of the pool any more."""
+        for extent in self._held.pop(number):
+            self._told.pop(extent, None)
+            self._budget.record_unmapping(self.holder, extent)

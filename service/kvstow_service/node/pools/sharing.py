@@ -1,0 +1,45 @@
+"""Why engines of one model share no blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvstow.attach.identity import NamespaceIdentity, PoolIdentity, difference
+from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
+
+_MAX_REASONS = 4
+
+
+def sharing_off(pool: NodePool, namespace: KnownNamespace, pools: Iterable[NodePool]) -> tuple[str, ...]:
+    """Sentences that say why a session in this namespace shares no blocks with others of its model; empty if it may.
+
+    It may if the namespace was there before, or if there is no other of the model, unless its identity says otherwise.
+    """
+    reasons = dict.fromkeys(filter(None, [namespace.identity.unshared]))
+    if reasons or namespace.name in pool.known:
+        return tuple(reasons)
+    for other in sorted(pools, key=lambda one: one is not pool):
+        for known in other.known.values():
+            if known.identity.model != namespace.identity.model or "@" in known.name:
+                continue
+            if other is pool:
+                reasons[_namespace_reason(namespace.identity, known)] = None
+            else:
+                reasons[_pool_reason(pool.identity, other)] = None
+    return tuple(reasons)[:_MAX_REASONS]
+
+
+def _namespace_reason(here: NamespaceIdentity, other: KnownNamespace) -> str:
+    reason = f"not shared with namespace {other.name}: {difference(here, other.identity)}"
+    if here.hash_probe != other.identity.hash_probe:
+        reason += "; the engines hash tokens differently: give all of them the same PYTHONHASHSEED and hash algorithm"
+    return reason
+
+
+def _pool_reason(here: PoolIdentity, other: NodePool) -> str:
+    if here.uid != other.identity.uid:
+        return (
+            f"not shared with pool {other.name}: its engines run as another user; "
+            "the service shares across users only with --share-across-uids"
+        )
+    return f"not shared with pool {other.name}: {difference(here, other.identity)}"

@@ -1,0 +1,248 @@
+"""Settings of `kvstow serve`: one frozen model, read from flags, `KVSTOW_*` variables and a TOML file.
+
+The field `extent_size` is the flag `--extent-size`, the variable `KVSTOW_EXTENT_SIZE` and the key `extent_size` of the
+file. Flags win over variables, variables over the file, and the file over the defaults.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from kvstow.bytesize import format_size
+from kvstow.config import POLICIES, HugePages
+from kvstow.errors import ConfigError, SettingError
+from kvstow.memory.extents import STEP_BYTES
+from kvstow.memory.rows import UNIT_BYTES
+from kvstow_service.admin.adminoptions import AdminOptions
+from kvstow_service.admin.tls import TlsFiles
+from kvstow_service.environment import CLIENT_VARIABLES, ENV_PREFIX, is_service_link
+from kvstow_service.node.removedsettings import REMOVED_SETTINGS
+from kvstow_service.node.settingtypes import (
+    Checks,
+    Duration,
+    Flag,
+    HostNames,
+    Policy,
+    Port,
+    PositiveDuration,
+    PositiveSize,
+)
+from kvstow_service.process.logformat import LogFormat, LogLevel
+
+
+def _written(text: str) -> Any:
+    """A default in the form users write; it is parsed like any other value."""
+    return text
+
+
+class Settings(BaseModel):
+    """All settings, validated. Sizes are in bytes, times in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    memory: PositiveSize = Field(
+        description="Host memory of this node for all engines and their ranks together, in whole 2 MiB. Required."
+    )
+    attach_socket: Path | None = Field(
+        None,
+        description="Unix socket at which engines attach. Default: /run/kvstow/attach.sock as root; for other "
+        "users $XDG_RUNTIME_DIR/kvstow/attach.sock or, without that variable, kvstow-node-UID/attach.sock in /tmp.",
+    )
+    attach_group: str | None = Field(
+        None, description="Group, by name or number, whose members may attach besides the service's own user."
+    )
+    share_across_uids: Flag = Field(
+        False,
+        description="Let engines of different users share memory; each can then read and write the others' blocks.",
+    )
+    trust_eof: PositiveDuration | None = Field(
+        None,
+        description="Kernels before 6.5: how long after the end of its connection an engine in another pid namespace "
+        "counts as dead; without it, such engines are refused.",
+    )
+    state: Path | None = Field(
+        None, description="Folder (mode 0700) of the keeper, with which the cache survives a crash of the service."
+    )
+    keep_timeout: PositiveDuration = Field(
+        _written("10min"), description="How long the keeper holds the memory without a service; needs --state."
+    )
+    keep_on_stop: Flag = Field(
+        False, description="Leave the memory to the keeper on SIGTERM too; otherwise it is given back. Needs --state."
+    )
+    extent_size: PositiveSize = Field(
+        _written("1GiB"), description="Unit in which pools get memory, a multiple of 2 MiB."
+    )
+    huge_pages: HugePages = Field(
+        "advised",
+        description="Ask the kernel for transparent huge pages (advised), or use the 2 MiB pages that the machine has "
+        "reserved (reserved).",
+    )
+    pin_chunk: PositiveSize = Field(
+        _written("64MiB"), description="Pace of populating: memory populated per step, in whole 2 MiB, at most 64MiB."
+    )
+    pin_pause: Duration = Field(_written("2ms"), description="Pace of populating: pause between two steps.")
+    policy: Policy = Field("lru", description=f"Eviction policy: {' or '.join(POLICIES)}.")
+    host: str = Field(
+        "127.0.0.1",
+        description="Address of the admin server; other than loopback, it needs --token-file or --tls-client-ca.",
+    )
+    port: Port = Field(9595, description="Port of the admin server; 0 picks a free one.")
+    uds: Path | None = Field(None, description="Also listen on this Unix socket (mode 0600).")
+    token_file: Path | None = Field(
+        None, description="File with the bearer token that requests need to change anything."
+    )
+    viewer_token_file: Path | None = Field(
+        None, description="File with a bearer token for reading only; without it, reading needs no token."
+    )
+    allowed_hosts: HostNames = Field(
+        (), description="Host headers, besides localhost, that a server on loopback accepts."
+    )
+    tls_cert: Path | None = Field(None, description="Certificate (PEM) of the admin server; turns on TLS for TCP.")
+    tls_key: Path | None = Field(
+        None, description="Private key (PEM) of the certificate, unless it is in the same file."
+    )
+    tls_client_ca: Path | None = Field(
+        None, description="CA certificates (PEM); a client certificate that they signed counts as an admin token."
+    )
+    readiness_require: Checks = Field(
+        (),
+        description="Further checks that /readyz needs: pool (the first slots are usable), pinned (all of them are).",
+    )
+    shutdown_delay: Duration = Field(
+        _written("500ms"),
+        description="How long /readyz fails after SIGTERM before anything stops, so that load balancers notice.",
+    )
+    drain_deadline: Duration = Field(_written("10s"), description="How long traffic may take to drain after that.")
+    transfer_timeout: PositiveDuration = Field(_written("30s"), description="Age at which a transfer counts as stuck.")
+    log_format: LogFormat = Field("text", description="Format of log lines: text or json.")
+    log_level: LogLevel = Field("info", description="Lowest level that is logged: debug, info, warning or error.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key, problem in self._conflicts():
+            raise _conflict(key, problem)
+        return self
+
+    def _conflicts(self) -> Iterator[tuple[str, str]]:
+        """The setting at fault, and the end of a sentence that begins with it and its value."""
+        if self.memory < UNIT_BYTES:
+            yield "memory", "is less than 2 MiB, the smallest unit of memory that a pool can get"
+        if self.extent_size % UNIT_BYTES:
+            yield "extent_size", "is not a multiple of 2 MiB, such as 1GiB"
+        if self.pin_chunk > STEP_BYTES:
+            yield "pin_chunk", f"is more than {format_size(STEP_BYTES)}, by which memory becomes usable"
+        for key in ("keep_on_stop", "keep_timeout"):
+            if key in self.model_fields_set and getattr(self, key) and self.state is None:
+                yield key, "needs --state, the folder of the keeper that holds the memory"
+        for key in ("tls_key", "tls_client_ca"):
+            if getattr(self, key) is not None and self.tls_cert is None:
+                yield key, "needs --tls-cert"
+        if self.viewer_token_file is not None and self.token_file is None and self.tls_client_ca is None:
+            yield "viewer_token_file", "needs --token-file or --tls-client-ca"
+
+    def admin_options(self, host: str) -> AdminOptions:
+        """`host` is the numeric address of `self.host`. Raises `ConfigError`."""
+        tls = None if self.tls_cert is None else TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
+        return AdminOptions(
+            host=host,
+            port=self.port,
+            uds=self.uds,
+            token_file=self.token_file,
+            viewer_token_file=self.viewer_token_file,
+            tls=tls,
+            readiness_require=self.readiness_require,
+            allowed_hosts=self.allowed_hosts,
+        )
+
+    @property
+    def budget_bytes(self) -> int:
+        """`memory` in whole 2 MiB, never more than it."""
+        return self.memory - self.memory % UNIT_BYTES
+
+
+class _Given(NamedTuple):
+    """A raw value and the name under which the user gave it."""
+
+    value: object
+    label: str
+
+
+def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], config: Path | None = None) -> Settings:
+    """Settings from `flags` (by field name; None means not given), `environ` and the file `config` or, if that is
+    None, the one that `KVSTOW_CONFIG` names. An empty variable counts as not given.
+
+    Raises an `ExceptionGroup` with one `ConfigError` for each wrong key or value, under the name that the user gave it.
+    """
+    if config is None and environ.get(ENV_PREFIX + "CONFIG"):
+        config = Path(environ[ENV_PREFIX + "CONFIG"])
+    by_flag = {key: _Given(value, flag_name(key)) for key, value in flags.items() if value is not None}
+    _refuse_unknown({raw.label: key for key, raw in by_flag.items()}, sorted(map(flag_name, Settings.model_fields)))
+    given = {**_from_file(config), **_from_environ(environ), **by_flag}
+    try:
+        return Settings.model_validate({key: raw.value for key, raw in given.items()})
+    except ValidationError as error:
+        raise ExceptionGroup("settings", [_explain(problem, given) for problem in error.errors()]) from error
+
+
+def flag_name(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def _from_file(path: Path | None) -> dict[str, _Given]:
+    if path is None:
+        return {}
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problem = SettingError("--config", path, f"is not a readable TOML file: {error}")
+        raise ExceptionGroup("settings", [problem]) from error
+    _refuse_unknown({f"{path}: {key}": key for key in values}, sorted(Settings.model_fields))
+    return {key: _Given(value, f"{path}: {key}") for key, value in values.items()}
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, _Given]:
+    ours = {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(ENV_PREFIX) and value and name not in CLIENT_VARIABLES and not is_service_link(name, value)
+    }
+    allowed = [*sorted(ENV_PREFIX + key.upper() for key in Settings.model_fields), ENV_PREFIX + "CONFIG"]
+    fields = {ENV_PREFIX + key.upper(): key for key in (*Settings.model_fields, *REMOVED_SETTINGS)}
+    keys = {name: fields.get(name, name) for name in ours if name != ENV_PREFIX + "CONFIG"}
+    _refuse_unknown(keys, allowed)
+    return {key: _Given(ours[name], name) for name, key in keys.items()}
+
+
+def _refuse_unknown(keys: Mapping[str, str], allowed: list[str]) -> None:
+    """`keys`: those that are given, by the name under which they are."""
+    problems = [
+        SettingError(label, None, f"is no longer a setting: {REMOVED_SETTINGS[key]}")
+        if key in REMOVED_SETTINGS
+        else SettingError(label, None, "is not a setting; the settings are " + ", ".join(allowed))
+        for label, key in keys.items()
+        if key not in Settings.model_fields
+    ]
+    if problems:
+        raise ExceptionGroup("settings", problems)
+
+
+def _conflict(key: str, problem: str) -> PydanticCustomError:
+    return PydanticCustomError("conflict", "{problem}", {"problem": problem, "key": key})
+
+
+def _explain(problem: ErrorDetails, given: Mapping[str, _Given]) -> ConfigError:
+    if problem["type"] == "missing":  # only `memory` has no default
+        return SettingError("--memory", None, "is required: the host memory of this node for KV caches, such as 64GiB")
+    context = problem.get("ctx", {})
+    key = str(context["key"] if problem["type"] == "conflict" else problem["loc"][0])
+    raw = given.get(key, _Given(Settings.model_fields[key].default, flag_name(key)))
+    if problem["type"] == "conflict":
+        label = f"--no-{raw.label[2:]}" if raw.value is False and raw.label == flag_name(key) else raw.label
+        return SettingError(label, raw.value, context["problem"])
+    return ConfigError(raw.label, raw.value, context.get("expected", problem["msg"]))

@@ -1,0 +1,1 @@
+"""What outlives the service: the keeper, and what it holds."""

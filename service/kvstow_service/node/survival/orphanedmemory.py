@@ -1,0 +1,113 @@
+"""Memory of node services that is still taken although no service uses it: for `kvstow doctor`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from kvstow.bytesize import format_size
+from kvstow.memory.extents import EXTENT_NAME
+from kvstow_service.node.survival.keeper import PROCESS_NAME
+
+_LINK = f"/memfd:{EXTENT_NAME} (deleted)"
+_MAPPED = re.compile(rf"^\S+ \S+ \S+ (\S+) (\d+) +{re.escape(_LINK)}$", re.MULTILINE)
+_PROGRAM = re.compile(rb"(^|/)(kvstow|kvstow_service|kvstow_service/__main__\.py)$")
+_Extents = dict[tuple[int, int], int]
+"""By device and inode: the bytes that an extent takes, as far as a descriptor shows them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrphanedMemory:
+    """A process that keeps extents alive. `num_bytes`: what they take, without those that the process has only mapped,
+    whose size is not shown."""
+
+    pid: int
+    command: str
+    num_extents: int
+    num_bytes: int
+
+    @property
+    def is_keeper(self) -> bool:
+        return self.command == PROCESS_NAME
+
+    @property
+    def sentence(self) -> str:
+        """What it is, and what to do."""
+        extents = f"{self.num_extents} extents" + (f" ({format_size(self.num_bytes)})" if self.num_bytes else "")
+        if self.is_keeper:
+            return (
+                f"the keeper with pid {self.pid} holds {extents} and no service is connected to it; it ends after "
+                f"--keep-timeout, or at once with: kill {self.pid}"
+            )
+        return (
+            f"process {self.pid} ({self.command}) holds {extents} of a service that is gone; the memory is free when "
+            "the process lets go of it or ends"
+        )
+
+
+def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc")) -> list[OrphanedMemory]:
+    """Processes with extents that none of the processes `in_use` has: the running services, which hold all of theirs.
+    As far as this process may look into others, and sees them: in a container, usually the container's own."""
+    by_pid = {int(path.name): extents_of(path) for path in proc.iterdir() if path.name.isdigit()}
+    used = {extent for pid in in_use for extent in by_pid.get(pid, ())}
+    found = []
+    for pid, extents in sorted(by_pid.items()):
+        orphaned = {extent: num_bytes for extent, num_bytes in extents.items() if extent not in used}
+        if orphaned:
+            found.append(OrphanedMemory(pid, _command(proc / str(pid)), len(orphaned), sum(orphaned.values())))
+    return found
+
+
+def running_services(*, proc: Path = Path("/proc")) -> list[int]:
+    """The processes of `kvstow serve` on this machine, by their command lines, and this one."""
+    found = {os.getpid()}
+    for path in proc.iterdir():
+        if path.name.isdigit() and _is_service(path):
+            found.add(int(path.name))
+    return sorted(found)
+
+
+def _is_service(process: Path) -> bool:
+    try:
+        arguments = (process / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(word == b"serve" and _PROGRAM.search(before) for before, word in pairwise(arguments))
+
+
+def extents_of(process: Path) -> _Extents:
+    """What the process with this folder in /proc keeps alive."""
+    extents: _Extents = dict.fromkeys(_mapped(process), 0)
+    try:
+        descriptors = list((process / "fd").iterdir())
+    except OSError:  # it has ended, or belongs to another user
+        return extents
+    for descriptor in descriptors:
+        try:
+            if os.readlink(descriptor) == _LINK:
+                found = descriptor.stat()
+                extents[found.st_dev, found.st_ino] = found.st_blocks * 512
+        except OSError:
+            continue
+    return extents
+
+
+def _mapped(process: Path) -> Iterator[tuple[int, int]]:
+    try:
+        text = (process / "maps").read_text(errors="replace")
+    except OSError:
+        return
+    for device, inode in _MAPPED.findall(text):
+        major, _, minor = device.partition(":")
+        yield os.makedev(int(major, 16), int(minor, 16)), int(inode)
+
+
+def _command(process: Path) -> str:
+    try:
+        return (process / "comm").read_text().strip()
+    except OSError:
+        return "?"

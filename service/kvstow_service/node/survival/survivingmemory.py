@@ -1,0 +1,113 @@
+"""What survives the service: descriptors at the keeper, and a new keeper when that one is gone."""
+
+from __future__ import annotations
+
+import logging
+import select
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
+
+from kvstow.errors import KeeperError
+from kvstow_service.node.survival.keeperclient import KeeperClient
+from kvstow_service.node.survival.keepermessages import Held
+
+logger = logging.getLogger("kvstow.keeper")
+
+
+class SurvivingMemory:
+    """An `ExtentKeeper` for extents, the journal and the pidfds of engines.
+
+    It knows what was put: when the keeper is gone, it starts another one and puts everything again. Nothing that the
+    service does fails with the keeper; `notice` says so meanwhile. The caller keeps its descriptors open until it has
+    dropped them. Not locked: one thread at a time.
+    """
+
+    def __init__(self, folder: Path, keep_timeout: float) -> None:
+        """Connects to the keeper of the state folder, and starts it if there is none. Raises `KeeperError`: the folder
+        cannot be used, or the service before is still there."""
+        self._folder, self._keep_timeout = folder, keep_timeout
+        self._held: dict[str, Held] = {}
+        self._client: KeeperClient | None = KeeperClient.start(folder, keep_timeout)
+        self.notice: str | None = None
+        """A sentence for people while there is no keeper, else None."""
+        self.restarts = 0
+        """How many keepers were started in place of one that was gone."""
+
+    def take_all(self) -> dict[str, Held]:
+        """What the service before has left, as descriptors that the caller owns; it is held until it is dropped or put
+        again. Call it first. Raises `KeeperError`."""
+        if self._client is None:
+            raise KeeperError(self.notice or "there is no keeper")
+        taken = self._client.take_all()
+        self._held = {**taken, **self._held}
+        return taken
+
+    def put(self, extents: Mapping[str, tuple[int, str]]) -> None:
+        held = {name: Held(fd, info) for name, (fd, info) in extents.items()}
+        self._held |= held
+        self._tell(partial(KeeperClient.put, held=held))
+
+    def drop(self, names: Collection[str]) -> None:
+        for name in names:
+            self._held.pop(name, None)
+        self._tell(partial(KeeperClient.drop, names=names))
+
+    def check(self) -> None:
+        """Replace a keeper that is gone. Call it now and then: other calls notice it only when they need the keeper."""
+        if self._client is not None and select.select([self._client], [], [], 0)[0]:
+            self._lose("it has ended")
+        if self._client is None:
+            self._restart()
+
+    def leave(self) -> None:
+        """The keeper keeps the memory for `keep_timeout`: for `--keep-on-stop`."""
+        self._finish(KeeperClient.leave)
+
+    def end(self) -> None:
+        """The keeper lets go of everything and ends."""
+        self._finish(KeeperClient.end)
+
+    def _tell(self, request: Callable[[KeeperClient], None]) -> None:
+        if self._client is None:
+            self._restart()
+            return
+        try:
+            request(self._client)
+        except KeeperError as error:
+            self._lose(str(error))
+            self._restart()
+
+    def _lose(self, why: str) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        self.notice = f"the memory would not survive the service, as there is no keeper: {why}"
+        logger.warning("%s", self.notice)
+
+    def _restart(self) -> None:
+        """Start a keeper and put everything."""
+        client = None
+        try:
+            client = KeeperClient.start(self._folder, self._keep_timeout)
+            client.drop(client.list_held().infos)
+            client.put(self._held)
+        except KeeperError as error:
+            if client is not None:
+                client.close()
+            self._lose(str(error))
+            return
+        self._client, self.notice = client, None
+        self.restarts += 1
+        logger.warning("another keeper was started; it holds everything")
+
+    def _finish(self, request: Callable[[KeeperClient], None]) -> None:
+        client, self._client = self._client, None
+        self._held.clear()
+        if client is None:
+            return
+        try:
+            request(client)
+        except KeeperError as error:
+            logger.warning("the keeper was not told that the service ends: %s", error)
+            client.close()

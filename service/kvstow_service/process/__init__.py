@@ -1,0 +1,1 @@
+"""What every process of the service needs: its log, its signals, its threads."""

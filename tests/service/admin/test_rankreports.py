@@ -1,0 +1,86 @@
+"""Ranks with real data planes and agents, against a real admin server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstow.config import EngineConfig, PoolConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow.devices.cpu import CpuDevice
+from kvstow.messages import Op, StepPlan
+from kvstow_api.app import create_app
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.host import ApiHost
+from kvstow_service.admin.agent import AdminAddress, RankAgent
+from kvstow_service.replay.ranks import LocalRank, build_ranks
+
+SLOT, SLOTS, RANKS = 16 << 10, 32, 2
+POOL = PoolConfig(slot_bytes=SLOT, pool_bytes=SLOTS * SLOT, max_bytes=2 * SLOTS * SLOT, chunk_bytes=4 * SLOT, pause=0.0)
+
+
+@pytest.fixture
+def engine() -> Iterator[OffloadEngine]:
+    engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=SLOTS, num_ranks=RANKS))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def client(engine: OffloadEngine, serving: Any) -> Iterator[httpx.Client]:
+    host = ApiHost(directory=EmbeddedDirectory(engine, 2 * SLOTS), version="1", mode="vllm", agent_token="secret")
+    _, listeners = serving(create_app(host))
+    with httpx.Client(base_url=listeners.url) as client:
+        yield client
+
+
+@pytest.fixture
+def ranks(client: httpx.Client) -> Iterator[list[LocalRank]]:
+    """Ranks that pin and report."""
+    ranks = build_ranks(RANKS, POOL, 8)
+    agents = []
+    for number, rank in enumerate(ranks):
+        agents.append(RankAgent(number, rank.worker, AdminAddress(str(client.base_url), "secret")))
+        agents[-1].start()
+        rank.start_pinning()
+    yield ranks
+    for agent in agents:
+        agent.stop()
+    for rank in ranks:
+        rank.close()
+
+
+def usable_slots(client: httpx.Client) -> int:
+    return int(client.get("/v1/readiness").json()["usable_slots"])
+
+
+def test_ranks_pin_report_and_follow_a_resize(
+    client: httpx.Client, ranks: list[LocalRank], engine: OffloadEngine, eventually: Any
+) -> None:
+    eventually(lambda: usable_slots(client) == SLOTS, "all slots of the first size")
+    for capacity in (2 * SLOTS, SLOTS // 2):
+        assert client.patch("/v1/pools/host", json={"capacity_slots": capacity}).status_code in (200, 202)
+        eventually(lambda wanted=capacity: usable_slots(client) == wanted, f"{capacity} usable slots")
+        eventually(lambda wanted=capacity: [r.worker.pool.pinned_slots for r in ranks] == [wanted] * RANKS)
+    assert client.get("/readyz").status_code == 200
+    engine.check_integrity()
+
+
+def test_a_copy_thread_that_dies_turns_readiness_red_with_the_reason(
+    client: httpx.Client, ranks: list[LocalRank], eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*args: Any) -> None:
+        raise SystemExit("the device is gone")
+
+    eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
+    eventually(lambda: ranks[1].worker.pool.pinned_slots, "a slot to store into")
+    monkeypatch.setattr(CpuDevice, "launch_store", die)
+    ranks[1].worker.submit(StepPlan((Op(1, "store", (0,), (0,)),)))
+    eventually(lambda: client.get("/readyz").status_code == 503, "a red readiness")
+    text = client.get("/readyz?verbose").text
+    assert "rank 1 is failed" in text
+    assert "the device is gone" in text
+    assert client.get("/livez").status_code == 200

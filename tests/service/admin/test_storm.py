@@ -1,0 +1,137 @@
+"""Ten thousand admin requests, most of them changes, while a replay loads and stores: no error, no wrong byte."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstow.config import EngineConfig, PoolConfig
+from kvstow.control.engine import OffloadEngine
+from kvstow_api.app import create_app
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
+from kvstow_api.host import ApiHost
+from kvstow_service.admin.agent import AdminAddress, RankAgent
+from kvstow_service.admin.server import AdminServer
+from kvstow_service.admin.sockets import AdminSockets, TcpAddress
+from kvstow_service.admin.ticker import Ticker
+from kvstow_service.replay.driver import ReplayDriver, blocks_needed
+from kvstow_service.replay.generate import TraceShape, generate_trace
+from kvstow_service.replay.kv import LocalKV
+from kvstow_service.replay.offload import EmbeddedOffload
+from kvstow_service.replay.pace import ReplayOptions
+from kvstow_service.replay.ranks import LocalRank, build_ranks
+from kvstow_service.replay.result import ReplayResult
+
+SLOT_BYTES = 4096
+SLOTS = 200
+RANKS = 2
+CLIENTS = 4
+REQUESTS = 10_000
+
+
+class Storm:
+    """A whole service in this process, without its signals: engine, two ranks with agents, admin server."""
+
+    def __init__(self, running: ExitStack) -> None:
+        self.requests = generate_trace(TraceShape(sessions=12, turns=3, seed=5), limit=30)
+        self.kv_blocks = blocks_needed(self.requests, 4)
+        pool = PoolConfig(SLOT_BYTES, SLOTS * SLOT_BYTES, 2 * SLOTS * SLOT_BYTES, chunk_bytes=1 << 18, pause=0.0)
+        self.engine = OffloadEngine(EngineConfig(SLOT_BYTES, SLOTS, num_ranks=RANKS))
+        self.ranks: list[LocalRank] = build_ranks(RANKS, pool, self.kv_blocks)
+        context = ApiHost(EmbeddedDirectory(self.engine, 2 * SLOTS), "test", "node", agent_token="agent")
+        listeners = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
+        server = AdminServer(create_app(context), listeners.sockets, pytest.fail)
+        ticker = Ticker(self.engine, interval=0.05)
+        self.url = listeners.url
+        agents = [RankAgent(n, rank.worker, AdminAddress(self.url, "agent")) for n, rank in enumerate(self.ranks)]
+        running.callback(listeners.close)
+        for rank in self.ranks:
+            running.callback(rank.close)
+            rank.start_pinning()
+        parts: list[AdminServer | Ticker | RankAgent] = [server, ticker, *agents]
+        for part in parts:
+            part.start()
+            running.callback(part.stop)
+
+    def replay(self, stop: threading.Event) -> Iterator[ReplayResult]:
+        """Replays of the trace, one after the other, until `stop`."""
+        kv = LocalKV([rank.kv for rank in self.ranks])
+        workers = [rank.worker for rank in self.ranks]
+        while not stop.is_set():
+            options = ReplayOptions(concurrency=4, drain_seconds=10.0)
+            yield ReplayDriver(
+                EmbeddedOffload(self.engine), workers, kv, self.requests, options, kv_blocks=self.kv_blocks
+            ).run(stop)
+
+
+def random_request(rng: random.Random) -> tuple[str, str, dict[str, Any] | None]:
+    keys = [rng.randbytes(1).hex() for _ in range(3)]
+    choices: list[tuple[str, str, dict[str, Any] | None]] = [
+        ("GET", "/v1/pools/host", None),
+        ("GET", "/v1/stats", None),
+        ("GET", "/v1/transfers", None),
+        ("GET", "/v1/pools/host/blocks?page_size=50", None),
+        ("GET", "/metrics", None),
+        ("GET", "/readyz?verbose", None),
+        ("POST", "/v1/pools/host/evict", {"slots": rng.randint(1, 30)}),
+        ("POST", "/v1/pools/host/evict", {"idle_seconds": 0.05}),
+        ("POST", "/v1/pools/host/purge", {"key_prefixes": [f"0000{'00' * 27}{key}" for key in keys]}),
+        ("POST", "/v1/pools/host/purge", {"all": True} if rng.random() < 0.1 else {"slots": 5}),
+        ("PATCH", "/v1/pools/host", {"capacity_slots": rng.randint(SLOTS // 2, 2 * SLOTS)}),
+        ("PATCH", "/v1/pools/host", {"policy": rng.choice(["lru", "arc"])}),
+        ("PUT", "/v1/bypass", {"load": rng.random() < 0.2, "store": rng.random() < 0.2, "ttl_seconds": 0.02}),
+    ]
+    return rng.choice(choices)
+
+
+def send_requests(url: str, seed: int, count: int) -> Counter[str]:
+    """What was answered, by status; books that do not add up count as "unbalanced"."""
+    rng = random.Random(seed)
+    answers: Counter[str] = Counter()
+    with httpx.Client(base_url=url, timeout=30.0) as client:
+        for _ in range(count):
+            method, path, body = random_request(rng)
+            response = client.request(method, path, json=body)
+            answers[str(response.status_code)] += 1
+            answers["unexplained"] += response.status_code == 503 and response.json()["code"] != "queue_full"
+            if (method, path) == ("GET", "/v1/pools/host"):
+                pool = response.json()
+                answers["unbalanced"] += sum(pool["slots"].values()) != pool["usable_slots"]
+                answers["pages"] += 1
+    return answers
+
+
+@pytest.mark.process
+def test_a_storm_of_changes_under_a_replay_corrupts_no_byte() -> None:
+    with ExitStack() as running:
+        storm = Storm(running)
+        stop = threading.Event()
+        with ThreadPoolExecutor(CLIENTS + 1) as pool:
+            replays = pool.submit(lambda: list(storm.replay(stop)))
+            clients = [pool.submit(send_requests, storm.url, seed, REQUESTS // CLIENTS) for seed in range(CLIENTS)]
+            try:
+                answers = sum((client.result() for client in clients), Counter[str]())
+            finally:
+                stop.set()
+        results = replays.result()
+        assert answers["unbalanced"] == 0
+        assert answers["pages"] > 0
+        # 409: another resize; 503: as many operations as may run at a time
+        assert {status for status in answers if status.isdigit()} <= {"200", "202", "409", "503"}
+        assert answers["unexplained"] == 0
+        assert sum(count for status, count in answers.items() if status.isdigit()) == REQUESTS
+        assert sum(result.loaded_blocks for result in results) > 0
+        assert sum(result.mismatches for result in results) == 0
+        stats = storm.engine.stats()
+        assert stats.evictions["operator"] > 0
+        assert stats.evictions["resize"] > 0
+        assert (stats.pool.leases, stats.transfers.pending.loads, stats.transfers.pending.stores) == (0, 0, 0)
+        storm.engine.check_integrity()

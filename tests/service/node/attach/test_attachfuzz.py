@@ -1,0 +1,398 @@
+"""What no honest engine sends: it is refused and counted, memory stays bounded, and other sessions notice nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import select
+import socket
+import struct
+from array import array
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TypeVar
+
+import pytest
+from tests.service.node.conftest import HELLO, MakeNode, Node, wait_until
+
+from kvstow.attach.calls import BeginLoad, BeginStore, Completions, Found, LoadBegun, Lookup, Release, StoreBegun
+from kvstow.attach.channel import Channel
+from kvstow.attach.connection import AttachConnection, Message
+from kvstow.attach.extentcalls import ExtentBytes, HandedBackExtents, RegisteredExtents
+from kvstow.attach.frames import HEADER_BYTES, MAX_HELLO_BYTES, Frame, encode_header
+from kvstow.attach.hello import Refused
+from kvstow.attach.kinds import Kind
+from kvstow.errors import CallFailedError, DisconnectedError
+from kvstow.messages import Completion
+from kvstow_service.node.attach import clients
+from kvstow_service.node.attach.attachtally import AttachFigures
+
+KEYS = [bytes([number]) * 34 for number in range(8)]
+ROUNDS = 300
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+class Honest:
+    """An engine that stores and loads all the time, and counts what it got."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.connection = node.attach()
+        self.loaded = 0
+
+    def work(self) -> None:
+        """Store a block if it is absent, look it up, load it."""
+        connection = self.connection
+        begun = self.ask(BeginStore(KEYS), StoreBegun)
+        if begun.op_id:
+            for rank in range(2):
+                connection.tell(Completions(rank, "boot", (Completion(begun.op_id, "done"),)))
+        found = self.ask(Lookup(KEYS), Found)
+        assert found.runs == ((0, 8),)
+        loading = self.ask(BeginLoad(found.lease_id, 0, 8), LoadBegun)
+        assert len(loading.slots) == 8
+        for rank in range(2):
+            connection.tell(Completions(rank, "boot", (Completion(loading.op_id, "done"),)))
+        connection.poll()
+        self.loaded += 1
+
+    def ask(self, message: Message, kind: type[Answer]) -> Answer:
+        call = self.connection.call(message)
+        assert self.connection.wait(call, 20)
+        return call.answer(kind)
+
+
+@pytest.fixture
+def honest(node: Node) -> Iterator[Honest]:
+    honest = Honest(node)
+    honest.work()
+    yield honest
+    honest.work()
+    assert honest.connection.state == "attached"
+    assert node.server.failure is None
+    session_id = honest.connection.welcome.session_id if honest.connection.welcome else ""
+    wait_until(lambda: not node.host.sessions[session_id].ops)
+    assert node.host.sessions[session_id].leases == {}
+
+
+def connect(node: Node) -> socket.socket:
+    connecting = socket.socket(socket.AF_UNIX)
+    connecting.connect(str(node.path))
+    connecting.settimeout(20)
+    return connecting
+
+
+def attached(node: Node) -> socket.socket:
+    """A scheduler half that has been welcomed, as a bare socket."""
+    connected = connect(node)
+    payload = HELLO.pack()
+    connected.sendall(encode_header(Kind.HELLO, len(payload)) + payload)
+    header = connected.recv(HEADER_BYTES, socket.MSG_WAITALL)
+    length, kind = struct.unpack_from("<IH", header)
+    assert kind == Kind.WELCOME
+    connected.recv(length, socket.MSG_WAITALL)
+    return connected
+
+
+def read_to_the_end(connected: socket.socket) -> list[Frame]:
+    """All that the service says until it closes."""
+    channel, frames = Channel(connected), list[Frame]()
+    with suppress(DisconnectedError):
+        while True:
+            assert select.select([channel], [], [], 20)[0]
+            frames += channel.receive()
+    channel.close()
+    return frames
+
+
+def refusal_of(connected: socket.socket) -> str:
+    last = read_to_the_end(connected)[-1]
+    assert last.kind == Kind.REFUSED
+    return Refused.unpack(last.payload).reason
+
+
+def send_quietly(connected: socket.socket, data: bytes) -> None:
+    with suppress(OSError):  # it may have been closed for the first bytes
+        connected.sendall(data)
+
+
+def figures_without_others(node: Node) -> AttachFigures:
+    """When all connections but one are gone, and their sessions."""
+    wait_until(lambda: (figures := node.server.figures()).clients == figures.sessions == 1)
+    return node.server.figures()
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+# -- garbage -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("greeted", [False, True])
+def test_garbage(node: Node, honest: Honest, greeted: bool) -> None:
+    rng = random.Random(9595)
+    for _ in range(ROUNDS):
+        connected = attached(node) if greeted else connect(node)
+        send_quietly(connected, rng.randbytes(rng.randint(1, 4000)))
+        connected.shutdown(socket.SHUT_WR)
+        read_to_the_end(connected)
+        if rng.random() < 0.1:
+            honest.work()
+    figures = figures_without_others(node)
+    assert sum(figures.refused.values()) >= ROUNDS // 2
+    assert figures.errors["internal"] == 0
+
+
+def test_every_kind_with_garbage_inside(node: Node, honest: Honest) -> None:
+    rng = random.Random(1)
+    for kind in [*Kind, 0, 999, 65535]:
+        for _ in range(8):
+            connected = attached(node)
+            payload = rng.randbytes(rng.randint(0, 200))
+            send_quietly(connected, encode_header(kind, len(payload), rng.randint(0, 3)) + payload)
+            connected.shutdown(socket.SHUT_WR)
+            read_to_the_end(connected)
+        honest.work()
+    figures = figures_without_others(node)
+    assert figures.errors["internal"] == 0
+    assert figures.refused["malformed"] > 0
+    assert figures.refused["unexpected"] > 0
+
+
+def test_valid_frames_that_were_changed_a_little(node: Node, honest: Honest) -> None:
+    rng = random.Random(2)
+    frames = [
+        (Kind.LOOKUP, Lookup(KEYS).pack()),
+        (Kind.BEGIN_STORE, BeginStore(KEYS, "r").pack()),
+        (Kind.BEGIN_LOAD, BeginLoad(1, 0, 1, "r").pack()),
+        (Kind.COMPLETIONS, Completions(0, "boot", (Completion(1, "done"),)).pack()),
+        (Kind.RELEASE, Release((1, 2)).pack()),
+    ]
+    for _ in range(ROUNDS):
+        kind, payload = rng.choice(frames)
+        changed = bytearray(encode_header(kind, len(payload), 5) + payload)
+        for _ in range(rng.randint(1, 3)):
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+        connected = attached(node)
+        send_quietly(connected, bytes(changed))
+        connected.shutdown(socket.SHUT_WR)
+        read_to_the_end(connected)
+    figures = figures_without_others(node)
+    assert figures.errors["internal"] == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        (encode_header(Kind.LOOKUP, 0), "no_hello"),
+        (encode_header(Kind.HELLO, 2) + b"[]", "malformed"),
+        (struct.pack("<IHHQ", 1 << 30, Kind.HELLO, 0, 0), "too_long"),
+        (struct.pack("<IHHQ", MAX_HELLO_BYTES + 1, Kind.HELLO, 0, 0), "too_long"),
+        (struct.pack("<IHHQ", 0, Kind.HELLO, 65535, 0), "too_many_fds"),
+    ],
+)
+def test_what_is_no_hello_is_refused_and_counted(node: Node, honest: Honest, first: bytes, reason: str) -> None:
+    connected = connect(node)
+    connected.sendall(first)
+    assert refusal_of(connected) == reason
+    assert node.server.figures().refused == {reason: 1}
+
+
+def test_a_second_hello_ends_the_session(node: Node, honest: Honest) -> None:
+    connected = attached(node)
+    payload = HELLO.pack()
+    connected.sendall(encode_header(Kind.HELLO, len(payload)) + payload)
+    assert refusal_of(connected) == "unexpected"
+
+
+# -- lengths and half frames -------------------------------------------------------------------------------------
+
+
+def test_a_gibibyte_is_refused_at_its_header(node: Node, honest: Honest) -> None:
+    before = resident_bytes()
+    for _ in range(50):
+        connected = attached(node)
+        connected.sendall(struct.pack("<IHHQ", 1 << 30, Kind.LOOKUP, 0, 1))
+        send_quietly(connected, bytes(1 << 20))
+        assert refusal_of(connected) == "too_long"
+    assert node.server.figures().refused == {"too_long": 50}
+    assert resident_bytes() - before < 64 << 20
+
+
+def test_half_frames_take_bounded_memory(node: Node, honest: Honest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "MAX_PARTIAL_BYTES", 8 << 20)
+    greedy = [attached(node) for _ in range(4)]
+    for connected in greedy:
+        with suppress(OSError):
+            connected.sendall(encode_header(Kind.LOOKUP, 6 << 20, 1) + bytes(3 << 20))
+    wait_until(lambda: node.server.figures().refused["memory"] >= 1)
+    assert node.server.figures().partial_bytes <= 8 << 20
+    honest.work()
+    for connected in greedy:
+        connected.close()
+    wait_until(lambda: node.server.figures().clients == 1)
+    assert node.server.figures().partial_bytes == 0
+
+
+def test_a_hello_that_never_ends_is_given_up(make_node: MakeNode) -> None:
+    now = [0.0]
+    node = make_node(clock=lambda: now[0])
+    honest = Honest(node)
+    connected = connect(node)
+    connected.sendall(encode_header(Kind.HELLO, 1000) + b"{")
+    wait_until(lambda: node.server.figures().strangers == 1)
+    now[0] = clients.HELLO_SECONDS + 0.1
+    honest.work()
+    assert refusal_of(connected) == "hello_timeout"
+    assert honest.connection.state == "attached"
+
+
+# -- floods ------------------------------------------------------------------------------------------------------
+
+
+def test_ten_thousand_connections(node: Node, honest: Honest) -> None:
+    """No more than `max_strangers` are ever open, and an engine that attaches in their midst is served."""
+    before = resident_bytes()
+    highest = 0
+    opened: list[socket.socket] = []
+    for number in range(10_000):
+        opened.append(connect(node))
+        if len(opened) > 100:
+            opened.pop(0).close()
+        if number % 1000 == 0:
+            honest.work()
+            highest = max(highest, node.server.figures().strangers)
+    late = node.attach()
+    assert late.state == "attached"
+    for connected in opened:
+        connected.close()
+    wait_until(lambda: node.server.figures().clients == 2)
+    figures = node.server.figures()
+    assert 1 <= highest <= node.server._clients.max_strangers
+    assert figures.accepted == 10_002
+    assert figures.refused["too_many_strangers"] > 0
+    assert resident_bytes() - before < 32 << 20
+
+
+def test_connections_beyond_the_limit_are_refused_while_all_are_sessions(make_node: MakeNode) -> None:
+    node = make_node(limit=4)
+    sessions = [node.attach() for _ in range(4)]
+    assert refusal_of(connect(node)) == "too_many_clients"
+    sessions.pop().close()
+    wait_until(lambda: node.server.figures().clients == 3)
+    assert node.attach().state == "attached"
+    assert [session.poll() for session in sessions] == [[], [], []]
+
+
+def test_without_descriptors_accepting_pauses_and_goes_on(make_node: MakeNode) -> None:
+    now = [0.0]
+    node = make_node(clock=lambda: now[0])
+    honest = Honest(node)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    waiting = socket.socket(socket.AF_UNIX)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (waiting.fileno() + 1, limits[1]))
+        waiting.connect(str(node.path))
+        wait_until(lambda: node.server.figures().refused["no_descriptors"])
+        honest.work()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert node.server.figures().accepted == 1
+    now[0] = 1.1
+    honest.work()
+    wait_until(lambda: node.server.figures().accepted == 2)
+    waiting.close()
+
+
+# -- what belongs to others --------------------------------------------------------------------------------------
+
+
+def test_ops_and_leases_of_others_are_refused(node: Node, honest: Honest) -> None:
+    keys = [b"x" * 34]
+    begun = honest.ask(BeginStore(keys), StoreBegun)
+    held = honest.ask(Lookup(KEYS), Found)
+    thief = node.attach()
+    for op_id in range(begun.op_id + 50):
+        for rank in (0, 1):
+            thief.tell(Completions(rank, "boot", (Completion(op_id, "done"), Completion(op_id, "failed"))))
+    thief.tell(Release(tuple(range(held.lease_id + 50))))
+    call = thief.call(BeginLoad(held.lease_id, 0, 1))
+    assert thief.wait(call, 20)
+    with pytest.raises(CallFailedError) as caught:
+        call.answer(LoadBegun)
+    assert caught.value.service_code == "lease_invalid"
+    assert keys[0] not in node.host.slot_of
+    figures = node.server.figures()
+    assert figures.errors["not_found"] == 2 * (begun.op_id + 50)
+    assert figures.errors["lease_invalid"] == 1
+    loading = honest.ask(BeginLoad(held.lease_id, 0, 8), LoadBegun)
+    for op_id in (begun.op_id, loading.op_id):
+        for rank in range(2):
+            honest.connection.tell(Completions(rank, "boot", (Completion(op_id, "done"),)))
+
+
+def test_a_scheduler_half_may_not_speak_as_a_worker_nor_a_worker_as_a_scheduler(node: Node, honest: Honest) -> None:
+    scheduler = node.attach()
+    worker = node.attach_worker(scheduler)
+    worker.call(Lookup(KEYS))
+    wait_until(lambda: worker.refusal, lambda: worker.poll(0.01))
+    assert worker.problem == "LOOKUP does not come from a worker"
+    other = node.attach()
+    other.tell(RegisteredExtents(()))
+    wait_until(lambda: other.refusal, lambda: other.poll(0.01))
+    assert other.problem == "REGISTERED does not come from a scheduler"
+    assert node.host.registered == []
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_descriptors_of_strangers_and_schedulers_never_enter_the_service(node: Node, honest: Honest) -> None:
+    null = os.open("/dev/null", os.O_RDONLY)
+    for connected in (connect(node), attached(node)):
+        frame = encode_header(Kind.HAND_BACK, 0, 1, 3)
+        connected.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [null] * 3))])
+        assert refusal_of(connected) == "fds_unwanted"
+    os.close(null)
+    assert node.server.figures().refused == {"fds_unwanted": 2}
+
+
+def raw_of(worker: AttachConnection) -> socket.socket:
+    assert worker._channel is not None
+    return worker._channel._socket
+
+
+@pytest.mark.parametrize(
+    ("announced", "sent", "extents", "reason"),
+    [(0, 5, 5, "fds_unannounced"), (5, 2, 5, "fds_missing"), (3, 3, 2, "fds_missing"), (250, 3, 250, "fds_missing")],
+)
+def test_descriptors_that_do_not_match_their_frame_are_closed(
+    node: Node, honest: Honest, announced: int, sent: int, extents: int, reason: str
+) -> None:
+    worker = node.attach_worker(node.attach())
+    null = os.open("/dev/null", os.O_RDONLY)
+    before = open_fds()
+    payload = HandedBackExtents(tuple(ExtentBytes(number, 1) for number in range(extents))).pack()
+    frame = encode_header(Kind.HAND_BACK, len(payload), 1, announced) + payload
+    raw_of(worker).sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [null] * sent))])
+    wait_until(lambda: worker.refusal, lambda: worker.poll(0.01))
+    assert worker.refusal == reason
+    wait_until(lambda: open_fds() < before)
+    os.close(null)
+    assert node.host.offered == []
+
+
+def test_descriptors_with_a_frame_that_has_none_are_closed(node: Node, honest: Honest) -> None:
+    worker = node.attach_worker(node.attach())
+    null = os.open("/dev/null", os.O_RDONLY)
+    payload = RegisteredExtents(()).pack()
+    frame = encode_header(Kind.REGISTERED, len(payload), 0, 2) + payload
+    raw_of(worker).sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [null] * 2))])
+    wait_until(lambda: worker.refusal, lambda: worker.poll(0.01))
+    assert worker.problem == "REGISTERED came with 2 file descriptors"
+    os.close(null)

@@ -1,0 +1,418 @@
+"""Engines attach, are answered, and are told apart."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+from tests.service.node.conftest import HELLO, WORKER, MakeNode, Node, next_push, wait_until
+
+from kvstow.attach.calls import (
+    BeginLoad,
+    BeginStore,
+    Completions,
+    CountLookup,
+    Found,
+    Hold,
+    LoadBegun,
+    Lookup,
+    Refresh,
+    Release,
+    Reset,
+    ResetDone,
+    SettledOps,
+    StoreBegun,
+)
+from kvstow.attach.channel import Channel
+from kvstow.attach.connection import AttachConnection, Message
+from kvstow.attach.extentcalls import (
+    AdoptedExtents,
+    Desired,
+    ExtentBytes,
+    ExtentGrant,
+    ExtentSlots,
+    GrantedExtents,
+    HandedBackExtents,
+    RegisteredExtents,
+    ReleasedExtents,
+    Report,
+)
+from kvstow.attach.hello import Refused
+from kvstow.attach.kinds import Kind, VersionRange
+from kvstow.errors import AttachRefusedError, CallFailedError, DisconnectedError
+from kvstow.messages import Completion, RankReport
+from kvstow_service.node.attach import clientcalls
+from kvstow_service.node.attach.sessionhost import SessionLink
+
+KEYS = [bytes([number]) * 34 for number in range(8)]
+
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+def ask(connection: AttachConnection, message: Message, kind: type[Answer]) -> Answer:
+    call = connection.call(message)
+    assert connection.wait(call, 20)
+    return call.answer(kind)
+
+
+def refusal_by(node: Node, connection: AttachConnection) -> str:
+    wait_until(lambda: connection.refusal, lambda: connection.poll(0.01))
+    return f"{connection.refusal}: {connection.problem}"
+
+
+def store(scheduler: AttachConnection, keys: list[bytes], ranks: int = 2) -> StoreBegun:
+    begun = ask(scheduler, BeginStore(keys), StoreBegun)
+    for rank in range(ranks):
+        scheduler.tell(Completions(rank, "boot", (Completion(begun.op_id, "done"),)))
+    return begun
+
+
+# -- calls -------------------------------------------------------------------------------------------------------
+
+
+def test_a_scheduler_half_is_welcomed_with_all_that_the_host_says(node: Node) -> None:
+    welcome = node.attach().welcome
+    assert welcome is not None
+    assert (welcome.version, welcome.engine_id, welcome.pool, welcome.namespace, welcome.sharing_off) == (
+        1,
+        "engine-1",
+        "model-0a1b2c",
+        "model-3d4e5f",
+        ("hashes are not reproducible",),
+    )
+    assert len(welcome.token) >= 20
+    (view,) = node.server.sessions()
+    assert (view.session_id, view.state, view.engine) == (welcome.session_id, "attached", "test")
+
+
+def test_a_block_that_one_engine_has_stored_is_found_and_loaded_by_another(node: Node) -> None:
+    first, second = node.attach(), node.attach()
+    begun = store(first, KEYS[:3])
+    settled = SettledOps.unpack(next_push(first).payload)
+    assert [(op.op_id, op.mark) for op in settled.ops] == [(begun.op_id, "done")]
+    assert settled.room == 7
+    found = ask(second, Lookup(KEYS, Hold.PRESENT), Found)
+    assert found.runs == ((0, 3),)
+    loading = ask(second, BeginLoad(found.lease_id, 1, 2), LoadBegun)
+    assert loading.slots == begun.slots[1:]
+    assert second.poll() == []  # the other session's op settled nothing here
+
+
+def test_calls_without_an_answer_reach_the_host_in_order(node: Node) -> None:
+    scheduler = node.attach()
+    store(scheduler, KEYS)
+    found = ask(scheduler, Lookup(KEYS), Found)
+    scheduler.tell(Refresh(KEYS))
+    scheduler.tell(CountLookup(8, 8))
+    scheduler.tell(Release((found.lease_id, 12345)))
+    with pytest.raises(CallFailedError, match="was released or used up") as caught:
+        ask(scheduler, BeginLoad(found.lease_id, 0, 1), LoadBegun)
+    assert caught.value.service_code == "lease_invalid"
+    assert ask(scheduler, Reset(), ResetDone) == ResetDone("model-99")
+    assert node.events("refreshed") == [("refreshed", 8)]
+    assert node.host.queried == 8
+    figures = node.server.figures()
+    assert figures.errors == {"lease_invalid": 1}
+    assert figures.frames["lookup"] == figures.frames["refresh"] == figures.frames["release"] == 1
+    assert (figures.clients, figures.strangers, figures.sessions, figures.accepted) == (1, 0, 1, 1)
+
+
+def test_all_calls_of_the_host_are_made_on_one_thread(node: Node) -> None:
+    for _ in range(3):
+        store(node.attach(), KEYS)
+    assert len(node.host.threads) == 1
+    assert threading.get_ident() not in node.host.threads
+
+
+def test_workers_report_and_get_memory(node: Node) -> None:
+    file = os.memfd_create("extent")
+    grant = GrantedExtents(4096, (ExtentGrant(5, 0, 0, 4, 16384, 0),))
+    node.host.on_join = lambda link, rank: link.push(grant, rank=rank, fds=(file,))
+    scheduler = node.attach()
+    worker = node.attach_worker(scheduler, 1, device="cuda:1")
+    pushed = next_push(worker)
+    assert GrantedExtents.unpack(pushed.payload) == grant
+    assert os.fstat(pushed.fds[0]).st_ino == os.fstat(file).st_ino
+    for fd in (*pushed.fds, file):
+        os.close(fd)
+    report = RankReport.without_pool(1, "boot", "ready", 4096)
+    answer = ask(worker, Report(report), Desired)
+    assert answer.desired.capacity_slots == 101
+    worker.tell(RegisteredExtents((ExtentSlots(5, 2),)))
+    worker.tell(ReleasedExtents((5,)))
+    node.wait_for_event("released")
+    assert node.host.registered == [(1, (ExtentSlots(5, 2),))]
+    (view,) = node.server.sessions()
+    assert [(member.rank, member.device, member.has_memory) for member in view.members] == [
+        (None, "", False),
+        (1, "cuda:1", True),
+    ]
+
+
+def test_a_worker_speaks_for_its_own_rank_alone(node: Node) -> None:
+    scheduler = node.attach()
+    worker = node.attach_worker(scheduler, 1)
+    begun = ask(scheduler, BeginStore(KEYS), StoreBegun)
+    worker.tell(Completions(0, "boot", (Completion(begun.op_id, "done"),)))
+    with pytest.raises(CallFailedError, match="a report of rank 0, from rank 1"):
+        ask(worker, Report(RankReport.without_pool(0, "boot", "ready", 4096)), Desired)
+    (session,) = node.host.sessions.values()
+    assert session.ops[begun.op_id].pending == {0, 1}
+    scheduler.tell(Completions(2, "boot", (Completion(begun.op_id, "done"),)))
+    ask(scheduler, Reset(), ResetDone)
+    assert session.ops[begun.op_id].pending == {0, 1}
+    assert node.server.figures().errors["invalid_request"] == 3
+
+
+def test_memory_that_is_handed_back_is_the_hosts_to_judge(node: Node) -> None:
+    worker = node.attach_worker(node.attach())
+    ours, other = os.memfd_create("ours"), os.open("/dev/null", os.O_RDWR)
+    os.ftruncate(ours, 4096)
+    offered = HandedBackExtents((ExtentBytes(1, 4096), ExtentBytes(2, 4096)))
+    call = worker.call(offered)
+    channel = worker._channel
+    assert channel is not None
+    worker._calls.clear()
+    # `call` has sent no descriptors: that breaks the protocol, and is said
+    assert refusal_by(node, worker).startswith("fds_missing: 2 extents came with 0 file descriptors")
+    assert not call.done
+    again = node.attach_worker(node.attach())
+    assert again.tell(offered, (ours, other))
+    wait_until(lambda: node.host.offered)
+    assert node.host.offered == [offered.extents]
+    raw = again._channel
+    assert raw is not None
+    raw.send(offered.KIND, offered.pack(), 77, (ours, other))
+    wait_until(lambda: select.select([raw], [], [], 0)[0])
+    (answer,) = raw.receive()
+    assert AdoptedExtents.unpack(answer.payload) == AdoptedExtents((1,))
+    os.close(ours)
+    os.close(other)
+
+
+def test_messages_are_pushed_from_any_thread_in_order(node: Node) -> None:
+    scheduler = node.attach()
+    (session,) = node.host.sessions.values()
+    for room in range(50):
+        session.link.push(SettledOps((), room))
+    seen: list[int] = []
+    wait_until(
+        lambda: len(seen) == 50,
+        lambda: seen.extend(SettledOps.unpack(frame.payload).room for frame in scheduler.poll(0.01)),
+    )
+    assert seen == list(range(50))
+
+
+# -- who may attach ----------------------------------------------------------------------------------------------
+
+
+def test_a_version_that_is_not_spoken_is_refused(node: Node) -> None:
+    connection = node.connection(replace(HELLO, versions=VersionRange(7, 8)))
+    assert refusal_by(node, connection).startswith("version: the service speaks versions 1 to 1")
+    assert node.server.figures().refused == {"version": 1}
+    assert node.host.events == []
+
+
+@pytest.mark.parametrize(("theirs", "chosen"), [((3, 4), 4), ((2, 3), 3), ((4, 5), 4)])
+def test_two_neighbouring_versions_are_spoken(make_node: MakeNode, theirs: tuple[int, int], chosen: int) -> None:
+    node = make_node(versions=VersionRange(3, 4))
+    welcome = node.attach(replace(HELLO, versions=VersionRange(*theirs))).welcome
+    assert welcome is not None
+    assert welcome.version == chosen
+
+
+def test_the_host_may_refuse(node: Node) -> None:
+    node.host.refusal = AttachRefusedError("draining", "the service is stopping")
+    assert refusal_by(node, node.connection(HELLO)) == "draining: the service is stopping"
+
+
+def test_a_peer_without_a_pidfd_is_refused(node: Node) -> None:
+    def refuse() -> None:
+        raise AttachRefusedError("no_pidfd", "the service cannot see when this process ends")
+
+    node.next_peer = refuse  # type: ignore[assignment]
+    assert refusal_by(node, node.connection(HELLO)).startswith("no_pidfd: the service cannot see")
+    assert node.server.figures().clients == 0
+
+
+def test_workers_are_refused_without_token_rank_or_the_uid(node: Node) -> None:
+    scheduler = node.attach()
+    assert scheduler.welcome is not None
+    token = scheduler.welcome.token
+    node.attach_worker(scheduler, 0)
+    assert refusal_by(node, node.connection(replace(WORKER, token="guess"))).startswith("unknown_token")
+    taken = node.connection(replace(WORKER, token=token))
+    assert refusal_by(node, taken) == "rank: rank 0 of the session is attached already"
+    beyond = node.connection(replace(WORKER, token=token, rank=2))
+    assert refusal_by(node, beyond) == "rank: rank 2 of a session with 2 ranks"
+    node.process(uid=1001)
+    stranger = node.connection(replace(WORKER, token=token, rank=1))
+    assert refusal_by(node, stranger) == "uid: the session belongs to uid 1000, the worker runs as 1001"
+    assert scheduler.state == "attached"
+    assert [event[0] for event in node.host.events] == ["opened", "joined"]
+
+
+# -- faults of the host ------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_host_is_answered_logged_and_counted(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = node.attach(), node.attach()
+    node.host.on_lookup = lambda: 1 / 0
+    with pytest.raises(CallFailedError, match="its log says how"):
+        ask(first, Lookup(KEYS), Found)
+    node.host.on_lookup = lambda: None
+    assert ask(first, Lookup(KEYS), Found) == ask(second, Lookup(KEYS), Found) == Found(0, ())
+    assert node.server.figures().errors == {"internal": 1}
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_an_error_that_nobody_would_hear_of_ends_the_session(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = node.attach(), node.attach()
+    monkeypatch.setattr(node.host, "count_lookup", lambda *_: 1 / 0)
+    first.tell(CountLookup(1, 1))
+    assert refusal_by(node, first).startswith("internal")
+    assert ask(second, Reset(), ResetDone) == ResetDone("model-99")
+    assert [event[0] for event in node.events("lost", "over")] == ["lost", "over"]
+
+
+def test_an_error_in_the_end_of_a_session_does_not_touch_the_others(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = node.attach(), node.attach()
+    monkeypatch.setattr(node.host, "session_lost", lambda *_: 1 / 0)
+    first.close()
+    node.wait_for_event("over")
+    assert ask(second, Reset(), ResetDone) == ResetDone("model-99")
+    assert node.server.figures().errors["internal"] == 1
+
+
+def test_the_end_of_the_thread_is_seen(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = make_node()
+    scheduler = node.attach()
+    monkeypatch.setattr(node.server._life, "expire", lambda: 1 / 0)
+    wait_until(lambda: node.failures, lambda: scheduler.poll(0.001) or scheduler.tell(CountLookup(1, 1)))
+    assert (
+        node.failures
+        == [node.server.failure]
+        == ["the attach server has failed: ZeroDivisionError('division by zero')"]
+    )
+    wait_until(lambda: scheduler.state == "detached", lambda: scheduler.poll(0.01))
+
+
+def test_a_failing_action_does_not_end_the_thread(node: Node) -> None:
+    node.server.post(lambda: 1 / 0)
+    assert ask(node.attach(), Reset(), ResetDone) == ResetDone("model-99")
+    assert node.server.figures().errors["internal"] == 1
+
+
+def test_the_switch_interval_is_short_while_the_server_runs(make_node: MakeNode) -> None:
+    before = sys.getswitchinterval()
+    node = make_node()
+    node.attach()
+    assert sys.getswitchinterval() == pytest.approx(0.0001, abs=2e-6)
+    node.server.close()
+    assert sys.getswitchinterval() == pytest.approx(before)
+
+
+# -- slow and greedy clients -------------------------------------------------------------------------------------
+
+
+def raw_session(node: Node) -> Channel:
+    """An attached scheduler half that a test drives by hand."""
+    connecting = socket.socket(socket.AF_UNIX)
+    connecting.connect(str(node.path))
+    channel = Channel(connecting)
+    channel.send(HELLO.KIND, HELLO.pack())
+    wait_until(lambda: select.select([channel], [], [], 0)[0])
+    (welcome,) = channel.receive()
+    assert welcome.kind == Kind.WELCOME
+    return channel
+
+
+def test_a_client_that_does_not_read_is_not_read_from_and_hurts_nobody(node: Node) -> None:
+    slow, other = raw_session(node), node.attach()
+    keys = [struct.pack(">Q", number) for number in range(20_000)]
+    store(other, keys[::2])  # each second key is present: an answer has 10,000 runs, 80 KB
+    wait_until(lambda: len(node.host.slot_of) == 10_000)
+    payload = Lookup(keys, Hold.NOTHING).pack()
+    for number in range(1, 50):
+        slow.send(Kind.LOOKUP, payload, number)
+
+    def paused() -> bool:
+        return any(not client.interest & select.EPOLLIN for client in node.server._clients)
+
+    wait_until(paused, slow.flush)
+    assert ask(other, Reset(), ResetDone) == ResetDone("model-99")
+    (client,) = [client for client in node.server._clients if client.channel.unsent_bytes]
+    assert client.channel.unsent_bytes < 2 * clientcalls._PAUSED_ABOVE_BYTES
+    answered: list[int] = []
+
+    def read() -> None:
+        slow.flush()
+        answered.extend(frame.request_id for frame in slow.receive())
+
+    before = node.server.figures().frames["lookup"]
+    assert before < 49
+    wait_until(lambda: len(answered) == 49, read)  # it goes on where it was left
+    assert answered == list(range(1, 50))
+    slow.close()
+    node.wait_for_event("lost")
+
+
+def test_a_client_that_lets_pushes_pile_up_is_dropped(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow.attach.channel.MAX_UNSENT_BYTES", 1 << 20)
+    slow, other = raw_session(node), node.attach()
+    session_id = str(node.events("opened")[0][1])
+    link: SessionLink = node.host.sessions[session_id].link
+    for client in node.server._clients:
+        client.channel._max_unsent = 1 << 20
+    node.host.slot_of = {}
+    for _ in range(4000):
+        link.push(ResetDone("x" * 4000))
+    node.wait_for_event("lost")
+    assert node.server.figures().refused == {"slow_reader": 1}
+    assert ask(other, Reset(), ResetDone) == ResetDone("model-99")
+    slow.close()
+
+
+def test_a_client_with_many_frames_waits_for_the_others(node: Node) -> None:
+    """One read may hold thousands of frames: they are handled in turns."""
+    greedy, other = raw_session(node), node.attach()
+    many = 500
+    frame = Release(()).pack()
+    order: list[str] = []
+    release = node.host.release_leases
+
+    def released(session_id: str, lease_ids: object) -> None:
+        order.append(session_id)
+        release(session_id, ())
+
+    node.host.release_leases = released  # type: ignore[method-assign]
+    with node.standing_still():
+        for _ in range(many):
+            greedy.send(Kind.RELEASE, frame)
+        other.tell(Release(()))
+    wait_until(lambda: len(order) == many + 1)
+    other_id = other.welcome.session_id if other.welcome else ""
+    assert order.index(other_id) <= 2 * clientcalls._FRAMES_PER_TURN
+    greedy.close()
+
+
+def test_a_refusal_is_read_although_the_client_is_still_sending(node: Node) -> None:
+    channel = raw_session(node)
+    channel.send(Kind.WELCOME, b"")
+    with suppress(DisconnectedError):
+        channel.send(Kind.LOOKUP, bytes(100_000))
+    wait_until(lambda: select.select([channel], [], [], 0)[0])
+    (said,) = channel.receive()
+    assert Refused.unpack(said.payload) == Refused("unexpected", "WELCOME does not come from a scheduler")
+    channel.close()

@@ -1,0 +1,111 @@
+"""Who may connect to the socket, and whose file it is."""
+
+from __future__ import annotations
+
+import grp
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvstow.errors import ConfigError, ConflictError
+from kvstow_service.node.attach.attachsocket import AttachSocket, default_path, group_id
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_socket_and_its_folder_are_for_user_and_group(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "kvstow" / "attach.sock"
+    before = os.umask(0o077)
+    try:
+        attach = AttachSocket(path, os.getgid())
+    finally:
+        os.umask(before)
+    assert mode_of(path) == 0o660
+    assert mode_of(path.parent) == 0o750
+    assert path.stat().st_gid == path.parent.stat().st_gid == os.getgid()
+    attach.close()
+    attach.close()
+    assert not path.exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+def test_the_group_owns_what_was_made(tmp_path: Path) -> None:
+    path = tmp_path / "kvstow" / "attach.sock"
+    attach = AttachSocket(path, 4242)
+    assert path.stat().st_gid == path.parent.stat().st_gid == 4242
+    attach.close()
+
+
+def test_a_folder_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o755)
+    AttachSocket(folder / "attach.sock").close()
+    assert mode_of(folder) == 0o755
+
+
+def test_a_folder_in_which_everybody_may_replace_the_socket_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConflictError, match=r"can be written by everybody \(mode 777\).*with mode 750"):
+        AttachSocket(folder / "attach.sock")
+    folder.chmod(0o1777)
+    AttachSocket(folder / "attach.sock").close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o755)
+    os.chown(folder, 4242, -1)
+    with pytest.raises(ConflictError, match="belongs to uid 4242, who could replace the socket"):
+        AttachSocket(folder / "attach.sock")
+
+
+def test_the_default_path_is_that_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert default_path({"XDG_RUNTIME_DIR": "/run/user/0"}) == Path("/run/kvstow/attach.sock")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert default_path({"XDG_RUNTIME_DIR": "/run/user/1000"}) == Path("/run/user/1000/kvstow/attach.sock")
+    assert default_path({}) == Path(tempfile.gettempdir()) / "kvstow-node-1000" / "attach.sock"
+
+
+def test_the_socket_of_a_dead_service_is_replaced_and_a_living_one_refused(tmp_path: Path) -> None:
+    path = tmp_path / "attach.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    first = AttachSocket(path)
+    with pytest.raises(ConflictError, match="another process is listening there"):
+        AttachSocket(path)
+    path.unlink()
+    second = AttachSocket(path)
+    first.close()  # the file is the other's
+    assert path.exists()
+    second.close()
+
+
+def test_a_file_that_is_no_socket_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "attach.sock"
+    path.write_text("precious")
+    with pytest.raises(ConflictError, match="is not a socket"):
+        AttachSocket(path)
+    assert path.read_text() == "precious"
+    with pytest.raises(ConflictError, match="cannot use the folder"):
+        AttachSocket(path / "run" / "attach.sock")
+    with pytest.raises(ConflictError, match="cannot listen on"):
+        AttachSocket(tmp_path / ("x" * 120))
+
+
+def test_a_group_is_a_name_or_a_number() -> None:
+    known = grp.getgrgid(os.getgid())
+    assert group_id(known.gr_name) == group_id(str(known.gr_gid)) == os.getgid()
+    with pytest.raises(
+        ConfigError, match="attach-group is 'no-such-group'; allowed: the name or the number of a group"
+    ):
+        group_id("no-such-group")

@@ -1,0 +1,349 @@
+"""What a session holds is freed when no process of it can reach memory: not when a connection ends, not by a clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from tests.service.node.conftest import HELLO, WORKER, FakeProcess, MakeNode, Node, next_push, wait_until
+
+from kvstow.attach.calls import Lookup
+from kvstow.attach.connection import AttachConnection
+from kvstow.attach.extentcalls import Detach, ExtentGrant, GrantedExtents
+from kvstow.attach.peer import Peer, peer_of
+from kvstow.errors import AttachRefusedError
+from kvstow_service.node.attach.sessionhost import SessionLink
+from kvstow_service.node.attach.sessionlife import SessionLife
+
+GRANT = GrantedExtents(4096, (ExtentGrant(5, 0, 0, 4, 16384, 0),))
+
+
+def give_memory(node: Node) -> None:
+    """Every worker that joins gets an extent."""
+
+    def grant(link: SessionLink, rank: int) -> None:
+        file = os.memfd_create("extent")
+        link.push(GRANT, rank=rank, fds=(file,))
+        os.close(file)
+
+    node.host.on_join = grant
+
+
+def attach_engine(node: Node) -> tuple[AttachConnection, list[AttachConnection], list[FakeProcess]]:
+    """A scheduler half and two workers that have mapped memory, each in a process of its own."""
+    processes = [node.process()]
+    scheduler = node.attach()
+    workers = []
+    for rank in range(2):
+        processes.append(node.process(pid=100 + rank))
+        workers.append(node.attach_worker(scheduler, rank))
+        for fd in next_push(workers[-1]).fds:
+            os.close(fd)
+    return scheduler, workers, processes
+
+
+def quiet(node: Node) -> None:
+    """All that has happened so far is handled."""
+    done = threading.Event()
+    for _ in range(2):
+        done.clear()
+        node.server.post(done.set)
+        assert done.wait(20)
+
+
+def is_detached(connection: AttachConnection) -> bool:
+    connection.poll(0.01)
+    return connection.state == "detached"
+
+
+def ends(node: Node) -> list[object]:
+    return [event[0] if event[0] != "let go" else event[2] for event in node.events("lost", "let go", "over")]
+
+
+@pytest.fixture
+def engine(node: Node) -> tuple[AttachConnection, list[AttachConnection], list[FakeProcess]]:
+    give_memory(node)
+    return attach_engine(node)
+
+
+Engine = tuple[AttachConnection, list[AttachConnection], list[FakeProcess]]
+
+
+@pytest.mark.parametrize("first", ["scheduler", "worker 0", "worker 1"])
+def test_the_end_of_any_connection_loses_the_session_and_frees_nothing(node: Node, engine: Engine, first: str) -> None:
+    scheduler, workers, processes = engine
+    (scheduler if first == "scheduler" else workers[int(first[-1])]).close()
+    node.wait_for_event("lost")
+    quiet(node)
+    assert ends(node) == ["lost"]
+    (view,) = node.server.sessions()
+    assert view.state == "lost"
+    assert not any(member.is_connected for member in view.members)
+    processes[0].die()  # the scheduler half has mapped nothing: its end decides nothing
+    processes[1].die()
+    node.wait_for_event("let go")
+    quiet(node)
+    assert ends(node) == ["lost", 0]
+    processes[2].die()
+    node.wait_for_event("over")
+    assert ends(node) == ["lost", 0, 1, "over"]
+    assert node.server.sessions() == []
+
+
+@pytest.mark.parametrize("dying", [0, 1, 2])
+def test_the_end_of_a_process_loses_the_session_although_its_socket_stays_open(
+    node: Node, engine: Engine, dying: int
+) -> None:
+    """As when a forked child has inherited the socket."""
+    scheduler, workers, processes = engine
+    processes[dying].die()
+    node.wait_for_event("lost")
+    for process in processes:
+        process.die()
+    node.wait_for_event("over")
+    assert ends(node)[0] == "lost"
+    assert ends(node)[-1] == "over"
+    for connection in (scheduler, *workers):
+        wait_until(partial(is_detached, connection))
+
+
+def test_a_session_without_memory_is_over_at_once(node: Node) -> None:
+    scheduler = node.attach()
+    node.attach_worker(scheduler)
+    scheduler.close()
+    node.wait_for_event("over")
+    assert ends(node) == ["lost", "over"]
+
+
+def test_a_worker_that_detaches_is_not_waited_for(node: Node, engine: Engine) -> None:
+    _, workers, processes = engine
+    workers[0].tell(Detach("shutdown"))
+    node.wait_for_event("let go")
+    assert ends(node) == ["lost", 0]
+    processes[2].die()
+    node.wait_for_event("over")
+    assert ends(node) == ["lost", 0, 1, "over"]
+
+
+def test_a_scheduler_half_that_detaches_leaves_its_workers_memory(
+    node: Node, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="kvstow.attach"):
+        engine[0].tell(Detach())
+        node.wait_for_event("lost")
+        quiet(node)
+    assert ends(node) == ["lost"]
+    (said,) = [record for record in caplog.records if " ends: " in record.message]
+    assert said.levelname == "INFO"
+    assert said.message.endswith("ends: the engine has detached")
+
+
+def test_a_client_that_detaches_and_closes_need_not_wait_for_answers(
+    node: Node, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="kvstow.attach"):
+        with node.standing_still():
+            engine[0].call(Lookup([b"k"]))
+            engine[0].close(Detach())
+        node.wait_for_event("lost")
+    (said,) = [record for record in caplog.records if " ends: " in record.message]
+    assert (said.levelname, said.message.partition(" ends: ")[2]) == ("INFO", "the engine has detached")
+
+
+def test_a_lost_session_is_not_believed_any_more(node: Node, engine: Engine) -> None:
+    scheduler, workers, _ = engine
+    channel = scheduler._channel
+    assert channel is not None
+    assert scheduler.welcome is not None
+    with node.standing_still():
+        workers[0].close()
+        for request in range(1, 200):
+            channel.send(Lookup.KIND, Lookup([b"k"]).pack(), request)
+    node.wait_for_event("lost")
+    late = node.connection(replace(WORKER, token=scheduler.welcome.token, rank=0))
+    wait_until(lambda: late.refusal, lambda: late.poll(0.01))
+    assert late.refusal == "unknown_token"
+    assert node.server.figures().errors == {}  # the fake host asserts that a lost session makes no call
+
+
+def test_only_a_farewell_with_an_unknown_token_is_no_refusal(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    def refused() -> bool:
+        return bool(node.server.figures().refused)
+
+    with caplog.at_level("WARNING", logger="kvstow_service"), caplog.at_level("WARNING", logger="kvstow.attach"):
+        farewell = node.connection(replace(WORKER, token="gone", settled_tokens=("older", "gone")))
+        farewell.poll(0.01)
+        wait_until(lambda: farewell.state == "detached", lambda: farewell.poll(0.01))
+        assert (farewell.refusal, refused()) == (None, False)
+        node.next_peer = no_peer  # type: ignore[assignment]
+        ended = node.connection(replace(WORKER, token="gone", settled_tokens=("gone",)))
+        ended.poll(0.01)
+        wait_until(lambda: ended.state == "detached", lambda: ended.poll(0.01))
+        assert (ended.refusal, refused()) == (None, False)
+        assert "a connection to the attach socket was ended" not in caplog.text
+        node.process()
+        worker = node.connection(replace(WORKER, token="gone", settled_tokens=("older",)))
+        wait_until(lambda: worker.refusal, lambda: worker.poll(0.01))
+    assert (worker.refusal, node.server.figures().refused) == ("unknown_token", {"unknown_token": 1})
+    assert "a connection to the attach socket was ended (unknown_token)" in caplog.text
+
+
+def no_peer() -> None:
+    raise AttachRefusedError("peer_ended", "the process that connected has ended")
+
+
+def test_the_same_process_may_say_later_that_its_copies_have_ended(node: Node, engine: Engine) -> None:
+    scheduler, _, processes = engine
+    assert scheduler.welcome is not None
+    old = scheduler.welcome.token
+    scheduler.close()
+    node.wait_for_event("lost")
+    node.process()
+    again = node.attach()
+    node.process(pid=999)
+    impostor = node.attach_worker(again, 1, settled_tokens=(old,))
+    quiet(node)
+    assert ends(node) == ["lost"]  # another process has no say
+    impostor.close()
+    node.wait_for_event("lost", 2)
+    node.process()
+    again = node.attach()
+    for rank in (0, 1):
+        node.next_peer = processes[1 + rank].peer
+        worker = node.attach_worker(again, rank, settled_tokens=(old, "nonsense"))
+        for fd in next_push(worker).fds:
+            os.close(fd)
+    wait_until(lambda: ("over", node.events("opened")[0][1]) in node.host.events)
+    assert [event[1] for event in node.events("let go")] == [node.events("opened")[0][1]] * 2
+
+
+def test_an_operator_detaches_a_session_and_frees_nothing(node: Node, engine: Engine) -> None:
+    (view,) = node.server.sessions()
+    assert not node.server.detach("unknown")
+    assert node.server.detach(view.session_id)
+    node.wait_for_event("lost")
+    quiet(node)
+    assert ends(node) == ["lost"]
+    assert node.events("lost")[0][2] == "an operator has detached it"
+
+
+def test_too_many_processes_of_lost_sessions_keep_new_ones_out(make_node: MakeNode) -> None:
+    node = make_node(limit=2)
+    give_memory(node)
+    node.server._clients.limit = 16
+    scheduler, _, _ = attach_engine(node)
+    scheduler.close()
+    node.wait_for_event("lost")
+    late = node.connection(HELLO)
+    wait_until(lambda: late.refusal, lambda: late.poll(0.01))
+    assert late.problem == "2 processes of lost sessions still have memory mapped"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_no_clock_frees_anything(make_node: MakeNode) -> None:
+    clock = Clock()
+    node = make_node(clock=clock)
+    give_memory(node)
+    scheduler, _, _ = attach_engine(node)
+    scheduler.close()
+    node.wait_for_event("lost")
+    clock.now = 1e9
+    quiet(node)
+    assert ends(node) == ["lost"]
+
+
+def test_with_trust_in_eof_a_process_without_a_pidfd_ends_after_its_seconds(make_node: MakeNode) -> None:
+    clock = Clock()
+    node = make_node(clock=clock, trust_eof=30.0)
+    give_memory(node)
+    node.next_peer = lambda: Peer(0, 1000, 1000, None)
+    scheduler = node.attach()
+    for fd in next_push(node.attach_worker(scheduler)).fds:
+        os.close(fd)
+    clock.now = 1000.0
+    quiet(node)
+    assert ends(node) == []
+    scheduler.close()
+    node.wait_for_event("lost")
+    clock.now += 29.0
+    quiet(node)
+    assert ends(node) == ["lost"]
+    clock.now += 2.0
+    quiet(node)
+    assert ends(node) == ["lost", 0, "over"]
+
+
+def test_freeing_at_the_end_of_the_connection_would_be_noticed(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant that these tests are for."""
+    lose = SessionLife.lose
+
+    def lose_and_free(self: SessionLife, session: object, reason: str, *, expected: bool = False) -> None:
+        for member in session.members:  # type: ignore[attr-defined]
+            member.has_memory = False
+        lose(self, session, reason)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SessionLife, "lose", lose_and_free)
+    node = make_node()
+    give_memory(node)
+    scheduler, _, _ = attach_engine(node)
+    scheduler.close()
+    node.wait_for_event("over")
+
+
+CLIENT = """
+import json, os, sys
+from pathlib import Path
+from kvstow.attach.connection import AttachConnection
+from kvstow.attach.hello import Hello
+hello = Hello(role="worker", engine="test", host="there", pid=os.getpid(), token=sys.argv[2], rank=int(sys.argv[3]))
+connection = AttachConnection(Path(sys.argv[1]), lambda: hello, accepts_fds=True)
+fds = ()
+while not fds and connection.refusal is None:
+    for frame in connection.poll(1.0):
+        fds = frame.fds
+print(json.dumps(os.fstat(fds[0]).st_size), flush=True)
+if sys.argv[4] == "fork" and os.fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("way", ["alone", "fork"])
+def test_a_real_process_that_is_killed_is_waited_for(make_node: MakeNode, way: str) -> None:
+    """With a forked child that keeps the socket open, no end of the connection is ever seen."""
+    node = make_node()
+    give_memory(node)
+    node.process(uid=os.getuid())
+    scheduler = node.attach()
+    node.server._calls._find_peer = peer_of
+    assert scheduler.welcome is not None
+    worker = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, str(node.path), scheduler.welcome.token, "0", way],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with worker:
+        assert worker.stdout is not None
+        assert json.loads(worker.stdout.readline()) == 0
+        (view,) = node.server.sessions()
+        assert view.members[1].pid == worker.pid
+        assert node.server.detach(view.session_id, kill=True)
+        node.wait_for_event("over")
+        assert ends(node) == ["lost", 0, "over"]

@@ -1,0 +1,462 @@
+"""The keeper in this process, over its real socket, with a clock under control."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstow.errors import KeeperError
+from kvstow.testing.fakes import FakeClock
+from kvstow_service.node.survival import keeper as keeper_module
+from kvstow_service.node.survival import statefolder
+from kvstow_service.node.survival.keeper import Keeper
+from kvstow_service.node.survival.keeperclient import KeeperClient
+from kvstow_service.node.survival.keepermessages import MAX_HELD, MAX_INFO, MAX_NAME, Held, receive, send, take_apart
+
+KEEP_TIMEOUT = 600.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return statefolder.require_state_folder(tmp_path / "state")
+
+
+class Running:
+    """A keeper whose steps another thread makes."""
+
+    def __init__(self, folder: Path, clock: FakeClock) -> None:
+        self.keeper = Keeper(statefolder.listen(folder), KEEP_TIMEOUT, clock=clock)
+        self._stop = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop and self.keeper.step(0.005):
+            pass
+
+    def stop(self) -> None:
+        """From now on the test makes the steps."""
+        self._stop = True
+        self._thread.join()
+
+    def close(self) -> None:
+        self.stop()
+        self.keeper.close()
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def running(folder: Path, clock: FakeClock) -> Iterator[Running]:
+    running = Running(folder, clock)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def client(running: Running, folder: Path) -> Iterator[KeeperClient]:
+    client = KeeperClient.connect(folder)
+    yield client
+    client.close()
+
+
+@contextmanager
+def memfd(content: bytes) -> Iterator[int]:
+    fd = os.memfd_create("kvstow-test")
+    os.write(fd, content)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def put(client: KeeperClient, name: str, content: bytes, info: str = "") -> None:
+    with memfd(content) as fd:
+        client.put({name: Held(fd, info)})
+
+
+def contents(client: KeeperClient) -> dict[str, tuple[bytes, str]]:
+    taken = client.take_all()
+    try:
+        return {name: (os.pread(held.fd, 100, 0), held.info) for name, held in taken.items()}
+    finally:
+        for held in taken.values():
+            os.close(held.fd)
+
+
+def descriptors() -> list[str]:
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+def test_it_holds_what_was_put_until_it_is_dropped(client: KeeperClient) -> None:
+    put(client, "extent-1", b"one", "pool a")
+    put(client, "journal", b"index")
+    assert contents(client) == {"extent-1": (b"one", "pool a"), "journal": (b"index", "")}
+    client.drop(["extent-1", "unknown"])
+    assert contents(client) == {"journal": (b"index", "")}
+
+
+def test_a_name_that_is_put_again_stands_for_the_new_one(client: KeeperClient) -> None:
+    put(client, "extent-1", b"old")
+    before = len(descriptors())
+    put(client, "extent-1", b"new", "moved")
+    assert contents(client) == {"extent-1": (b"new", "moved")}
+    assert len(descriptors()) == before
+
+
+def test_the_descriptors_it_gives_are_closed_in_programs_that_the_service_starts(client: KeeperClient) -> None:
+    put(client, "extent-1", b"")
+    (held,) = client.take_all().values()
+    assert not os.get_inheritable(held.fd)
+    os.close(held.fd)
+
+
+def test_more_than_one_message_holds(client: KeeperClient) -> None:
+    with memfd(b"same") as fd:
+        many = {f"extent-{number}": Held(fd, "ü" * 300) for number in range(450)}
+        client.put(many)
+    assert contents(client) == {name: (b"same", held.info) for name, held in many.items()}
+    assert client.list_held().infos == {name: held.info for name, held in many.items()}
+    client.drop(many)
+    assert contents(client) == {}
+
+
+def test_a_service_that_comes_again_has_everything_back(running: Running, folder: Path) -> None:
+    first = KeeperClient.connect(folder)
+    put(first, "extent-1", b"one")
+    first.leave()
+    second = KeeperClient.connect(folder)
+    assert contents(second) == {"extent-1": (b"one", "")}
+    second.close()
+
+
+def test_a_second_service_is_refused_while_the_first_is_connected(client: KeeperClient, folder: Path) -> None:
+    with pytest.raises(KeeperError, match="another service is connected"):
+        KeeperClient.connect(folder)
+    assert contents(client) == {}
+
+
+def test_a_service_is_refused_while_the_process_before_it_lives(running: Running, folder: Path) -> None:
+    KeeperClient.connect(folder).close()  # without a word, as if killed; but this process lives
+    with pytest.raises(KeeperError, match="still there"):
+        KeeperClient.connect(folder)
+
+
+def test_a_kernel_without_peer_pidfds_is_asked_for_the_pid(
+    running: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "_SO_PEERPIDFD", 9999)
+    KeeperClient.connect(folder).close()
+    with pytest.raises(KeeperError, match="still there"):
+        KeeperClient.connect(folder)
+
+
+def test_where_nothing_tells_of_a_death_the_end_of_the_connection_counts(
+    running: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(keeper_module, "_SO_PEERPIDFD", 9999)
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    KeeperClient.connect(folder).close()
+    KeeperClient.connect(folder).close()
+
+
+def test_anybody_of_its_uid_may_look(client: KeeperClient, folder: Path) -> None:
+    put(client, "extent-1", b"one", "pool a")
+    listing = KeeperClient.look(folder)
+    assert (listing.infos, listing.pid, listing.seconds_left) == ({"extent-1": "pool a"}, os.getpid(), None)
+
+
+def test_who_only_looks_may_do_nothing_else(client: KeeperClient, folder: Path) -> None:
+    put(client, "extent-1", b"one")
+    viewer = KeeperClient(folder, 5.0)
+    for call in (viewer.take_all, viewer.end, lambda: viewer.drop(["extent-1"]), viewer.leave):
+        with pytest.raises(KeeperError, match="has not said hello"):
+            call()
+    viewer.close()
+    assert contents(client) == {"extent-1": (b"one", "")}
+
+
+def step_until(keeper: Keeper, condition: Callable[[], object]) -> None:
+    for _ in range(100):
+        if condition():
+            return
+        keeper.step(0.01)
+    pytest.fail("the keeper has not come to it")
+
+
+def test_it_ends_a_while_after_its_last_service(running: Running, folder: Path, clock: FakeClock) -> None:
+    client = KeeperClient.connect(folder)
+    running.stop()
+    clock.advance(10 * KEEP_TIMEOUT)
+    assert running.keeper.step(0), "there is a service"
+    client.close()
+    step_until(running.keeper, lambda: running.keeper._service is None)
+    clock.advance(KEEP_TIMEOUT - 1)
+    assert running.keeper.step(0)
+    clock.advance(1)
+    assert not running.keeper.step(0)
+    assert running.keeper.ended == "timeout"
+
+
+def test_it_ends_when_no_service_ever_comes(running: Running, clock: FakeClock) -> None:
+    running.stop()
+    assert running.keeper.step(0)
+    clock.advance(KEEP_TIMEOUT)
+    assert not running.keeper.step(0)
+
+
+def test_who_looks_does_not_keep_it_alive(running: Running, folder: Path, clock: FakeClock) -> None:
+    viewer = KeeperClient(folder, 5.0)
+    clock.advance(KEEP_TIMEOUT - 100)
+    assert viewer.list_held().seconds_left == 100
+    running.stop()
+    clock.advance(100)
+    assert not running.keeper.step(0)
+    viewer.close()
+
+
+def test_it_ends_when_it_is_told_and_lets_go_of_everything(running: Running, folder: Path) -> None:
+    before = len(descriptors())
+    client = KeeperClient.connect(folder)
+    put(client, "extent-1", b"one")
+    client.end()
+    running.close()
+    assert running.keeper.ended == "end"
+    assert len(descriptors()) < before
+    running.keeper.close()
+
+
+def test_a_keeper_that_is_gone_is_an_error(running: Running, folder: Path) -> None:
+    client = KeeperClient.connect(folder)
+    running.close()
+    with pytest.raises(KeeperError, match="gone"):
+        client.list_held()
+    client.close()
+    with pytest.raises(KeeperError, match="no keeper answers"):
+        KeeperClient.connect(folder)
+
+
+def exchange(folder: Path, *messages: bytes, fds: tuple[int, ...] = ()) -> bytes:
+    """Its last answer to packets that no client sends; nothing where it closed the connection."""
+    peer = statefolder.connect(folder, 5.0)
+    data = b""
+    try:
+        for message in messages:
+            socket.send_fds(peer, [message], fds)
+            data = peer.recv(1 << 16)
+    except (BrokenPipeError, ConnectionResetError):
+        data = b""
+    finally:
+        peer.close()
+    return data
+
+
+HELLO = b'KVK1{"do":"hello","version":1}'
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"x",
+        b"KVK1",
+        b"KVK1[]",
+        b"KVK1" + b"[" * 20_000,
+        b'KVK1{"do":"burn"}',
+        b"KVK1{}",
+        b'KVK1{"do":"list"}',
+        b'KVK1{"do":"list","start":-1}',
+        b'KVK1{"do":"list","start":true}',
+        b'KVK1{"do":"list","start":"0"}',
+        b'KVK1{"do":"list","start":0}' + b" " * 70_000,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 100,
+    ],
+)
+def test_garbage_closes_the_connection_that_sent_it_and_is_counted(
+    client: KeeperClient, folder: Path, message: bytes
+) -> None:
+    put(client, "extent-1", b"one")
+    before = len(descriptors())
+    with memfd(b"") as fd:
+        assert exchange(folder, message, fds=(fd, fd)) == b""
+    assert client.list_held().refused == 1
+    assert contents(client) == {"extent-1": (b"one", "")}
+    assert len(descriptors()) == before, "descriptors that came with it are closed"
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"do": "put", "names": ["a"], "infos": [""]},
+        {"do": "put", "names": ["a", "a"], "infos": ["", ""]},
+        {"do": "put", "names": ["a", "b"], "infos": ["", ""]},
+        {"do": "put", "names": ["a"], "infos": []},
+        {"do": "put", "names": ["a" * (MAX_NAME + 1)], "infos": [""]},
+        {"do": "put", "names": ["a"], "infos": ["x" * (MAX_INFO + 1)]},
+        {"do": "hello", "version": 99},
+    ],
+)
+def test_a_request_that_contradicts_itself_is_refused_in_a_sentence(
+    client: KeeperClient, request_: dict[str, Any]
+) -> None:
+    before = len(descriptors())
+    fds = [] if request_.get("names") == ["a"] and request_.get("infos") == [""] else [0]
+    with pytest.raises(KeeperError, match=r"names|longer|version"):
+        client._request(request_, fds)
+    assert client.list_held().infos == {}
+    assert len(descriptors()) == before
+
+
+@pytest.mark.parametrize("request_", [{"names": [1], "infos": [""]}, {"names": "a", "infos": [""]}, {}])
+def test_a_service_that_sends_garbage_is_cut_off(client: KeeperClient, request_: dict[str, Any]) -> None:
+    with pytest.raises(KeeperError, match="gone"):
+        client._request({"do": "put", **request_}, [0])
+
+
+def test_it_holds_no_more_than_its_limit(client: KeeperClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_HELD >= 4096
+    monkeypatch.setattr(keeper_module, "MAX_HELD", 2)
+    for name in "aba":
+        put(client, name, b"")
+    with pytest.raises(KeeperError, match="at most 2"):
+        put(client, "c", b"")
+
+
+def test_names_that_are_too_long_do_not_reach_it(client: KeeperClient) -> None:
+    with pytest.raises(KeeperError, match="longer"):
+        put(client, "a" * (MAX_NAME + 1), b"")
+
+
+def test_random_bytes_do_not_end_it(client: KeeperClient, folder: Path) -> None:
+    chance = random.Random(4)
+    template = json.dumps({"do": "put", "names": ["a"], "infos": ["b"], "start": 0}).encode()
+    for _ in range(300):
+        message = bytearray(b"KVK1" + template)
+        for _ in range(chance.randrange(4)):
+            message[chance.randrange(len(message))] = chance.randrange(256)
+        exchange(folder, bytes(message)[: chance.randrange(1, len(message))])
+    assert contents(client) == {}
+
+
+def test_too_many_connections_are_turned_away(client: KeeperClient, folder: Path) -> None:
+    peers = [statefolder.connect(folder, 5.0) for _ in range(7)]
+    for peer in peers:
+        send(peer, {"do": "list", "start": 0}, [])
+        assert take_apart(*receive(peer)[::2])["ok"]
+    assert exchange(folder, b"KVK1{}") == b""
+    for peer in peers:
+        peer.close()
+    assert client.list_held().refused >= 1
+
+
+def test_without_a_descriptor_left_a_connection_is_turned_away_at_once(
+    running: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running.stop()
+    keeper = running.keeper
+    real, failures = keeper._listener, [OSError(errno.EMFILE, "Too many open files")]
+
+    class Short:
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+        def accept(self) -> object:
+            if failures:
+                raise failures.pop()
+            return real.accept()
+
+    monkeypatch.setattr(keeper, "_listener", Short())
+    peer = statefolder.connect(folder, 5.0)
+    assert keeper.step(1)
+    assert peer.recv(10) == b""
+    assert keeper._refused == 1
+    peer.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_another_uid_is_turned_away(running: Running, tmp_path: Path, folder: Path) -> None:
+    code = "import socket; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect({!r}); "
+    code += 's.send(b\'KVK1\' + b\'{{"do":"list","start":0}}\'); print(len(s.recv(9)))'
+    opened = [*reversed(folder.relative_to("/").parents), folder.relative_to("/")]
+    before = {path: (Path("/") / path).stat().st_mode for path in opened}
+    try:
+        for path in opened:
+            (Path("/") / path).chmod(before[path] | 0o011)
+        (folder / statefolder.SOCKET).chmod(0o666)
+        result = subprocess.run(
+            ["/usr/bin/env", "python3", "-I", "-S", "-c", code.format(str(folder / statefolder.SOCKET))],
+            user=65534,
+            group=65534,
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        for path, mode in before.items():
+            (Path("/") / path).chmod(mode)
+    if "No such file" in result.stderr and "python3" in result.stderr:
+        pytest.skip("no Python for other uids")
+    assert result.stdout.strip() == "0" or "Reset" in result.stderr or "Broken" in result.stderr, result.stderr
+    assert running.keeper._refused == 1
+
+
+def test_its_socket_and_folder_are_for_its_uid_only(client: KeeperClient, folder: Path) -> None:
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / statefolder.SOCKET).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o750)
+    with pytest.raises(KeeperError, match=r"mode 750 of uid .* allowed: mode 700"):
+        statefolder.require_state_folder(tmp_path / "open")
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KeeperError, match="cannot be used"):
+        statefolder.require_state_folder(tmp_path / "file" / "state")
+
+
+def test_a_long_path_works(tmp_path: Path, clock: FakeClock) -> None:
+    folder = statefolder.require_state_folder(tmp_path / ("x" * 120))
+    running = Running(folder, clock)
+    try:
+        client = KeeperClient.connect(folder)
+        put(client, "extent-1", b"one")
+        assert contents(client) == {"extent-1": (b"one", "")}
+        client.close()
+    finally:
+        running.close()
+
+
+def test_the_lock_is_held_once(folder: Path) -> None:
+    lock = statefolder.try_lock(folder)
+    assert lock is not None
+    assert statefolder.try_lock(folder) is None
+    os.close(lock)
+    again = statefolder.try_lock(folder)
+    assert again is not None
+    os.close(again)
+
+
+def test_wrong_arguments_are_answered_by_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["x"], ["x", "y"], ["x", "-1"], ["x", "1", "--fork"]):
+        assert keeper_module.main(arguments) == 2
+    assert "STATE_FOLDER" in capsys.readouterr().err

@@ -1,0 +1,182 @@
+"""The keeper as a process of its own, and services that die beside it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstow.errors import KeeperError
+from kvstow_service.node.survival import statefolder
+from kvstow_service.node.survival.keeper import ALREADY_RUNNING
+from kvstow_service.node.survival.keeperclient import KeeperClient
+from kvstow_service.node.survival.keepermessages import Held
+
+pytestmark = pytest.mark.process
+
+SERVICE = """
+    import os, sys, time
+    from pathlib import Path
+    from kvstow_service.node.survival.keeperclient import Held, KeeperClient
+
+    client = KeeperClient.start(Path(sys.argv[1]), float(sys.argv[2]))
+    fd = os.memfd_create("kvstow-extent")
+    os.write(fd, b"kv of the first service")
+    client.put({"extent-1": Held(fd, "pool a")})
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+class Service:
+    """A service in a process group of its own, which has put an extent."""
+
+    def __init__(self, folder: Path, environ: dict[str, str], keep_timeout: float) -> None:
+        command = [sys.executable, "-c", textwrap.dedent(SERVICE), str(folder), str(keep_timeout)]
+        self.process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def kill(self, send: Callable[[int, int], None] = os.kill) -> None:
+        send(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+def wait_for_end(pid: int, seconds: float = 30) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([pidfd], [], [], seconds)[0])
+    finally:
+        os.close(pidfd)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A state folder; its keeper is ended after the test."""
+    folder = tmp_path / "state"
+    yield folder
+    try:
+        pid = KeeperClient.look(folder).pid
+    except KeeperError:
+        return
+    os.kill(pid, signal.SIGTERM)
+    assert wait_for_end(pid)
+
+
+def first_bytes(client: KeeperClient) -> dict[str, bytes]:
+    taken = client.take_all()
+    try:
+        return {name: os.pread(held.fd, 100, 0) for name, held in taken.items()}
+    finally:
+        for held in taken.values():
+            os.close(held.fd)
+
+
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
+def test_memory_outlives_a_service_that_is_killed_also_with_its_process_group(
+    folder: Path, child_environ: dict[str, str], send: Callable[[int, int], None]
+) -> None:
+    service = Service(folder, child_environ, 600)
+    keeper = KeeperClient.look(folder).pid
+    service.kill(send)
+    client = KeeperClient.start(folder, 600)
+    assert client.list_held().pid == keeper, "it is the same one"
+    assert first_bytes(client) == {"extent-1": b"kv of the first service"}
+    client.end()
+    assert wait_for_end(keeper)
+    assert not (folder / statefolder.SOCKET).exists()
+
+
+def test_a_service_that_hangs_keeps_the_next_one_out_until_it_is_dead(
+    folder: Path, child_environ: dict[str, str]
+) -> None:
+    service = Service(folder, child_environ, 600)
+    service.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(KeeperError, match="another service is connected"):
+        KeeperClient.start(folder, 600)
+    service.kill()
+    KeeperClient.start(folder, 600).close()
+
+
+def test_it_ends_by_itself_when_no_service_comes_back(folder: Path, child_environ: dict[str, str]) -> None:
+    service = Service(folder, child_environ, 0.05)
+    keeper = KeeperClient.look(folder).pid
+    service.kill()
+    assert wait_for_end(keeper)
+    with pytest.raises(KeeperError, match="no keeper answers"):
+        KeeperClient.connect(folder)
+
+
+def test_there_is_never_a_second_one(folder: Path, child_environ: dict[str, str]) -> None:
+    client = KeeperClient.start(folder, 600)
+    command = [sys.executable, "-m", "kvstow_service.node.survival.keeper", str(folder), "600"]
+    result = subprocess.run(command, env=child_environ, capture_output=True, text=True, timeout=30)
+    assert result.returncode == ALREADY_RUNNING
+    assert "has a keeper already" in result.stderr
+    assert client.list_held().infos == {}
+    client.close()
+
+
+def test_services_that_start_at_once_have_one_keeper(folder: Path, child_environ: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "kvstow_service.node.survival.keeper", str(folder), "600", "--daemon"]
+    started = [subprocess.Popen(command, env=child_environ, stderr=subprocess.DEVNULL) for _ in range(6)]
+    assert sorted(process.wait(30) for process in started) == [0, *[ALREADY_RUNNING] * 5]
+
+
+def test_a_keeper_that_was_killed_is_replaced_and_gets_everything_again(folder: Path) -> None:
+    client = KeeperClient.start(folder, 600)
+    pid = client.list_held().pid
+    os.kill(pid, signal.SIGKILL)
+    assert wait_for_end(pid)
+    with pytest.raises(KeeperError, match="gone"):
+        client.list_held()
+    client.close()
+    again = KeeperClient.start(folder, 600)
+    fd = os.memfd_create("kvstow-extent")
+    again.put({"extent-1": Held(fd, "")})
+    os.close(fd)
+    assert again.list_held().pid != pid
+    assert first_bytes(again) == {"extent-1": b""}
+    again.close()
+
+
+def test_it_is_small_and_needs_no_large_module(folder: Path) -> None:
+    client = KeeperClient.start(folder, 600)
+    pid = client.list_held().pid
+    fd = os.memfd_create("kvstow-extent")
+    client.put({f"extent-{number}": Held(fd, "x" * 200) for number in range(1000)})
+    os.close(fd)
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    assert int(status["VmRSS"].split()[0]) < 24 << 10, "KiB"
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    assert "numpy" not in maps
+    assert "torch" not in maps
+    client.close()
+
+
+def test_it_leads_a_session_of_its_own_and_holds_no_pipe_of_its_service(folder: Path) -> None:
+    client = KeeperClient.start(folder, 600)
+    pid = client.list_held().pid
+    assert os.getsid(pid) == pid != os.getsid(0)
+    assert [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in range(3)] == [os.devnull] * 3
+    assert Path(f"/proc/{pid}/cwd").readlink() == Path("/")
+    client.close()
+
+
+def test_a_folder_that_it_cannot_use_is_told_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir(mode=0o700)
+    (tmp_path / "state" / statefolder.LOCK).mkdir()
+    with pytest.raises(KeeperError, match=r"does not start: .*Is a directory"):
+        KeeperClient.start(tmp_path / "state", 600)

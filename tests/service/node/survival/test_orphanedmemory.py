@@ -1,0 +1,98 @@
+"""The doctor finds memory that no service uses, in real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.service.node.survival.test_survival import end_keeper
+
+from kvstow.memory.extents import Extent
+from kvstow_service.node.survival.keeperclient import KeeperClient
+from kvstow_service.node.survival.keepermessages import Held
+from kvstow_service.node.survival.orphanedmemory import OrphanedMemory, find_orphaned_memory, running_services
+
+pytestmark = pytest.mark.process
+
+MAPPER = """
+import ctypes, os, sys
+mmap = ctypes.CDLL(None).mmap
+mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+mmap(None, 2 << 20, 1, 1, int(sys.argv[1]), 0)
+os.close(int(sys.argv[1]))
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def extent() -> Iterator[Extent]:
+    """2 MiB, of which one page is there."""
+    extent = Extent.create(2 << 20)
+    os.pwrite(extent.fd, b"x", 0)
+    yield extent
+    extent.close()
+
+
+def found(*in_use: int) -> dict[int, OrphanedMemory]:
+    return {one.pid: one for one in find_orphaned_memory(in_use)}
+
+
+def test_memory_of_a_running_service_is_no_orphan_whoever_else_has_it(extent: Extent) -> None:
+    assert found()[os.getpid()].num_extents == 1
+    assert os.getpid() not in found(os.getpid())
+
+
+def test_a_keeper_without_a_service_is_named(tmp_path: Path, extent: Extent) -> None:
+    client = KeeperClient.start(tmp_path / "state", 600)
+    client.put({"extent-1": Held(extent.fd, "")})
+    pid = client.list_held().pid
+    try:
+        assert pid not in found(os.getpid())
+        client.leave()
+        extent.close()
+        orphan = found(os.getpid())[pid]
+        assert (orphan.num_extents, orphan.num_bytes, orphan.is_keeper) == (1, 4096, True)
+        assert orphan.sentence == (
+            f"the keeper with pid {pid} holds 1 extents (4 KiB) and no service is connected to it; it ends after "
+            f"--keep-timeout, or at once with: kill {pid}"
+        )
+    finally:
+        end_keeper(tmp_path / "state")
+
+
+def test_an_engine_that_has_mapped_it_only_is_named(extent: Extent) -> None:
+    os.set_inheritable(extent.fd, True)
+    command = [sys.executable, "-c", MAPPER, str(extent.fd)]
+    with subprocess.Popen(
+        command, pass_fds=[extent.fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as engine:
+        assert engine.stdout is not None
+        engine.stdout.readline()
+        assert engine.pid not in found(os.getpid())
+        extent.close()
+        orphan = found(os.getpid())[engine.pid]
+        assert (orphan.num_extents, orphan.num_bytes) == (1, 0)
+        assert "holds 1 extents of a service that is gone" in orphan.sentence
+        engine.communicate()
+    assert engine.pid not in found()
+
+
+def test_other_services_of_the_machine_are_known_by_their_command_lines(tmp_path: Path) -> None:
+    lines = {
+        1: ["/usr/bin/python", "-m", "kvstow_service", "serve", "--memory", "1GiB"],
+        2: ["/usr/local/bin/kvstow", "serve", "--memory=1GiB"],
+        3: ["/usr/local/bin/vllm", "serve", "model", '{"kv_connector_module_path": "kvstow_service.connectors.vllm"}'],
+        6: ["/usr/bin/python", "/opt/kvstow_service/__main__.py", "serve"],
+        4: ["/usr/bin/python", "-m", "kvstow_service.node.survival.keeper"],
+    }
+    for pid, line in lines.items():
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "cmdline").write_text("\0".join(line) + "\0")
+    (tmp_path / "5").mkdir()  # it has ended
+    (tmp_path / "meminfo").write_text("")
+    assert running_services(proc=tmp_path) == sorted({1, 2, 6, os.getpid()})

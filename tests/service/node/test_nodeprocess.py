@@ -1,0 +1,356 @@
+"""The whole service in this process: run on the main thread, watched and stopped by another."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+
+from kvstow.errors import InsufficientMemoryError
+from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
+from kvstow_service.admin.server import _EmbeddedUvicorn
+from kvstow_service.node.node import Node
+from kvstow_service.node.nodeprocess import node_settings, public_settings, require_memory, run_service
+from kvstow_service.node.settings import Settings, load_settings
+
+pytestmark = pytest.mark.usefixtures("process_state")
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a small service that listens below `tmp_path` and on a free port."""
+    return {
+        "memory": "4MiB",
+        "port": 0,
+        "uds": tmp_path / "admin.sock",
+        "attach_socket": tmp_path / "node" / "attach.sock",
+        "pin_pause": "0",
+        "shutdown_delay": "0",
+        "log_format": "json",
+    }
+
+
+class Watcher(threading.Thread):
+    """Waits until the service answers on its Unix socket, then runs `visit`, then sends SIGTERM."""
+
+    def __init__(self, uds: Path, visit: Callable[[httpx.Client], None], eventually: Any) -> None:
+        super().__init__()
+        self._uds, self._visit, self._eventually = uds, visit, eventually
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            with httpx.Client(base_url="http://kvstow", transport=httpx.HTTPTransport(uds=str(self._uds))) as client:
+                self._eventually(lambda: _listens(self._uds), "the Unix socket")
+                self._eventually(lambda: _answers(client), "an answer of the service")
+                self._visit(client)
+        except BaseException as error:  # noqa: BLE001 - raised again on the test's thread
+            self.error = error
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _listens(uds: Path) -> bool:
+    """Asked first: httpcore leaks the socket of a connection that is refused."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(uds)) == 0
+
+
+def _answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/livez").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def run_and_visit(settings: Settings, visit: Callable[[httpx.Client], None], eventually: Any) -> int:
+    assert settings.uds is not None
+    watcher = Watcher(settings.uds, visit, eventually)
+    watcher.start()
+    status = run_service(settings)
+    watcher.join()
+    if watcher.error is not None:
+        raise watcher.error
+    return status
+
+
+def memory_of(client: httpx.Client) -> dict[str, int]:
+    found: dict[str, int] = client.get("/v1/readiness").json()["memory"]
+    return found
+
+
+def extents() -> list[str]:
+    """The memfds of this process that are extents."""
+    found = (os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.exists(entry.path))
+    return [target for target in found if "kvstow-extent" in target]
+
+
+def test_it_serves_until_a_signal_and_leaves_nothing_behind(
+    base: dict[str, Any], tmp_path: Path, eventually: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings(**base, allowed_hosts=("ops.example",))
+
+    def visit(client: httpx.Client) -> None:
+        eventually(lambda: memory_of(client)["populated_bytes"] == 4 * MIB, "populated memory")
+        assert memory_of(client)["target_bytes"] == 4 * MIB
+        assert client.get("/readyz").status_code == 200
+        assert extents()
+        assert base["attach_socket"].is_socket()
+        info = client.get("/v1/info").json()
+        assert (info["mode"], info["settings"]["memory"]) == ("node", 4 * MIB)
+        assert info["addresses"][1:] == [f"unix:{tmp_path / 'admin.sock'}"]
+        assert str(tmp_path) not in json.dumps(info["settings"])
+        for name, status in (("evil.example", 421), ("ops.example", 200), ("localhost", 200)):
+            assert httpx.get(f"{info['addresses'][0]}/livez", headers={"Host": name}).status_code == status
+
+    assert run_and_visit(settings, visit, eventually) == 0
+    assert not (tmp_path / "admin.sock").exists()
+    assert not base["attach_socket"].exists()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstow")] == []
+    assert extents() == []
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    messages = [line["message"] for line in lines]
+    assert "changes through it need no token: loopback only" in messages
+    assert f"engines attach at unix:{base['attach_socket']}" in messages
+    assert "memory: 4 MiB, populated in the background" in messages
+    assert messages[-2:] == ["stopping: SIGTERM", "stopped"]
+    assert not [line for line in lines if line["level"] in ("warning", "error")]
+
+
+def test_tls_and_guarded_reading(
+    base: dict[str, Any], tmp_path: Path, eventually: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    authority = trustme.CA()
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "server.pem"))
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    (tmp_path / "viewer").write_text("viewer")
+    files = {"tls_cert": tmp_path / "server.pem", "tls_client_ca": tmp_path / "ca.pem"}
+    settings = Settings(**base, **files, viewer_token_file=tmp_path / "viewer")
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+
+    def visit(client: httpx.Client) -> None:
+        eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
+        viewer = {"Authorization": "Bearer viewer"}
+        address = client.get("/v1/info", headers=viewer).json()["addresses"][0]
+        assert httpx.get(f"{address}/livez", verify=trusting).status_code == 200
+        assert httpx.get(f"{address}/v1/info", verify=trusting).status_code == 401
+        assert httpx.delete(f"{address}/v1/drain", verify=trusting, headers=viewer).status_code == 403
+        authority.issue_cert("ops@example.org").configure_cert(trusting)
+        assert httpx.delete(f"{address}/v1/drain", verify=trusting).status_code == 200
+
+    assert run_and_visit(settings, visit, eventually) == 0
+    assert "changes through it need a token" in capfd.readouterr().err
+
+
+def test_a_renewed_certificate_needs_no_restart(base: dict[str, Any], tmp_path: Path, eventually: Any) -> None:
+    cert = tmp_path / "server.pem"
+
+    def issue(year: int) -> ssl.SSLContext:
+        authority, trusting = trustme.CA(), ssl.create_default_context()
+        issued = authority.issue_cert("127.0.0.1", not_after=datetime(year, 1, 1, tzinfo=UTC))
+        issued.private_key_and_cert_chain_pem.write_to_path(str(cert))
+        authority.configure_trust(trusting)
+        return trusting
+
+    def told(client: httpx.Client) -> float:
+        (line,) = re.findall(r"^kvstow_tls_certificate_expiry_\S+ (.*)$", client.get("/metrics").text, re.MULTILINE)
+        return float(line)
+
+    def visit(client: httpx.Client) -> None:
+        address = client.get("/v1/info").json()["addresses"][0]
+        assert httpx.get(f"{address}/livez", verify=first).is_success
+        assert told(client) == datetime(2098, 1, 1, tzinfo=UTC).timestamp()
+        second = issue(2099)
+
+        def is_known() -> bool:
+            try:
+                return httpx.get(f"{address}/livez", verify=second).is_success
+            except httpx.ConnectError:
+                return False
+
+        eventually(is_known, "the new certificate")
+        assert told(client) == datetime(2099, 1, 1, tzinfo=UTC).timestamp()
+
+    first = issue(2098)
+    assert run_and_visit(Settings(**base, tls_cert=cert), visit, eventually) == 0
+
+
+def test_a_signal_drains_while_both_servers_answer(base: dict[str, Any], eventually: Any) -> None:
+    settings = Settings(**{**base, "shutdown_delay": "2s"})
+    states: list[str] = []
+
+    def visit(client: httpx.Client) -> None:
+        eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
+        os.kill(os.getpid(), signal.SIGTERM)
+        eventually(lambda: client.get("/readyz").status_code == 503, "a failing readiness")
+        states.append(client.get("/v1/readiness").json()["state"])
+        assert client.get("/livez").status_code == 200
+        assert _listens(base["attach_socket"])
+        watcher.done.set()
+
+    watcher = _Visitor(settings, visit, eventually)
+    watcher.start()
+    assert run_service(settings) == 0
+    watcher.join()
+    assert watcher.done.is_set()
+    assert states == ["draining"]
+
+
+class _Visitor(Watcher):
+    """A watcher that sends no signal: its visit does."""
+
+    def __init__(self, settings: Settings, visit: Callable[[httpx.Client], None], eventually: Any) -> None:
+        assert settings.uds is not None
+        super().__init__(settings.uds, visit, eventually)
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        with httpx.Client(base_url="http://kvstow", transport=httpx.HTTPTransport(uds=str(self._uds))) as client:
+            self._eventually(lambda: _listens(self._uds), "the Unix socket")
+            self._eventually(lambda: _answers(client), "an answer of the service")
+            self._visit(client)
+
+
+def test_a_server_that_ends_by_itself_ends_the_service(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def broken_tick(self: _EmbeddedUvicorn, counter: int) -> bool:
+        raise RuntimeError("the loop broke")
+
+    monkeypatch.setattr(_EmbeddedUvicorn, "on_tick", broken_tick)
+    assert run_service(Settings(**base)) == 1
+    assert "stopping: the admin server ended: RuntimeError" in capfd.readouterr().err
+
+
+def test_a_node_whose_thread_fails_ends_the_service(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start = Node.start
+
+    def start_and_break(self: Node) -> None:
+        start(self)
+        self.server.post(lambda: exit("far too early"))
+
+    monkeypatch.setattr(Node, "start", start_and_break)
+    assert run_service(Settings(**base)) == 1
+    assert "stopping: the attach server has failed: SystemExit" in capfd.readouterr().err
+
+
+def test_the_server_answers_while_the_node_starts(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    go_on, start = threading.Event(), Node.start
+
+    def start_slowly(self: Node) -> None:
+        assert go_on.wait(30)
+        start(self)
+
+    def visit(client: httpx.Client) -> None:
+        assert [client.get(path).status_code for path in ("/livez", "/readyz", "/startupz")] == [200, 503, 503]
+        assert "[-]node failed: the service takes up what an earlier one has left" in client.get("/readyz").text
+        assert not _listens(base["attach_socket"])
+        go_on.set()
+        eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
+        assert client.get("/startupz").status_code == 200
+        assert _listens(base["attach_socket"])
+
+    monkeypatch.setattr(Node, "start", start_slowly)
+    assert run_and_visit(Settings(**base), visit, eventually) == 0
+
+
+def test_what_cannot_start_gives_back_what_it_took(base: dict[str, Any], tmp_path: Path) -> None:
+    base["attach_socket"].parent.mkdir()
+    base["attach_socket"].write_text("mine")
+    with pytest.raises(Exception, match="the path exists and is not a socket"):
+        run_service(Settings(**base))
+    assert [path.name for path in tmp_path.iterdir()] == ["node"]
+    assert base["attach_socket"].read_text() == "mine"
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstow")] == []
+    assert extents() == []
+
+
+def limits_of_machine(tmp_path: Path, available: int, shared: int) -> MemoryLimits:
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {available // 1024} kB\nShmem: {shared // 1024} kB\n")
+    return MemoryLimits(tmp_path / "meminfo", tmp_path / "none", tmp_path)
+
+
+def test_memory_that_the_machine_cannot_have_is_refused_to_the_byte(tmp_path: Path) -> None:
+    limits = limits_of_machine(tmp_path, 100 * MIB, 0)
+    require_memory(100 * MIB - RESERVE_BYTES, limits)
+    with pytest.raises(InsufficientMemoryError, match=r"--memory 36 MiB cannot fit: .* the machine has 100 MiB"):
+        require_memory(100 * MIB - RESERVE_BYTES + 1024, limits)
+
+
+def test_memory_that_an_earlier_service_has_left_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = limits_of_machine(tmp_path, 100 * MIB, 200 * MIB)
+    require_memory(300 * MIB - RESERVE_BYTES, limits)
+    assert "memory is short until shared memory in use is handed back or freed: 236 MiB are needed" in caplog.text
+    with pytest.raises(InsufficientMemoryError):
+        require_memory(300 * MIB, limits)
+
+
+def test_reserved_pages_are_refused_as_such(tmp_path: Path) -> None:
+    for name, pages in {"free_hugepages": 8, "resv_hugepages": 0, "nr_hugepages": 8}.items():
+        (tmp_path / name).write_text(str(pages))
+    limits = HugePageLimits(own_cgroups=tmp_path / "none", pages=tmp_path)
+    require_memory(16 * MIB, limits)
+    with pytest.raises(InsufficientMemoryError, match=r"--memory 18 MiB cannot fit: 18 MiB are needed in reserved"):
+        require_memory(18 * MIB, limits)
+
+
+def test_without_a_readable_limit_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryLimits, "headroom", lambda self, **kind: None)
+    require_memory(1 << 50, MemoryLimits())
+
+
+def test_what_everybody_may_read_names_no_files(base: dict[str, Any], tmp_path: Path) -> None:
+    paths = ("token_file", "viewer_token_file", "tls_cert", "tls_key", "tls_client_ca", "state")
+    settings = Settings(**base, **{name: tmp_path / name for name in paths})
+    assert str(tmp_path) not in json.dumps(public_settings(settings))
+
+
+def test_every_setting_of_the_node_reaches_it() -> None:
+    given = {
+        "memory": "65MiB",
+        "attach_socket": "/run/x/attach.sock",
+        "extent_size": "4MiB",
+        "huge_pages": "reserved",
+        "pin_chunk": "2MiB",
+        "pin_pause": "7ms",
+        "share_across_uids": True,
+        "trust_eof": "3s",
+        "state": "/var/lib/kvstow",
+        "keep_timeout": "1h",
+        "keep_on_stop": True,
+        "policy": "arc",
+        "transfer_timeout": "9s",
+    }
+    node = node_settings(load_settings(given, {}), 42)
+    assert (node.memory_bytes, node.extent_bytes, node.huge_pages) == (64 * MIB, 4 * MIB, "reserved")
+    assert (node.attach_socket, node.attach_group) == (Path("/run/x/attach.sock"), 42)
+    assert (node.populate_chunk_bytes, node.populate_pause) == (2 * MIB, 0.007)
+    assert (node.share_across_uids, node.trust_eof) == (True, 3.0)
+    assert (node.state, node.keep_timeout, node.keep_on_stop) == (Path("/var/lib/kvstow"), 3600.0, True)
+    assert (node.pools.policy, node.pools.transfer_timeout) == ("arc", 9.0)
+
+
+def test_the_loggers_belong_to_the_service(base: dict[str, Any], eventually: Any) -> None:
+    assert run_and_visit(Settings(**base, log_level="debug"), lambda client: None, eventually) == 0
+    assert logging.getLogger("kvstow").level == logging.DEBUG

@@ -1,0 +1,143 @@
+"""The command line of `kvstow serve`, up to where it would start: nothing here binds for longer than a refusal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvstow.memory.limits import HugePageLimits
+from kvstow_service.admin.sockets import AdminSockets, TcpAddress
+from kvstow_service.cli import app
+from kvstow_service.node.attach.attachsocket import AttachSocket
+from kvstow_service.node.removedsettings import REMOVED_SETTINGS
+from kvstow_service.node.settings import Settings, flag_name
+
+pytestmark = pytest.mark.usefixtures("process_state")
+
+SMALL = ["--memory", "2MiB", "--port", "0"]
+
+
+def serve(*args: str) -> Result:
+    return CliRunner().invoke(app, ["serve", *args])
+
+
+def test_every_setting_is_a_flag_with_its_default_in_the_help() -> None:
+    result = CliRunner().invoke(app, ["serve", "--help"])
+    assert result.exit_code == 0
+    assert [key for key in Settings.model_fields if flag_name(key) not in result.output] == []
+    assert "a multiple of 2 MiB. Default: 1GiB." in " ".join(result.output.split())
+    assert "PydanticUndefined" not in result.output
+    assert [key for key in REMOVED_SETTINGS if f"{flag_name(key)} " in result.output] == []
+
+
+def test_the_command_line_starts_without_fastapi(child_environ: dict[str, str]) -> None:
+    heavy = {"torch", "numpy", "fastapi", "uvicorn", "httpx"}
+    code = f"import sys, kvstow_service.cli; print(sorted({heavy} & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=child_environ, check=False
+    )
+    assert (result.stdout, result.stderr) == ("[]\n", "")
+
+
+def test_the_process_of_the_service_imports_no_torch(child_environ: dict[str, str]) -> None:
+    code = "import sys, kvstow_service.node.nodeprocess; print('torch' in sys.modules, 'fastapi' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=child_environ, check=False
+    )
+    assert (result.stdout, result.stderr) == ("False True\n", "")
+
+
+def test_wrong_settings_are_one_line_each_and_exit_2() -> None:
+    result = serve("--port", "none", "--memory", "8GX")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "kvstow serve: --memory is '8GX'; allowed: a number of bytes, or a number with one of KiB MiB GiB TiB"
+        " (powers of 1024) or kB MB GB TB",
+        "kvstow serve: --port is 'none'; allowed: 0 (any free port) to 65535",
+    ]
+
+
+def test_the_flags_of_the_past_are_refused_with_what_to_use() -> None:
+    result = serve("--pool-size", "8GiB", "--ranks", "2", "--no-lock", "--replay", "t.jsonl", "--exit-after-replay")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        f"kvstow serve: {flag_name(name)} is no longer a setting: {sentence}"
+        for name, sentence in REMOVED_SETTINGS.items()
+        if name in ("pool_size", "ranks", "lock", "replay", "exit_after_replay")
+    ]
+
+
+def test_an_unknown_group_is_refused() -> None:
+    result = serve(*SMALL, "--attach-group", "no such group")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "kvstow serve: --attach-group is 'no such group'; allowed: the name or the number of a group of this machine\n"
+    )
+
+
+def test_a_public_bind_without_a_token_is_refused() -> None:
+    result = serve(*SMALL, "--host", "0.0.0.0")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "kvstow serve: --host 0.0.0.0 is reachable from other machines: set --token-file or --tls-client-ca\n"
+    )
+
+
+@pytest.mark.parametrize("content", [None, "", "two tokens"])
+def test_a_token_file_that_cannot_be_used_is_refused(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "token"
+    if content is not None:
+        path.write_text(content)
+    result = serve(*SMALL, "--token-file", str(path))
+    assert result.exit_code == 2
+    assert str(path) in result.stderr
+
+
+def test_a_taken_port_is_named_and_exits_1() -> None:
+    taken = AdminSockets(TcpAddress.resolve("127.0.0.1", 0), None)
+    result = serve(*SMALL[:-1], str(taken.port))
+    taken.close()
+    assert result.exit_code == 1
+    assert result.stderr == f"kvstow serve: cannot listen on 127.0.0.1:{taken.port}: Address already in use\n"
+
+
+def test_a_unix_socket_that_is_taken_exits_1_and_leaves_the_port(tmp_path: Path) -> None:
+    uds = tmp_path / "admin.sock"
+    taken = AdminSockets(uds=uds)
+    result = serve(*SMALL, "--uds", str(uds))
+    taken.close()
+    assert result.exit_code == 1
+    assert result.stderr == f"kvstow serve: cannot listen on unix:{uds}: another process is listening there\n"
+
+
+def test_an_attach_socket_that_is_taken_exits_1_and_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "attach.sock"
+    taken = AttachSocket(path)
+    result = serve(*SMALL, "--attach-socket", str(path))
+    taken.close()
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        f"kvstow serve: cannot listen on unix:{path}: another process is listening there"
+    )
+
+
+def test_memory_that_the_machine_does_not_have_is_refused_before_anything_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "attach.sock"
+    result = serve("--memory", "1024TiB", "--port", "0", "--attach-socket", str(path), "--state", str(tmp_path / "s"))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("kvstow serve: --memory 1024 TiB cannot fit: 1024 TiB are needed beside a reserve ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not HugePageLimits().pages.exists(), reason="this kernel has no 2 MiB pages")
+def test_more_reserved_pages_than_there_are_is_refused_with_what_reserves_more() -> None:
+    result = serve("--port", "0", "--memory", "1024TiB", "--huge-pages", "reserved")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(
+        "kvstow serve: --memory 1024 TiB cannot fit: 1024 TiB are needed in reserved 2 MiB pages (huge_pages is "
+        "reserved), but the "
+    )

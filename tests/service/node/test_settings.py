@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvstow_service.node.removedsettings import REMOVED_SETTINGS
+from kvstow_service.node.settings import Settings, flag_name, load_settings
+
+MEMORY: dict[str, object] = {"memory": "64GiB"}
+
+
+def errors_of(flags: dict[str, object], environ: dict[str, str] | None = None, config: Path | None = None) -> list[str]:
+    with pytest.raises(ExceptionGroup) as caught:
+        load_settings(flags, environ or {}, config)
+    return [str(error) for error in caught.value.exceptions]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "kvstow.toml"
+    path.write_text(
+        'memory = "3GiB"\nextent_size = "512MiB"\nport = 4096\nshare_across_uids = true\nreadiness_require = ["pool"]\n'
+    )
+    return path
+
+
+def test_defaults_are_those_of_the_documentation() -> None:
+    settings = load_settings(MEMORY, {})
+    assert (settings.memory, settings.extent_size, settings.huge_pages) == (64 << 30, 1 << 30, "advised")
+    assert (settings.pin_chunk, settings.pin_pause, settings.keep_timeout) == (64 << 20, 0.002, 600.0)
+    assert (settings.host, settings.port, settings.attach_socket) == ("127.0.0.1", 9595, None)
+    assert not settings.share_across_uids
+    assert not settings.keep_on_stop
+
+
+def test_memory_is_required() -> None:
+    needed = "--memory is required: the host memory of this node for KV caches, such as 64GiB"
+    assert errors_of({}) == [needed]
+    assert errors_of({"port": "x"}) == [needed, "--port is 'x'; allowed: 0 (any free port) to 65535"]
+
+
+def test_the_file_wins_over_the_defaults(config: Path) -> None:
+    settings = load_settings({}, {}, config)
+    assert (settings.memory, settings.extent_size, settings.port) == (3 << 30, 512 << 20, 4096)
+    assert (settings.share_across_uids, settings.readiness_require) == (True, ("pool",))
+
+
+def test_variables_win_over_the_file_and_flags_over_both(config: Path) -> None:
+    environ = {"KVSTOW_PORT": "3", "KVSTOW_MEMORY": "2GiB", "KVSTOW_SHARE_ACROSS_UIDS": "false"}
+    settings = load_settings({"port": "4", "memory": None}, environ, config)
+    assert (settings.port, settings.memory, settings.extent_size) == (4, 2 << 30, 512 << 20)
+    assert not settings.share_across_uids
+
+
+def test_a_variable_can_name_the_file(config: Path) -> None:
+    assert load_settings({}, {"KVSTOW_CONFIG": str(config)}).memory == 3 << 30
+
+
+def test_an_empty_variable_is_not_given() -> None:
+    assert load_settings(MEMORY, {"KVSTOW_TOKEN_FILE": "", "KVSTOW_RANKS": ""}) == load_settings(MEMORY, {})
+
+
+def test_variables_without_the_prefix_are_ignored() -> None:
+    assert load_settings(MEMORY, {"PATH": "/bin", "KVSTOWAGE": "1"}) == Settings(**MEMORY)
+
+
+LINK = "tcp://10.0.0.7:9595"
+
+
+@pytest.mark.parametrize("service", ["KVSTOW", "KVSTOW_ADMIN", "KVSTOW_SERVER"])
+def test_variables_by_which_kubernetes_describes_a_service_are_ignored(service: str) -> None:
+    environ = {
+        f"{service}_PORT": LINK,
+        f"{service}_PORT_9595_TCP": LINK,
+        f"{service}_PORT_9595_TCP_PROTO": "tcp",
+        f"{service}_PORT_9595_TCP_PORT": "9595",
+        f"{service}_PORT_9595_TCP_ADDR": "10.0.0.7",
+        f"{service}_SERVICE_HOST": "10.0.0.7",
+        f"{service}_SERVICE_PORT": "9595",
+        f"{service}_SERVICE_PORT_HTTP": "9595",
+    }
+    assert load_settings(MEMORY, environ) == Settings(**MEMORY)
+
+
+def test_variables_of_the_other_commands_are_ignored() -> None:
+    environ = {"KVSTOW_SERVER": "http://kvstow:9595", "KVSTOW_CONTEXT": "prod"}
+    assert load_settings(MEMORY, environ) == Settings(**MEMORY)
+
+
+@pytest.mark.parametrize("name", ["KVSTOW_ADMIN_PORT", "KVSTOW_SERVERS", "KVSTOW_memory"])
+def test_an_unknown_variable_is_refused(name: str) -> None:
+    (error,) = errors_of({}, {name: "9595"})
+    assert error.startswith(f"{name} is not a setting")
+
+
+def test_an_unknown_variable_is_named_with_the_allowed_ones() -> None:
+    (error,) = errors_of({}, {"KVSTOW_MEMORYZ": "2"})
+    assert error.startswith("KVSTOW_MEMORYZ is not a setting; the settings are ")
+    assert "KVSTOW_MEMORY," in error
+
+
+def test_an_unknown_key_of_the_file_is_named_with_the_file_and_the_allowed_ones(config: Path) -> None:
+    config.write_text("memoryz = 2\n")
+    (error,) = errors_of({}, {}, config)
+    assert error.startswith(f"{config}: memoryz is not a setting; ")
+    assert "extent_size" in error
+
+
+@pytest.mark.parametrize("name", REMOVED_SETTINGS)
+def test_a_setting_of_the_past_is_refused_with_what_to_use(name: str, config: Path) -> None:
+    config.write_text(f"{name} = 2\n")
+    sentence = f" is no longer a setting: {REMOVED_SETTINGS[name]}"
+    assert errors_of({}, {}, config) == [f"{config}: {name}{sentence}"]
+    assert errors_of({name: "2"}) == [flag_name(name) + sentence]
+    assert errors_of({}, {f"KVSTOW_{name.upper()}": "2"}) == [f"KVSTOW_{name.upper()}{sentence}"]
+    assert name not in Settings.model_fields
+
+
+def test_what_to_use_instead_exists() -> None:
+    named = {flag for text in REMOVED_SETTINGS.values() for flag in re.findall(r"--[a-z-]+", text.split("`")[0])}
+    assert {"--memory", "--pin-chunk", "--pin-pause"} <= named <= set(map(flag_name, Settings.model_fields))
+
+
+@pytest.mark.parametrize("text", ["memory =", "\xff"])
+def test_a_file_that_is_no_toml_is_refused(config: Path, text: str) -> None:
+    config.write_bytes(text.encode("latin-1"))
+    (error,) = errors_of({}, {}, config)
+    assert error.startswith(f"--config {config} is not a readable TOML file: ")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    (error,) = errors_of({}, {}, tmp_path / "none.toml")
+    assert "No such file" in error
+
+
+def test_every_wrong_value_gets_one_line_under_the_name_that_the_user_gave(config: Path) -> None:
+    config.write_text("port = true\n")
+    flags: dict[str, object] = {"memory": "8GX", "pin_chunk": 1.5, "readiness_require": "pool,pined"}
+    environ = {"KVSTOW_PIN_PAUSE": "soon", "KVSTOW_LOG_FORMAT": "xml", "KVSTOW_KEEP_ON_STOP": "maybe"}
+    errors = errors_of(flags, environ, config)
+    assert sorted(errors) == sorted(
+        [
+            f"{config}: port is True; allowed: 0 (any free port) to 65535",
+            "--memory is '8GX'; allowed: a number of bytes, or a number with one of KiB MiB GiB TiB (powers of 1024)"
+            " or kB MB GB TB",
+            "--pin-chunk is 1.5; allowed: a size such as 8GiB",
+            "--readiness-require is 'pool,pined'; allowed: a list of pool and pinned",
+            "KVSTOW_PIN_PAUSE is 'soon'; allowed: 0 or more seconds, or a number with one of us ms s m min h",
+            "KVSTOW_LOG_FORMAT is 'xml'; allowed: 'text' or 'json'",
+            "KVSTOW_KEEP_ON_STOP is 'maybe'; allowed: true or false",
+        ]
+    )
+    assert not any("\n" in error for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"memory": "0"}, "--memory is '0'; allowed: more than 0 bytes"),
+        ({"memory": "1MiB"}, "--memory 1MiB is less than 2 MiB, the smallest unit of memory that a pool can get"),
+        ({"port": "65536"}, "--port is '65536'; allowed: 0 (any free port) to 65535"),
+        ({"pin_chunk": "0"}, "--pin-chunk is '0'; allowed: more than 0 bytes"),
+        ({"pin_chunk": "65MiB"}, "--pin-chunk 65MiB is more than 64 MiB, by which memory becomes usable"),
+        ({"extent_size": "1000MB"}, "--extent-size 1000MB is not a multiple of 2 MiB, such as 1GiB"),
+        ({"transfer_timeout": "0s"}, "--transfer-timeout is '0s'; allowed: more than 0 seconds"),
+        ({"trust_eof": "0"}, "--trust-eof is '0'; allowed: more than 0 seconds"),
+        ({"keep_on_stop": True}, "--keep-on-stop needs --state, the folder of the keeper that holds the memory"),
+        ({"keep_timeout": "1h"}, "--keep-timeout 1h needs --state, the folder of the keeper that holds the memory"),
+        ({"policy": "fifo"}, "--policy is 'fifo'; allowed: lru or arc"),
+        ({"tls_key": "k"}, "--tls-key k needs --tls-cert"),
+        ({"tls_client_ca": "c"}, "--tls-client-ca c needs --tls-cert"),
+        (
+            {"viewer_token_file": "v"},
+            "--viewer-token-file v needs --token-file or --tls-client-ca",
+        ),
+        ({"huge_pages": "never"}, "--huge-pages is 'never'; allowed: 'advised' or 'reserved'"),
+    ],
+)
+def test_contradictions_and_wrong_values_are_refused(flags: dict[str, object], error: str) -> None:
+    assert errors_of(MEMORY | flags) == [error]
+
+
+@pytest.mark.parametrize(
+    ("memory", "budget"), [("2MiB", 2 << 20), ("3MiB", 2 << 20), ("64GB", 64_000_000_000 - 64_000_000_000 % (2 << 20))]
+)
+def test_the_budget_is_the_memory_in_whole_units_and_never_more(memory: str, budget: int) -> None:
+    settings = load_settings({"memory": memory}, {})
+    assert settings.budget_bytes == budget
+    assert 0 <= settings.memory - budget < 2 << 20
+
+
+def test_the_keeper_may_be_configured() -> None:
+    settings = load_settings(MEMORY | {"state": "/var/lib/kvstow", "keep_timeout": "1h", "keep_on_stop": True}, {})
+    assert (settings.state, settings.keep_timeout, settings.keep_on_stop) == (Path("/var/lib/kvstow"), 3600.0, True)
+    assert not load_settings(MEMORY | {"keep_on_stop": False}, {}).keep_on_stop

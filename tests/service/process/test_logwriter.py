@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from kvstow_service.process import logwriter
+from kvstow_service.process.logwriter import LogWriter
+
+_audit = logging.getLogger("kvstow.audit")
+
+
+class Pipe(logging.Handler):
+    """A full pipe: it takes no line until somebody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = threading.Event()
+        self.entered = threading.Event()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.entered.set()
+        assert self.read.wait(30.0)
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    handler, parent = Pipe(), logging.getLogger("kvstow")
+    level = parent.level
+    parent.addHandler(handler)
+    parent.setLevel(logging.INFO)
+    yield handler
+    handler.read.set()
+    parent.removeHandler(handler)
+    parent.setLevel(level)
+
+
+async def change(request: Request) -> PlainTextResponse:
+    logging.getLogger("kvstow.audit").info("actor=%s", request.query_params["actor"])
+    return PlainTextResponse("done")
+
+
+def test_a_blocked_log_stops_no_request(
+    serving: Any, pipe: Pipe, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    monkeypatch.setattr(logwriter, "_MOST_LINES", 10)
+    lost: list[int] = []
+    server, listeners = serving(Starlette(routes=[Route("/", change)]), on_lost_line=lambda: lost.append(1))
+    with httpx.Client(base_url=listeners.url) as client:
+        assert client.get("/?actor=0").text == "done"
+        assert pipe.entered.wait(30.0)
+        for number in range(1, 400):
+            assert client.get(f"/?actor={number}").text == "done"
+    assert len(lost) == 400 - 11
+    pipe.read.set()
+    eventually(lambda: len(pipe.lines) >= 12)
+    server.stop()
+    written = [f"actor={number}" for number in range(11)]
+    dropped = "dropped 389 log lines of the admin server: the log is not read fast enough"
+    assert [line for line in pipe.lines if line.startswith("actor")] == written
+    assert dropped in pipe.lines
+
+
+def test_lines_of_other_threads_are_written_on_their_threads(caplog: pytest.LogCaptureFixture) -> None:
+    writer = LogWriter(lambda: pytest.fail("nothing is dropped"))
+    guarded = threading.Thread(target=writer.start)
+    guarded.start()
+    guarded.join()
+    try:
+        _audit.error("of this thread")
+        assert [record.message for record in caplog.records] == ["of this thread"]
+    finally:
+        writer.stop()
+
+
+def test_waiting_lines_are_written_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    writer = LogWriter()
+    writer.start()
+    names = ["before"]
+    _audit.error("of %s", names)
+    names[0] = "after"
+    writer.stop()
+    writer.stop()
+    assert [record.message for record in caplog.records] == ["of ['before']"]
+    assert _audit.filters == []
+
+
+def test_a_log_that_stays_blocked_does_not_keep_the_server_from_stopping(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logwriter, "_MOST_LINES", 1)
+    monkeypatch.setattr(logwriter, "_STOP_SECONDS", 0.01)
+    writer = LogWriter()
+    writer.start()
+    for _ in range(5):
+        _audit.error("nobody reads this")
+    writer.stop()
