@@ -26,6 +26,11 @@ WEB = {
 FORBIDDEN = {
     "engine/kvstow": {"kvstow_api", "kvstow_service", "vllm", *WEB},
     "engine/kvstow/control": {"torch", "cuda", "kvstow.memory", "kvstow.devices", "kvstow.dataplane", "kvstow.testing"},
+    "engine/kvstow/tier": {
+        "torch",
+        "cuda",
+        *(f"kvstow.{part}" for part in ("control", "attach", "memory", "devices", "dataplane", "testing")),
+    },
     "engine/kvstow/attach": {
         "torch",
         "cuda",

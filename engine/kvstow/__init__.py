@@ -6,6 +6,7 @@ Import rules (checked by `tests/test_layering.py`):
     kvstow: errors, bytesize, keys, layout, config,
             messages, messageorder, callbacks,
             results, stats, status                      import only each other
+            tier                                        imports the above; never torch
             control, memory, attach                     import the above, not each other; never torch
             devices, opqueues, copythread, dataplane    import memory and the above; never control
             testing                                     may import all of kvstow

@@ -183,6 +183,18 @@ class CallFailedError(AttachError):
         self.service_code = service_code
 
 
+class TierUnavailableError(KvstowError):
+    """The store of the fleet tier gave no answer that can be used."""
+
+    code = "tier_unavailable"
+
+
+class TierTimeoutError(TierUnavailableError):
+    """The store of the fleet tier did not answer in time; nothing touches the slots of the call any more."""
+
+    code = "tier_timeout"
+
+
 class IntegrityError(KvstowError):
     """The control plane's records are inconsistent: a defect of KVStow, not of its user."""
 

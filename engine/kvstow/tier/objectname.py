@@ -1,0 +1,33 @@
+"""Names of the objects in a tier's store."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvstow.keys import BlockKey
+
+_GROUP_BYTES = 2
+
+
+class ObjectName(NamedTuple):
+    """One block of one rank. Equal names mean equal bytes, on every node.
+
+    `fingerprint` covers all that the key does not: the weights, what changes KV values, the layout of a slot and the
+    number of ranks. `rank` of `num_ranks`: a block that is the same on all ranks is one object, 0 of 1.
+    """
+
+    fingerprint: str
+    key: BlockKey
+    rank: int
+    num_ranks: int
+
+    def __str__(self) -> str:
+        """The name in the store. All objects of a fingerprint begin with `fingerprint_prefix`."""
+        group = int.from_bytes(self.key[:_GROUP_BYTES], "big")
+        block_hash = self.key[_GROUP_BYTES:].hex()
+        return f"{fingerprint_prefix(self.fingerprint)}{group}:{block_hash}:{self.rank}of{self.num_ranks}"
+
+
+def fingerprint_prefix(fingerprint: str) -> str:
+    """How the names of all objects of a fingerprint begin."""
+    return f"kvs1:{fingerprint}:"
