@@ -90,7 +90,7 @@ soak: $(VENV)/.dev ## Run the long forms of the tests, such as 100 rounds of kil
 # Warnings come from vLLM, so they are no errors here.
 test-vllm: $(VLLM_VENV)/.test ## Run the tests of the connector in a real vLLM, on the CPU
 	HF_HUB_OFFLINE=1 $(VLLM_BIN)/python -m pytest -m vllm -W default tests/vllm \
-		--cov=kvstow_service.connectors.vllm --cov-config=tests/vllm/coverage.ini --cov-report=term
+		--cov=kvstow_service.connectors --cov-config=tests/vllm/coverage.ini --cov-report=term
 
 # One device and several behave differently: with several, a donated array that is used again ends the process.
 test-jax: $(JAX_VENV)/.test ## Run the tests of the JAX device, on the CPU

@@ -20,10 +20,10 @@ from bench.kvstow_subject import SLOT_BYTES
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.messages import Completion, Op
-from kvstow_service.connectors.vllm.controlplane import EmbeddedControl
-from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.schedulerside import SchedulerSide
-from kvstow_service.connectors.vllm.stepplan import PlannedStep
+from kvstow_service.connectors.engine_core.controlplane import EmbeddedControl
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
+from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.replay.simulated import SimulatedWorker
 
 _TOKENS = 16

@@ -104,7 +104,7 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow_api.app", ["torch"]),
         ("kvstow_service", ["torch", "fastapi"]),
         ("kvstow_service.admin.rendezvous", ["torch", "fastapi", "httpx", "prometheus_client"]),  # in each vLLM process
-        ("kvstow_service.connectors.vllm.options", ["torch", "fastapi", "httpx", "prometheus_client"]),
+        ("kvstow_service.connectors.engine_core.options", ["torch", "fastapi", "httpx", "prometheus_client"]),
         ("kvstow_service.admin.embedded", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
         ("kvstow.memory.mlock", ["torch"]),
         ("kvstow_service.node.attach.attachserver", ["torch"]),

@@ -16,7 +16,7 @@ import yaml
 from click.testing import CliRunner
 
 from kvstow_service.cli import app
-from kvstow_service.connectors.vllm.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.node.settings import load_settings
 
 pytestmark = pytest.mark.deploy

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.service.connectors.vllm.blockpool import FakeBlockPool
-from tests.service.connectors.vllm.processes import make_process
+from tests.service.connectors.engine_core.blockpool import FakeBlockPool
+from tests.service.connectors.engine_core.processes import make_process
 from tests.service.connectors.vllm.slowservice import SlowService
 
 from kvstow.attach.engine import AttachedEngine
@@ -17,6 +17,11 @@ from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentit
 from kvstow.attach.ticket import SessionTicket
 from kvstow.config import EngineConfig
 from kvstow.testing.fakes import FakeClock
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
+from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.schedulerhost import Offload
+from kvstow_service.connectors.engine_core.workerside import RankSession
 from kvstow_service.connectors.vllm import attachedschedulerhost, workerhost
 from kvstow_service.connectors.vllm.attachedplane import AttachedPlane
 from kvstow_service.connectors.vllm.attachedschedulerhost import (
@@ -24,12 +29,7 @@ from kvstow_service.connectors.vllm.attachedschedulerhost import (
     LOOKING_SECONDS,
     AttachedSchedulerHost,
 )
-from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.metadata import KVStowMetadata, RankHello, RankUpdate
-from kvstow_service.connectors.vllm.options import ConnectorOptions
-from kvstow_service.connectors.vllm.schedulerhost import Offload
 from kvstow_service.connectors.vllm.workerhost import AttachedWorkerHost
-from kvstow_service.connectors.vllm.workerside import RankSession
 
 pytestmark = pytest.mark.vllm
 

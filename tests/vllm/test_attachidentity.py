@@ -12,9 +12,9 @@ from tests.vllm.harness.setup import Setup, make_geometry, make_vllm_config
 
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.errors import ConfigError
+from kvstow_service.connectors.engine_core.kvgroups import kv_groups
+from kvstow_service.connectors.engine_core.metadata import RankHello
 from kvstow_service.connectors.vllm import attachidentity
-from kvstow_service.connectors.vllm.kvgroups import kv_groups
-from kvstow_service.connectors.vllm.metadata import RankHello
 
 pytestmark = pytest.mark.vllm
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.service.connectors.vllm.blockpool import FakeBlockPool
+from tests.service.connectors.engine_core.blockpool import FakeBlockPool
 from tests.vllm.harness.host import NoThread
 from tests.vllm.harness.setup import Layers, Setup, make_geometry, make_vllm_config
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
@@ -18,10 +18,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvstow.errors import ConfigError
 from kvstow.messages import DesiredState
 from kvstow_service.admin.agent import AdminAddress
-from kvstow_service.connectors.vllm import connector, schedulerhost, workerhost
-from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
-from kvstow_service.connectors.vllm.vllmprocess import this_node
+from kvstow_service.connectors.engine_core import schedulerhost
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
+from kvstow_service.connectors.engine_core.vllmprocess import this_node
+from kvstow_service.connectors.vllm import connector, workerhost
 
 pytestmark = pytest.mark.vllm
 

@@ -16,7 +16,14 @@ from kvstow.keys import chain_keys
 from kvstow.messages import Completion, Op
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks
-from kvstow_service.connectors.vllm.offloadmetrics import ATTACHED, FAMILY, INFO, PREFIX, SESSIONS_LOST, EngineFigures
+from kvstow_service.connectors.engine_core.offloadmetrics import (
+    ATTACHED,
+    FAMILY,
+    INFO,
+    PREFIX,
+    SESSIONS_LOST,
+    EngineFigures,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -31,7 +38,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def prom(registry: CollectorRegistry) -> Any:
-    from kvstow_service.connectors.vllm.metricsexport import KVStowPromMetrics
+    from kvstow_service.connectors.engine_core.metricsexport import KVStowPromMetrics
 
     types: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     config = SimpleNamespace(kv_transfer_config=None)
@@ -42,7 +49,7 @@ class Host:
     """An engine with one rank, and the feed of its statistics."""
 
     def __init__(self) -> None:
-        from kvstow_service.connectors.vllm.metricsexport import StatsFeed
+        from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
 
         self.engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=4))
         (self.rank,) = make_ranks(self.engine)

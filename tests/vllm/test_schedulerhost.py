@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.service.connectors.vllm.blockpool import FakeBlockPool
-from tests.service.connectors.vllm.processes import make_process
+from tests.service.connectors.engine_core.blockpool import FakeBlockPool
+from tests.service.connectors.engine_core.processes import make_process
 
 from kvstow.control.engine import OffloadEngine
 from kvstow.dataplane import DataPlane
@@ -18,15 +18,16 @@ from kvstow.messages import Completion
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank
 from kvstow_service.admin.adminoptions import AdminOptions
-from kvstow_service.connectors.vllm import schedulerhost, workerhost
-from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.metadata import KVStowMetadata, RankHello, RankUpdate
-from kvstow_service.connectors.vllm.options import ConnectorOptions
+from kvstow_service.connectors.engine_core import schedulerhost
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
+from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.schedulerhost import EmbeddedSchedulerHost
+from kvstow_service.connectors.engine_core.vllmprocess import this_node
+from kvstow_service.connectors.engine_core.workerside import BootCompletions
+from kvstow_service.connectors.vllm import workerhost
 from kvstow_service.connectors.vllm.rankdataplane import NoDataPlane, wait_until_pinned
-from kvstow_service.connectors.vllm.schedulerhost import EmbeddedSchedulerHost
-from kvstow_service.connectors.vllm.vllmprocess import this_node
 from kvstow_service.connectors.vllm.workerhost import EmbeddedWorkerHost
-from kvstow_service.connectors.vllm.workerside import BootCompletions
 
 pytestmark = pytest.mark.vllm
 

@@ -91,7 +91,7 @@ def aborted_loads_are_not_reported(patch: pytest.MonkeyPatch) -> None:
 
 
 def requests_load_again_after_a_failure(patch: pytest.MonkeyPatch) -> None:
-    from kvstow_service.connectors.vllm.schedulerside import SchedulerSide
+    from kvstow_service.connectors.engine_core.schedulerside import SchedulerSide
 
     find_hit = SchedulerSide.find_hit
 
@@ -114,7 +114,7 @@ def windows_fail_by_block(patch: pytest.MonkeyPatch) -> None:
 
 
 def windows_lack_a_block(patch: pytest.MonkeyPatch) -> None:
-    from kvstow_service.connectors.vllm.kvgroups import KVGroup
+    from kvstow_service.connectors.engine_core.kvgroups import KVGroup
 
     first_block = KVGroup.first_block
 
@@ -137,7 +137,7 @@ def ended_leases_are_not_released(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_that_wait_for_slots_are_not_held(patch: pytest.MonkeyPatch) -> None:
-    from kvstow_service.connectors.vllm.gpublocks import GPUBlocks
+    from kvstow_service.connectors.engine_core.gpublocks import GPUBlocks
 
     hold = GPUBlocks.hold_sources
 

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.service.connectors.vllm.processes import make_process
+from tests.service.connectors.engine_core.processes import make_process
 
 from kvstow.dataplane import DataPlane
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.messages import DesiredState, Op, StepPlan
 from kvstow.testing.fakes import FakeClock
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata
+from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.connectors.vllm import workerhost
-from kvstow_service.connectors.vllm.metadata import KVStowMetadata
-from kvstow_service.connectors.vllm.options import ConnectorOptions
-from kvstow_service.connectors.vllm.stepplan import PlannedStep
 from kvstow_service.connectors.vllm.workerhost import EmbeddedWorkerHost
 
 pytestmark = pytest.mark.vllm

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tests.vllm.contract.source import Call, Class, Function, Module, Source
 
-PACKAGE = "kvstow_service.connectors.vllm"
+PACKAGES = ("kvstow_service.connectors.engine_core", "kvstow_service.connectors.vllm")
 
 
 class Import(NamedTuple):
@@ -40,13 +40,17 @@ class Subclass(NamedTuple):
 
 
 class Ours:
-    """The connector's package below `root`, the folder that holds `kvstow_service`."""
+    """The connector's packages below `root`, the folder that holds `kvstow_service`."""
 
     def __init__(self, root: Path) -> None:
         self.source = Source(root)
-        folder = root.joinpath(*PACKAGE.split("."))
-        names = sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
-        self.modules = [module for name in names if (module := self.source.module(f"{PACKAGE}.{name}"))]
+        names = [
+            f"{package}.{path.stem}"
+            for package in PACKAGES
+            for path in sorted(root.joinpath(*package.split(".")).glob("*.py"))
+            if path.stem != "__init__"
+        ]
+        self.modules = [module for name in names if (module := self.source.module(name))]
         assert self.modules, f"no connector below {root}"
 
     def imports(self) -> list[Import]:
@@ -60,8 +64,8 @@ class Ours:
         return [found for module in self.modules for found in self._subclasses(module)]
 
     def protocol(self, module: str, name: str) -> dict[str, Function | None]:
-        """Members of one of our protocols: functions, or None for attributes."""
-        found = self.source.cls(f"{PACKAGE}.{module}", name)
+        """Members of one of the shared package's protocols: functions, or None for attributes."""
+        found = self.source.cls(f"{PACKAGES[0]}.{module}", name)
         assert found is not None, f"{module}.py has no {name}"
         properties = {name for name, function in found.functions.items() if function.is_property}
         plain: dict[str, Function | None] = dict.fromkeys({*found.attributes, *properties})

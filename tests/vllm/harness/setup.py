@@ -36,7 +36,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS
+from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS
 
 BLOCK_TOKENS = 16
 VALUE_BYTES = 8

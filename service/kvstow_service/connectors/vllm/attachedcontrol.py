@@ -13,8 +13,8 @@ from kvstow.attach.engine import AttachedEngine, Hits
 from kvstow.attach.ticket import SessionTicket, number_of
 from kvstow.messages import Completion, Direction, Op
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.attachedhits import AttachedHits
-from kvstow_service.connectors.vllm.kvgroups import KVGroups
 
 STEP_WAIT_SECONDS = 0.0003
 """What all lookups and loads of one step may wait for answers together."""

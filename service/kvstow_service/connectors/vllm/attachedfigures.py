@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvstow.stats import DIRECTIONS
+from kvstow_service.connectors.engine_core.offloadmetrics import ATTACHED, INFO, SESSIONS_LOST, info_labels
 from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
-from kvstow_service.connectors.vllm.offloadmetrics import ATTACHED, INFO, SESSIONS_LOST, info_labels
 
 
 class AttachedFigures:

@@ -9,9 +9,9 @@ from kvstow.attach.answer import Answer
 from kvstow.attach.calls import Hold
 from kvstow.attach.engine import Hits
 from kvstow.results import KeyRun, Lease
-from kvstow_service.connectors.vllm.hits import LATER, Later, longest_end
-from kvstow_service.connectors.vllm.kvgroups import KVGroups
-from kvstow_service.connectors.vllm.trackedrequests import Hit, TrackedRequest
+from kvstow_service.connectors.engine_core.hits import LATER, Later, longest_end
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
 
 MOST_AHEAD = 64
 """Requests that are looked up before vLLM asks for them. What is found for them is held, and a session may hold no more

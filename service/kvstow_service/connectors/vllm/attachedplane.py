@@ -18,10 +18,10 @@ from kvstow.memory.pace import pace_of
 from kvstow.memory.pinning import PopulateOnly, Registrar
 from kvstow.messageorder import ReportSequence
 from kvstow.messages import Completion, DesiredState, RankReport, StepPlan
+from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.workerside import RankSession
 from kvstow_service.connectors.vllm.kvgeometry import KVGeometry
-from kvstow_service.connectors.vllm.options import ConnectorOptions
 from kvstow_service.connectors.vllm.rankdataplane import plane_around
-from kvstow_service.connectors.vllm.workerside import RankSession
 
 
 class AttachedPlane:

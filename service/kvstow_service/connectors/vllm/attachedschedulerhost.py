@@ -13,16 +13,16 @@ from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.ticket import SessionTicket
 from kvstow.bytesize import format_size
 from kvstow.messages import DesiredState, RankReport
+from kvstow_service.connectors.engine_core.gpublocks import BlockPool
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
+from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
+from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.schedulerhost import Offload, SchedulerHost
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
+from kvstow_service.connectors.engine_core.workerside import RankSession
 from kvstow_service.connectors.vllm.attachedcontrol import STEP_WAIT_SECONDS, AttachedControl
 from kvstow_service.connectors.vllm.attachedfigures import AttachedFigures
-from kvstow_service.connectors.vllm.gpublocks import BlockPool
-from kvstow_service.connectors.vllm.kvgroups import KVGroups
-from kvstow_service.connectors.vllm.metadata import RankHello, RankUpdate
-from kvstow_service.connectors.vllm.metricsexport import StatsFeed
-from kvstow_service.connectors.vllm.options import ConnectorOptions
-from kvstow_service.connectors.vllm.schedulerhost import Offload, SchedulerHost
-from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess
-from kvstow_service.connectors.vllm.workerside import RankSession
 
 LOOKING_SECONDS = 2.0
 """How long an engine without requests makes steps to find a service, after its start."""

@@ -16,8 +16,8 @@ from vllm.v1.core import kv_cache_utils
 
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity
 from kvstow.errors import ConfigError
-from kvstow_service.connectors.vllm.kvgroups import KVGroup, KVGroups
-from kvstow_service.connectors.vllm.metadata import RankHello
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
+from kvstow_service.connectors.engine_core.metadata import RankHello
 from kvstow_service.connectors.vllm.weightsid import Weights, identify_weights
 
 logger = logging.getLogger("kvstow.vllm")

@@ -17,14 +17,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.core.sched import output
 
-from kvstow_service.connectors.vllm.kvevents import event_feed
-from kvstow_service.connectors.vllm.kvgroups import KVGroups, kv_groups
-from kvstow_service.connectors.vllm.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
-from kvstow_service.connectors.vllm.metricsexport import KVStowPromMetrics, KVStowStats
-from kvstow_service.connectors.vllm.options import ConnectorOptions, misuse
-from kvstow_service.connectors.vllm.schedulerhost import EmbeddedSchedulerHost, Offload, SchedulerHost
-from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, hash_block_tokens, join_vllm_log
-from kvstow_service.connectors.vllm.workerside import FinishedLoads
+from kvstow_service.connectors.engine_core.kvevents import event_feed
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups, kv_groups
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
+from kvstow_service.connectors.engine_core.metricsexport import KVStowPromMetrics, KVStowStats
+from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse
+from kvstow_service.connectors.engine_core.schedulerhost import EmbeddedSchedulerHost, Offload, SchedulerHost
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, hash_block_tokens, join_vllm_log
+from kvstow_service.connectors.engine_core.workerside import FinishedLoads
 
 if TYPE_CHECKING:
     import torch

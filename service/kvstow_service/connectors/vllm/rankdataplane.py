@@ -28,9 +28,9 @@ from kvstow.memory.region import round_up
 from kvstow.memory.slotpool import SlotPool
 from kvstow.messageorder import NewestDesiredState, ReportSequence
 from kvstow.messages import Completion, DesiredState, RankReport, RankState, StepPlan
+from kvstow_service.connectors.engine_core.options import ConnectorOptions, refusal
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 from kvstow_service.connectors.vllm.kvgeometry import KVGeometry
-from kvstow_service.connectors.vllm.options import ConnectorOptions, refusal
-from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess
 
 
 class NoDataPlane:

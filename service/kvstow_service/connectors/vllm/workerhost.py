@@ -16,10 +16,12 @@ from kvstow.messageorder import ReportSequence
 from kvstow.messages import RankReport
 from kvstow_service.admin.agent import RankAgent
 from kvstow_service.admin.rendezvous import Rendezvous
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello
+from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
+from kvstow_service.connectors.engine_core.workerside import RankSession, WorkerSide
 from kvstow_service.connectors.vllm.attachedplane import AttachedPlane, build_attached_plane
 from kvstow_service.connectors.vllm.kvgeometry import KVGeometry, kv_geometry
-from kvstow_service.connectors.vllm.metadata import KVStowMetadata, RankHello
-from kvstow_service.connectors.vllm.options import ConnectorOptions
 from kvstow_service.connectors.vllm.rankdataplane import (
     NoDataPlane,
     RankDataPlane,
@@ -28,8 +30,6 @@ from kvstow_service.connectors.vllm.rankdataplane import (
     require_memory,
     wait_until_pinned,
 )
-from kvstow_service.connectors.vllm.vllmprocess import VLLMProcess, this_node
-from kvstow_service.connectors.vllm.workerside import RankSession, WorkerSide
 
 _REPORT_SECONDS = 1.5  # the agent reports every second
 _TELL_SECONDS = 0.5

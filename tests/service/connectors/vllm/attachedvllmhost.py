@@ -6,9 +6,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from tests.service.connectors.vllm.blockpool import FakeBlockPool
+from tests.service.connectors.engine_core.blockpool import FakeBlockPool
+from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, Cached, FakeRequest, Output, VllmHost
 from tests.service.connectors.vllm.slowservice import SlowService
-from tests.service.connectors.vllm.vllmhost import ONE_GROUP, Cached, FakeRequest, Output, VllmHost
 
 from kvstow.attach.ticket import number_of
 from kvstow.config import EngineConfig
@@ -16,10 +16,10 @@ from kvstow.control.attachedsession import AttachedSession
 from kvstow.messages import Completion
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.schedulerside import STEP_BLOCKS, SchedulerSide
+from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
-from kvstow_service.connectors.vllm.kvgroups import KVGroups
-from kvstow_service.connectors.vllm.schedulerside import STEP_BLOCKS, SchedulerSide
-from kvstow_service.connectors.vllm.stepplan import PlannedStep
 
 
 class AttachedVllmHost(VllmHost):

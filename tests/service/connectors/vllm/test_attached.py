@@ -5,12 +5,12 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from tests.service.connectors.engine_core.vllmhost import ONE_GROUP, WITH_WINDOW, FakeRequest, keys_of
 from tests.service.connectors.vllm.attachedvllmhost import AttachedVllmHost
-from tests.service.connectors.vllm.vllmhost import ONE_GROUP, WITH_WINDOW, FakeRequest, keys_of
 
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.attachedcontrol import SILENT_SECONDS, SLOW_SECONDS
 from kvstow_service.connectors.vllm.attachedhits import MOST_AHEAD
-from kvstow_service.connectors.vllm.kvgroups import KVGroups
 
 PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
 

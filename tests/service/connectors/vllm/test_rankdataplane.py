@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.service.connectors.vllm.processes import make_process
+from tests.service.connectors.engine_core.processes import make_process
 
 from kvstow.dataplane import DataPlane
 from kvstow.errors import ConfigError, InsufficientMemoryError
@@ -20,9 +20,9 @@ from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
 from kvstow.memory.mlock import MlockRegistrar
 from kvstow.messages import Completion, DesiredState, Op, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar
+from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.vllm import rankdataplane
 from kvstow_service.connectors.vllm.kvgeometry import KVGeometry, kv_geometry
-from kvstow_service.connectors.vllm.options import ConnectorOptions
 from kvstow_service.connectors.vllm.rankdataplane import (
     NoDataPlane,
     build_plane,

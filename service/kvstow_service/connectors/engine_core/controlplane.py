@@ -1,0 +1,141 @@
+"""The control plane as the scheduler side sees it: the engine in this process, or the one of the node service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from kvstow.control.engine import OffloadEngine
+from kvstow.errors import LeaseError
+from kvstow.messages import Completion, Op
+from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
+from kvstow_service.connectors.engine_core.hits import EmbeddedHits, HitFinder
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+
+
+class ControlPlane(Protocol):
+    """Used by the scheduler's thread alone. An embedded engine answers at once, the node service after a later `step`.
+
+    No call waits but `wait`, and that for a fraction of a millisecond in each step.
+    """
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot on the rank where they are largest."""
+
+    def step(self) -> None:
+        """Called once in each step, before the step is planned."""
+
+    def wait(self, answer: Awaited[object]) -> bool:
+        """Wait for an answer, as long as this step may wait. Whether it is there."""
+
+    def hit_finder(self, groups: KVGroups) -> HitFinder: ...
+
+    def boot_ids(self) -> tuple[str | None, ...]:
+        """The boot of each rank that the next ops are for. Empty if ops say themselves which memory they are for."""
+
+    # Loads and stores: see `OffloadEngine`.
+
+    def release_lease(self, lease: Lease) -> None: ...
+
+    def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str) -> Awaited[Op | None]:
+        """The value is None if the lease has ended: nothing is held then."""
+
+    def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str) -> Awaited[StoreGrant]: ...
+
+    def present(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Which of these keys need not be stored, as far as that is known at once. Stores skip the others too."""
+
+    def store_room(self) -> int: ...
+
+    def refresh(self, keys: Sequence[bytes]) -> None: ...
+
+    def count_lookup(self, queried: int, hits: int) -> None: ...
+
+    def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None: ...
+
+    def take_settled(self) -> list[Settled]: ...
+
+    @property
+    def awaited_transfers(self) -> int: ...
+
+    # All blocks.
+
+    def reset(self) -> None:
+        """What is in the pool now, or in flight, is never found again."""
+
+    def bypass_loads(self) -> str:
+        """Find no more hits. Returns what ends that, as a phrase."""
+
+    def fail(self, reason: str) -> None:
+        """The host has failed: find and store nothing more."""
+
+
+class EmbeddedControl:
+    """The engine in this process, which is thread-safe."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._engine.config.slot_bytes
+
+    def step(self) -> None:
+        """The admin server's thread ticks it."""
+
+    def wait(self, answer: Awaited[object]) -> bool:
+        return answer.done
+
+    def hit_finder(self, groups: KVGroups) -> HitFinder:
+        return EmbeddedHits(self._engine, groups)
+
+    def boot_ids(self) -> tuple[str | None, ...]:
+        return self._engine.boot_ids()
+
+    def release_lease(self, lease: Lease) -> None:
+        self._engine.release_lease(lease)
+
+    def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str) -> Given[Op | None]:
+        try:
+            return Given(self._engine.begin_load(lease, blocks, first=first, request_id=request_id))
+        except LeaseError as error:  # a rank has lost its memory since the lookup
+            self._engine.release_lease(lease)
+            return Given(None, str(error))
+
+    def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], *, request_id: str) -> Given[StoreGrant]:
+        return Given(self._engine.begin_store(keys, blocks, request_id=request_id))
+
+    def present(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        return self._engine.contains(keys)
+
+    def store_room(self) -> int:
+        return self._engine.store_room()
+
+    def refresh(self, keys: Sequence[bytes]) -> None:
+        self._engine.refresh(keys)
+
+    def count_lookup(self, queried: int, hits: int) -> None:
+        self._engine.count_lookup(queried, hits)
+
+    def take_settled(self) -> list[Settled]:
+        return self._engine.take_settled()
+
+    def complete(self, rank: int, boot_id: str, completions: Iterable[Completion]) -> None:
+        self._engine.complete(rank, boot_id, tuple(completions))
+
+    @property
+    def awaited_transfers(self) -> int:
+        return self._engine.awaited_transfers
+
+    def reset(self) -> None:
+        self._engine.admin.purge(everything=True).run()
+
+    def bypass_loads(self) -> str:
+        bypass = self._engine.admin.bypass
+        if not bypass.load:
+            self._engine.admin.set_bypass(load=True, store=bypass.store, ttl_seconds=None)
+        return "`kvstow bypass --off`"
+
+    def fail(self, reason: str) -> None:
+        self._engine.fail(reason)

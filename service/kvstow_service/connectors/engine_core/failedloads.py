@@ -1,0 +1,60 @@
+"""Failed loads that vLLM cannot handle. Only versions before 0.30 need this module."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+
+from kvstow_service.connectors.engine_core.controlplane import ControlPlane
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
+
+logger = logging.getLogger("kvstow.vllm")
+
+
+class FailedLoads:
+    """Sends a request whose load failed back to the tokens that it had before. Used by the scheduler's thread.
+
+    Before 0.30 vLLM accepts bad blocks only, and only of models with one KV group. Where that group has a window, vLLM
+    would go on from the first bad block with nothing in the window before it. A request that had nothing on the GPU, or
+    has lost its window, cannot go on: it is held back until it is aborted, as it would read wrong bytes. To keep it the
+    only one, loads are bypassed from then on.
+    """
+
+    def __init__(
+        self, control: ControlPlane, groups: KVGroups, null_block: int, requests: Mapping[str, TrackedRequest]
+    ) -> None:
+        """`requests`: those that vLLM has, by name; owned by the caller."""
+        self._control, self._groups, self._null_block, self._requests = control, groups, null_block, requests
+        self._stranded: set[str] = set()
+
+    def continuing(self, ended: Collection[str]) -> set[str]:
+        """Of the requests whose loads have `ended`, those that may go on; and those that were held back and have been
+        aborted since."""
+        failed = {name for name in ended if name in self._requests and self._requests[name].load_failed}
+        stuck = {name for name in failed if not self._rewind(self._requests[name])}
+        if stuck:
+            self._strand(stuck)
+        aborted = {name for name in self._stranded if name not in self._requests}
+        self._stranded -= aborted
+        return {*ended} - stuck | aborted
+
+    def _rewind(self, tracked: TrackedRequest) -> bool:
+        """Let the request go on after its local prefix. False if it lacks something that the next token reads."""
+        for group in self._groups.partial:
+            first, end = group.first_block(tracked.start), tracked.start // group.block_tokens
+            if self._null_block in tracked.tables[group.index][first:end]:
+                return False
+        if tracked.start:
+            tracked.request.num_computed_tokens = tracked.start
+        return tracked.start > 0
+
+    def _strand(self, stuck: set[str]) -> None:
+        self._stranded |= stuck
+        end = self._control.bypass_loads()
+        logger.error(
+            "requests %s wait until they are aborted: their loads failed, and vLLM before 0.30 cannot compute them if "
+            "the model has several KV groups or a window; loads are bypassed until %s",
+            ", ".join(sorted(stuck)),
+            end,
+        )

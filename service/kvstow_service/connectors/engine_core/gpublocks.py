@@ -1,0 +1,123 @@
+"""GPU blocks of vLLM: the keys of what they hold, the references that keep them, and those that a step writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import cache, cached_property
+from typing import Any, NamedTuple, Protocol
+
+from kvstow.keys import make_key
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup
+from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
+
+_GROUP_ID_BYTES = 4  # at the end of a GPU block's hash
+
+
+class BlockPool(Protocol):
+    """What is used of vLLM's `BlockPool`. A block with references is neither evicted nor handed out."""
+
+    blocks: list[Any]
+    free_block_queue: Any
+    null_block: Any
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
+
+
+class Offer(NamedTuple):
+    """Blocks that could be stored: `blocks[i]` holds the content that `keys[i]` names."""
+
+    keys: list[bytes]
+    blocks: list[int]
+
+
+class GPUBlocks:
+    """The blocks of vLLM's pool, as stores use them. Used by the scheduler's thread.
+
+    The blocks of a store are referenced from the moment it is planned until every rank has read them. A request that
+    ends or is preempted meanwhile cannot take them away, and no flush is needed.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.hash_bytes = 0
+        """Length of a request's block hash; 0 until a request has one."""
+        self._sources: dict[int, list[Any]] = {}  # by op
+
+    def keys_of(self, block_hashes: Iterable[bytes]) -> list[bytes]:
+        """The keys of the contents that vLLM caches under these hashes. Each hash ends with the hash of the block's
+        last hash block and the group's id."""
+        begin = -_GROUP_ID_BYTES - self.hash_bytes
+        return [_prefix(each[-_GROUP_ID_BYTES:]) + each[begin:-_GROUP_ID_BYTES] for each in block_hashes]
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether the blocks of some store are referenced."""
+        return bool(self._sources)
+
+    def num_sources(self) -> int:
+        """Referenced blocks, over all stores. O(stores)."""
+        return sum(map(len, self._sources.values()))
+
+    def hold_sources(self, op_id: int, block_ids: Sequence[int]) -> None:
+        """Reference the blocks that a store reads."""
+        blocks = self.pool.blocks
+        held = [blocks[block_id] for block_id in block_ids]
+        self.pool.touch(held)
+        self._sources[op_id] = held
+
+    def free_sources(self, op_id: int, *, to_front: bool = False) -> None:
+        """Give the references of a store back. Idempotent. The blocks stay cached on the GPU.
+
+        The end of a prefix is evicted before its beginning. With `to_front` unused blocks return to the head of the
+        free queue, in their old order: they came from there.
+        """
+        held = self._sources.pop(op_id, None)
+        if held is None:
+            return
+        if not to_front:
+            self.pool.free_blocks(reversed(held))
+            return
+        self.pool.free_blocks(held)
+        queue, unused = self.pool.free_block_queue, [block for block in held if block.ref_cnt == 0]
+        for block in unused:
+            queue.remove(block)
+        queue.prepend_n(unused)
+
+
+@cache
+def _prefix(group_id: bytes) -> bytes:
+    return make_key(int.from_bytes(group_id, "big"), b"")
+
+
+class WrittenBlocks:
+    """The GPU blocks that a step writes. Its stores begin before it computes, so they must read none of these.
+
+    vLLM names a block by the hash of what it will hold when it plans the step that completes it. So the hash proves
+    nothing about a block that this step writes, whether the block was allocated in this step or in an older one.
+    """
+
+    def __init__(
+        self,
+        scheduled: Iterable[str] = (),
+        requests: Mapping[str, TrackedRequest] | None = None,
+        groups: Iterable[KVGroup] = (),
+        states: Iterable[int] = (),
+    ) -> None:
+        """`groups`: those whose blocks are in the tables of the `scheduled` requests. `states`: blocks of recurrent
+        layers that the step computes."""
+        self._scheduled, self._requests, self._groups, self._states = scheduled, requests or {}, groups, states
+
+    @cached_property
+    def block_ids(self) -> Set[int]:
+        """Computed at the first use, in O(scheduled requests): most steps do not need it."""
+        found = set(self._states)
+        for request_id in self._scheduled:
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            confirmed = max(0, tracked.confirmed_tokens)
+            for group in self._groups:
+                found.update(tracked.tables[group.index][confirmed // group.block_tokens :])
+        return found

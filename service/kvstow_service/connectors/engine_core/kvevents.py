@@ -1,0 +1,239 @@
+"""KV events for cache-aware routers: what host memory holds, as vLLM's own events.
+
+An `EventFeed` learns of stores when they are planned, and is asked for events once per step:
+
+    feed = event_feed(vllm_config, engine, kv_cache_specs)   # with the engine, once; None unless KV events are on
+    feed.offered(request, group, first_block, keys)          # before a store, for each request and group
+    origins = feed.take_offered()                            # with `begin_store`
+    feed.granted(keys_of_the_op, origins)                    # once it has found slots
+    return feed.take_events()                                # the hook of that name
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from kvstow.control.engine import OffloadEngine
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup
+
+logger = logging.getLogger(__name__)
+
+MEDIUM, LOCALITY = "CPU", "LOCAL"
+MAX_PLANNED = 65_536
+"""Blocks that are described while their store is under way: 60 MiB, if each has 16 tokens."""
+_BATCHES_PER_TAKE = 256
+_CHECKS_PER_TAKE = 256
+"""Blocks looked up per step after events were lost: 0.8 ms."""
+_GROUP_BYTES = 2  # of a key, before the block's hash
+
+
+Origins = dict[bytes, tuple[Any, KVGroup, int]]
+"""By key: the request, group and number of a block that may be stored."""
+
+
+class Vocabulary(NamedTuple):
+    """The event classes of this version of vLLM. `extra_keys(request, start, end)`: what a block's hash covers besides
+    tokens, as events carry it. `external_hash`: a block's hash as events carry it."""
+
+    stored: Callable[..., Any]
+    removed: Callable[..., Any]
+    external_hash: Callable[[bytes], Any]
+    extra_keys: Callable[[Any, int, int], Any]
+
+
+class Kind(NamedTuple):
+    """How vLLM classifies a KV group."""
+
+    name: str | None = None
+    sliding_window: int | None = None
+
+
+class _Origin(NamedTuple):
+    """What all blocks of one event have in common."""
+
+    group: int
+    block_tokens: int = 0
+    lora_id: int | None = None
+    lora_name: str | None = None
+    session_id: str | None = None
+
+
+class _Block(NamedTuple):
+    """What an event says about a block. `parent`: hash of the block before it, None for a request's first."""
+
+    origin: _Origin
+    parent: bytes | None
+    token_ids: list[int]
+    extra_keys: Any
+
+
+def event_feed(vllm_config: Any, engine: OffloadEngine, specs: Sequence[Any]) -> EventFeed | None:
+    """The feed of an engine whose KV events are on, else None. `specs`: vLLM's `KVCacheSpec` of each group."""
+    config = vllm_config.kv_events_config
+    if config is None or not config.enable_kv_cache_events:
+        return None
+    return EventFeed(engine, _kinds(specs), _vocabulary())
+
+
+class EventFeed:
+    """Translates the engine's log of stored and removed blocks. Used by the scheduler's thread alone.
+
+    The engine knows keys. The tokens behind them are noted when their store is planned, and forgotten once they are
+    announced. A block is announced when its bytes are there, and its removal only if the block was announced. Blocks of
+    lazy stores and of the backlog have no known tokens: they are announced by their hash alone, with no tokens and a
+    block size of 0, as in vLLM's OffloadingConnector. A router knows the hash from the GPU's event.
+
+    No announcement stays stale. When the engine drops events before they are read (it keeps 4,096, and nothing reads
+    while vLLM idles), every announced block is looked up again, slice by slice, and removed if it is gone.
+    `AllBlocksCleared` would not do: it names no medium, so a router would forget the GPU's blocks as well.
+
+    Memory: a reference for each announced block, which the pool bounds, and `MAX_PLANNED` descriptions.
+    """
+
+    def __init__(self, engine: OffloadEngine, kinds: Sequence[Kind], vocabulary: Vocabulary) -> None:
+        self._engine, self._kinds, self._vocabulary = engine, kinds, vocabulary
+        self._stored = _known_fields(vocabulary.stored)
+        self._removed = _known_fields(vocabulary.removed)
+        self._cursor = engine.events.last_sequence
+        self._offered: Origins = {}
+        self._planned: dict[bytes, _Block] = {}
+        self._announced: set[bytes] = set()
+        self._doubtful: deque[bytes] = deque()
+
+    def offered(self, request: Any, group: KVGroup, first_block: int, keys: Sequence[bytes]) -> None:
+        """These consecutive blocks of vLLM's `request`, from its `first_block` on, may be stored in this step."""
+        for number, key in enumerate(keys, first_block):
+            self._offered[key] = request, group, number
+
+    def take_offered(self) -> Origins:
+        """What was offered since the last call."""
+        offered, self._offered = self._offered, {}
+        return offered
+
+    def granted(self, keys: Iterable[bytes], origins: Origins) -> None:
+        """These blocks are being stored."""
+        for key in keys:
+            if key in origins:
+                self._planned[key] = self._describe(*origins[key])
+        while len(self._planned) > MAX_PLANNED:
+            del self._planned[next(iter(self._planned))]
+
+    def _describe(self, request: Any, group: KVGroup, number: int) -> _Block:
+        start, end = number * group.block_tokens, (number + 1) * group.block_tokens
+        parent = request.block_hashes[number * group.hashes_per_block - 1] if number else None
+        lora, session = request.lora_request, getattr(request, "session_id", None)  # vLLM 0.30 has sessions
+        origin = _Origin(group.index, group.block_tokens, lora and lora.adapter_id, lora and lora.name, session)
+        tokens = list(request.all_token_ids[start:end])
+        return _Block(origin, parent, tokens, self._vocabulary.extra_keys(request, start, end))
+
+    def take_events(self) -> list[Any]:
+        """vLLM's events for blocks that were stored or removed since the last call, oldest first."""
+        events: list[Any] = []
+        if self._engine.events.last_sequence != self._cursor:
+            page = self._engine.events.read(self._cursor, _BATCHES_PER_TAKE)
+            self._cursor = page.cursor
+            if page.lost:
+                logger.warning("KV events were lost: looking %d announced blocks up again", len(self._announced))
+                self._doubtful = deque([*self._announced, *self._planned])
+            for event in page.events:
+                events += self._announce(event.keys) if event.kind == "stored" else self._remove(event.keys)
+        if self._doubtful:
+            events += self._check()
+        return events
+
+    def _check(self) -> list[Any]:
+        """Look some doubtful blocks up: their events say what is true now, even if the log says otherwise later."""
+        count = min(_CHECKS_PER_TAKE, len(self._doubtful))
+        keys = [self._doubtful.popleft() for _ in range(count)]
+        present = {key for key in keys if self._engine.block(key)}
+        gone = [key for key in keys if key not in present]
+        found = [key for key in keys if key in present and key not in self._announced]
+        return [*self._remove(gone), *self._announce(found)]
+
+    def _announce(self, keys: Sequence[bytes]) -> list[Any]:
+        """One event for each run of consecutive blocks."""
+        runs: list[list[tuple[bytes, _Block]]] = []
+        for key in keys:
+            block = self._planned.pop(key, None)
+            if block is None:
+                if key in self._announced:
+                    continue
+                block = _Block(_Origin(_group(key)), None, [], None)
+            if not runs or not _continues(runs[-1][-1], block):
+                runs.append([])
+            runs[-1].append((_hash(key), block))
+        self._announced.update(keys)
+        return [self._stored_event(run) for run in runs]
+
+    def _stored_event(self, run: list[tuple[bytes, _Block]]) -> Any:
+        first, external = run[0][1], self._vocabulary.external_hash
+        origin, kind = first.origin, self._kinds[first.origin.group]
+        fields = {
+            "block_hashes": [external(block_hash) for block_hash, _ in run],
+            "parent_block_hash": None if first.parent is None else external(first.parent),
+            "token_ids": [token for _, block in run for token in block.token_ids],
+            "block_size": origin.block_tokens,
+            "lora_id": origin.lora_id,
+            "lora_name": origin.lora_name,
+            "medium": MEDIUM,
+            "locality": LOCALITY,
+            "extra_keys": [block.extra_keys for _, block in run] if first.token_ids else None,
+            "group_idx": origin.group,
+            "kv_cache_spec_kind": kind.name,
+            "kv_cache_spec_sliding_window": kind.sliding_window,
+            "session_id": origin.session_id,
+        }
+        return self._stored(fields)
+
+    def _remove(self, keys: Sequence[bytes]) -> list[Any]:
+        """One event for each run of blocks of one group."""
+        gone = [key for key in keys if key in self._announced]
+        self._announced.difference_update(gone)
+        external, shared = self._vocabulary.external_hash, {"medium": MEDIUM, "locality": LOCALITY}
+        return [
+            self._removed({"block_hashes": [external(_hash(key)) for key in run], "group_idx": group, **shared})
+            for group, run in groupby(gone, _group)
+        ]
+
+
+def _known_fields(event: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """Makes an event from the fields that this version of vLLM has."""
+    known = set(inspect.signature(event).parameters)
+    return lambda fields: event(**{name: value for name, value in fields.items() if name in known})
+
+
+def _continues(last: tuple[bytes, _Block], block: _Block) -> bool:
+    """Whether `block` may follow the `last` one in the same event."""
+    return block.parent == last[0] and block.origin == last[1].origin
+
+
+def _hash(key: bytes) -> bytes:
+    return key[_GROUP_BYTES:]
+
+
+def _group(key: bytes) -> int:
+    return int.from_bytes(key[:_GROUP_BYTES], "big")
+
+
+def _kinds(specs: Sequence[Any]) -> list[Kind]:
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+    return [Kind(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
+
+
+def _vocabulary() -> Vocabulary:
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from vllm.v1.core import kv_cache_utils
+
+    untagged = getattr(kv_cache_utils, "to_event_extra_keys", None)  # vLLM 0.32: hashes cover tagged keys
+
+    def extra_keys(request: Any, start: int, end: int) -> Any:
+        keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
+        return untagged([keys])[0] if untagged else keys
+
+    return Vocabulary(BlockStored, BlockRemoved, kv_cache_utils.maybe_convert_block_hash, extra_keys)

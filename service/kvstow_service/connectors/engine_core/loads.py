@@ -1,0 +1,186 @@
+"""Loads: how many of a request's tokens the pool has, and the copies into the GPU blocks that the request is given."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import NamedTuple
+
+from kvstow.messages import Op
+from kvstow.results import Awaited
+from kvstow_service.connectors.engine_core.controlplane import ControlPlane
+from kvstow_service.connectors.engine_core.hits import LATER, Later
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.offloadmetrics import Observe
+from kvstow_service.connectors.engine_core.stepplan import StepPlanner
+from kvstow_service.connectors.engine_core.trackedrequests import Hit, TrackedRequest
+
+logger = logging.getLogger("kvstow.vllm")
+
+
+class _AskedLoad(NamedTuple):
+    """A load into the blocks `targets`, which the pool has yet to agree to."""
+
+    tracked: TrackedRequest
+    targets: tuple[int, ...]
+    answer: Awaited[Op | None]
+
+
+class Loads:
+    """Looks requests up, holds what it finds, plans loads and follows them. Used by the scheduler's thread.
+
+    A request may be asked for many times before it is admitted, with a local prefix that changes. Its hit is kept as
+    long as it fits, so asking again costs O(1), and nothing is held twice. A group that attends to everything needs all
+    blocks of the hit; a group with a window needs those that the next token reads. Blocks below the local prefix are on
+    the GPU already.
+
+    vLLM waits for a promised load until every rank has reported its end, so each `plan_load` ends in exactly one report
+    per rank: of its op, or of its loss.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        planner: StepPlanner,
+        groups: KVGroups,
+        null_block: int,
+        observe: Observe,
+    ) -> None:
+        """`null_block`: what stands in a block table for blocks out of the window. `observe` takes the time of each
+        lookup."""
+        self._control, self._planner, self._groups = control, planner, groups
+        self._null_block, self._observe = null_block, observe
+        self._finder = control.hit_finder(groups)
+        self._asked: deque[_AskedLoad] = deque()
+        self._under_way: dict[int, TrackedRequest] = {}  # by op
+
+    @property
+    def are_under_way(self) -> bool:
+        return bool(self._under_way or self._asked)
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether the pool has yet to agree to some."""
+        return bool(self._asked)
+
+    # -- lookup --------------------------------------------------------------------------------------------
+
+    def expect(self, tracked: TrackedRequest) -> None:
+        """The request has arrived: the node service is asked now for what `hold_hit` returns."""
+        tracked.start = 0
+        if (end := self._longest_end(tracked)) > 0:
+            self._finder.expect(tracked, end)
+
+    def hold_hit(self, tracked: TrackedRequest, local: int) -> int | None:
+        """Tokens beyond the first `local` that can be loaded; they are held for the request. None: not known yet. A hit
+        without blocks to load, as at the start of a chunk, is none: vLLM waits for the end of each load."""
+        tracked.start = local
+        hit, end = tracked.hit, self._longest_end(tracked)
+        if local % self._groups.alignment or local >= end:
+            self.release_hit(tracked)
+            return 0
+        if hit is None or not hit.start <= local < hit.end or not self._finder.is_valid(hit):
+            self._release_lease(tracked)
+            found = self._look_up(tracked, local, end)
+            if found is LATER:
+                return None
+            tracked.hit = hit = found
+        return hit.end - local if hit is not None else 0
+
+    def count_hit(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """The request is admitted, and goes on with `num_tokens` of what was found."""
+        queried = self._longest_end(tracked) - tracked.start
+        if queried > 0:
+            alignment = self._groups.alignment
+            self._control.count_lookup(queried // alignment, num_tokens // alignment)
+
+    def release_hit(self, tracked: TrackedRequest) -> None:
+        """Hold nothing for the request any more."""
+        self._finder.forget(tracked)
+        self._release_lease(tracked)
+
+    def _release_lease(self, tracked: TrackedRequest) -> None:
+        if tracked.hit is not None:
+            self._control.release_lease(tracked.hit.lease)
+            tracked.hit = None
+
+    def _longest_end(self, tracked: TrackedRequest) -> int:
+        """Where the longest hit beyond `tracked.start` would end.
+
+        The last token is always computed. Where the hit is all of the prompt, vLLM computes that token again: a step of
+        one token decodes, which is faster than computing its block (27 ms, not 37: H200, 8b of `bench.vllm`). No block
+        is loaded for that alone. Where windows count, that token may read a block more, so the hit ends before it.
+        """
+        num_tokens, alignment = tracked.request.num_tokens, self._groups.alignment
+        end = (num_tokens - 1) // alignment * alignment
+        if self._groups.is_plain and num_tokens % alignment == 0 and end > tracked.start:
+            return num_tokens
+        return end
+
+    def _look_up(self, tracked: TrackedRequest, local: int, end: int) -> Hit | Later | None:
+        begun = time.perf_counter()
+        tracked.forget_stale_keys(self._groups)
+        found = self._finder.find(tracked, local, end)
+        self._observe("lookup_sync_delay_seconds", time.perf_counter() - begun)
+        return found
+
+    # -- load -----------------------------------------------------------------------------------------------
+
+    def plan_load(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """Load the `num_tokens` tokens after `tracked.start` into its tables. Uses the hit up."""
+        hit, tracked.hit = tracked.hit, None
+        tracked.load_failed = False
+        end = tracked.start + num_tokens
+        places = self._groups.places(tracked.start, end)
+        targets = [tracked.tables[group][number] for group, number in places]
+        answer = None if hit is None else self._begin_load(tracked, hit, end, places, targets)
+        if answer is None:
+            self.lose_load(tracked, num_tokens)
+            return
+        self._asked.append(_AskedLoad(tracked, tuple(targets), answer))
+        if answer.done:
+            self.take_begun()
+
+    def take_begun(self, *, wait: bool = False) -> None:
+        """Plan the loads that the pool has agreed to since the last call. `wait`: for the others, too, as long as this
+        step may wait. They are asked for in order, and answered in order."""
+        while self._asked:
+            tracked, targets, answer = self._asked[0]
+            if not (self._control.wait(answer) if wait else answer.done):
+                return
+            self._asked.popleft()
+            if (op := answer.value) is not None:
+                self._planner.add_load(op, tracked.request.request_id)
+                self._under_way[op.op_id] = tracked
+            else:
+                logger.warning("request %s is computed, its hit is lost: %s", tracked.request.request_id, answer.error)
+                self._lose(tracked, targets)
+
+    def lose_load(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """The load of the `num_tokens` tokens after `tracked.start` is impossible."""
+        places = self._groups.places(tracked.start, tracked.start + num_tokens)
+        self._lose(tracked, tuple([tracked.tables[group][number] for group, number in places]))
+
+    def load_settled(self, op_id: int, *, failed: bool) -> None:
+        """A load has ended on every rank."""
+        tracked = self._under_way.pop(op_id, None)
+        if tracked is not None:
+            tracked.load_failed = failed
+
+    def _lose(self, tracked: TrackedRequest, targets: tuple[int, ...]) -> None:
+        tracked.load_failed = True
+        self._planner.add_lost_load(tracked.request.request_id, targets)
+
+    def _begin_load(
+        self, tracked: TrackedRequest, hit: Hit, end: int, places: list[tuple[int, int]], targets: list[int]
+    ) -> Awaited[Op | None] | None:
+        """None if not all that the request needs was found; nothing is held then."""
+        held = places
+        if (tracked.start, end) != (hit.start, hit.end):
+            held = self._groups.places(hit.start, hit.end)
+        first = held.index(places[0]) if places and places[0] in held else len(held)
+        if held[first : first + len(places)] == places and self._null_block not in targets:
+            return self._planner.begin_load(hit.lease, targets, hit.first + first, tracked.request.request_id)
+        self._control.release_lease(hit.lease)
+        return None

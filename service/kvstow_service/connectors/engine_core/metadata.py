@@ -1,0 +1,69 @@
+"""Messages between the two halves of the connector, which vLLM carries; picklable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvstow.attach.identity import RegionIdentity
+from kvstow.attach.ticket import SessionTicket
+from kvstow.messages import DesiredState, RankReport
+from kvstow_service.admin.agent import AdminAddress
+from kvstow_service.connectors.engine_core.stepplan import PlannedStep
+from kvstow_service.connectors.engine_core.workerside import BootCompletions, RankSession
+
+
+@dataclass(frozen=True)
+class RankHello(KVConnectorHandshakeMetadata):
+    """A rank introduces itself. `max_slots`: how many slots its address space has room for. `node`: where it runs
+    (`this_node`). `node_bytes`: memory available to the pools of all ranks there together. An attached rank says what
+    its slots consist of instead: `regions`."""
+
+    rank: int
+    slot_bytes: int
+    max_slots: int
+    node: str
+    node_bytes: int
+    regions: tuple[RegionIdentity, ...] = ()
+
+
+@dataclass(frozen=True)
+class KVStowMetadata(KVConnectorMetadata):
+    """From the scheduler side, with every step. `plan` is None until the scheduler side knows all ranks. `desired`
+    answers ranks that have reported with a step. `ticket`: of the session with the node service."""
+
+    plan: PlannedStep | None = None
+    admin: AdminAddress | None = None
+    desired: Mapping[int, DesiredState] = field(default_factory=dict)
+    ticket: SessionTicket | None = None
+
+
+class RankUpdate(NamedTuple):
+    """What a rank sends after a step. `hello` comes with the first update, `report` while the rank's agent does not
+    reach the admin server; `session` when it has changed."""
+
+    completions: tuple[BootCompletions, ...] = ()
+    hello: RankHello | None = None
+    report: RankReport | None = None
+    session: RankSession | None = None
+
+
+@dataclass
+class KVStowWorkerMetadata(KVConnectorWorkerMetadata):
+    """From the ranks, with every step after which a rank has something to report."""
+
+    updates: dict[int, list[RankUpdate]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, KVStowWorkerMetadata)
+        merged = {rank: list(updates) for rank, updates in self.updates.items()}
+        for rank, updates in other.updates.items():
+            merged.setdefault(rank, []).extend(updates)
+        return KVStowWorkerMetadata(merged)

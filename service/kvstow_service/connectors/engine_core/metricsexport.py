@@ -1,0 +1,178 @@
+"""KVStow in vLLM's own `/metrics` and log: the family `vllm:kv_offload_*`.
+
+The scheduler side polls a `StatsFeed` in every step. vLLM sends the `KVStowStats` to its front end, where
+`KVStowPromMetrics` exports them:
+
+    feed = StatsFeed(EngineFigures(engine, slot_bytes, slot_tokens))           # with the engine, once
+    return feed.take_stats()                                                   # get_kv_connector_stats
+    return KVStowStats(data=data or {})                                        # build_kv_connector_stats
+    return KVStowPromMetrics(vllm_config, metric_types, labelnames, values)    # build_prom_metrics
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvstow_service.connectors.engine_core.offloadmetrics import FAMILY, INFO, PREFIX, Figures, changes_between, merge
+
+_PERIOD = 0.1  # seconds
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class KVStowStats(KVConnectorStats):
+    """Changes of the engine's counters. `data` is `Changes`: plain values by name within the family."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVStowStats:
+        """Add the later changes of `other`, from either half of the connector."""
+        merge(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log: histograms as count and sum, without the configuration."""
+        return dict(_reduced(self.data))
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+def _reduced(data: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
+    for name, value in data.items():
+        if FAMILY[name].kind == "histogram":
+            yield f"{name}_count", len(value)
+            yield f"{name}_sum", sum(value)
+        elif FAMILY[name].kind != "info":
+            yield name, value
+
+
+class StatsFeed:
+    """Turns counters into the changes that vLLM asks for, twice a step. Used on the scheduler's thread.
+
+    Reading the counters takes 22 us, so they are read ten times a second, and when the last transfer has ended, since
+    vLLM may make no further step then.
+    """
+
+    def __init__(self, figures: Figures, clock: Callable[[], float] = time.monotonic) -> None:
+        self._figures, self._clock = figures, clock
+        self._due = clock()
+        self._was_busy = False
+        self._last: dict[str, Any] = {}
+        self._observed: dict[str, list[float]] = {}
+
+    def observe(self, name: str, value: float) -> None:
+        """Record one observation of the histogram `name` of the family."""
+        self._observed.setdefault(name, []).append(value)
+
+    def take_stats(self) -> KVStowStats | None:
+        """The changes since the last reading, or since the engine's start; None if there are none, or the next reading
+        is not due."""
+        now, is_busy = self._clock(), self._figures.open_transfers > 0
+        has_ended, self._was_busy = self._was_busy and not is_busy, is_busy
+        if now < self._due and not has_ended:
+            return None
+        self._due = now + _PERIOD
+        values = self._figures.read()
+        changes = changes_between(self._last, values) | self._observed
+        self._last, self._observed = values, {}
+        return KVStowStats(data=changes) if changes else None
+
+
+class KVStowPromMetrics(KVConnectorPromMetrics):
+    """Registers the family with the metric classes that vLLM passes.
+
+    It registers at the first step, not in the constructor: under MultiConnector an OffloadingConnector may have
+    registered the same names by then, and children are not told of each other. Those names stay with it; KVStow's own
+    `/metrics` has all figures.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics: dict[str, Any] | None = None
+        self._children: dict[tuple[int, str, tuple[str, ...]], Any] = {}
+        self._info: dict[int, tuple[str, ...]] = {}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Export the changes that one engine sent."""
+        if self._metrics is None:
+            self._metrics = self._register()
+            self._begin()
+        for name, value in transfer_stats_data.items():
+            if name == INFO:
+                self._configure(tuple(value[label] for label in FAMILY[INFO].labelnames), engine_idx)
+                continue
+            self._write(name, value, engine_idx)
+
+    def _register(self) -> dict[str, Any]:
+        """The metrics of the family, up to the first name that another connector has registered."""
+        metrics: dict[str, Any] = {}
+        for name in FAMILY:
+            try:
+                metrics[name] = self._make(name)
+            except ValueError as error:
+                logger.warning("another connector exports %s%s, so KVStow does not: %s", PREFIX, name, error)
+                break
+        return metrics
+
+    def _begin(self) -> None:
+        """Create every counter before its first increment, so that rates include it."""
+        counters = [name for name, metric in FAMILY.items() if metric.kind == "counter"]
+        for engine_idx in self.per_engine_labelvalues:
+            for name in counters:
+                self._child(name, engine_idx)
+
+    def _make(self, name: str) -> Any:
+        metric = FAMILY[name]
+        labels = [*self._labelnames, *metric.labelnames]
+        if metric.kind == "counter":
+            return self._counter_cls(name=PREFIX + name, documentation=metric.help, labelnames=labels)
+        if metric.kind == "histogram":
+            return self._histogram_cls(
+                name=PREFIX + name, documentation=metric.help, labelnames=labels, buckets=metric.bounds
+            )
+        return self._gauge_cls(
+            name=PREFIX + name, documentation=metric.help, labelnames=labels, multiprocess_mode="mostrecent"
+        )
+
+    def _configure(self, labels: tuple[str, ...], engine_idx: int) -> None:
+        """A resized pool gets a new series, and the former one becomes 0."""
+        former = self._info.get(engine_idx)
+        if former is not None:
+            self._write(INFO, 0, engine_idx, *former)
+        self._write(INFO, 1, engine_idx, *labels)
+        self._info[engine_idx] = labels
+
+    def _write(self, name: str, value: float | Sequence[float], engine_idx: int, *labels: str) -> None:
+        child = self._child(name, engine_idx, *labels)
+        if child is None:
+            return
+        if isinstance(value, Sequence):
+            for observation in value:
+                child.observe(observation)
+        elif FAMILY[name].kind == "counter":
+            child.inc(value)
+        else:
+            child.set(value)
+
+    def _child(self, name: str, engine_idx: int, *labels: str) -> Any:
+        """The series of an engine; None if another connector exports this metric."""
+        key = engine_idx, name, labels
+        if key not in self._children:
+            metric = (self._metrics or {}).get(name)
+            self._children[key] = metric and metric.labels(*self.per_engine_labelvalues[engine_idx], *labels)
+        return self._children[key]

@@ -1,0 +1,216 @@
+"""The scheduler side: turns what vLLM's scheduler does into calls of the engine, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstow_service.connectors.engine_core.controlplane import ControlPlane
+from kvstow_service.connectors.engine_core.eagerstores import EagerStores
+from kvstow_service.connectors.engine_core.failedloads import FailedLoads
+from kvstow_service.connectors.engine_core.gpublocks import BlockPool, GPUBlocks, WrittenBlocks
+from kvstow_service.connectors.engine_core.kvevents import EventFeed
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.lazystores import LazyStores
+from kvstow_service.connectors.engine_core.loads import Loads
+from kvstow_service.connectors.engine_core.offloadmetrics import Observe
+from kvstow_service.connectors.engine_core.recurrentstates import RecurrentStates
+from kvstow_service.connectors.engine_core.stepplan import PlannedStep, Step, StepPlanner
+from kvstow_service.connectors.engine_core.stores import EndedRequests, StoreFinder, Stores
+from kvstow_service.connectors.engine_core.trackedrequests import Request, TrackedRequest
+
+STEP_BLOCKS = 1024
+"""Blocks that one step offers to the pool by default, or marks as used: 1 ms."""
+
+
+def _ignore(name: str, value: float) -> None:
+    """Used where vLLM's own metrics are not exported."""
+
+
+class SchedulerSide:
+    """Follows the requests of one vLLM scheduler. Every method is called on its thread.
+
+    A step costs O(blocks that became complete), independent of the number of requests, and offers a bounded number of
+    them; later steps offer the others. The engine's own threads (admin server, ticker) run beside it: the engine has a
+    lock.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        groups: KVGroups,
+        pool: BlockPool,
+        *,
+        lazy_blocks: int | None = None,
+        events: EventFeed | None = None,
+        observe: Observe = _ignore,
+        step_blocks: int = STEP_BLOCKS,
+    ) -> None:
+        """`lazy_blocks`: how many blocks from eviction on the GPU a block is stored; None stores eagerly.
+        `observe` takes the observations of vLLM's own metrics. `step_blocks`: how many a step offers at most."""
+        self._control, self._groups = control, groups
+        self._observe, self._step_blocks = observe, step_blocks
+        self._requests: dict[str, TrackedRequest] = {}
+        self._gpu = GPUBlocks(pool)
+        self._planner = StepPlanner(control)
+        null_block = pool.null_block.block_id
+        self._loads = Loads(control, self._planner, groups, null_block, observe)
+        self.failed_loads = FailedLoads(control, groups, null_block, self._requests)
+        self._stores = Stores(control, self._planner, self._gpu, events, to_front=lazy_blocks is not None)
+        self._finder: StoreFinder
+        if lazy_blocks is None:
+            self._finder = EagerStores(groups, self._gpu, self._stores, self._requests, events, step_blocks)
+        else:
+            self._finder = LazyStores(control, self._gpu, self._stores, lazy_blocks, step_blocks)
+        self._stores.offer_again = self._finder.offer_again
+        self._states = RecurrentStates(self._gpu, self._stores) if groups.has_states else None
+        self._ended = EndedRequests(control, groups, self._stores)
+
+    # -- admission ------------------------------------------------------------------------------------------
+
+    def expect(self, request: Request) -> None:
+        """The request has arrived: `find_hit` will soon be asked."""
+        if not request.skip_reading_prefix_cache:
+            self._loads.expect(self._tracked(request))
+
+    def find_hit(self, request: Request, local: int) -> int | None:
+        """Tokens after the first `local` that the pool can load; None if that is not known yet. Idempotent; what it
+        finds is held.
+
+        A request whose load has failed is computed. Up to 0.32 at least, vLLM counts the blocks that such a request
+        needs against its own next load, and may never admit it.
+        """
+        if request.skip_reading_prefix_cache:
+            return 0
+        tracked = self._tracked(request)
+        tracked.loading = False
+        if tracked.load_failed:
+            tracked.start = local
+            return 0
+        return self._loads.hold_hit(tracked, local)
+
+    def admit(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
+        """The request has its GPU blocks; `load_tokens` of what `find_hit` found are to be loaded into them.
+
+        Called again, with none to load, when a load has ended. Its blocks are offered to the pool then, except those
+        that came from there: those that the pool has count as used, and those that it has lost come back.
+        """
+        tracked = self._tracked(request)
+        tracked.give_tables(tables, self._planner.number)
+        if load_tokens:
+            self._loads.count_hit(tracked, load_tokens)
+            tracked.loaded = range(tracked.start, tracked.start + load_tokens)
+            tracked.loading, tracked.withheld = True, False
+            self._loads.plan_load(tracked, load_tokens)
+            return
+        self._loads.release_hit(tracked)
+        if not tracked.loading:
+            tracked.withheld = False
+            if not request.skip_reading_prefix_cache:
+                self._loads.count_hit(tracked, 0)
+        if not tracked.loading or tracked.load_failed:
+            tracked.loaded = range(0)
+        tracked.loading = tracked.load_failed = False
+        self._finder.admitted(tracked)
+
+    def fail_admission(self, request: Request, tables: Sequence[Sequence[int]], load_tokens: int) -> None:
+        """`admit` has raised. vLLM waits for the load all the same, so the next step reports it as failed."""
+        tracked = self._tracked(request)
+        tracked.give_tables(tables, self._planner.number)
+        tracked.hit = None
+        self._loads.lose_load(tracked, load_tokens)
+
+    def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
+        """The request ends, for any reason: store what is complete, and forget it. Its loads end on their own."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return
+        self._loads.release_hit(tracked)
+        if tracked.has_run:
+            self._finder.offer_last(tracked, tables)
+            self._ended.add_ended(tracked)
+
+    def _tracked(self, request: Request) -> TrackedRequest:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            if tracked is not None:
+                self._loads.release_hit(tracked)
+            tracked = self._requests[request.request_id] = TrackedRequest(request, self._groups.num_tables)
+            if request.block_hashes:
+                self._gpu.hash_bytes = len(request.block_hashes[0])
+        return tracked
+
+    # -- one step -------------------------------------------------------------------------------------------
+
+    def plan_step(self, step: Step) -> PlannedStep:
+        """What starts with this step: loads of the requests admitted in it, stores of what older steps computed."""
+        self._loads.take_begun(wait=True)
+        self._control.step()
+        self.settle()
+        room = self._stores.next_step()
+        states = self._states.blocks_computed(step) if self._states is not None else ()
+        written = WrittenBlocks(step.num_scheduled_tokens, self._requests, self._groups.in_tables, states)
+        offered = self._finder.offer_due(step, self._planner.number, written, room)
+        if self._states is not None:
+            self._states.follow_step(step)
+        backlog_moves = self._finder.has_backlog and room > 0
+        self._ended.refresh(max(self._step_blocks - offered, self._step_blocks // 8), backlog_moves=backlog_moves)
+        return self._planner.take_step()
+
+    def take_planned(self) -> PlannedStep:
+        """The step with what was planned for it so far."""
+        self._loads.take_begun()
+        return self._planner.take_step()
+
+    # -- completion -----------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Act on what has become final: GPU blocks that every rank has read are given back."""
+        for settled in self._control.take_settled():
+            if settled.mark == "done":
+                self._observe(f"{settled.direction}_size", len(settled.blocks) * self._control.slot_bytes)
+            if settled.direction == "load":
+                self._loads.load_settled(settled.op_id, failed=settled.mark == "failed")
+            elif not_stored := self._stores.store_settled(settled):
+                self._finder.offer_again(not_stored)
+
+    @property
+    def has_pending_stores(self) -> bool:
+        """Whether steps are needed: to start stores, to learn of their end, or to offer blocks again for which the
+        pool has room by now. Abandoned stores need none."""
+        self.settle()
+        return (
+            self._control.awaited_transfers > 0
+            or self._stores.are_awaited
+            or self._loads.are_awaited
+            or (self._states is not None and self._states.are_waiting)
+            or (self._finder.has_backlog and self._stores.retry_room() > 0)
+        )
+
+    @property
+    def holds_gpu_blocks(self) -> bool:
+        """Whether GPU blocks are referenced that will be given back without a request's end."""
+        return self._gpu.has_sources or (self._states is not None and self._states.are_waiting)
+
+    def release_gpu_blocks(self) -> None:
+        """Give all GPU blocks back, even if stores still read them. Only for an engine that has failed: it serves
+        nothing of what is stored, so it does not matter if a block is reused meanwhile."""
+        self._stores.free_all_sources()
+        if self._states is not None:
+            self._states.forget_states()
+
+    def reset(self) -> bool:
+        """Forget every block, for good: what is in flight never becomes visible. False while loads are under way, as
+        they would bring old blocks into new requests."""
+        self.settle()
+        if self._loads.are_under_way:
+            return False
+        for tracked in self._requests.values():
+            self._loads.release_hit(tracked)
+            tracked.withheld = True
+        self._finder.forget_blocks()
+        if self._states is not None:
+            self._states.forget_states()
+        self._stores.forget_stores()
+        self._ended.forget_ended()
+        self._control.reset()
+        return True

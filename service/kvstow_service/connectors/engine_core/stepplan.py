@@ -1,0 +1,89 @@
+"""The plan of a step: what the ranks do with one step of vLLM, besides computing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from kvstow.messages import Op, StepPlan
+from kvstow.results import Awaited, Lease, StoreGrant
+from kvstow_service.connectors.engine_core.controlplane import ControlPlane
+
+
+class Step(Protocol):
+    """What is read of vLLM's `SchedulerOutput`; of its `kv_connector_block_state` (vLLM 0.30), states."""
+
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]: ...
+
+    @property
+    def scheduled_cached_reqs(self) -> Any: ...
+
+
+class PlannedStep(NamedTuple):
+    """The ops of one step. `boots[rank]`: the boot that they are for, or none (`ControlPlane.boot_ids`).
+    `load_requests[i]`: the request of
+    `loads.ops[i]`. `lost_loads`: requests whose load has become impossible, though vLLM waits for it, with the
+    GPU blocks that stay unwritten."""
+
+    number: int
+    boots: tuple[str | None, ...]
+    stores: StepPlan
+    loads: StepPlan
+    load_requests: tuple[str, ...]
+    lost_loads: dict[str, tuple[int, ...]]
+
+
+class StepPlanner:
+    """Plans ops with the control plane and collects them for the next step. Used by the scheduler's thread."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
+        self.number = 0
+        """Steps planned so far."""
+        self._boots: tuple[str | None, ...] | None = None
+        self._stores: list[Op] = []
+        self._loads: list[Op] = []
+        self._load_requests: list[str] = []
+        self._lost_loads: dict[str, tuple[int, ...]] = {}
+
+    def begin_store(self, keys: Sequence[bytes], blocks: Sequence[int], request_id: str) -> Awaited[StoreGrant]:
+        """Ask to store `blocks[i]` under `keys[i]`, as far as there is room. Then `add_store`."""
+        self._note_boots()
+        return self._control.begin_store(keys, blocks, request_id=request_id)
+
+    def add_store(self, op: Op) -> None:
+        self._stores.append(op)
+
+    def begin_load(self, lease: Lease, blocks: Sequence[int], first: int, request_id: str) -> Awaited[Op | None]:
+        """Ask to load the slots of the lease, from its `first` on, into `blocks`. Then `add_load`."""
+        self._note_boots()
+        return self._control.begin_load(lease, blocks, first=first, request_id=request_id)
+
+    def add_load(self, op: Op, request_id: str) -> None:
+        self._loads.append(op)
+        self._load_requests.append(request_id)
+
+    def add_lost_load(self, request_id: str, blocks: tuple[int, ...]) -> None:
+        """Have each rank report that the load of these blocks has failed."""
+        self._lost_loads[request_id] = blocks
+
+    def take_step(self) -> PlannedStep:
+        """The plan of the next step. All that was planned since the last call is in it."""
+        self.number += 1
+        planned = PlannedStep(
+            self.number,
+            self._boots or (),
+            StepPlan(tuple(self._stores)),
+            StepPlan(tuple(self._loads)),
+            tuple(self._load_requests),
+            self._lost_loads,
+        )
+        self._boots = None
+        self._stores, self._loads, self._load_requests, self._lost_loads = [], [], [], {}
+        return planned
+
+    def _note_boots(self) -> None:
+        """Before the first op of a step is planned: a rank that restarts later refuses the step."""
+        if self._boots is None:
+            self._boots = self._control.boot_ids()

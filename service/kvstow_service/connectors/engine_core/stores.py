@@ -1,0 +1,201 @@
+"""Stores: from the GPU blocks that are offered to the end of the copies."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from kvstow.results import Awaited, Settled, StoreGrant
+from kvstow_service.connectors.engine_core.backlog import RetryPause
+from kvstow_service.connectors.engine_core.controlplane import ControlPlane
+from kvstow_service.connectors.engine_core.gpublocks import GPUBlocks, Offer, WrittenBlocks
+from kvstow_service.connectors.engine_core.kvevents import EventFeed, Origins
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.stepplan import Step, StepPlanner
+from kvstow_service.connectors.engine_core.trackedrequests import TrackedRequest
+
+_NO_STORE = 1 << 63  # later than all
+_MOST_LEAVING = 64  # requests that wait for the backlog
+
+
+class StoreFinder(Protocol):
+    """Finds the GPU blocks that are worth storing, and offers them to `Stores`."""
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether blocks wait that only the finder knows: they were offered and not stored, or their request has ended
+        before they could be offered."""
+
+    def admitted(self, tracked: TrackedRequest) -> None:
+        """The request has its tables."""
+
+    def offer_due(self, step: Step, number: int, written: WrittenBlocks, room: int) -> int:
+        """Offer what is due in this step, the `number`-th, and no more than `room` blocks of the backlog. Returns how
+        many blocks were offered."""
+
+    def offer_last(self, tracked: TrackedRequest, tables: Sequence[Sequence[int]]) -> None:
+        """Offer what is complete at the end of a request that has run."""
+
+    def offer_again(self, block_ids: Sequence[int]) -> None:
+        """These blocks were offered and not stored: they join the backlog."""
+
+    def forget_blocks(self) -> None:
+        """The pool was emptied."""
+
+
+class _AskedStore(NamedTuple):
+    """The `number`-th store, which the pool has yet to find slots for. `origins`: what its KV events will say."""
+
+    number: int
+    offer: Offer
+    origins: Origins
+    answer: Awaited[StoreGrant]
+
+
+class Stores:
+    """Plans stores and follows them to their end. Used by the scheduler's thread.
+
+    The blocks of a store are referenced from the moment it is asked for until every rank has read them.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        planner: StepPlanner,
+        gpu: GPUBlocks,
+        events: EventFeed | None,
+        *,
+        to_front: bool,
+    ) -> None:
+        """`to_front`: blocks come from the head of the GPU's free queue, and return there."""
+        self._control, self._planner, self._gpu = control, planner, gpu
+        self._events, self._to_front = events, to_front
+        self.offer_again: Callable[[Sequence[int]], None] = lambda block_ids: None
+        """Takes the blocks of the store that found no slots."""
+        self._last = self._last_before_reset = 0
+        self._asked: deque[_AskedStore] = deque()
+        self._under_way: dict[int, int] = {}  # the number of each op, ascending
+        self._pause = RetryPause()
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether the pool has yet to find slots for some."""
+        return bool(self._asked)
+
+    @property
+    def oldest(self) -> int:
+        """The number of the oldest store that has not ended, or one above all."""
+        asked = self._asked[0].number if self._asked else _NO_STORE
+        return next(iter(self._under_way.values()), asked)
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest store. They count from 1."""
+        return self._last
+
+    def next_step(self) -> int:
+        """A step begins; its `retry_room`."""
+        self.take_granted()
+        self._pause.step()
+        return self.retry_room()
+
+    def retry_room(self) -> int:
+        """Free slots for blocks that were offered and not stored; 0 during a pause after failures."""
+        return 0 if self._pause else self._control.store_room()
+
+    def plan_store(self, offer: Offer, request_id: str = "") -> None:
+        """Store the blocks offered, as far as there is room: in this step, or in the one after the pool has found slots
+        for them. `offer_again` gets the others."""
+        if not offer.keys:
+            return
+        answer = self._planner.begin_store(offer.keys, offer.blocks, request_id)
+        self._last += 1
+        if not answer.done:
+            self._gpu.hold_sources(-self._last, offer.blocks)
+        origins = self._events.take_offered() if self._events is not None else {}
+        self._asked.append(_AskedStore(self._last, offer, origins, answer))
+        self.take_granted()
+
+    def take_granted(self) -> None:
+        """Plan the stores that the pool has found slots for since the last call; it answers in order."""
+        while self._asked and self._asked[0].answer.done:
+            number, offer, origins, answer = self._asked.popleft()
+            grant = answer.value
+            if self._events is not None:
+                self._events.granted([offer.keys[index] for index in grant.accepted], origins)
+            if grant.op is not None:
+                self._planner.add_store(grant.op)
+                self._gpu.hold_sources(grant.op.op_id, grant.op.blocks)
+                self._under_way[grant.op.op_id] = number
+            self._gpu.free_sources(-number, to_front=self._to_front)
+            if grant.unplaced and number > self._last_before_reset:
+                self.offer_again([offer.blocks[index] for index in grant.unplaced])
+
+    def store_settled(self, settled: Settled) -> Sequence[int]:
+        """Every rank has read the blocks of a store, or has finished it; the blocks to offer again."""
+        self._gpu.free_sources(settled.op_id, to_front=self._to_front)
+        if settled.mark == "source_free":
+            return ()
+        number = self._under_way.pop(settled.op_id, 0)
+        if settled.mark == "done":
+            self._pause.succeeded()
+        elif number > self._last_before_reset:
+            self._pause.failed()
+            return settled.blocks
+        return ()
+
+    def free_all_sources(self) -> None:
+        """Give the GPU blocks of all stores back, also of those that ranks still read."""
+        for hold in (*self._under_way, *[-asked.number for asked in self._asked]):
+            self._gpu.free_sources(hold)
+
+    def forget_stores(self) -> None:
+        """What is under way belongs to weights that were replaced: it is not stored again if it fails."""
+        self._last_before_reset = self._last
+
+
+class _EndedRequest(NamedTuple):
+    """A request whose last store is number `last_store` or an older one. Its blocks after `end` tokens are in order."""
+
+    last_store: int
+    tracked: TrackedRequest
+    end: int
+
+
+class EndedRequests:
+    """Puts the blocks of ended requests into the pool's order of eviction. Used by the scheduler's thread.
+
+    The steps of a request were stored one after the other, so the beginning of its prefix would be evicted first. Once
+    its last store is done, all its blocks are marked as used at that time, the beginning last.
+    """
+
+    def __init__(self, control: ControlPlane, groups: KVGroups, stores: Stores) -> None:
+        self._control, self._groups, self._stores = control, groups, stores
+        self._blocks_per_stride = sum(groups.alignment // group.block_tokens for group in groups.groups)
+        self._leaving: list[TrackedRequest] = []  # the backlog may have blocks of theirs
+        self._ended: deque[_EndedRequest] = deque()
+
+    def add_ended(self, tracked: TrackedRequest) -> None:
+        self._leaving.append(tracked)
+
+    def refresh(self, most: int, *, backlog_moves: bool) -> None:
+        """Mark at most `most` blocks as used, from the ends of requests on, so that it may take several steps.
+        `backlog_moves`: the backlog is about to be stored, and requests that have just ended wait for it."""
+        if not backlog_moves or len(self._leaving) > _MOST_LEAVING:
+            last = self._stores.newest
+            self._ended += [_EndedRequest(last, tracked, tracked.offered_tokens) for tracked in self._leaving]
+            self._leaving = []
+        oldest, alignment = self._stores.oldest, self._groups.alignment
+        while most > 0 and self._ended and self._ended[0].last_store < oldest:
+            last_store, tracked, end = self._ended.popleft()
+            start = max(0, end - max(1, most // self._blocks_per_stride) * alignment)
+            keys = tracked.keys_between(self._groups, start, end)
+            self._control.refresh(keys)
+            most -= len(keys)
+            if start:
+                self._ended.appendleft(_EndedRequest(last_store, tracked, start))
+
+    def forget_ended(self) -> None:
+        self._leaving = []
+        self._ended.clear()

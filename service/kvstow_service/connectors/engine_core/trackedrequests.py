@@ -1,0 +1,117 @@
+"""What the scheduler side knows of one request of the inference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import NamedTuple, Protocol
+
+from kvstow.keys import make_key
+from kvstow.results import Lease
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups, in_token_order
+
+
+class Request(Protocol):
+    """What is read of vLLM's `Request`."""
+
+    num_computed_tokens: int
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_output_placeholders(self) -> int: ...
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool: ...
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+
+
+class Hit(NamedTuple):
+    """Host blocks held for a request: `KVGroups.places(start, end)`, in that order, from number `first` of the lease
+    on."""
+
+    start: int
+    end: int
+    lease: Lease
+    first: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class TrackedRequest:
+    """A request between its arrival and its end. Used by the scheduler's thread.
+
+    `tables[group]`: its GPU blocks in order. `offered_tokens`: the blocks of the tokens before it were offered to the
+    pool. `hit`: what is held for the next admission. `start`: tokens that were on the GPU when the hit was looked up.
+    `loading`: the admission began with a load, of the tokens `loaded`; `load_failed`: some of them were not written.
+    `withheld`: its blocks belong to weights that were replaced, and are never offered. `admitted_at`: the step that
+    gave the tables. `has_run`: it was computed since, so its tokens are more than the promise of a load.
+    """
+
+    request: Request
+    num_groups: InitVar[int]
+    offered_tokens: int = 0
+    hit: Hit | None = None
+    start: int = 0
+    loaded: range = range(0)
+    loading: bool = False
+    load_failed: bool = False
+    withheld: bool = False
+    admitted_at: int = -1
+    has_run: bool = False
+    tables: list[list[int]] = field(init=False)
+    _keys: list[list[bytes]] = field(init=False)
+
+    def __post_init__(self, num_groups: int) -> None:
+        self.tables = [[] for _ in range(num_groups)]
+        self._keys = [[] for _ in range(num_groups)]
+
+    @property
+    def confirmed_tokens(self) -> int:
+        """Tokens whose KV older steps have written: a step in flight may still reject its own."""
+        return self.request.num_computed_tokens - self.request.num_output_placeholders
+
+    def keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
+        """Keys of the group's blocks `first` to `end`, as far as there are hashes. Each is made once."""
+        known, end = self._keys[group.index], min(end, len(self.request.block_hashes) // group.hashes_per_block)
+        if len(known) < end:
+            known += self._make_keys(group, len(known), end)
+        return known[first:end]
+
+    def _make_keys(self, group: KVGroup, first: int, end: int) -> list[bytes]:
+        step, prefix = group.hashes_per_block, make_key(group.index, b"")
+        return [prefix + each for each in self.request.block_hashes[(first + 1) * step - 1 : end * step : step]]
+
+    def keys_of_places(self, groups: KVGroups, start: int, end: int) -> list[bytes]:
+        """Keys of `groups.places(start, end)`."""
+        known = {group.index: self.keys(group, 0, end // group.block_tokens) for group in groups.groups}
+        return [known[group][number] for group, number in groups.places(start, end)]
+
+    def keys_between(self, groups: KVGroups, start: int, end: int) -> list[bytes]:
+        """Keys of all groups' blocks of the tokens `start` to `end`, in the order of the tokens that they end with.
+        O(end - start): it keeps none."""
+        runs = [
+            (group, self._make_keys(group, start // group.block_tokens, end // group.block_tokens))
+            for group in groups.groups
+        ]
+        return in_token_order(runs)
+
+    def forget_stale_keys(self, groups: KVGroups) -> None:
+        """A streamed request can go on with another prompt, and then has other hashes."""
+        hashes = self.request.block_hashes
+        for group in groups.groups:
+            known = self._keys[group.index]
+            last = len(known) * group.hashes_per_block - 1
+            if known and (last >= len(hashes) or not known[-1].endswith(hashes[last])):
+                known.clear()
+
+    def give_tables(self, tables: Sequence[Sequence[int]], step: int) -> None:
+        """The request has these GPU blocks now, and no others. None of them has been offered yet."""
+        self.tables = [list(table) for table in tables]
+        self.offered_tokens = 0
+        self.admitted_at, self.has_run = step, False

@@ -1,0 +1,99 @@
+"""The vLLM process that the connector runs in: what its configuration says, its node, its log."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstow.errors import ConfigError
+from kvstow_service.connectors.engine_core.kvgroups import layer_spec
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMProcess:
+    """One vLLM engine, as seen from one of its processes. Sizes in tokens.
+
+    `engine_id` is the same in all processes of the engine, and in no other engine. `rank` counts the workers of the
+    engine, over all its nodes; 0 in the scheduler's process. `frees_late`: vLLM hands a freed block out only after
+    every step in flight has ended, so a load never writes a block that an older step still writes. `replicated`: all
+    ranks have the same KV (MLA).
+    """
+
+    engine_id: str
+    model: str
+    rank: int
+    num_ranks: int
+    ranks_per_node: int
+    data_parallel_index: int
+    context_parallel: int
+    max_batched_tokens: int
+    frees_late: bool
+    recomputes: bool
+    replicated: bool = False
+
+    @classmethod
+    def of(cls, config: Any, kv_cache_config: Any, engine_transfer: Any) -> VLLMProcess:
+        """Read a `VllmConfig` and a `KVCacheConfig`. `engine_transfer`: the `KVTransferConfig` that vLLM's scheduler
+        goes by; a child of MultiConnector has one of its own in `config`. Raises `ConfigError` for settings that KVStow
+        does not work with."""
+        transfer, parallel = config.kv_transfer_config, config.parallel_config
+        if not config.cache_config.enable_prefix_caching:
+            raise ConfigError("enable_prefix_caching", False, "true: blocks are found by their prefix hash")
+        if transfer.kv_role != "kv_both":
+            raise ConfigError("kv_role", transfer.kv_role, "kv_both: a cache is written and read")
+        if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+            raise ConfigError("prefill_context_parallel_size", parallel.prefill_context_parallel_size, "1")
+        if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+            allowed = "mp or ray: one scheduler decides for all ranks"
+            raise ConfigError("distributed_executor_backend", parallel.distributed_executor_backend, allowed)
+        # A drafter writes blocks after its step's output is known, and so does a step that only zeroes blocks.
+        writes_late = config.speculative_config is not None or kv_cache_config.needs_kv_cache_zeroing
+        return cls(
+            engine_id=f"{config.instance_id}-{transfer.engine_id}",  # the second alone may be set by users
+            model=str(config.model_config.served_model_name or ""),
+            rank=parallel.rank % parallel.world_size,
+            num_ranks=parallel.world_size,
+            ranks_per_node=1 if parallel.use_ray else parallel.local_world_size,
+            data_parallel_index=parallel.data_parallel_index,
+            context_parallel=parallel.decode_context_parallel_size,
+            max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+            frees_late=config.max_concurrent_batches > 1 and engine_transfer.is_kv_consumer and not writes_late,
+            recomputes=engine_transfer.kv_load_failure_policy == "recompute",
+            replicated=_is_replicated(parallel, kv_cache_config),
+        )
+
+
+def _is_replicated(parallel: Any, kv_cache_config: Any) -> bool:
+    if not parallel.tensor_parallel_size == parallel.world_size > 1 or parallel.decode_context_parallel_size > 1:
+        return False
+    specs = [layer_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    return all("MLA" in type(spec).__name__ for spec in specs)
+
+
+def this_node() -> str:
+    """Name of the machine or container that this process runs in. Processes of the same node share a file system."""
+    return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+
+
+def hash_block_tokens(config: Any, kv_cache_config: Any) -> int:
+    """Tokens that one of a request's block hashes covers."""
+    known = getattr(kv_cache_config, "hash_block_size", None)
+    if known is not None:
+        return int(known)
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, config)[1])
+
+
+def join_vllm_log() -> None:
+    """Write KVStow's log lines to vLLM's log, unless the logger "kvstow" is configured already: vLLM configures its own
+    logger alone, and lines of others below a warning are lost. Idempotent."""
+    ours, theirs = logging.getLogger("kvstow"), logging.getLogger("vllm")
+    if ours.handlers or ours.level != logging.NOTSET or not theirs.handlers:
+        return
+    ours.handlers = list(theirs.handlers)
+    ours.setLevel(theirs.level)
+    ours.propagate = False

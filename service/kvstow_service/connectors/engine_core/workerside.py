@@ -1,0 +1,164 @@
+"""The worker side: one rank's data plane, driven by the steps of its vLLM worker."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstow.devices.base import Fence
+from kvstow.messages import Completion, DesiredState, RankReport
+from kvstow_service.connectors.engine_core.stepplan import PlannedStep
+
+if TYPE_CHECKING:
+    from kvstow_service.connectors.vllm.rankdataplane import RankDataPlane
+
+
+class FinishedLoads(NamedTuple):
+    """Requests whose loads have ended on this rank. `failed` is a part of `done`; `bad_blocks` are theirs."""
+
+    done: set[str]
+    failed: set[str]
+    bad_blocks: set[int]
+
+
+class BootCompletions(NamedTuple):
+    """Completions, and the boot of the rank that made them."""
+
+    boot_id: str
+    completions: tuple[Completion, ...]
+
+
+class RankSession(NamedTuple):
+    """How far a rank is in a session with the node service. `number`: of the session's ticket; 0 while it is in none.
+    `slots`: those that it can copy to and from; `is_whole`: no more are to come."""
+
+    number: int = 0
+    slots: int = 0
+    is_whole: bool = False
+
+
+class _Load(NamedTuple):
+    request_id: str
+    blocks: tuple[int, ...]
+
+
+class WorkerSide:
+    """Starts the ops of each step on one rank, and reports how they end.
+
+    Used by the worker's main thread, except `report`, `apply` and `add_listener`, which the rank's agent calls
+    (`ReportingRank`).
+
+    Order. A step's stores read what older steps have computed, so they wait for what the compute stream holds when the
+    step begins and for nothing later. So do its loads, unless vLLM rules out that an older step still writes their
+    blocks. Whichever hook a version calls first, the ops are submitted once, before the step computes.
+    """
+
+    def __init__(self, rank: int, plane: RankDataPlane, *, loads_wait: bool) -> None:
+        self.rank, self.plane = rank, plane
+        self.fence: Callable[[], Fence | None] = lambda: None
+        """Names all work given to the compute stream so far; None where that is always done."""
+        self._loads_wait = loads_wait
+        self._step = 0
+        self._loading: dict[int, _Load] = {}  # by op
+        self._done: list[_Load] = []
+        self._failed: list[_Load] = []
+        self._completed: list[BootCompletions] = []
+        self._replacing = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def begin_step(self, step: PlannedStep) -> None:
+        """Submit the ops of a step, once: later calls for the same step do nothing."""
+        if step.number == self._step:
+            return
+        self._step = step.number
+        self.plane.begin_step()
+        self._failed += [_Load(request_id, blocks) for request_id, blocks in step.lost_loads.items()]
+        for op, request_id in zip(step.loads.ops, step.load_requests, strict=True):
+            self._loading[op.op_id] = _Load(request_id, op.blocks)
+        if not (step.stores.ops or step.loads.ops):
+            return
+        if step.boots and step.boots[self.rank] != self.plane.boot_id:
+            self._refuse(step)
+            return
+        fence = self.fence() if step.stores.ops or self._loads_wait else None
+        if step.loads.ops:
+            self.plane.submit(step.loads, fence if self._loads_wait else None)
+            self.plane.drive()  # a request waits for it
+        if step.stores.ops:
+            self.plane.submit(step.stores, fence)
+
+    def launched(self) -> None:
+        """vLLM has launched the forward pass of a step. Steps without a forward pass do not call it."""
+        self.plane.launched(self.fence() if self.plane.is_pinning else None)
+
+    def take_finished_loads(self) -> FinishedLoads:
+        """Loads that have ended since the last call, done and failed in one snapshot; `take_boot_completions` returns
+        the same completions. vLLM calls it at the end of each step."""
+        self.plane.end_step()
+        self.plane.drive()
+        self._collect()
+        done, failed = self._done, self._failed
+        self._done, self._failed = [], []
+        return FinishedLoads(
+            {load.request_id for load in (*done, *failed)},
+            {load.request_id for load in failed},
+            {block for load in failed for block in load.blocks},
+        )
+
+    def take_boot_completions(self) -> list[BootCompletions]:
+        """For the scheduler side: what `take_finished_loads` has collected since the last call."""
+        completed, self._completed = self._completed, []
+        return completed
+
+    def close_plane(self) -> bool:
+        """Close the data plane: what was under way fails, and afterwards it touches no memory. False while a copy
+        hangs in the device. `replace_plane` only after that: a new boot says that the old one has ended."""
+        ended = self.plane.close()
+        self._collect()
+        return ended
+
+    def replace_plane(self, plane: RankDataPlane) -> None:
+        """The rank restarts with another data plane. It begins with the current desired state, so that no late answer
+        to the old one can mislead it."""
+        with self._replacing:
+            applied = self.plane.applied
+            if applied.engine_id:
+                plane.apply(applied)
+            self.plane = plane
+        for callback in self._callbacks:
+            plane.add_listener(callback)
+            callback()
+
+    # -- for the agent, or for the steps where it reaches no server -----------------------------------------
+
+    def report(self) -> RankReport:
+        return self.plane.report()
+
+    def apply(self, desired: DesiredState) -> None:
+        with self._replacing:
+            plane = self.plane
+            plane.apply(desired)
+        plane.start()  # an engine that answers has started
+
+    def add_listener(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+        self.plane.add_listener(callback)
+
+    def _refuse(self, step: PlannedStep) -> None:
+        """The step was planned for memory that this rank has since lost: the slots that it names hold other bytes.
+        The rank may have restarted in the middle of the planning, so some ops may belong to its new boot."""
+        why = "this rank has restarted since the op was planned"
+        refusals = tuple(Completion(op.op_id, "failed", why) for op in (*step.loads.ops, *step.stores.ops))
+        for boot_id in (step.boots[self.rank] or "", self.plane.boot_id):
+            self._take(BootCompletions(boot_id, refusals))
+
+    def _collect(self) -> None:
+        if completions := self.plane.take_completions():
+            self._take(BootCompletions(self.plane.boot_id, tuple(completions)))
+
+    def _take(self, batch: BootCompletions) -> None:
+        self._completed.append(batch)
+        for completion in batch.completions:
+            if completion.mark != "source_free" and (load := self._loading.pop(completion.op_id, None)) is not None:
+                (self._failed if completion.mark == "failed" else self._done).append(load)

@@ -1,0 +1,105 @@
+"""The backlog: what is offered again, when, and in which order; and how long a failure makes it wait."""
+
+from __future__ import annotations
+
+from tests.service.connectors.engine_core.blockpool import FakeBlockPool
+
+from kvstow.keys import make_key
+from kvstow_service.connectors.engine_core.backlog import Backlog, RetryPause
+from kvstow_service.connectors.engine_core.gpublocks import GPUBlocks
+
+HASH_BYTES = 8
+
+
+def make_gpu(count: int) -> GPUBlocks:
+    gpu = GPUBlocks(FakeBlockPool(count))
+    gpu.hash_bytes = HASH_BYTES
+    for block in gpu.pool.blocks:
+        block.block_hash = block.block_id.to_bytes(HASH_BYTES, "big") + (3).to_bytes(4, "big")
+    return gpu
+
+
+def take(backlog: Backlog, count: int = 100, unwritten: frozenset[int] = frozenset()) -> list[int]:
+    return backlog.take_cached(count, unwritten).blocks
+
+
+def test_blocks_come_in_the_order_in_which_they_were_added_and_each_once() -> None:
+    backlog = Backlog(make_gpu(10))
+    backlog.add_blocks([5, 3, 5])
+    backlog.add_blocks([3, 7])
+    assert len(backlog) == 3
+    assert take(backlog, 2) == [5, 3]
+    assert take(backlog) == [7]
+    assert take(backlog) == []
+    backlog.add_blocks([5])
+    assert take(backlog) == [5]
+
+
+def test_a_block_is_offered_under_the_hash_that_it_has_now() -> None:
+    gpu = make_gpu(4)
+    backlog = Backlog(gpu)
+    backlog.add_blocks([1, 2])
+    gpu.pool.blocks[1].block_hash = b"other123" + (1).to_bytes(4, "big")
+    offer = backlog.take_cached(100, frozenset())
+    assert offer.keys == [make_key(1, b"other123"), make_key(3, (2).to_bytes(HASH_BYTES, "big"))]
+
+
+def test_a_block_that_vllm_does_not_cache_is_forgotten() -> None:
+    gpu = make_gpu(4)
+    backlog = Backlog(gpu)
+    backlog.add_blocks([1, 2])
+    gpu.pool.blocks[1].block_hash = None
+    assert take(backlog) == [2]
+    assert len(backlog) == 0
+
+
+def test_a_block_that_this_step_writes_waits() -> None:
+    backlog = Backlog(make_gpu(4))
+    backlog.add_blocks([1, 2])
+    assert take(backlog, unwritten=frozenset({1})) == [2]
+    assert len(backlog) == 1
+    backlog.add_blocks([1])
+    assert take(backlog) == [1]
+
+
+def test_it_is_no_larger_than_the_gpu() -> None:
+    backlog = Backlog(make_gpu(4))
+    for _ in range(10):
+        backlog.add_blocks(range(4))
+    assert len(backlog) == 4
+    backlog.forget_backlog()
+    assert (len(backlog), take(backlog)) == (0, [])
+
+
+def test_the_key_of_a_block_of_several_hash_blocks_has_the_last_hash() -> None:
+    block_hash = b"first---" + b"last----" + (258).to_bytes(4, "big")
+    assert make_gpu(1).keys_of([block_hash]) == [make_key(258, b"last----")]
+
+
+def steps_until_retry(pause: RetryPause) -> int:
+    for steps in range(1000):
+        if not pause:
+            return steps
+        pause.step()
+    raise AssertionError("it never ends")
+
+
+def test_each_failure_in_a_row_makes_the_pause_longer_up_to_a_bound() -> None:
+    pause = RetryPause()
+    waited = []
+    for _ in range(12):
+        pause.failed()
+        waited.append(steps_until_retry(pause))
+    assert waited == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 256, 256]
+    pause.failed()
+    pause.succeeded()
+    assert not pause
+    pause.failed()
+    assert not pause
+
+
+def test_what_fails_during_a_pause_does_not_make_it_longer() -> None:
+    pause = RetryPause()
+    for _ in range(100):
+        pause.failed()
+    assert steps_until_retry(pause) == 1

@@ -1,0 +1,275 @@
+"""The scheduler side as a whole: leases, resets, boots, and what a step costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.service.connectors.engine_core.vllmhost import (
+    ONE_GROUP,
+    WITH_WINDOW,
+    Cached,
+    FakeRequest,
+    Output,
+    VllmHost,
+    keys_of,
+)
+
+from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
+
+PROMPT = "abcdefghi"  # 8 tokens can be loaded
+
+
+def holding_host(groups: KVGroups = ONE_GROUP) -> tuple[VllmHost, FakeRequest]:
+    """A host, and a request whose hit is held."""
+    host, request = VllmHost(groups), FakeRequest("r", PROMPT)
+    for group in groups.groups:
+        host.store(*keys_of(PROMPT, group))
+    assert host.ask(request) == 8
+    assert host.leases == 1
+    return host, request
+
+
+@pytest.mark.parametrize("groups", [ONE_GROUP, WITH_WINDOW])
+def test_asking_in_every_step_holds_one_lease(groups: KVGroups) -> None:
+    host, request = holding_host(groups)
+    for local in (0, 4, 4, 0):
+        assert host.ask(request, local) == 8 - local
+        host.step()
+    assert host.leases == 1
+
+
+def test_a_request_that_ends_before_its_admission_releases_its_hit() -> None:
+    host, request = holding_host(WITH_WINDOW)
+    host.side.finish(request, [[], []])
+    assert host.leases == 0
+
+
+def test_an_admission_without_load_releases_the_hit() -> None:
+    host, request = holding_host()
+    host.admit(request, 9)
+    assert host.leases == 0
+
+
+def test_a_reset_releases_hits_and_the_request_is_a_miss() -> None:
+    host, request = holding_host()
+    assert host.side.reset()
+    assert host.leases == 0
+    assert host.ask(request) == 0
+
+
+def test_a_new_request_of_a_known_name_releases_the_hit_of_the_old_one() -> None:
+    host, _ = holding_host()
+    assert host.ask(FakeRequest("r", "XYZ")) == 0
+    assert host.leases == 0
+
+
+def test_a_request_that_skips_the_cache_gets_no_hit() -> None:
+    host, request = holding_host()
+    request.skip_reading_prefix_cache = True
+    assert host.ask(request) == 0
+
+
+def test_a_request_that_skips_the_cache_holds_nothing() -> None:
+    host, request = holding_host()
+    request.skip_reading_prefix_cache = True
+    host.ask(request)
+    host.admit(request, 9)
+    assert host.leases == 0
+
+
+def test_the_end_of_an_unknown_request_is_ignored() -> None:
+    host = VllmHost()
+    host.side.finish(FakeRequest("r", PROMPT), [[1, 2]])
+    assert host.step().stores.ops == ()
+
+
+# -- reset ----------------------------------------------------------------------------------------------------
+
+
+def test_after_a_reset_nothing_that_was_computed_before_is_stored() -> None:
+    host, running, ended, flying = VllmHost(), *(FakeRequest(name, name * 9) for name in "abc")
+    for request in (running, ended, flying):
+        host.run(request)
+    host.finish(flying)
+    host.step(copy=False)  # its store is under way
+    host.finish(ended)  # its store is planned
+    assert host.side.reset()
+    host.copy()
+    running.tokens += "xyz"
+    host.step({running: 3})
+    host.step({running: 0})
+    host.finish(running)
+    host.step()
+    host.step()
+    assert host.stored() == set()
+    assert not host.side.has_pending_stores
+    assert host.engine.stats().pool.slots.free == 64
+
+
+def test_a_request_that_is_admitted_after_a_reset_is_stored() -> None:
+    host, request = VllmHost(), FakeRequest("r", PROMPT)
+    host.run(request)
+    assert host.side.reset()
+    host.preempt(request)
+    host.run(request)
+    host.finish(request)
+    host.step()
+    assert host.stored() == set(keys_of(PROMPT))
+
+
+def test_a_reset_waits_for_loads() -> None:
+    host, request = holding_host()
+    host.admit(request, load=8)
+    assert not host.side.reset()
+    host.step(copy=False)
+    assert not host.side.reset()
+    host.copy()
+    assert host.side.reset()
+    host.resume(request, 1)
+    host.step({request: 1})
+    host.finish(request)
+    host.step()
+    assert host.stored() == set()
+
+
+# -- boots ----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_names_the_boots_that_its_ops_are_for() -> None:
+    host, request = VllmHost(num_ranks=2), FakeRequest("r", PROMPT)
+    assert host.step().boots == ()
+    host.run(request)
+    host.finish(request)
+    before = tuple(rank.boot_id for rank in host.ranks)
+    host.ranks[1].restart(pinned=64)
+    plan = host.step()
+    assert plan.stores.ops
+    assert plan.boots == before
+    again = host.step()
+    assert [op.blocks for op in again.stores.ops] == [op.blocks for op in plan.stores.ops]
+    assert again.boots == tuple(rank.boot_id for rank in host.ranks)
+    assert host.step().boots == ()
+
+
+def test_a_plan_names_the_boots_before_its_first_op() -> None:
+    host, request = holding_host()
+    other = FakeRequest("o", "ABCDE")
+    host.run(other)
+    before = (host.ranks[0].boot_id,)
+    host.finish(other)
+    host.ranks[0].restart(pinned=64)
+    host.admit(request, load=8)
+    assert host.step(copy=False).boots == before
+
+
+@pytest.mark.parametrize("begin", ["begin_store", "begin_load"])
+def test_a_rank_that_restarts_while_an_op_is_planned_refuses_it(begin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's other threads take reports at any time."""
+    host, request = holding_host()
+    before, begin_op = host.engine.boot_ids(), getattr(host.engine, begin)
+
+    def restart_afterwards(*args: Any, **rest: Any) -> Any:
+        begun = begin_op(*args, **rest)
+        host.ranks[0].restart(pinned=64)
+        return begun
+
+    monkeypatch.setattr(host.engine, begin, restart_afterwards)
+    if begin == "begin_load":
+        host.admit(request, load=8)
+    else:
+        other = FakeRequest("o", "ABCDE")
+        host.run(other)
+        host.finish(other)
+    assert host.step(copy=False).boots == before
+
+
+def test_a_load_is_for_the_boots_of_its_look_up() -> None:
+    host, request = holding_host()
+    before = (host.ranks[0].boot_id,)
+    host.admit(request, load=8)
+    host.ranks[0].restart(pinned=64)
+    plan = host.step(copy=False)
+    assert (len(plan.loads.ops), plan.boots) == (1, before)
+
+
+def test_steps_are_numbered() -> None:
+    host = VllmHost()
+    assert [host.step().number for _ in range(3)] == [1, 2, 3]
+
+
+# -- costs ----------------------------------------------------------------------------------------------------
+
+
+class GuardedRequest(FakeRequest):
+    """Fails the test when it is read, once `may_not_be_read` is set."""
+
+    may_not_be_read = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("num_computed_tokens", "num_output_placeholders", "num_tokens", "block_hashes"):
+            assert not object.__getattribute__(self, "may_not_be_read"), f"{name} is read"
+        return object.__getattribute__(self, name)
+
+
+def test_a_step_with_nothing_due_reads_no_request() -> None:
+    host, request, waiting = VllmHost(), GuardedRequest("r", PROMPT), GuardedRequest("w", PROMPT)
+    host.run(request)
+    request.tokens += "j"
+    host.step({request: 1})
+    host.ask(waiting)
+    host.step({request: 0})
+    request.may_not_be_read = True
+    assert host.side.plan_step(Output({"r": 1})).stores.ops == ()
+
+
+def test_a_request_is_read_again_when_it_gets_a_block() -> None:
+    host, request = VllmHost(), GuardedRequest("r", PROMPT + "j")
+    host.run(request)
+    host.step({request: 0})
+    request.may_not_be_read = True
+    new_block = Cached(["r"], [([9],)])
+    with pytest.raises(AssertionError, match="is read"):
+        host.side.plan_step(Output({"r": 1}, new_block))
+
+
+def test_a_table_that_was_given_at_admission_is_not_followed_twice() -> None:
+    """vLLM lists a request that resumes among those that run, with all of its blocks."""
+    host, request = VllmHost(), FakeRequest("r", PROMPT[:8])
+    host.admit(request, 8)
+    host.side.plan_step(Output({"r": 8}, Cached(["r"], [request.block_ids])))
+    request.num_computed_tokens = 8
+    request.tokens += "ij"
+    host.side.plan_step(Output({"r": 2}, Cached(["r"], [([30],)])))
+    request.num_computed_tokens = 10
+    (op,) = host.side.plan_step(Output({"r": 2}, Cached(["r"], [([31],)]))).stores.ops
+    assert op.blocks == (30,)
+
+
+class FakeEvents:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[str, list[bytes]]] = []
+        self.origins: dict[bytes, Any] = {}
+
+    def offered(self, request: Any, group: KVGroup, first_block: int, keys: Any) -> None:
+        self.given.append((f"{request.request_id} {group.index} {first_block}", list(keys)))
+        self.origins |= dict.fromkeys(keys, request)
+
+    def take_offered(self) -> dict[bytes, Any]:
+        offered, self.origins = self.origins, {}
+        return offered
+
+    def granted(self, keys: Any, origins: Any) -> None:
+        assert set(keys) <= set(origins)
+        self.given.append(("granted", list(keys)))
+
+
+def test_events_get_what_is_offered_and_what_is_being_stored() -> None:
+    events = FakeEvents()
+    host, request, keys = VllmHost(events=events), FakeRequest("r", PROMPT), keys_of(PROMPT)
+    host.store(keys[1])
+    host.run(request)
+    host.finish(request)
+    assert events.given == [("r 0 0", keys), ("granted", [keys[0], *keys[2:]])]
