@@ -32,6 +32,14 @@ def rate(per_second: float | None) -> str:
     return ABSENT if per_second is None else f"{format_size(per_second)}/s"
 
 
+def blocks_per_second(number: float | None) -> str:
+    """
+    >>> blocks_per_second(12.34), blocks_per_second(None)
+    ('12.3/s', '-')
+    """
+    return ABSENT if number is None else f"{number:,.1f}/s"
+
+
 def percent(ratio: float | None) -> str:
     """
     >>> percent(0.6123)

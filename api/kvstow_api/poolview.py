@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvstow_api.directory import Directory, HostedPool
+from kvstow_api.appstate import AppState
+from kvstow_api.directory import HostedPool
 from kvstow_api.views import PoolView
 
 
@@ -14,23 +15,25 @@ def settings_etag(pool: HostedPool) -> str:
     return f'"{pool.facade.engine_id}-{pool.facade.admin.settings_revision}"'
 
 
-def pool_views(directory: Directory) -> list[PoolView]:
-    sessions = Counter(session.pool for session in directory.sessions())
-    return [_view(pool, sessions[pool.name]) for pool in directory.pools()]
+def pool_views(app: AppState) -> list[PoolView]:
+    sessions = Counter(session.pool for session in app.directory.sessions())
+    return [_view(app, pool, sessions[pool.name]) for pool in app.directory.pools()]
 
 
-def pool_view(directory: Directory, pool: HostedPool) -> PoolView:
-    return _view(pool, sum(session.pool == pool.name for session in directory.sessions()))
+def pool_view(app: AppState, pool: HostedPool) -> PoolView:
+    return _view(app, pool, sum(session.pool == pool.name for session in app.directory.sessions()))
 
 
-def _view(hosted: HostedPool, sessions: int) -> PoolView:
+def _view(app: AppState, hosted: HostedPool, sessions: int) -> PoolView:
     etag = settings_etag(hosted)
     facade, highest = hosted.facade, hosted.max_capacity_slots
-    stats, desired = facade.stats(), facade.desired()
-    pool = stats.pool
+    stats, desired, readiness = facade.stats(), facade.desired(), facade.readiness()
+    pool, config = stats.pool, facade.config
     return PoolView(
         name=hosted.name,
         model=hosted.model,
+        state=readiness.state,
+        reason=readiness.reason,
         sessions=sessions,
         resizable=hosted.is_resizable,
         etag=etag,
@@ -42,9 +45,12 @@ def _view(hosted: HostedPool, sessions: int) -> PoolView:
         max_capacity_bytes=highest * pool.slot_bytes,
         usable_slots=pool.usable_slots,
         usable_bytes=pool.usable_slots * pool.slot_bytes,
+        memory_bytes=pool.capacity_slots * sum(map(config.slot_bytes_of, range(config.num_ranks))),
         slots=pool.slots,
         policy=pool.policy,
         pinning_paused=desired.paused,
         leases=pool.leases,
-        num_ranks=facade.config.num_ranks,
+        num_ranks=config.num_ranks,
+        pending=stats.transfers.pending,
+        now=app.sampler.now_of_pool(hosted.name),
     )

@@ -8,7 +8,7 @@ from collections import deque
 
 from kvstow.status import HostedSession, RankStatus
 from kvstow_api.directory import Directory, HostedPool
-from kvstow_api.history import NOW_SECONDS, HistoryView, SampleView, now_of, sample_of
+from kvstow_api.history import NOW_SECONDS, HistoryView, NowView, SampleView, now_of, sample_of
 from kvstow_api.hostreadiness import host_readiness, live_sessions
 from kvstow_api.journal import Journal
 
@@ -47,6 +47,11 @@ class Sampler:
             now=now_of(() if samples is None else samples.recent),
             items=[] if samples is None else list(samples.kept),
         )
+
+    def now_of_pool(self, pool: str) -> NowView:
+        """The present figures in `history_of`, without its samples."""
+        samples = self._pools.get(pool)
+        return now_of(() if samples is None else samples.recent)
 
     def tick(self) -> None:
         """Take a sample of each pool. The histories keep every fifth one, beginning with the first. A pool's history

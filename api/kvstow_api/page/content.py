@@ -93,7 +93,7 @@ def _node_readings(app: AppState) -> NodeReadings:
     directory = app.directory
     return NodeReadings(
         memory=directory.memory(),
-        pools=pool_views(directory),
+        pools=pool_views(app),
         sessions=[SessionView.of(session) for session in directory.sessions()],
     )
 

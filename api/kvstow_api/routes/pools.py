@@ -54,13 +54,13 @@ _MAX_BLOCKS = 4096  # blocks searched for one page of a state: some ms
 @router.get("/pools", responses=reading())
 async def list_pools(app: App) -> PoolsView:
     """All pools."""
-    return PoolsView(items=pool_views(app.directory))
+    return PoolsView(items=pool_views(app))
 
 
 @router.get("/pools/{pool}", responses={**ETAG, **reading(404)})
 async def get_pool(app: App, pool: Pool, response: Response) -> PoolView:
     """One pool. The ETag names its settings."""
-    view = pool_view(app.directory, pool)
+    view = pool_view(app, pool)
     response.headers["ETag"] = view.etag
     return view
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstow.bytesize import format_size
 from kvstow.status import BlockStatus, RankStatus
-from kvstow_api.numberformat import ABSENT, duration, field_text, moment, percent, rate
+from kvstow_api.numberformat import ABSENT, blocks_per_second, duration, field_text, moment, percent, rate
 from kvstow_api.overview import waits_for
 from kvstow_api.views import LogLevelView, OperationView, PoolView
 from kvstow_service.cli.output import Column
@@ -25,8 +25,7 @@ def _pinned(item: RankStatus) -> str:
 
 
 def _used(item: PoolView) -> str:
-    used = item.usable_slots - item.slots.free
-    return f"{used:,} ({percent(used / item.usable_slots if item.usable_slots else None)})"
+    return percent((item.usable_slots - item.slots.free) / item.usable_slots if item.usable_slots else None)
 
 
 def _progress(item: OperationView) -> str:
@@ -39,17 +38,31 @@ def _removed(item: OperationView) -> str:
     return f"{'would remove' if item.result.dry_run else 'removed'} {item.result.evicted_slots:,}"
 
 
+def _in_flight(item: PoolView) -> str:
+    pending = item.pending
+    words = f"{pending.loads + pending.stores:,}"
+    return f"{words} ({pending.stuck:,} stuck)" if pending.stuck else words
+
+
 POOLS = (
     _field("NAME", "name"),
-    Column("SIZE", lambda item: format_size(item.capacity_bytes)),
-    _field("SLOTS", "capacity_slots"),
-    _field("USABLE", "usable_slots"),
+    _field("STATE", "state"),
+    Column("MEMORY", lambda item: format_size(item.memory_bytes)),
     Column("USED", _used),
-    _field("POLICY", "policy"),
-    _field("RANKS", "num_ranks"),
+    Column("HITS", lambda item: percent(item.now.hit_ratio)),
+    Column("LOADS", lambda item: rate(item.now.load_bytes_per_second)),
+    Column("STORES", lambda item: rate(item.now.store_bytes_per_second)),
+    Column("IN FLIGHT", _in_flight),
+    Column("EVICTED", lambda item: blocks_per_second(item.now.evicted_blocks_per_second)),
+    Column("DROPPED", lambda item: blocks_per_second(item.now.dropped_blocks_per_second)),
     _field("SESSIONS", "sessions"),
-    _field("LEASES", "leases"),
+    _field("RANKS", "num_ranks"),
     _field("MODEL", "model", wide=True),
+    Column("SIZE", lambda item: format_size(item.capacity_bytes), wide=True),
+    _field("SLOTS", "capacity_slots", wide=True),
+    _field("USABLE", "usable_slots", wide=True),
+    _field("POLICY", "policy", wide=True),
+    _field("LEASES", "leases", wide=True),
     *(
         Column(state.upper(), lambda item, state=state: f"{getattr(item.slots, state):,}", wide=True)  # type: ignore[misc]
         for state in ("free", "filling", "cached", "leased", "protected", "quarantined")
@@ -70,13 +83,14 @@ SESSIONS = (
     Column("RANKS", lambda item: f"{len(item.ranks)}"),
     _field("REGISTERED", "registered_slots"),
     Column("IN FLIGHT", lambda item: f"{item.in_flight:,}"),
+    Column("OLDEST", lambda item: duration(item.oldest_seconds) if item.in_flight else ABSENT),
+    Column("HOLDS", lambda item: f"{item.leased_slots + item.quarantined_slots:,}"),
     Column("AGE", lambda item: duration(item.age_seconds)),
     _field("NAMESPACE", "namespace", wide=True),
     _field("LEASES", "leases", wide=True),
     _field("LEASED", "leased_slots", wide=True),
     _field("QUARANTINED", "quarantined_slots", wide=True),
     _field("PROCESSES", "processes", wide=True),
-    Column("OLDEST", lambda item: duration(item.oldest_seconds) if item.in_flight else ABSENT, wide=True),
 )
 
 NAMESPACES = (

@@ -6,9 +6,12 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from tests.api.conftest import Ranks
 
+from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.testing.fakes import FakeClock
+from kvstow_api.embeddeddirectory import EmbeddedDirectory
 
 pytestmark = pytest.mark.anyio
 
@@ -41,11 +44,15 @@ async def test_the_pool_is_shown_with_states_that_add_up(
     engine.admin.protect(keys[2:3], None)
     body = (await client.get(HOST)).json()
     assert states(body) == {"free": 8, "filling": 2, "cached": 3, "leased": 2, "protected": 1, "quarantined": 0}
-    del body["slots"]
+    del body["slots"], body["now"]
     assert body.pop("etag")
+    pending = body.pop("pending")
+    assert (pending["loads"], pending["stores"], pending["store_blocks"], pending["stuck"]) == (0, 1, 2, 0)
     assert body == {
         "name": "host",
         "model": "",
+        "state": "ready",
+        "reason": "all slots are pinned",
         "sessions": 1,
         "resizable": True,
         "slot_bytes": 4096,
@@ -56,11 +63,34 @@ async def test_the_pool_is_shown_with_states_that_add_up(
         "max_capacity_bytes": 32 * 4096,
         "usable_slots": 16,
         "usable_bytes": 16 * 4096,
+        "memory_bytes": 2 * 16 * 4096,
         "policy": "lru",
         "pinning_paused": False,
         "leases": 1,
         "num_ranks": 2,
     }
+
+
+async def test_the_pool_has_the_present_figures_of_its_history(launch: Any, ranks: Any, keys: list[bytes]) -> None:
+    apps: list[Any] = []
+    client = await launch(apps.append)
+    sampler = apps[0].state.kvstow.sampler
+    ranks.store(keys[:2])
+    sampler.tick()
+    ranks.engine.release_lease(ranks.engine.acquire(keys[:4]))
+    sampler.tick()
+    now = (await client.get(HOST)).json()["now"]
+    assert now["hit_ratio"] == 0.5
+    assert now == (await client.get("/v1/history")).json()["now"]
+
+
+async def test_the_memory_of_a_pool_is_that_of_ranks_of_all_sizes(launch: Any) -> None:
+    config = EngineConfig(slot_bytes=4096, capacity_slots=16, num_ranks=2, rank_slot_bytes=(4096, 1024))
+    ranks = Ranks(OffloadEngine(config))
+    for rank, size in enumerate(config.rank_slot_bytes):
+        ranks.engine.report(ranks.make_report(rank, slot_bytes=size))
+    client = await launch(directory=EmbeddedDirectory(ranks.engine, 16))
+    assert (await client.get(HOST)).json()["memory_bytes"] == 16 * (4096 + 1024)
 
 
 async def test_quarantined_slots_add_up_too(

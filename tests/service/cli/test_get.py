@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ def get(run: Any, host: Any) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("noun", "title", "cell"),
     [
-        ("pools", "POLICY", "lru"),
+        ("pools", "DROPPED", "128 KiB"),
         ("ranks", "PENDING", "64 KiB of 64 KiB (100.0 %)"),
         ("blocks", "IDLE", "cached"),
         ("transfers", "REQUEST", ""),
@@ -51,6 +52,17 @@ def test_every_rank_shows_its_host_pid_and_device(run: Any, host: Any, get: Any)
     assert [row.split()[2:5] for row in rows] == [["host", "1000", "fake:0"], ["host", "1001", "fake:1"]]
     shown = run("describe", "rank", "1", "--server", host.url).stdout.split()
     assert shown[shown.index("device") + 1] == "fake:1"
+
+
+def test_a_pool_and_a_session_show_what_is_under_way(get: Any, host: Any) -> None:
+    host.engine.begin_store([b"\x09\x09"], [0], request_id="r-7")
+    titles, row = get("pools").stdout.splitlines()
+    shown = dict(zip(re.split("  +", titles), re.split("  +", row), strict=True))
+    assert shown.items() >= {"NAME": "host", "STATE": "ready", "USED": "43.8 %", "IN FLIGHT": "1"}.items()
+    titles, row = get("sessions", "-o", "wide").stdout.splitlines()
+    shown = dict(zip(re.split("  +", titles), re.split("  +", row), strict=True))
+    assert shown.items() >= {"STATE": "attached", "POOL": "host", "IN FLIGHT": "1", "HOLDS": "0"}.items()
+    assert shown["OLDEST"] != "-"
 
 
 def test_wide_has_more_columns(get: Any) -> None:
@@ -220,7 +232,7 @@ def test_a_watched_list_is_one_json_object_a_line(run: Any, host: Any, monkeypat
 
 
 def test_on_a_terminal_a_watched_list_is_replaced(host: Any, child_environ: dict[str, str]) -> None:
-    watch = ("get", "pools", "--watch", "--interval", "100ms", "--server", host.url)
+    watch = ("get", "pools", "--watch", "-o", "wide", "--interval", "100ms", "--server", host.url)
     with Terminal(*watch, environ=child_environ) as terminal:
         assert terminal.until("kvstow get pools").endswith("\x1b[2J\x1b[1;1H\x1b[1m")
         terminal.until(host.url)
