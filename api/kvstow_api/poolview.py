@@ -45,7 +45,7 @@ def _view(app: AppState, hosted: HostedPool, sessions: int) -> PoolView:
         max_capacity_bytes=highest * pool.slot_bytes,
         usable_slots=pool.usable_slots,
         usable_bytes=pool.usable_slots * pool.slot_bytes,
-        memory_bytes=pool.capacity_slots * sum(map(config.slot_bytes_of, range(config.num_ranks))),
+        granted_bytes=pool.capacity_slots * sum(map(config.slot_bytes_of, range(config.num_ranks))),
         slots=pool.slots,
         policy=pool.policy,
         pinning_paused=desired.paused,

@@ -185,11 +185,11 @@ class ProblemView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
-    """A pool. Slots and bytes are of one rank; every rank has the same. Only `memory_bytes` is of all ranks together.
-    `etag` names its settings; `block_tokens` is null while the number of tokens in a block is unknown. `model` is that
-    of the engine that made the pool, empty if unknown; `sessions` counts lost ones, too. `resizable`: whether a PATCH
-    can change the capacity. `state` and `reason` are those of `/v1/readiness`, `pending` counts the transfers in
-    flight, and `now` has the figures of the last seconds."""
+    """A pool. Slots and bytes are of one rank; every rank has the same. `granted_bytes`: what the pool has of the
+    host's memory, on all ranks together. `etag` names its settings; `block_tokens` is null while the number of tokens
+    in a block is unknown. `model` is that of the engine that made the pool, empty if unknown; `sessions` counts lost
+    ones, too. `resizable`: whether a PATCH can change the capacity. `state` and `reason` are those of `/v1/readiness`,
+    `pending` counts the transfers in flight, and `now` has the figures of the last seconds."""
 
     name: str
     model: str
@@ -206,7 +206,7 @@ class PoolView:
     max_capacity_bytes: int
     usable_slots: int
     usable_bytes: int
-    memory_bytes: int
+    granted_bytes: int
     slots: SlotCounts
     policy: str
     pinning_paused: bool

@@ -47,7 +47,7 @@ def _in_flight(item: PoolView) -> str:
 POOLS = (
     _field("NAME", "name"),
     _field("STATE", "state"),
-    Column("MEMORY", lambda item: format_size(item.memory_bytes)),
+    Column("MEMORY", lambda item: format_size(item.granted_bytes)),
     Column("USED", _used),
     Column("HITS", lambda item: percent(item.now.hit_ratio)),
     Column("LOADS", lambda item: rate(item.now.load_bytes_per_second)),

@@ -63,7 +63,7 @@ async def test_the_pool_is_shown_with_states_that_add_up(
         "max_capacity_bytes": 32 * 4096,
         "usable_slots": 16,
         "usable_bytes": 16 * 4096,
-        "memory_bytes": 2 * 16 * 4096,
+        "granted_bytes": 2 * 16 * 4096,
         "policy": "lru",
         "pinning_paused": False,
         "leases": 1,
@@ -90,7 +90,7 @@ async def test_the_memory_of_a_pool_is_that_of_ranks_of_all_sizes(launch: Any) -
     for rank, size in enumerate(config.rank_slot_bytes):
         ranks.engine.report(ranks.make_report(rank, slot_bytes=size))
     client = await launch(directory=EmbeddedDirectory(ranks.engine, 16))
-    assert (await client.get(HOST)).json()["memory_bytes"] == 16 * (4096 + 1024)
+    assert (await client.get(HOST)).json()["granted_bytes"] == 16 * (4096 + 1024)
 
 
 async def test_quarantined_slots_add_up_too(
