@@ -18,6 +18,7 @@ class _Command(NamedTuple):
 
 COMMANDS = {
     "serve": _Command("serve", "Run the node service: the host memory that the engines of this machine share."),
+    "keeper": _Command("keeper", "Hold the memory of the node service while that restarts."),
     "replay": _Command("replay", "Replay a request trace and verify every loaded byte."),
     "trace": _Command("trace", "Generate request traces."),
     "get": _Command("get", "List pools, sessions, ranks, blocks, transfers, operations, ..."),

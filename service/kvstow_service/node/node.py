@@ -45,8 +45,8 @@ class NodeSettings:
     group that may write to the socket, besides the service's user. `populate_chunk_bytes` are populated at once, then
     others have the machine for `populate_pause`. `trust_eof`: processes whose end cannot be seen count as ended so long
     after their connection; None refuses them. `state`: the folder of the keeper, with which everything survives a crash
-    of this process; None for no keeper. It holds the memory for `keep_timeout` without a service. `keep_on_stop`: leave
-    the memory with it in `close`, too.
+    of this process; None for no keeper. It holds the memory for `keep_timeout` without a service; None: others start
+    the keeper, and this process waits for it. `keep_on_stop`: leave the memory with it in `close`, too.
     """
 
     memory_bytes: int
@@ -59,7 +59,7 @@ class NodeSettings:
     share_across_uids: bool = False
     trust_eof: float | None = None
     state: Path | None = None
-    keep_timeout: float = 600.0
+    keep_timeout: float | None = 600.0
     keep_on_stop: bool = False
     pools: PoolSettings = field(default_factory=PoolSettings)
 

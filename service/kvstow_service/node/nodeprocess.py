@@ -137,7 +137,7 @@ def node_settings(settings: Settings, attach_group: int | None) -> NodeSettings:
         share_across_uids=settings.share_across_uids,
         trust_eof=settings.trust_eof,
         state=settings.state,
-        keep_timeout=settings.keep_timeout,
+        keep_timeout=settings.keep_timeout if settings.start_keeper else None,
         keep_on_stop=settings.keep_on_stop,
         pools=PoolSettings(policy=settings.policy, transfer_timeout=settings.transfer_timeout),
     )

@@ -72,6 +72,11 @@ class Settings(BaseModel):
     keep_timeout: PositiveDuration = Field(
         _written("10min"), description="How long the keeper holds the memory without a service; needs --state."
     )
+    start_keeper: Flag = Field(
+        True,
+        description="Start a keeper if none runs; otherwise wait for one that is started elsewhere, such as `kvstow "
+        "keeper` in a container of its own. Needs --state.",
+    )
     keep_on_stop: Flag = Field(
         False, description="Leave the memory to the keeper on SIGTERM too; otherwise it is given back. Needs --state."
     )
@@ -137,9 +142,15 @@ class Settings(BaseModel):
             yield "extent_size", "is not a multiple of 2 MiB, such as 1GiB"
         if self.pin_chunk > STEP_BYTES:
             yield "pin_chunk", f"is more than {format_size(STEP_BYTES)}, by which memory becomes usable"
-        for key in ("keep_on_stop", "keep_timeout"):
-            if key in self.model_fields_set and getattr(self, key) and self.state is None:
+        for key, is_used in (
+            ("keep_on_stop", self.keep_on_stop),
+            ("keep_timeout", "keep_timeout" in self.model_fields_set),
+            ("start_keeper", not self.start_keeper),
+        ):
+            if is_used and self.state is None:
                 yield key, "needs --state, the folder of the keeper that holds the memory"
+        if "keep_timeout" in self.model_fields_set and not self.start_keeper:
+            yield "keep_timeout", "has no effect with --no-start-keeper: `kvstow keeper` takes it"
         for key in ("tls_key", "tls_client_ca"):
             if getattr(self, key) is not None and self.tls_cert is None:
                 yield key, "needs --tls-cert"

@@ -14,7 +14,7 @@ import kvstow
 from kvstow_service.cli.commands import COMMANDS, load
 
 HEAVY = ["torch", "numpy", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "matplotlib", "vllm"]
-ON_THIS_MACHINE = {"serve", "replay"}
+ON_THIS_MACHINE = {"serve", "keeper", "replay"}
 
 
 def loaded(arguments: list[str], watched: list[str], environ: dict[str, str]) -> list[str]:

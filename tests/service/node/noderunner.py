@@ -1,7 +1,7 @@
 """A node in a process of its own, for tests that kill it.
 
-`python noderunner.py SOCKET STATE EXTENTS [keep] [timeout=SECONDS]` prints what it has recovered, and for each line of
-its input what it has. It ends on SIGTERM.
+`python noderunner.py SOCKET STATE EXTENTS [keep] [timeout=SECONDS | elsewhere]` prints what it has recovered, and for
+each line of its input what it has. It ends on SIGTERM. With `elsewhere` it starts no keeper.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def settings_of(socket: Path, state: Path, extents: int, words: Sequence[str]) -
         populate_pause=0,
         state=state,
         keep_on_stop="keep" in words,
-        keep_timeout=timeouts[0] if timeouts else 600.0,
+        keep_timeout=None if "elsewhere" in words else timeouts[0] if timeouts else 600.0,
     )
 
 

@@ -348,6 +348,8 @@ def test_every_setting_of_the_node_reaches_it() -> None:
     assert (node.populate_chunk_bytes, node.populate_pause) == (2 * MIB, 0.007)
     assert (node.share_across_uids, node.trust_eof) == (True, 3.0)
     assert (node.state, node.keep_timeout, node.keep_on_stop) == (Path("/var/lib/kvstow"), 3600.0, True)
+    elsewhere = {"memory": "65MiB", "state": "/var/lib/kvstow", "start_keeper": False}
+    assert node_settings(load_settings(elsewhere, {}), None).keep_timeout is None
     assert (node.pools.policy, node.pools.transfer_timeout) == ("arc", 9.0)
 
 

@@ -312,20 +312,21 @@ def test_the_keeper_runs_in_a_container_of_its_own(
     child_environ: dict[str, str],
     eventually: Any,
 ) -> None:
-    command = [sys.executable, "-m", "kvstow_service.node.survival.keeper", str(state), "600"]
+    command = [sys.executable, "-m", "kvstow_service", "keeper", "--state", str(state)]
     keeper = subprocess.Popen(command, env=child_environ)
-    eventually(lambda: (state / "keeper.sock").exists())
-    node = start_node()
+    node = start_node(8, "elsewhere")
     engine = real_engine()
     eventually(lambda: engine.show()["loads"] > 20)
     assert KeeperClient.look(state).pid == keeper.pid
     node.kill()
-    again = start_node()
+    again = start_node(8, "elsewhere")
     assert pool_of(again.first)["blocks"] > 0
     before = engine.show()["loads"]
     eventually(lambda: engine.show()["loads"] > before + 20)
     assert not engine.has_memory_besides(again.process.pid), "what it has mapped is what the service has"
     assert again.stop() == 0
+    assert KeeperClient.look(state).infos == {}, "it waits for the next service, and holds nothing"
+    keeper.terminate()
     assert keeper.wait(30) == 0
 
 

@@ -168,6 +168,11 @@ def test_every_wrong_value_gets_one_line_under_the_name_that_the_user_gave(confi
         ({"trust_eof": "0"}, "--trust-eof is '0'; allowed: more than 0 seconds"),
         ({"keep_on_stop": True}, "--keep-on-stop needs --state, the folder of the keeper that holds the memory"),
         ({"keep_timeout": "1h"}, "--keep-timeout 1h needs --state, the folder of the keeper that holds the memory"),
+        ({"start_keeper": False}, "--no-start-keeper needs --state, the folder of the keeper that holds the memory"),
+        (
+            {"state": "s", "start_keeper": False, "keep_timeout": "1h"},
+            "--keep-timeout 1h has no effect with --no-start-keeper: `kvstow keeper` takes it",
+        ),
         ({"policy": "fifo"}, "--policy is 'fifo'; allowed: lru or arc"),
         ({"tls_key": "k"}, "--tls-key k needs --tls-cert"),
         ({"tls_client_ca": "c"}, "--tls-client-ca c needs --tls-cert"),

@@ -3,7 +3,10 @@
 It holds file descriptors by name, each with a text that it does not read. It serves one service at a time, over a Unix
 socket that only its own uid reaches, and ends a while after the last one. It needs neither numpy nor the engine.
 
-    python -m kvstow_service.node.survival.keeper STATE_FOLDER KEEP_TIMEOUT_SECONDS [--daemon]
+    python -m kvstow_service.node.survival.keeper STATE_FOLDER KEEP_TIMEOUT_SECONDS [--daemon | --stay]
+
+With --daemon it goes on in the background. With --stay it lets go of everything where it would end otherwise, and waits
+for the next service: in a container of its own, each end would be a restart.
 """
 
 from __future__ import annotations
@@ -74,10 +77,15 @@ class Keeper:
     """
 
     def __init__(
-        self, listener: socket.socket, keep_timeout: float, *, clock: Callable[[], float] = time.monotonic
+        self,
+        listener: socket.socket,
+        keep_timeout: float,
+        *,
+        stays: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes over the listening socket."""
-        self._listener, self._keep_timeout, self._clock = listener, keep_timeout, clock
+        """Takes over the listening socket. `stays`: let go of everything instead of ending."""
+        self._listener, self._keep_timeout, self._stays, self._clock = listener, keep_timeout, stays, clock
         self._held: dict[str, Held] = {}
         self._connections: dict[int, _Connection] = {}
         self._service: _Connection | None = None
@@ -88,7 +96,7 @@ class Keeper:
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self.ended: str | None = None
-        """Why the keeper has ended: "timeout" or "end"."""
+        """Why the keeper has ended: "timeout" or "end". None for ever if it stays."""
 
     def step(self, timeout: float | None = None) -> bool:
         """Wait for requests and answer them, for at most `timeout` seconds. False once the keeper has ended."""
@@ -101,7 +109,7 @@ class Keeper:
                 elif fd in self._connections:
                     self._serve(self._connections[fd])
             if self.ended is None and self._service is None and self._seconds_left() == 0:
-                self.ended = "timeout"
+                self._end("timeout")
         return self.ended is None
 
     def close(self) -> None:
@@ -113,13 +121,22 @@ class Keeper:
             os.close(self._spare)
             self._spare = -1
         self._listener.close()
+        self._let_go()
+
+    def _end(self, why: str) -> None:
+        if self._stays:
+            self._let_go()
+        else:
+            self.ended = why
+
+    def _let_go(self) -> None:
         for held in self._held.values():
             os.close(held.fd)
         self._held.clear()
 
     def _seconds_left(self) -> float | None:
-        """Until the keeper ends; None while there is a service."""
-        if self._service is not None:
+        """Until the keeper ends, or lets go of what it holds; None while there is a service, or nothing to wait for."""
+        if self._service is not None or (self._stays and not self._held):
             return None
         return max(0, self._alone_since + self._keep_timeout - self._clock())
 
@@ -207,7 +224,8 @@ class Keeper:
         elif verb == "leave":
             connection.has_left = True
         else:
-            self.ended = "end"
+            connection.has_left = True
+            self._end("end")
         return {}, []
 
     def _welcome(self, connection: _Connection, request: dict[str, Any]) -> dict[str, Any]:
@@ -283,8 +301,8 @@ def main(arguments: list[str]) -> int:
     """Become the keeper of a state folder, or say why not."""
     try:
         folder, keep_timeout = Path(arguments[0]).absolute(), float(arguments[1])
-        is_daemon = arguments[2:] == ["--daemon"]
-        if keep_timeout < 0 or (arguments[2:] and not is_daemon):
+        option = "".join(arguments[2:])
+        if keep_timeout < 0 or option not in ("", "--daemon", "--stay"):
             raise ValueError
     except (IndexError, ValueError):
         print(__doc__, file=sys.stderr)
@@ -298,9 +316,9 @@ def main(arguments: list[str]) -> int:
     except (KeeperError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    if is_daemon and not _daemonize():
+    if option == "--daemon" and not _daemonize():
         return 0
-    _run(Keeper(listener, keep_timeout), folder)
+    _run(Keeper(listener, keep_timeout, stays=option == "--stay"), folder)
     return 0
 
 

@@ -33,9 +33,16 @@ _RETRY_SECONDS = 0.01
 _PUT_BYTES = MESSAGE_BYTES * 3 // 4  # of names and texts in one request
 
 
+def keeper_command(folder: Path, keep_timeout: float, option: str) -> tuple[list[str], dict[str, str]]:
+    """The command that becomes the keeper of a state folder, and its environment. For `option` see the keeper."""
+    module = "kvstow_service.node.survival.keeper"
+    command = [sys.executable, "-m", module, str(folder), str(keep_timeout), option]
+    return command, {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 class KeeperListing(NamedTuple):
-    """What a keeper holds: texts by name. `seconds_left` until it ends; None while a service is connected. `refused`
-    counts requests and connections that it refused."""
+    """What a keeper holds: texts by name. `seconds_left` until it lets go of that; None while a service is connected.
+    `refused` counts requests and connections that it refused."""
 
     pid: int
     infos: Mapping[str, str]
@@ -73,27 +80,25 @@ class KeeperClient:
     def start(cls, folder: Path, keep_timeout: float, *, timeout: float = 5.0) -> KeeperClient:
         """To the keeper that is there, or to a new one, which outlives this process and its process group."""
         statefolder.require_state_folder(folder)
-        command = [
-            sys.executable,
-            "-m",
-            "kvstow_service.node.survival.keeper",
-            str(folder),
-            str(keep_timeout),
-            "--daemon",
-        ]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command, environ = keeper_command(folder, keep_timeout, "--daemon")
         result = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environ, timeout=_START_SECONDS
         )
         if result.returncode not in (0, ALREADY_RUNNING):
             raise KeeperError(f"the keeper does not start: {result.stderr.strip()}")
+        return cls.wait(folder, timeout)
+
+    @classmethod
+    def wait(cls, folder: Path, timeout: float) -> KeeperClient:
+        """To the keeper that comes up within `timeout` seconds. Raises `KeeperError` if none does."""
+        statefolder.require_state_folder(folder)
         deadline = time.monotonic() + timeout
         while True:
             try:
-                return cls.connect(folder, timeout=timeout)
+                return cls.connect(folder)
             except KeeperError:
-                # Another service's keeper may hold the lock and not listen yet, or the service before may be dying.
-                if time.monotonic() > deadline:
+                # It may hold the lock and not listen yet, or the service before may be dying.
+                if time.monotonic() >= deadline:
                     raise
             time.sleep(_RETRY_SECONDS)
 

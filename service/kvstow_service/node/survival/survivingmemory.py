@@ -14,25 +14,29 @@ from kvstow_service.node.survival.keepermessages import Held
 
 logger = logging.getLogger("kvstow.keeper")
 
+_WAIT_SECONDS = 30.0
+"""For a keeper that others start, such as the kubelet."""
+
 
 class SurvivingMemory:
     """An `ExtentKeeper` for extents, the journal and the pidfds of engines.
 
-    It knows what was put: when the keeper is gone, it starts another one and puts everything again. Nothing that the
-    service does fails with the keeper; `notice` says so meanwhile. The caller keeps its descriptors open until it has
-    dropped them. Not locked: one thread at a time.
+    It knows what was put: when the keeper is gone, it starts another one, or finds the one that others have started,
+    and puts everything again. Nothing that the service does fails with the keeper; `notice` says so meanwhile. The
+    caller keeps its descriptors open until it has dropped them. Not locked: one thread at a time.
     """
 
-    def __init__(self, folder: Path, keep_timeout: float) -> None:
-        """Connects to the keeper of the state folder, and starts it if there is none. Raises `KeeperError`: the folder
-        cannot be used, or the service before is still there."""
+    def __init__(self, folder: Path, keep_timeout: float | None) -> None:
+        """Connects to the keeper of the state folder, and starts it if there is none. `keep_timeout` None: starts none,
+        but waits for the one that others start. Raises `KeeperError`: the folder cannot be used, the service before is
+        still there, or no keeper has come."""
         self._folder, self._keep_timeout = folder, keep_timeout
         self._held: dict[str, Held] = {}
-        self._client: KeeperClient | None = KeeperClient.start(folder, keep_timeout)
+        self._client: KeeperClient | None = self._connect(_WAIT_SECONDS)
         self.notice: str | None = None
         """A sentence for people while there is no keeper, else None."""
         self.restarts = 0
-        """How many keepers were started in place of one that was gone."""
+        """How many keepers took the place of one that was gone."""
 
     def take_all(self) -> dict[str, Held]:
         """What the service before has left, as descriptors that the caller owns; it is held until it is dropped or put
@@ -78,18 +82,25 @@ class SurvivingMemory:
             self._lose(str(error))
             self._restart()
 
+    def _connect(self, wait: float) -> KeeperClient:
+        if self._keep_timeout is None:
+            return KeeperClient.wait(self._folder, wait)
+        return KeeperClient.start(self._folder, self._keep_timeout)
+
     def _lose(self, why: str) -> None:
         if self._client is not None:
             self._client.close()
             self._client = None
-        self.notice = f"the memory would not survive the service, as there is no keeper: {why}"
-        logger.warning("%s", self.notice)
+        notice = f"the memory would not survive the service, as there is no keeper: {why}"
+        if notice != self.notice:  # it is tried every second
+            self.notice = notice
+            logger.warning("%s", notice)
 
     def _restart(self) -> None:
-        """Start a keeper and put everything."""
+        """Have another keeper hold everything."""
         client = None
         try:
-            client = KeeperClient.start(self._folder, self._keep_timeout)
+            client = self._connect(0)
             client.drop(client.list_held().infos)
             client.put(self._held)
         except KeeperError as error:
@@ -99,7 +110,7 @@ class SurvivingMemory:
             return
         self._client, self.notice = client, None
         self.restarts += 1
-        logger.warning("another keeper was started; it holds everything")
+        logger.warning("another keeper holds everything")
 
     def _finish(self, request: Callable[[KeeperClient], None]) -> None:
         client, self._client = self._client, None

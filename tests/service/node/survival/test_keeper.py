@@ -35,8 +35,8 @@ def folder(tmp_path: Path) -> Path:
 class Running:
     """A keeper whose steps another thread makes."""
 
-    def __init__(self, folder: Path, clock: FakeClock) -> None:
-        self.keeper = Keeper(statefolder.listen(folder), KEEP_TIMEOUT, clock=clock)
+    def __init__(self, folder: Path, clock: FakeClock, *, stays: bool = False) -> None:
+        self.keeper = Keeper(statefolder.listen(folder), KEEP_TIMEOUT, stays=stays, clock=clock)
         self._stop = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -241,6 +241,40 @@ def test_it_ends_when_it_is_told_and_lets_go_of_everything(running: Running, fol
     assert running.keeper.ended == "end"
     assert len(descriptors()) < before
     running.keeper.close()
+
+
+@pytest.fixture
+def staying(folder: Path, clock: FakeClock) -> Iterator[Running]:
+    running = Running(folder, clock, stays=True)
+    yield running
+    running.close()
+
+
+def test_a_keeper_that_stays_lets_go_a_while_after_its_last_service(
+    staying: Running, folder: Path, clock: FakeClock
+) -> None:
+    client = KeeperClient.connect(folder)
+    put(client, "extent-1", b"one")
+    client.leave()
+    staying.stop()
+    step_until(staying.keeper, lambda: staying.keeper._service is None)
+    clock.advance(KEEP_TIMEOUT - 1)
+    assert staying.keeper.step(0)
+    assert staying.keeper._seconds_left() == 1
+    clock.advance(1)
+    assert staying.keeper.step(0)
+    assert (staying.keeper._held, staying.keeper.ended) == ({}, None)
+    assert staying.keeper._seconds_left() is None, "it sleeps until the next service comes"
+
+
+def test_a_keeper_that_stays_lets_go_when_it_is_told_and_serves_the_next_service(
+    staying: Running, folder: Path
+) -> None:
+    for _ in range(2):
+        client = KeeperClient.connect(folder)
+        assert contents(client) == {}
+        put(client, "extent-1", b"one")
+        client.end()
 
 
 def test_a_keeper_that_is_gone_is_an_error(running: Running, folder: Path) -> None:

@@ -8,13 +8,16 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.service.node import survivor
 
 from kvstow.errors import KeeperError
+from kvstow_service.node.survival import survivingmemory
 from kvstow_service.node.survival.keeperclient import KeeperClient
 from kvstow_service.node.survival.survivingmemory import SurvivingMemory
 
@@ -124,6 +127,64 @@ def test_without_a_keeper_the_service_goes_on_and_says_so(folder: Path, monkeypa
     memory.leave()
     memory.end()
     os.close(fd)
+
+
+@pytest.fixture
+def start_elsewhere(folder: Path, child_environ: dict[str, str]) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    keepers = []
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "kvstow_service", "keeper", "--state", str(folder), "--keep-timeout", "10min"]
+        keepers.append(subprocess.Popen(command, env=child_environ))
+        return keepers[-1]
+
+    yield start
+    for keeper in keepers:
+        keeper.kill()
+        keeper.wait()
+
+
+def found_by(memory: SurvivingMemory) -> bool:
+    memory.check()
+    return memory.notice is None
+
+
+def test_a_service_waits_for_a_keeper_that_others_start_and_starts_none(
+    folder: Path, start_elsewhere: Callable[[], subprocess.Popen[bytes]], eventually: Any
+) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        connecting = threads.submit(SurvivingMemory, folder, None)
+        eventually(folder.exists)
+        assert not connecting.done()
+        keeper = start_elsewhere()
+        memory = connecting.result(60)
+    assert KeeperClient.look(folder).pid == keeper.pid, "`kvstow keeper` becomes the keeper"
+    fd = os.memfd_create("kvstow-extent")
+    memory.put({"extent-1": (fd, "a")})
+    keeper.kill()
+    keeper.wait()
+    memory.check()
+    memory.check()
+    assert "there is no keeper" in str(memory.notice)
+    with pytest.raises(KeeperError, match="no keeper answers"):
+        KeeperClient.look(folder)
+
+    keeper = start_elsewhere()
+    eventually(lambda: found_by(memory))
+    listing = KeeperClient.look(folder)
+    assert (listing.pid, listing.infos) == (keeper.pid, {"extent-1": "a"})
+    memory.end()
+    os.close(fd)
+    assert KeeperClient.look(folder).infos == {}
+    assert keeper.poll() is None, "it waits for the next service"
+
+
+def test_a_keeper_that_does_not_come_is_an_error_that_names_the_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survivingmemory, "_WAIT_SECONDS", 0)
+    with pytest.raises(KeeperError, match=f"no keeper answers in {folder}"):
+        SurvivingMemory(folder, None)
 
 
 def test_what_was_left_on_purpose_is_there_for_the_next_service(folder: Path) -> None:
