@@ -18,15 +18,15 @@ from kvstow.messages import Completion
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import FakeRank
 from kvstow_service.admin.adminoptions import AdminOptions
-from kvstow_service.connectors.engine_core import schedulerhost
+from kvstow_service.connectors.engine_core import schedulerhost, workerhost
+from kvstow_service.connectors.engine_core.hostmemory import wait_until_pinned
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.rankplane import NoDataPlane
 from kvstow_service.connectors.engine_core.schedulerhost import EmbeddedSchedulerHost
 from kvstow_service.connectors.engine_core.vllmprocess import this_node
 from kvstow_service.connectors.engine_core.workerside import BootCompletions
-from kvstow_service.connectors.vllm import workerhost
-from kvstow_service.connectors.vllm.rankdataplane import NoDataPlane, wait_until_pinned
 from kvstow_service.connectors.vllm.workerhost import EmbeddedWorkerHost
 
 pytestmark = pytest.mark.vllm

@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from tests.vllm.harness.host import CONNECTOR
+from tests.vllm.harness.host import SHARED
 from tests.vllm.harness.run import run
 from tests.vllm.harness.setup import Layers, Setup
 
@@ -137,7 +137,7 @@ def test_an_engine_whose_connector_fails_continues_to_serve(
     broken: str, layers: Layers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's hooks do not raise, every promised load ends, and nothing wrong is read."""
-    name = f"{CONNECTOR}.{broken}"
+    name = f"{SHARED}.{broken}"
     breaking = Breaking(resolve_name(name))
     monkeypatch.setattr(name, lambda *args, **kwargs: breaking.call(*args, **kwargs))
     blocks = HYBRID_BLOCKS if layers == "hybrid" else 50

@@ -25,14 +25,15 @@ pytestmark = pytest.mark.vllm
 
 Mutate = Callable[[pytest.MonkeyPatch], None]
 CONNECTOR = "kvstow_service.connectors.vllm"
+SHARED = "kvstow_service.connectors.engine_core"
 
 
 def stores_do_not_hold_their_blocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{CONNECTOR}.gpublocks.GPUBlocks.hold_sources", lambda self, op_id, block_ids: None)
+    patch.setattr(f"{SHARED}.gpublocks.GPUBlocks.hold_sources", lambda self, op_id, block_ids: None)
 
 
 def stores_never_let_their_blocks_go(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{CONNECTOR}.gpublocks.GPUBlocks.free_sources", lambda self, op_id, to_front=False: None)
+    patch.setattr(f"{SHARED}.gpublocks.GPUBlocks.free_sources", lambda self, op_id, to_front=False: None)
 
 
 def stores_do_not_wait_for_the_forward(patch: pytest.MonkeyPatch) -> None:
@@ -125,7 +126,7 @@ def windows_lack_a_block(patch: pytest.MonkeyPatch) -> None:
 
 
 def resets_keep_the_keys(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{CONNECTOR}.schedulerside.SchedulerSide.reset", lambda self: True)
+    patch.setattr(f"{SHARED}.schedulerside.SchedulerSide.reset", lambda self: True)
 
 
 def dead_boots_are_served(patch: pytest.MonkeyPatch) -> None:
@@ -133,7 +134,7 @@ def dead_boots_are_served(patch: pytest.MonkeyPatch) -> None:
 
 
 def ended_leases_are_not_released(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{CONNECTOR}.loads.Loads._release_lease", lambda self, tracked: setattr(tracked, "hit", None))
+    patch.setattr(f"{SHARED}.loads.Loads._release_lease", lambda self, tracked: setattr(tracked, "hit", None))
 
 
 def blocks_that_wait_for_slots_are_not_held(patch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from kvstow.dataplane import DataPlane
 from kvstow.errors import ConfigError, InsufficientMemoryError
 from kvstow.messages import DesiredState, Op, StepPlan
 from kvstow.testing.fakes import FakeClock
+from kvstow_service.connectors.engine_core import workerhost as shared
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
@@ -92,7 +93,7 @@ def test_the_data_plane_closes_while_the_agent_is_busy(monkeypatch: pytest.Monke
         closed.append(host.side.report().state == "stopped")
         looked.set()
 
-    monkeypatch.setattr(workerhost, "Rendezvous", lambda _: look)
+    monkeypatch.setattr(shared, "Rendezvous", lambda _: look)
     host = EmbeddedWorkerHost(ConnectorOptions(cpu_bytes_to_use=5 * PAGE, lock=False), make_process(), BLOCKS)
     host.register(kv_caches())
     assert looking.wait(10)
@@ -219,7 +220,7 @@ def test_a_rank_reports_with_its_steps_while_its_agent_finds_no_server(
     assert worker.agent is not None
     worker.agent.stop()
     clock = FakeClock(100.0)
-    monkeypatch.setattr(workerhost, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(shared, "time", SimpleNamespace(monotonic=clock))
     for _ in range(2):
         clock.advance(1.6)
         report = worker.news()[0]

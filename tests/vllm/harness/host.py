@@ -27,6 +27,7 @@ from kvstow_service.connectors.vllm import rankdataplane
 from kvstow_service.connectors.vllm.attachedplane import AttachedPlane
 
 CONNECTOR = "kvstow_service.connectors.vllm"
+SHARED = "kvstow_service.connectors.engine_core"
 _STEP_SECONDS = 0.02
 _SLOT_BYTES = 2 * BLOCK_TOKENS * VALUE_BYTES  # in each of the models: groups of layers lie in the same memory
 
@@ -58,10 +59,10 @@ class Host:
         patch.setattr(f"{CONNECTOR}.workerhost.fence_of", lambda kv_caches: stream.fence)
         patch.setattr(f"{CONNECTOR}.rankdataplane.DataPlane", self._make_worker)
         patch.setattr(f"{CONNECTOR}.connector._TELLS_FAILED_REQUESTS", setup.hooks != "0.26")
-        patch.setattr(f"{CONNECTOR}.schedulerhost.OffloadEngine", self._make_engine)
-        patch.setattr(f"{CONNECTOR}.schedulerhost.SchedulerHost._step_blocks", setup.step_blocks)
-        patch.setattr(f"{CONNECTOR}.workerhost.RankAgent", BusyAgent)
-        patch.setattr(f"{CONNECTOR}.schedulerhost.EmbeddedAdmin", NoThread)
+        patch.setattr(f"{SHARED}.schedulerhost.OffloadEngine", self._make_engine)
+        patch.setattr(f"{SHARED}.schedulerhost.SchedulerHost._step_blocks", setup.step_blocks)
+        patch.setattr(f"{SHARED}.workerhost.RankAgent", BusyAgent)
+        patch.setattr(f"{SHARED}.schedulerhost.EmbeddedAdmin", NoThread)
         self.service: SlowService
         self._attached: list[SteppedAttachment] = []
         if setup.attached:

@@ -23,8 +23,8 @@ from kvstow_service.connectors.engine_core.workerside import BootCompletions, Ra
 @dataclass(frozen=True)
 class RankHello(KVConnectorHandshakeMetadata):
     """A rank introduces itself. `max_slots`: how many slots its address space has room for. `node`: where it runs
-    (`this_node`). `node_bytes`: memory available to the pools of all ranks there together. An attached rank says what
-    its slots consist of instead: `regions`."""
+    (`this_node`). `node_bytes`: memory available to the pools of all ranks there together. `num_ranks`: how many the
+    engine has; 0 if vLLM's configuration says it. An attached rank says what its slots consist of: `regions`."""
 
     rank: int
     slot_bytes: int
@@ -32,6 +32,7 @@ class RankHello(KVConnectorHandshakeMetadata):
     node: str
     node_bytes: int
     regions: tuple[RegionIdentity, ...] = ()
+    num_ranks: int = 0
 
 
 @dataclass(frozen=True)

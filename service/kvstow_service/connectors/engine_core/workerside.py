@@ -11,7 +11,7 @@ from kvstow.messages import Completion, DesiredState, RankReport
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 
 if TYPE_CHECKING:
-    from kvstow_service.connectors.vllm.rankdataplane import RankDataPlane
+    from kvstow_service.connectors.engine_core.rankplane import RankDataPlane
 
 
 class FinishedLoads(NamedTuple):

@@ -29,7 +29,7 @@ from kvstow_service.connectors.engine_core.workerside import FinishedLoads
 if TYPE_CHECKING:
     import torch
 
-    from kvstow_service.connectors.vllm.workerhost import WorkerHost
+    from kvstow_service.connectors.engine_core.workerhost import WorkerHost
 
 logger = logging.getLogger("kvstow.vllm")
 
@@ -44,9 +44,9 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
     with.
     """
 
-    _half: SchedulerHost | WorkerHost
+    _half: SchedulerHost | WorkerHost[Any]
     _host: SchedulerHost  # of the scheduler's half alone
-    _rank: WorkerHost  # of a worker's half alone
+    _rank: WorkerHost[Any]  # of a worker's half alone
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -9,9 +9,9 @@ import pytest
 from kvstow.devices.base import Fence
 from kvstow.messages import Completion, DesiredState, Direction, Mark, Op, RankReport, StepPlan
 from kvstow.testing.fakes import Latch
+from kvstow_service.connectors.engine_core.rankplane import NoDataPlane
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
 from kvstow_service.connectors.engine_core.workerside import FinishedLoads, WorkerSide
-from kvstow_service.connectors.vllm.rankdataplane import NoDataPlane
 
 NOTHING = FinishedLoads(set(), set(), set())
 

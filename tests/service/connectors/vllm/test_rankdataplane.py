@@ -20,16 +20,13 @@ from kvstow.memory.limits import RESERVE_BYTES, HugePageLimits, MemoryLimits
 from kvstow.memory.mlock import MlockRegistrar
 from kvstow.messages import Completion, DesiredState, Op, StepPlan
 from kvstow.testing.fakes import FakeDevice, FakeRegistrar
+from kvstow_service.connectors.engine_core import hostmemory
+from kvstow_service.connectors.engine_core.hostmemory import require_memory, wait_until_pinned
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.rankplane import NoDataPlane
 from kvstow_service.connectors.vllm import rankdataplane
 from kvstow_service.connectors.vllm.kvgeometry import KVGeometry, kv_geometry
-from kvstow_service.connectors.vllm.rankdataplane import (
-    NoDataPlane,
-    build_plane,
-    fence_of,
-    require_memory,
-    wait_until_pinned,
-)
+from kvstow_service.connectors.vllm.rankdataplane import build_plane, fence_of
 
 BLOCKS, PAGE = 4, 4096
 
@@ -45,7 +42,7 @@ def available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "advised": MemoryLimits(meminfo, tmp_path / "none", tmp_path),
         "reserved": HugePageLimits(meminfo, tmp_path / "none", tmp_path, tmp_path),
     }
-    monkeypatch.setattr(rankdataplane, "limits_of", limits.__getitem__)
+    monkeypatch.setattr(hostmemory, "limits_of", limits.__getitem__)
     return meminfo
 
 

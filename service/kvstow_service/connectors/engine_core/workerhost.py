@@ -1,0 +1,196 @@
+"""The worker's half as an engine's process hosts it: a rank's data plane, and what it exchanges with the scheduler."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvstow.dataplane import DataPlane
+from kvstow.devices.base import Fence
+from kvstow.errors import ConfigError, InsufficientMemoryError
+from kvstow.layout import KVLayout
+from kvstow.messageorder import ReportSequence
+from kvstow.messages import RankReport
+from kvstow_service.admin.agent import RankAgent
+from kvstow_service.admin.rendezvous import Rendezvous
+from kvstow_service.connectors.engine_core.hostmemory import require_memory, wait_until_pinned
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello
+from kvstow_service.connectors.engine_core.options import ConnectorOptions
+from kvstow_service.connectors.engine_core.rankplane import NoDataPlane, RankDataPlane
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, this_node
+from kvstow_service.connectors.engine_core.workerside import RankSession, WorkerSide
+
+_REPORT_SECONDS = 1.5  # the agent reports every second
+
+logger = logging.getLogger("kvstow.vllm")
+
+
+class Geometry(Protocol):
+    """Where a block's bytes lie in the engine's KV cache."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+
+G = TypeVar("G", bound=Geometry)
+
+
+class WorkerHost(ABC, Generic[G]):
+    """One rank's worker side. Used by the worker's main thread.
+
+    At the start it refuses what the user has to change. Any other error, then or later, leaves a rank that reports it,
+    and vLLM serves without offload. Until the KV cache is registered, the rank has no data plane.
+    """
+
+    def __init__(self, options: ConnectorOptions, process: VLLMProcess) -> None:
+        """Takes no memory yet."""
+        if not process.recomputes and process.rank == 0:
+            logger.warning(
+                "kv_load_failure_policy is 'fail': a request whose load fails ends with an error; with 'recompute' "
+                "it is computed instead"
+            )
+        self._options, self._process = options, process
+        self._sender = ReportSequence()
+        self._kv_cache: Any = None
+        self.side = WorkerSide(process.rank, NoDataPlane(process.rank, 1), loads_wait=not process.frees_late)
+        self.hello: RankHello | None = None
+        """None until the KV cache is registered."""
+
+    # What hosts differ in.
+
+    @abstractmethod
+    def _read_geometry(self, kv_cache: Any) -> G:
+        """How the engine's KV cache lies in memory. Raises `ConfigError`."""
+
+    def _fence_of(self, kv_cache: Any) -> Callable[[], Fence | None]:
+        """Makes fences for the steps launched so far; None where the copies need none."""
+        return lambda: None
+
+    @abstractmethod
+    def _make_plane(self, geometry: G) -> RankDataPlane:
+        """Pins nothing yet. If it raises, nothing is left behind."""
+
+    @abstractmethod
+    def _make_hello(self, slot_bytes: int) -> RankHello: ...
+
+    def _start(self, plane: RankDataPlane) -> None:
+        plane.start(at_ease=True)  # the rest of vLLM's start took 0.3 to 1.5 s longer beside the full pace
+
+    @abstractmethod
+    def follow(self, metadata: KVStowMetadata) -> None:
+        """What came with a step, besides its plan."""
+
+    @abstractmethod
+    def news(self) -> tuple[RankReport | None, RankSession | None]:
+        """For the scheduler's half, after a step."""
+
+    # What they have in common.
+
+    def register(self, kv_cache: Any) -> None:
+        """Build the data plane around the engine's KV cache, and begin to pin. Returns before that is done, unless the
+        user wants to wait."""
+        self._kv_cache = kv_cache
+        plane, slot_bytes = self._build(refusals=(ConfigError, InsufficientMemoryError))
+        self.hello = self._make_hello(slot_bytes)
+        self.side.fence = self._fence_of(kv_cache)
+        self.side.replace_plane(plane)
+        self._start(plane)
+
+    def suspend(self) -> None:
+        """vLLM is about to take its KV cache away."""
+        if self.hello is not None:
+            slot_bytes = self.hello.slot_bytes
+            self._restart(lambda: NoDataPlane(self._process.rank, slot_bytes, sender=self._sender))
+
+    def resume(self) -> None:
+        """The KV cache is back, with nothing in it: the rank restarts."""
+        if self.hello is not None and (plane := self._restart(lambda: self._build(refusals=())[0])) is not None:
+            self._start(plane)
+
+    def close(self) -> None:
+        """Idempotent; vLLM does not always call it."""
+        self.side.plane.close()
+
+    def _restart(self, make: Callable[[], RankDataPlane]) -> RankDataPlane | None:
+        """Replace the data plane by the one that `make` returns. None if the present one does not end: then the rank
+        stays stopped, as its engine waits for a copy that may still write."""
+        if not self.side.close_plane():
+            logger.error("rank %d: its data plane does not end; vLLM serves without offload", self._process.rank)
+            return None
+        plane = make()
+        self.side.replace_plane(plane)
+        return plane
+
+    def _build(self, refusals: tuple[type[Exception], ...]) -> tuple[RankDataPlane, int]:
+        """(the data plane, or its stand-in; the size of its slots). Raises the `refusals`."""
+        process, slot_bytes = self._process, self.hello.slot_bytes if self.hello is not None else 1
+        try:
+            geometry = self._read_geometry(self._kv_cache)
+            slot_bytes = geometry.layout.slot_bytes
+            plane = self._make_plane(geometry)
+        except refusals:
+            raise
+        except Exception as error:
+            logger.exception("rank %d has no data plane; vLLM serves without offload", process.rank)
+            reason = getattr(error, "code", "internal")
+            return NoDataPlane(process.rank, slot_bytes, reason, repr(error), self._sender), slot_bytes
+        return plane, slot_bytes
+
+
+class PoolWorkerHost(WorkerHost[G]):
+    """With a pool of the rank's own, and an agent."""
+
+    def __init__(self, options: ConnectorOptions, process: VLLMProcess) -> None:
+        """Raises `InsufficientMemoryError`."""
+        super().__init__(options, process)
+        self._node_bytes = require_memory(options, process)
+        self._max_bytes = options.reserved_bytes_of_rank(self._node_bytes)
+        self._rendezvous = Rendezvous(process.engine_id)
+        self.agent: RankAgent | None = None
+        self._reports_sent = 0  # that the agent had brought to the admin server
+        self._report_at = 0.0
+
+    def follow(self, metadata: KVStowMetadata) -> None:
+        if metadata.admin is not None and self.agent is not None:
+            self.agent.offer(metadata.admin)
+        own = metadata.desired.get(self._process.rank)
+        if own is None or self.hello is None:
+            return
+        try:  # as the agent does with the answers to its own reports
+            self.side.apply(own)
+        except Exception:  # vLLM's step goes on; the next report is answered again
+            logger.exception("rank %d cannot apply the desired state", self._process.rank)
+
+    def news(self) -> tuple[RankReport | None, RankSession | None]:
+        """What the agent would report, once a second while it reaches no server: serving depends on none."""
+        now = time.monotonic()
+        if self.agent is None or now < self._report_at:
+            return None, None
+        self._report_at = now + _REPORT_SECONDS
+        before, self._reports_sent = self._reports_sent, self.agent.stats.sent
+        return self.side.report() if self._reports_sent == before else None, None
+
+    def close(self) -> None:
+        if self.agent is not None:
+            self.agent.stop()
+        super().close()
+
+    def _make_hello(self, slot_bytes: int) -> RankHello:
+        max_slots = self._max_bytes // slot_bytes
+        return RankHello(
+            self._process.rank, slot_bytes, max_slots, this_node(), self._node_bytes, num_ranks=self._process.num_ranks
+        )
+
+    def _start(self, plane: RankDataPlane) -> None:
+        if self.agent is None:
+            self.agent = RankAgent(self._process.rank, self.side, self._rendezvous)
+            self.agent.start()
+        if self._options.async_register_cache:
+            super()._start(plane)
+            return
+        plane.start()
+        if isinstance(plane, DataPlane):
+            wait_until_pinned(plane.pool)
