@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from kvstow.messages import Direction, RankFigures
+from kvstow.messages import Direction, RankFigures, TierDirection
 from kvstow.stats import EngineState, SlotState
 
 DrainMode = Literal["stop_stores", "all"]
@@ -43,7 +43,7 @@ class TransferStatus:
     collected or passed on its completion."""
 
     op_id: int
-    direction: Direction
+    direction: Direction | TierDirection
     state: TransferState
     blocks: int
     bytes: int

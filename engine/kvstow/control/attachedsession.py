@@ -67,7 +67,7 @@ class AttachedSession(Session):
         self.is_lost = self.acceptance.closed = True
         self._held = [lease.slots for lease in self.leases]
         for entry in self.ops.dissolve():
-            if entry.op.direction == "store":
+            if entry.fills_slots:
                 self.quarantined_slots += entry.op.slots
             else:
                 self._held.append(entry.held)

@@ -10,41 +10,20 @@ nothing. Op ids are never reused, so a late completion cannot meet a later op.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
 from logging import ERROR, WARNING
 from typing import TYPE_CHECKING
 
-from kvstow.messages import Completion, Direction, Mark, Op
+from kvstow.control.openop import OpenOp, OpenTierOp
+from kvstow.control.tierops import TierLedger
+from kvstow.messages import Completion, Direction, Mark, Op, TierDirection, TierOp
 from kvstow.results import Settled
 
 if TYPE_CHECKING:
+    from kvstow.control.index import Removal
     from kvstow.control.namespaces import Namespace
+    from kvstow.control.pool import Pool
     from kvstow.control.session import Session
-
-
-@dataclass(slots=True)
-class OpenOp:
-    """An op that some rank has not finished.
-
-    `held`: slots that a load keeps from eviction. `pending`: ranks that have not finished. `reading`: ranks that may
-    still read the blocks of a store. `abandoned`: a stuck store that the host no longer waits for; its slots are
-    quarantined until it ends.
-    """
-
-    op: Op
-    namespace: Namespace
-    keys: tuple[bytes, ...]
-    held: tuple[int, ...]
-    request_id: str
-    started: float
-    pending: set[int]
-    reading: set[int] = field(default_factory=set)
-    error: str | None = None
-    abandoned: bool = False
-    stuck: bool = False
-    seconds: float = 0.0
-    queue_seconds: float = 0.0
 
 
 class OpsInFlight:
@@ -53,6 +32,7 @@ class OpsInFlight:
 
     def __init__(self, session: Session) -> None:
         self._session, self._pool = session, session.pool
+        self.tier = TierLedger(self)
         self._ranks = frozenset(range(session.pool.config.num_ranks))
         self._open: dict[int, OpenOp] = {}
         self._moving: dict[int, OpenOp] = {}
@@ -60,9 +40,14 @@ class OpsInFlight:
         self.num_ops: dict[Direction, int] = {"store": 0, "load": 0}
         self.num_blocks: dict[Direction, int] = {"store": 0, "load": 0}
         self.num_stuck = 0
+        """Loads and stores; a tier that hangs stops neither."""
         self.num_abandoned = 0
         self.settled: deque[Settled] = deque()
         """Results that the host has not taken."""
+
+    @property
+    def pool(self) -> Pool:
+        return self._pool
 
     def __len__(self) -> int:
         return len(self._open)
@@ -102,6 +87,35 @@ class OpsInFlight:
         self.num_blocks[direction] += len(blocks)
         return op
 
+    def start_tier(
+        self,
+        direction: TierDirection,
+        keys: tuple[bytes, ...],
+        slots: tuple[int, ...],
+        ranks: Collection[int],
+        now: float,
+    ) -> TierOp:
+        """Start a put or a fetch with a new id, for these ranks to finish. A put holds its slots."""
+        pool = self._pool
+        pool.last_op_id += 1
+        op = TierOp(pool.last_op_id, direction, keys, slots)
+        is_put = direction == "put"
+        entry = OpenTierOp(
+            op=op,
+            tier_op=op,
+            namespace=self._session.namespace,
+            keys=keys,
+            held=slots if is_put else (),
+            request_id="",
+            started=now,
+            pending=set(ranks),
+            moved=len(slots),
+            waits_for_others=is_put and len(ranks) > 1,
+        )
+        self._open[op.op_id] = self._moving[op.op_id] = entry
+        self.tier.begin(entry)
+        return op
+
     # -- completion -----------------------------------------------------------------------------------------
 
     def complete(self, rank: int, completion: Completion) -> None:
@@ -130,6 +144,8 @@ class OpsInFlight:
             entry.queue_seconds = max(entry.queue_seconds, completion.queue_seconds)
         if completion.mark == "failed":
             entry.error = entry.error or f"rank {rank}: {completion.error or 'failed'}"
+        if isinstance(entry, OpenTierOp):
+            self.tier.accept(entry, completion)
         if not entry.pending:
             self._end(entry)
         elif was_reading and not entry.reading and not entry.abandoned:
@@ -138,6 +154,10 @@ class OpsInFlight:
     def _end(self, entry: OpenOp) -> None:
         pool, op = self._pool, entry.op
         self._forget(entry)
+        if isinstance(entry, OpenTierOp):
+            self.tier.end(entry)
+            return
+        assert isinstance(op, Op)
         if op.direction == "load":
             self._end_load(entry)
         else:
@@ -163,15 +183,16 @@ class OpsInFlight:
         op = entry.op
         del self._open[op.op_id]
         self._moving.pop(op.op_id, None)
-        self.num_ops[op.direction] -= 1
-        self.num_blocks[op.direction] -= len(op.blocks)
-        self.num_stuck -= entry.stuck
         self.num_abandoned -= entry.abandoned
+        if isinstance(op, Op):
+            self.num_ops[op.direction] -= 1
+            self.num_blocks[op.direction] -= len(op.blocks)
+            self.num_stuck -= entry.stuck
 
     def _end_load(self, entry: OpenOp) -> None:
         self._pool.unhold(entry.held)
         if entry.error:
-            self._pool.counters.lookups.miss_blocks["load_failed"] += len(entry.op.blocks)
+            self._pool.counters.lookups.miss_blocks["load_failed"] += len(entry.op.slots)
             self._pool.counters.fallbacks["load_failed"] += 1
 
     def _end_store(self, entry: OpenOp) -> None:
@@ -185,20 +206,29 @@ class OpsInFlight:
             pool.deallocate(op.slots)
             outcomes["failed"] += len(op.slots)
         else:
-            published = pool.index.publish(entry.namespace, entry.keys, op.slots, pool.clock())
-            pool.deallocate(published.freed)
-            if pool.journal is not None and published.keys:
-                freed = set(published.freed)
-                slots = [slot for slot in op.slots if slot not in freed] if freed else op.slots
-                pool.journal.publish(slots, entry.namespace.tag, published.keys)
-            pool.events.append("stored", published.keys)
+            published = self.publish(entry.namespace, entry.keys, op.slots)
             outcomes["stored"] += len(published.keys)
             outcomes["dropped_purged"] += len(published.freed)
-            if pool.slots.leaving:  # a resize has passed these slots already
-                pool.remove_blocks([slot for slot in op.slots if slot >= pool.slots.limit], "resize")
+            if self._session.on_stored is not None:
+                self._session.on_stored(published.keys)
+
+    def publish(self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[int]) -> Removal:
+        """Make the keys of filled slots visible. Frees the slots of those that were disowned meanwhile."""
+        pool = self._pool
+        published = pool.index.publish(namespace, keys, slots, pool.clock())
+        pool.deallocate(published.freed)
+        if pool.journal is not None and published.keys:
+            freed = set(published.freed)
+            kept = [slot for slot in slots if slot not in freed] if freed else slots
+            pool.journal.publish(kept, namespace.tag, published.keys)
+        pool.events.append("stored", published.keys)
+        if pool.slots.leaving:  # a resize has passed these slots already
+            pool.remove_blocks([slot for slot in slots if slot >= pool.slots.limit], "resize")
+        return published
 
     def _settle(self, entry: OpenOp, mark: Mark) -> None:
         op = entry.op
+        assert isinstance(op, Op)
         self.settled.append(Settled(op.op_id, op.direction, mark, entry.request_id, op.blocks, entry.error))
 
     # -- ranks that restart or hang -------------------------------------------------------------------------
@@ -221,19 +251,22 @@ class OpsInFlight:
         for entry in dissolved:
             op = entry.op
             self._forget(entry)
-            pool.counters.transfers.of(op.direction).error += 1
-            pool.counters.faults.errors[f"{op.direction}_failed"] += 1
-            if op.direction == "store" and not entry.abandoned:
+            if isinstance(op, Op):
+                pool.counters.transfers.of(op.direction).error += 1
+                pool.counters.faults.errors[f"{op.direction}_failed"] += 1
+                pool.counters.stores["failed"] += 0 if entry.abandoned or op.direction == "load" else len(op.slots)
+            if entry.fills_slots and not entry.abandoned:
                 pool.index.quarantine(entry.namespace, entry.keys, op.slots)
-                pool.counters.stores["failed"] += len(op.slots)
         self.settled.clear()
+        self.tier.dissolve()
         return dissolved
 
     def mark_stuck(self, now: float) -> bool:
         """Mark the oldest op that has exceeded the transfer timeout; False if there is none.
 
-        A store fails now: its slots are quarantined, because the silent rank may still write them. A load keeps
-        waiting, because that rank may still write the host's blocks."""
+        A store or a fetch fails now: its slots are quarantined, because the silent rank may still write them. A load
+        keeps waiting, because that rank may still write the host's blocks, and a put, because it may still read its
+        slots. Puts and fetches stop no others."""
         pool = self._pool
         entry = next(iter(self._moving.values()), None)
         if entry is None or entry.started >= now - pool.config.transfer_timeout:
@@ -241,21 +274,26 @@ class OpsInFlight:
         op = entry.op
         del self._moving[op.op_id]
         entry.stuck = True
-        self.num_stuck += 1
         pool.counters.faults.errors["transfer_stuck"] += 1
+        is_copy = isinstance(op, Op)
+        self.num_stuck += is_copy
         reason = self.stuck_reason(entry, now)
         pool.log(
             ERROR,
-            "%s%s %d is stuck after %g s: %s; loads and stores stop until it ends",
+            "%s%s %d is stuck after %g s: %s%s",
             *(self._session.label, op.direction, op.op_id, pool.config.transfer_timeout, reason),
+            "; loads and stores stop until it ends" if is_copy else "",
         )
-        if op.direction == "store":
+        if entry.fills_slots:
             entry.abandoned = True
             self.num_abandoned += 1
             entry.error = entry.error or reason
             pool.index.quarantine(entry.namespace, entry.keys, op.slots)
-            pool.counters.stores["failed"] += len(op.slots)
-            self._settle(entry, "failed")
+            if isinstance(entry, OpenTierOp):
+                self.tier.settle(entry, 0)
+            else:
+                pool.counters.stores["failed"] += len(op.slots)
+                self._settle(entry, "failed")
         return True
 
     def idle_ranks(self, entry: OpenOp, now: float) -> list[int]:
@@ -265,6 +303,8 @@ class OpsInFlight:
 
     def stuck_reason(self, entry: OpenOp, now: float) -> str:
         """What keeps the op from ending: ranks that work on it, or the host."""
+        if isinstance(entry, OpenTierOp):
+            return f"the tier's store has not finished it for ranks {sorted(entry.pending)}"
         idle = self.idle_ranks(entry, now)
         busy = sorted(entry.pending.difference(idle))
         reasons = [f"ranks {busy} have not finished it"] if busy else []

@@ -57,6 +57,23 @@ def place_store(session: Session, keys: Sequence[bytes], blocks: Sequence[int], 
     return StoreGrant(op, tuple(fresh), outcomes, unplaced)
 
 
+def place_fetch(session: Session, keys: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
+    """Returns the leading ones of those keys that are neither visible nor being filled, and slots for them, in
+    ascending order, which are being filled from now on. Evicts as needed, but no blocks of these keys. The caller holds
+    the lock. O(keys)."""
+    pool = session.pool
+    now = pool.clock()
+    if _refusal(session, now):
+        return [], []
+    fresh, present = _select(session.namespace, keys, {})
+    slots = _make_room(session, len(fresh), present, now)
+    wanted = [keys[i] for i in fresh[: len(slots)]]
+    session.namespace.pending_stores.start(wanted, slots)
+    if pool.journal is not None:
+        pool.journal.begin(slots, session.session_id)
+    return wanted, slots
+
+
 def store_room(session: Session) -> int:
     """Slots for a store, free or by eviction; 0 while stores are refused. An upper bound while the session has not
     registered all slots. The caller holds the lock."""

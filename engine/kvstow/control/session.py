@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -56,6 +56,8 @@ class Session:
         """Begins the sentences about this session."""
         self.watermark: int | None = None
         """Slots from it on are not for this session; None if all are."""
+        self.on_stored: Callable[[Sequence[bytes]], None] | None = None
+        """Called with the lock held, with keys that a store has made visible. For the fleet tier."""
         pool.sessions.append(self)
 
     # -- lookup and load -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
-from kvstow.control.ops import OpenOp
+from kvstow.control.openop import OpenOp, OpenTierOp
 from kvstow.control.sweeps import SLICE_SLOTS
 from kvstow.keys import format_key
 from kvstow.stats import EngineState, EngineStats, PendingTransfers, PoolStats, SlotCounts, SlotState
@@ -95,7 +95,7 @@ def defects(pool: Pool) -> list[str]:
         found.append(f"the states {counts} do not add up to {pool.slots.in_service}")
     if not all(session.ops.is_consistent() for session in pool.sessions):
         found.append("the transfers that may become stuck are not those that are not stuck")
-    stores = [entry for session in pool.sessions for entry in session.ops if entry.op.direction == "store"]
+    stores = [entry for session in pool.sessions for entry in session.ops if entry.fills_slots]
     for name, abandoned in (("filling", False), ("quarantined", True)):
         written = {slot for entry in stores if entry.abandoned is abandoned for slot in entry.op.slots}
         if abandoned:
@@ -200,7 +200,7 @@ def _session_trouble(session: Session, now: float) -> str:
 
 def _transfer(entry: OpenOp, session: Session, now: float) -> TransferStatus:
     op = entry.op
-    ranks = len(session.pool.storing_ranks) if op.direction == "store" else len(session.ranks)
+    ranks = len(session.pool.storing_ranks) if op.direction != "load" else len(session.ranks)
     phase: TransferState = "queued"
     if entry.abandoned:
         phase = "quarantined"
@@ -212,11 +212,11 @@ def _transfer(entry: OpenOp, session: Session, now: float) -> TransferStatus:
         op_id=op.op_id,
         direction=op.direction,
         state=phase,
-        blocks=len(op.blocks),
-        bytes=len(op.blocks) * session.pool.config.slot_bytes,
+        blocks=len(op.slots),
+        bytes=len(op.slots) * session.pool.config.slot_bytes,
         age_seconds=now - entry.started,
         pending_ranks=tuple(sorted(entry.pending)),
-        idle_ranks=tuple(session.ops.idle_ranks(entry, now)),
+        idle_ranks=() if isinstance(entry, OpenTierOp) else tuple(session.ops.idle_ranks(entry, now)),
         failed=entry.error is not None,
         request_id=entry.request_id,
     )

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvstow.control.engine import OffloadEngine
-from kvstow.control.ops import OpenOp, OpsInFlight
+from kvstow.control.openop import OpenOp
+from kvstow.control.ops import OpsInFlight
 from kvstow.control.pool import Pool
 from kvstow.messages import Completion
 

@@ -25,7 +25,8 @@ from kvstow.control import placement, recovery
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.indexjournal import IndexJournal, RecoveredIndex
 from kvstow.control.namespaces import Namespaces
-from kvstow.control.ops import OpenOp, OpsInFlight
+from kvstow.control.openop import OpenOp
+from kvstow.control.ops import OpsInFlight
 from kvstow.control.pool import Pool
 from kvstow.control.recovery import EarlierSession, EarlierUses, recover
 from kvstow.control.sharedpool import SharedPool

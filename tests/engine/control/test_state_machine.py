@@ -21,7 +21,8 @@ from kvstow.control.acceptance import PoolAcceptance
 from kvstow.control.engine import OffloadEngine
 from kvstow.control.index import Index
 from kvstow.control.leases import LeaseBook
-from kvstow.control.ops import OpenOp, OpsInFlight
+from kvstow.control.openop import OpenOp
+from kvstow.control.ops import OpsInFlight
 from kvstow.control.pool import Pool
 from kvstow.control.ranks import RankTable
 from kvstow.control.slots import SlotMap
