@@ -34,6 +34,12 @@ for (const document of JSON.parse(readFileSync(0, "utf8"))) new kinds[document.k
 Manifest = dict[str, Any]
 
 
+def containers_of(workload: Manifest) -> dict[str, Any]:
+    """Containers of a Deployment or DaemonSet by name, those that start first included."""
+    pod = workload["spec"]["template"]["spec"]
+    return {container["name"]: container for container in (*pod.get("initContainers", ()), *pod["containers"])}
+
+
 def run(*command: str | Path, given: str | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=600, **options)
 

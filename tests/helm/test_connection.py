@@ -14,16 +14,28 @@ import click
 import pytest
 import yaml
 from click.testing import CliRunner
+from tests.helm.conftest import containers_of
 
 from kvstow_service.cli import app
+from kvstow_service.cli.keeper import keeper as keeper_command
+from kvstow_service.cli.serve import serve
 from kvstow_service.connectors.engine_core.options import ConnectorOptions
-from kvstow_service.node.settings import load_settings
+from kvstow_service.duration import parse_duration
+from kvstow_service.node.settings import Settings, load_settings
 
 pytestmark = pytest.mark.deploy
 
 CHART = Path(__file__).parents[2] / "helm" / "kvstow"
 ENGINE = ("mode=engine", "image.registry=r.example.com", "engine.model=m")
-SERVICE = ("mode=service", "image.registry=r.example.com")
+NODE = ("mode=node", "image.registry=r.example.com")
+SIDECAR = (*ENGINE, "sidecar=true")
+SERVICES = {"node": "DaemonSet", "engine-sidecar": "Deployment"}
+"""The cases that run a node service, by the beginning of their names."""
+SERVICE_CASES = [
+    (path.name.removesuffix("-values.yaml"), kind)
+    for start, kind in SERVICES.items()
+    for path in sorted((CHART / "ci").glob(f"{start}*-values.yaml"))
+]
 
 Find = Callable[..., dict[str, Any]]
 
@@ -132,24 +144,159 @@ def test_files_that_the_connection_names_lie_where_secrets_are_mounted(find: Fin
     assert secret["data"].keys() == {"admin.txt", "viewer-token"}
 
 
-@pytest.mark.parametrize("case", ["service", "service-full", "service-tls", "service-hugepages"])
-def test_kvstow_serve_takes_every_flag(find: Find, case: str) -> None:
-    deployment = find("Deployment", values=CHART / "ci" / f"{case}-values.yaml")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+def settings_of(container: dict[str, Any]) -> Settings:
+    """As `kvstow serve` reads its flags."""
     assert container["command"] == ["kvstow", "serve"]
-    flags = dict(flag.removeprefix("--").split("=", 1) for flag in container["args"])
-    environ = {variable["name"]: variable["value"] for variable in container["env"]}
-    settings = load_settings({name.replace("-", "_"): value for name, value in flags.items()}, environ)
+    flags = serve.make_context("serve", list(container["args"])).params
+    assert flags.pop("config") is None
+    return load_settings(flags, {variable["name"]: variable["value"] for variable in container["env"]})
+
+
+@pytest.mark.parametrize(("case", "kind"), SERVICE_CASES)
+def test_kvstow_serve_takes_every_flag(find: Find, case: str, kind: str) -> None:
+    settings = settings_of(containers_of(find(kind, values=CHART / "ci" / f"{case}-values.yaml"))["kvstow"])
     assert settings.host == "0.0.0.0"
     assert settings.token_file == Path("/etc/kvstow/token/token")
-    sizes = {"service-full": 8 << 30, "service-hugepages": 513 << 20}
-    assert settings.memory == sizes.get(case, 512 << 20)
-    assert settings.attach_socket == Path("/run/kvstow/node/attach.sock")
-    assert (settings.policy, settings.pin_pause) == (("arc", 0.005) if case == "service-full" else ("lru", 0.002))
-    assert settings.huge_pages == ("reserved" if case == "service-hugepages" else "advised")
+    sizes = {"node-full": 8 << 30, "node-hugepages": 513 << 20, "node-prepared": 1 << 40, "engine-sidecar": 64 << 30}
+    assert settings.memory == {**sizes, "engine-sidecar-full": 512 << 30}.get(case, 512 << 20)
+    assert (settings.policy == "arc") == case.endswith("-full")
+    assert settings.pin_pause == (0.005 if case == "node-full" else 0.002)
+    assert (settings.huge_pages == "reserved") == (case in ("node-hugepages", "engine-sidecar-full"))
     assert settings.drain_deadline == 60
     assert settings.transfer_timeout == 30
-    assert settings.readiness_require == (("pool", "pinned") if case == "service-full" else ())
+    wanted = {"node-full": ("pool", "pinned"), "engine-sidecar-full": ("pool",)}
+    assert settings.readiness_require == wanted.get(case, ())
+
+
+@pytest.mark.parametrize(("case", "kind"), SERVICE_CASES)
+def test_service_and_keeper_meet_in_a_folder_that_both_mount(find: Find, case: str, kind: str) -> None:
+    workload = find(kind, values=CHART / "ci" / f"{case}-values.yaml")
+    containers = containers_of(workload)
+    settings = settings_of(containers["kvstow"])
+    if case == "node-prepared":
+        assert (settings.state, settings.start_keeper, "kvstow-keeper" in containers) == (None, True, False)
+        return
+    keeper = containers["kvstow-keeper"]
+    assert keeper["command"] == ["kvstow", "keeper"]
+    flags = keeper_command.make_context("keeper", list(keeper["args"])).params
+    assert settings.state == Path(flags["state"])
+    assert not settings.start_keeper
+    assert settings.keep_on_stop == (case != "node-full")
+    seconds = {"node-full": 1800, "engine-sidecar-full": 60}.get(case, 600)
+    assert parse_duration(flags["keep_timeout"]) == seconds
+    folders = [
+        mount["mountPath"]
+        for container in (keeper, containers["kvstow"])
+        for mount in container["volumeMounts"]
+        if mount["name"] == "kvstow-state"
+    ]
+    # The folder itself belongs to root or to everybody: the keeper makes one of its own in it.
+    assert [Path(folder) for folder in folders] == [settings.state.parent] * 2
+    pod = workload["spec"]["template"]["spec"]
+    starts_first = [container["name"] for container in pod["initContainers"]]
+    assert starts_first.index("kvstow-keeper") < [*starts_first, "kvstow"].index("kvstow")
+    assert keeper["restartPolicy"] == "Always"
+
+
+ATTACHED = ["engine-node", "engine-sidecar", "engine-sidecar-full", "addon-node", "addon-sidecar"]
+
+
+@pytest.mark.parametrize("case", ATTACHED)
+def test_the_connector_takes_every_way_to_attach(find: Find, case: str) -> None:
+    options = ConnectorOptions.parse(
+        connection(find, values=CHART / "ci" / f"{case}-values.yaml")["kv_connector_extra_config"]
+    )
+    in_sidecar = Path("/run/kvstow/node/attach.sock")
+    assert options.attach == (in_sidecar if "sidecar" in case else Path("/run/kvstow/attach.sock"))
+    all_of_it = case == "engine-node"
+    assert options.cpu_bytes_to_use == (200 << 30 if all_of_it else 0)
+    assert options.weights_id == ("qwen3-8b-2026-11" if all_of_it else None)
+    assert options.attach_require_sharing == all_of_it
+    if case == "engine-sidecar-full":
+        assert (options.lazy_offload, options.copy_strategy) == (True, "direct")
+        assert options.pin_latency_target == 0.0005
+
+
+def socket_of(pod: dict[str, Any], container: dict[str, Any]) -> tuple[Any, str, bool]:
+    """The volume in which a container finds the socket, where that is mounted, and whether for reading only."""
+    (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "kvstow-socket")
+    (volume,) = (volume for volume in pod["volumes"] if volume["name"] == "kvstow-socket")
+    return volume, mount["mountPath"], mount.get("readOnly", False)
+
+
+def test_engines_and_the_node_service_meet_in_a_folder_of_the_node(find: Find) -> None:
+    place = ("socket.folder=/var/run/inference/kvstow", "socket.group=2000")
+    node = find("DaemonSet", *NODE, *place, "pod.user=1500")
+    engine = find("Deployment", *ENGINE, "attach.node=true", *place)
+    pods = [workload["spec"]["template"]["spec"] for workload in (node, engine)]
+    made, found = socket_of(pods[0], containers_of(node)["kvstow"]), socket_of(pods[1], containers_of(engine)["vllm"])
+    assert made == (found[0], "/run/kvstow", False)
+    assert found[1:] == ("/run/kvstow", True), "engines change nothing there"
+    assert made[0]["hostPath"] == {"path": "/var/run/inference/kvstow", "type": "DirectoryOrCreate"}
+    settings = settings_of(containers_of(node)["kvstow"])
+    attach = connection(find, *ENGINE, "attach.node=true", *place)["kv_connector_extra_config"]["attach"]
+    assert attach == f"unix://{settings.attach_socket}"
+    assert settings.attach_socket is not None
+    assert settings.attach_socket.parent == Path("/run/kvstow")
+    assert settings.attach_group == "2000"
+    assert [pod["securityContext"]["supplementalGroups"] for pod in pods] == [[2000]] * 2
+    folder = containers_of(node)["socket-folder"]
+    assert "chown 1500:2000 /run/kvstow && chmod 0750 /run/kvstow" in folder["command"]
+    assert socket_of(pods[0], folder) == made
+
+
+def test_a_folder_that_is_prepared_must_be_there(find: Find) -> None:
+    for kind, mode in (("DaemonSet", NODE), ("Deployment", (*ENGINE, "attach.node=true"))):
+        workload = find(kind, *mode, "socket.prepare=false")
+        volumes = workload["spec"]["template"]["spec"]["volumes"]
+        assert [one["hostPath"]["type"] for one in volumes if "hostPath" in one] == ["Directory"]
+
+
+def test_vllm_and_its_sidecar_meet_in_a_folder_of_the_pod(find: Find) -> None:
+    workload = find("Deployment", *SIDECAR)
+    pod, containers = workload["spec"]["template"]["spec"], containers_of(workload)
+    volume = {"name": "kvstow-socket", "emptyDir": {}}
+    assert socket_of(pod, containers["vllm"]) == (volume, "/run/kvstow", True)
+    assert socket_of(pod, containers["kvstow"]) == (volume, "/run/kvstow", False)
+    settings = settings_of(containers["kvstow"])
+    attach = connection(find, *SIDECAR)["kv_connector_extra_config"]["attach"]
+    assert attach == f"unix://{settings.attach_socket}"
+    assert settings.attach_socket is not None
+    # Everybody may write to an emptyDir, and the service refuses a folder where others could replace the socket.
+    assert settings.attach_socket.parent.parent == Path("/run/kvstow")
+
+
+def test_vllm_neither_waits_for_its_sidecar_nor_loses_traffic_with_it(find: Find) -> None:
+    workload = find("Deployment", *SIDECAR)
+    sidecar, vllm = containers_of(workload)["kvstow"], containers_of(workload)["vllm"]
+    assert sidecar["restartPolicy"] == "Always"
+    assert {name for name in sidecar if name.endswith("Probe")} == {"livenessProbe"}
+    assert vllm["readinessProbe"]["httpGet"]["path"] == "/health"
+
+    workload = find("Deployment", *SIDECAR, "engine.probes.readinessPath=/readyz/pinned")
+    sidecar, vllm = containers_of(workload)["kvstow"], containers_of(workload)["vllm"]
+    assert sidecar["readinessProbe"]["httpGet"]["path"] == "/readyz/pinned"
+    assert vllm["readinessProbe"]["httpGet"]["path"] == "/health"
+
+
+def test_an_engine_that_attaches_has_no_secret_of_kvstow(find: Find) -> None:
+    for sets in ((*ENGINE, "attach.node=true"), SIDECAR):
+        workload = find("Deployment", *sets)
+        vllm = containers_of(workload)["vllm"]
+        assert not [mount for mount in vllm["volumeMounts"] if mount["name"] == "kvstow-token"]
+        assert not [port for port in vllm["ports"] if port["name"] == "kvstow"]
+
+
+def test_releases_that_attach_leave_admin_api_and_rules_to_the_node_service(
+    template: Callable[..., list[dict[str, Any]]],
+) -> None:
+    apis = ("monitoring.coreos.com/v1",)
+    addon = template("attach.node=true", "image.registry=r.example.com", apis=apis)
+    assert [manifest["kind"] for manifest in addon] == ["ConfigMap"]
+    engine = template(*ENGINE, "attach.node=true", apis=apis)
+    assert sorted(manifest["kind"] for manifest in engine) == ["ConfigMap", "Deployment", "PodMonitor", "Service"]
+    (monitor,) = (manifest for manifest in engine if manifest["kind"] == "PodMonitor")
+    assert [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]] == ["http"]
 
 
 def test_the_helm_test_runs_a_command_that_exists(find: Find) -> None:
@@ -163,7 +310,9 @@ def test_the_helm_test_runs_a_command_that_exists(find: Find) -> None:
 
 
 def container_of(find: Find, *sets: str) -> dict[str, Any]:
-    (only,) = find("Deployment", *sets)["spec"]["template"]["spec"]["containers"]
+    """vLLM's, or in mode node the service's."""
+    workload = find("DaemonSet" if sets[0] == NODE[0] else "Deployment", *sets)
+    (only,) = workload["spec"]["template"]["spec"]["containers"]
     return dict(only)
 
 
@@ -173,7 +322,7 @@ def probes(find: Find, *sets: str) -> list[dict[str, str]]:
     return [container[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
 
 
-@pytest.mark.parametrize(("sets", "startup"), [((*ENGINE, "engine.probes.startupMinutes=5"), 300), (SERVICE, 60)])
+@pytest.mark.parametrize(("sets", "startup"), [((*ENGINE, "engine.probes.startupMinutes=5"), 300), (NODE, 60)])
 def test_a_slow_start_or_a_busy_minute_restarts_nothing(find: Find, sets: tuple[str, ...], startup: int) -> None:
     container = container_of(find, *sets)
 
@@ -192,7 +341,7 @@ def test_probes_ask_vllm_unless_told_otherwise(find: Find) -> None:
     assert paths(*ENGINE) == [("http", "/health")] * 3
     pinned = "engine.probes.readinessPath=/readyz/pinned"
     assert paths(*ENGINE, pinned) == [("http", "/health"), ("http", "/health"), ("kvstow", "/readyz/pinned")]
-    assert paths(*SERVICE) == [("kvstow", "/startupz"), ("kvstow", "/livez"), ("kvstow", "/readyz")]
+    assert paths(*NODE) == [("kvstow", "/startupz"), ("kvstow", "/livez"), ("kvstow", "/readyz")]
 
 
 def test_probes_of_kvstow_speak_tls_where_it_does(find: Find) -> None:
@@ -200,8 +349,8 @@ def test_probes_of_kvstow_speak_tls_where_it_does(find: Find) -> None:
         return [probe.get("scheme", "HTTP") for probe in probes(find, *sets)]
 
     pinned = (*ENGINE, "engine.probes.readinessPath=/readyz/pinned")
-    assert schemes(*SERVICE) == schemes(*pinned) == schemes(*ENGINE, *TLS) == ["HTTP"] * 3
-    assert schemes(*SERVICE, *TLS) == ["HTTPS"] * 3
+    assert schemes(*NODE) == schemes(*pinned) == schemes(*ENGINE, *TLS) == ["HTTP"] * 3
+    assert schemes(*NODE, *TLS) == ["HTTPS"] * 3
     assert schemes(*pinned, *TLS) == ["HTTP", "HTTP", "HTTPS"]
 
 
@@ -211,10 +360,14 @@ def notes_of(helm: Path, values: Path) -> str:
     return said.partition("\nNOTES:\n")[2]
 
 
-def test_the_notes_name_commands_that_exist(helm: Path) -> None:
-    notes = notes_of(helm, CHART / "ci" / "service-values.yaml")
+@pytest.mark.parametrize(
+    ("case", "number"),
+    [("node", 5), ("engine", 4), ("engine-sidecar", 5), ("engine-node", 1), ("addon", 4), ("addon-sidecar", 5)],
+)
+def test_the_notes_name_commands_that_exist(helm: Path, case: str, number: int) -> None:
+    notes = notes_of(helm, CHART / "ci" / f"{case}-values.yaml")
     commands = re.findall(r"-- kvstow (.+?)(?: +#.*)?$", notes, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == number
     for words in commands:
         name, command, rest = app.resolve_command(click.Context(app), shlex.split(words))
         assert command is not None, words

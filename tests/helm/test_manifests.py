@@ -1,4 +1,4 @@
-"""What holds for every mode: valid objects, the restricted Pod Security Standard, no secret where anybody reads it."""
+"""What holds for every mode: valid objects, no privileges but those that are stated, no secret that anybody reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ CHART = Path(__file__).parents[2] / "helm" / "kvstow"
 CASES = sorted((CHART / "ci").glob("*-values.yaml"))
 OPERATOR = "monitoring.coreos.com/v1"
 # The oldest that the chart promises to support, and a recent one.
-KUBERNETES = ("1.25", "1.33")
+KUBERNETES = ("1.29", "1.37")
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
 
 Template = Callable[..., list[dict[str, Any]]]
@@ -31,13 +36,22 @@ def pod_specs(manifests: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for manifest in manifests:
         if manifest["kind"] == "Pod":
             yield manifest["spec"]
-        elif manifest["kind"] == "Deployment":
+        elif manifest["kind"] in ("Deployment", "DaemonSet"):
             yield manifest["spec"]["template"]["spec"]
+
+
+def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+def attaches_to_node(values: Path) -> bool:
+    """Whether the release has no admin server, as that is the node service's."""
+    return bool(yaml.safe_load(values.read_text()).get("attach", {}).get("node"))
 
 
 def test_each_mode_has_values_to_test() -> None:
     modes = {yaml.safe_load(path.read_text()).get("mode", "addon") for path in CASES}
-    assert modes == {"addon", "engine", "service"}
+    assert modes == {"addon", "engine", "node"}
 
 
 @each_case
@@ -80,21 +94,51 @@ def test_the_operators_check_sees_mistakes(
 
 
 @each_case
-def test_pods_meet_the_restricted_standard(template: Template, values: Path) -> None:
-    for pod in pod_specs(template(values=values)):
+def test_pods_meet_the_restricted_standard_but_for_the_folder_of_the_node(template: Template, values: Path) -> None:
+    manifests = template(values=values)
+    for pod in pod_specs(manifests):
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
         assert pod["automountServiceAccountToken"] is False
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"].get("runAsUser") != 0
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for volume in pod.get("volumes", []):
-            assert (volume.keys() - {"name"}) < VOLUMES | {"name"}
-        for container in pod["containers"]:
-            assert container["securityContext"] == {
-                "allowPrivilegeEscalation": False,
-                "readOnlyRootFilesystem": True,
-                "capabilities": {"drop": ["ALL"]},
-            }
+            if "hostPath" not in volume:
+                assert (volume.keys() - {"name"}) < VOLUMES | {"name"}
+        for container in containers(pod):
+            if container["name"] != "socket-folder":
+                assert container["securityContext"] == RESTRICTED
+    has_daemonset = any(manifest["kind"] == "DaemonSet" for manifest in manifests)
+    names = [container["name"] for pod in pod_specs(manifests) for container in containers(pod)]
+    is_prepared = yaml.safe_load(values.read_text()).get("socket", {}).get("prepare", True)
+    assert ("socket-folder" in names) == (has_daemonset and is_prepared)
+    volumes = [volume for pod in pod_specs(manifests) for volume in pod.get("volumes", ()) if "hostPath" in volume]
+    assert len(volumes) == (has_daemonset or "engine-node" in values.name)
+
+
+def test_one_container_has_privileges_and_they_are_two(find: Callable[..., dict[str, Any]]) -> None:
+    """To give the folder, which the kubelet makes for root, to the service."""
+    folder, keeper = find("DaemonSet", values=CHART / "ci" / "node-values.yaml")["spec"]["template"]["spec"][
+        "initContainers"
+    ]
+    assert keeper["securityContext"] == RESTRICTED
+    assert folder["securityContext"] == {
+        **RESTRICTED,
+        "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]},
+        "runAsNonRoot": False,
+        "runAsUser": 0,
+        "runAsGroup": 0,
+    }
+
+
+@each_case
+def test_pods_are_guaranteed(template: Template, values: Path) -> None:
+    """The kernel ends them last. Every container counts, also those that end before the others start."""
+    for manifest in template(values=values):
+        if manifest["kind"] in ("Deployment", "DaemonSet"):
+            for container in containers(manifest["spec"]["template"]["spec"]):
+                assert container["resources"]["requests"] == container["resources"]["limits"], container["name"]
+                assert {"cpu", "memory"} <= container["resources"]["limits"].keys(), container["name"]
 
 
 @each_case
@@ -102,14 +146,14 @@ def test_the_notes_are_complete(helm: Path, values: Path) -> None:
     command: list[str | Path] = [helm, "install", "test", CHART, "--dry-run=client", "--values", values]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     notes = result.stdout.partition("\nNOTES:\n")[2]
-    assert "kvstow doctor" in notes
+    assert ("kvstow get sessions" if attaches_to_node(values) else "kvstow doctor") in notes
     for blank in ("<no value>", "<nil>", "%!", "\n\n\n"):
         assert blank not in notes
 
 
 @each_case
 def test_images_are_never_floating(template: Template, values: Path) -> None:
-    images = [container["image"] for pod in pod_specs(template(values=values)) for container in pod["containers"]]
+    images = [container["image"] for pod in pod_specs(template(values=values)) for container in containers(pod)]
     assert all(image.startswith("registry.example.com/ml/kvstow") for image in images)
     assert not [image for image in images if "@sha256:" not in image and ":" not in image.rpartition("/")[2]]
 
@@ -121,7 +165,9 @@ def test_the_token_is_in_the_secret_alone(template: Template, values: Path) -> N
     others = yaml.safe_dump_all(manifest for manifest in manifests if manifest["kind"] != "Secret")
     tokens = [base64.b64decode(token).decode() for secret in secrets for token in secret["data"].values()]
     given = yaml.safe_load(values.read_text()).get("admin", {})
-    assert len(tokens) == (0 if "tokenSecret" in given else 2 if "guardReading" in given else 1)
+    assert len(tokens) == (
+        0 if "tokenSecret" in given or attaches_to_node(values) else 2 if "guardReading" in given else 1
+    )
     assert all(len(token) >= 16 and token not in others for token in tokens)
 
 
@@ -137,7 +183,8 @@ def test_only_the_pods_group_reads_its_secrets(template: Template, values: Path)
 
 def test_without_a_group_secrets_stay_readable(template: Template) -> None:
     """Root owns them: with a narrower mode the container's user could not read them."""
-    pods = pod_specs(template("mode=service", "image.registry=registry.example.com", "pod.user=null"))
+    prepared = ("socket.prepare=false", "pod.user=null")
+    pods = pod_specs(template("mode=node", "image.registry=registry.example.com", *prepared))
     volumes = [volume for pod in pods for volume in pod.get("volumes", ()) if volume["name"] == "kvstow-token"]
     assert [volume["secret"].get("defaultMode") for volume in volumes] == [None]
 
@@ -145,9 +192,8 @@ def test_without_a_group_secrets_stay_readable(template: Template) -> None:
 @each_case
 def test_selectors_find_the_pods_and_only_these(template: Template, values: Path) -> None:
     manifests = template(values=values, apis=(OPERATOR,))
-    deployments = [manifest for manifest in manifests if manifest["kind"] == "Deployment"]
-    for deployment in deployments:
-        labels = deployment["spec"]["template"]["metadata"]["labels"]
+    for workload in (manifest for manifest in manifests if manifest["kind"] in ("Deployment", "DaemonSet")):
+        labels = workload["spec"]["template"]["metadata"]["labels"]
         for manifest in manifests:
             for selector in selectors(manifest):
                 assert selector.items() <= labels.items()
@@ -161,7 +207,7 @@ def selectors(manifest: dict[str, Any]) -> Iterator[dict[str, str]]:
     spec = manifest.get("spec", {})
     if manifest["kind"] == "Service":
         yield spec["selector"]
-    elif manifest["kind"] in ("PodMonitor", "Deployment", "PodDisruptionBudget"):
+    elif manifest["kind"] in ("PodMonitor", "Deployment", "DaemonSet", "PodDisruptionBudget"):
         yield spec["selector"]["matchLabels"]
     elif manifest["kind"] == "NetworkPolicy":
         yield spec["podSelector"]["matchLabels"]

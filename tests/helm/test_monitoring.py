@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.helm.conftest import containers_of
 
 pytestmark = pytest.mark.deploy
 
@@ -38,11 +39,22 @@ def test_objects_of_the_operator_come_where_it_is(
     assert (kind in kinds) == expected
 
 
-@pytest.mark.parametrize(("mode", "ports"), [("engine", [8000, 9595, 9596]), ("service", [9595])])
-def test_own_pods_declare_the_ports_that_are_scraped(find: Find, mode: str, ports: list[int]) -> None:
-    sets = (f"mode={mode}", "image.registry=r.example.com", "engine.model=m", "parallel.data=2")
-    (container,) = find("Deployment", *sets)["spec"]["template"]["spec"]["containers"]
-    declared = {port["name"]: port["containerPort"] for port in container["ports"]}
+@pytest.mark.parametrize(
+    ("kind", "mode", "ports"),
+    [
+        ("Deployment", ("mode=engine",), [8000, 9595, 9596]),
+        ("Deployment", ("mode=engine", "sidecar=true"), [8000, 9595]),
+        ("Deployment", ("mode=engine", "attach.node=true"), [8000]),
+        ("DaemonSet", ("mode=node",), [9595]),
+    ],
+)
+def test_own_pods_declare_the_ports_that_are_scraped(
+    find: Find, kind: str, mode: tuple[str, ...], ports: list[int]
+) -> None:
+    """Prometheus discovers the ports of sidecars, too, although these are init containers."""
+    sets = (*mode, "image.registry=r.example.com", "engine.model=m", "parallel.data=2")
+    containers = containers_of(find(kind, *sets)).values()
+    declared = {port["name"]: port["containerPort"] for one in containers for port in one.get("ports", ())}
     scraped = [one["port"] for one in find("PodMonitor", *sets, apis=(OPERATOR,))["spec"]["podMetricsEndpoints"]]
     assert [declared[name] for name in scraped] == ports
 

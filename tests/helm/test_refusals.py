@@ -10,13 +10,17 @@ import pytest
 pytestmark = pytest.mark.deploy
 
 ENGINE = ("mode=engine", "image.registry=r.example.com")
-SERVICE = ("mode=service", "image.registry=r.example.com")
+NODE = ("mode=node", "image.registry=r.example.com")
+
+ATTACHED = (*ENGINE, "engine.model=m", "attach.node=true")
 
 
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        (["mode=daemonset"], "at '/mode': value must be one of 'addon', 'engine', 'service'"),
+        (["mode=daemonset"], "mode: daemonset is unknown; allowed: addon, engine or node"),
+        (["mode=service"], "mode: service was replaced: use mode=node for one service on each node"),
+        (["mode=service", "service.memory=8Gi"], "or mode=engine with sidecar=true for a service in vLLM's pod"),
         (["cpu_bytes_to_use=5"], "additional properties 'cpu_bytes_to_use' not allowed"),
         (["pool.sizeGiB=64"], "at '/pool': additional properties 'sizeGiB' not allowed"),
         (["pool.size=0Gi"], "at '/pool/size': '0Gi' does not match pattern"),
@@ -47,15 +51,37 @@ SERVICE = ("mode=service", "image.registry=r.example.com")
         (["engine.cpu=0.5"], "at '/engine/cpu'"),
         (["pod.user=0"], "at '/pod/user': minimum: got 0, want 1"),
         (["mode=engine", "engine.model=m"], "image.registry: mode engine needs the registry"),
-        (["mode=service"], "image.registry: mode service needs the registry"),
+        (["mode=node"], "image.registry: mode node needs the registry"),
+        (["sidecar=true"], "image.registry: the sidecar needs the registry"),
         ([*ENGINE], "engine.model: mode engine needs a model"),
         (
             [*ENGINE, "engine.model=m", "engine.port=9596", "parallel.data=2"],
             "engine.port: 9596 is used by an admin server",
         ),
-        ([*SERVICE, "service.ranks=2"], "at '/service': additional properties 'ranks' not allowed"),
-        ([*SERVICE, "service.memory=64"], "at '/service/memory': got number, want string"),
-        ([*SERVICE, "pool.pinning.latencyTarget=1ms"], "pool.pinning.latencyTarget: mode service has none"),
+        ([*NODE, "service.ranks=2"], "at '/service': additional properties 'ranks' not allowed"),
+        ([*NODE, "service.memory=64"], "at '/service/memory': got number, want string"),
+        ([*NODE, "pool.pinning.latencyTarget=1ms"], "pool.pinning.latencyTarget: mode node has none"),
+        ([*NODE, "pool.maxSize=128Gi"], "pool.maxSize: has no effect with a node service"),
+        ([*ATTACHED, "pool.maxSize=128Gi"], "pool.maxSize: has no effect with a node service"),
+        ([*NODE, "sidecar=true"], "sidecar: belongs to engines, which other releases install"),
+        ([*NODE, "attach.node=true"], "attach.node: belongs to engines, which other releases install"),
+        ([*NODE, "attach.memory=1Gi"], "attach.memory: belongs to engines, which other releases install"),
+        ([*NODE, "pod.user=null"], "pod.user: null leaves nobody to own the socket's folder"),
+        ([*NODE, "socket.folder=/run"], "at '/socket/folder': '/run' does not match pattern"),
+        ([*NODE, "socket.group=kvstow"], "at '/socket/group': got string, want integer"),
+        ([*NODE, "service.updateStrategy=Recreate"], "value must be one of 'OnDelete', 'RollingUpdate'"),
+        ([*NODE, "service.keeper.timeout=1h"], "at '/service/keeper': additional properties 'timeout' not allowed"),
+        (
+            [*NODE, "service.args={--attach-socket=/run/x/attach.sock}"],
+            "service.args: --attach-socket=/run/x/attach.sock would contradict a flag that the chart sets; use the "
+            "value socket.folder",
+        ),
+        ([*NODE, "service.args={--no-keep-on-stop}"], "use the value service.keeper.keepOnStop"),
+        ([*ATTACHED, "sidecar=true"], "sidecar: true contradicts attach.node=true"),
+        ([*ATTACHED, "networkPolicy.enabled=true"], "networkPolicy.enabled: with attach.node the admin port is"),
+        ([*ATTACHED, "engine.probes.readinessPath=/readyz"], "engine.probes.readinessPath: with attach.node"),
+        (["attach.weightsId=v1"], "attach.weightsId: needs attach.node=true or sidecar=true"),
+        (["attach.requireSharing=true"], "attach.requireSharing: needs attach.node=true or sidecar=true"),
         (["admin.readinessRequire={engine}"], "at '/admin/readinessRequire/0': value must be one of 'pool', 'pinned'"),
     ],
 )

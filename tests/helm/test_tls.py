@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
 import subprocess
@@ -13,11 +14,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import trustme
+from tests.helm.conftest import containers_of
 from tests.helm.processes import KVSTOW, environ, serving, until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.process]
 
-VALUES = Path(__file__).parents[2] / "helm" / "kvstow" / "ci" / "service-tls-values.yaml"
+VALUES = Path(__file__).parents[2] / "helm" / "kvstow" / "ci" / "node-tls-values.yaml"
 TOKENS = {"token": "the-token-of-an-admin", "viewer-token": "the-token-of-a-viewer"}
 ADMIN_HOST = "test-kvstow-admin.kv.svc"
 
@@ -65,16 +67,16 @@ def cluster(
     root = tmp_path_factory.mktemp("etc")
     operators = trustme.CA()
     write_secrets(root, trustme.CA(), operators)
-    manifests = template("service.memory=8Mi", values=VALUES, apis=("monitoring.coreos.com/v1",))
-    deployment = next(manifest for manifest in manifests if manifest["kind"] == "Deployment")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    flags = [re.sub("/etc/kvstow|/run/kvstow", str(root), flag) for flag in container["args"]]
-    with serving(*flags, log=root / "log") as address:
+    sets = ("service.memory=8Mi", "service.keeper.enabled=false")
+    manifests = template(*sets, values=VALUES, apis=("monitoring.coreos.com/v1",))
+    service = containers_of(next(manifest for manifest in manifests if manifest["kind"] == "DaemonSet"))["kvstow"]
+    flags = [re.sub("/etc/kvstow|/run/kvstow", str(root), flag) for flag in service["args"]]
+    with serving(*flags, f"--attach-group={os.getegid()}", log=root / "log") as address:
         yield Cluster(manifests, root, int(address.rpartition(":")[2]), operators)
 
 
 def test_the_kubelet_gets_its_answers_without_a_certificate_and_checks_none(cluster: Cluster) -> None:
-    (container,) = cluster.one("Deployment")["template"]["spec"]["containers"]
+    (container,) = cluster.one("DaemonSet")["template"]["spec"]["containers"]
     for name in ("startupProbe", "livenessProbe", "readinessProbe"):
         probe = container[name]["httpGet"]
         url = f"{probe['scheme'].lower()}://127.0.0.1:{cluster.port}{probe['path']}"
@@ -108,7 +110,7 @@ def test_the_helm_test_gets_no_more_than_it_needs(cluster: Cluster) -> None:
 
 
 def test_in_the_pod_the_command_line_may_change_things(cluster: Cluster) -> None:
-    (container,) = cluster.one("Deployment")["template"]["spec"]["containers"]
+    (container,) = cluster.one("DaemonSet")["template"]["spec"]["containers"]
     result = cluster.ask_as(container, "bypass", "--load", "--ttl", "1s")
     assert result.returncode == 0, result.stderr
 

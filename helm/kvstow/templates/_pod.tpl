@@ -10,13 +10,17 @@ imagePullSecrets:
   - name: {{ . }}
   {{- end }}
 {{- end }}
-securityContext:
-  {{- include "kvstow.podSecurity" . | nindent 2 }}
 {{- end -}}
 
 {{/* The part that all serving pods share in addition. */}}
 {{- define "kvstow.servingPodSpec" -}}
 {{ include "kvstow.podSpec" . }}
+securityContext:
+  {{- include "kvstow.podSecurity" . | nindent 2 }}
+  {{- if or (eq .Values.mode "node") (eq (include "kvstow.attached" .) "node") }}
+  # The socket belongs to this group: the service may give it away, and engines may write to it.
+  supplementalGroups: [{{ int .Values.socket.group }}]
+  {{- end }}
 terminationGracePeriodSeconds: {{ add .Values.shutdown.delaySeconds .Values.shutdown.drainSeconds 30 }}
 {{- with .Values.pod.priorityClassName }}
 priorityClassName: {{ . }}
@@ -53,6 +57,10 @@ fsGroupChangePolicy: OnRootMismatch
 {{- end }}
 seccompProfile:
   type: RuntimeDefault
+{{- with .Values.pod.seLinuxOptions }}
+seLinuxOptions:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{- define "kvstow.containerSecurity" -}}
@@ -89,10 +97,16 @@ rollingUpdate:
 {{ end -}}
 {{- end -}}
 
-{{/* request = limit; .gpus may be 0. */}}
-{{- define "kvstow.resources" -}}
-{{- $amounts := dict "cpu" (toString .cpu) "memory" (include "kvstow.memory" .root) -}}
-{{- with include "kvstow.hugePages" .root }}{{ $_ := set $amounts "hugepages-2Mi" . }}{{ end -}}
-{{- if .gpus }}{{ $_ := set $amounts .root.Values.engine.gpuResource (toString .gpus) }}{{ end -}}
+{{/* request = limit in every container, so that the pod's QoS class is Guaranteed. This one is vLLM's. */}}
+{{- define "kvstow.engineResources" -}}
+{{- $engine := .Values.engine -}}
+{{- $amounts := dict "cpu" (toString $engine.cpu) "memory" (include "kvstow.memory" .) $engine.gpuResource (include "kvstow.ranks" .) -}}
+{{- with include "kvstow.hugePages" . }}{{ $_ := set $amounts "hugepages-2Mi" . }}{{ end -}}
+{{- toYaml (dict "requests" $amounts "limits" $amounts) -}}
+{{- end -}}
+
+{{- define "kvstow.serviceResources" -}}
+{{- $amounts := dict "cpu" (toString .Values.service.cpu) "memory" (include "kvstow.serviceMemory" .) -}}
+{{- with include "kvstow.serviceHugePages" . }}{{ $_ := set $amounts "hugepages-2Mi" . }}{{ end -}}
 {{- toYaml (dict "requests" $amounts "limits" $amounts) -}}
 {{- end -}}
