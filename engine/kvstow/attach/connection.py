@@ -180,13 +180,18 @@ class AttachConnection:
 
     def poll(self, seconds: float = 0.0) -> list[Frame]:
         """Receive what there is, or wait for it up to `seconds`; connect if it is time. Returns what the service has
-        sent unasked, in order. The caller owns the descriptors."""
+        sent unasked, in order, all of it from one session, which may have ended: nothing that was received is lost. The
+        caller owns the descriptors."""
         if self._channel is None:
-            if self.state == "closed" or self._clock() < self._next_attempt:
-                return []
+            if self._pushed or self.state == "closed" or self._clock() < self._next_attempt:
+                return self.take_pushed()
             self._attempt()
         if self._channel is not None:
             self._exchange(seconds)
+        return self.take_pushed()
+
+    def take_pushed(self) -> list[Frame]:
+        """What the service has sent unasked and `poll` has not returned yet, without receiving more."""
         pushed, self._pushed = self._pushed, []
         return pushed
 
@@ -213,6 +218,8 @@ class AttachConnection:
             self.problem = "the client has closed the connection"  # nothing to log
             self._lose(self.problem)
             self.state = "closed"
+            for frame in self.take_pushed():
+                close_fds(frame.fds)
 
     # -- the connection's life ------------------------------------------------------------------------------
 
@@ -251,6 +258,10 @@ class AttachConnection:
                 self._wait_for(channel, seconds)
                 if channel.unsent_bytes:
                     channel.flush()
+        except AttachError as error:
+            self._lose_with_last_words(channel, str(error))
+            return
+        try:
             frames = channel.receive()
             self._take_all(channel, frames)
         except AttachRefusedError as error:
@@ -309,25 +320,26 @@ class AttachConnection:
         self._on_attached(welcome)
 
     def _lose_with_last_words(self, channel: Channel, problem: str) -> None:
-        """Sending failed: the service may have said why before it closed."""
+        """Sending failed: what the service has said before it closed counts, and it may have said why."""
         try:
-            while frames := channel.receive():
-                for frame in frames:
-                    close_fds(frame.fds)
-                    if frame.kind == Kind.REFUSED:
-                        said = Refused.unpack(frame.payload)
-                        self._take_refusal(said.reason, said.message)
-                        return
+            received = -1
+            while self._channel is channel and received != channel.bytes_received:
+                received = channel.bytes_received
+                self._take_all(channel, channel.receive())
+        except AttachRefusedError as error:
+            self._take_refusal(error.reason, str(error))
+            return
         except AttachError:
             pass
-        self._lose(problem)
+        if self._channel is channel:  # no callback has ended it
+            self._lose(problem)
 
     def _take_refusal(self, reason: str, sentence: str) -> None:
         self.refusal = reason
         self._lose(sentence, None if reason in TRANSIENT_REFUSALS else REFUSED_PAUSE_SECONDS)
 
     def _lose(self, problem: str, pause: float | None = None) -> None:
-        """End this life of the connection. What was asked in it gets no answer; what was received is dropped."""
+        """End this life of the connection. What was asked in it gets no answer; what was received is for `poll`."""
         was_attached = self.state == "attached"
         if self._channel is not None:
             self._poll.unregister(self._channel.fileno())
@@ -339,9 +351,6 @@ class AttachConnection:
         if problem != self.problem:
             logger.warning("not attached to unix:%s: %s", self._path, problem)
         self.problem = problem
-        for frame in self._pushed:
-            close_fds(frame.fds)
-        self._pushed.clear()
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.fail(DisconnectedError(problem))

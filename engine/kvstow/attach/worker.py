@@ -174,6 +174,8 @@ class AttachedWorker:
 
     def _turn(self) -> float:
         """Do what there is to do; returns the seconds until there may be more."""
+        if not self.is_attached:
+            self._take(deque(self._connection.take_pushed()))  # the last words of a session that has ended
         if self._newest.number > self._ticket.number and not self._leave():
             return LEAVING_SECONDS
         if self._is_over or not self._ticket.number:
@@ -183,7 +185,8 @@ class AttachedWorker:
             if not self.is_attached:
                 return DETACHED_SECONDS
             self._calls.advance()
-            return self._calls.speak()
+            seconds = self._calls.speak()
+            return seconds if self.is_attached else 0.0
         except KvstowError as error:
             self._connection.disconnect(str(error))
             return 0.0

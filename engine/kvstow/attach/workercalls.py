@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import AttachConnection, Call
@@ -56,6 +56,8 @@ class WorkerCalls:
         """The service has answered the offers."""
         self._early: list[Frame] = []
         """What came before that."""
+        self._has_ended = False
+        """Only what the service wants back counts still."""
         self._reports: list[Call] = []
         self._reported: RankReport | None = None
         self._registered: dict[int, int] = {}
@@ -63,15 +65,17 @@ class WorkerCalls:
 
     def begin_session(self) -> None:
         """The connection is attached to a new session."""
-        self._offers, self._is_settled = None, False
+        self._offers, self._is_settled, self._has_ended = None, False, False
         self._reports, self._reported, self._registered = [], None, {}
         self._next_look = self._next_report = float("-inf")
         self.problem = None
 
     def end_session(self) -> None:
-        for frame in self._early:
-            close_fds(frame.fds)
-        self._early.clear()
+        """The connection has ended. What was received in it may come still."""
+        self._has_ended = True
+        early, self._early = self._early, []
+        for frame in early:
+            self.take(frame)
 
     # -- hearing --------------------------------------------------------------------------------------------
 
@@ -79,6 +83,11 @@ class WorkerCalls:
         """Owns the frame's descriptors. Raises `ProtocolError`."""
         if frame.kind == Kind.DESIRED:
             self._plane.apply(Desired.unpack(frame.payload).desired)
+            return
+        if self._has_ended:
+            close_fds(frame.fds)
+            if frame.kind == Kind.REVOKED:
+                self._let_go(RevokedExtents.unpack(frame.payload).extent_ids)
             return
         if not self._is_settled:
             self._early.append(frame)
@@ -92,6 +101,13 @@ class WorkerCalls:
             self._pool.revoke(RevokedExtents.unpack(frame.payload).extent_ids)
         else:
             close_fds(frame.fds)
+
+    def _let_go(self, extent_ids: Sequence[int]) -> None:
+        """The session has ended: there may be none in which the service could ask for them again."""
+        if self._is_settled:
+            self._pool.revoke(extent_ids)
+        else:
+            self._pool.keep(one.extent_id for one in self._pool.held_extents() if one.extent_id not in extent_ids)
 
     def advance(self) -> None:
         """Take the answers that have arrived. Raises `AttachError`."""

@@ -317,9 +317,10 @@ class NodeHost:
         session = self._sessions[session_id]
         for rank in range(len(session.ranks)):  # also those whose descriptors were never sent
             self._end_client(session, rank)
-        with self._lock:
+        with self._lock:  # at once: a pool without sessions may be deleted
             del self._sessions[session_id]
-        self._leave_pool(session.pool)
+            session.pool.num_sessions -= 1
+        self._memory.look_again()
         if not session.pool.num_sessions:
             self._memory.end_claims(session.pool)
 

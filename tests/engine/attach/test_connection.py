@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvstow.attach.calls import Found, Lookup, Reset, ResetDone, SettledOps
-from kvstow.attach.channel import Channel
+from kvstow.attach.channel import Channel, _Unsent
 from kvstow.attach.connection import (
     FIRST_PAUSE_SECONDS,
     HELLO_SECONDS,
@@ -21,7 +21,7 @@ from kvstow.attach.connection import (
     Message,
     socket_path,
 )
-from kvstow.attach.extentcalls import ExtentGrant, GrantedExtents
+from kvstow.attach.extentcalls import ExtentGrant, GrantedExtents, RevokedExtents
 from kvstow.attach.frames import Frame
 from kvstow.attach.hello import CallError, Hello, Refused, Welcome
 from kvstow.attach.kinds import Kind
@@ -304,11 +304,61 @@ def test_descriptors_belong_to_the_host_or_are_closed(client: Client, service: F
     os.close(pushed.fds[0])
     service.send(extents, fds=(fd,))
     client.connection.wait(client.connection.call(Reset()), 0.0)  # received, and not taken by the host
-    service.hang_up()
-    client.connection.poll()
-    client.connection.poll()
-    assert client.connection.state == "detached"
+    client.connection.close()
     os.close(fd)
+
+
+def tell(connection: AttachConnection) -> None:
+    assert not connection.tell(Reset())
+
+
+def flush(connection: AttachConnection) -> None:
+    assert connection._channel is not None
+    connection._channel._queue(_Unsent(b"what the socket did not take before"))
+    connection._exchange(0.0)
+
+
+def call_and_wait(connection: AttachConnection) -> None:
+    connection._exchange(0.0)
+    assert not connection.tell(Reset())
+
+
+@pytest.mark.parametrize("end", [tell, flush, call_and_wait, AttachConnection.poll])
+@pytest.mark.parametrize("last_word", [None, Refused("draining", "the service stops")])
+@pytest.mark.parametrize("room", [0, 300_000])
+def test_what_was_pushed_before_the_end_is_returned_before_the_next_session(
+    client: Client,
+    service: FakeService,
+    end: Callable[[AttachConnection], list[Frame] | None],
+    last_word: Refused | None,
+    room: int,
+) -> None:
+    """Also if the client finds out by sending; `room`: a frame that takes more than one read."""
+    client.attach(service)
+    fd = os.open("/dev/null", os.O_RDONLY)
+    service.send(GrantedExtents(4096, (ExtentGrant(1, 0, 0, 1, 4096, 0),)), fds=(fd,))
+    service.send(ResetDone("x" * 4000) if not room else RevokedExtents(tuple(range(room // 8))))
+    service.send(RevokedExtents((7,)))
+    if last_word is not None:
+        service.send(last_word)
+    service.hang_up()
+    frames = list(end(client.connection) or ())
+    client.now += 1000.0
+    while client.connection.state == "attached" or not frames:
+        frames += client.connection.poll()
+    assert [frame.kind for frame in frames] == [
+        Kind.EXTENTS,
+        Kind.REVOKED if room else Kind.RESET_DONE,
+        Kind.REVOKED,
+    ]
+    assert client.heard == ["s1", "lost"], "they come before there is another session"
+    assert client.connection.refusal == (None if last_word is None else "draining")
+    for frame in frames:
+        for received in frame.fds:
+            os.close(received)
+    os.close(fd)
+    client.now += 1000.0
+    client.attach(service)
 
 
 def test_a_host_that_ends_the_connection_in_a_callback_hears_no_more(path: Path, service: FakeService) -> None:

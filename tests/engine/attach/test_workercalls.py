@@ -1,16 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from kvstow.attach.connection import Call
-from kvstow.attach.extentcalls import Desired, ExtentSlots, RegisteredExtents, ReleasedExtents, Report
+from kvstow.attach.extentcalls import Desired, ExtentSlots, RegisteredExtents, ReleasedExtents, Report, RevokedExtents
 from kvstow.attach.frames import Frame
 from kvstow.attach.kinds import Kind
 from kvstow.attach.workercalls import GAP_SECONDS, REPORT_SECONDS, WorkerCalls
 from kvstow.errors import AttachError
+from kvstow.memory.mappedpool import HeldExtent
 from kvstow.messages import DesiredState, RankReport
 from kvstow.testing.fakes import FakeClock
 
@@ -43,13 +44,18 @@ class Rank:
         self.registered: dict[int, int] = {}
         self.released: list[int] = []
         self.applied: list[DesiredState] = []
+        self.held: list[int] = []
         self.kept: list[list[int]] = []
+        self.revoked: list[int] = []
 
     def held_extents(self) -> list[Any]:
-        return []
+        return [HeldExtent(extent_id, 4096, 0) for extent_id in self.held]
 
-    def keep(self, extent_ids: list[int]) -> None:
-        self.kept.append(extent_ids)
+    def keep(self, extent_ids: Iterable[int]) -> None:
+        self.kept.append(list(extent_ids))
+
+    def revoke(self, extent_ids: Iterable[int]) -> None:
+        self.revoked += extent_ids
 
     def registered_slots(self) -> list[tuple[int, int]]:
         return list(self.registered.items())
@@ -155,3 +161,27 @@ def test_an_answer_of_another_kind_ends_the_session(calls: WorkerCalls, wire: Wi
     wire.calls[-1].resolve(Frame(Kind.FOUND, 1, b""))
     with pytest.raises(AttachError):
         calls.advance()
+
+
+REVOKED = Frame(Kind.REVOKED, 0, RevokedExtents((2,)).pack())
+
+
+def test_what_is_revoked_with_the_end_of_a_session_is_let_go_of(calls: WorkerCalls, rank: Rank) -> None:
+    calls.end_session()
+    calls.take(REVOKED)
+    assert rank.revoked == [2]
+
+
+@pytest.mark.parametrize("when", ["before the end", "after it"])
+def test_memory_that_was_offered_is_let_go_of_if_it_is_revoked_instead_of_an_answer(
+    calls: WorkerCalls, rank: Rank, when: str
+) -> None:
+    rank.held, rank.kept = [1, 2, 3], []
+    calls.begin_session()
+    calls.advance()
+    if when == "before the end":
+        calls.take(REVOKED)
+    calls.end_session()
+    if when == "after it":
+        calls.take(REVOKED)
+    assert rank.kept == [[1, 3]]

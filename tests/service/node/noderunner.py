@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,16 @@ def settings_of(socket: Path, state: Path, extents: int, words: Sequence[str]) -
     )
 
 
+def shares_of(node: Node) -> dict[str, int]:
+    """As the thread says that owns the budget."""
+    found: list[dict[str, int]] = []
+    done = threading.Event()
+    node.memory._do(lambda: found.append(node.memory.memory.budget.fair_shares()))
+    node.memory._do(done.set)
+    assert done.wait(60)
+    return found[0]
+
+
 def shown(node: Node) -> dict[str, Any]:
     """What a test wants to know of the node."""
     pools = {
@@ -53,7 +64,7 @@ def shown(node: Node) -> dict[str, Any]:
     return {
         "pools": pools,
         "sessions": sessions,
-        "shares": node.memory.memory.budget.fair_shares(),
+        "shares": shares_of(node),
         "allocated": node.memory.allocated_bytes,
         "problems": node.memory.failures,
         "faults": node.memory.faults,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.service.node.conftest import NAMESPACE, POOL, MakeNode, Node, wait_until
+from tests.service.node.conftest import DEADLINE_SECONDS, NAMESPACE, POOL, MakeNode, Node, wait_until
 
 from kvstow.attach.engine import AttachedEngine
 from kvstow.attach.extentcalls import (
@@ -18,6 +19,7 @@ from kvstow.attach.extentcalls import (
     ExtentGrant,
     GrantedExtents,
     PopulatedExtents,
+    RegisteredExtents,
     RevokedExtents,
 )
 from kvstow.attach.peer import Peer
@@ -157,7 +159,7 @@ def next_session(engine: AttachedEngine, node: Node) -> SessionTicket:
 
 def test_a_worker_says_what_it_has_registered_and_applies_what_it_is_told(rank: Rank, service: Service) -> None:
     wait_until(lambda: any(report.pinned_slots == 2 * EXTENT_SLOTS for report in service.reports))
-    assert rank.plane.applied.capacity_slots == 2 * EXTENT_SLOTS
+    wait_until(lambda: rank.plane.applied.capacity_slots == 2 * EXTENT_SLOTS)
     assert rank.registrar.locked_bytes == 4 * MIB
     assert (rank.worker.problem, rank.worker.faults) == (None, 0)
     service.links[-1].push(PopulatedExtents((ExtentBytes(2, 2 * MIB),)), rank=0)
@@ -200,7 +202,35 @@ def test_it_lets_go_of_a_revoked_extent_after_its_copies_and_after_it_has_said_s
     assert service.words[service.words.index("extents_released") - 1] == "take_report"
     assert service.reports[-1].pinned_slots == EXTENT_SLOTS
     assert rank.registrar.locked_bytes == 2 * MIB
-    assert rank.ended(op) == "done"
+    wait_until(lambda: rank.ended(op) == "done")
+
+
+@pytest.mark.parametrize("when", ["poll", "speak"])
+def test_what_is_revoked_while_the_service_closes_is_let_go_of_although_sending_fails_first(
+    rank: Rank, service: Service, node: Node, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    connection, sent, waits, has_closed = rank.worker._connection, list[bool](), threading.Event(), threading.Event()
+    late = connection if when == "poll" else rank.worker._calls
+    go_on = getattr(late, when)
+
+    def send_first() -> Any:
+        if connection.state == "attached" and not sent:
+            waits.set()
+            assert has_closed.wait(DEADLINE_SECONDS)
+            sent.append(connection.tell(RegisteredExtents(())))
+        return go_on()
+
+    monkeypatch.setattr(late, when, send_first)
+    wait_until(waits.is_set)
+    pushed = threading.Event()
+    service.revoke(2)
+    node.server.post(pushed.set)
+    assert pushed.wait(DEADLINE_SECONDS)
+    node.server.close()
+    has_closed.set()
+    wait_until(lambda: sent == [False])
+    wait_until(lambda: rank.registrar.locked_bytes == 2 * MIB)
+    assert rank.worker.faults == 0
 
 
 def test_a_worker_joins_the_next_session_when_its_copies_have_ended_and_says_that_they_have(
@@ -223,7 +253,7 @@ def test_a_worker_joins_the_next_session_when_its_copies_have_ended_and_says_tha
     assert (len(node.events("joined")), node.events("let go")) == (1, [])
     last.finish()
     wait_until(lambda: len(node.events("joined")) == 2)
-    assert rank.ended(before_the_ticket) == "done"
+    wait_until(lambda: rank.ended(before_the_ticket) == "done")
     assert len(node.events("let go")) == len(node.events("over")) == 1, "the process lives, and has said it"
 
 

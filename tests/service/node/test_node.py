@@ -38,10 +38,11 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
     before = len(os.listdir("/proc/self/fd"))
     nodes: list[Node] = []
 
-    def make(extents: int = 8, **options: Any) -> Node:
+    def make(extents: int = 8, *, paused: bool = False, **options: Any) -> Node:
         path = tmp_path / "node" / f"attach{len(nodes)}.sock"
         settings = NodeSettings(memory_bytes=extents * EXTENT, attach_socket=path, extent_bytes=EXTENT)
         nodes.append(Node(settings, limits=limits, **options))
+        nodes[-1].populator.set_paused(paused)
         nodes[-1].start()
         return nodes[-1]
 
@@ -151,8 +152,10 @@ def test_a_pool_grows_with_what_it_stores_up_to_the_node_s_memory(make_node: Mak
     engine = engines(node)
     (pool,) = node.host.pools()
     engine.store_all([key_of(0)])
-    engine.wait_for(lambda: len(pool.extents) == 2)
-    engine.store_all([key_of(number) for number in range(6 * ROW_SLOTS)])
+    for rows in (2, 3, 4):  # stores do not wait for memory, so each row is waited for
+        engine.wait_for(lambda rows=rows: node.host.sessions()[0].status.registered_slots == rows * ROW_SLOTS)  # type: ignore[misc]
+        engine.store_all([key_of(number) for number in range((rows - 1) * ROW_SLOTS + 1)])
+    engine.store_all([key_of(number) for number in range(3 * ROW_SLOTS + 1, 6 * ROW_SLOTS)])
     assert len(pool.extents) == 4, "two ranks"
     assert node.memory.spare_bytes == 0
     assert pool.facade.stats().evicted_for_capacity == 2 * ROW_SLOTS
@@ -184,8 +187,7 @@ def test_memory_is_populated_before_an_engine_comes(make_node: MakeNode, eventua
 
 
 def test_an_engine_is_answered_before_there_is_memory(make_node: MakeNode, engines: Engines) -> None:
-    node = make_node()
-    node.populator.set_paused(True)
+    node = make_node(paused=True)
     directory = NodeDirectory(node)
     engine = engines(node)
     assert engine.lookup([key_of(0)]).runs == ()

@@ -107,7 +107,7 @@ def test_it_serves_until_a_signal_and_leaves_nothing_behind(
     def visit(client: httpx.Client) -> None:
         eventually(lambda: memory_of(client)["populated_bytes"] == 4 * MIB, "populated memory")
         assert memory_of(client)["target_bytes"] == 4 * MIB
-        assert client.get("/readyz").status_code == 200
+        eventually(lambda: client.get("/readyz").status_code == 200, "readiness")
         assert extents()
         assert base["attach_socket"].is_socket()
         info = client.get("/v1/info").json()

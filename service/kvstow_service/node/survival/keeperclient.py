@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,18 +80,32 @@ class KeeperClient:
     def start(cls, folder: Path, keep_timeout: float, *, timeout: float = 5.0) -> KeeperClient:
         """To the keeper that is there, or to a new one, which outlives this process and its process group."""
         statefolder.require_state_folder(folder)
+        cls._make_keeper(folder, keep_timeout)
+
+        def replace_ended() -> None:
+            if not statefolder.is_locked(folder):  # the keeper that was there was about to end
+                cls._make_keeper(folder, keep_timeout)
+
+        return cls._wait(folder, timeout, replace_ended)
+
+    @staticmethod
+    def _make_keeper(folder: Path, keep_timeout: float) -> None:
+        """Start a keeper, unless there is one."""
         command, environ = keeper_command(folder, keep_timeout, "--daemon")
         result = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environ, timeout=_START_SECONDS
         )
         if result.returncode not in (0, ALREADY_RUNNING):
             raise KeeperError(f"the keeper does not start: {result.stderr.strip()}")
-        return cls.wait(folder, timeout)
 
     @classmethod
     def wait(cls, folder: Path, timeout: float) -> KeeperClient:
         """To the keeper that comes up within `timeout` seconds. Raises `KeeperError` if none does."""
         statefolder.require_state_folder(folder)
+        return cls._wait(folder, timeout)
+
+    @classmethod
+    def _wait(cls, folder: Path, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> KeeperClient:
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -101,6 +115,7 @@ class KeeperClient:
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(_RETRY_SECONDS)
+            meanwhile()
 
     @classmethod
     def look(cls, folder: Path, *, timeout: float = 5.0) -> KeeperListing:

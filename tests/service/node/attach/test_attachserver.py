@@ -241,7 +241,7 @@ def test_a_peer_without_a_pidfd_is_refused(node: Node) -> None:
 
     node.next_peer = refuse  # type: ignore[assignment]
     assert refusal_by(node, node.connection(HELLO)).startswith("no_pidfd: the service cannot see")
-    assert node.server.figures().clients == 0
+    wait_until(lambda: node.server.figures().clients == 0)
 
 
 def test_workers_are_refused_without_token_rank_or_the_uid(node: Node) -> None:

@@ -135,6 +135,29 @@ def test_services_that_start_at_once_have_one_keeper(folder: Path, child_environ
     assert sorted(process.wait(30) for process in started) == [0, *[ALREADY_RUNNING] * 5]
 
 
+def test_a_keeper_that_is_about_to_end_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the lock still when the next service looks for one."""
+    folder.mkdir(mode=0o700)
+    ending = statefolder.try_lock(folder)
+    assert ending is not None
+    tried: list[KeeperError] = []
+    connect = KeeperClient.connect
+
+    def connect_late(folder: Path) -> KeeperClient:
+        try:
+            return connect(folder)
+        except KeeperError as error:
+            if not tried:
+                os.close(ending)
+            tried.append(error)
+            raise
+
+    monkeypatch.setattr(KeeperClient, "connect", connect_late)
+    client = KeeperClient.start(folder, 600, timeout=60)
+    assert "no keeper answers" in str(tried[0])
+    client.end()
+
+
 def test_a_keeper_that_was_killed_is_replaced_and_gets_everything_again(folder: Path) -> None:
     client = KeeperClient.start(folder, 600)
     pid = client.list_held().pid
