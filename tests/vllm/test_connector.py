@@ -18,6 +18,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvstow.errors import ConfigError
 from kvstow.messages import DesiredState
 from kvstow_service.admin.agent import AdminAddress
+from kvstow_service.connectors.engine_core import connector as shared
 from kvstow_service.connectors.engine_core import schedulerhost
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
@@ -201,7 +202,7 @@ def test_after_an_error_in_the_plan_of_a_step_its_loads_still_start() -> None:
 def test_lazy_stores_of_recurrent_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM hands states over when they are computed, and the free queue says nothing of them."""
     groups = KVGroups((KVGroup(0, 16, 1, is_state=True),), 16)
-    monkeypatch.setattr(connector, "kv_groups", lambda *_, **__: groups)
+    monkeypatch.setattr(shared, "kv_groups", lambda *_, **__: groups)
     setup = Setup("lazy states")
     config = make_config(setup, lazy_offload=True)
     with pytest.raises(ConfigError, match="lazy_offload does not work with recurrent layers"):
@@ -215,7 +216,7 @@ def test_groups_are_read_with_the_context_parallel_size_and_the_hash_block(monke
         calls.append((*arguments[1:], named))
         return KVGroups((KVGroup(0, 16, 1),), 16)
 
-    monkeypatch.setattr(connector, "kv_groups", note)
+    monkeypatch.setattr(shared, "kv_groups", note)
     setup = Setup("groups")
     config = make_config(setup)
     geometry = make_geometry(setup, config).scheduler

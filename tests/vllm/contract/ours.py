@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +29,8 @@ class Use(NamedTuple):
 
 
 class Subclass(NamedTuple):
-    """One of our classes that vLLM knows by a base class. `reads`: what it takes from itself and does not define;
-    `super_calls`: how it calls its bases' methods."""
+    """One of our classes that vLLM knows by a base class, maybe through a base class of ours. `reads`: what it takes
+    from itself and does not define; `super_calls`: how it calls vLLM's methods."""
 
     ours: Class
     bases: tuple[Import, ...]
@@ -42,11 +42,11 @@ class Subclass(NamedTuple):
 class Ours:
     """The connector's packages below `root`, the folder that holds `kvstow_service`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, packages: Sequence[str] = PACKAGES) -> None:
         self.source = Source(root)
         names = [
             f"{package}.{path.stem}"
-            for package in PACKAGES
+            for package in packages
             for path in sorted(root.joinpath(*package.split(".")).glob("*.py"))
             if path.stem != "__init__"
         ]
@@ -72,14 +72,43 @@ class Ours:
         return plain | {name: function for name, function in found.functions.items() if name not in properties}
 
     def _subclasses(self, module: Module) -> Iterator[Subclass]:
-        known = _vllm_imports(module)
         for node in module.classes:
-            names = [base.id for base in node.bases if isinstance(base, ast.Name)]
-            bases = tuple(known[name] for name in names if name in known)
+            lines = list(self._line(module, node))
+            bases = tuple(
+                known[name]
+                for home, one in lines
+                for known, name in ((_vllm_imports(home), name) for name in _base_names(one))
+                if name in known
+            )
             ours = self.source.cls(module.name, node.name)
-            if bases and ours is not None:
-                reads = frozenset(_self_reads(node)) - ours.own
-                yield Subclass(ours, bases, reads, tuple(_super_calls(node)), module.path.name)
+            if bases and ours is not None and node.name not in self._base_names:
+                reads = frozenset(read for _, one in lines for read in _self_reads(one)) - ours.functions.keys()
+                reads -= ours.attributes
+                calls = tuple(
+                    call for home, one in lines if self._is_below_vllm(home, one) for call in _super_calls(one)
+                )
+                yield Subclass(ours, bases, reads, calls, module.path.name)
+
+    def _line(self, module: Module, node: ast.ClassDef) -> Iterator[tuple[Module, ast.ClassDef]]:
+        """The class, and those of ours that it inherits from."""
+        yield module, node
+        for name in _base_names(node):
+            home = self.source.module(module.imports[name][0]) if name in module.imports else module
+            if home is not None and home in self.modules:
+                for base in (each for each in home.classes if each.name == name):
+                    yield from self._line(home, base)
+
+    def _is_below_vllm(self, module: Module, node: ast.ClassDef) -> bool:
+        return any(name in _vllm_imports(module) for name in _base_names(node))
+
+    @property
+    def _base_names(self) -> set[str]:
+        """Classes that others of ours inherit from: vLLM does not know them."""
+        return {name for module in self.modules for node in module.classes for name in _base_names(node)}
+
+
+def _base_names(node: ast.ClassDef) -> list[str]:
+    return [base.id for base in node.bases if isinstance(base, ast.Name)]
 
 
 def _vllm_imports(module: Module) -> dict[str, Import]:

@@ -1,0 +1,220 @@
+"""What vLLM's scheduler and its workers call of a connector, passed on to the half that it is for.
+
+The contract is vLLM's `KVConnectorBase_V1`, from 0.26 to 0.33. Hooks that a version does not know are not called there.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.config.vllm import get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.v1.core.sched import output
+
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups, kv_groups
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankHello, RankUpdate
+from kvstow_service.connectors.engine_core.metricsexport import KVStowPromMetrics, KVStowStats
+from kvstow_service.connectors.engine_core.options import ConnectorOptions, misuse
+from kvstow_service.connectors.engine_core.schedulerhost import Offload, SchedulerHost
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess, hash_block_tokens, join_vllm_log
+
+if TYPE_CHECKING:
+    from kvstow_service.connectors.engine_core.workerhost import WorkerHost
+
+
+class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
+    """One half of KVStow in a process of vLLM: the role says which. The base of the connectors; what they differ in is
+    where the KV cache is, and how the end of loads becomes known.
+
+    Importing and making it starts no thread and opens nothing. The worker's half starts with its KV cache, the
+    scheduler's when all ranks have said hello. Raises `ConfigError` for options or a model that KVStow does not work
+    with.
+    """
+
+    _half: SchedulerHost | WorkerHost[Any]
+    _host: SchedulerHost  # of the scheduler's half alone
+    _rank: WorkerHost[Any]  # of a worker's half alone
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        join_vllm_log()
+        options = self._read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        engine_config = get_current_vllm_config_or_none() or vllm_config  # vLLM sets it for its workers only
+        process = VLLMProcess.of(vllm_config, kv_cache_config, engine_config.kv_transfer_config)
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        groups = kv_groups(
+            specs,
+            hash_block_tokens(vllm_config, kv_cache_config),
+            process.context_parallel,
+            hands_states_over=hasattr(output, "KVConnectorBlockState"),
+        )
+        if groups.has_states and options.lazy_offload:
+            raise misuse("lazy_offload", None, "does not work with recurrent layers")
+        self._fails_requests = not groups.is_plain  # and not blocks
+        self._has_sent_hello = False
+        if role == KVConnectorRole.SCHEDULER:
+            self._half = self._host = self._make_host(options, process, groups, vllm_config, kv_cache_config)
+        else:
+            self._half = self._rank = self._make_rank(options, process, vllm_config, kv_cache_config)
+
+    # -- what connectors differ in --------------------------------------------------------------------------
+
+    def _read_options(self, extra: Any) -> ConnectorOptions:
+        return ConnectorOptions.parse(extra)
+
+    @abstractmethod
+    def _make_host(
+        self, options: Any, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any
+    ) -> SchedulerHost: ...
+
+    @abstractmethod
+    def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost[Any]:
+        """Takes no memory yet."""
+
+    # -- both halves ----------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        self._half.close()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a store that is dropped is a miss later
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStowStats:
+        return KVStowStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVStowPromMetrics:
+        return KVStowPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- worker: one step -----------------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """The loads began with the step."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """No request is computed before its load has ended."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are stored as a whole, when all layers have written them."""
+
+    def wait_for_save(self) -> None:
+        """There is nothing to wait for: no step computes into a block that is being stored. vLLM calls this when it
+        has launched a forward pass. That is when pinning may use its thread."""
+        self._rank.side.launched()
+
+    def build_connector_worker_meta(self) -> KVStowWorkerMetadata | None:
+        rank = self._rank
+        hello = None if self._has_sent_hello else rank.hello  # a handshake reaches only one of several connectors
+        self._has_sent_hello |= hello is not None
+        update = RankUpdate(tuple(rank.side.take_boot_completions()), hello, *rank.news())
+        return KVStowWorkerMetadata({rank.side.rank: [update]}) if any(update) else None
+
+    def _begin_step(self, metadata: KVStowMetadata) -> None:
+        rank = self._rank
+        rank.follow(metadata)
+        if metadata.plan is not None:
+            rank.side.begin_step(metadata.plan)
+
+    # -- scheduler: what the engine is made of --------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._host.bind(gpu_block_pool)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        self._add_ranks(metadata.values())
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        self._add_ranks(metadata.values())
+
+    def _add_ranks(self, hellos: Iterable[Any]) -> None:
+        for hello in hellos:
+            if isinstance(hello, RankHello):
+                self._host.add_rank(hello)
+
+    # -- scheduler: requests --------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        self._host.ask("arrival of a request", lambda offload: offload.side.expect(request), None)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        def find(offload: Offload) -> int | None:
+            return offload.side.find_hit(request, num_computed_tokens)
+
+        nothing: int | None = 0
+        found = self._host.ask("lookup", find, nothing)
+        return found, bool(found)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        def admit(offload: Offload) -> bool:
+            offload.side.admit(request, blocks.get_block_ids(), num_external_tokens)
+            return True
+
+        def fail(offload: Offload) -> None:
+            offload.side.fail_admission(request, blocks.get_block_ids(), num_external_tokens)
+
+        if not self._host.ask("admission", admit, otherwise=False) and num_external_tokens:
+            self._host.ask("load", fail, None)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Its blocks may be freed at once: those that are stored have references of their own."""
+        self._host.ask("end of a request", lambda offload: offload.side.finish(request, block_ids), None)
+        return False, None
+
+    # -- scheduler: one step --------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVStowMetadata:
+        host = self._host
+        plan = host.ask("plan of a step", lambda offload: offload.side.plan_step(scheduler_output), None)
+        if plan is None:  # vLLM waits for the loads of the requests that it has admitted
+            plan = host.ask("loads of a step", lambda offload: offload.side.take_planned(), None)
+        return KVStowMetadata(plan, host.address_for_remote_ranks, host.take_desired(), host.ticket)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, KVStowWorkerMetadata):
+            for rank, updates in metadata.updates.items():
+                for update in updates:
+                    self._host.receive(rank, update)
+            self._host.ask("transfers that have ended", lambda offload: offload.side.settle(), None)
+
+    def has_pending_push_work(self) -> bool:
+        is_pending = self._host.ask(
+            "stores under way", lambda offload: offload.side.has_pending_stores, otherwise=False
+        )
+        return is_pending or self._host.wants_steps
+
+    def has_pending_block_frees(self) -> bool:
+        return self._host.ask("GPU blocks of stores", lambda offload: offload.side.holds_gpu_blocks, otherwise=False)
+
+    def take_events(self) -> Iterable[Any]:
+        return self._host.ask("KV events", lambda offload: offload.events.take_events() if offload.events else (), ())
+
+    def get_kv_connector_stats(self) -> KVStowStats | None:
+        """vLLM asks both halves; a worker's has none."""
+        if isinstance(self._half, SchedulerHost):
+            return self._half.ask("statistics", lambda offload: offload.stats.take_stats(), None)
+        return None
+
+    def reset_cache(self) -> bool | None:
+        is_empty = self._host.offload is None
+        return self._host.ask("reset", lambda offload: offload.side.reset(), otherwise=is_empty)
