@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from tests.vllm.contract.drift import Drift
 from tests.vllm.contract.ours import Ours
 from tests.vllm.contract.releases import RELEASES, unpacked
 from tests.vllm.contract.source import Source
+from vllm.config import VllmConfig
 
 pytestmark = pytest.mark.vllm
 
@@ -44,6 +46,21 @@ def test_the_installed_vllm_fits(ours: Ours, installed: Installed) -> None:
 def test_a_released_vllm_fits(ours: Ours, release: str) -> None:
     with unpacked(release) as root:
         assert Drift(ours, Source(root), release).sentences() == []
+
+
+@pytest.mark.parametrize("uses_v2_runner", [False, True])
+@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_batches_overlap_where_kvstow_takes_that_for_granted(
+    is_async: bool, pipeline: int, uses_v2_runner: bool
+) -> None:
+    """`VLLMProcess` says it without asking vLLM, whose property is slow."""
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=is_async),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline),
+        use_v2_model_runner=uses_v2_runner,
+    )
+    assert (VllmConfig.max_concurrent_batches.fget(config) > 1) == (is_async or pipeline > 1)
 
 
 def test_a_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ PROTOCOLS: dict[tuple[str, str], tuple[str, str]] = {
 
 FIELDS: dict[tuple[str, str], str] = {
     ("vllm.config.vllm", "VllmConfig"): """cache_config kv_events_config kv_transfer_config lora_config
-        max_concurrent_batches model_config parallel_config scheduler_config speculative_config""",
+        model_config parallel_config scheduler_config speculative_config""",
     ("vllm.config.kv_transfer", "KVTransferConfig"): """engine_id is_kv_consumer kv_connector kv_connector_extra_config
         kv_connector_module_path kv_load_failure_policy kv_role""",
     ("vllm.config.kv_events", "KVEventsConfig"): "enable_kv_cache_events",
@@ -58,7 +58,7 @@ FIELDS: dict[tuple[str, str], str] = {
     ("vllm.config.parallel", "ParallelConfig"): """data_parallel_index decode_context_parallel_size
         distributed_executor_backend local_world_size pipeline_parallel_size prefill_context_parallel_size rank
         tensor_parallel_size use_ray world_size""",
-    ("vllm.config.scheduler", "SchedulerConfig"): "max_num_batched_tokens",
+    ("vllm.config.scheduler", "SchedulerConfig"): "async_scheduling max_num_batched_tokens",
     ("vllm.v1.kv_cache_interface", "KVCacheConfig"): "kv_cache_groups num_blocks",
     ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): "kv_cache_spec layer_names",
     ("vllm.v1.kv_cache_interface", "FullAttentionSpec"): "block_size",

@@ -51,6 +51,8 @@ class VLLMProcess:
             raise ConfigError("distributed_executor_backend", parallel.distributed_executor_backend, allowed)
         # A drafter writes blocks after its step's output is known, and so does a step that only zeroes blocks.
         writes_late = config.speculative_config is not None or kv_cache_config.needs_kv_cache_zeroing
+        # vLLM's `max_concurrent_batches > 1`, which takes 0.08 s: it reads the entry points of all packages.
+        overlaps = config.scheduler_config.async_scheduling or parallel.pipeline_parallel_size > 1
         return cls(
             engine_id=f"{config.instance_id}-{transfer.engine_id}",  # the second alone may be set by users
             model=str(config.model_config.served_model_name or ""),
@@ -60,7 +62,7 @@ class VLLMProcess:
             data_parallel_index=parallel.data_parallel_index,
             context_parallel=parallel.decode_context_parallel_size,
             max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-            frees_late=config.max_concurrent_batches > 1 and engine_transfer.is_kv_consumer and not writes_late,
+            frees_late=overlaps and engine_transfer.is_kv_consumer and not writes_late,
             recomputes=engine_transfer.kv_load_failure_policy == "recompute",
             replicated=_is_replicated(parallel, kv_cache_config),
         )

@@ -31,11 +31,11 @@ def make_config(**changes: Any) -> SimpleNamespace:
             distributed_executor_backend="mp",
             data_parallel_index=3,
             decode_context_parallel_size=1,
+            pipeline_parallel_size=1,
         ),
         model_config=SimpleNamespace(served_model_name="model", model="/path/of/the/model"),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, async_scheduling=True),
         speculative_config=None,
-        max_concurrent_batches=2,
         instance_id="process",
     )
     for name, value in changes.items():
@@ -114,14 +114,23 @@ def test_a_node_has_one_name() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"max_concurrent_batches": 1},
+        {"scheduler_config__async_scheduling": False},
         {"engine": {"is_kv_consumer": False}},
         {"speculative_config": object()},
         {"zeroes": True},
     ],
 )
 def test_loads_may_not_rely_on_late_frees(changes: dict[str, Any]) -> None:
+    assert process_of().frees_late
     assert not process_of(**changes).frees_late
+
+
+def test_batches_of_a_pipeline_overlap_too() -> None:
+    changes: dict[str, Any] = {
+        "scheduler_config__async_scheduling": False,
+        "parallel_config__pipeline_parallel_size": 2,
+    }
+    assert process_of(**changes).frees_late
 
 
 @pytest.mark.parametrize(
