@@ -33,7 +33,7 @@ class VersionRange(NamedTuple):
         return newest
 
 
-VERSIONS: Final = VersionRange(1, 1)
+VERSIONS: Final = VersionRange(1, 2)
 """The current version and the one before it, as far as there is one."""
 
 
@@ -59,6 +59,8 @@ class Kind(IntEnum):
     COUNT_LOOKUP = 26
     RESET = 27
     RESET_DONE = 28
+    READ_EVENTS = 29
+    EVENTS = 30
 
     REPORT = 48
     DESIRED = 49
@@ -103,6 +105,8 @@ RULES: Final[dict[int, Rule]] = {
     Kind.COUNT_LOOKUP: Rule(_SCHEDULER),
     Kind.RESET: Rule(_SCHEDULER),
     Kind.RESET_DONE: Rule(_SERVICE),
+    Kind.READ_EVENTS: Rule(_SCHEDULER, since=2),
+    Kind.EVENTS: Rule(_SERVICE, since=2),
     Kind.REPORT: Rule(_WORKER),
     Kind.DESIRED: Rule(_SERVICE),
     Kind.EXTENTS: Rule(_SERVICE, takes_fds=True),

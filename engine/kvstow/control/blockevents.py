@@ -12,12 +12,14 @@ MAX_EVENT_KEYS = 1024
 
 
 class BlockEvent(NamedTuple):
-    """Blocks that became visible or were removed. `reason`: why they were removed (empty for stored ones)."""
+    """Blocks that became visible or were removed. `reason`: why they were removed (empty for stored ones).
+    `namespace`: its number, see `Namespace.tag`. A namespace is empty when its number goes to another one."""
 
     sequence: int
     kind: Literal["stored", "removed"]
     keys: tuple[bytes, ...]
     reason: str
+    namespace: int = 0
 
 
 class BlockEventPage(NamedTuple):
@@ -55,7 +57,9 @@ class BlockEventLog:
         """Keys in the kept events."""
         return self._num_keys
 
-    def append(self, kind: Literal["stored", "removed"], keys: tuple[bytes, ...], reason: str = "") -> None:
+    def append(
+        self, kind: Literal["stored", "removed"], keys: tuple[bytes, ...], reason: str = "", namespace: int = 0
+    ) -> None:
         num_keys = len(keys)
         if not num_keys:
             return
@@ -64,7 +68,7 @@ class BlockEventLog:
         with self._lock:
             for batch in batches:
                 self._sequence += 1
-                events.append(BlockEvent(self._sequence, kind, batch, reason))
+                events.append(BlockEvent(self._sequence, kind, batch, reason, namespace))
             self._num_keys += num_keys
             if self._num_keys > buffer or len(events) > buffer:
                 self._forget(2 * num_keys)

@@ -11,7 +11,7 @@ Every used slot is in exactly one of these sets:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Literal
@@ -32,11 +32,21 @@ _SHARE = 16
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Keys that left the index, the slots that this has freed, and those that holders keep in use."""
+    """Keys that left the index, the slots that this has freed, and those that holders keep in use.
+
+    `counts`: how many of the keys are of which namespace, in their order.
+    """
 
     keys: tuple[bytes, ...]
     freed: list[int]
     orphans: Sequence[int] = ()
+    counts: Sequence[tuple[Namespace, int]] = ()
+
+    def by_namespace(self) -> Iterator[tuple[Namespace, tuple[bytes, ...]]]:
+        start = 0
+        for namespace, count in self.counts:
+            yield namespace, self.keys[start : start + count]
+            start += count
 
 
 class Index:
@@ -188,18 +198,20 @@ class Index:
         """Remove up to `num_slots` evictable blocks; frees their slots. Namespaces without sessions go first, dropped
         ones before others, then the one that was left first. Within one, in the policy's order; among those with
         sessions, the blocks that were used longest ago, 16 at a time."""
-        if self.namespaces.only:
-            slots = self.namespaces.only.policy.evict(num_slots)
-            return Removal(tuple(self.namespaces.only.keys.take(slots)), slots)
+        if only := self.namespaces.only:
+            slots = only.policy.evict(num_slots)
+            return Removal(tuple(only.keys.take(slots)), slots, counts=((only, len(slots)),))
         keys: list[bytes] = []
         freed: list[int] = []
+        counts: list[tuple[Namespace, int]] = []
         while len(freed) < num_slots and (namespace := self._next_to_evict()):
             missing = num_slots - len(freed)
             slots = namespace.policy.evict(min(missing, _SHARE) if namespace.num_sessions else missing)
             keys += namespace.keys.take(slots)
             freed += slots
+            counts.append((namespace, len(slots)))
             self.namespaces.forget_if_empty(namespace)
-        return Removal(tuple(keys), freed)
+        return Removal(tuple(keys), freed, counts=counts)
 
     def _next_to_evict(self) -> Namespace | None:
         """The namespace whose block is evicted next."""
@@ -234,9 +246,13 @@ class Index:
                     cached.append(slot)
         for namespace, some in self.namespaces.grouped(cached):
             namespace.policy.detach(some)
-        keys = [key for namespace, some in self.namespaces.grouped(visible) for key in namespace.keys.take(some)]
+        keys: list[bytes] = []
+        counts: list[tuple[Namespace, int]] = []
+        for namespace, some in self.namespaces.grouped(visible):
+            keys += namespace.keys.take(some)
+            counts.append((namespace, len(some)))
         self._orphans.update(orphans)
-        return Removal(tuple(keys), freed, orphans)
+        return Removal(tuple(keys), freed, orphans, counts)
 
     # -- protections ----------------------------------------------------------------------------------------
 

@@ -221,7 +221,7 @@ class OpsInFlight:
             freed = set(published.freed)
             kept = [slot for slot in slots if slot not in freed] if freed else slots
             pool.journal.publish(kept, namespace.tag, published.keys)
-        pool.events.append("stored", published.keys)
+        pool.events.append("stored", published.keys, "", namespace.tag)
         if pool.slots.leaving:  # a resize has passed these slots already
             pool.remove_blocks([slot for slot in slots if slot >= pool.slots.limit], "resize")
         return published

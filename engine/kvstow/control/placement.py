@@ -161,6 +161,6 @@ def _evict(pool: Pool, count: int, now: float, below: int | None) -> list[int]:
             break
         pool.counters.evictions["capacity"] += len(removal.keys)
         pool.ages.sample_evicted(removal.freed, now)
-        pool.events.append("removed", removal.keys, "capacity")
+        pool.note_removed_keys(removal, "capacity")
         slots += pool.reuse(removal.freed)
     return slots

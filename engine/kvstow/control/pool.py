@@ -96,7 +96,11 @@ class Pool:
         if self.journal is not None and removal.orphans:
             self.journal.begin(removal.orphans, ANY_SESSION)
         self.counters.evictions[reason] += len(removal.keys)
-        self.events.append("removed", removal.keys, reason)
+        self.note_removed_keys(removal, reason)
+
+    def note_removed_keys(self, removal: Removal, reason: str) -> None:
+        for namespace, keys in removal.by_namespace():
+            self.events.append("removed", keys, reason, namespace.tag)
 
     def remove_blocks(self, slots: Iterable[int], reason: str) -> int:
         """Remove the visible blocks in these slots, including held and protected ones. Returns their number."""
