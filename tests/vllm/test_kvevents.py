@@ -11,6 +11,7 @@ from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
 from kvstow.keys import make_key
 from kvstow.testing.rank import make_ranks
+from kvstow_service.connectors.engine_core.blocknews import EmbeddedBlocks
 from kvstow_service.connectors.engine_core.kvevents import event_feed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup
 
@@ -58,7 +59,7 @@ class Host:
         self.specs = [FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=64)]
         self.engine = OffloadEngine(EngineConfig(slot_bytes=SLOT, capacity_slots=16))
         (self.rank,) = make_ranks(self.engine)
-        self.feed = event_feed(ENABLED, self.engine, self.specs)
+        self.feed = event_feed(ENABLED, EmbeddedBlocks(self.engine), self.specs)
 
     def store(self, request: Any, first: int, end: int, group: KVGroup) -> None:
         assert self.feed is not None
@@ -128,4 +129,4 @@ def test_vllm_publishes_them(host: Host) -> None:
 @pytest.mark.parametrize("config", [None, SimpleNamespace(enable_kv_cache_events=False)])
 def test_without_kv_events_there_is_no_feed(config: Any) -> None:
     host = Host()
-    assert event_feed(SimpleNamespace(kv_events_config=config), host.engine, host.specs) is None
+    assert event_feed(SimpleNamespace(kv_events_config=config), EmbeddedBlocks(host.engine), host.specs) is None

@@ -32,11 +32,12 @@ from kvstow.attach.calls import (
     StoreBegun,
 )
 from kvstow.attach.connection import AttachConnection, Call, Message
+from kvstow.attach.eventcalls import EventPage, ReadEvents
 from kvstow.attach.extentcalls import Detach
 from kvstow.attach.frames import Frame
 from kvstow.attach.hello import Hello, Welcome
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
-from kvstow.attach.kinds import Kind
+from kvstow.attach.kinds import RULES, Kind
 from kvstow.attach.openops import OpenOps
 from kvstow.attach.ticket import SessionTicket, count_of, number_of, unique_id
 from kvstow.errors import AttachError, DisconnectedError, ProtocolError
@@ -265,6 +266,20 @@ class AttachedEngine:
         assert self._hello.namespace is not None
         self._hello = replace(self._hello, namespace=replace(self._hello.namespace, epoch=1 + randbits(_EPOCH_BITS)))
         return self._ask(Reset(), lambda call: call.answer(ResetDone).namespace, "")
+
+    # -- events ---------------------------------------------------------------------------------------------
+
+    @property
+    def has_events(self) -> bool:
+        """Whether the service of this session is one that can be asked for events."""
+        welcome = self._connection.welcome
+        return welcome is not None and welcome.version >= RULES[Kind.READ_EVENTS].since
+
+    def read_events(self, after: int = 0) -> Answer[EventPage]:
+        """Ask what was stored in the session's namespace, by any engine, and removed from it, after the cursor of an
+        earlier page of this session. Only if the service `has_events`. Without an answer the page is empty, and its
+        cursor is `after`."""
+        return self._ask(ReadEvents(after), lambda call: call.answer(EventPage), EventPage(after, ()))
 
     # -- completion -----------------------------------------------------------------------------------------
 

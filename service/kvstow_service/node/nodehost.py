@@ -22,6 +22,7 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import Message
+from kvstow.attach.eventcalls import EventPage, ReadEvents
 from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
@@ -258,6 +259,9 @@ class NodeHost:
         with self._lock:
             session.namespace = session.pool.enter_fresh(session.namespace, name)
         return ResetDone(name)
+
+    def read_events(self, session_id: str, call: ReadEvents) -> EventPage:
+        return self._sessions[session_id].read_events(call)
 
     def take_report(self, session_id: str, rank: int, report: RankReport) -> DesiredState:
         return self._sessions[session_id].take_report(rank, report)

@@ -21,6 +21,7 @@ from kvstow.attach.calls import (
     SettledOps,
     StoreBegun,
 )
+from kvstow.attach.eventcalls import EventPage, ReadEvents
 from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
@@ -139,6 +140,9 @@ class FakeHost:
 
     def reset(self, session_id: str) -> ResetDone:
         return ResetDone("model-99")
+
+    def read_events(self, session_id: str, call: ReadEvents) -> EventPage:
+        return EventPage(call.after, ())
 
     def take_report(self, session_id: str, rank: int, report: RankReport) -> DesiredState:
         return DesiredState("engine-1", 100 + rank, number=1)

@@ -2,7 +2,7 @@
 
 An `EventFeed` learns of stores when they are planned, and is asked for events once per step:
 
-    feed = event_feed(vllm_config, engine, kv_cache_specs)   # with the engine, once; None unless KV events are on
+    feed = event_feed(vllm_config, EmbeddedBlocks(engine), kv_cache_specs)  # once; None unless KV events are on
     feed.offered(request, group, first_block, keys)          # before a store, for each request and group
     origins = feed.take_offered()                            # with `begin_store`
     feed.granted(keys_of_the_op, origins)                    # once it has found slots
@@ -15,10 +15,11 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
-from kvstow.control.engine import OffloadEngine
+from kvstow.results import Awaited
+from kvstow_service.connectors.engine_core.blocknews import BlockSource
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup
 
 logger = logging.getLogger(__name__)
@@ -26,9 +27,10 @@ logger = logging.getLogger(__name__)
 MEDIUM, LOCALITY = "CPU", "LOCAL"
 MAX_PLANNED = 65_536
 """Blocks that are described while their store is under way: 60 MiB, if each has 16 tokens."""
-_BATCHES_PER_TAKE = 256
 _CHECKS_PER_TAKE = 256
 """Blocks looked up per step after events were lost: 0.8 ms."""
+_WITHDRAWN_PER_TAKE = 1024
+"""Announcements withdrawn per step after their blocks have gone all at once."""
 _GROUP_BYTES = 2  # of a key, before the block's hash
 
 
@@ -72,38 +74,41 @@ class _Block(NamedTuple):
     extra_keys: Any
 
 
-def event_feed(vllm_config: Any, engine: OffloadEngine, specs: Sequence[Any]) -> EventFeed | None:
+def event_feed(vllm_config: Any, source: BlockSource, specs: Sequence[Any]) -> EventFeed | None:
     """The feed of an engine whose KV events are on, else None. `specs`: vLLM's `KVCacheSpec` of each group."""
     config = vllm_config.kv_events_config
     if config is None or not config.enable_kv_cache_events:
         return None
-    return EventFeed(engine, _kinds(specs), _vocabulary())
+    return EventFeed(source, _kinds(specs), _vocabulary())
 
 
 class EventFeed:
-    """Translates the engine's log of stored and removed blocks. Used by the scheduler's thread alone.
+    """Translates what a `BlockSource` tells of stored and removed blocks. Used by the scheduler's thread alone.
 
-    The engine knows keys. The tokens behind them are noted when their store is planned, and forgotten once they are
+    The source knows keys. The tokens behind them are noted when their store is planned, and forgotten once they are
     announced. A block is announced when its bytes are there, and its removal only if the block was announced. Blocks of
-    lazy stores and of the backlog have no known tokens: they are announced by their hash alone, with no tokens and a
-    block size of 0, as in vLLM's OffloadingConnector. A router knows the hash from the GPU's event.
+    lazy stores, of the backlog and of other engines have no known tokens: they are announced by their hash alone, with
+    no tokens and a block size of 0, as in vLLM's OffloadingConnector. A router knows the hash from the GPU's event.
 
-    No announcement stays stale. When the engine drops events before they are read (it keeps 4,096, and nothing reads
-    while vLLM idles), every announced block is looked up again, slice by slice, and removed if it is gone.
-    `AllBlocksCleared` would not do: it names no medium, so a router would forget the GPU's blocks as well.
+    No announcement stays stale. When events are dropped before they are read (4,096 are kept, and nothing reads while
+    vLLM idles), every announced block is looked up again, slice by slice, and removed if it is gone. When the session
+    with the node service ends, or after a reset, all are removed, slice by slice; once the engine has attached again,
+    those that it still finds are announced by their hash. `AllBlocksCleared` would not do: it names no medium, so a
+    router would forget the GPU's blocks as well.
 
     Memory: a reference for each announced block, which the pool bounds, and `MAX_PLANNED` descriptions.
     """
 
-    def __init__(self, engine: OffloadEngine, kinds: Sequence[Kind], vocabulary: Vocabulary) -> None:
-        self._engine, self._kinds, self._vocabulary = engine, kinds, vocabulary
+    def __init__(self, source: BlockSource, kinds: Sequence[Kind], vocabulary: Vocabulary) -> None:
+        self._source, self._kinds, self._vocabulary = source, kinds, vocabulary
         self._stored = _known_fields(vocabulary.stored)
         self._removed = _known_fields(vocabulary.removed)
-        self._cursor = engine.events.last_sequence
         self._offered: Origins = {}
         self._planned: dict[bytes, _Block] = {}
         self._announced: set[bytes] = set()
         self._doubtful: deque[bytes] = deque()
+        self._checked: tuple[list[bytes], Awaited[Sequence[bool]]] | None = None
+        self._withdrawn: deque[bytes] = deque()
 
     def offered(self, request: Any, group: KVGroup, first_block: int, keys: Sequence[bytes]) -> None:
         """These consecutive blocks of vLLM's `request`, from its `first_block` on, may be stored in this step."""
@@ -133,24 +138,52 @@ class EventFeed:
 
     def take_events(self) -> list[Any]:
         """vLLM's events for blocks that were stored or removed since the last call, oldest first."""
+        news = self._source.read()
+        if news.gone != "no":
+            self._withdraw(may_come_back=news.gone == "session")
+        if news.lost:
+            logger.warning("KV events were lost: looking %d announced blocks up again", len(self._announced))
+            self._doubtful = deque(dict.fromkeys([*self._doubtful, *self._announced, *self._planned]))
         events: list[Any] = []
-        if self._engine.events.last_sequence != self._cursor:
-            page = self._engine.events.read(self._cursor, _BATCHES_PER_TAKE)
-            self._cursor = page.cursor
-            if page.lost:
-                logger.warning("KV events were lost: looking %d announced blocks up again", len(self._announced))
-                self._doubtful = deque([*self._announced, *self._planned])
-            for event in page.events:
-                events += self._announce(event.keys) if event.kind == "stored" else self._remove(event.keys)
-        if self._doubtful:
+        for change in news.changes:
+            events += self._announce(change.keys) if change.kind == "stored" else self._remove(change.keys)
+        if self._withdrawn:
+            events += self._remove_withdrawn()
+        if self._doubtful or self._checked is not None:
             events += self._check()
         return events
 
+    def _withdraw(self, *, may_come_back: bool) -> None:
+        """All announced blocks have gone. O(announced blocks), once for a session."""
+        doubtful = dict.fromkeys([*self._doubtful, *self._announced]) if may_come_back else ()
+        self._doubtful, self._checked = deque(doubtful), None
+        self._withdrawn.extend(self._announced)
+        self._announced = set()
+
+    def _remove_withdrawn(self) -> list[Any]:
+        """Those that have not come back meanwhile."""
+        count = min(_WITHDRAWN_PER_TAKE, len(self._withdrawn))
+        keys = [self._withdrawn.popleft() for _ in range(count)]
+        return self._removed_events([key for key in keys if key not in self._announced])
+
     def _check(self) -> list[Any]:
         """Look some doubtful blocks up: their events say what is true now, even if the log says otherwise later."""
-        count = min(_CHECKS_PER_TAKE, len(self._doubtful))
-        keys = [self._doubtful.popleft() for _ in range(count)]
-        present = {key for key in keys if self._engine.block(key)}
+        if self._checked is None:
+            keys = list(islice(self._doubtful, _CHECKS_PER_TAKE))
+            answer = self._source.look_up(keys)
+            if answer is None:
+                return []
+            self._checked = keys, answer
+            for _ in keys:
+                self._doubtful.popleft()
+        keys, answer = self._checked
+        if not answer.done:
+            return []
+        self._checked = None
+        if answer.error is not None:
+            self._doubtful.extendleft(reversed(keys))
+            return []
+        present = {key for key, is_there in zip(keys, answer.value, strict=True) if is_there}
         gone = [key for key in keys if key not in present]
         found = [key for key in keys if key in present and key not in self._announced]
         return [*self._remove(gone), *self._announce(found)]
@@ -191,13 +224,17 @@ class EventFeed:
         return self._stored(fields)
 
     def _remove(self, keys: Sequence[bytes]) -> list[Any]:
-        """One event for each run of blocks of one group."""
+        """As far as they were announced."""
         gone = [key for key in keys if key in self._announced]
         self._announced.difference_update(gone)
+        return self._removed_events(gone)
+
+    def _removed_events(self, keys: Sequence[bytes]) -> list[Any]:
+        """One event for each run of blocks of one group."""
         external, shared = self._vocabulary.external_hash, {"medium": MEDIUM, "locality": LOCALITY}
         return [
             self._removed({"block_hashes": [external(_hash(key)) for key in run], "group_idx": group, **shared})
-            for group, run in groupby(gone, _group)
+            for group, run in groupby(keys, _group)
         ]
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvstow.attach.answer import Answer
 from kvstow.attach.calls import Hold
 from kvstow.attach.engine import AttachedEngine, Hits
+from kvstow.attach.eventcalls import EventPage
 from kvstow.attach.ticket import SessionTicket, number_of
 from kvstow.messages import Completion, Direction, Op
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
@@ -32,6 +33,14 @@ class _Asked(NamedTuple):
     step: int
 
 
+class Life(NamedTuple):
+    """While it lasts, what was stored can be found. `session`: its number, 0 without one. `resets`: how many there have
+    been."""
+
+    session: int = 0
+    resets: int = 0
+
+
 class AttachedControl:
     """Asks the node service, which answers later. See `ControlPlane`.
 
@@ -49,7 +58,7 @@ class AttachedControl:
         self._make_engine, self._clock = make_engine, clock
         self._engine: AttachedEngine | None = None
         self._asked: deque[_Asked] = deque()
-        self._step = 0
+        self._step = self._resets = 0
         self._bypasses_loads = self._is_slow = False
         self._failure: str | None = None
         self.refused_stores: Counter[str] = Counter()
@@ -142,6 +151,21 @@ class AttachedControl:
         if self._engine is not None:
             self._engine.count_lookup(queried, hits)
 
+    # -- events ---------------------------------------------------------------------------------------------
+
+    @property
+    def life(self) -> Life:
+        ticket = self.ticket
+        return Life(0 if ticket is None else ticket.number, self._resets)
+
+    @property
+    def tells_events(self) -> bool:
+        """Whether there is a service that can be asked for events."""
+        return self._engine is not None and self._engine.is_attached and self._engine.has_events
+
+    def read_events(self, after: int) -> Answer[EventPage]:
+        return self._note(self.engine.read_events(after))
+
     # -- loads and stores -----------------------------------------------------------------------------------
 
     def begin_load(self, lease: Lease, blocks: Sequence[int], *, first: int, request_id: str) -> Awaited[Op | None]:
@@ -203,6 +227,7 @@ class AttachedControl:
     # -- all blocks -----------------------------------------------------------------------------------------
 
     def reset(self) -> None:
+        self._resets += 1
         if self._failure is None:
             self.engine.reset()
 

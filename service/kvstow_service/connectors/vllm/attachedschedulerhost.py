@@ -13,7 +13,9 @@ from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.ticket import SessionTicket
 from kvstow.bytesize import format_size
 from kvstow.messages import DesiredState, RankReport
+from kvstow_service.connectors.engine_core.blocknews import BlockSource
 from kvstow_service.connectors.engine_core.gpublocks import BlockPool
+from kvstow_service.connectors.engine_core.kvevents import EventFeed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello, RankUpdate
 from kvstow_service.connectors.engine_core.metricsexport import StatsFeed
@@ -21,6 +23,7 @@ from kvstow_service.connectors.engine_core.options import ConnectorOptions
 from kvstow_service.connectors.engine_core.schedulerhost import Offload, SchedulerHost
 from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
 from kvstow_service.connectors.engine_core.workerside import RankSession
+from kvstow_service.connectors.vllm.attachedblocks import AttachedBlocks
 from kvstow_service.connectors.vllm.attachedcontrol import STEP_WAIT_SECONDS, AttachedControl
 from kvstow_service.connectors.vllm.attachedfigures import AttachedFigures
 
@@ -47,13 +50,17 @@ class AttachedSchedulerHost(SchedulerHost):
         version: str,
         pool_identity: Callable[[list[RankHello]], PoolIdentity],
         namespace_identity: Callable[[], NamespaceIdentity],
+        make_events: Callable[[BlockSource], EventFeed | None] = lambda source: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`version`: vLLM's. `namespace_identity` is called when vLLM has its block hashes."""
         super().__init__(options, process, groups)
         self._version, self._clock = version, clock
         self._pool_identity, self._namespace_identity = pool_identity, namespace_identity
+        self._make_events = make_events
         self._control: AttachedControl | None = None
+        self._blocks: AttachedBlocks | None = None
+        """Where vLLM publishes KV events."""
         self._figures: AttachedFigures | None = None
         self._sessions: dict[int, RankSession] = {}
         self._number = 0
@@ -71,6 +78,8 @@ class AttachedSchedulerHost(SchedulerHost):
         if self._looking_until is None:  # vLLM's start is over
             self._looking_until = self._clock() + LOOKING_SECONDS
         self._follow_session()
+        if self._blocks is not None and self._blocks.is_behind:
+            return True
         if self._clock() >= self._looking_until:
             return False
         return self.ticket is None or not self._control.engine.is_attached or not self._have_ranks_joined()
@@ -110,7 +119,10 @@ class AttachedSchedulerHost(SchedulerHost):
             *(format_size(self._options.cpu_bytes_to_use) if self._options.cpu_bytes_to_use else "all", len(hellos)),
             "lazy" if self._options.lazy_offload else "eager",
         )
-        return Offload(control, self._make_side(control, pool, stats, None), stats, None)
+        blocks = AttachedBlocks(control, lambda: self._memory()[1], self._clock)
+        events = self._make_events(blocks)
+        self._blocks = blocks if events is not None else None
+        return Offload(control, self._make_side(control, pool, stats, events), stats, events)
 
     def _make_engine(self, identity: PoolIdentity) -> AttachedEngine:
         assert self._options.attach is not None

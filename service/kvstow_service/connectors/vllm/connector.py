@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
+from kvstow_service.connectors.engine_core.blocknews import EmbeddedBlocks
 from kvstow_service.connectors.engine_core.connector import OffloadConnector
 from kvstow_service.connectors.engine_core.kvevents import event_feed
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
@@ -105,20 +106,18 @@ class KVStowConnector(OffloadConnector):
 def _scheduler_host(
     options: ConnectorOptions, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any
 ) -> SchedulerHost:
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if options.attach is None:
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         return EmbeddedSchedulerHost(
             options,
             process,
             groups,
             build={"vllm": vllm.__version__, "torch": version("torch")},
-            make_events=lambda engine: event_feed(vllm_config, engine, specs),
+            make_events=lambda engine: event_feed(vllm_config, EmbeddedBlocks(engine), specs),
         )
     from kvstow_service.connectors.vllm import attachidentity
     from kvstow_service.connectors.vllm.attachedschedulerhost import AttachedSchedulerHost
 
-    if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
-        logger.warning("KV events of blocks in host memory are not published by an engine that attaches")
     hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
     return AttachedSchedulerHost(
         options,
@@ -129,4 +128,5 @@ def _scheduler_host(
             vllm_config, kv_cache_config, groups, hellos, replicated=process.replicated
         ),
         namespace_identity=lambda: attachidentity.namespace_identity(vllm_config, hash_tokens, options.weights_id),
+        make_events=lambda source: event_feed(vllm_config, source, specs),
     )

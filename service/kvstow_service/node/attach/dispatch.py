@@ -8,6 +8,7 @@ from typing import Final
 from kvstow.attach.calls import BeginLoad, BeginStore, Completions, CountLookup, Lookup, Refresh, Release, Reset
 from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import Message
+from kvstow.attach.eventcalls import ReadEvents
 from kvstow.attach.extentcalls import (
     AdoptedExtents,
     Desired,
@@ -67,6 +68,10 @@ def _reset(host: SessionHost, member: Member, frame: Frame) -> Message:
     return host.reset(member.session.session_id)
 
 
+def _read_events(host: SessionHost, member: Member, frame: Frame) -> Message:
+    return host.read_events(member.session.session_id, ReadEvents.unpack(frame.payload))
+
+
 def _report(host: SessionHost, member: Member, frame: Frame) -> Message:
     report = Report.unpack(frame.payload).report
     rank = _rank_of(member)
@@ -111,6 +116,7 @@ _CALLS: Final[dict[int, Callable[[SessionHost, Member, Frame], Message | None]]]
     Kind.REFRESH: _refresh,
     Kind.COUNT_LOOKUP: _count_lookup,
     Kind.RESET: _reset,
+    Kind.READ_EVENTS: _read_events,
     Kind.REPORT: _report,
     Kind.REGISTERED: _registered,
     Kind.LET_GO: _released,

@@ -17,6 +17,7 @@ from kvstow.attach.calls import (
     StoreBegun,
 )
 from kvstow.attach.connection import Message
+from kvstow.attach.eventcalls import EventPage, ReadEvents
 from kvstow.attach.extentcalls import ExtentBytes, ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
@@ -78,6 +79,8 @@ class SessionHost(Protocol):
     def count_lookup(self, session_id: str, call: CountLookup) -> None: ...
 
     def reset(self, session_id: str) -> ResetDone: ...
+
+    def read_events(self, session_id: str, call: ReadEvents) -> EventPage: ...
 
     def take_report(self, session_id: str, rank: int, report: RankReport) -> DesiredState: ...
 

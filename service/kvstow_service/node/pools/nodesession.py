@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kvstow.attach.calls import (
@@ -18,6 +19,7 @@ from kvstow.attach.calls import (
     SettledOps,
     StoreBegun,
 )
+from kvstow.attach.eventcalls import BlockChange, EventPage, ReadEvents
 from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
 
 _OPS_PER_FRAME = 10_000
+_EVENTS_PER_PAGE = 64
+_KEYS_PER_PAGE = 2048
+"""A page ends with the event that reaches it: 3,071 keys at most, 0.1 MB."""
 
 
 class NodeSession:
@@ -138,6 +143,21 @@ class NodeSession:
         if grant.op is None:
             return StoreBegun(0, (), (), tuple(grant.unplaced), grant.outcomes, room)
         return StoreBegun(grant.op.op_id, grant.accepted, grant.op.slots, tuple(grant.unplaced), grant.outcomes, room)
+
+    def read_events(self, call: ReadEvents) -> EventPage:
+        """O(events given), whatever the other namespaces of the pool do."""
+        log, tag = self.pool.events, self.control.namespace.tag
+        page = log.read(call.after, _EVENTS_PER_PAGE)
+        changes: list[BlockChange] = []
+        num_keys, cursor = 0, page.cursor
+        for event in page.events:
+            num_keys += len(event.keys)
+            if event.namespace == tag:  # clients may store keys of any length
+                changes += [BlockChange(event.kind, list(keys)) for _, keys in groupby(event.keys, len)]
+            if num_keys >= _KEYS_PER_PAGE:
+                cursor = event.sequence
+                break
+        return EventPage(cursor, tuple(changes), page.lost > 0, cursor < log.last_sequence)
 
     def complete(self, call: Completions) -> None:
         self.control.complete(call.rank, call.boot_id, call.completions)

@@ -1,0 +1,50 @@
+"""What an `EventFeed` learns of the blocks in host memory: from the engine in this process, or the node service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from kvstow.attach.eventcalls import BlockChange
+from kvstow.control.engine import OffloadEngine
+from kvstow.results import Awaited, Given
+
+_BATCHES_PER_READ = 256
+
+
+class BlockNews(NamedTuple):
+    """What has happened since the last news. `lost`: and more, which is not known. `gone`: no block of earlier news can
+    be found any more, unless these changes say so; after a `session` that has ended, the blocks may come back with the
+    next one."""
+
+    changes: Sequence[BlockChange] = ()
+    lost: bool = False
+    gone: Literal["no", "session", "for good"] = "no"
+
+
+class BlockSource(Protocol):
+    """Used by the scheduler's thread. No call waits."""
+
+    def read(self) -> BlockNews: ...
+
+    def look_up(self, keys: Sequence[bytes]) -> Awaited[Sequence[bool]] | None:
+        """Which of these blocks are there. An answer with an `error` says nothing. None if nobody can say that now."""
+
+
+class EmbeddedBlocks:
+    """Those of the engine in this process."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+        self._cursor = engine.events.last_sequence
+
+    def read(self) -> BlockNews:
+        log = self._engine.events
+        if log.last_sequence == self._cursor:
+            return BlockNews()
+        page = log.read(self._cursor, _BATCHES_PER_READ)
+        self._cursor = page.cursor
+        return BlockNews([BlockChange(event.kind, event.keys) for event in page.events], page.lost > 0)
+
+    def look_up(self, keys: Sequence[bytes]) -> Given[Sequence[bool]]:
+        return Given([self._engine.block(key) is not None for key in keys])

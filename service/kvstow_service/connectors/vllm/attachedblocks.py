@@ -1,0 +1,106 @@
+"""What an attached engine learns of the blocks in the pool, for its KV events."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from kvstow.attach.answer import Answer
+from kvstow.attach.calls import Hold
+from kvstow.attach.engine import Hits
+from kvstow.attach.eventcalls import EventPage
+from kvstow_service.connectors.engine_core.blocknews import BlockNews
+from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
+
+PERIOD_SECONDS = 0.1
+"""How often the service is asked what others have stored and what was removed. Own stores are asked for at once."""
+
+logger = logging.getLogger("kvstow.vllm")
+
+
+class AttachedBlocks:
+    """A `BlockSource`: asks the node service for the events of the session's namespace, one page at a time. Used by the
+    scheduler's thread.
+
+    A new session reads from the oldest event that the service keeps, so that what other engines have stored lately is
+    known as well. What a session has told is void when it ends, and after a reset.
+    """
+
+    def __init__(
+        self,
+        control: AttachedControl,
+        has_all_memory: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`has_all_memory`: whether the ranks can load every block of the pool. Before that, blocks that are there may
+        not be found."""
+        self._control, self._has_all_memory, self._clock = control, has_all_memory, clock
+        self._life = control.life
+        self._asked: Answer[EventPage] | None = None
+        self._cursor = 0
+        self._has_more = False
+        self._due = clock()
+        self._stored = 0  # own blocks, when the service was last asked
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether steps are needed to learn of an own store that has ended, or of more that is known to be there."""
+        if not self._control.tells_events:
+            return False
+        return self._asked is not None or self._has_more or self._stored != self._control.moved_blocks["store"]
+
+    def read(self) -> BlockNews:
+        life, control = self._life, self._control
+        if control.life != life:
+            self._begin_life()
+            if control.life.resets != life.resets:
+                return BlockNews(gone="for good")
+            if life.session:
+                return BlockNews(gone="session")
+        news = self._take_page()
+        if self._asked is None and control.tells_events and (self.is_behind or self._clock() >= self._due):
+            self._due = self._clock() + PERIOD_SECONDS
+            self._stored = control.moved_blocks["store"]
+            self._asked = control.read_events(self._cursor)
+        return news
+
+    def look_up(self, keys: Sequence[bytes]) -> _Presence | None:
+        if not self._control.finds_hits or not self._has_all_memory():
+            return None
+        return _Presence(len(keys), self._control.find(keys, Hold.NOTHING))
+
+    def _begin_life(self) -> None:
+        self._life = self._control.life
+        self._asked, self._cursor, self._has_more, self._due = None, 0, False, self._clock()
+        if self._life.session and not self._control.tells_events:
+            logger.warning("this node service is older and tells no KV events, so none are published of host memory")
+
+    def _take_page(self) -> BlockNews:
+        if self._asked is None or not self._asked.done:
+            return BlockNews()
+        page, self._asked = self._asked.value, None
+        self._cursor, self._has_more = page.cursor, page.has_more
+        return BlockNews(page.changes, page.lost)
+
+
+class _Presence:
+    """The answer to a lookup, key by key."""
+
+    def __init__(self, num_keys: int, found: Answer[Hits]) -> None:
+        self._num_keys, self._found = num_keys, found
+
+    @property
+    def done(self) -> bool:
+        return self._found.done
+
+    @property
+    def error(self) -> str | None:
+        return self._found.error
+
+    @property
+    def value(self) -> list[bool]:
+        present = [False] * self._num_keys
+        for first, length in self._found.value.runs:
+            present[first : first + length] = [True] * length
+        return present
