@@ -114,6 +114,11 @@ class Engine:
         return get_kv_transfer_group()
 
     @property
+    def scheduler(self) -> Any:
+        """In this process only."""
+        return self._core.scheduler
+
+    @property
     def free_blocks(self) -> int:
         return int(self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 

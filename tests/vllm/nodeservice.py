@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.vllm.engines import eventually
+from tests.vllm.engines import Engine, eventually
 
 MIB = 1 << 20
 
@@ -83,3 +83,20 @@ def running_service(folder: Path, memory: str = "64MiB", *options: str) -> Itera
         yield service
     finally:
         service.stop()
+
+
+def until_attached(engine: Engine, service: NodeService) -> None:
+    """Step an engine of this process until its ranks have memory."""
+
+    def has_memory() -> bool:
+        engine.step()
+        return is_attached(service)
+
+    eventually(has_memory, "an attached engine")
+
+
+def is_attached(service: NodeService, sessions: int = 1) -> bool:
+    """Whether so many engines are attached and have memory."""
+    found = service.sessions()
+    attached = [each for each in found if each["state"] == "attached" and each["registered_slots"] > 0]
+    return len(attached) == sessions

@@ -19,7 +19,6 @@ from tests.vllm.engines import (
     B,
     C,
     D,
-    Engine,
     Reference,
     Setup,
     assert_same,
@@ -27,7 +26,7 @@ from tests.vllm.engines import (
     prompt,
     running,
 )
-from tests.vllm.nodeservice import NodeService, running_service
+from tests.vllm.nodeservice import NodeService, is_attached, running_service, until_attached
 
 pytestmark = pytest.mark.vllm
 
@@ -51,22 +50,6 @@ def start(model: Path, tmp_path: Path) -> Iterator[StartEngine]:
             return engine
 
         yield start
-
-
-def until_attached(engine: Engine, service: NodeService) -> None:
-    """Step an engine of this process until its ranks have memory."""
-
-    def has_memory() -> bool:
-        engine.step()
-        return is_attached(service)
-
-    eventually(has_memory, "an attached engine")
-
-
-def is_attached(service: NodeService, sessions: int = 1) -> bool:
-    found = service.sessions()
-    attached = [each for each in found if each["state"] == "attached" and each["registered_slots"] > 0]
-    return len(attached) == sessions
 
 
 @pytest.mark.parametrize("kind", ["eager", "lazy", "hybrid"])

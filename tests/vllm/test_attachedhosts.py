@@ -136,6 +136,20 @@ def test_what_the_engine_asks_the_service_for(bench: Bench) -> None:
     assert bench.options["engine_version"] == "vllm 1"
 
 
+def test_memory_of_a_session_before_does_not_count(bench: Bench) -> None:
+    """A lookup in the new session finds nothing until its ranks have memory."""
+    bench.step()
+    bench.join(8)
+    assert bench.host._has_all_memory()
+    bench.service.lose()
+    bench.step()
+    assert not bench.host._has_all_memory()
+    bench.join(0, number=2)
+    assert not bench.host._has_all_memory()
+    bench.join(8, number=2)
+    assert bench.host._has_all_memory()
+
+
 def test_vllms_metrics_say_whether_there_is_host_memory(bench: Bench) -> None:
     assert bench.figures()["attached"] == 0
     bench.step()

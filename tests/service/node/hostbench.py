@@ -23,6 +23,7 @@ from kvstow.attach.calls import (
     StoreBegun,
 )
 from kvstow.attach.connection import Message
+from kvstow.attach.eventcalls import EventPage, ReadEvents
 from kvstow.attach.extentcalls import ExtentGrant, ExtentSlots, GrantedExtents, PopulatedExtents, RevokedExtents
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
@@ -176,6 +177,9 @@ class Engine:
     def has(self, *numbers: int) -> int:
         """How many of these blocks it finds."""
         return sum(length for _, length in self.find(*numbers).runs)
+
+    def read_events(self, after: int = 0) -> EventPage:
+        return self.bench.host.read_events(self.session_id, ReadEvents(after))
 
     def begin_load(self, lease_id: int, count: int = 1) -> LoadBegun:
         return self.bench.host.begin_load(self.session_id, BeginLoad(lease_id, 0, count))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvstow.attach.eventcalls import BlockChange
 from kvstow.control.engine import OffloadEngine
@@ -14,12 +14,11 @@ _BATCHES_PER_READ = 256
 
 class BlockNews(NamedTuple):
     """What has happened since the last news. `lost`: and more, which is not known. `gone`: no block of earlier news can
-    be found any more, unless these changes say so; after a `session` that has ended, the blocks may come back with the
-    next one."""
+    be found any more, until later news say so or a lookup finds it."""
 
     changes: Sequence[BlockChange] = ()
     lost: bool = False
-    gone: Literal["no", "session", "for good"] = "no"
+    gone: bool = False
 
 
 class BlockSource(Protocol):

@@ -139,8 +139,8 @@ class EventFeed:
     def take_events(self) -> list[Any]:
         """vLLM's events for blocks that were stored or removed since the last call, oldest first."""
         news = self._source.read()
-        if news.gone != "no":
-            self._withdraw(may_come_back=news.gone == "session")
+        if news.gone:
+            self._withdraw()
         if news.lost:
             logger.warning("KV events were lost: looking %d announced blocks up again", len(self._announced))
             self._doubtful = deque(dict.fromkeys([*self._doubtful, *self._announced, *self._planned]))
@@ -153,10 +153,9 @@ class EventFeed:
             events += self._check()
         return events
 
-    def _withdraw(self, *, may_come_back: bool) -> None:
-        """All announced blocks have gone. O(announced blocks), once for a session."""
-        doubtful = dict.fromkeys([*self._doubtful, *self._announced]) if may_come_back else ()
-        self._doubtful, self._checked = deque(doubtful), None
+    def _withdraw(self) -> None:
+        """All announced blocks have gone, and some may come back. O(announced blocks), once for a session."""
+        self._doubtful, self._checked = deque(dict.fromkeys([*self._doubtful, *self._announced])), None
         self._withdrawn.extend(self._announced)
         self._announced = set()
 

@@ -54,10 +54,8 @@ class AttachedBlocks:
         life, control = self._life, self._control
         if control.life != life:
             self._begin_life()
-            if control.life.resets != life.resets:
-                return BlockNews(gone="for good")
             if life.session:
-                return BlockNews(gone="session")
+                return BlockNews(gone=True)
         news = self._take_page()
         if self._asked is None and control.tells_events and (self.is_behind or self._clock() >= self._due):
             self._due = self._clock() + PERIOD_SECONDS
@@ -72,7 +70,7 @@ class AttachedBlocks:
 
     def _begin_life(self) -> None:
         self._life = self._control.life
-        self._asked, self._cursor, self._has_more, self._due = None, 0, False, self._clock()
+        self._asked, self._cursor, self._has_more = None, 0, True
         if self._life.session and not self._control.tells_events:
             logger.warning("this node service is older and tells no KV events, so none are published of host memory")
 

@@ -119,7 +119,7 @@ class AttachedSchedulerHost(SchedulerHost):
             *(format_size(self._options.cpu_bytes_to_use) if self._options.cpu_bytes_to_use else "all", len(hellos)),
             "lazy" if self._options.lazy_offload else "eager",
         )
-        blocks = AttachedBlocks(control, lambda: self._memory()[1], self._clock)
+        blocks = AttachedBlocks(control, self._has_all_memory, self._clock)
         events = self._make_events(blocks)
         self._blocks = blocks if events is not None else None
         return Offload(control, self._make_side(control, pool, stats, events), stats, events)
@@ -152,6 +152,11 @@ class AttachedSchedulerHost(SchedulerHost):
 
     def _have_ranks_joined(self) -> bool:
         return self._memory()[0] > 0
+
+    def _has_all_memory(self) -> bool:
+        self._follow_session()
+        slots, is_whole = self._memory()
+        return slots > 0 and is_whole
 
     def _memory(self) -> tuple[int, bool]:
         """The slots that all ranks have in the current session, and whether no more are to come."""

@@ -21,9 +21,11 @@ from kvstow.attach.calls import (
 )
 from kvstow.attach.connection import Call, Message
 from kvstow.attach.engine import AttachedEngine
+from kvstow.attach.eventcalls import ReadEvents
 from kvstow.attach.frames import Frame
 from kvstow.attach.hello import CallError, Welcome
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
+from kvstow.attach.kinds import VERSIONS
 from kvstow.config import EngineConfig
 from kvstow.control.attachedsession import AttachedSession
 from kvstow.control.poolfacade import PoolFacade
@@ -44,6 +46,7 @@ class SlowService:
         self.facade = PoolFacade(self.pool)
         self.delay = delay
         self.is_up = True
+        self.version = VERSIONS.newest
         self.is_silent = False
         """It takes messages, and answers none."""
         self.session: AttachedSession | None = None
@@ -167,7 +170,9 @@ class SlowConnection:
         session.control = self._service.open_session()
         session.link = SimpleNamespace(push=lambda message: self._pushed.append(_frame(message)))
         self.state, self.problem = "attached", None
-        self.welcome = Welcome(version=1, session_id=str(session.control.session_id), service="slow", token="secret")
+        session.pool = self._service.pool  # type: ignore[assignment]
+        version, session_id = self._service.version, str(session.control.session_id)
+        self.welcome = Welcome(version=version, session_id=session_id, service="slow", token="secret")
         self._on_attached(self.welcome)
 
     def _answer(self, message: Message) -> Any:
@@ -178,6 +183,8 @@ class SlowConnection:
                 return self._session.begin_load(message)
             case BeginStore():
                 return self._session.begin_store(message)
+            case ReadEvents():
+                return self._session.read_events(message)
             case Reset():
                 return ResetDone(self._session.control.reset())
         raise AssertionError(f"{message} has no answer")

@@ -1,0 +1,136 @@
+"""What an engine reads of the events of its namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from tests.service.node.hostbench import ROW_SLOTS, Engine, HostBench
+from tests.service.node.rawengine import HELLO, NAMESPACE, key_of
+
+from kvstow.attach.eventcalls import BlockChange
+from kvstow_service.node.pools import nodesession
+from kvstow_service.node.pools.nodepool import PoolSettings
+
+OTHER = replace(HELLO, namespace=replace(NAMESPACE, weights_id="others"))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[HostBench]:
+    bench = HostBench(tmp_path)
+    yield bench
+    bench.close()
+
+
+def change(kind: Literal["stored", "removed"], *numbers: int) -> BlockChange:
+    return BlockChange(kind, [key_of(number) for number in numbers])
+
+
+def read_all(engine: Engine, after: int = 0) -> list[BlockChange]:
+    found = list[BlockChange]()
+    while True:
+        page = engine.read_events(after)
+        found += page.changes
+        after = page.cursor
+        if not page.has_more:
+            return found
+
+
+def purge(engine: Engine, *numbers: int) -> None:
+    assert engine.pool.facade.admin.purge(keys=[key_of(number) for number in numbers]).run().finished
+
+
+def test_engines_of_one_namespace_read_what_each_of_them_has_stored(bench: HostBench) -> None:
+    first, second = bench.start(), bench.start()
+    first.store(1, 2)
+    second.store(3)
+    purge(first, 1)
+    expected = [change("stored", 1, 2), change("stored", 3), change("removed", 1)]
+    assert read_all(first) == read_all(second) == expected
+
+
+def test_a_cursor_goes_on_where_the_page_before_has_ended(bench: HostBench) -> None:
+    engine = bench.start()
+    engine.store(1)
+    cursor = engine.read_events().cursor
+    assert engine.read_events(cursor).changes == ()
+    engine.store(2)
+    assert engine.read_events(cursor).changes == (change("stored", 2),)
+    assert engine.read_events(1 << 60).changes == (), "a cursor that nobody was given"
+
+
+def test_equal_keys_of_another_namespace_are_other_blocks(bench: HostBench) -> None:
+    first, other = bench.start(), bench.start(OTHER)
+    assert other.pool is first.pool
+    first.store(1)
+    other.store(1, 2)
+    assert read_all(first) == [change("stored", 1)]
+    assert read_all(other) == [change("stored", 1, 2)]
+    keys = first.pool.index.slot_keys
+    (slot,) = [slot for slot, key in keys.between(0, 100) if keys.tag_of[slot] and key == key_of(1)]
+    with first.pool.lock:
+        first.pool.remove_blocks([slot], "capacity")
+    assert read_all(other)[1:] == [change("removed", 1)]
+    assert read_all(first) == [change("stored", 1)]
+    assert first.has(1) == 1
+
+
+def test_blocks_that_are_evicted_for_others_are_told_to_their_own_namespace(bench: HostBench) -> None:
+    first, other = bench.start(), bench.start(OTHER)
+    first.store(*range(20))
+    for number in range(0, 2 * first.pool.populated_slots, 16):
+        other.store(*range(number, number + 16))
+    told = read_all(first)
+    gone = {key for change in told if change.kind == "removed" for key in change.keys}
+    there = {key for change in told if change.kind == "stored" for key in change.keys}
+    assert gone <= there == {key_of(number) for number in range(20)}
+    assert len(gone) == 20 - first.has(*range(20)) > 0
+
+
+def test_after_a_reset_only_the_fresh_namespace_is_told(bench: HostBench) -> None:
+    engine = bench.start()
+    engine.store(1)
+    bench.host.reset(engine.session_id)
+    assert read_all(engine) == []
+    engine.store(2)
+    assert read_all(engine) == [change("stored", 2)]
+
+
+def test_a_page_is_bounded(bench: HostBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodesession, "_KEYS_PER_PAGE", 4)
+    engine = bench.start()
+    for number in range(0, 12, 2):
+        engine.store(number, number + 1)
+    page = engine.read_events()
+    assert len(page.changes) == 2
+    assert page.has_more
+    assert len(read_all(engine)) == 6
+    monkeypatch.setattr(nodesession, "_EVENTS_PER_PAGE", 1)
+    assert len(engine.read_events().changes) == 1
+    assert len(read_all(engine)) == 6
+
+
+def test_events_that_are_no_longer_kept_are_said_to_be_lost(tmp_path: Path) -> None:
+    bench = HostBench(tmp_path, settings=PoolSettings(event_buffer=2))
+    try:
+        engine = bench.start()
+        for _ in range(4 * ROW_SLOTS):
+            engine.store(1)
+            purge(engine, 1)
+        page = engine.read_events()
+        assert page.lost
+        assert not engine.read_events(page.cursor).lost
+    finally:
+        bench.close()
+
+
+def test_keys_of_several_lengths_come_in_changes_of_their_own(bench: HostBench) -> None:
+    engine = bench.start()
+    engine.store(1, 2)
+    engine.pool.events.append("removed", (key_of(1), b"short", b"brief", key_of(2)))
+    page = engine.read_events()
+    assert [len(change.keys) for change in page.changes] == [2, 1, 2, 1]
+    assert type(page).unpack(page.pack()) == page
