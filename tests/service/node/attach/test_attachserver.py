@@ -46,7 +46,7 @@ from kvstow.attach.extentcalls import (
     Report,
 )
 from kvstow.attach.hello import Refused
-from kvstow.attach.kinds import Kind, VersionRange
+from kvstow.attach.kinds import VERSIONS, Kind, VersionRange
 from kvstow.errors import AttachRefusedError, CallFailedError, DisconnectedError
 from kvstow.messages import Completion, RankReport
 from kvstow_service.node.attach import clientcalls
@@ -83,7 +83,7 @@ def test_a_scheduler_half_is_welcomed_with_all_that_the_host_says(node: Node) ->
     welcome = node.attach().welcome
     assert welcome is not None
     assert (welcome.version, welcome.engine_id, welcome.pool, welcome.namespace, welcome.sharing_off) == (
-        1,
+        VERSIONS.newest,
         "engine-1",
         "model-0a1b2c",
         "model-3d4e5f",
@@ -217,7 +217,9 @@ def test_messages_are_pushed_from_any_thread_in_order(node: Node) -> None:
 
 def test_a_version_that_is_not_spoken_is_refused(node: Node) -> None:
     connection = node.connection(replace(HELLO, versions=VersionRange(7, 8)))
-    assert refusal_by(node, connection).startswith("version: the service speaks versions 1 to 1")
+    assert refusal_by(node, connection).startswith(
+        f"version: the service speaks versions {VERSIONS.oldest} to {VERSIONS.newest}"
+    )
     assert node.server.figures().refused == {"version": 1}
     assert node.host.events == []
 
