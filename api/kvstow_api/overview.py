@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvstow.bytesize import format_size
 from kvstow.stats import SLOT_STATES, EngineStats, PendingTransfers, PoolStats, SlotState
 from kvstow.status import BypassStatus, DrainStatus, MemoryStatus, RankStatus, Readiness, TransferStatus
 from kvstow_api.history import METRICS, HistoryView, NowView, lines_of
 from kvstow_api.numberformat import counted, duration, percent, rate
+from kvstow_api.poolrows import PoolRow, pool_row
+from kvstow_api.rankrows import RankRow, rank_rows
+from kvstow_api.sessionrows import SESSION_COLUMNS, SessionRow, session_row
 from kvstow_api.views import PoolView, SessionView, StatsView
 
 NUM_OLDEST = 4
@@ -25,39 +28,36 @@ NOT_PINNED = "not pinned"
 
 _SLOT_ORDER: tuple[SlotState, ...] = ("protected", "leased", "cached", "filling", "quarantined", "free")
 assert set(_SLOT_ORDER) == set(SLOT_STATES)
-_REPORTS_ARE_FRESH = 5.0  # seconds; ranks report every second
 _NAMED_RANKS = 3
+
+_R = TypeVar("_R", PoolRow, SessionRow)
 
 
 class Readings(NamedTuple):
-    """What the overview is made of, read at about the same time. Without `pool`, there is none, or several and none
-    was chosen. `node`: None where the server is embedded in an engine."""
+    """What the overview is made of, read at about the same time. `node`: engines attach to the server; otherwise it is
+    embedded in one. `asked`: the pool that the viewer has chosen. `pool`: of the pool that `pool_to_show` names."""
 
     model: str | None
     mode: str
     version: str
+    node: bool
     readiness: Readiness
+    memory: MemoryStatus
     drain: DrainStatus
     bypass: BypassStatus
+    pools: Sequence[PoolView]
+    sessions: Sequence[SessionView]
+    asked: str | None
     pool: PoolReadings | None
-    node: NodeReadings | None = None
 
 
 class PoolReadings(NamedTuple):
     """Of one pool. `stats` has all sections."""
 
-    pinning_paused: bool
     stats: EngineStats | StatsView
+    ranks: Sequence[RankStatus]
     oldest: Iterable[TransferStatus]
     history: HistoryView
-
-
-class NodeReadings(NamedTuple):
-    """Of a server that engines attach to."""
-
-    memory: MemoryStatus
-    pools: Sequence[PoolView]
-    sessions: Sequence[SessionView]
 
 
 class Switch(NamedTuple):
@@ -67,16 +67,13 @@ class Switch(NamedTuple):
     undo: str
 
 
-class RankLine(NamedTuple):
-    """`progress` of pinning; `trouble` is empty if the rank is well; `place`: host, pid and device, as far as known."""
+class MemoryBar(NamedTuple):
+    """The memory of all pools together. `failure`: why it cannot grow, empty if it can."""
 
-    rank: int
-    state: str
-    pinned_bytes: int
+    populated_bytes: int
     target_bytes: int
     progress: str
-    trouble: str
-    place: str
+    failure: str
 
 
 class Row(NamedTuple):
@@ -104,15 +101,30 @@ class Chart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """`ranks`: of an embedded engine; on a node, `node` has what takes their place. `pool`: None if none is shown."""
+    """The server, a row for each pool, and everything below: of the pool `selected` if there is one, else of all.
+
+    `selected` is the pool that the viewer has chosen, or the only one. `choices`: the pools that a viewer can choose
+    from, empty if there is no choice. `is_missing`: the chosen pool does not exist. `pool` is None, and there are no
+    `ranks` but those in trouble, while no pool is selected.
+    """
 
     about: str
     state: str
     reason: str
     switches: tuple[Switch, ...]
-    ranks: tuple[RankLine, ...]
+    memory: MemoryBar
+    pools: tuple[PoolRow, ...]
+    selected: str | None
+    choices: tuple[str, ...]
+    is_missing: bool
+    sessions: tuple[SessionRow, ...]
+    ranks: tuple[RankRow, ...]
     pool: PoolOverview | None
-    node: NodeOverview | None
+
+    @property
+    def session_columns(self) -> Mapping[str, str]:
+        """Fields of a session's row and their titles: its pool only if there may be several."""
+        return {name: title for name, title in SESSION_COLUMNS.items() if name != "pool" or self.selected is None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,29 +142,53 @@ class PoolOverview:
     block_rates: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeOverview:
-    """A node: its memory, and a row for each pool and each session."""
-
-    populated_bytes: int
-    target_bytes: int
-    progress: str
-    pools: tuple[Row, ...]
-    sessions: tuple[Row, ...]
+def pool_to_show(pools: Sequence[str], asked: str | None) -> str | None:
+    """The pool of these names that everything below the rows is of: the one asked for, or the only one."""
+    if asked is not None:
+        return asked if asked in pools else None
+    return pools[0] if len(pools) == 1 else None
 
 
 def overview(given: Readings) -> Overview:
-    """O(ranks)."""
-    paused = given.pool is not None and given.pool.pinning_paused
+    """O(pools + sessions + ranks)."""
+    names = tuple(pool.name for pool in given.pools)
+    is_missing = given.asked not in (None, *names)
+    selected = None if given.pool is None else pool_to_show(names, given.asked)
+    sessions = [session for session in given.sessions if selected in (None, session.pool)]
+    paused = [pool.name for pool in given.pools if pool.pinning_paused]
+    if given.pool is None:
+        ranks = tuple(rank for rank in rank_rows(given.readiness.ranks) if rank.trouble)
+    else:
+        ranks = rank_rows(given.pool.ranks, pinning_paused=selected in paused)
     return Overview(
         about=", ".join(filter(None, (given.model, given.mode, f"version {given.version}"))),
         state=given.readiness.state,
         reason=given.readiness.reason,
-        switches=tuple(switches(given.drain, given.bypass, paused)),
-        ranks=() if given.node else rank_lines(given.readiness.ranks, pinning_paused=paused),
+        switches=tuple(switches(given.drain, given.bypass, paused, several=len(names) > 1)),
+        memory=_memory(given),
+        pools=tuple(pool_row(pool, told=given.readiness.reason) for pool in given.pools),
+        selected=selected,
+        choices=names if len(names) > 1 or is_missing else (),
+        is_missing=is_missing,
+        sessions=tuple(session_row(session, on_node=given.node) for session in sessions),
+        ranks=ranks,
         pool=None if given.pool is None else _pool_overview(given.pool),
-        node=None if given.node is None else _node_overview(given.node),
     )
+
+
+def select_rows(rows: Sequence[_R], most: int) -> list[_R]:
+    """At most `most` rows, in order: those in trouble before others."""
+    first = sorted(range(len(rows)), key=lambda number: not rows[number].trouble)
+    return [rows[number] for number in sorted(first[:most])]
+
+
+def _memory(given: Readings) -> MemoryBar:
+    populated, target = given.memory.populated_bytes, given.memory.target_bytes
+    size, verb = format_size(target), "populated" if given.node else "pinned"
+    progress = size if populated >= target else f"{format_size(populated)} of {size} {verb}"
+    if given.node:
+        progress = f"{progress}, {format_size(sum(pool.granted_bytes for pool in given.pools))} in pools"
+    return MemoryBar(populated, target, progress, given.memory.failure or "")
 
 
 def _pool_overview(given: PoolReadings) -> PoolOverview:
@@ -174,43 +210,20 @@ def _pool_overview(given: PoolReadings) -> PoolOverview:
     )
 
 
-def _node_overview(given: NodeReadings) -> NodeOverview:
-    memory = given.memory
-    size = format_size(memory.target_bytes)
-    populated = f"{format_size(memory.populated_bytes)} of {size} populated"
-    return NodeOverview(
-        populated_bytes=memory.populated_bytes,
-        target_bytes=memory.target_bytes,
-        progress=size if memory.populated_bytes >= memory.target_bytes else populated,
-        pools=tuple(Row(one.name, _pool_words(one), counted(one.sessions, "session")) for one in given.pools),
-        sessions=tuple(Row(one.id, one.state, _session_words(one)) for one in given.sessions),
-    )
-
-
-def _pool_words(pool: PoolView) -> str:
-    size = format_size(pool.capacity_bytes)
-    return f"{pool.usable_slots:,} of {pool.capacity_slots:,} slots usable, {size} per rank"
-
-
-def _session_words(session: SessionView) -> str:
-    process = "" if session.pid is None else f"pid {session.pid}"
-    flight = counted(session.in_flight, "transfer")
-    ranks = counted(len(session.ranks), "rank")
-    return ", ".join(
-        filter(None, (session.engine, f"pool {session.pool}", ranks, f"{flight} in flight", session.host, process))
-    )
-
-
 # -- switches --------------------------------------------------------------------------------------------------------
 
 
-def switches(drain: DrainStatus, bypass: BypassStatus, pinning_paused: bool) -> Iterator[Switch]:
+def switches(
+    drain: DrainStatus, bypass: BypassStatus, paused: Sequence[str] = (), *, several: bool = False
+) -> Iterator[Switch]:
+    """`paused`: the pools that pin nothing for now. `several`: a command has to name the pool."""
     if drain.active:
         yield Switch(drain_words(drain), "kvstow undrain")
     if bypass.load or bypass.store:
         yield Switch(bypass_words(bypass), "kvstow bypass --off")
-    if pinning_paused:
-        yield Switch("pinning is paused", "kvstow pinning resume")
+    for pool in paused:
+        of_pool, flag = (f" in pool {pool}", f" --pool {pool}") if several else ("", "")
+        yield Switch(f"pinning is paused{of_pool}", f"kvstow pinning resume{flag}")
 
 
 def bypassed(bypass: BypassStatus) -> list[str]:
@@ -234,53 +247,6 @@ def drain_words(drain: DrainStatus) -> str:
     words = f"draining{stays}: {counted(drain.pending_transfers, 'transfer')} and {counted(drain.leases, 'lease')} left"
     left = drain.deadline_seconds_left
     return words if left is None else f"{words}, {duration(left)} until the deadline"
-
-
-# -- ranks -----------------------------------------------------------------------------------------------------------
-
-
-def rank_lines(ranks: Iterable[RankStatus], *, pinning_paused: bool = False) -> tuple[RankLine, ...]:
-    return tuple(
-        RankLine(
-            rank.rank,
-            rank.state,
-            rank.pinned_bytes,
-            rank.target_bytes,
-            _pin_progress(rank, pinning_paused),
-            _rank_trouble(rank),
-            _rank_place(rank),
-        )
-        for rank in ranks
-    )
-
-
-def select_ranks(ranks: Iterable[RankLine], most: int) -> list[RankLine]:
-    """At most `most` ranks, in order: those in trouble, then those that have pinned least."""
-    first = sorted(ranks, key=lambda rank: (not rank.trouble, rank.pinned_bytes))
-    return sorted(first[:most], key=lambda rank: rank.rank)
-
-
-def _pin_progress(rank: RankStatus, paused: bool) -> str:
-    size = format_size(rank.target_bytes)
-    left = rank.target_bytes - rank.pinned_bytes
-    if left <= 0:
-        return size
-    words, speed = f"{format_size(rank.pinned_bytes)} of {size}", rank.pin_rate_bytes_per_second
-    if not speed or paused or rank.state != "pinning":
-        return words
-    return f"{words}, {rate(speed)}, {duration(left / speed)} left"
-
-
-def _rank_place(rank: RankStatus) -> str:
-    process = f"pid {rank.pid}" if rank.pid is not None else None
-    return ", ".join(filter(None, (rank.host, process, rank.device)))
-
-
-def _rank_trouble(rank: RankStatus) -> str:
-    error = ": ".join(part for part in (rank.error_reason, rank.error) if part)
-    age = rank.last_report_age_seconds
-    silence = f"last report {duration(age)} ago" if age is not None and age > _REPORTS_ARE_FRESH else ""
-    return "; ".join(part for part in (error, silence) if part)
 
 
 # -- the pool --------------------------------------------------------------------------------------------------------

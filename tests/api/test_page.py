@@ -22,7 +22,7 @@ from kvstow_api.page.svg import polylines
 
 pytestmark = pytest.mark.anyio
 
-LIMIT = 15_000
+LIMIT = 20_000
 
 
 class Document(HTMLParser):
@@ -260,8 +260,8 @@ async def test_all_viewers_share_one_rendering_a_second(
 ) -> None:
     reads: list[Content] = []
 
-    def counted(app: AppState) -> Content:
-        reads.append(read_content(app))
+    def counted(app: AppState, asked: str | None) -> Content:
+        reads.append(read_content(app, asked))
         return reads[-1]
 
     monkeypatch.setattr("kvstow_api.page.live.read_content", counted)

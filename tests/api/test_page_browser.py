@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from tests.api.browser import Browser
 from tests.api.conftest import running
+from tests.api.fakenode import FakeNode
 
+from kvstow.testing.fakes import FakeClock
 from kvstow_api.page.live import STREAMS_PER_CLIENT
 
 pytestmark = pytest.mark.browser
@@ -146,7 +148,97 @@ def test_the_page_fits_narrow_windows(browser: Browser, serve: Any, ranks: Any, 
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
 
 
-_BAR = """Object.fromEntries([...document.querySelectorAll('#pool rect:not(.track)')].map((rect) => {
+# -- a node with pools ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def node() -> FakeNode:
+    """Two pools of two engines each; one engine is lost."""
+    node = FakeNode(FakeClock(100.0))
+    for name in (LONG_NAME, "b-000002"):
+        node.attach(name).store([b"\x00\x01", b"\x00\x02"])
+        node.attach(name)
+    node.engines[1].begin_store([b"\x00\x03"])
+    node.engines[1].control.lose("its connection has ended")
+    return node
+
+
+LONG_NAME = "deepseek-r1-distill-qwen-32b-instruct-awq-0a1b2c"
+
+
+def test_a_click_on_a_pool_narrows_the_page_and_it_stays_live(browser: Browser, serve: Any, node: FakeNode) -> None:
+    browser.open(serve(directory=node).url)
+    browser.until(f"{LIVE} === 'live'")
+    assert "s1" in browser.text
+    browser.evaluate("document.querySelector('#pools tr:last-of-type a').click()")
+    browser.until("document.getElementById('sessions')?.innerText.includes('of pool b-000002')")
+    browser.until(f"{LIVE} === 'live'")
+    assert "s1" not in browser.text
+    assert "s3" in browser.text
+    node.engines[2].begin_store([b"\x00\x09"])
+    browser.until("document.getElementById('pending').innerText.includes('4 KiB')")
+    node.attach("b-000002")
+    browser.until("document.getElementById('sessions').innerText.includes('s5')")
+    browser.evaluate("document.querySelector('#pools .all').click()")
+    browser.until("document.getElementById('sessions')?.innerText.includes('s1')")
+    assert browser.complaints == []
+
+
+def test_the_page_of_a_pool_works_without_scripts(browser: Browser, serve: Any, node: FakeNode) -> None:
+    browser.ask("Emulation.setScriptExecutionDisabled", value=True)
+    browser.open(f"{serve(directory=node).url}/?pool=b-000002")
+    browser.until("document.body.innerText.includes('Sessions of pool b-000002')")
+
+
+def test_pools_are_reachable_by_keyboard(browser: Browser, serve: Any, node: FakeNode) -> None:
+    browser.open(f"{serve(directory=node).url}/?pool=b-000002")
+    browser.until(f"{LIVE} === 'live'")
+    seen = []
+    for _ in range(4):
+        browser.press_tab()
+        seen.append(browser.evaluate("document.activeElement.textContent"))
+    assert seen == ["Skip to the figures", "all pools", LONG_NAME, "b-000002"]
+
+
+def test_a_dead_service_leaves_the_rows_as_they_were(browser: Browser, engine: Any, node: FakeNode) -> None:
+    with running(engine, directory=node) as listeners:
+        browser.open(f"{listeners.url}/?pool=b-000002")
+        browser.until(f"{LIVE} === 'live'")
+    browser.until(f"{LIVE}.startsWith('no answer since')")
+    assert "s3" in browser.text
+    assert browser.evaluate("document.title") == "kvstow: no answer"
+
+
+@pytest.mark.parametrize("width", [360, 800, 1040, 1600])
+@pytest.mark.parametrize("query", ["", f"?pool={LONG_NAME}"])
+def test_rows_fit_every_window(
+    browser: Browser, serve: Any, node: FakeNode, tmp_path: Path, width: int, query: str
+) -> None:
+    for _ in range(60):
+        node.attach("b-000002")
+    browser.open(f"{serve(directory=node).url}/{query}")
+    browser.until(f"{LIVE} === 'live'")
+    browser.screenshot(tmp_path / "page.png", width=width, height=900)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    hidden = "[...document.querySelectorAll('.lines')].filter((one) => one.scrollWidth > one.clientWidth).length"
+    assert browser.evaluate(hidden) == 0
+    assert "kvstow detach s2 --kill" in browser.text
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_rows_have_enough_contrast(browser: Browser, serve: Any, node: FakeNode, scheme: str) -> None:
+    browser.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    browser.open(f"{serve(directory=node).url}/?pool={LONG_NAME}")
+    browser.until(f"{LIVE} === 'live'")
+    card = browser.evaluate(_COLOUR.format(element="document.querySelector('section')", part="backgroundColor"))
+    back = browser.evaluate(_COLOUR.format(element="document.querySelector('.selected')", part="backgroundColor"))
+    for selector in (".lines thead th", ".selected a", ".selected td", ".trouble td", "td.lost"):
+        colour = browser.evaluate(_COLOUR.format(element=f"document.querySelector('{selector}')", part="color"))
+        for behind in (back, card):
+            assert contrast(colour, behind) >= 4.5, (selector, colour, behind)
+
+
+_BAR = """Object.fromEntries([...document.querySelectorAll('#slots rect:not(.track)')].map((rect) => {
   const name = rect.getAttribute('class'), swatch = document.querySelector('.legend .' + name);
   return [name, [getComputedStyle(rect).fill, getComputedStyle(swatch, '::before').backgroundColor]];
 }))"""

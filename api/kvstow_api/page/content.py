@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from kvstow_api.appstate import AppState
@@ -11,18 +12,21 @@ from kvstow_api.directory import HostedPool
 from kvstow_api.hostreadiness import host_readiness
 from kvstow_api.overview import (
     NUM_OLDEST,
-    NodeReadings,
     Overview,
     PoolReadings,
-    RankLine,
     Readings,
     overview,
-    select_ranks,
+    pool_to_show,
+    select_rows,
 )
+from kvstow_api.poolrows import PoolRow
 from kvstow_api.poolview import pool_views
 from kvstow_api.probe import Finding
+from kvstow_api.rankrows import RankRow, select_ranks
+from kvstow_api.sessionrows import SessionRow
 from kvstow_api.views import POOL_NAME, SessionView
 
+_ROWS = 32
 _RANKS = 16
 _EVENTS = 8
 
@@ -44,57 +48,64 @@ class EventLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """`server` has nothing that changes while it runs: a section of the page is sent again whenever it changes."""
+    """`pools`, `sessions` and `ranks`: those of the overview, as far as they fit; `more_...` counts the others.
+    `server` has nothing that changes while it runs: a section of the page is sent again whenever it changes."""
 
     overview: Overview
     server: str
     checks: tuple[Check, ...]
-    ranks: tuple[RankLine, ...]
+    pools: tuple[PoolRow, ...]
+    more_pools: int
+    sessions: tuple[SessionRow, ...]
+    more_sessions: int
+    ranks: tuple[RankRow, ...]
     more_ranks: int
     events: tuple[EventLine, ...]
 
 
-def read_content(app: AppState) -> Content:
-    """The present content. On the event loop; O(ranks)."""
+def read_content(app: AppState, asked: str | None = None) -> Content:
+    """The present content; `asked` is the pool that the viewer has chosen. On the event loop; O(pools + sessions +
+    ranks)."""
     host, directory = app.host, app.directory
     pools = directory.pools()
+    chosen = pool_to_show([pool.name for pool in pools], asked)
+    readiness = host_readiness(directory)
     readings = Readings(
         model=host.settings.get("model"),
         mode=host.mode,
         version=host.version,
-        readiness=host_readiness(directory),
+        node=directory.is_node,
+        readiness=readiness,
+        memory=readiness.memory,
         drain=directory.switches.drain_status,
         bypass=directory.switches.bypass,
-        pool=_pool_readings(app, pools[0]) if len(pools) == 1 else None,
-        node=_node_readings(app) if directory.is_node else None,
+        pools=pool_views(app),
+        sessions=[SessionView.of(session) for session in directory.sessions()],
+        asked=asked,
+        pool=next((_pool_readings(app, pool) for pool in pools if pool.name == chosen), None),
     )
     shown = overview(readings)
     return Content(
         overview=shown,
         server=", ".join((shown.about, *host.addresses[:1], f"since {app.started:%Y-%m-%d %H:%M:%S} UTC")),
         checks=tuple(_check(one, shown.reason) for one in app.health.probes["readyz"].run().findings),
+        pools=tuple(select_rows(shown.pools, _ROWS)),
+        more_pools=max(0, len(shown.pools) - _ROWS),
+        sessions=tuple(select_rows(shown.sessions, _ROWS)),
+        more_sessions=max(0, len(shown.sessions) - _ROWS),
         ranks=tuple(select_ranks(shown.ranks, _RANKS)),
         more_ranks=max(0, len(shown.ranks) - _RANKS),
-        events=_events(app),
+        events=_events(app, chosen),
     )
 
 
 def _pool_readings(app: AppState, pool: HostedPool) -> PoolReadings:
     facade = pool.facade
     return PoolReadings(
-        pinning_paused=facade.desired().paused,
         stats=facade.stats(),
+        ranks=facade.readiness().ranks,
         oldest=facade.transfers(NUM_OLDEST),
         history=app.sampler.history_of(pool.name),
-    )
-
-
-def _node_readings(app: AppState) -> NodeReadings:
-    directory = app.directory
-    return NodeReadings(
-        memory=directory.memory(),
-        pools=pool_views(app),
-        sessions=[SessionView.of(session) for session in directory.sessions()],
     )
 
 
@@ -104,12 +115,13 @@ def _check(finding: Finding, reason: str) -> Check:
     return Check(finding.name, level, "" if failure.endswith(reason) else failure)
 
 
-def _events(app: AppState) -> tuple[EventLine, ...]:
-    """The newest first."""
-    entries, _ = app.journal.after(max(0, app.journal.last - _EVENTS))
+def _events(app: AppState, pool: str | None) -> tuple[EventLine, ...]:
+    """The newest first: those of the pool and of the whole server, or of all pools."""
+    entries, _ = app.journal.after(0)
+    found = (entry for entry in reversed(entries) if pool is None or entry.data.get("pool") in (None, pool))
     return tuple(
         EventLine(entry.data["time"], entry.type, _of_pool(entry.data) + _words(entry.type, entry.data))
-        for entry in entries[::-1]
+        for entry in islice(found, _EVENTS)
     )
 
 

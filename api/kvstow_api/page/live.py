@@ -21,6 +21,8 @@ INTERVAL = 1.0
 SILENT_SECONDS = 15.0
 """Seconds without changes before a comment shows the browser that the connection is alive."""
 _RETRY_MS = 2000
+_NO_POOL = ""
+"""In place of all names that no pool has: they share a view, so that there are not more views than pools and two."""
 
 
 class _Section(NamedTuple):
@@ -31,69 +33,86 @@ class _Section(NamedTuple):
     version: int
 
 
+class _View:
+    """The page as viewers of one pool see it, or of all. `document` is None until the present version is requested."""
+
+    def __init__(self) -> None:
+        self.rendered_at = float("-inf")
+        self.version = 0
+        self.sections: dict[str, _Section] = {}
+        self.document: bytes | None = None
+        self.state = ""
+
+
 class StatusPage:
     """The page of one application, and the streams of its viewers. Used on the event loop.
 
-    Rendering takes about 2 ms, so all viewers share the result: the page is rendered at most once a second, whatever
-    the number of viewers and requests. Each section is encoded once, when it changes.
+    Rendering takes about 2 ms, so all viewers of a pool share the result: the page is rendered at most once a second
+    for each pool, whatever the number of viewers and requests. Each section is encoded once, when it changes.
     """
 
     def __init__(self, app: AppState) -> None:
         self._app = app
         self._clock = app.host.clock
         self._renderer: Renderer | None = None
-        self._rendered_at = float("-inf")
-        self._version = 0
-        self._sections: dict[str, _Section] = {}
-        self._document: bytes | None = None  # None until the present version is requested
-        self._state = ""
+        self._views: dict[str | None, _View] = {}
+        """By the pool that the viewers have chosen; None if they have chosen none."""
         self.limit = StreamLimit(
             "status pages", most=MAX_STREAMS, reserved=RESERVED_STREAMS, per_client=STREAMS_PER_CLIENT
         )
         """Counts the open streams."""
 
-    async def document(self) -> bytes:
-        """The whole page."""
+    async def document(self, pool: str | None = None) -> bytes:
+        """The whole page; `pool` is the pool that the viewer has chosen."""
         renderer = await self._ready()
-        self._refresh(renderer)
-        if self._document is None:
-            html = {name: section.html for name, section in self._sections.items()}
-            self._document = renderer.document(self._state, html).encode()
-        return self._document
+        view = self._refreshed(renderer, pool)
+        if view.document is None:
+            html = {name: section.html for name, section in view.sections.items()}
+            view.document = renderer.document(view.state, html).encode()
+        return view.document
 
     async def headers(self) -> Mapping[str, str]:
         return (await self._ready()).headers
 
-    async def open(self, poll: float | None = None) -> AsyncIterator[bytes]:
+    async def open(self, pool: str | None = None, *, poll: float | None = None) -> AsyncIterator[bytes]:
         """Server-sent events with the HTML of the sections, named after them: first all, then those that have changed.
         `poll`: seconds between two checks of the shared page; by default until it is rendered again."""
         yield f"retry: {_RETRY_MS}\n\n".encode()
         renderer = await self._ready()
-        seen, sent_at = 0, self._clock()
+        seen, sent_at = (_View(), 0), self._clock()
         while True:
-            self._refresh(renderer)
-            news = b"".join(section.event for section in self._sections.values() if section.version > seen)
-            seen = self._version
+            view = self._refreshed(renderer, pool)
+            version = seen[1] if seen[0] is view else 0
+            news = b"".join(section.event for section in view.sections.values() if section.version > version)
+            seen = (view, view.version)
             if not news and self._clock() - sent_at >= SILENT_SECONDS:
                 news = b": nothing changed\n\n"
             if news:
                 sent_at = self._clock()
                 yield news
-            left = self._rendered_at + INTERVAL - self._clock()
+            left = view.rendered_at + INTERVAL - self._clock()
             await asyncio.sleep(max(0.0, left) if poll is None else poll)
 
-    def _refresh(self, renderer: Renderer) -> None:
-        """Render the page if it is older than the interval."""
+    def _refreshed(self, renderer: Renderer, pool: str | None) -> _View:
+        """The view of the pool, rendered again if it is older than the interval."""
+        if pool is not None and self._app.directory.find_pool(pool) is None:
+            pool = _NO_POOL
+        view = self._views.get(pool)
+        if view is None:
+            there = {None, _NO_POOL, *(one.name for one in self._app.directory.pools())}
+            self._views = {name: one for name, one in self._views.items() if name in there}
+            view = self._views[pool] = _View()
         now = self._clock()
-        if now - self._rendered_at < INTERVAL:
-            return
-        content = read_content(self._app)
-        self._rendered_at, self._state = now, content.overview.state
-        version = self._version + 1
+        if now - view.rendered_at < INTERVAL:
+            return view
+        content = read_content(self._app, pool)
+        view.rendered_at, view.state = now, content.overview.state
+        version = view.version + 1
         for name, html in renderer.sections(content).items():
-            if name not in self._sections or self._sections[name].html != html:
-                self._sections[name] = _Section(html, _event(name, html), version)
-                self._version, self._document = version, None
+            if name not in view.sections or view.sections[name].html != html:
+                view.sections[name] = _Section(html, _event(name, html), version)
+                view.version, view.document = version, None
+        return view
 
     async def _ready(self) -> Renderer:
         if self._renderer is None:

@@ -16,7 +16,7 @@
   const read = async () => {
     let answer;
     try {
-      answer = await fetch("./", { cache: "no-store" });
+      answer = await fetch(`./${location.search}`, { cache: "no-store" });
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       if (!answer.ok) return lost(`refused (${answer.status})`);
       for (const part of parts) part.innerHTML = page.getElementById(part.id).innerHTML;
@@ -26,7 +26,7 @@
     }
   };
   const connect = () => {
-    const source = new EventSource("page/live");
+    const source = new EventSource(`page/live${location.search}`);
     source.onopen = () => current("live");
     source.onerror = () => {
       if (source.readyState !== EventSource.CLOSED) return lost("no answer");

@@ -14,8 +14,21 @@ from jinja2 import Environment, PackageLoader
 from kvstow_api.overview import NUM_POINTS
 from kvstow_api.page.content import Content
 from kvstow_api.page.svg import bar, polylines
+from kvstow_api.poolrows import POOL_COLUMNS
 
-SECTIONS = ("state", "memory", "engines", "pool", "hits", "bandwidth", "pending", "evictions", "events")
+SECTIONS = (
+    "state",
+    "memory",
+    "pools",
+    "sessions",
+    "ranks",
+    "slots",
+    "hits",
+    "bandwidth",
+    "pending",
+    "evictions",
+    "events",
+)
 """Sections that are updated separately. `sections.html` has a macro for each."""
 
 
@@ -26,7 +39,7 @@ class Renderer:
         environment = Environment(
             loader=PackageLoader("kvstow_api.page", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
         )
-        environment.globals.update(bar=bar, polylines=polylines, num_points=NUM_POINTS)
+        environment.globals.update(bar=bar, polylines=polylines, num_points=NUM_POINTS, pool_columns=POOL_COLUMNS)
         self._page = environment.get_template("page.html")
         self._macros = environment.get_template("sections.html").module
         self._style, self._script = _asset("page.css"), _asset("page.js")

@@ -38,14 +38,14 @@ async def _page_of(request: Request) -> StatusPage:
 Page = Annotated[StatusPage, Depends(_page_of)]
 
 
-async def get_page(page: Page) -> HTMLResponse:
-    """The status page."""
-    return HTMLResponse(await page.document(), headers=dict(await page.headers()))
+async def get_page(page: Page, pool: str | None = None) -> HTMLResponse:
+    """The status page, of one pool or of all."""
+    return HTMLResponse(await page.document(pool), headers=dict(await page.headers()))
 
 
-async def get_live(page: Page) -> StreamingResponse:
+async def get_live(page: Page, pool: str | None = None) -> StreamingResponse:
     """Each section of the status page whenever it changes, as server-sent events."""
-    return LimitedStream(page.open(), page.limit)
+    return LimitedStream(page.open(pool), page.limit)
 
 
 async def get_openapi(request: Request) -> Response:

@@ -11,8 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstow.stats import SLOT_STATES
-from kvstow_api.overview import NOT_PINNED, Chart, NodeOverview, Overview, PoolOverview, RankLine, Row, select_ranks
+from kvstow_api.overview import NOT_PINNED, Chart, MemoryBar, Overview, PoolOverview
+from kvstow_api.poolrows import POOL_COLUMNS
+from kvstow_api.rankrows import RankRow, select_ranks
 from kvstow_service.cli.output import STATE_STYLES
+from kvstow_service.cli.rowtable import lines_of, row_table
 from kvstow_service.cli.sparkline import sparkline
 
 # The characters distinguish the states on terminals without colours.
@@ -30,9 +33,9 @@ assert set(_SLOTS) == {*SLOT_STATES, NOT_PINNED}
 _LABEL, _WORDS = 12, 58
 _GAPS = 4  # between the three columns
 _NARROWEST = 10  # a bar
-_OTHER_LINES = 24  # all but those of ranks, with a blank line above each section
-_SECTIONS = 5
-_FEW_RANKS = 4
+_FEW = 4  # lines of rows of one kind, on a small screen
+_FIXED_LINES, _POOL_LINES = 5, 7  # without rows, ranks and transfers; of what is below the rows
+_GROUPS = 7
 
 
 def board(
@@ -42,34 +45,36 @@ def board(
     answer."""
     if shown is None:
         return Group(Text(f"kvstow: {server}", style="bold"), Text(), _lost(lost or "connecting"), Text(footer))
-    room = height - _OTHER_LINES - len(shown.switches) - bool(lost) - bool(footer)
-    if shown.node:
-        room -= len(shown.node.pools) + len(shown.node.sessions)
-    airy = room >= min(len(shown.ranks), _FEW_RANKS)
-    most = max(_FEW_RANKS, room if airy else room + _SECTIONS)
-    sections: dict[str, RenderableType] = {}
-    if shown.node:
-        sections["Memory"] = _node_bar(shown.node, width)
-        sections["Pools"] = _rows(shown.node.pools) if shown.node.pools else Text("no engine has attached yet")
-        if shown.node.sessions:
-            sections["Engines"] = _rows(shown.node.sessions)
-    else:
-        sections["Memory"] = rank_bars(shown.ranks, width, most)
+    room = height - _FIXED_LINES - len(shown.switches) - bool(lost) - bool(footer)
     if shown.pool:
-        sections |= {
-            "Pool": _pool(shown.pool, width),
-            "Traffic": _traffic(shown.pool, width),
-            "In flight": _pending(shown.pool),
-            "Evictions": _evictions(shown.pool),
-        }
-    parts: list[RenderableType] = [_head(shown, server)]
-    if lost:
-        parts.append(_lost(lost))
-    for title, body in sections.items():
-        parts += [Text(f"\n{title}" if airy else title, style="bold cyan"), body]
+        room -= _POOL_LINES + len(shown.pool.oldest)
+    wanted = [lines_of(shown.pools, width), lines_of(shown.sessions, width), len(shown.ranks)]
+    pools, sessions, ranks = _shares(room, wanted)
+    airy = room - sum(wanted) >= _GROUPS
+    groups = [
+        _head(shown, server) if lost is None else Group(_head(shown, server), _lost(lost)),
+        _memory(shown.memory, width),
+        _pools(shown, width, pools),
+        _sessions(shown, width, sessions),
+    ]
+    if shown.ranks:
+        groups.append(rank_bars(shown.ranks, width, ranks))
+    if shown.pool:
+        groups += [_slots(shown.pool, width), _traffic(shown.pool, width), _pending(shown.pool, width)]
+    parts: list[RenderableType] = []
+    for group in groups:
+        parts += [Text(), group] if airy and parts else [group]
     if footer:
         parts.append(Text(footer, style="dim"))
     return Group(*parts)
+
+
+def _shares(room: int, wanted: Sequence[int]) -> list[int]:
+    """Lines for each kind of rows: `_FEW` at least, and what is left goes to the first ones first."""
+    shares = [min(_FEW, want) for want in wanted]
+    for number, want in enumerate(wanted):
+        shares[number] += max(0, min(want - shares[number], room - sum(shares)))
+    return shares
 
 
 def _head(shown: Overview, server: str) -> RenderableType:
@@ -92,11 +97,12 @@ def _grid() -> Table:
     return grid
 
 
-def rank_bars(ranks: Sequence[RankLine], width: int, most: int) -> RenderableType:
-    """A bar for each rank, or for `most` of them, as `select_ranks` chooses them. Where host, pid and device do not fit
-    beside the bar, they are below it, unless that takes more than `most` lines."""
+def rank_bars(ranks: Sequence[RankRow], width: int, most: int) -> RenderableType:
+    """A bar for each rank, or in `most` lines for some of them, as `select_ranks` chooses them. Where host, pid and
+    device do not fit beside the bar, they are below it, unless that takes more than `most` lines. What is wrong with a
+    rank takes further lines."""
     lines: list[RenderableType] = []
-    chosen = select_ranks(ranks, most)
+    chosen = select_ranks(ranks, most if len(ranks) <= most else most - 1)
     room = width - _LABEL - _GAPS - _widest(chosen, with_place=True)
     below = room < _NARROWEST and 2 * len(chosen) <= most
     if below:
@@ -105,24 +111,24 @@ def rank_bars(ranks: Sequence[RankLine], width: int, most: int) -> RenderableTyp
     for rank in chosen:
         bar = ProgressBar(max(rank.target_bytes, 1), rank.pinned_bytes, bar_width, complete_style="green")
         line = _grid()
-        line.add_row(f"rank {rank.rank}", bar, _rank_words(rank, with_place=not below))
+        line.add_row(_label(f"rank {rank.rank}"), bar, _rank_words(rank, with_place=not below))
         lines.append(line)
         if below and rank.place:
             lines.append(_indented(Text(rank.place, style="dim")))
         if rank.trouble:
             lines.append(_indented(Text(rank.trouble, style="red")))
-    if len(ranks) > most:
-        lines.append(Text(f"and {len(ranks) - most} more ranks", style="dim"))
+    if len(chosen) < len(ranks):
+        lines.append(Text(f"and {len(ranks) - len(chosen)} more ranks", style="dim"))
     return Group(*lines)
 
 
-def _rank_words(rank: RankLine, *, with_place: bool) -> Text:
+def _rank_words(rank: RankRow, *, with_place: bool) -> Text:
     state = Text(rank.state, style=STATE_STYLES.get(rank.state, ""))
     place = f"  {rank.place}" if rank.place and with_place else ""
     return Text.assemble(state, f"  {rank.progress}", (place, "dim"))
 
 
-def _widest(ranks: Sequence[RankLine], *, with_place: bool) -> int:
+def _widest(ranks: Sequence[RankRow], *, with_place: bool) -> int:
     return max((len(_rank_words(rank, with_place=with_place)) for rank in ranks), default=0)
 
 
@@ -130,28 +136,40 @@ def _indented(text: Text) -> RenderableType:
     return Padding(text, (0, 0, 0, _LABEL + 2))
 
 
-def _node_bar(node: NodeOverview, width: int) -> RenderableType:
+def _memory(memory: MemoryBar, width: int) -> RenderableType:
     grid = _grid()
-    bar = ProgressBar(max(node.target_bytes, 1), node.populated_bytes, _bar_width(width), complete_style="green")
-    grid.add_row("node", bar, node.progress)
-    return grid
+    bar = ProgressBar(max(memory.target_bytes, 1), memory.populated_bytes, _bar_width(width), complete_style="green")
+    grid.add_row(_label("memory"), bar, memory.progress)
+    return Group(grid, _indented(Text(memory.failure, style="red"))) if memory.failure else grid
 
 
-def _rows(rows: Sequence[Row]) -> RenderableType:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for row in rows:
-        grid.add_row(row.name, Text(row.value, style=STATE_STYLES.get(row.value, "")), row.note)
-    return grid
+def _pools(shown: Overview, width: int, most: int) -> RenderableType:
+    if shown.is_missing:
+        return Group(_pools_there(shown, width, most), Text("there is no pool of the name that you chose", "red"))
+    return _pools_there(shown, width, most)
 
 
-def _pool(shown: PoolOverview, width: int) -> RenderableType:
+def _pools_there(shown: Overview, width: int, most: int) -> RenderableType:
+    if not shown.pools:
+        return Text("no engine has attached yet, so there is no pool")
+    selected = (shown.selected or "") if shown.choices else None
+    return row_table(shown.pools, POOL_COLUMNS, width, most, noun="pools", selected=selected)
+
+
+def _sessions(shown: Overview, width: int, most: int) -> RenderableType:
+    if not shown.sessions:
+        return Text("no engine is attached" + (f" to pool {shown.selected}" if shown.selected else ""))
+    return row_table(shown.sessions, shown.session_columns, width, most, noun="sessions")
+
+
+def _slots(shown: PoolOverview, width: int) -> RenderableType:
     legend = Text()
     for state, count in shown.slots.items():
         mark, style = _SLOTS[state]
         if count or state in ("cached", "free"):
             legend.append(f"{mark} ".lstrip(), style).append(f"{state} {count:,}   ")
     grid = _grid()
-    grid.add_row("slots", _stack(shown.slots, _bar_width(width)), shown.about)
+    grid.add_row(_label("slots"), _stack(shown.slots, _bar_width(width)), shown.about)
     return Group(grid, _indented(legend))
 
 
@@ -178,23 +196,33 @@ def _traffic(shown: PoolOverview, width: int) -> RenderableType:
 def _add_curves(grid: Table, chart: Chart, styles: Sequence[str], room: int) -> None:
     for curve, style in zip(chart.curves, styles, strict=True):
         line = Text(sparkline(curve.points, room, chart.top).rjust(room), style=style)
-        grid.add_row(curve.name, line, curve.now + (f"  ({chart.since_start})" if chart.since_start else ""))
+        grid.add_row(_label(curve.name), line, curve.now + (f"  ({chart.since_start})" if chart.since_start else ""))
 
 
-def _pending(shown: PoolOverview) -> RenderableType:
-    words = Text("   ").join(
-        Text(f"{row.name} {row.value}" + (f" ({row.note})" if row.note else "")) for row in shown.pending
-    )
-    words.highlight_words(["stuck"], "bold red")
-    grid = _grid()
-    for one in shown.oldest:
-        grid.add_row(one.name, Text(one.value, style=STATE_STYLES.get(one.value, "")), one.note)
-    return Group(words, grid) if shown.oldest else words
-
-
-def _evictions(shown: PoolOverview) -> RenderableType:
+def _pending(shown: PoolOverview, width: int) -> RenderableType:
+    """What is in flight, and what was evicted."""
+    words = "   ".join(f"{row.name} {row.value}" + (f" ({row.note})" if row.note else "") for row in shown.pending)
+    flight = Text(words)
+    flight.highlight_words(["stuck"], "bold red")
     counts = "   ".join(f"{row.name} {row.value}" for row in shown.evictions)
-    return Text(f"{counts or 'none'}   ({shown.block_rates})")
+    evictions = Text(f"{counts or 'none'}   ({shown.block_rates})")
+    oldest = _grid()
+    for one in shown.oldest:
+        oldest.add_row(one.name, Text(one.value, style=STATE_STYLES.get(one.value, "")), one.note)
+    flight_line, evictions_line = _labelled("in flight", flight), _labelled("evictions", evictions)
+    return Group(flight_line, oldest, evictions_line) if shown.oldest else Group(flight_line, evictions_line)
+
+
+def _label(text: str) -> Text:
+    return Text(text, style="bold cyan")
+
+
+def _labelled(label: str, text: Text) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(width=_LABEL, no_wrap=True)
+    grid.add_column()
+    grid.add_row(_label(label), text)
+    return grid
 
 
 def _bar_width(width: int) -> int:

@@ -17,14 +17,17 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 STATE_STYLES = {
     "ready": "green",
+    "attached": "green",
     "succeeded": "green",
     "pinning": "cyan",
     "running": "cyan",
     "starting": "cyan",
+    "attaching": "cyan",
     "draining": "yellow",
     "degraded": "yellow",
     "warning": "yellow",
     "stuck": "red",
+    "lost": "red",
     "failed": "red",
     "error": "red",
     "stopped": "red",

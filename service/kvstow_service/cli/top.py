@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import click
 
 from kvstow_service.cli.connection import Connection, remote
-from kvstow_service.cli.poolflag import pool_flag
+from kvstow_service.cli.failures import CommandError, ExitCode
 from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from kvstow_api.overview import Overview, PoolReadings
 
 _TIMEOUT = 2.0  # seconds; keys are not read while a request runs
-_SVG_WIDTH, _SVG_HEIGHT = 110, 40
-_KEYS = "q or Ctrl-C: quit"
+_SVG_WIDTH, _SVG_HEIGHT = 120, 44
 
 
 class Answer(NamedTuple):
@@ -36,60 +35,80 @@ class Answer(NamedTuple):
 @click.command()
 @click.option("--interval", type=TIME, default="1s", show_default=True, help="Time between updates.")
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write one picture to this file instead.")
-@pool_flag
+@click.option("--pool", metavar="NAME", help="Begin with this pool; otherwise with all.")
 @remote
 def top(connection: Connection, interval: float, svg: Path | None, pool: str | None) -> None:
     """Watch the server live.
 
-    Shows memory, slots by state, hit ratio, bandwidth, transfers in flight and evictions. Of a server with several
-    pools it lists pools and engines, and with --pool also shows the rest of one pool. Keeps trying if the server does
-    not answer. q or Ctrl-C quits. Without a terminal it prints once.
+    Shows memory, and a row for each pool and for each engine (session), with what is wrong below the row. Of one pool
+    it also shows ranks, slots by state, hit ratio, bandwidth, transfers in flight and evictions. Where there are
+    several pools, Tab selects the next one, and everything below the pools is about it alone; a selects all again.
+
+    Keeps trying if the server does not answer. q or Ctrl-C quits. Without a terminal it prints once.
     """
     interval = max(interval, 0.1)
     with replace(connection, timeout=min(connection.timeout, _TIMEOUT)).client() as client:
         server = connection.context.server
         if svg is not None:
-            _draw(ask(client, server, pool), svg)
+            _draw(_ask_once(client, server, pool), svg)
         elif sys.stdin.isatty() and sys.stdout.isatty():
             _watch(client, interval, server, pool)
         else:
-            _print(ask(client, server, pool))
+            _print(_ask_once(client, server, pool))
 
 
 def ask(client: Client, server: str, pool: str | None = None) -> Answer:
-    """`pool`: the one to show, by default the only one. Raises `ApiError` if the server does not answer."""
+    """`pool`: the one that is chosen. Raises `ApiError` if the server does not answer."""
     from kvstow_api.client import calls
     from kvstow_api.numberformat import duration
-    from kvstow_api.overview import NodeReadings, Readings, overview
+    from kvstow_api.overview import Readings, overview, pool_to_show
 
     send, info = client.send, client.send(calls.info())
     readiness = send(calls.readiness())
     pools = send(calls.pools()).items
-    shown = pool if pool is not None or len(pools) != 1 else pools[0].name
+    shown = pool_to_show([one.name for one in pools], pool)
     readings = Readings(
         model=info.settings.get("model"),
         mode=info.mode,
         version=info.version,
+        node=info.node,
         readiness=readiness,
+        memory=readiness.memory,
         drain=send(calls.drain_status()),
         bypass=send(calls.bypass_status()),
+        pools=pools,
+        sessions=send(calls.sessions()).items,
+        asked=pool,
         pool=None if shown is None else _ask_pool(client, shown),
-        node=NodeReadings(readiness.memory, pools, send(calls.sessions()).items) if info.node else None,
     )
     return Answer(overview(readings), f"{server}, up {duration(info.uptime_seconds)}")
 
 
-def _ask_pool(client: Client, pool: str) -> PoolReadings:
-    from kvstow_api.client import calls
+def _ask_pool(client: Client, pool: str) -> PoolReadings | None:
+    """None if the pool has just been deleted. Raises `ApiError` if the server does not answer."""
+    from kvstow_api.client import ApiError, calls
     from kvstow_api.overview import NUM_OLDEST, PoolReadings
 
     send = client.send
-    return PoolReadings(
-        pinning_paused=send(calls.pool(pool)).pinning_paused,
-        stats=send(calls.stats(pool=pool)),
-        oldest=send(calls.transfers(slowest=NUM_OLDEST, pool=pool)).items,
-        history=send(calls.history(pool=pool)),
-    )
+    try:
+        return PoolReadings(
+            stats=send(calls.stats(pool=pool)),
+            ranks=send(calls.readiness(pool=pool)).ranks,
+            oldest=send(calls.transfers(slowest=NUM_OLDEST, pool=pool)).items,
+            history=send(calls.history(pool=pool)),
+        )
+    except ApiError as error:
+        if error.problem is None or error.problem.status != 404:
+            raise
+        return None
+
+
+def _ask_once(client: Client, server: str, pool: str | None) -> Answer:
+    """Raises `CommandError` if the pool does not exist."""
+    answer = ask(client, server, pool)
+    if answer.overview.is_missing:
+        raise CommandError(f"there is no pool {pool!r}", "`kvstow get pools` lists what there is", ExitCode.NOT_FOUND)
+    return answer
 
 
 def _print(answer: Answer) -> None:
@@ -126,16 +145,32 @@ def _watch(client: Client, interval: float, server: str, pool: str | None) -> No
         with _Keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
             key: str | None = None
             while key not in ("q", "Q"):
-                if key is None:
+                if key in ("\t", "a") and shown is not None:
+                    pool = None if key == "a" else _after(shown)
+                if key != "":
                     try:
                         (shown, title), lost = ask(client, server, pool), None
                     except ApiError as error:
                         lost = str(error)
                 width, height = console.size
-                live.update(board(shown, lost, width=width, height=height, server=title, footer=_KEYS), refresh=True)
+                screen = board(shown, lost, width=width, height=height, server=title, footer=_keys(shown))
+                live.update(screen, refresh=True)
                 key = keyboard.wait(interval)
     except KeyboardInterrupt:
         return
+
+
+def _after(shown: Overview) -> str | None:
+    """The pool after the selected one; after the last one, all."""
+    if not shown.choices:
+        return None
+    number = -1 if shown.selected is None else shown.choices.index(shown.selected)
+    return shown.choices[number + 1] if number + 1 < len(shown.choices) else None
+
+
+def _keys(shown: Overview | None) -> str:
+    choose = "Tab: next pool   a: all pools   " if shown is not None and shown.choices else ""
+    return f"{choose}q or Ctrl-C: quit"
 
 
 class _Keyboard:

@@ -82,7 +82,7 @@ def _display() -> Iterator[Callable[[_Status], None]]:
     from rich.live import Live
     from rich.text import Text
 
-    from kvstow_api.overview import rank_lines
+    from kvstow_api.rankrows import rank_rows
     from kvstow_service.cli.board import rank_bars
 
     console = Console(stderr=True, highlight=False)
@@ -90,7 +90,7 @@ def _display() -> Iterator[Callable[[_Status], None]]:
 
         def show(status: _Status) -> None:
             words, (width, height) = Text(f"waiting: {status.words}"), console.size
-            ranks = () if status.readiness is None else rank_lines(status.readiness.ranks)
+            ranks = () if status.readiness is None else rank_rows(status.readiness.ranks)
             live.update(Group(words, rank_bars(ranks, width, max(4, height - 4))), refresh=True)
 
         yield show

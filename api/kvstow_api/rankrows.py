@@ -1,0 +1,68 @@
+"""The row of a rank on the status page and in `kvstow top`: how far it has pinned its pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvstow.bytesize import format_size
+from kvstow.status import RankStatus
+from kvstow_api.numberformat import duration, rate
+
+_REPORTS_ARE_FRESH = 5.0  # seconds; ranks report every second
+
+
+class RankRow(NamedTuple):
+    """`progress` of pinning; `trouble` is empty if the rank is well; `place`: host, pid and device, as far as known."""
+
+    rank: int
+    state: str
+    pinned_bytes: int
+    target_bytes: int
+    progress: str
+    trouble: str
+    place: str
+
+
+def rank_rows(ranks: Iterable[RankStatus], *, pinning_paused: bool = False) -> tuple[RankRow, ...]:
+    return tuple(
+        RankRow(
+            rank.rank,
+            rank.state,
+            rank.pinned_bytes,
+            rank.target_bytes,
+            _progress(rank, pinning_paused),
+            _trouble(rank),
+            _place(rank),
+        )
+        for rank in ranks
+    )
+
+
+def select_ranks(ranks: Sequence[RankRow], most: int) -> list[RankRow]:
+    """At most `most` ranks, in order: those in trouble, then those that have pinned least."""
+    first = sorted(range(len(ranks)), key=lambda number: (not ranks[number].trouble, ranks[number].pinned_bytes))
+    return [ranks[number] for number in sorted(first[:most])]
+
+
+def _progress(rank: RankStatus, paused: bool) -> str:
+    size = format_size(rank.target_bytes)
+    left = rank.target_bytes - rank.pinned_bytes
+    if left <= 0:
+        return size
+    words, speed = f"{format_size(rank.pinned_bytes)} of {size}", rank.pin_rate_bytes_per_second
+    if not speed or paused or rank.state != "pinning":
+        return words
+    return f"{words}, {rate(speed)}, {duration(left / speed)} left"
+
+
+def _place(rank: RankStatus) -> str:
+    process = f"pid {rank.pid}" if rank.pid is not None else None
+    return ", ".join(filter(None, (rank.host, process, rank.device)))
+
+
+def _trouble(rank: RankStatus) -> str:
+    error = ": ".join(part for part in (rank.error_reason, rank.error) if part)
+    age = rank.last_report_age_seconds
+    silence = f"last report {duration(age)} ago" if age is not None and age > _REPORTS_ARE_FRESH else ""
+    return "; ".join(part for part in (error, silence) if part)

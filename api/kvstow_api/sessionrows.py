@@ -1,0 +1,102 @@
+"""The row of a session on the status page and in `kvstow top`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from kvstow_api.numberformat import ABSENT, counted, duration
+from kvstow_api.views import SessionView
+
+SESSION_COLUMNS: Mapping[str, str] = MappingProxyType(
+    {
+        "name": "session",
+        "state": "state",
+        "in_flight": "in flight",
+        "oldest": "oldest",
+        "holds": "holds",
+        "pool": "pool",
+        "engine": "engine",
+        "ranks": "ranks",
+        "registered": "registered",
+        "age": "age",
+        "process": "process",
+    }
+)
+"""Fields of a `SessionRow` and their titles. The most important come first: a narrow terminal omits the last ones."""
+
+_NAMED_RANKS = 3
+
+
+class SessionRow(NamedTuple):
+    """An engine as text. `name` is the session's id, `oldest` the age of its oldest transfer, and `holds` the number of
+    slots that others cannot have because of it. `trouble`: what is wrong with the engine, empty if nothing is."""
+
+    name: str
+    state: str
+    in_flight: str
+    oldest: str
+    holds: str
+    pool: str
+    engine: str
+    ranks: str
+    registered: str
+    age: str
+    process: str
+    trouble: str
+
+
+assert tuple(SESSION_COLUMNS) == SessionRow._fields[:-1]
+
+
+def session_row(session: SessionView, *, on_node: bool) -> SessionRow:
+    """`on_node`: an operator can detach the engine."""
+    process = "" if session.pid is None else f"pid {session.pid}"
+    return SessionRow(
+        name=session.id,
+        state=session.state,
+        in_flight=f"{session.in_flight:,}",
+        oldest=duration(session.oldest_seconds) if session.in_flight else ABSENT,
+        holds=f"{session.leased_slots + session.quarantined_slots:,}",
+        pool=session.pool,
+        engine=session.engine or ABSENT,
+        ranks=f"{len(session.ranks)}",
+        registered=f"{session.registered_slots:,}",
+        age=_age(session.age_seconds),
+        process=", ".join(filter(None, (session.host, process))) or ABSENT,
+        trouble=_trouble(session, on_node),
+    )
+
+
+def _trouble(session: SessionView, on_node: bool) -> str:
+    end = f"; end it: kvstow detach {session.id} --kill" if on_node else ""
+    match session.state:
+        case "stuck":
+            age = duration(session.oldest_seconds)
+            return f"its oldest transfer has been in flight for {age}, so it loads and stores nothing{end}"
+        case "lost" if session.processes:
+            kept = counted(session.quarantined_slots, "slot")
+            workers = counted(session.processes, "worker")
+            return f"its connection has ended, and {kept} are kept because {workers} may still copy{end}"
+        case "lost":
+            return "its connection has ended"
+        case "attaching":
+            late = [rank.rank for rank in session.ranks if not rank.registered_slots]
+            if not late:
+                return "not all ranks have reported yet"
+            ranks = f"rank {', '.join(map(str, late))}" if len(late) <= _NAMED_RANKS else f"{len(late)} ranks"
+            return f"no slot is registered yet on {ranks}"
+    return ""
+
+
+def _age(seconds: float) -> str:
+    """Changes once a minute: the status page sends its sections again when they change.
+
+    >>> _age(59), _age(61), _age(7320)
+    ('< 1 min', '1 min', '2 h 2 min')
+    """
+    minutes = int(seconds // 60)
+    if minutes < 60:
+        return f"{minutes} min" if minutes else "< 1 min"
+    return f"{minutes // 60} h {minutes % 60} min"
