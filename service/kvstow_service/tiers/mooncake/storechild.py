@@ -1,0 +1,162 @@
+"""A process that runs Mooncake's library for another one.
+
+    python -m kvstow_service.tiers.mooncake.storechild FD [FD...]
+
+Each file descriptor is a lane, served by a thread of its own; the first one connects and adds memory, and when it is
+closed the process ends at once, whatever the library is doing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+from kvstow.tier.store import MAX_BATCH_OBJECTS
+from kvstow_service.tiers.mooncake.childmemory import ChildMemory, HeaderPage, RegistrationError
+from kvstow_service.tiers.mooncake.childmessages import (
+    CORRUPT,
+    AddMemory,
+    Connect,
+    Delete,
+    Done,
+    Exists,
+    Get,
+    Purge,
+    Put,
+    Refused,
+    RemoveMemory,
+    SlotPart,
+)
+from kvstow_service.tiers.mooncake.lane import Lane, lane_of
+from kvstow_service.tiers.mooncake.objectheader import HEADER_BYTES, find_mismatch, pack_header
+
+_LOCAL_BUFFER_BYTES = 0  # for calls that copy: there are none
+
+_log = logging.getLogger(__name__)
+
+
+class StoreClient:
+    """A connected store, and the memory that it may use. One thread for each kind of call."""
+
+    def __init__(self, connect: Connect) -> None:
+        """Raises `ConnectionError`. The store must not be used then: the library would end the process."""
+        self._store = MooncakeDistributedStore()
+        code = self._store.setup(
+            connect.local_host,
+            "P2PHANDSHAKE",
+            0,  # this process lends the store no memory
+            _LOCAL_BUFFER_BYTES,
+            connect.protocol,
+            connect.devices,
+            connect.master,
+        )
+        if code != 0:
+            raise ConnectionError(f"Mooncake's client cannot connect to its master at {connect.master}: code {code}")
+        self._config = ReplicateConfig()
+        self._config.replica_num = connect.replicas
+        self._memory = ChildMemory(self._store)
+        self._put_headers = HeaderPage(self._store, MAX_BATCH_OBJECTS)
+        self._get_headers = HeaderPage(self._store, MAX_BATCH_OBJECTS)
+
+    def do(self, request: object, fds: Sequence[int]) -> Done | Refused:
+        try:
+            return Done(tuple(self._do(request, fds)))
+        except (LookupError, RegistrationError, OSError) as error:
+            return Refused(str(error))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _do(self, request: object, fds: Sequence[int]) -> Sequence[int]:
+        match request:
+            case Put(objects):
+                return self._put(objects)
+            case Get(objects):
+                return self._get(objects)
+            case Exists(names):
+                return list(self._store.batch_is_exist(list(names)))
+            case Delete(names):
+                return list(self._store.batch_remove(list(names), True))
+            case Purge(prefix):
+                return [self._store.remove_by_regex(f"^{re.escape(prefix)}.*", True)]
+            case AddMemory(range_id, num_bytes, offset):
+                self._memory.add(range_id, fds[0], num_bytes, offset)
+            case RemoveMemory(range_id):
+                self._memory.remove(range_id)
+            case _:
+                raise LookupError(f"unknown request {request!r}")
+        return ()
+
+    def _put(self, objects: Sequence[SlotPart]) -> Sequence[int]:
+        names, addresses, sizes = self._buffers(objects, self._put_headers)
+        for index, part in enumerate(objects):
+            self._put_headers.write(index, pack_header(part.fingerprint, part.name, self._memory.view(part)))
+        return list(self._store.batch_put_from_multi_buffers(names, addresses, sizes, self._config))
+
+    def _get(self, objects: Sequence[SlotPart]) -> Sequence[int]:
+        names, addresses, sizes = self._buffers(objects, self._get_headers)
+        found = self._store.batch_get_into_multi_buffers(names, addresses, sizes)
+        return [
+            code if code < 0 else self._verify(part, index, code)
+            for index, (part, code) in enumerate(zip(objects, found, strict=True))
+        ]
+
+    def _buffers(
+        self, objects: Sequence[SlotPart], headers: HeaderPage
+    ) -> tuple[list[str], list[list[int]], list[list[int]]]:
+        """Names, addresses and sizes: an object is a slot and its header."""
+        addresses = [[self._memory.address(part), headers.address(index)] for index, part in enumerate(objects)]
+        return [part.name for part in objects], addresses, [[part.num_bytes, HEADER_BYTES] for part in objects]
+
+    def _verify(self, part: SlotPart, index: int, num_bytes: int) -> int:
+        """0, or `CORRUPT` for an object that was then removed: the store would keep it, and refuse a better one."""
+        if num_bytes != part.num_bytes + HEADER_BYTES:
+            mismatch: str | None = "length"
+        else:
+            header = self._get_headers.read(index)
+            mismatch = find_mismatch(header, part.fingerprint, part.name, self._memory.view(part))
+        if mismatch is None:
+            return 0
+        code = self._store.remove(part.name, True)
+        _log.error("object %s is corrupt (%s); removing it: code %d", part.name, mismatch, code)
+        return CORRUPT
+
+
+def serve(lane: Lane, client: StoreClient) -> None:
+    """Answer requests until the lane is closed; then end the process."""
+    try:
+        while True:
+            request, fds = lane.receive()
+            lane.send(client.do(request, fds))
+    except EOFError:
+        os._exit(0)
+    except Exception:  # noqa: BLE001 - without its answer, the other process waits for nothing
+        _log.exception("a lane has failed")
+        os._exit(1)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the other process decides
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    first, *others = (lane_of(int(text)) for text in sys.argv[1:])
+    connect, _ = first.receive()
+    try:
+        client = StoreClient(connect)
+    except (ConnectionError, RegistrationError) as error:
+        first.send(Refused(str(error)))
+        os._exit(1)  # the library's own end may hang
+    first.send(Done())
+    for lane in others:
+        threading.Thread(target=serve, args=(lane, client), daemon=True).start()
+    serve(first, client)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+import pytest
+from tests.service.tiers.mooncake.cluster import Cluster
+
+
+@pytest.fixture(scope="session")
+def alone() -> None:
+    """Mooncake listens on all addresses, and its ports here are fixed."""
+    if find_spec("mooncake") is None:
+        pytest.skip("Mooncake is not installed: make test-tier")
+    if [name for _, name in socket.if_nameindex()] != ["lo"]:
+        pytest.skip("not in a network namespace of its own: make test-tier")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Every thread that a test has started must end with it."""
+    before = set(threading.enumerate())
+    yield
+    left = [one.name for one in threading.enumerate() if one not in before and one.name.startswith("kvstow")]
+    assert left == []
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """For tests that leave it as it is."""
+    cluster = Cluster(tmp_path_factory.mktemp("mooncake") / "log")
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def make_cluster(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
+    clusters: list[Cluster] = []
+
+    def make(segment_bytes: int = 1 << 30) -> Cluster:
+        clusters.append(Cluster(tmp_path_factory.mktemp("mooncake") / "log", segment_bytes))
+        return clusters[-1]
+
+    yield make
+    for cluster in clusters:
+        cluster.close()
