@@ -6,8 +6,6 @@ from typing import Any, cast
 
 import pytest
 
-pytest.importorskip("xxhash")
-
 from kvstow.memfd import create_memfd
 from kvstow_service.tiers.mooncake.childmemory import ChildMemory, HeaderPage, RegistrationError
 from kvstow_service.tiers.mooncake.childmessages import SlotPart

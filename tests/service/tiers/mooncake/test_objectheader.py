@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("xxhash")
-
 from kvstow_service.tiers.mooncake.objectheader import HEADER_BYTES, find_mismatch, pack_header
 
 pytestmark = pytest.mark.tier
