@@ -14,13 +14,21 @@ from kvstow.status import BypassStatus, DrainMode, DrainStatus, HostedNamespace,
 @dataclass(frozen=True, slots=True)
 class HostedPool:
     """A pool under its name. `max_capacity_slots`: what it can grow to. `is_resizable`: an operator sets its size;
-    otherwise the host does."""
+    otherwise the host does. `granted_bytes`: what it has of the host's memory, on all ranks together; `due_bytes`: what
+    it should have, which is as much as it has use for, up to its fair share."""
 
     name: str
     facade: PoolFacade
     max_capacity_slots: int
+    granted_bytes: int
+    due_bytes: int
     model: str = ""
     is_resizable: bool = True
+
+    @property
+    def used_bytes(self) -> int:
+        """Of slots that are not free, on all ranks together."""
+        return self.facade.used_slots * self.facade.config.total_slot_bytes
 
 
 class Switches(Protocol):
@@ -67,6 +75,11 @@ class Directory(Protocol):
     @property
     def errors(self) -> Mapping[str, int]:
         """Errors of the host by code, other than those that a pool counts."""
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """Connections of engines that were refused, or ended for what they sent, by reason. The reasons are always the
+        same."""
 
     def pools(self) -> Sequence[HostedPool]:
         """All pools, the oldest first."""

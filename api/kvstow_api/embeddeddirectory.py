@@ -36,15 +36,21 @@ class EmbeddedDirectory:
         self.switches = engine.admin
         self.take_report = engine.report
         self.errors: Mapping[str, int] = {}
+        self.rejected: Mapping[str, int] = {}
         self._engine, self._name, self._model = engine, name, model
-        self._pool = HostedPool(POOL_NAME, engine, max_capacity_slots, model)
+        self._max_capacity_slots = max_capacity_slots
         self._clock, self._started_at = clock, clock()
 
     def pools(self) -> Sequence[HostedPool]:
-        return (self._pool,)
+        return (self._pool(),)
 
     def find_pool(self, name: str) -> HostedPool | None:
-        return self._pool if name == POOL_NAME else None
+        return self._pool() if name == POOL_NAME else None
+
+    def _pool(self) -> HostedPool:
+        """It has its memory for itself, so it always has what it should have."""
+        num_bytes = self._engine.desired().capacity_slots * self._engine.config.total_slot_bytes
+        return HostedPool(POOL_NAME, self._engine, self._max_capacity_slots, num_bytes, num_bytes, self._model)
 
     def delete_pool(self, name: str) -> None:
         if name != POOL_NAME:
@@ -107,10 +113,13 @@ class EmbeddedDirectory:
     def memory(self) -> MemoryStatus:
         ranks = self._engine.readiness().ranks
         failures = [f"rank {rank.rank}: {rank.error or rank.error_reason}" for rank in ranks if rank.error_reason]
+        pool = self._pool()
         return MemoryStatus(
             target_bytes=sum(rank.target_bytes for rank in ranks),
             populated_bytes=sum(rank.pinned_bytes for rank in ranks),
             failure="; ".join(failures) or None,
+            granted_bytes=pool.granted_bytes,
+            used_bytes=pool.used_bytes,
         )
 
     def count_error(self, code: str) -> None:

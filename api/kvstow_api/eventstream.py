@@ -109,12 +109,12 @@ class _Messages:
         self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._bytes = 0
 
-    def of(self, event: Entry | BlockEvent, log: str) -> bytes:
-        """`log`: which one the event is from."""
-        name = log, event.sequence
+    def of(self, event: Entry | BlockEvent, pool: HostedPool | None = None) -> bytes:
+        """`pool`: whose block event it is; None for an entry of the journal."""
+        name = "" if pool is None else pool.facade.engine_id, event.sequence
         message = self._kept.get(name)
         if message is None:
-            message = self._kept[name] = _encode(event)
+            message = self._kept[name] = _encode(event, "" if pool is None else pool.name)
             self._bytes += len(message)
             while self._bytes > _MAX_KEPT_BYTES:
                 _, oldest = self._kept.popitem(last=False)
@@ -156,7 +156,7 @@ class _Reader:
         for entry in entries:
             self.cursor = self.cursor._replace(journal=entry.sequence)
             if entry.type in self._wanted and self._is_of_pool(entry):
-                yield _with_id(self.cursor, self._messages.of(entry, ""))
+                yield _with_id(self.cursor, self._messages.of(entry))
 
     def _is_of_pool(self, entry: Entry) -> bool:
         return self._pool is None or entry.data.get("pool") in (None, self._pool.name)
@@ -175,7 +175,7 @@ class _Reader:
         for event in page.events:
             self.cursor = self.cursor._replace(blocks=event.sequence)
             if event.kind in self._wanted:
-                yield _with_id(self.cursor, self._messages.of(event, self._pool.facade.engine_id))
+                yield _with_id(self.cursor, self._messages.of(event, self._pool))
 
     def _lost(self, count: int) -> Iterator[bytes]:
         self._num_lost += count
@@ -183,10 +183,10 @@ class _Reader:
             yield _with_id(self.cursor, _message("lost", {"count": count}))
 
 
-def _encode(event: Entry | BlockEvent) -> bytes:
+def _encode(event: Entry | BlockEvent, pool: str) -> bytes:
     if isinstance(event, Entry):
         return _message(event.type, event.data)
-    data: dict[str, Any] = {"keys": [format_key(key) for key in event.keys]}
+    data: dict[str, Any] = {"pool": pool, "keys": [format_key(key) for key in event.keys]}
     if event.kind == "removed":
         data["reason"] = event.reason
     return _message(event.kind, data)

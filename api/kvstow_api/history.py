@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from kvstow.stats import EngineStats
 from kvstow.status import RankStatus
@@ -75,14 +76,42 @@ class NowView:
     pinned_bytes: float | None = None
 
 
+class SessionSample(NamedTuple):
+    """What a session's ranks have copied at one moment, in bytes of one rank: all ranks copy the same blocks."""
+
+    time: datetime
+    load_bytes: int
+    store_bytes: int
+
+
+def session_sample_of(ranks: Iterable[RankStatus]) -> SessionSample:
+    """The sample of now."""
+    copied = [(rank.load_bytes_total, rank.store_bytes_total) for rank in ranks] or [(0, 0)]
+    return SessionSample(datetime.now(UTC), max(loaded for loaded, _ in copied), max(stored for _, stored in copied))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionNowView:
+    """Figures of an engine in the last `seconds`, at most 10. Bytes per second are of one rank; null until there are
+    two samples."""
+
+    seconds: float = 0.0
+    load_bytes_per_second: float | None = None
+    store_bytes_per_second: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryView:
-    """Oldest first, `interval_seconds` apart."""
+    """Of one pool; `pool` is null, and there are no items, while there is none. Oldest first, `interval_seconds`
+    apart."""
 
+    pool: str | None
     interval_seconds: float
     now: NowView
     items: list[SampleView]
 
+
+_Sample = TypeVar("_Sample", SampleView, SessionSample)
 
 Unit = Literal["ratio", "bytes", "bytes_per_second", "blocks_per_second"]
 
@@ -119,24 +148,42 @@ def now_of(samples: Sequence[SampleView]) -> NowView:
     """Every figure of the last `NOW_SECONDS`, or of all samples if they cover less."""
     if not samples:
         return NowView(seconds=0.0)
-    last = samples[-1]
-    first = next(one for one in samples if (last.time - one.time).total_seconds() <= NOW_SECONDS)
+    first, last = _ends(samples)
     seconds = (last.time - first.time).total_seconds()
     return NowView(seconds=seconds, **{name: figure(first, last) for name, figure in FIGURES.items()})
 
 
+def session_now_of(samples: Sequence[SessionSample]) -> SessionNowView:
+    """As `now_of`, for a session."""
+    if not samples:
+        return SessionNowView()
+    first, last = _ends(samples)
+    return SessionNowView(
+        seconds=(last.time - first.time).total_seconds(),
+        load_bytes_per_second=_rate("load_bytes", first, last),
+        store_bytes_per_second=_rate("store_bytes", first, last),
+    )
+
+
+def _ends(samples: Sequence[_Sample]) -> tuple[_Sample, _Sample]:
+    """The last sample, and the first one that is at most `NOW_SECONDS` older."""
+    last = samples[-1]
+    return next(one for one in samples if (last.time - one.time).total_seconds() <= NOW_SECONDS), last
+
+
 def _growth(before: float, after: float) -> float | None:
-    """None if the counter shrank: the server restarted in between."""
+    """None if the counter shrank: the server, or the rank, restarted in between."""
     return after - before if after >= before else None
 
 
-def _per_second(name: str) -> Figure:
-    def rate(before: SampleView, after: SampleView) -> float | None:
-        growth = _growth(getattr(before, name), getattr(after, name))
-        seconds = (after.time - before.time).total_seconds()
-        return None if growth is None or seconds <= 0 else growth / seconds
+def _rate(name: str, before: SampleView | SessionSample, after: SampleView | SessionSample) -> float | None:
+    growth = _growth(getattr(before, name), getattr(after, name))
+    seconds = (after.time - before.time).total_seconds()
+    return None if growth is None or seconds <= 0 else growth / seconds
 
-    return rate
+
+def _per_second(name: str) -> Figure:
+    return partial(_rate, name)
 
 
 def _hit_ratio(before: SampleView, after: SampleView) -> float | None:

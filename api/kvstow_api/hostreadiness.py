@@ -10,26 +10,37 @@ from kvstow.status import HostedSession
 from kvstow_api.directory import Directory, HostedPool
 from kvstow_api.numberformat import counted
 from kvstow_api.poolchoice import NO_POOL
-from kvstow_api.views import ReadinessView
+from kvstow_api.views import PoolReadinessView, RankView, ReadinessView
 
 
 def host_readiness(directory: Directory, pool: HostedPool | None = None) -> ReadinessView:
     """Of one pool, or of the whole host. Sizes of memory are the host's in any case. O(pools + ranks)."""
     memory = directory.memory()
     pools = directory.pools() if pool is None else (pool,)
-    found = [(one.name, one.facade.readiness()) for one in pools]
+    found = [(one, one.facade.readiness()) for one in pools]
     state: EngineState
     if pool is not None or not directory.is_node:
         ((_, only),) = found
         state, reason = only.state, only.reason
     else:
-        state, reason = _node_state(directory, [(name, one.state, one.reason) for name, one in found])
+        state, reason = _node_state(directory, [(one.name, it.state, it.reason) for one, it in found])
     return ReadinessView(
         state=state,
         reason=reason,
         usable_slots=sum(one.usable_slots for _, one in found),
         capacity_slots=sum(one.capacity_slots for _, one in found),
-        ranks=tuple(rank for _, one in found for rank in one.ranks),
+        ranks=rank_views(directory, pool),
+        pools=[
+            PoolReadinessView(
+                pool=one.name,
+                model=one.model,
+                state=readiness.state,
+                reason=readiness.reason,
+                usable_slots=readiness.usable_slots,
+                capacity_slots=readiness.capacity_slots,
+            )
+            for one, readiness in found
+        ],
         memory=memory,
     )
 
@@ -51,6 +62,22 @@ def _node_state(directory: Directory, pools: list[tuple[str, EngineState, str]])
     return "ready", f"{counted(len(pools), 'pool')}, {counted(sessions, 'session')}" if pools else NO_POOL
 
 
-def live_sessions(directory: Directory) -> Iterator[HostedSession]:
-    """The sessions that are not lost."""
-    return (session for session in directory.sessions() if session.status.state != "lost")
+def live_sessions(directory: Directory, pool: HostedPool | None = None) -> Iterator[HostedSession]:
+    """The sessions that are not lost; of one pool, if given."""
+    return (
+        session
+        for session in directory.sessions()
+        if session.status.state != "lost" and (pool is None or session.pool == pool.name)
+    )
+
+
+def rank_views(
+    directory: Directory, pool: HostedPool | None = None, session_id: str | None = None
+) -> tuple[RankView, ...]:
+    """The ranks of these sessions, without those of lost ones."""
+    return tuple(
+        RankView.of(rank, session)
+        for session in live_sessions(directory, pool)
+        if session_id in (None, session.session_id)
+        for rank in session.status.ranks
+    )

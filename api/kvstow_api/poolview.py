@@ -1,12 +1,14 @@
-"""Pools as the API shows them."""
+"""Pools and sessions as the API shows them."""
 
 from __future__ import annotations
 
 from collections import Counter
 
+from kvstow.stats import DIRECTIONS
+from kvstow.status import SESSION_STATES, SessionState
 from kvstow_api.appstate import AppState
 from kvstow_api.directory import HostedPool
-from kvstow_api.views import PoolView
+from kvstow_api.views import PoolView, SessionView
 
 
 def settings_etag(pool: HostedPool) -> str:
@@ -16,25 +18,30 @@ def settings_etag(pool: HostedPool) -> str:
 
 
 def pool_views(app: AppState) -> list[PoolView]:
-    sessions = Counter(session.pool for session in app.directory.sessions())
-    return [_view(app, pool, sessions[pool.name]) for pool in app.directory.pools()]
+    """Of all pools. O(pools + sessions)."""
+    states: dict[str, Counter[SessionState]] = {}
+    for session in app.directory.sessions():
+        states.setdefault(session.pool, Counter())[session.status.state] += 1
+    return [_view(app, pool, states.get(pool.name, Counter())) for pool in app.directory.pools()]
 
 
 def pool_view(app: AppState, pool: HostedPool) -> PoolView:
-    return _view(app, pool, sum(session.pool == pool.name for session in app.directory.sessions()))
+    states = Counter(session.status.state for session in app.directory.sessions() if session.pool == pool.name)
+    return _view(app, pool, states)
 
 
-def _view(app: AppState, hosted: HostedPool, sessions: int) -> PoolView:
+def _view(app: AppState, hosted: HostedPool, states: Counter[SessionState]) -> PoolView:
     etag = settings_etag(hosted)
     facade, highest = hosted.facade, hosted.max_capacity_slots
-    stats, desired, readiness = facade.stats(), facade.desired(), facade.readiness()
-    pool, config = stats.pool, facade.config
+    readiness, stats, desired, bypass = facade.readiness(), facade.stats(), facade.desired(), facade.admin.bypass
+    pool = stats.pool
     return PoolView(
         name=hosted.name,
         model=hosted.model,
         state=readiness.state,
         reason=readiness.reason,
-        sessions=sessions,
+        sessions=states.total(),
+        session_states={state: states[state] for state in SESSION_STATES},
         resizable=hosted.is_resizable,
         etag=etag,
         slot_bytes=pool.slot_bytes,
@@ -45,12 +52,20 @@ def _view(app: AppState, hosted: HostedPool, sessions: int) -> PoolView:
         max_capacity_bytes=highest * pool.slot_bytes,
         usable_slots=pool.usable_slots,
         usable_bytes=pool.usable_slots * pool.slot_bytes,
-        granted_bytes=pool.capacity_slots * sum(map(config.slot_bytes_of, range(config.num_ranks))),
         slots=pool.slots,
         policy=pool.policy,
         pinning_paused=desired.paused,
         leases=pool.leases,
-        num_ranks=config.num_ranks,
+        num_ranks=facade.config.num_ranks,
+        granted_bytes=hosted.granted_bytes,
+        due_bytes=hosted.due_bytes,
+        drain_mode=facade.admin.drain_status.mode,
+        bypassed=[direction for direction in DIRECTIONS if getattr(bypass, direction)],
         pending=stats.transfers.pending,
         now=app.sampler.now_of_pool(hosted.name),
     )
+
+
+def session_views(app: AppState) -> list[SessionView]:
+    """Of all sessions, the oldest first."""
+    return [SessionView.of(one, app.sampler.now_of_session(one.session_id)) for one in app.directory.sessions()]

@@ -34,6 +34,13 @@ class PoolQuery(Query):
     ] = None
 
 
+class SessionsQuery(Query):
+    """Whose ranks or transfers are meant."""
+
+    pool: Annotated[str | None, Field(description="Only of this pool")] = None
+    session: Annotated[str | None, Field(description="Only of this engine, by its id in `/v1/sessions`")] = None
+
+
 class ReadinessQuery(Query):
     """Whose readiness is meant."""
 
@@ -106,7 +113,7 @@ class OperationQuery(Query):
     wait: Annotated[WaitSeconds, Field(description="Seconds to wait for the end before answering")] = 0.0
 
 
-class TransfersQuery(PoolQuery):
+class TransfersQuery(SessionsQuery):
     direction: Annotated[Direction | None, Field(description="Only transfers of this direction")] = None
     state: Annotated[TransferState | None, Field(description="Only transfers in this state")] = None
     slowest: Annotated[int, Field(ge=1, le=1000, description="How many, of the oldest ones")] = 100

@@ -5,11 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Mapping
 
-from kvstow.status import HostedSession, RankStatus
+from kvstow.status import HostedSession, RankStatus, SessionState
 from kvstow_api.directory import Directory, HostedPool
-from kvstow_api.history import NOW_SECONDS, HistoryView, NowView, SampleView, now_of, sample_of
-from kvstow_api.hostreadiness import host_readiness, live_sessions
+from kvstow_api.history import (
+    NOW_SECONDS,
+    HistoryView,
+    NowView,
+    SampleView,
+    SessionNowView,
+    SessionSample,
+    now_of,
+    sample_of,
+    session_now_of,
+    session_sample_of,
+)
+from kvstow_api.hostreadiness import host_readiness
 from kvstow_api.journal import Journal
 
 logger = logging.getLogger("kvstow.api")
@@ -17,6 +29,12 @@ logger = logging.getLogger("kvstow.api")
 _INTERVAL = 1.0
 _TICKS_PER_SAMPLE = 5  # of the history
 _SAMPLES = 720  # an hour
+_STATES: Mapping[SessionState, str] = {
+    "attaching": "not all ranks have reported and registered slots",
+    "attached": "it loads and stores",
+    "stuck": "a transfer is too old",
+    "lost": "its connection has ended, and processes of it may still reach the memory",
+}
 
 
 class Sampler:
@@ -25,6 +43,7 @@ class Sampler:
     def __init__(self, directory: Directory, journal: Journal) -> None:
         self._directory, self._journal = directory, journal
         self._pools: dict[str, _PoolSamples] = {}
+        self._sessions: dict[str, _SessionSamples] = {}
         self._ranks: dict[tuple[str, int], tuple[str, str | None, str | None]] = {}
         self._node_state: str | None = None
         self._failing = False
@@ -43,6 +62,7 @@ class Sampler:
         """Of the pool of this name; empty for None, and until its first sample is taken."""
         samples = None if pool is None else self._pools.get(pool)
         return HistoryView(
+            pool=pool,
             interval_seconds=_INTERVAL * _TICKS_PER_SAMPLE,
             now=now_of(() if samples is None else samples.recent),
             items=[] if samples is None else list(samples.kept),
@@ -53,9 +73,13 @@ class Sampler:
         samples = self._pools.get(pool)
         return now_of(() if samples is None else samples.recent)
 
+    def now_of_session(self, session_id: str) -> SessionNowView:
+        samples = self._sessions.get(session_id)
+        return session_now_of(() if samples is None else samples.recent)
+
     def tick(self) -> None:
-        """Take a sample of each pool. The histories keep every fifth one, beginning with the first. A pool's history
-        ends with the pool."""
+        """Take a sample of each pool and each session. The histories keep every fifth one, beginning with the first. A
+        pool's history ends with the pool."""
         directory = self._directory
         if directory.is_node:
             self._note_node()
@@ -67,9 +91,35 @@ class Sampler:
             self._pools[pool.name] = samples
             self._sample(pool, samples)
         noted, self._ranks = self._ranks, {}
-        for session in live_sessions(directory):
-            for rank in session.status.ranks:
-                self._note_changes(session, rank, noted)
+        left, self._sessions = self._sessions, {}
+        for session in directory.sessions():
+            self._sample_session(session, left.pop(session.session_id, None))
+            if session.status.state != "lost":
+                for rank in session.status.ranks:
+                    self._note_changes(session, rank, noted)
+        for ended in left.values():
+            self._note_session(ended.session, "over", "none of its processes can reach the memory")
+
+    def _sample_session(self, session: HostedSession, samples: _SessionSamples | None) -> None:
+        state = session.status.state
+        if samples is None:
+            samples = _SessionSamples(session)
+        if state != samples.state:
+            self._note_session(session, state, _STATES[state])
+        samples.session, samples.state = session, state
+        samples.recent.append(session_sample_of(session.status.ranks))
+        self._sessions[session.session_id] = samples
+
+    def _note_session(self, session: HostedSession, state: str, reason: str) -> None:
+        self._journal.add(
+            "session",
+            pool=session.pool,
+            session=session.session_id,
+            engine=session.engine,
+            model=session.model,
+            state=state,
+            reason=reason,
+        )
 
     def _sample(self, pool: HostedPool, samples: _PoolSamples) -> None:
         readiness = pool.facade.readiness()
@@ -122,6 +172,15 @@ class Sampler:
                     logger.exception("sampling the pools failed")
                 self._failing = True
             await asyncio.sleep(_INTERVAL)
+
+
+class _SessionSamples:
+    """The last samples of a session, and its last state that was noted."""
+
+    def __init__(self, session: HostedSession) -> None:
+        self.session = session
+        self.state: SessionState | None = None
+        self.recent: deque[SessionSample] = deque(maxlen=round(NOW_SECONDS / _INTERVAL) + 1)
 
 
 class _PoolSamples:

@@ -6,13 +6,16 @@ Standard library only, so that a client starts without pydantic. `examples.json`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any, Literal, get_args
 
+from kvstow.messages import Direction
 from kvstow.stats import EngineState, FaultStats, LookupStats, PendingTransfers, PoolStats, SlotCounts, TransferStats
 from kvstow.status import (
+    HOST_NAME,
     BlockStatus,
+    DrainMode,
     HostedNamespace,
     HostedSession,
     MemoryStatus,
@@ -21,9 +24,9 @@ from kvstow.status import (
     SessionState,
     TransferStatus,
 )
-from kvstow_api.history import NowView
+from kvstow_api.history import NowView, SessionNowView
 
-POOL_NAME = "host"
+POOL_NAME = HOST_NAME
 
 BlockState = Literal["cached", "leased", "protected"]
 """States of slots whose blocks can be loaded."""
@@ -31,7 +34,7 @@ Section = Literal["pool", "transfers", "lookups", "stores", "evictions", "faults
 SECTIONS: tuple[Section, ...] = get_args(Section)
 OperationKind = Literal["evict", "purge", "resize"]
 OperationState = Literal["running", "succeeded", "failed", "cancelled"]
-EventType = Literal["state", "rank", "operation", "change", "stored", "removed", "lost"]
+EventType = Literal["state", "session", "rank", "operation", "change", "stored", "removed", "lost"]
 EVENT_TYPES: tuple[EventType, ...] = get_args(EventType)
 BLOCK_EVENTS: tuple[EventType, ...] = ("stored", "removed")
 """One for each batch of blocks: sent only to clients that ask for them."""
@@ -62,19 +65,49 @@ class InfoView:
     settings: dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankView(RankStatus):
+    """A rank as it last reported, of the engine `session`, which uses `pool`. `boot_id` and `last_report_age_seconds`
+    are null before it has reported."""
+
+    pool: str
+    session: str
+
+    @classmethod
+    def of(cls, rank: RankStatus, session: HostedSession) -> RankView:
+        figures = {field.name: getattr(rank, field.name) for field in fields(rank)}
+        return cls(**figures, pool=session.pool, session=session.session_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolReadinessView:
+    """Whether a pool serves, and the reason."""
+
+    pool: str
+    model: str
+    state: EngineState
+    reason: str
+    usable_slots: int
+    capacity_slots: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadinessView(Readiness):
-    """The state of the host, and of the ranks of all sessions. Slots are those of all pools. `memory` is that of all
-    pools and ranks."""
+    """The state of the host, of each pool, and of the ranks of all sessions. Slots are those of all pools. `memory` is
+    that of all pools and ranks."""
 
+    ranks: tuple[RankView, ...]
+    pools: list[PoolReadinessView]
     memory: MemoryStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatsView:
-    """Counters since the engine was made. Sections that were not requested are null. `stores` counts blocks by
-    outcome, `evictions` by reason."""
+    """Counters of the pool `pool_name` since it was made. Sections that were not requested are null. `stores` counts
+    blocks by outcome, `evictions` by reason."""
 
+    pool_name: str
+    model: str
     state: EngineState
     pool: PoolStats | None = None
     transfers: TransferStats | None = None
@@ -95,9 +128,10 @@ class RuntimeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigView:
-    """`runtime`: settings that a PATCH of the pool changes while the engine runs; `etag` names them. Both are null
+    """`runtime`: settings that a PATCH of `pool` changes while the engine runs; `etag` names them. All three are null
     while there is no pool. `startup`: settings that need a restart."""
 
+    pool: str | None
     etag: str | None
     runtime: RuntimeConfig | None
     startup: dict[str, Any]
@@ -121,10 +155,11 @@ class LogLevelsView:
 class EventView:
     """`id` resumes the stream after this event (Last-Event-ID). `data` by type:
 
-    `state`: pool, state, reason. `rank`: pool, session, rank, state, error, boot_id. `operation`: id, pool, kind,
-    dry_run, state, error. `change`: actor, method, path, status, request_id. `stored`: keys. `removed`: keys, reason.
-    `lost`: the number of events that a slow reader has missed, or null if the id is of an earlier life of the server.
-    All but `lost`, `stored` and `removed` also have `time`.
+    `state`: pool (null for a node), state, reason. `session`: pool, session, engine, model, state, reason; the state is
+    `over` when none of its processes can reach the memory any more. `rank`: pool, session, rank, state, error, boot_id.
+    `operation`: id, pool, kind, dry_run, state, error. `change`: actor, method, path, status, request_id. `stored`:
+    pool, keys. `removed`: pool, keys, reason. `lost`: the number of events that a slow reader has missed, or null if
+    the id is of an earlier life of the server. All but `lost`, `stored` and `removed` also have `time`.
     """
 
     id: str
@@ -185,17 +220,22 @@ class ProblemView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
-    """A pool. Slots and bytes are of one rank; every rank has the same. `granted_bytes`: what the pool has of the
-    host's memory, on all ranks together. `etag` names its settings; `block_tokens` is null while the number of tokens
-    in a block is unknown. `model` is that of the engine that made the pool, empty if unknown; `sessions` counts lost
-    ones, too. `resizable`: whether a PATCH can change the capacity. `state` and `reason` are those of `/v1/readiness`,
-    `pending` counts the transfers in flight, and `now` has the figures of the last seconds."""
+    """A pool. Slots and bytes are of one rank; every rank has the same. `etag` names its settings; `block_tokens` is
+    null while the number of tokens in a block is unknown. `model` is that of the engine that made the pool, empty if
+    unknown; `sessions` counts lost ones, too, and `session_states` has them by state. `resizable`: whether a PATCH can
+    change the capacity.
+
+    `granted_bytes`: what the pool has of the host's memory, on all ranks together. `due_bytes`: what it should have: as
+    much as it has use for, up to its fair share. `drain_mode` and `bypassed`: what an operator has switched off, here
+    or on the whole host. `pending`: transfers in flight. `now`: figures of the last seconds.
+    """
 
     name: str
     model: str
     state: EngineState
     reason: str
     sessions: int
+    session_states: dict[SessionState, int]
     resizable: bool
     etag: str
     slot_bytes: int
@@ -212,6 +252,9 @@ class PoolView:
     pinning_paused: bool
     leases: int
     num_ranks: int
+    due_bytes: int
+    drain_mode: DrainMode | None
+    bypassed: list[Direction]
     pending: PendingTransfers
     now: NowView
 
@@ -278,7 +321,7 @@ class SessionView:
     connection has ended, and `processes` of it may still reach the memory).
 
     `in_flight`: transfers, the oldest for `oldest_seconds`. `leases`: those that no load has used. `quarantined_slots`
-    are kept from others because processes of a lost session may still write them.
+    are kept from others because processes of a lost session may still write them. `now`: figures of the last seconds.
     """
 
     id: str
@@ -298,9 +341,10 @@ class SessionView:
     quarantined_slots: int
     processes: int
     ranks: list[SessionRankView]
+    now: SessionNowView
 
     @classmethod
-    def of(cls, session: HostedSession) -> SessionView:
+    def of(cls, session: HostedSession, now: SessionNowView) -> SessionView:
         status = session.status
         return cls(
             id=session.session_id,
@@ -323,14 +367,17 @@ class SessionView:
                 SessionRankView(rank=rank.rank, pid=rank.pid, device=rank.device, registered_slots=rank.pinned_slots)
                 for rank in status.ranks
             ],
+            now=now,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionsView:
-    """The oldest first."""
+    """The oldest first. `rejected` counts, by reason, connections of engines that were refused, or ended for what they
+    sent, since the host started."""
 
     items: list[SessionView]
+    rejected: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,15 +399,32 @@ class NamespacesView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksView:
-    items: list[RankStatus]
+    """In the order of the sessions, the oldest first."""
+
+    items: list[RankView]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferView(TransferStatus):
+    """A transfer of the engine `session`, which uses `pool`. `queued` (no rank has reported on it), `running` (some
+    have), `stuck` (too old), or `quarantined` (an abandoned store whose slots wait for the last ranks). `idle_ranks`:
+    those of `pending_ranks` that have nothing under way, by their last report: the host has not submitted the transfer,
+    or has not collected or passed on its completion."""
+
+    pool: str
+
+    @classmethod
+    def of(cls, transfer: TransferStatus, pool: str) -> TransferView:
+        figures = {field.name: getattr(transfer, field.name) for field in fields(transfer)}
+        return cls(**figures, pool=pool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransfersView:
-    """`pending` counts all; `items` are the oldest."""
+    """`pending` counts all of these pools; `items` are the oldest."""
 
     pending: PendingTransfers
-    items: list[TransferStatus]
+    items: list[TransferView]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,11 @@ class EngineConfig:
         """Bytes of a slot on this rank."""
         return self.rank_slot_bytes[rank] if self.rank_slot_bytes else self.slot_bytes
 
+    @property
+    def total_slot_bytes(self) -> int:
+        """Bytes of a slot on all ranks together."""
+        return sum(map(self.slot_bytes_of, range(self.num_ranks)))
+
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:

@@ -6,7 +6,7 @@ Times are in seconds, ages are relative to the moment of the snapshot.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from kvstow.messages import Direction, RankFigures, TierDirection
 from kvstow.stats import EngineState, SlotState
@@ -15,6 +15,11 @@ DrainMode = Literal["stop_stores", "all"]
 Refusal = Literal["not_ready", "draining", "bypassed"]
 SessionState = Literal["attaching", "attached", "stuck", "lost"]
 TransferState = Literal["queued", "running", "stuck", "quarantined"]
+KeeperState = Literal["connected", "gone"]
+
+SESSION_STATES: tuple[SessionState, ...] = get_args(SessionState)
+HOST_NAME = "host"
+"""The pool of an embedded engine, and its namespace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +45,10 @@ class TransferStatus:
     """One op in flight: `queued` (no rank has reported on it), `running` (some have), `stuck` (too old), or
     `quarantined` (an abandoned store whose slots wait for the last ranks). `idle_ranks`: those of
     `pending_ranks` that have nothing under way, by their last report: the host has not submitted the op, or has not
-    collected or passed on its completion."""
+    collected or passed on its completion. `session`: the engine that has begun it."""
 
     op_id: int
+    session: str
     direction: Direction | TierDirection
     state: TransferState
     blocks: int
@@ -123,19 +129,38 @@ class HostedNamespace:
 @dataclass(frozen=True, slots=True)
 class MemoryStatus:
     """A host's memory, over all pools and ranks: what it is to have, and what is populated. `failure`: why it cannot
-    grow further, or null."""
+    grow further, or null.
+
+    `granted_bytes` are in pools, and `used_bytes` of them hold blocks. `recalled_bytes` are on their way from a pool
+    to others; `notices` are sentences that say what they wait for. `orphaned_bytes` are taken by processes that no
+    service uses any more; null where that is not measured.
+
+    `keeper`: whether the process is there that holds the memory while no service runs; null if there is to be none.
+    `keeper_restarts`: keepers that were started in place of one that was gone. `extents_kept` and `extents_given_up`:
+    of the descriptors of an earlier service's memory that engines have handed back.
+    """
 
     target_bytes: int
     populated_bytes: int
     failure: str | None = None
+    granted_bytes: int = 0
+    used_bytes: int = 0
+    recalled_bytes: int = 0
+    orphaned_bytes: int | None = None
+    notices: tuple[str, ...] = ()
+    keeper: KeeperState | None = None
+    keeper_restarts: int = 0
+    extents_kept: int = 0
+    extents_given_up: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStatus:
-    """One block that can be loaded. `key` is in hex. `protection_ttl_seconds` is null for a block that is not
-    protected, or has no end."""
+    """One block that can be loaded. `key` is in hex, and means something in `namespace` alone.
+    `protection_ttl_seconds` is null for a block that is not protected, or has no end."""
 
     key: str
+    namespace: str
     slot: int
     state: SlotState
     age_seconds: float

@@ -84,6 +84,8 @@ class FakeNode:
     memory_status: MemoryStatus = _POPULATED
     sharing_off: tuple[str, ...] = ()
     errors: Counter[str] = field(default_factory=Counter)
+    rejected: dict[str, int] = field(default_factory=lambda: {"identity": 0, "version": 0})
+    granted_bytes: int = SLOTS * RANKS * SLOT_BYTES
     detached: list[tuple[str, bool]] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
     shared: dict[str, SharedPool] = field(default_factory=dict)
@@ -103,6 +105,7 @@ class FakeNode:
         number = len(self.engines) + 1
         control = shared.attach("fake", f"{pool}-keys")
         engine = Engine(f"s{number}", shared, control, 1000 * number, self.clock())
+        control.name = engine.session_id
         control.map_memory(engine.pid)
         self.engines.append(engine)
         if reports:
@@ -122,7 +125,15 @@ class FakeNode:
         return self._hosted(name) if name in self.shared else None
 
     def _hosted(self, name: str) -> HostedPool:
-        return HostedPool(name, PoolFacade(self.shared[name]), 2 * SLOTS, MODEL, is_resizable=False)
+        return HostedPool(
+            name,
+            PoolFacade(self.shared[name]),
+            max_capacity_slots=2 * SLOTS,
+            granted_bytes=self.granted_bytes,
+            due_bytes=SLOTS * RANKS * SLOT_BYTES,
+            model=MODEL,
+            is_resizable=False,
+        )
 
     def delete_pool(self, name: str) -> None:
         if name not in self.shared:

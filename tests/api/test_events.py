@@ -96,9 +96,9 @@ async def test_blocks_come_to_who_asks(listen: Any, ranks: Any, keys: list[bytes
     ranks.store(keys[:2])
     ranks.engine.admin.purge(keys=keys[:1]).run()
     event = await stored.next()
-    assert (event.type, event.data) == ("stored", {"keys": [key.hex() for key in keys[:2]]})
+    assert (event.type, event.data) == ("stored", {"pool": "host", "keys": [key.hex() for key in keys[:2]]})
     event = await removed.next()
-    assert (event.type, event.data) == ("removed", {"keys": [keys[0].hex()], "reason": "purge"})
+    assert (event.type, event.data) == ("removed", {"pool": "host", "keys": [keys[0].hex()], "reason": "purge"})
 
 
 async def test_an_event_is_encoded_once_for_all_streams(
@@ -116,13 +116,14 @@ async def test_an_event_is_encoded_once_for_all_streams(
 
 def test_what_is_kept_of_encoded_events_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [BlockEvent(number, "stored", (bytes(16),) * 100, "") for number in range(50)]
-    message = eventstream._encode(events[0])
+    (pool,) = EmbeddedDirectory(OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4)), 4).pools()
+    message = eventstream._encode(events[0], pool.name)
     monkeypatch.setattr(eventstream, "_MAX_KEPT_BYTES", 10 * len(message))
     messages = eventstream._Messages()
-    assert [messages.of(event, "pool") for event in events] == [message] * 50
+    assert [messages.of(event, pool) for event in events] == [message] * 50
     assert [sequence for _, sequence in messages._kept] == list(range(40, 50))
     monkeypatch.setattr(eventstream, "_MAX_KEPT_BYTES", 0)
-    assert messages.of(BlockEvent(50, "stored", (bytes(16),) * 100, ""), "pool") == message
+    assert messages.of(BlockEvent(50, "stored", (bytes(16),) * 100, ""), pool) == message
     assert not messages._kept
 
 
@@ -217,6 +218,7 @@ def test_the_watch_notes_each_change_once(engine: OffloadEngine, ranks: Any, jou
     told = [(entry.type, entry.data["state"]) for entry in journal.after(0)[0]]
     assert told == [
         ("state", "ready"),
+        ("session", "attached"),
         ("rank", "ready"),
         ("rank", "ready"),
         ("state", "draining"),
@@ -292,7 +294,7 @@ async def test_operations_and_changes_enter_the_journal(client: httpx.AsyncClien
     told = [
         (entry.type, entry.data.get("path") or entry.data["state"], entry.data.get("dry_run"))
         for entry in entries
-        if "rank" not in entry.data
+        if "session" not in entry.data
     ]
     assert [item for item in told if item[0] != "state"] == [
         ("operation", "running", False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from tests.api.fakenode import RANKS, SLOT_BYTES, SLOTS, FakeNode
 from kvstow.status import MemoryStatus
 from kvstow.testing.fakes import FakeClock
 from kvstow_api.eventstream import EventStreams
+from kvstow_api.history import SessionNowView, SessionSample, session_now_of
 from kvstow_api.journal import Journal
 from kvstow_api.measurements import OrphanedMemory
 from kvstow_api.routes import ROUTERS
@@ -22,9 +24,9 @@ pytestmark = pytest.mark.anyio
 
 NAMES = ["a-000001", "b-000002", "c-000003"]
 KEYS = [b"\x00\x00" + bytes([number]) * 4 for number in range(4)]
-ONE_POOL = ["/v1/stats", "/v1/ranks/0", "/v1/lookup"]
+ONE_POOL = ["/v1/stats", "/v1/lookup"]
 """Routes about one pool that have nothing to say without one."""
-LISTS = ["/v1/ranks", "/v1/transfers", "/v1/history", "/v1/config"]
+LISTS = ["/v1/history", "/v1/config"]
 """Routes about one pool that answer without one."""
 
 Ask = Callable[..., Awaitable[Any]]
@@ -146,25 +148,190 @@ async def test_the_node_sets_the_size_of_its_pools(client: httpx.AsyncClient, no
 async def test_without_a_pool_the_settings_are_those_of_the_start(launch: Any, node: FakeNode) -> None:
     client = await launch(directory=node, settings={"memory": 1 << 20})
     answer = await client.get("/v1/config")
-    assert answer.json() == {"etag": None, "runtime": None, "startup": {"memory": 1 << 20}}
+    assert answer.json() == {"pool": None, "etag": None, "runtime": None, "startup": {"memory": 1 << 20}}
     assert "etag" not in answer.headers
 
 
-async def test_a_rank_that_two_engines_have_is_told_apart_by_sessions(
+async def test_a_rank_that_two_engines_have_is_told_apart_by_its_session(
     client: httpx.AsyncClient, node: FakeNode
 ) -> None:
     node.attach(NAMES[0])
     assert (await get(client, "/v1/ranks/1"))["device"] == "cuda:1"
     assert "allowed: 0 to 1" in (await get(client, "/v1/ranks/2", 404))["detail"]
     node.attach(NAMES[0])
-    assert "/v1/sessions tells them apart" in (await get(client, "/v1/ranks/1", 409))["detail"]
-    assert len((await get(client, "/v1/ranks"))["items"]) == 2 * RANKS
+    assert "?session= with one of s1, s2" in (await get(client, "/v1/ranks/1", 409))["detail"]
+    assert (await get(client, "/v1/ranks/1?session=s2"))["pid"] == 2002
+    assert (await get(client, f"/v1/ranks/1?session=s2&pool={NAMES[0]}"))["session"] == "s2"
+    assert "no engine is attached" in (await get(client, "/v1/ranks/1?session=s3", 404))["detail"]
 
 
 async def test_info_names_what_there_is(client: httpx.AsyncClient, pools: list[str]) -> None:
     info = await get(client, "/v1/info")
     assert (info["node"], info["engine_id"], info["pools"]) == (True, "beef", pools)
     assert info["num_ranks"] == RANKS * len(pools)
+
+
+# -- all pools at once ---------------------------------------------------------------------------------------------
+
+
+async def test_ranks_and_transfers_are_those_of_all_pools(
+    client: httpx.AsyncClient, node: FakeNode, clock: FakeClock
+) -> None:
+    assert (await get(client, "/v1/ranks"))["items"] == (await get(client, "/v1/transfers"))["items"] == []
+    for name in (*NAMES, NAMES[0]):
+        node.attach(name).begin_store(KEYS[len(node.engines) - 1 : len(node.engines)])
+        clock.advance(1.0)
+    sessions = {"s1": NAMES[0], "s2": NAMES[1], "s3": NAMES[2], "s4": NAMES[0]}
+
+    ranks = (await get(client, "/v1/ranks"))["items"]
+    assert [(one["session"], one["pool"], one["rank"]) for one in ranks] == [
+        (session, pool, rank) for session, pool in sessions.items() for rank in range(RANKS)
+    ]
+    assert {one["session"] for one in (await get(client, f"/v1/ranks?pool={NAMES[0]}"))["items"]} == {"s1", "s4"}
+    assert {one["session"] for one in (await get(client, "/v1/ranks?session=s3"))["items"]} == {"s3"}
+    assert (await get(client, "/v1/readiness"))["ranks"] == ranks
+
+    transfers = await get(client, "/v1/transfers")
+    assert [(one["session"], one["pool"]) for one in transfers["items"]] == list(sessions.items())
+    pending = transfers["pending"]
+    assert (pending["stores"], pending["store_blocks"], pending["oldest_seconds"]) == (4, 4, 4.0)
+    oldest = await get(client, "/v1/transfers?slowest=2")
+    assert [one["session"] for one in oldest["items"]] == ["s1", "s2"]
+    of_pool = await get(client, f"/v1/transfers?pool={NAMES[0]}")
+    assert ([one["session"] for one in of_pool["items"]], of_pool["pending"]["stores"]) == (["s1", "s4"], 2)
+    of_session = await get(client, "/v1/transfers?session=s4")
+    assert [one["session"] for one in of_session["items"]] == ["s4"]
+    for path in ("/v1/ranks", "/v1/transfers"):
+        assert (await client.get(f"{path}?pool=unknown")).status_code == 404
+        assert (await get(client, f"{path}?session=unknown"))["items"] == []
+
+
+async def test_ranks_of_lost_sessions_are_not_listed(client: httpx.AsyncClient, node: FakeNode) -> None:
+    node.attach(NAMES[0]).control.lose("it ended")
+    node.attach(NAMES[0])
+    assert {one["session"] for one in (await get(client, "/v1/ranks"))["items"]} == {"s2"}
+    assert {one["session"] for one in (await get(client, f"/v1/readiness?pool={NAMES[0]}"))["ranks"]} == {"s2"}
+
+
+async def test_readiness_has_the_state_of_each_pool(client: httpx.AsyncClient, node: FakeNode) -> None:
+    for name in NAMES[:2]:
+        node.attach(name)
+    node.engines[1].report(state="degraded", error="no memory")
+    body = await get(client, "/v1/readiness")
+    assert [(one["pool"], one["model"], one["state"]) for one in body["pools"]] == [
+        (NAMES[0], "org/model", "ready"),
+        (NAMES[1], "org/model", "degraded"),
+    ]
+    assert body["pools"][1]["reason"] in body["reason"]
+    assert body["usable_slots"] == sum(one["usable_slots"] for one in body["pools"])
+    (one,) = (await get(client, f"/v1/readiness?pool={NAMES[1]}"))["pools"]
+    assert one == body["pools"][1]
+
+
+async def test_a_pool_has_its_memory_its_sessions_and_its_switches(
+    client: httpx.AsyncClient, node: FakeNode, clock: FakeClock
+) -> None:
+    node.attach(NAMES[0])
+    node.attach(NAMES[0], reports=False)
+    node.attach(NAMES[0]).control.lose("it ended")
+    node.attach(NAMES[1]).begin_store(KEYS[:1])
+    clock.advance(31.0)
+    node.shared[NAMES[1]].tick()
+    node.granted_bytes = SLOT_BYTES
+    await client.put(f"/v1/drain?pool={NAMES[1]}", json={"mode": "stop_stores"})
+    await client.put("/v1/bypass", json={"load": True})
+    first, second = (await get(client, "/v1/pools"))["items"]
+    assert (first["sessions"], first["session_states"]) == (3, {"attaching": 1, "attached": 1, "stuck": 0, "lost": 1})
+    assert (second["sessions"], second["session_states"]["stuck"], second["pending"]["stuck"]) == (1, 1, 1)
+    assert (first["granted_bytes"], first["due_bytes"]) == (SLOT_BYTES, RANKS * SLOTS * SLOT_BYTES)
+    assert [(one["drain_mode"], one["bypassed"]) for one in (first, second)] == [
+        (None, ["load"]),
+        ("stop_stores", ["load"]),
+    ]
+    assert second["state"] == "draining"
+
+
+async def test_what_names_one_pool_says_which(client: httpx.AsyncClient, node: FakeNode) -> None:
+    for name in NAMES[:2]:
+        node.attach(name).store(KEYS[:1])
+    name = NAMES[1]
+    stats = await get(client, f"/v1/stats?pool={name}")
+    assert (stats["pool_name"], stats["model"]) == (name, "org/model")
+    for path in ("/v1/history", "/v1/config"):
+        assert (await get(client, f"{path}?pool={name}"))["pool"] == name
+    (block,) = (await get(client, f"/v1/pools/{name}/blocks"))["items"]
+    assert block["namespace"] == f"{name}-keys"
+
+
+async def test_rejected_engines_are_counted_by_reason(client: httpx.AsyncClient, node: FakeNode) -> None:
+    node.rejected["identity"] = 2
+    assert (await get(client, "/v1/sessions"))["rejected"] == {"identity": 2, "version": 0}
+
+
+async def test_the_life_of_a_session_is_told(launch: Any, node: FakeNode, clock: FakeClock) -> None:
+    apps: list[Any] = []
+    await launch(apps.append, directory=node)
+    sampler, journal = apps[0].state.kvstow.sampler, apps[0].state.kvstow.journal
+
+    def told() -> list[Any]:
+        last = journal.last
+        sampler.tick()
+        return [entry.data for entry in journal.after(last)[0] if entry.type == "session"]
+
+    sampler.tick()
+    engine = node.attach(NAMES[0], reports=False)
+    (data,) = told()
+    del data["time"]
+    assert data == {
+        "pool": NAMES[0],
+        "session": "s1",
+        "engine": "fake",
+        "model": "org/model",
+        "state": "attaching",
+        "reason": "not all ranks have reported and registered slots",
+    }
+    engine.report()
+    assert [one["state"] for one in told()] == ["attached"]
+    assert told() == []
+    engine.begin_store(KEYS[:1])
+    clock.advance(31.0)
+    engine.pool.tick()
+    assert [one["state"] for one in told()] == ["stuck"]
+    engine.control.lose("it ended")
+    assert [one["state"] for one in told()] == ["lost"]
+    node.end(engine)
+    assert [(one["session"], one["state"]) for one in told()] == [("s1", "over")]
+    assert told() == []
+
+
+async def test_what_a_session_copies_now_is_a_rate() -> None:
+    began = datetime(2026, 11, 2, tzinfo=UTC)
+
+    def sample(seconds: float, load_bytes: int, store_bytes: int) -> SessionSample:
+        return SessionSample(began + timedelta(seconds=seconds), load_bytes, store_bytes)
+
+    assert session_now_of([]) == SessionNowView()
+    assert session_now_of([sample(0, 0, 0)]).load_bytes_per_second is None
+    now = session_now_of([sample(0, 0, 0), sample(5, 900, 50), sample(15, 1000, 250)])
+    assert now == SessionNowView(seconds=10.0, load_bytes_per_second=10.0, store_bytes_per_second=20.0)
+    restarted = session_now_of([sample(0, 1000, 0), sample(5, 0, 100)])
+    assert (restarted.load_bytes_per_second, restarted.store_bytes_per_second) == (None, 20.0)
+
+
+async def test_a_session_has_the_bytes_that_one_rank_copies(launch: Any, node: FakeNode) -> None:
+    apps: list[Any] = []
+    client = await launch(apps.append, directory=node)
+    sampler = apps[0].state.kvstow.sampler
+    engine = node.attach(NAMES[0])
+    sampler.tick()
+    engine.report(load_bytes_total=1 << 20, store_bytes_total=1 << 10)
+    sampler.tick()
+    (session,) = (await get(client, "/v1/sessions"))["items"]
+    now = session["now"]
+    assert now["load_bytes_per_second"] == 1024 * now["store_bytes_per_second"] > 0
+    node.end(engine)
+    sampler.tick()
+    assert sampler.now_of_session("s1") == SessionNowView()
 
 
 # -- readiness and switches ------------------------------------------------------------------------------------------
@@ -174,7 +341,8 @@ async def test_readiness_says_what_memory_there_is(client: httpx.AsyncClient, no
     node.memory_status = MemoryStatus(4 << 20, 1 << 20)
     body = await get(client, "/v1/readiness")
     assert (body["state"], body["reason"]) == ("pinning", "1 MiB of 4 MiB of memory are populated")
-    assert body["memory"] == {"target_bytes": 4 << 20, "populated_bytes": 1 << 20, "failure": None}
+    memory = body["memory"]
+    assert (memory["target_bytes"], memory["populated_bytes"], memory["failure"]) == (4 << 20, 1 << 20, None)
     assert (await client.get("/readyz")).status_code == 200
     node.memory_status = MemoryStatus(4 << 20, 4 << 20)
     body = await get(client, "/v1/readiness")
@@ -308,6 +476,7 @@ async def test_sessions_have_these_fields(client: httpx.AsyncClient, node: FakeN
             {"rank": rank, "pid": 1001 + rank, "device": f"cuda:{rank}", "registered_slots": SLOTS}
             for rank in range(RANKS)
         ],
+        "now": {"seconds": 0.0, "load_bytes_per_second": None, "store_bytes_per_second": None},
     }
 
 
@@ -377,7 +546,26 @@ async def test_an_embedded_engine_is_one_pool_session_and_namespace(launch: Any,
     assert (namespace["pool"], namespace["sessions"], namespace["blocks"]) == ("host", 1, 4)
     assert len(namespace["sharing_off"]) == 1
     memory = (await get(client, "/v1/readiness"))["memory"]
-    assert memory == {"target_bytes": 2 * 16 * 4096, "populated_bytes": 2 * 16 * 4096, "failure": None}
+    pool_bytes = 2 * 16 * 4096
+    assert memory == {
+        "target_bytes": pool_bytes,
+        "populated_bytes": pool_bytes,
+        "failure": None,
+        "granted_bytes": pool_bytes,
+        "used_bytes": 2 * 5 * 4096,
+        "recalled_bytes": 0,
+        "orphaned_bytes": None,
+        "notices": [],
+        "keeper": None,
+        "keeper_restarts": 0,
+        "extents_kept": 0,
+        "extents_given_up": 0,
+    }
+    for path in ("/v1/ranks", "/v1/ranks?pool=host", f"/v1/ranks?session={engine.engine_id}"):
+        items = (await get(client, path))["items"]
+        assert [(one["rank"], one["pool"], one["session"]) for one in items] == [
+            (rank, "host", engine.engine_id) for rank in range(2)
+        ]
     assert (await client.delete(f"/v1/sessions/{engine.engine_id}")).status_code == 409
     assert (await client.delete("/v1/sessions/another")).status_code == 404
     assert (await client.delete("/v1/pools/host")).status_code == 409
@@ -472,7 +660,12 @@ async def test_memory_that_a_pool_gets_after_the_first_is_no_event(launch: Any, 
         state.sampler.tick()
         return [(entry.type, entry.data["state"]) for entry in state.journal.after(last)[0]]
 
-    assert tick("pinning") == [("state", "ready"), ("state", "ready"), *[("rank", "pinning")] * RANKS]
+    assert tick("pinning") == [
+        ("state", "ready"),
+        ("state", "ready"),
+        ("session", "attached"),
+        *[("rank", "pinning")] * RANKS,
+    ]
     assert tick("ready") == [("rank", "ready")] * RANKS
     for _ in range(3):
         engine.pool.add_extent(SLOTS)

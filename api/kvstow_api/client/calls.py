@@ -22,7 +22,6 @@ from kvstow.status import (
     DrainStatus,
     LookupResult,
     ProtectionResult,
-    RankStatus,
     TransferState,
 )
 from kvstow_api.client.call import (
@@ -58,6 +57,7 @@ from kvstow_api.views import (
     PoolsView,
     PoolView,
     RanksView,
+    RankView,
     ReadinessView,
     RemovedView,
     Section,
@@ -268,13 +268,14 @@ def lookup(keys: Sequence[str], *, pool: str | None = None) -> Call[LookupResult
 # -- ranks and transfers -------------------------------------------------------------------------------------------
 
 
-def ranks(*, pool: str | None = None) -> Call[RanksView]:
-    return get("/v1/ranks", RanksView, pool=pool)
+def ranks(*, pool: str | None = None, session: str | None = None) -> Call[RanksView]:
+    """Of all engines, of those of one pool, or of one engine."""
+    return get("/v1/ranks", RanksView, pool=pool, session=session)
 
 
-def rank(number: int, *, pool: str | None = None) -> Call[RankStatus]:
-    """Fails with status 409 if several engines of the pool have a rank of this number."""
-    return get(f"/v1/ranks/{number}", RankStatus, pool=pool)
+def rank(number: int, *, pool: str | None = None, session: str | None = None) -> Call[RankView]:
+    """Fails with status 409 if several of these engines have a rank of this number."""
+    return get(f"/v1/ranks/{number}", RankView, pool=pool, session=session)
 
 
 def report(message: RankReport, *, clock: float) -> Call[DesiredState]:
@@ -294,8 +295,11 @@ def transfers(
     state: TransferState | None = None,
     slowest: int | None = None,
     pool: str | None = None,
+    session: str | None = None,
 ) -> Call[TransfersView]:
-    return get("/v1/transfers", TransfersView, direction=direction, state=state, slowest=slowest, pool=pool)
+    """Of all pools, of one, or of one engine."""
+    given = {"direction": direction, "state": state, "slowest": slowest, "pool": pool, "session": session}
+    return get("/v1/transfers", TransfersView, **given)
 
 
 # -- sessions and namespaces ---------------------------------------------------------------------------------------

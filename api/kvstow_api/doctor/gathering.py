@@ -11,7 +11,7 @@ from kvstow_api.appstate import AppState
 from kvstow_api.directory import HostedPool
 from kvstow_api.doctor.evidence import Evidence, NodeEvidence
 from kvstow_api.hostreadiness import host_readiness
-from kvstow_api.views import SessionView
+from kvstow_api.poolview import session_views
 
 _NO_DRAIN = DrainStatus(
     active=False, mode=None, deadline_seconds_left=None, drained=False, pending_transfers=0, leases=0
@@ -39,7 +39,7 @@ async def gather(app: AppState) -> tuple[Evidence, list[Evidence]]:
         return _of_pool(app, whole, pool), []
     node = NodeEvidence(
         memory=directory.memory(),
-        sessions=[SessionView.of(session) for session in directory.sessions()],
+        sessions=session_views(app),
         namespaces=directory.namespaces(),
         trust_eof=directory.trust_eof,
         orphans=await run_in_threadpool(host.orphaned_memory),

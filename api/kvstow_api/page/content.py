@@ -20,11 +20,11 @@ from kvstow_api.overview import (
     select_rows,
 )
 from kvstow_api.poolrows import PoolRow
-from kvstow_api.poolview import pool_views
+from kvstow_api.poolview import pool_views, session_views
 from kvstow_api.probe import Finding
 from kvstow_api.rankrows import RankRow, select_ranks
 from kvstow_api.sessionrows import SessionRow
-from kvstow_api.views import POOL_NAME, SessionView
+from kvstow_api.views import POOL_NAME
 
 _ROWS = 32
 _RANKS = 16
@@ -80,7 +80,7 @@ def read_content(app: AppState, asked: str | None = None) -> Content:
         drain=directory.switches.drain_status,
         bypass=directory.switches.bypass,
         pools=pool_views(app),
-        sessions=[SessionView.of(session) for session in directory.sessions()],
+        sessions=session_views(app),
         asked=asked,
         pool=next((_pool_readings(app, pool) for pool in pools if pool.name == chosen), None),
     )
@@ -129,6 +129,8 @@ def _words(kind: str, data: Mapping[str, Any]) -> str:
     match kind:
         case "state":
             return f"{data['state']}: {data['reason']}"
+        case "session":
+            return f"{data['engine'] or data['session']} is {data['state']}: {data['reason']}"
         case "rank":
             return f"{data['rank']} is {data['state']}" + (f": {data['error']}" if data["error"] else "")
         case "operation":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, HTTPException, Path, Query
@@ -11,17 +11,17 @@ from starlette.concurrency import run_in_threadpool
 
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
-from kvstow.stats import TransferStats
-from kvstow.status import BypassStatus, DrainStatus, RankStatus
+from kvstow.stats import PendingTransfers
+from kvstow.status import BypassStatus, DrainStatus
 from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import REPORT_SCHEMA, BypassBody, DrainBody
 from kvstow_api.directory import Switches
-from kvstow_api.hostreadiness import host_readiness
+from kvstow_api.hostreadiness import host_readiness, rank_views
 from kvstow_api.openapi import changing, reading
-from kvstow_api.poolchoice import choose_pool, find_pool, pool_if_any
-from kvstow_api.queries import PoolQuery, ReadinessQuery, StatsQuery, SwitchQuery, TransfersQuery
+from kvstow_api.poolchoice import choose_pool, find_pool
+from kvstow_api.queries import ReadinessQuery, SessionsQuery, StatsQuery, SwitchQuery, TransfersQuery
 from kvstow_api.strictroute import StrictRoute
-from kvstow_api.views import RanksView, ReadinessView, StatsView, TransfersView
+from kvstow_api.views import RanksView, RankView, ReadinessView, StatsView, TransfersView, TransferView
 
 router = APIRouter(prefix="/v1", tags=["engine"], route_class=StrictRoute)
 
@@ -35,7 +35,7 @@ _SCANNED = 2000  # ops searched for those of one direction or state: some ms wit
 _DRAIN_ALL = DrainBody(deadline_seconds=None)
 
 
-PoolChoice = Annotated[PoolQuery, Query()]
+RanksChoice = Annotated[SessionsQuery, Query()]
 SwitchChoice = Annotated[SwitchQuery, Query()]
 
 
@@ -49,29 +49,36 @@ async def get_readiness(app: App, query: Annotated[ReadinessQuery, Query()]) -> 
 @router.get("/stats", responses=reading(404, 409))
 async def get_stats(app: App, query: Annotated[StatsQuery, Query()]) -> StatsView:
     """One consistent snapshot of a pool's counters."""
-    stats = choose_pool(app.directory, query.pool).facade.stats()
-    return StatsView(state=stats.state, **{name: getattr(stats, name) for name in query.sections})
+    pool = choose_pool(app.directory, query.pool)
+    stats = pool.facade.stats()
+    sections = {name: getattr(stats, name) for name in query.sections}
+    return StatsView(pool_name=pool.name, model=pool.model, state=stats.state, **sections)
 
 
 @router.get("/ranks", responses=reading(404))
-async def list_ranks(app: App, query: PoolChoice) -> RanksView:
-    """All ranks of a pool's engines, in the order of its sessions."""
-    pool = pool_if_any(app.directory, query.pool)
-    return RanksView(items=[] if pool is None else list(pool.facade.readiness().ranks))
+async def list_ranks(app: App, query: RanksChoice) -> RanksView:
+    """The ranks of all engines, of those of one pool, or of one engine."""
+    return RanksView(items=list(_ranks(app, query)))
 
 
 @router.get("/ranks/{rank}", responses=reading(404, 409))
-async def get_rank(app: App, rank: RankNumber, query: PoolChoice) -> RankStatus:
-    """One rank. 409 if several engines of the pool have a rank of this number: see `/v1/sessions`."""
-    ranks = choose_pool(app.directory, query.pool).facade.readiness().ranks
+async def get_rank(app: App, rank: RankNumber, query: RanksChoice) -> RankView:
+    """One rank. 409 if several engines have a rank of this number: `session` says which is meant."""
+    ranks = _ranks(app, query)
     found = [one for one in ranks if one.rank == rank]
     if not found:
         numbers = sorted({one.rank for one in ranks})
-        allowed = f"allowed: 0 to {numbers[-1]}" if numbers else "no engine is attached to the pool"
+        allowed = f"allowed: 0 to {numbers[-1]}" if numbers else "no engine is attached"
         raise NotFoundError(f"rank is {rank}; {allowed}")
     if len(found) > 1:
-        raise ConflictError(f"{len(found)} engines of this pool have a rank {rank}; /v1/sessions tells them apart")
+        sessions = ", ".join(one.session for one in found)
+        raise ConflictError(f"{len(found)} engines have a rank {rank}; add ?session= with one of {sessions}")
     return found[0]
+
+
+def _ranks(app: AppState, query: SessionsQuery) -> tuple[RankView, ...]:
+    pool = None if query.pool is None else find_pool(app.directory, query.pool)
+    return rank_views(app.directory, pool, query.session)
 
 
 @router.post("/ranks/{rank}/report", responses=changing(404), openapi_extra={"security": [{"token": []}]})
@@ -94,17 +101,35 @@ async def report(app: App, rank: RankNumber, body: Report, clock: Clock = None) 
 
 @router.get("/transfers", responses=reading(404))
 async def list_transfers(app: App, query: Annotated[TransfersQuery, Query()]) -> TransfersView:
-    """Loads and stores of a pool in flight, the oldest first. A direction or state is searched among the oldest 2,000.
-    `pending` counts all."""
-    pool = pool_if_any(app.directory, query.pool)
-    if pool is None:
-        return TransfersView(pending=TransferStats().pending, items=[])
-    narrowed = query.direction or query.state
-    found = pool.facade.transfers(_SCANNED if narrowed else query.slowest)
-    chosen = (item for item in found if query.direction in (None, item.direction) and query.state in (None, item.state))
+    """Loads and stores in flight, of all pools or one, the oldest first. A direction, a state or a session is searched
+    among the oldest 2,000 of each pool. `pending` counts all of these pools."""
+    pools = app.directory.pools() if query.pool is None else [find_pool(app.directory, query.pool)]
+    narrowed = query.direction or query.state or query.session
+    chosen = [
+        TransferView.of(item, pool.name)
+        for pool in pools
+        for item in pool.facade.transfers(_SCANNED if narrowed else query.slowest)
+        if query.direction in (None, item.direction)
+        and query.state in (None, item.state)
+        and query.session in (None, item.session)
+    ]
+    chosen.sort(key=lambda item: -item.age_seconds)
     return TransfersView(
-        pending=pool.facade.stats().transfers.pending,
-        items=list(islice(chosen, query.slowest)),
+        pending=_sum_of([pool.facade.stats().transfers.pending for pool in pools]), items=chosen[: query.slowest]
+    )
+
+
+def _sum_of(pending: Sequence[PendingTransfers]) -> PendingTransfers:
+    """Of several pools."""
+    return PendingTransfers(
+        loads=sum(one.loads for one in pending),
+        stores=sum(one.stores for one in pending),
+        load_blocks=sum(one.load_blocks for one in pending),
+        store_blocks=sum(one.store_blocks for one in pending),
+        load_bytes=sum(one.load_bytes for one in pending),
+        store_bytes=sum(one.store_bytes for one in pending),
+        oldest_seconds=max((one.oldest_seconds for one in pending), default=0.0),
+        stuck=sum(one.stuck for one in pending),
     )
 
 

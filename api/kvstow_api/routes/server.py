@@ -89,10 +89,10 @@ async def get_config(app: App, response: Response, query: Annotated[PoolQuery, Q
     pool = pool_if_any(app.directory, query.pool)
     startup = dict(app.host.settings)
     if pool is None:
-        return ConfigView(etag=None, runtime=None, startup=startup)
+        return ConfigView(pool=None, etag=None, runtime=None, startup=startup)
     etag = settings_etag(pool)
     response.headers["ETag"] = etag
-    return ConfigView(etag=etag, runtime=livesettings.current(pool), startup=startup)
+    return ConfigView(pool=pool.name, etag=etag, runtime=livesettings.current(pool), startup=startup)
 
 
 @router.get("/v1/loglevel", responses=reading())

@@ -10,9 +10,10 @@ from starlette.concurrency import run_in_threadpool
 from kvstow.errors import NotFoundError
 from kvstow_api.appstate import App
 from kvstow_api.openapi import changing, reading
+from kvstow_api.poolview import session_views
 from kvstow_api.queries import DetachQuery
 from kvstow_api.strictroute import StrictRoute
-from kvstow_api.views import DetachView, NamespacesView, SessionsView, SessionView
+from kvstow_api.views import DetachView, NamespacesView, SessionsView
 
 router = APIRouter(prefix="/v1", tags=["sessions"], route_class=StrictRoute)
 
@@ -22,7 +23,7 @@ SessionId = Annotated[str, Path(description="As in the list", examples=["7c1e4f0
 @router.get("/sessions", responses=reading())
 async def list_sessions(app: App) -> SessionsView:
     """All sessions, the oldest first, lost ones included."""
-    return SessionsView(items=[SessionView.of(session) for session in app.directory.sessions()])
+    return SessionsView(items=session_views(app), rejected=dict(app.directory.rejected))
 
 
 @router.delete("/sessions/{session_id}", status_code=202, responses=changing(404, 409, body=False))

@@ -10,6 +10,7 @@ from kvstow.control.pool import Pool
 from kvstow.control.poolfacade import PoolFacade
 from kvstow.control.session import Session
 from kvstow.control.sweeps import SLICE_SLOTS
+from kvstow.status import HOST_NAME
 
 
 class OffloadEngine(Session, PoolFacade):
@@ -29,8 +30,9 @@ class OffloadEngine(Session, PoolFacade):
         slice_slots: int = SLICE_SLOTS,
     ) -> None:
         """`slice_slots`: how many slots bulk work visits before it releases the lock."""
-        Session.__init__(self, Pool(config, clock, slice_slots=slice_slots))
+        Session.__init__(self, Pool(config, clock, slice_slots=slice_slots), HOST_NAME)
         PoolFacade.__init__(self, self.pool)
+        self.name = self.engine_id
 
     def close(self) -> None:
         """The host stops: nothing is served from now on. Idempotent."""

@@ -123,7 +123,11 @@ class Namespaces:
 
     def policy_of(self, slots: Sequence[int]) -> EvictionPolicy:
         """The policy of slots of one namespace."""
-        return (self.only or self._by_tag[self._slot_keys.tag_of[slots[0]]]).policy
+        return self.of_slot(slots[0]).policy
+
+    def of_slot(self, slot: int) -> Namespace:
+        """The namespace of the block in this slot."""
+        return self.only or self._by_tag[self._slot_keys.tag_of[slot]]
 
     def grouped(self, slots: list[int]) -> Iterable[tuple[Namespace, list[int]]]:
         """The slots, which hold visible blocks, by namespace."""

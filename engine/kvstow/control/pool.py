@@ -199,6 +199,11 @@ class Pool:
         with self.lock:
             return any(session.mark_stuck(now) for session in self.sessions)
 
+    @property
+    def used_slots(self) -> int:
+        """Slots that hold a block, or will. O(1), without the lock."""
+        return self.slots.in_service - self.slots.free
+
     def check_integrity(self) -> None:
         """Compare all records with each other, without the lock. Raises `IntegrityError`. O(pool) with the lock held,
         1 s for a million slots: for tests and quiet hours."""

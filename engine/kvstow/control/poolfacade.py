@@ -33,6 +33,11 @@ class PoolFacade:
     def events(self) -> BlockEventLog:
         return self._pool.events
 
+    @property
+    def used_slots(self) -> int:
+        """Slots that hold a block, or will. O(1), without the lock."""
+        return self._pool.used_slots
+
     def desired(self) -> DesiredState:
         """The desired state of every rank."""
         with self._pool.lock:

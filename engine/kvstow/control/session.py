@@ -52,6 +52,8 @@ class Session:
         """The client has gone; what is left waits for the end of its processes."""
         self.quarantined_slots: list[int] = []
         """Slots that processes of a lost session may still write."""
+        self.name = ""
+        """What the host calls the session."""
         self.label = ""
         """Begins the sentences about this session."""
         self.watermark: int | None = None

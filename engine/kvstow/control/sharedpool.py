@@ -160,11 +160,6 @@ class SharedPool(Pool):
             self.apply_limit()
 
     @property
-    def used_slots(self) -> int:
-        """Slots that hold a block, or will. O(1), without the lock: for decisions about memory."""
-        return self.slots.in_service - self.slots.free
-
-    @property
     def populated_slots(self) -> int:
         """See `set_populated`. Without the lock."""
         return self._populated

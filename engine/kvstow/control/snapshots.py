@@ -210,6 +210,7 @@ def _transfer(entry: OpenOp, session: Session, now: float) -> TransferStatus:
         phase = "running"
     return TransferStatus(
         op_id=op.op_id,
+        session=session.name,
         direction=op.direction,
         state=phase,
         blocks=len(op.slots),
@@ -229,6 +230,7 @@ def _block(pool: Pool, slot: int, key: bytes, now: float) -> BlockStatus:
     name: SlotState = "protected" if expiry is not None else "leased" if holds else "cached"
     return BlockStatus(
         key=format_key(key),
+        namespace=index.namespaces.of_slot(slot).name,
         slot=slot,
         state=name,
         age_seconds=now - index.times.stored_at(slot),

@@ -156,6 +156,10 @@ class MemoryBudget:
     def recalled_bytes(self) -> int:
         return self._book.recalled_bytes
 
+    def granted_bytes(self, name: str) -> int:
+        """What the pool has, without what was recalled."""
+        return self._pool(name).held_bytes()
+
     def fair_shares(self) -> dict[str, int]:
         """Bytes that each pool with sessions may have at least, if it wants them."""
         demands = {}

@@ -21,6 +21,7 @@ from kvstow.memory.numa import memory_nodes
 from kvstow.memory.populator import Populator
 from kvstow_service.node.attach.attachserver import AttachServer
 from kvstow_service.node.attach.attachsocket import AttachSocket
+from kvstow_service.node.attach.attachtally import REASONS
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.noderecovery import NodeRecovery
 from kvstow_service.node.pools.memorythread import MemoryThread
@@ -196,6 +197,16 @@ class Node:
         if self.memory.faults:
             return f"{self.memory.faults} changes of the node's memory failed by a defect; the log says which"
         return next(iter(self.memory.failures), None)
+
+    @property
+    def keeper(self) -> SurvivingMemory | None:
+        """What survives a crash of this process; None without a state folder, and before `start`."""
+        return self._keeper
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        """Connections to the attach socket that were refused, or ended for what they sent, by each reason."""
+        return dict.fromkeys(REASONS, 0) | (dict(self.server.figures().refused) if self._has_started else {})
 
     def detach(self, session_id: str, *, kill: bool = False) -> bool:
         """See `AttachServer.detach`. Raises `ConflictError` before engines can attach."""

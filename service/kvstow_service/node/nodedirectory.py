@@ -42,16 +42,37 @@ class NodeDirectory:
     def namespaces(self) -> list[HostedNamespace]:
         return self._node.host.namespaces()
 
+    @property
+    def rejected(self) -> dict[str, int]:
+        return self._node.rejected
+
     def memory(self) -> MemoryStatus:
+        node, memory, keeper = self._node, self._node.memory, self._node.keeper
+        pools = self.pools()
         return MemoryStatus(
-            target_bytes=self._node.memory.total_bytes,
-            populated_bytes=self._node.populator.status().populated_bytes,
-            failure=self._node.memory_failure(),
+            target_bytes=memory.total_bytes,
+            populated_bytes=node.populator.status().populated_bytes,
+            failure=node.memory_failure(),
+            granted_bytes=sum(pool.granted_bytes for pool in pools),
+            used_bytes=sum(pool.used_bytes for pool in pools),
+            recalled_bytes=memory.recalled_bytes,
+            notices=memory.notices,
+            keeper=None if keeper is None else "connected" if keeper.notice is None else "gone",
+            keeper_restarts=0 if keeper is None else keeper.restarts,
+            extents_kept=node.host.kept_extents,
+            extents_given_up=node.host.given_up_extents,
         )
 
     def count_error(self, code: str) -> None:
         self.errors[code] += 1
 
     def _hosted(self, pool: NodePool) -> HostedPool:
-        most = self._node.memory.total_bytes // sum(pool.identity.slot_bytes)
-        return HostedPool(pool.name, pool.facade, most, pool.model, is_resizable=False)
+        return HostedPool(
+            pool.name,
+            pool.facade,
+            max_capacity_slots=self._node.memory.total_bytes // pool.config.total_slot_bytes,
+            granted_bytes=pool.granted_bytes,
+            due_bytes=pool.due_bytes,
+            model=pool.model,
+            is_resizable=False,
+        )

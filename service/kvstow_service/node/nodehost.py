@@ -72,8 +72,10 @@ class NodeHost:
         self._share_across_uids = share_across_uids
         self._clock = clock
         self._lock = Lock()
+        self.kept_extents = 0
+        """That engines have handed back, and that they have again."""
         self.given_up_extents = 0
-        """That engines have offered, and that this service has not from a keeper."""
+        """That engines have handed back, and that this service has not from a keeper."""
         self._pools: dict[str, NodePool] = {}
         self._sessions: dict[str, NodeSession] = {}
 
@@ -286,6 +288,7 @@ class NodeHost:
             ]
         finally:
             close_fds(fds)
+        self.kept_extents += len(kept)
         if len(kept) < len(fds):
             self.given_up_extents += len(fds) - len(kept)
             logger.info(

@@ -56,6 +56,7 @@ async def test_a_block_is_shown_with_its_state(
     assert 0 <= slot < 16
     assert cached == {
         "key": keys[2].hex(),
+        "namespace": "host",
         "state": "cached",
         "age_seconds": 2.0,
         "idle_seconds": 2.0,

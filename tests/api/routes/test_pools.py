@@ -54,6 +54,7 @@ async def test_the_pool_is_shown_with_states_that_add_up(
         "state": "ready",
         "reason": "all slots are pinned",
         "sessions": 1,
+        "session_states": {"attaching": 0, "attached": 1, "stuck": 0, "lost": 0},
         "resizable": True,
         "slot_bytes": 4096,
         "block_tokens": 16,
@@ -68,6 +69,10 @@ async def test_the_pool_is_shown_with_states_that_add_up(
         "pinning_paused": False,
         "leases": 1,
         "num_ranks": 2,
+        "granted_bytes": 2 * 16 * 4096,
+        "due_bytes": 2 * 16 * 4096,
+        "drain_mode": None,
+        "bypassed": [],
     }
 
 

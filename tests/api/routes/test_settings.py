@@ -24,6 +24,7 @@ async def configured(launch: Any, ranks: Any) -> httpx.AsyncClient:
 async def test_the_configuration_is_shown_with_its_etag(configured: httpx.AsyncClient) -> None:
     answer = await configured.get(CONFIG)
     assert answer.json() == {
+        "pool": "host",
         "etag": answer.headers["etag"],
         "runtime": {"capacity_slots": 16, "policy": "lru", "pinning_paused": False},
         "startup": SETTINGS,

@@ -9,6 +9,7 @@ from kvstow.control.engine import OffloadEngine
 
 pytestmark = pytest.mark.anyio
 
+ALWAYS = {"state", "pool_name", "model"}
 SECTIONS = {"pool", "transfers", "lookups", "stores", "evictions", "faults"}
 
 
@@ -19,7 +20,8 @@ async def test_stats_count_traffic(
     engine.release_lease(engine.acquire([*keys[:3], b"absent"]))
     engine.admin.evict(slots=1).run()
     body = (await client.get("/v1/stats")).json()
-    assert set(body) == SECTIONS | {"state"}
+    assert set(body) == SECTIONS | {"state", "pool_name", "model"}
+    assert (body["pool_name"], body["model"]) == ("host", "")
     assert body["state"] == "ready"
     assert sum(body["pool"]["slots"].values()) == body["pool"]["usable_slots"]
     store = body["transfers"]["store"]
@@ -40,7 +42,7 @@ async def test_a_ratio_of_nothing_is_null(client: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize("section", ["pool", "stores,evictions"])
 async def test_sections_can_be_chosen(client: httpx.AsyncClient, section: str) -> None:
     body = (await client.get("/v1/stats", params={"section": section})).json()
-    assert {name for name, value in body.items() if value is not None} == {"state", *section.split(",")}
+    assert {name for name, value in body.items() if value is not None} == {*ALWAYS, *section.split(",")}
 
 
 async def test_an_unknown_section_is_refused_naming_those_there_are(client: httpx.AsyncClient) -> None:

@@ -45,6 +45,7 @@ async def test_transfers_are_shown_oldest_first(
     assert body["items"] == [
         {
             "op_id": store.op_id,
+            "session": engine.engine_id,
             "direction": "store",
             "state": "running",
             "blocks": 3,
@@ -54,9 +55,11 @@ async def test_transfers_are_shown_oldest_first(
             "idle_ranks": [],
             "failed": False,
             "request_id": "r-store",
+            "pool": "host",
         },
         {
             "op_id": load.op_id,
+            "session": engine.engine_id,
             "direction": "load",
             "state": "queued",
             "blocks": 2,
@@ -66,6 +69,7 @@ async def test_transfers_are_shown_oldest_first(
             "idle_ranks": [],
             "failed": False,
             "request_id": "r-load",
+            "pool": "host",
         },
     ]
     for direction, op in (("store", store), ("load", load)):

@@ -126,7 +126,7 @@ SAMPLES = [
     sample(2, usable_slots=10, query_blocks=10, hit_blocks=5, load_bytes=15 << 20, used_slots=10),
     sample(3, usable_slots=10, query_blocks=2, hit_blocks=2, load_bytes=1 << 20, used_slots=1),  # another life
 ]
-HISTORY = HistoryView(interval_seconds=5.0, now=now_of(SAMPLES[:3]), items=SAMPLES)
+HISTORY = HistoryView(pool="host", interval_seconds=5.0, now=now_of(SAMPLES[:3]), items=SAMPLES)
 
 
 def points(metric: str, line: int = 0) -> tuple[float | None, ...]:

@@ -356,3 +356,7 @@ class MemoryThread:
         self.failures = tuple(failures)
         self.allocated_bytes, self.spare_bytes = self._budget.allocated_bytes, self._budget.spare_bytes
         self.recalled_bytes = self._budget.recalled_bytes
+        due = self._budget.fair_shares()
+        for name, found in self._pools.items():
+            found.pool.granted_bytes = self._budget.granted_bytes(name)
+            found.pool.due_bytes = due.get(name, 0)

@@ -64,6 +64,9 @@ class NodePool(SharedPool):
         self.known: dict[str, KnownNamespace] = {}
         self.grow_above = -1
         """The pool has use for more memory once it uses more slots than that. Set by the thread of the memory."""
+        self.granted_bytes = self.due_bytes = 0
+        """What it has of the node's memory, and what it should have: its fair share, or what it has use for. Set by the
+        thread of the memory."""
 
     def begin_journal(self, journal: IndexJournal) -> None:
         """From now on the pool records what its slots hold. Before it has slots; the journal stays the caller's. One of

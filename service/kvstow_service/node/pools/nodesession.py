@@ -63,6 +63,7 @@ class NodeSession:
         self.pool = pool
         self.namespace = namespace
         self.control = control
+        control.name = session_id
         control.label = f"session {session_id} ({hello.engine}): "
         self.ranks = [RankMemory() for _ in range(pool.config.num_ranks)]
         self.workers: dict[int, Hello] = {}
