@@ -91,12 +91,13 @@ def namespace(connection: Connection, style: Format, name: str) -> None:
 
 @_noun("rank")
 @click.argument("number", type=int)
+@click.option("--session", metavar="ID", help="The engine; needed only where several have a rank of this number.")
 @pool_flag
-def rank(connection: Connection, style: Format, number: int, pool: str | None) -> None:
+def rank(connection: Connection, style: Format, number: int, session: str | None, pool: str | None) -> None:
     """A rank as it last reported."""
     from kvstow_api.client import calls
 
-    _show(connection, style, rank=calls.rank(number, pool=pool))
+    _show(connection, style, rank=calls.rank(number, pool=pool, session=session))
 
 
 @_noun("block")

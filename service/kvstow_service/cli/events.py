@@ -36,8 +36,8 @@ def events(
 ) -> None:
     """Print events as they happen, until Ctrl-C.
 
-    Types: state, rank, operation, change, lost. Events of blocks, stored and removed, come only if --type names them,
-    and only of one pool: --pool where there are several.
+    Types: state, session, rank, operation, change, lost. Events of blocks, stored and removed, come only if --type
+    names them, and only of one pool: --pool where there are several.
     After a lost connection the stream resumes where it was. json prints one object a line.
     """
     from kvstow_api.client.eventstream import Subscription

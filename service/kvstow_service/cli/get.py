@@ -39,11 +39,13 @@ class _Noun(NamedTuple):
 
 _LIMIT = click.Option(["--limit"], type=click.IntRange(1), default=100, show_default=True, help="At most this many.")
 _POOL = click.Option(["--pool"], metavar="NAME", help="The pool; needed only where the server has several.")
+_OF_POOL = click.Option(["--pool"], metavar="NAME", help="Only those of this pool.")
+_OF_SESSION = click.Option(["--session"], metavar="ID", help="Only those of this engine.")
 _NOUNS = (
     _Noun("pools", "pool", "Pools: size, use, policy."),
     _Noun("sessions", "session", "Engines that use the pools: state, processes, work in flight."),
     _Noun("namespaces", "namespace", "What keys mean: model, weights, and who shares blocks."),
-    _Noun("ranks", "rank", "Ranks: process, device, state, pinned memory.", (_POOL,)),
+    _Noun("ranks", "rank", "Ranks: process, device, state, pinned memory.", (_OF_POOL, _OF_SESSION)),
     _Noun("blocks", "block", "Blocks in a pool.", (_LIMIT, _POOL), in_pool=True),
     _Noun(
         "transfers",
@@ -53,7 +55,8 @@ _NOUNS = (
             click.Option(["--direction"], type=click.Choice(["load", "store"])),
             click.Option(["--state"], type=click.Choice(["queued", "running", "stuck", "quarantined"])),
             click.Option(["--slowest"], type=click.IntRange(1), help="Only this many, the oldest."),
-            _POOL,
+            _OF_POOL,
+            _OF_SESSION,
         ),
         described=False,
     ),
@@ -64,7 +67,7 @@ _NOUNS = (
         (
             click.Option(["--kind"], type=click.Choice(["evict", "purge", "resize"])),
             click.Option(["--state"], type=click.Choice(["running", "succeeded", "failed", "cancelled"])),
-            click.Option(["--pool"], metavar="NAME", help="Only those of this pool."),
+            _OF_POOL,
             _LIMIT,
         ),
     ),

@@ -109,6 +109,7 @@ BLOCKS = (
     Column("KEY", lambda item: str(item.key)),
     _field("SLOT", "slot"),
     _field("STATE", "state"),
+    _field("NAMESPACE", "namespace", wide=True),
     Column("AGE", lambda item: duration(item.age_seconds)),
     Column("IDLE", lambda item: duration(item.idle_seconds)),
     _field("LEASES", "leases"),
@@ -133,6 +134,8 @@ RANKS = (
     _field("PENDING", "pending_ops"),
     Column("REPORT", lambda item: duration(item.last_report_age_seconds)),
     Column("ERROR", _error),
+    _field("SESSION", "session", wide=True),
+    _field("POOL", "pool", wide=True),
     _field("BOOT", "boot_id", wide=True),
     _field("MODE", "pin_mode", wide=True),
     Column("RESIDENT", lambda item: format_size(item.resident_bytes), wide=True),
@@ -151,6 +154,8 @@ TRANSFERS = (
     Column("AGE", lambda item: duration(item.age_seconds)),
     _field("REQUEST", "request_id"),
     Column("WAITS FOR", waits_for),
+    _field("SESSION", "session", wide=True),
+    _field("POOL", "pool", wide=True),
     _field("FAILED", "failed", wide=True),
 )
 

@@ -69,7 +69,6 @@ async def test_the_pool_is_shown_with_states_that_add_up(
         "pinning_paused": False,
         "leases": 1,
         "num_ranks": 2,
-        "granted_bytes": 2 * 16 * 4096,
         "due_bytes": 2 * 16 * 4096,
         "drain_mode": None,
         "bypassed": [],

@@ -108,10 +108,33 @@ def test_what_is_of_the_whole_node_needs_no_pool(ask: OneOf, node: FakeNode, arg
     assert outcome.exit_code == 0, outcome.output
 
 
-@pytest.mark.parametrize(
-    "arguments", [["get", "ranks"], ["get", "transfers"], ["describe", "stats"], ["plot", "usage"]]
-)
-def test_lists_of_a_pool_name_the_pools(ask: OneOf, node: FakeNode, arguments: list[str]) -> None:
+@pytest.mark.parametrize("noun", ["ranks", "transfers"])
+def test_lists_are_those_of_all_pools_or_of_one_engine(ask: OneOf, node: FakeNode, noun: str) -> None:
+    for name in NAMES:
+        node.attach(name).begin_store(KEYS[:1])
+
+    def sessions(*options: str) -> set[str]:
+        outcome = ask("get", noun, *options, "-o", "json")
+        assert outcome.exit_code == 0, outcome.output
+        return {one["session"] for one in json.loads(outcome.stdout)["items"]}
+
+    assert sessions() == {"s1", "s2", "s3"}
+    assert sessions("--pool", NAMES[1]) == {"s2"}
+    assert sessions("--session", "s3") == {"s3"}
+    words = ask("get", noun, "-o", "wide").stdout
+    assert all(name in words for name in (*NAMES, "s1", "s2", "s3"))
+
+
+def test_a_rank_is_described_by_its_engine(ask: OneOf, node: FakeNode) -> None:
+    for _ in range(2):
+        node.attach(NAMES[0])
+    outcome = ask("describe", "rank", "1")
+    assert (outcome.exit_code, "s1, s2" in outcome.stderr) == (5, True)
+    assert "cuda:1" in ask("describe", "rank", "1", "--session", "s2").stdout
+
+
+@pytest.mark.parametrize("arguments", [["describe", "stats"], ["plot", "usage"]])
+def test_what_is_about_one_pool_names_the_pools(ask: OneOf, node: FakeNode, arguments: list[str]) -> None:
     for name in NAMES:
         node.attach(name)
     outcome = ask(*arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from kvstow.memory.limits import MemoryLimits
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.nodedirectory import NodeDirectory
+from kvstow_service.node.survival.keeperclient import KeeperClient
 
 MIB = 1 << 20
 EXTENT = 2 * MIB
@@ -38,9 +40,9 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
     before = len(os.listdir("/proc/self/fd"))
     nodes: list[Node] = []
 
-    def make(extents: int = 8, *, paused: bool = False, **options: Any) -> Node:
+    def make(extents: int = 8, *, state: Path | None = None, paused: bool = False, **options: Any) -> Node:
         path = tmp_path / "node" / f"attach{len(nodes)}.sock"
-        settings = NodeSettings(memory_bytes=extents * EXTENT, attach_socket=path, extent_bytes=EXTENT)
+        settings = NodeSettings(memory_bytes=extents * EXTENT, attach_socket=path, extent_bytes=EXTENT, state=state)
         nodes.append(Node(settings, limits=limits, **options))
         nodes[-1].populator.set_paused(paused)
         nodes[-1].start()
@@ -179,6 +181,46 @@ def test_memory_goes_from_one_live_engine_to_another(make_node: MakeNode, engine
     assert 0 < kept <= 3 * ROW_SLOTS
     for pool in node.host.pools():
         pool.check_integrity()
+
+
+def test_a_pool_that_waits_for_memory_has_less_than_it_should_have(make_node: MakeNode, engines: Engines) -> None:
+    node = make_node(extents=8)
+    directory = NodeDirectory(node)
+    first = engines(node)
+    first.store_all([key_of(number) for number in range(4 * ROW_SLOTS)])
+    first.wait_for(lambda: node.memory.spare_bytes == 0)
+    total = 8 * EXTENT
+    (pool,) = directory.pools()
+    assert (pool.granted_bytes, pool.due_bytes, directory.memory().granted_bytes) == (total, total, total)
+    assert 0 < directory.memory().used_bytes <= total
+
+    second = engines(node, replace(HELLO, pool=replace(POOL, kv_cache_dtype="fp8")))
+
+    def both() -> list[tuple[int, int]]:
+        return [(one.granted_bytes, one.due_bytes) for one in directory.pools()]
+
+    # The first engine does not answer: it keeps what it was asked to let go of.
+    row = 2 * EXTENT
+    second.wait_for(lambda: both() == [(total - row, total - row), (0, row)])
+    second.wait_for(lambda: directory.memory().recalled_bytes == row)
+
+    def moved() -> bool:
+        first.step()
+        return both() == [(total - row, total - row), (row, row)]
+
+    second.wait_for(moved)
+    second.wait_for(lambda: directory.memory().recalled_bytes == 0)
+
+
+def test_a_directory_knows_the_keeper(make_node: MakeNode, tmp_path: Path, eventually: Any) -> None:
+    assert NodeDirectory(make_node()).memory().keeper is None
+    folder = tmp_path / "state"
+    node = make_node(state=folder)
+    directory = NodeDirectory(node)
+    assert (directory.memory().keeper, directory.memory().keeper_restarts) == ("connected", 0)
+    os.kill(KeeperClient.look(folder).pid, signal.SIGKILL)
+    eventually(lambda: directory.memory().keeper_restarts == 1)
+    assert directory.memory().keeper == "connected"
 
 
 def test_memory_is_populated_before_an_engine_comes(make_node: MakeNode, eventually: Any) -> None:

@@ -61,7 +61,9 @@ async def test_a_node_without_engines_answers(client: httpx.AsyncClient, node: N
     eventually(lambda: node.populator.status().populated_bytes == 4 * EXTENT)
     readiness = (await client.get("/v1/readiness")).json()
     assert (readiness["state"], readiness["ranks"]) == ("ready", [])
-    assert readiness["memory"] == {"target_bytes": 4 * EXTENT, "populated_bytes": 4 * EXTENT, "failure": None}
+    memory = readiness["memory"]
+    assert (memory["target_bytes"], memory["populated_bytes"], memory["failure"]) == (4 * EXTENT, 4 * EXTENT, None)
+    assert (memory["granted_bytes"], memory["used_bytes"], memory["keeper"]) == (0, 0, None)
     assert (await client.get("/readyz")).text == "ok"
     assert f"kvstow_node_populated_bytes {float(4 * EXTENT)}" in (await client.get("/metrics")).text.replace(
         f" {4 * EXTENT}\n", f" {float(4 * EXTENT)}\n"

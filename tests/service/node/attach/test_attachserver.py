@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import socket
 import struct
@@ -10,11 +11,14 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from tests.service.node.conftest import HELLO, WORKER, MakeNode, Node, next_push, wait_until
 
+import kvstow.attach
+import kvstow_service
 from kvstow.attach.calls import (
     BeginLoad,
     BeginStore,
@@ -50,6 +54,7 @@ from kvstow.attach.kinds import VERSIONS, Kind, VersionRange
 from kvstow.errors import AttachRefusedError, CallFailedError, DisconnectedError
 from kvstow.messages import Completion, RankReport
 from kvstow_service.node.attach import clientcalls
+from kvstow_service.node.attach.attachtally import REASONS
 from kvstow_service.node.attach.sessionhost import SessionLink
 
 KEYS = [bytes([number]) * 34 for number in range(8)]
@@ -418,3 +423,18 @@ def test_a_refusal_is_read_although_the_client_is_still_sending(node: Node) -> N
     (said,) = channel.receive()
     assert Refused.unpack(said.payload) == Refused("unexpected", "WELCOME does not come from a scheduler")
     channel.close()
+
+
+def test_every_reason_to_refuse_or_end_a_connection_is_known() -> None:
+    root = Path(kvstow_service.__file__).parent / "node"
+    files = [*root.rglob("*.py"), *Path(kvstow.attach.__file__).parent.glob("*.py")]
+    found = {
+        reason
+        for path in files
+        for reason in re.findall(
+            r'(?:AttachRefusedError\(|ProtocolError\(|\.refuse\(|\.drop\(client,|\.drop\(oldest,)\s*"(\w+)"',
+            path.read_text(),
+        )
+    }
+    assert len(found) > 15
+    assert found - {"disconnected"} == set(REASONS)
