@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from datetime import datetime
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -57,6 +57,9 @@ def _converter(hint: Any) -> Convert:
         inner = _converter(arguments[1])
         return lambda values: {key: inner(value) for key, value in values.items()}
     if origin in (Union, UnionType):
-        (chosen,) = [_converter(part) for part in arguments if part is not NoneType]
+        parts = [part for part in arguments if part is not NoneType]
+        if all(get_origin(part) is Literal for part in parts):
+            return lambda value: value
+        (chosen,) = map(_converter, parts)
         return lambda value: None if value is None else chosen(value)
     return lambda value: value
