@@ -134,7 +134,7 @@ NOW = NowView(
 )
 
 
-HISTORY = HistoryView(interval_seconds=5.0, now=NOW, items=[])
+HISTORY = HistoryView(pool="host", interval_seconds=5.0, now=NOW, items=[])
 
 
 def readings(pools: Sequence[PoolView], **changes: Any) -> Readings:
