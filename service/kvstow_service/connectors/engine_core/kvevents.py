@@ -108,7 +108,7 @@ class EventFeed:
         self._announced: set[bytes] = set()
         self._doubtful: deque[bytes] = deque()
         self._checked: tuple[list[bytes], Awaited[Sequence[bool]]] | None = None
-        self._withdrawn: deque[bytes] = deque()
+        self._withdrawn: dict[bytes, None] = {}
 
     def offered(self, request: Any, group: KVGroup, first_block: int, keys: Sequence[bytes]) -> None:
         """These consecutive blocks of vLLM's `request`, from its `first_block` on, may be stored in this step."""
@@ -156,14 +156,15 @@ class EventFeed:
     def _withdraw(self) -> None:
         """All announced blocks have gone, and some may come back. O(announced blocks), once for a session."""
         self._doubtful, self._checked = deque(dict.fromkeys([*self._doubtful, *self._announced])), None
-        self._withdrawn.extend(self._announced)
+        self._withdrawn |= dict.fromkeys(self._announced)
         self._announced = set()
 
     def _remove_withdrawn(self) -> list[Any]:
-        """Those that have not come back meanwhile."""
-        count = min(_WITHDRAWN_PER_TAKE, len(self._withdrawn))
-        keys = [self._withdrawn.popleft() for _ in range(count)]
-        return self._removed_events([key for key in keys if key not in self._announced])
+        """Some of those that have not come back meanwhile."""
+        keys = list(islice(self._withdrawn, _WITHDRAWN_PER_TAKE))
+        for key in keys:
+            del self._withdrawn[key]
+        return self._removed_events(keys)
 
     def _check(self) -> list[Any]:
         """Look some doubtful blocks up: their events say what is true now, even if the log says otherwise later."""
@@ -200,6 +201,9 @@ class EventFeed:
                 runs.append([])
             runs[-1].append((_hash(key), block))
         self._announced.update(keys)
+        if self._withdrawn:
+            for key in keys:
+                self._withdrawn.pop(key, None)
         return [self._stored_event(run) for run in runs]
 
     def _stored_event(self, run: list[tuple[bytes, _Block]]) -> Any:
