@@ -85,9 +85,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state: AppState = app.state.kvstow
     state.loop.start()
     state.sampler.start()
+    state.orphans.start()
     try:
         yield
     finally:
+        await state.orphans.stop()
         await state.sampler.stop()
         await state.loop.stop()
         state.log_levels.close()

@@ -19,6 +19,7 @@ from kvstow_api.loglevels import LogLevels
 from kvstow_api.looplag import LoopMonitor
 from kvstow_api.measurements import RankClocks
 from kvstow_api.operations import Operations
+from kvstow_api.orphanwatch import OrphanWatch
 from kvstow_api.requests import HttpCounters
 from kvstow_api.sampler import Sampler
 
@@ -34,6 +35,7 @@ class AppState:
     journal: Journal
     streams: EventStreams
     sampler: Sampler
+    orphans: OrphanWatch
     clocks: RankClocks
     log_levels: LogLevels
     http: HttpCounters
@@ -56,6 +58,7 @@ class AppState:
             journal=journal,
             streams=EventStreams(host.directory, journal),
             sampler=Sampler(host.directory, journal),
+            orphans=OrphanWatch(host.orphaned_memory),
             clocks=RankClocks(),
             log_levels=LogLevels(),
             http=http,

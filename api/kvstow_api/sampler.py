@@ -23,6 +23,7 @@ from kvstow_api.history import (
 )
 from kvstow_api.hostreadiness import host_readiness
 from kvstow_api.journal import Journal
+from kvstow_api.rankcounters import RankCounters
 
 logger = logging.getLogger("kvstow.api")
 
@@ -45,6 +46,7 @@ class Sampler:
         self._pools: dict[str, _PoolSamples] = {}
         self._sessions: dict[str, _SessionSamples] = {}
         self._ranks: dict[tuple[str, int], tuple[str, str | None, str | None]] = {}
+        self.rank_counters = RankCounters()
         self._node_state: str | None = None
         self._failing = False
         self._task: asyncio.Task[None] | None = None
@@ -84,7 +86,9 @@ class Sampler:
         if directory.is_node:
             self._note_node()
         former, self._pools = self._pools, {}
-        for pool in directory.pools():
+        pools, sessions = directory.pools(), directory.sessions()
+        self.rank_counters.note(pools, sessions)
+        for pool in pools:
             samples = former.get(pool.name)
             if samples is None or samples.engine_id != pool.facade.engine_id:
                 samples = _PoolSamples(pool.facade.engine_id)
@@ -92,7 +96,7 @@ class Sampler:
             self._sample(pool, samples)
         noted, self._ranks = self._ranks, {}
         left, self._sessions = self._sessions, {}
-        for session in directory.sessions():
+        for session in sessions:
             self._sample_session(session, left.pop(session.session_id, None))
             if session.status.state != "lost":
                 for rank in session.status.ranks:

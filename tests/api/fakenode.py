@@ -41,24 +41,27 @@ class Engine:
     def report(self, **changes: Any) -> None:
         """Every rank reports the same: by default that it has registered everything."""
         for rank in range(RANKS):
-            given: dict[str, Any] = {
-                "rank": rank,
-                "sender": f"{self.session_id}-{rank}",
-                "number": next(_numbers),
-                "boot_id": f"{self.session_id}-{rank}",
-                "engine_id": self.pool.desired.engine_id,
-                "applied": self.pool.desired.number,
-                "state": "ready",
-                "slot_bytes": SLOT_BYTES,
-                "pinned_slots": SLOTS,
-                "target_slots": SLOTS,
-                "pinned_bytes": SLOTS * SLOT_BYTES,
-                "target_bytes": SLOTS * SLOT_BYTES,
-                "host": "node",
-                "pid": self.pid + 1 + rank,
-                "device": f"cuda:{rank}",
-            }
-            self.control.report(RankReport(**{**given, **changes}))
+            self.report_rank(rank, **changes)
+
+    def report_rank(self, rank: int, **changes: Any) -> None:
+        given: dict[str, Any] = {
+            "rank": rank,
+            "sender": f"{self.session_id}-{rank}",
+            "number": next(_numbers),
+            "boot_id": f"{self.session_id}-{rank}",
+            "engine_id": self.pool.desired.engine_id,
+            "applied": self.pool.desired.number,
+            "state": "ready",
+            "slot_bytes": SLOT_BYTES,
+            "pinned_slots": SLOTS,
+            "target_slots": SLOTS,
+            "pinned_bytes": SLOTS * SLOT_BYTES,
+            "target_bytes": SLOTS * SLOT_BYTES,
+            "host": "node",
+            "pid": self.pid + 1 + rank,
+            "device": f"cuda:{rank}",
+        }
+        self.control.report(RankReport(**{**given, **changes}))
 
     def begin_store(self, keys: Sequence[bytes]) -> Op:
         op = self.control.begin_store(keys, range(len(keys)), request_id="r-store").op

@@ -34,7 +34,8 @@ FAMILIES = {
         kvstow_evicted_bytes kvstow_allocation_failures kvstow_fallbacks kvstow_pin_failures kvstow_events_dropped
         kvstow_errors kvstow_rank_restarts kvstow_stale_reports kvstow_stale_completions
         kvstow_duplicate_completions
-        kvstow_operations kvstow_http_requests
+        kvstow_operations kvstow_http_requests kvstow_rejected_connections
+        kvstow_node_keeper_restarts kvstow_node_handed_back_extents
     """,
     "gauge": """
         kvstow_transfers_inflight kvstow_transfer_inflight_bytes kvstow_transfers_stuck kvstow_transfer_oldest_seconds
@@ -44,7 +45,9 @@ FAMILIES = {
         kvstow_ready kvstow_rank_ready kvstow_rank_heartbeat_timestamp_seconds kvstow_rank_pending_ops kvstow_state
         kvstow_pool_numa_bytes kvstow_transfer_queue_depth
         kvstow_health_check kvstow_operations_inflight kvstow_http_requests_inflight kvstow_build_info
-        kvstow_node_populated_bytes kvstow_node_target_bytes kvstow_sessions
+        kvstow_node_populated_bytes kvstow_node_target_bytes kvstow_sessions kvstow_node_granted_bytes
+        kvstow_node_used_bytes kvstow_node_recalled_bytes kvstow_node_orphaned_bytes kvstow_node_memory_notices
+        kvstow_node_keeper_up kvstow_pool_granted_bytes kvstow_pool_due_bytes
         kvstow_config_info kvstow_tls_certificate_expiry_timestamp_seconds
     """,
     "histogram": """
@@ -73,23 +76,24 @@ async def scrape(client: httpx.AsyncClient) -> dict[str, Metric]:
 
 
 def value(families: dict[str, Metric], name: str, **labels: str) -> float:
-    """The one sample of this name with exactly these labels."""
+    """The one sample of this name with exactly these labels, and those of the pool if it has one."""
     found = [
         sample.value
         for family in families.values()
         for sample in family.samples
-        if sample.name == name and sample.labels == labels
+        if sample.name == name and sample.labels in (labels, {"pool": "host", "model": "", **labels})
     ]
     assert len(found) == 1, (name, labels, found)
     return float(found[0])
 
 
 def labels_of(families: dict[str, Metric]) -> set[tuple[str, frozenset[tuple[str, str]]]]:
-    """Of all families but those of HTTP requests, which have series only for what was asked."""
+    """Of all families but those of HTTP requests, which have series only for what was asked, and of orphaned memory,
+    which a thread measures."""
     return {
         (sample.name, frozenset(sample.labels.items()))
         for name, family in families.items()
-        if not name.startswith("kvstow_http_request")
+        if not name.startswith(("kvstow_http_request", "kvstow_node_orphaned"))
         for sample in family.samples
     }
 
@@ -100,14 +104,17 @@ async def test_every_family_is_there_before_any_traffic(client: httpx.AsyncClien
         (name, kind) for kind, names in FAMILIES.items() for name in names.split()
     }
     assert all(family.documentation for family in families.values())
-    empty = [name for name, family in families.items() if not family.samples]
-    assert empty == [
+    empty = {name for name, family in families.items() if not family.samples}
+    assert empty - {"kvstow_node_orphaned_bytes"} == {  # which a thread measures first
         "kvstow_pool_numa_bytes",  # only ranks know which nodes there are
         "kvstow_pin_rate_bytes_per_second",  # no rank has pinned anything
+        "kvstow_rejected_connections",  # nobody connects to this engine
+        "kvstow_node_keeper_up",  # it has no keeper
+        "kvstow_node_keeper_restarts",
         "kvstow_http_requests",  # this is the first request
         "kvstow_http_request_duration_seconds",
         "kvstow_tls_certificate_expiry_timestamp_seconds",  # this server does not use TLS
-    ]
+    }
 
 
 async def test_only_routes_that_were_requested_have_series(client: httpx.AsyncClient) -> None:
@@ -300,10 +307,18 @@ async def test_operations_are_counted(client: httpx.AsyncClient, ranks: Any) -> 
     assert value(families, "kvstow_operations_inflight", kind="evict") == 0
 
 
-async def test_the_model_is_a_label_of_the_settings(launch: Any) -> None:
-    families = await scrape(await launch(settings={"model": "llama"}))
+async def test_all_families_of_a_pool_have_its_name_and_model(launch: Any, engine: OffloadEngine) -> None:
+    directory = EmbeddedDirectory(engine, 16, model="llama")
+    families = await scrape(await launch(directory=directory))
+    labelled = {
+        name for name, family in families.items() for sample in family.samples if {"pool", "model"} & set(sample.labels)
+    }
+    assert len(labelled) > 35
+    for name in labelled:
+        for sample in families[name].samples:
+            assert (sample.labels["pool"], sample.labels["model"]) == ("host", "llama"), sample
     (sample,) = families["kvstow_config_info"].samples
-    assert (sample.labels["model_name"], sample.value) == ("llama", 1)
+    assert (sample.labels["policy"], sample.value) == ("lru", 1)
 
 
 async def test_the_expiry_of_the_certificate_is_current(launch: Any) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import Metric
 from prometheus_client.registry import Collector as BaseCollector
 
-from kvstow.status import RankStatus
+from kvstow.status import RankStatus, SessionState
 from kvstow_api.appstate import AppState
 from kvstow_api.directory import Directory
-from kvstow_api.hostreadiness import live_sessions
 from kvstow_api.metrics.engine import PoolSnapshot, Snapshots, engine_families
 from kvstow_api.metrics.families import counter, histogram
 from kvstow_api.metrics.server import (
@@ -19,15 +19,20 @@ from kvstow_api.metrics.server import (
     fact_families,
     host_families,
     http_families,
+    memory_families,
     operation_families,
     readiness_families,
 )
+from kvstow_api.rankcounters import RankCounters
 
 
 class Collector(BaseCollector):
-    """Reads snapshots at scrape time. O(pools + ranks + routes), whatever the size of the pools.
+    """Reads snapshots at scrape time. O(pools + sessions + ranks + routes), whatever the size of the pools.
 
-    All series of a pool exist from its first scrape on, except those of HTTP requests.
+    All series of a pool exist from its first scrape on, except those that only a rank that has reported has. They end
+    with the pool: Prometheus marks them stale at the next scrape. A pool that is made later under the same name counts
+    from zero, which is a reset of its counters like any other. No label names a session: engines come and go, and each
+    would leave its series behind.
     """
 
     def __init__(self, app: AppState) -> None:
@@ -39,10 +44,11 @@ class Collector(BaseCollector):
 
     def collect(self) -> Iterator[Metric]:
         app = self._app
-        taken = _snapshots(app.directory)
+        taken = _snapshots(app.directory, app.sampler.rank_counters)
         yield from engine_families(taken, time.time())
-        yield from host_families(app.directory, taken)
-        yield from readiness_families(app.health, taken)
+        yield from host_families(app.directory)
+        yield from memory_families(app.directory, app.orphans.num_bytes)
+        yield from readiness_families(app.health)
         yield from operation_families(app.operations)
         yield from http_families(app.http)
         yield histogram("kvstow_event_loop_lag_seconds", "Lag of the event loop", [], [((), app.loop.snapshot())])
@@ -56,15 +62,27 @@ class Collector(BaseCollector):
         yield from fact_families(app.host, taken)
 
 
-def _snapshots(directory: Directory) -> Snapshots:
+def _snapshots(directory: Directory, counters: RankCounters) -> Snapshots:
     """Of all pools at about the same time."""
-    ranks: dict[str, dict[str, tuple[RankStatus, ...]]] = {}
-    if directory.is_node:
-        for session in live_sessions(directory):
-            ranks.setdefault(session.pool, {})[session.session_id] = session.status.ranks
-    pools = []
-    for pool in directory.pools():
-        readiness = pool.facade.readiness()
-        sessions = ranks.get(pool.name, {}) if directory.is_node else {directory.engine_id: readiness.ranks}
-        pools.append(PoolSnapshot(pool, pool.facade.stats(), readiness, sessions))
-    return Snapshots(pools, directory.is_node, directory.errors)
+    hosted, sessions = directory.pools(), directory.sessions()
+    counters.note(hosted, sessions)
+    ranks: dict[str, dict[int, list[RankStatus]]] = {}
+    states: dict[str, Counter[SessionState]] = {}
+    for session in sessions:
+        states.setdefault(session.pool, Counter())[session.status.state] += 1
+        if session.status.state != "lost":
+            of_pool = ranks.setdefault(session.pool, {})
+            for rank in session.status.ranks:
+                of_pool.setdefault(rank.rank, []).append(rank)
+    pools = [
+        PoolSnapshot(
+            hosted=pool,
+            stats=pool.facade.stats(),
+            readiness=pool.facade.readiness(),
+            ranks=ranks.get(pool.name, {}),
+            counted=counters.of_pool(pool),
+            session_states=states.get(pool.name, Counter()),
+        )
+        for pool in hosted
+    ]
+    return Snapshots(pools, directory.errors)

@@ -1,4 +1,4 @@
-"""Metric families of pools and their engines: slots, ranks, transfers, lookups, faults.
+"""Metric families of pools and their engines: slots, ranks, transfers, lookups, faults. All have the labels `POOL`.
 
 A new figure of a rank is one line of `_RANK_FAMILIES`, a new fault one of `_FAULTS`.
 """
@@ -15,11 +15,16 @@ from prometheus_client import Metric
 
 from kvstow.errors import PinError
 from kvstow.stats import DIRECTIONS, EngineStats
-from kvstow.status import RankStatus, Readiness
+from kvstow.status import SESSION_STATES, RankStatus, Readiness, SessionState
 from kvstow_api.directory import HostedPool
 from kvstow_api.metrics.families import Row, by_label, counter, gauge, histogram
+from kvstow_api.rankcounters import CountedRank
+from kvstow_api.readychecks import rank_failure
 
 SOURCE = "host"
+POOL = ("pool", "model")
+"""The labels of a pool: its name, and its model, which is empty if unknown."""
+RANK = (*POOL, "rank")
 
 _PIN_FAILURES = (*PinError.PIN_FAILURES, "internal")
 _COMPONENTS = {"admin_server": "admin_server", "rank_report": "connector"}
@@ -34,47 +39,31 @@ _FAULTS = {
 
 
 class PoolSnapshot(NamedTuple):
-    """A pool at the moment of a scrape. `sessions`: the ranks of each live session, by its id."""
+    """A pool at the moment of a scrape. `ranks`: those of all its live engines, by number; `counted`: what the ranks of
+    each number have counted in all its engines, ended ones included."""
 
     hosted: HostedPool
     stats: EngineStats
     readiness: Readiness
-    sessions: Mapping[str, tuple[RankStatus, ...]]
+    ranks: Mapping[int, Sequence[RankStatus]]
+    counted: Sequence[CountedRank]
+    session_states: Mapping[SessionState, int]
 
     @property
-    def name(self) -> str:
-        return self.hosted.name
+    def labels(self) -> tuple[str, str]:
+        """The values of `POOL`."""
+        return self.hosted.name, self.hosted.model
 
 
 class Snapshots(NamedTuple):
-    """All pools of a host. On a node every family has the label `pool`, and those of ranks `session`, too; an embedded
-    engine has one pool and one session, and only the families that had the label `pool` before."""
+    """All pools of a host. `host_errors` are of no pool."""
 
     pools: Sequence[PoolSnapshot]
-    is_node: bool
     host_errors: Mapping[str, int]
-    """Of no pool."""
 
-    @property
-    def pool_label(self) -> tuple[str, ...]:
-        """The labels that a family without `pool` has more on a node."""
-        return ("pool",) if self.is_node else ()
-
-    @property
-    def session_labels(self) -> tuple[str, ...]:
-        return ("pool", "session") if self.is_node else ()
-
-    def labelled(self) -> Iterator[tuple[tuple[str, ...], EngineStats]]:
-        """The values of `pool_label`, and the counters of each pool."""
-        for pool in self.pools:
-            yield (pool.name,) if self.is_node else (), pool.stats
-
-    def ranks(self) -> Iterator[tuple[tuple[str, ...], PoolSnapshot, RankStatus]]:
-        """The values of `session_labels`, the pool, and each rank."""
-        for pool in self.pools:
-            for session, ranks in pool.sessions.items():
-                labels = (pool.name, session) if self.is_node else ()
-                yield from ((labels, pool, rank) for rank in ranks)
+    def stats(self) -> list[tuple[tuple[str, str], EngineStats]]:
+        """The values of `POOL`, and the counters of each pool."""
+        return [(pool.labels, pool.stats) for pool in self.pools]
 
 
 def engine_families(taken: Snapshots, now: float) -> Iterator[Metric]:
@@ -88,40 +77,57 @@ def engine_families(taken: Snapshots, now: float) -> Iterator[Metric]:
 
 
 def _pools(taken: Snapshots) -> Iterator[Metric]:
-    stats = [(pool.name, pool.stats) for pool in taken.pools]
+    stats = taken.stats()
     for name, text, field in (
         ("kvstow_pool_capacity_blocks", "Configured slots, the same on every rank", "capacity_slots"),
-        ("kvstow_pool_usable_blocks", "Slots pinned on every rank", "usable_slots"),
+        ("kvstow_pool_usable_blocks", "Slots that the pool can use on every rank", "usable_slots"),
         ("kvstow_pool_block_bytes", "Size of a slot on one rank", "slot_bytes"),
     ):
-        yield gauge(name, text, ["pool"], [((pool,), getattr(one.pool, field)) for pool, one in stats])
+        yield gauge(name, text, POOL, [(pool, getattr(one.pool, field)) for pool, one in stats])
+    for name, text, field in (
+        ("kvstow_pool_granted_bytes", "What the pool has of the host's memory, on all ranks together", "granted_bytes"),
+        (
+            "kvstow_pool_due_bytes",
+            "What the pool should have: as much as it has use for, up to its fair share",
+            "due_bytes",
+        ),
+    ):
+        yield gauge(name, text, POOL, [(pool.labels, getattr(pool.hosted, field)) for pool in taken.pools])
+    yield gauge(
+        "kvstow_sessions",
+        "Engines that use the pool, by state",
+        [*POOL, "state"],
+        [
+            ((*pool.labels, state), pool.session_states.get(state, 0))
+            for pool in taken.pools
+            for state in SESSION_STATES
+        ],
+    )
     yield gauge(
         "kvstow_pool_blocks",
         "Usable slots of one rank by state",
-        ["pool", "state"],
-        _joined(by_label(asdict(one.pool.slots), pool) for pool, one in stats),
+        [*POOL, "state"],
+        _joined(by_label(asdict(one.pool.slots), *pool) for pool, one in stats),
     )
-    yield gauge(
-        "kvstow_leases", "Open leases", taken.pool_label, [(label, one.pool.leases) for label, one in taken.labelled()]
-    )
+    yield gauge("kvstow_leases", "Open leases", POOL, [(pool, one.pool.leases) for pool, one in stats])
     yield counter(
         "kvstow_allocation_failures",
         "Stores that did not find room for all their blocks",
-        ["pool"],
-        [((pool,), one.allocation_failures) for pool, one in stats],
+        POOL,
+        [(pool, one.allocation_failures) for pool, one in stats],
     )
     yield counter(
         "kvstow_evicted_blocks",
         "Evicted blocks by reason",
-        ["pool", "reason"],
-        _joined(by_label(one.evictions, pool) for pool, one in stats),
+        [*POOL, "reason"],
+        _joined(by_label(one.evictions, *pool) for pool, one in stats),
     )
     yield counter(
         "kvstow_evicted_bytes",
         "Bytes evicted on one rank, by reason",
-        ["pool", "reason"],
+        [*POOL, "reason"],
         _joined(
-            by_label({reason: count * one.pool.slot_bytes for reason, count in one.evictions.items()}, pool)
+            by_label({reason: count * one.pool.slot_bytes for reason, count in one.evictions.items()}, *pool)
             for pool, one in stats
         ),
     )
@@ -135,14 +141,14 @@ def _joined(rows: Iterable[Iterable[Row]]) -> list[Row]:
 
 
 class _RankFamily(NamedTuple):
-    """One value per rank, or one per item of a mapping, which the label `label` then names. None has no series."""
+    """A gauge with one value for the ranks of each number in a pool, or one per item of a mapping, which the label
+    `label` then names. `over` makes one value of those of several engines. None has no series."""
 
     name: str
     text: str
+    over: Callable[[Iterable[float]], float]
     value: Callable[[RankStatus], float | Mapping[str, float] | None]
     label: str | None = None
-    is_counter: bool = False
-    of_pool: bool = True
 
 
 def _chunks(rank: RankStatus) -> Mapping[str, float]:
@@ -151,140 +157,182 @@ def _chunks(rank: RankStatus) -> Mapping[str, float]:
 
 
 _RANK_FAMILIES = (
-    _RankFamily("kvstow_pool_pinned_bytes", "Bytes pinned", attrgetter("pinned_bytes")),
-    _RankFamily("kvstow_pool_locked_bytes", "Pinned bytes that are locked in memory", attrgetter("locked_bytes")),
-    _RankFamily("kvstow_pool_resident_bytes", "Bytes resident in memory", attrgetter("resident_bytes")),
+    _RankFamily(
+        "kvstow_pool_pinned_bytes", "Bytes pinned by the engine with the fewest", min, attrgetter("pinned_bytes")
+    ),
+    _RankFamily(
+        "kvstow_pool_locked_bytes",
+        "Pinned bytes that are locked in memory, of the engine with the fewest",
+        min,
+        attrgetter("locked_bytes"),
+    ),
+    _RankFamily(
+        "kvstow_pool_resident_bytes",
+        "Bytes resident in memory, of the engine with the fewest",
+        min,
+        attrgetter("resident_bytes"),
+    ),
     _RankFamily(
         "kvstow_pool_numa_bytes",
         "Bytes of the pool by NUMA node, if the kernel reports it",
+        max,
         attrgetter("numa_bytes"),
         label="numa_node",
     ),
     _RankFamily(
         "kvstow_pin_progress_ratio",
-        "Pinned share of the bytes to pin, 0 to 1",
+        "Pinned share of the bytes to pin, 0 to 1, of the engine with the least",
+        min,
         lambda rank: rank.pinned_bytes / rank.target_bytes if rank.target_bytes else 0.0,
     ),
-    _RankFamily("kvstow_pin_elapsed_seconds", "Time spent pinning", attrgetter("pin_elapsed_seconds")),
+    _RankFamily(
+        "kvstow_pin_elapsed_seconds",
+        "Time spent pinning, of the engine that took longest",
+        max,
+        attrgetter("pin_elapsed_seconds"),
+    ),
     _RankFamily(
         "kvstow_pin_rate_bytes_per_second",
-        "Bytes pinned by the current or latest growth of the pool, divided by its duration",
+        "Bytes pinned by the current or latest growth of the pool, divided by its duration, of the slowest engine",
+        min,
         attrgetter("pin_rate_bytes_per_second"),
     ),
-    _RankFamily("kvstow_pin_chunks", "Chunks of memory to pin, by state", _chunks, label="state"),
-    _RankFamily(
-        "kvstow_pin_failures",
-        "Failed attempts to pin, since the rank started",
-        lambda rank: {reason: rank.pin_failures.get(reason, 0) for reason in _PIN_FAILURES},
-        label="reason",
-        is_counter=True,
-    ),
-    _RankFamily(
-        "kvstow_rank_pending_ops", "Ops that the rank has not finished", attrgetter("pending_ops"), of_pool=False
-    ),
+    _RankFamily("kvstow_pin_chunks", "Chunks of memory to pin, by state", sum, _chunks, label="state"),
+    _RankFamily("kvstow_rank_pending_ops", "Ops that the rank has not finished", sum, attrgetter("pending_ops")),
     _RankFamily(
         "kvstow_transfer_queue_depth",
         "Ops on the rank that wait behind others of their direction",
+        sum,
         lambda rank: {"load": rank.queued_loads, "store": rank.queued_stores},
         label="direction",
-        of_pool=False,
-    ),
-    _RankFamily(
-        "kvstow_transfer_busy_seconds",
-        "Time in which the rank was copying, since it started",
-        lambda rank: {"load": rank.load_busy_seconds, "store": rank.store_busy_seconds},
-        label="direction",
-        is_counter=True,
-        of_pool=False,
     ),
 )
 
 
 def _ranks(taken: Snapshots, now: float) -> Iterator[Metric]:
-    ranks = list(taken.ranks())
+    ranks = [
+        ((*pool.labels, str(number)), pool, found)
+        for pool in taken.pools
+        for number, found in sorted(pool.ranks.items())
+    ]
     yield gauge(
         "kvstow_rank_heartbeat_timestamp_seconds",
-        "Time of the rank's last report, 0 if there was none",
-        [*taken.session_labels, "rank"],
-        [((*labels, str(rank.rank)), _heard_at(rank, now)) for labels, _, rank in ranks],
+        "Time of the rank's last report, of the engine that is silent longest; 0 if there was none",
+        RANK,
+        [(labels, min(_heard_at(rank, now) for rank in found)) for labels, _, found in ranks],
     )
     yield gauge(
-        "kvstow_pool_capacity_bytes",
-        "Configured bytes",
-        ["pool", *taken.session_labels[1:], "rank"],
+        "kvstow_rank_ready",
+        "1 while the rank reports and can copy, in all engines",
+        RANK,
         [
-            ((pool.name, *labels[1:], str(rank.rank)), pool.readiness.capacity_slots * rank.slot_bytes)
-            for labels, pool, rank in ranks
+            (labels, float(all(rank_failure(rank, pool.hosted.facade.config.report_timeout) is None for rank in found)))
+            for labels, pool, found in ranks
         ],
     )
     for family in _RANK_FAMILIES:
-        yield _family_of(family, taken, ranks)
+        yield _family_of(family, ((labels, found) for labels, _, found in ranks))
+    yield from _configured_ranks(taken)
+
+
+def _configured_ranks(taken: Snapshots) -> Iterator[Metric]:
+    """Also of pools that no engine uses."""
+    ranks = [
+        ((*pool.labels, str(number)), number, pool)
+        for pool in taken.pools
+        for number in range(pool.hosted.facade.config.num_ranks)
+    ]
+    yield gauge(
+        "kvstow_pool_capacity_bytes",
+        "Configured bytes",
+        RANK,
+        [
+            (labels, pool.readiness.capacity_slots * pool.hosted.facade.config.slot_bytes_of(number))
+            for labels, number, pool in ranks
+        ],
+    )
+    counted = [(labels, pool.counted[number]) for labels, number, pool in ranks]
+    yield counter(
+        "kvstow_pin_failures",
+        "Failed attempts to pin",
+        [*RANK, "reason"],
+        _joined(
+            by_label({reason: one.pin_failures.get(reason, 0) for reason in _PIN_FAILURES}, *labels)
+            for labels, one in counted
+        ),
+    )
+    yield counter(
+        "kvstow_transfer_busy_seconds",
+        "Time in which the rank was copying, in all engines together",
+        [*RANK, "direction"],
+        _joined(
+            by_label({"load": one.load_busy_seconds, "store": one.store_busy_seconds}, *labels)
+            for labels, one in counted
+        ),
+    )
 
 
 def _heard_at(rank: RankStatus, now: float) -> float:
     return 0.0 if rank.last_report_age_seconds is None else now - rank.last_report_age_seconds
 
 
-def _family_of(
-    family: _RankFamily, taken: Snapshots, ranks: Iterable[tuple[tuple[str, ...], PoolSnapshot, RankStatus]]
-) -> Metric:
-    before = ("pool", *taken.session_labels[1:]) if family.of_pool else taken.session_labels
-    names = [*before, "rank", *([family.label] if family.label else [])]
+def _family_of(family: _RankFamily, ranks: Iterable[tuple[tuple[str, ...], Sequence[RankStatus]]]) -> Metric:
     rows: list[Row] = []
-    for values, pool, rank in ranks:
-        labels = (pool.name, *values[1:], str(rank.rank)) if family.of_pool else (*values, str(rank.rank))
-        value = family.value(rank)
-        if isinstance(value, Mapping):
-            rows += by_label(value, *labels)
-        elif value is not None:
-            rows.append((labels, value))
-    return (counter if family.is_counter else gauge)(family.name, family.text, names, rows)
+    for labels, found in ranks:
+        values = [value for value in map(family.value, found) if value is not None]
+        numbers = [value for value in values if not isinstance(value, Mapping)]
+        mappings = [value for value in values if isinstance(value, Mapping)]
+        if numbers:
+            rows.append((labels, family.over(numbers)))
+        names = dict.fromkeys(chain.from_iterable(mappings))
+        rows += [((*labels, name), family.over(one.get(name, 0) for one in mappings)) for name in names]
+    return gauge(family.name, family.text, [*RANK, *([family.label] if family.label else [])], rows)
 
 
 # -- traffic ---------------------------------------------------------------------------------------------------------
 
 
 def _transfers(taken: Snapshots) -> Iterator[Metric]:
-    label, stats = taken.pool_label, list(taken.labelled())
+    stats = taken.stats()
     pending = [(values, one.transfers.pending) for values, one in stats]
     yield gauge(
         "kvstow_transfers_inflight",
         "Ops that some rank has not finished",
-        [*label, "direction"],
+        [*POOL, "direction"],
         _joined(by_label({"load": one.loads, "store": one.stores}, *values) for values, one in pending),
     )
     yield gauge(
         "kvstow_transfer_inflight_bytes",
         "Bytes of these ops on one rank",
-        [*label, "direction"],
+        [*POOL, "direction"],
         _joined(by_label({"load": one.load_bytes, "store": one.store_bytes}, *values) for values, one in pending),
     )
     yield gauge(
         "kvstow_transfers_stuck",
         "Ops older than the transfer timeout",
-        label,
+        POOL,
         [(values, one.stuck) for values, one in pending],
     )
     yield gauge(
         "kvstow_transfer_oldest_seconds",
         "Age of the oldest op",
-        label,
+        POOL,
         [(values, one.oldest_seconds) for values, one in pending],
     )
     ended = [((*values, name), one.transfers.of(name)) for values, one in stats for name in DIRECTIONS]
     results = [((*values, result), getattr(one, result)) for values, one in ended for result in ("ok", "error")]
-    yield counter("kvstow_transfers", "Ops that ended, by result", [*label, "direction", "result"], results)
+    yield counter("kvstow_transfers", "Ops that ended, by result", [*POOL, "direction", "result"], results)
     for name, text, field in (
         ("kvstow_transfer_blocks", "Blocks transferred", "blocks"),
         ("kvstow_transfer_bytes", "Bytes transferred on one rank", "bytes"),
     ):
-        yield counter(name, text, [*label, "direction"], [(values, getattr(one, field)) for values, one in ended])
+        yield counter(name, text, [*POOL, "direction"], [(values, getattr(one, field)) for values, one in ended])
     for name, text, field in (
         ("kvstow_transfer_duration_seconds", "Duration of the copy on the slowest rank", "seconds"),
         ("kvstow_transfer_size_bytes", "Bytes of an op on one rank", "size_bytes"),
         ("kvstow_transfer_queue_wait_seconds", "Time in the queue of the slowest rank", "queue_seconds"),
     ):
-        yield histogram(name, text, [*label, "direction"], [(values, getattr(one, field)) for values, one in ended])
+        yield histogram(name, text, [*POOL, "direction"], [(values, getattr(one, field)) for values, one in ended])
 
 
 def _ages(taken: Snapshots) -> Iterator[Metric]:
@@ -293,65 +341,63 @@ def _ages(taken: Snapshots) -> Iterator[Metric]:
         ("idle_before_evict", "Time since the last use of blocks that were evicted for capacity", "idle"),
         ("reuse_gap", "Time since the last use of blocks that a lookup found", "reuse_gap"),
     ):
-        rows = [((pool.name,), getattr(pool.stats.ages, field)) for pool in taken.pools]
-        yield histogram(f"kvstow_block_{name}_seconds", f"{text}, for one block in 61", ["pool"], rows)
+        rows = [(pool.labels, getattr(pool.stats.ages, field)) for pool in taken.pools]
+        yield histogram(f"kvstow_block_{name}_seconds", f"{text}, for one block in 61", POOL, rows)
 
 
 def _lookups(taken: Snapshots) -> Iterator[Metric]:
-    label, stats = taken.pool_label, list(taken.labelled())
+    stats = taken.stats()
     yield counter(
         "kvstow_lookups",
         "Lookups by result",
-        [*label, "result"],
+        [*POOL, "result"],
         _joined(by_label(one.lookups.results, *values) for values, one in stats),
     )
     yield histogram(
         "kvstow_lookup_duration_seconds",
         "Duration of an index lookup",
-        label,
+        POOL,
         [(values, one.lookups.seconds) for values, one in stats],
     )
     yield from _tokens(taken)
     yield counter(
         "kvstow_fallbacks",
         "Lookups and loads that missed blocks for another reason than their absence",
-        [*label, "reason"],
+        [*POOL, "reason"],
         _joined(by_label(one.fallbacks, *values) for values, one in stats),
     )
     yield counter(
         "kvstow_store_blocks",
         "Blocks offered to the pool, by outcome",
-        [*label, "outcome"],
+        [*POOL, "outcome"],
         _joined(by_label(one.stores, *values) for values, one in stats),
     )
 
 
 def _tokens(taken: Snapshots) -> Iterator[Metric]:
     """Without series of pools whose number of tokens in a block is unknown."""
-    label = taken.pool_label
     queries: list[Row] = []
     hits: list[Row] = []
     misses: list[Row] = []
-    for values, stats in taken.labelled():
+    for values, stats in taken.stats():
         lookups, tokens = stats.lookups, stats.block_tokens
         if tokens is not None:
             queries.append((values, lookups.query_blocks * tokens))
             hits.append(((*values, SOURCE), lookups.hit_blocks * tokens))
             misses += by_label({reason: count * tokens for reason, count in lookups.miss_blocks.items()}, *values)
-    yield counter("kvstow_query_tokens", "Tokens of the blocks looked up", label, queries)
-    yield counter("kvstow_hit_tokens", "Tokens found", [*label, "source"], hits)
-    yield counter("kvstow_miss_tokens", "Tokens not found, or not loaded, by reason", [*label, "reason"], misses)
+    yield counter("kvstow_query_tokens", "Tokens of the blocks looked up", POOL, queries)
+    yield counter("kvstow_hit_tokens", "Tokens found", [*POOL, "source"], hits)
+    yield counter("kvstow_miss_tokens", "Tokens not found, or not loaded, by reason", [*POOL, "reason"], misses)
 
 
 def _faults(taken: Snapshots) -> Iterator[Metric]:
-    stats = list(taken.labelled())
+    stats = taken.stats()
     errors = _joined(_error_rows(one.faults.errors, *values) for values, one in stats)
-    if taken.is_node:
-        errors += _error_rows(taken.host_errors, "")
-    yield counter("kvstow_errors", "Errors by component and code", [*taken.pool_label, "component", "code"], errors)
+    errors += _error_rows(taken.host_errors, "", "")
+    yield counter("kvstow_errors", "Errors by component and code", [*POOL, "component", "code"], errors)
     for field, text in _FAULTS.items():
         rows = [(values, getattr(one.faults, field)) for values, one in stats]
-        yield counter(f"kvstow_{field}", text, taken.pool_label, rows)
+        yield counter(f"kvstow_{field}", text, POOL, rows)
 
 
 def _error_rows(errors: Mapping[str, int], *before: str) -> list[Row]:

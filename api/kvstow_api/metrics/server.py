@@ -1,60 +1,89 @@
-"""Metric families of the server: readiness, checks, operations, HTTP, certificate, build."""
+"""Metric families of the server: state, memory of the host, checks, operations, HTTP, certificate, build."""
 
 from __future__ import annotations
 
 import platform
-from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
 from prometheus_client import Metric
 
 from kvstow.stats import EngineState
-from kvstow.status import SessionState
 from kvstow_api.directory import Directory
 from kvstow_api.health import Health
 from kvstow_api.host import ApiHost
 from kvstow_api.hostreadiness import host_readiness
-from kvstow_api.metrics.engine import Snapshots
-from kvstow_api.metrics.families import Row, counter, gauge, histogram, scalar
+from kvstow_api.metrics.engine import POOL, Snapshots
+from kvstow_api.metrics.families import Row, by_label, counter, gauge, histogram, scalar
 from kvstow_api.operations import KINDS, Operations
-from kvstow_api.readychecks import rank_failure
 from kvstow_api.requests import HttpCounters
 
 _STATES: tuple[EngineState, ...] = get_args(EngineState)
-_SESSION_STATES: tuple[SessionState, ...] = get_args(SessionState)
 
 
-def host_families(directory: Directory, taken: Snapshots) -> Iterator[Metric]:
-    memory = directory.memory()
-    state = host_readiness(directory).state if taken.is_node else taken.pools[0].readiness.state
-    yield gauge(
-        "kvstow_node_populated_bytes", "Memory that is populated, of all ranks", [], scalar(memory.populated_bytes)
-    )
-    yield gauge("kvstow_node_target_bytes", "Memory to populate, of all ranks", [], scalar(memory.target_bytes))
-    sessions = Counter(session.status.state for session in directory.sessions())
-    yield gauge("kvstow_sessions", "Engines by state", ["state"], [((one,), sessions[one]) for one in _SESSION_STATES])
+def host_families(directory: Directory) -> Iterator[Metric]:
+    state = host_readiness(directory).state
     yield gauge(
         "kvstow_state",
         "1 for the present state of the engine, or of the node that engines attach to",
         ["state"],
         [((one,), float(one == state)) for one in _STATES],
     )
+    yield counter(
+        "kvstow_rejected_connections",
+        "Connections of engines that were refused, or ended for what they sent, by reason",
+        ["reason"],
+        by_label(directory.rejected),
+    )
 
 
-def readiness_families(health: Health, taken: Snapshots) -> Iterator[Metric]:
+def memory_families(directory: Directory, orphaned_bytes: int | None) -> Iterator[Metric]:
+    memory = directory.memory()
+    for name, text, value in (
+        ("target", "Memory to populate, of all ranks", memory.target_bytes),
+        ("populated", "Memory that is populated, of all ranks", memory.populated_bytes),
+        ("granted", "Memory that is in pools", memory.granted_bytes),
+        ("used", "Memory of slots that are not free", memory.used_bytes),
+        ("recalled", "Memory on its way from a pool to others", memory.recalled_bytes),
+    ):
+        yield gauge(f"kvstow_node_{name}_bytes", text, [], scalar(value))
+    yield gauge(
+        "kvstow_node_orphaned_bytes",
+        "Memory of earlier services that processes still hold, as far as this one sees them; measured once a minute",
+        [],
+        [] if orphaned_bytes is None else scalar(orphaned_bytes),
+    )
+    yield gauge(
+        "kvstow_node_memory_notices",
+        "Pools whose memory has to wait for others",
+        [],
+        scalar(len(memory.notices)),
+    )
+    has_keeper = memory.keeper is not None
+    yield gauge(
+        "kvstow_node_keeper_up",
+        "1 while the process is there that holds the memory without a service; absent where there is to be none",
+        [],
+        scalar(float(memory.keeper == "connected")) if has_keeper else [],
+    )
+    yield counter(
+        "kvstow_node_keeper_restarts",
+        "Keepers that were started in place of one that was gone",
+        [],
+        scalar(memory.keeper_restarts) if has_keeper else [],
+    )
+    yield counter(
+        "kvstow_node_handed_back_extents",
+        "Descriptors of an earlier service's memory that engines have handed back, by outcome",
+        ["outcome"],
+        by_label({"kept": memory.extents_kept, "given_up": memory.extents_given_up}),
+    )
+
+
+def readiness_families(health: Health) -> Iterator[Metric]:
     verdicts = [probe.run() for probe in health.probes.values()]
     ready = next(verdict.ok for verdict in verdicts if verdict.probe == "readyz")
     yield gauge("kvstow_ready", "1 while /readyz answers 200", [], scalar(float(ready)))
-    yield gauge(
-        "kvstow_rank_ready",
-        "1 while the rank reports and can copy",
-        [*taken.session_labels, "rank"],
-        [
-            ((*labels, str(rank.rank)), float(rank_failure(rank, pool.hosted.facade.config.report_timeout) is None))
-            for labels, pool, rank in taken.ranks()
-        ],
-    )
     yield gauge(
         "kvstow_health_check",
         "1 while the check passes",
@@ -111,16 +140,15 @@ def certificate_families(host: ApiHost) -> Iterator[Metric]:
 def fact_families(host: ApiHost, taken: Snapshots) -> Iterator[Metric]:
     build = {"version": host.version, "python": platform.python_version(), "mode": host.mode, **host.build}
     yield gauge("kvstow_build_info", "Versions in the labels; always 1", list(build), [(list(build.values()), 1)])
-    names = ("model_name", "slot_bytes", "block_tokens", "num_ranks", "policy")
+    names = ("slot_bytes", "block_tokens", "num_ranks", "policy")
     rows: list[Row] = []
     for pool in taken.pools:
         config = pool.hosted.facade.config
         values = (
-            str(host.settings.get("model", "")) or pool.hosted.model,
             str(config.slot_bytes),
             "" if config.block_tokens is None else str(config.block_tokens),
             str(config.num_ranks),
             pool.stats.pool.policy,
         )
-        rows.append(((pool.name, *values) if taken.is_node else values, 1))
-    yield gauge("kvstow_config_info", "Settings in the labels; always 1", [*taken.pool_label, *names], rows)
+        rows.append(((*pool.labels, *values), 1))
+    yield gauge("kvstow_config_info", "Settings in the labels; always 1", [*POOL, *names], rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, HTTPException, Path, Query
@@ -43,7 +44,8 @@ SwitchChoice = Annotated[SwitchQuery, Query()]
 async def get_readiness(app: App, query: Annotated[ReadinessQuery, Query()]) -> ReadinessView:
     """The state of the host, or of one pool, and of each rank."""
     pool = None if query.pool is None else find_pool(app.directory, query.pool)
-    return host_readiness(app.directory, pool)
+    view = host_readiness(app.directory, pool)
+    return replace(view, memory=replace(view.memory, orphaned_bytes=app.orphans.num_bytes))
 
 
 @router.get("/stats", responses=reading(404, 409))
