@@ -98,7 +98,7 @@ def scraped(service: str) -> str:
 
     def text() -> str | None:
         said = httpx.get(f"{service}/metrics").text
-        loaded = re.search(r'^kvstow_transfer_bytes_total\{direction="load"\} (\S+)', said, re.MULTILINE)
+        loaded = re.search(r'^kvstow_transfer_bytes_total\{.*direction="load"\} (\S+)', said, re.MULTILINE)
         return said if loaded and float(loaded[1]) > 0 else None
 
     found: str = until(text, "a load")
