@@ -157,9 +157,11 @@ def test_vllms_metrics_say_whether_there_is_host_memory(bench: Bench) -> None:
     figures = bench.figures()
     assert figures["attached"] == 1
     assert figures["config_info"]["cpu_num_chunks"] == "8"
+    assert figures["attach_state"] == {"state": "attached", "refusal": "", "sharing": "yes"}
     bench.service.is_up = False
     bench.service.lose()
-    assert bench.figures() == {"attached": 0, "sessions_lost": 1}
+    gone = {"state": "no_service", "refusal": "", "sharing": ""}
+    assert bench.figures() == {"attached": 0, "attach_state": gone, "sessions_lost": 1}
 
 
 def test_an_engine_with_a_rank_without_data_plane_does_not_attach(

@@ -17,6 +17,7 @@ from kvstow.messages import Completion, Op
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks
 from kvstow_service.connectors.engine_core.offloadmetrics import (
+    ATTACH_STATE,
     ATTACHED,
     FAMILY,
     INFO,
@@ -191,7 +192,12 @@ def test_names_types_and_labels_are_those_of_vllm() -> None:
 
     known = theirs.get_connector_metric_definitions() | CPUOffloadingSpec.build_metric_definitions({})
     for name, metric in FAMILY.items():
-        if name in (INFO, ATTACHED, SESSIONS_LOST):  # vLLM 0.33 has the first; the others are of attached engines
+        if name in (
+            INFO,
+            ATTACHED,
+            ATTACH_STATE,
+            SESSIONS_LOST,
+        ):  # vLLM 0.33 has the first; the others are of attached engines
             continue
         assert type(known[PREFIX + name]).__name__ == f"Offloading{metric.kind.title()}Metadata", name
         assert metric.labelnames == (), name

@@ -99,6 +99,7 @@ class Loads:
         """Hold nothing for the request any more."""
         self._finder.forget(tracked)
         self._release_lease(tracked)
+        self._end_deferral(tracked)
 
     def _release_lease(self, tracked: TrackedRequest) -> None:
         if tracked.hit is not None:
@@ -123,7 +124,16 @@ class Loads:
         tracked.forget_stale_keys(self._groups)
         found = self._finder.find(tracked, local, end)
         self._observe("lookup_sync_delay_seconds", time.perf_counter() - begun)
+        if found is not LATER:
+            self._end_deferral(tracked)
+        elif tracked.deferred_at is None:
+            tracked.deferred_at = begun
         return found
+
+    def _end_deferral(self, tracked: TrackedRequest) -> None:
+        if tracked.deferred_at is not None:
+            self._observe("lookup_async_delay_seconds", time.perf_counter() - tracked.deferred_at)
+            tracked.deferred_at = None
 
     # -- load -----------------------------------------------------------------------------------------------
 

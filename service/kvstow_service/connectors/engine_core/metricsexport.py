@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvstow_service.connectors.engine_core.offloadmetrics import FAMILY, INFO, PREFIX, Figures, changes_between, merge
+from kvstow_service.connectors.engine_core.offloadmetrics import FAMILY, PREFIX, Figures, changes_between, merge
 
 _PERIOD = 0.1  # seconds
 
@@ -105,7 +105,7 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] | None = None
         self._children: dict[tuple[int, str, tuple[str, ...]], Any] = {}
-        self._info: dict[int, tuple[str, ...]] = {}
+        self._info: dict[tuple[int, str], tuple[str, ...]] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Export the changes that one engine sent."""
@@ -113,8 +113,8 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
             self._metrics = self._register()
             self._begin()
         for name, value in transfer_stats_data.items():
-            if name == INFO:
-                self._configure(tuple(value[label] for label in FAMILY[INFO].labelnames), engine_idx)
+            if FAMILY[name].kind == "info":
+                self._inform(name, tuple(value[label] for label in FAMILY[name].labelnames), engine_idx)
                 continue
             self._write(name, value, engine_idx)
 
@@ -149,13 +149,13 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
             name=PREFIX + name, documentation=metric.help, labelnames=labels, multiprocess_mode="mostrecent"
         )
 
-    def _configure(self, labels: tuple[str, ...], engine_idx: int) -> None:
-        """A resized pool gets a new series, and the former one becomes 0."""
-        former = self._info.get(engine_idx)
+    def _inform(self, name: str, labels: tuple[str, ...], engine_idx: int) -> None:
+        """Other labels get a new series, and the former one becomes 0."""
+        former = self._info.get((engine_idx, name))
         if former is not None:
-            self._write(INFO, 0, engine_idx, *former)
-        self._write(INFO, 1, engine_idx, *labels)
-        self._info[engine_idx] = labels
+            self._write(name, 0, engine_idx, *former)
+        self._write(name, 1, engine_idx, *labels)
+        self._info[engine_idx, name] = labels
 
     def _write(self, name: str, value: float | Sequence[float], engine_idx: int, *labels: str) -> None:
         child = self._child(name, engine_idx, *labels)

@@ -1,8 +1,8 @@
 """The metrics `vllm:kv_offload_*` that vLLM's dashboards read.
 
-Left out, because KVStow has nothing true to report: `lookup_async_delay_seconds` (no lookup is deferred),
-`cpu_allocation_size` and `stores_skipped` (there is no reuse threshold). Left out as well: the names that vLLM
-has deprecated (`total_bytes`, `total_time`, `size`).
+Left out, because KVStow has nothing true to report: `cpu_allocation_size` and `stores_skipped` (there is no reuse
+threshold). Left out as well: the names that vLLM has deprecated (`total_bytes`, `total_time`, `size`). An embedded
+engine never observes `lookup_async_delay_seconds`, as it defers no lookup.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvstow.stats import DIRECTIONS, DirectionStats, EngineStats, LookupStats
 
 PREFIX = "vllm:kv_offload_"
 INFO = "config_info"
-ATTACHED, SESSIONS_LOST = "attached", "sessions_lost"
+ATTACHED, ATTACH_STATE, SESSIONS_LOST = "attached", "attach_state", "sessions_lost"
 """Of engines that attach to a node service; vLLM has no such metrics."""
 
 Changes = dict[str, Any]
 """By name within the family: the growth of a counter, the value of a gauge, the observations of a histogram (a list),
-the labels of the info metric (a mapping)."""
+the labels of an info metric (a mapping)."""
 
 Observe = Callable[[str, float], None]
 """Takes one observation of a histogram of the family, by its name."""
@@ -37,6 +37,7 @@ class Metric(NamedTuple):
 
 _SIZES = DirectionStats().size_bytes.bounds
 _DELAYS = LookupStats().seconds.bounds
+_DEFERRALS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10)
 
 FAMILY: dict[str, Metric] = {
     "load_bytes": Metric("counter", "Bytes loaded from host memory to GPUs, on all ranks"),
@@ -46,11 +47,20 @@ FAMILY: dict[str, Metric] = {
     "store_time": Metric("counter", "Seconds of stores from GPUs to host memory, each on its slowest rank"),
     "store_size": Metric("histogram", "Bytes of a store on one rank", _SIZES),
     "lookup_sync_delay_seconds": Metric("histogram", "Duration of a lookup in host memory", _DELAYS),
+    "lookup_async_delay_seconds": Metric(
+        "histogram", "Time from the first step in which a request waits for its lookup to the answer", _DEFERRALS
+    ),
     "allocation_failure": Metric("counter", "Blocks that were not stored because host memory had no room for them"),
     "cpu_cache_usage_perc": Metric("gauge", "Share of host memory (0 to 1) held by transfers and admitted hits"),
     "cpu_cache_write_usage_perc": Metric("gauge", "Share of host memory (0 to 1) that stores are filling"),
     "cpu_cache_read_usage_perc": Metric("gauge", "Share of host memory (0 to 1) held for loads"),
     ATTACHED: Metric("gauge", "1 while the engine has host memory of the node service, 0 while it has none"),
+    ATTACH_STATE: Metric(
+        "info",
+        "Whether the engine is attached to the node service and shares its blocks, and why not, in the labels of the "
+        "series with the value 1",
+        labelnames=("state", "refusal", "sharing"),
+    ),
     SESSIONS_LOST: Metric("counter", "Sessions with the node service that have ended while the engine was running"),
     INFO: Metric(
         "info",

@@ -49,7 +49,8 @@ class TrackedRequest:
     `tables[group]`: its GPU blocks in order. `offered_tokens`: the blocks of the tokens before it were offered to the
     pool. `hit`: what is held for the next admission. `start`: tokens that were on the GPU when the hit was looked up.
     `loading`: the admission began with a load, of the tokens `loaded`; `load_failed`: some of them were not written.
-    `withheld`: its blocks belong to weights that were replaced, and are never offered. `admitted_at`: the step that
+    `withheld`: its blocks belong to weights that were replaced, and are never offered. `deferred_at`: when
+    its lookup was first put off to a later step, None while none is. `admitted_at`: the step that
     gave the tables. `has_run`: it was computed since, so its tokens are more than the promise of a load.
     """
 
@@ -62,6 +63,7 @@ class TrackedRequest:
     loading: bool = False
     load_failed: bool = False
     withheld: bool = False
+    deferred_at: float | None = None
     admitted_at: int = -1
     has_run: bool = False
     tables: list[list[int]] = field(init=False)

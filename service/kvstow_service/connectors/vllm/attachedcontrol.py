@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from kvstow.messages import Completion, Direction, Op
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.attachedhits import AttachedHits
+from kvstow_service.connectors.vllm.attachstate import AttachState, refusal_word, sharing_word
 
 STEP_WAIT_SECONDS = 0.0003
 """What all lookups and loads of one step may wait for answers together."""
@@ -23,6 +25,8 @@ SLOW_SECONDS = 0.25
 """The service has not answered for so long: lookups are misses and nothing is stored, until it answers."""
 SILENT_SECONDS = 5.0
 """The service has not answered for so long: its session ends, so that GPU blocks and requests wait no longer."""
+
+logger = logging.getLogger("kvstow.vllm")
 
 _T = TypeVar("_T")
 
@@ -80,6 +84,21 @@ class AttachedControl:
         return None if self._engine is None else self._engine.ticket
 
     @property
+    def state(self) -> AttachState:
+        """See `problem`, which says it as a sentence."""
+        engine = self._engine
+        if self._failure is not None:
+            return AttachState("failed")
+        if engine is None or (engine.problem is None and not engine.is_attached):
+            return AttachState("starting")
+        if engine.is_attached:
+            sharing = sharing_word(engine.sharing_off, was_reset=self._resets > 0)
+            return AttachState("no_answer" if self._is_slow else "attached", sharing=sharing)
+        if engine.refusal is not None:
+            return AttachState("refused", refusal_word(engine.refusal))
+        return AttachState("no_service")
+
+    @property
     def problem(self) -> str | None:
         """Why there is no host cache, as a sentence; None while there is one."""
         if self._failure is not None:
@@ -105,11 +124,15 @@ class AttachedControl:
             value = self._asked.popleft().answer.value
             if isinstance(value, StoreGrant):
                 self.refused_stores.update(value.outcomes)
-        self._is_slow = False
-        if not self._asked or self._asked[0].step > self._step - 2:  # a step may take seconds
-            return
-        silent = self._clock() - self._asked[0].at
-        self._is_slow = silent > SLOW_SECONDS
+        silent = 0.0
+        if self._asked and self._asked[0].step <= self._step - 2:  # a step may take seconds
+            silent = self._clock() - self._asked[0].at
+        is_slow = silent > SLOW_SECONDS
+        if is_slow and not self._is_slow:
+            logger.warning("the node service does not answer: lookups miss and nothing is stored until it does")
+        elif self._is_slow and not is_slow and self.engine.is_attached:
+            logger.info("the node service answers again")
+        self._is_slow = is_slow
         if silent > SILENT_SECONDS:
             self.engine.disconnect(f"the service has not answered for {silent:.0f} seconds")
 

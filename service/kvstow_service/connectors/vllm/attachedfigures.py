@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from kvstow.stats import DIRECTIONS
-from kvstow_service.connectors.engine_core.offloadmetrics import ATTACHED, INFO, SESSIONS_LOST, info_labels
+from kvstow_service.connectors.engine_core.offloadmetrics import (
+    ATTACH_STATE,
+    ATTACHED,
+    INFO,
+    SESSIONS_LOST,
+    info_labels,
+)
 from kvstow_service.connectors.vllm.attachedcontrol import AttachedControl
 
 
@@ -43,6 +49,10 @@ class AttachedFigures:
         values["cpu_cache_read_usage_perc"] = reading / usable
         values[SESSIONS_LOST] = control.sessions_lost
         values[ATTACHED] = float(control.problem is None)
+        state = control.state
+        if state.state == "attached" and not self._slots:
+            state = state._replace(state="no_memory")
+        values[ATTACH_STATE] = state.labels()
         if self._is_whole:
             values[INFO] = info_labels(self._slots, self._slot_bytes, self._slot_tokens)
         return values

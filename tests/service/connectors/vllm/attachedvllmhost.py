@@ -50,7 +50,14 @@ class AttachedVllmHost(VllmHost):
         self.ranks = [FakeRank(link, memory=self.memory)]
         self.pool = FakeBlockPool(gpu_blocks)
         self.observed = []
-        self.side = SchedulerSide(self.control, groups, self.pool, lazy_blocks=lazy_blocks, step_blocks=STEP_BLOCKS)
+        self.side = SchedulerSide(
+            self.control,
+            groups,
+            self.pool,
+            lazy_blocks=lazy_blocks,
+            observe=lambda name, value: self.observed.append((name, value)),
+            step_blocks=STEP_BLOCKS,
+        )
         self._placed: set[str] = set()
         self._running = Cached()
         for _ in range(2):  # the first makes the session, the second brings its ticket

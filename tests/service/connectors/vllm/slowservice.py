@@ -97,7 +97,9 @@ class SlowConnection:
         self._answers: deque[tuple[int, Call, Frame]] = deque()
         self._pushed: list[Frame] = []
         self._session: Any = None
-        self.state, self.problem, self.refusal = "detached", None, None
+        self.state = "detached"
+        self.problem: str | None = None
+        self.refusal: str | None = None
         self.welcome: Welcome | None = None
 
     def call(self, message: Message) -> Call:
@@ -147,7 +149,7 @@ class SlowConnection:
         if self.state != "attached":
             return
         self._session.control.lose(problem)
-        self.state, self.problem, self.welcome, self._session = "detached", problem, None, None  # type: ignore[assignment]
+        self.state, self.problem, self.welcome, self._session = "detached", problem, None, None
         self._pushed.clear()
         answers, self._answers = self._answers, deque()
         for _, call, _ in answers:

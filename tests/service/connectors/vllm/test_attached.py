@@ -11,6 +11,7 @@ from tests.service.connectors.vllm.attachedvllmhost import AttachedVllmHost
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
 from kvstow_service.connectors.vllm.attachedcontrol import SILENT_SECONDS, SLOW_SECONDS
 from kvstow_service.connectors.vllm.attachedhits import MOST_AHEAD
+from kvstow_service.connectors.vllm.attachstate import AttachState, sharing_word
 
 PROMPT = "abcdefghijklm"  # 12 tokens can be loaded, in 6 blocks of 2
 
@@ -271,3 +272,79 @@ def test_random_requests_over_sessions_that_end_get_the_right_bytes(seed: int, l
     assert host.leases == 0
     assert not host.side.holds_gpu_blocks
     host.service.pool.check_integrity()
+
+
+def deferrals(host: AttachedVllmHost) -> list[float]:
+    return [seconds for name, seconds in host.observed if name == "lookup_async_delay_seconds"]
+
+
+def test_how_long_a_request_waits_for_its_lookup_is_observed_once() -> None:
+    host, request = with_prompt(delay=3), FakeRequest("r", PROMPT)
+    host.expect(request)
+    assert host.ask_now(request) is None
+    host.step()
+    assert host.ask_now(request) is None
+    assert deferrals(host) == []
+    assert found(host, request) == 12
+    host.admit(request, load=12)
+    (seconds,) = deferrals(host)
+    assert seconds > 0
+
+
+def test_a_lookup_that_is_answered_at_once_was_not_put_off() -> None:
+    host, request = with_prompt(delay=0), FakeRequest("r", PROMPT)
+    host.expect(request)
+    assert host.ask_now(request) == 12
+    host.admit(request, load=12)
+    assert deferrals(host) == []
+
+
+def test_a_request_that_ends_before_its_lookup_is_answered_has_waited_until_then() -> None:
+    host, request = with_prompt(delay=3), FakeRequest("r", PROMPT)
+    host.expect(request)
+    assert host.ask_now(request) is None
+    host.side.finish(request, [[]])
+    assert len(deferrals(host)) == 1
+
+
+def test_the_state_says_why_there_is_no_host_cache(caplog: pytest.LogCaptureFixture) -> None:
+    host = AttachedVllmHost(is_up=False)
+    connection = host.service.connection
+    assert host.control.state == AttachState("starting")
+    connection.problem = "cannot connect"
+    assert host.control.state == AttachState("no_service")
+    connection.refusal = "version"
+    assert host.control.state == AttachState("refused", "version")
+    connection.refusal = "a_reason_of_tomorrow"
+    assert host.control.state == AttachState("refused", "other")
+    host.service.is_up, connection.refusal = True, None
+    host.step()
+    assert host.control.state == AttachState("attached", sharing="yes")
+    host.control.reset()
+    assert host.control.state.sharing == "cache_was_reset"
+    host.service.is_silent = True
+    host.expect(FakeRequest("r", PROMPT))
+    for _ in range(4):
+        host.clock.advance(SLOW_SECONDS / 2)
+        host.step()
+    assert host.control.state == AttachState("no_answer", sharing="cache_was_reset")
+    assert caplog.text.count("does not answer") == 1
+    host.service.is_silent = False
+    host.step()
+    assert host.control.state == AttachState("attached", sharing="cache_was_reset")
+    host.control.fail("injected")
+    assert host.control.state == AttachState("failed")
+
+
+@pytest.mark.parametrize(
+    ("sentences", "word"),
+    [
+        ((), "yes"),
+        (("not shared with namespace m-1: weights_id",), "differs"),
+        (("not shared with pool p: x", "hashes_not_reproducible: set PYTHONHASHSEED"), "hashes_not_reproducible"),
+        (("lora_names_not_unique: x",), "lora_names_not_unique"),
+        (("weights_unknown: x",), "weights_unknown"),
+    ],
+)
+def test_the_word_for_what_is_not_shared(sentences: tuple[str, ...], word: str) -> None:
+    assert sharing_word(sentences, was_reset=False) == word

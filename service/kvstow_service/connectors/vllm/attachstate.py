@@ -1,0 +1,56 @@
+"""Whether an engine that attaches has a host cache and shares it, and why not, in words that metrics can have as
+labels: each from a small set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple
+
+from kvstow.attach.hello import TRANSIENT_REFUSALS
+
+State = Literal["starting", "no_service", "refused", "no_answer", "no_memory", "attached", "failed"]
+"""`no_memory`: the session has begun, and not every rank has registered memory of it yet."""
+
+REFUSALS: Final = TRANSIENT_REFUSALS | {
+    "hello_timeout",
+    "identity",
+    "internal",
+    "malformed",
+    "memory",
+    "no_pidfd",
+    "peer_ended",
+    "sharing_off",
+    "uid",
+    "version",
+}
+"""Why the service refuses engines. Another reason, of a newer service, counts as `other`."""
+
+_UNSHARED: Final = ("hashes_not_reproducible", "lora_names_not_unique", "weights_unknown")
+
+
+class AttachState(NamedTuple):
+    """`refusal`: why the service has refused the engine, "" if it has not. `sharing`: "yes", or why others of its
+    model do not share its blocks; "" while it is not attached."""
+
+    state: State
+    refusal: str = ""
+    sharing: str = ""
+
+    def labels(self) -> dict[str, str]:
+        return self._asdict()
+
+
+def refusal_word(refusal: str) -> str:
+    return refusal if refusal in REFUSALS else "other"
+
+
+def sharing_word(sharing_off: Sequence[str], *, was_reset: bool) -> str:
+    """`sharing_off`: sentences of the welcome. It `differs` if it shares with engines of its own identity alone, and
+    came as the first of them while others of its model were there."""
+    for sentence in sharing_off:
+        word = sentence.partition(":")[0]
+        if word in _UNSHARED:
+            return word
+    if was_reset:
+        return "cache_was_reset"
+    return "differs" if sharing_off else "yes"
