@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import click
 from click.shell_completion import get_completion_class
 
+from kvstow_service.cli.allcontexts import is_wanted
+
 
 class _Command(NamedTuple):
     """A module of this package, and the first line of the command's help."""
@@ -45,6 +47,9 @@ COMMANDS = {
     "completion": _Command("commands", "Print a script that makes the shell complete commands."),
 }
 
+ON_ALL_CONTEXTS = ("get", "doctor")
+"""The commands that take --all-contexts."""
+
 
 class LazyGroup(click.Group):
     """Knows the subcommands by name and first line of help, and imports the one that is called."""
@@ -60,6 +65,9 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
+        if is_wanted(ctx) and name not in ON_ALL_CONTEXTS:
+            allowed = " and ".join(f"`kvstow {one}`" for one in ON_ALL_CONTEXTS)
+            ctx.fail(f"`kvstow {name}` works with one server; --all-contexts is for {allowed}")
         return name, None if command is None else load(name or ""), rest
 
 

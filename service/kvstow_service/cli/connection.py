@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import click
 
@@ -110,26 +110,36 @@ _FLAGS = (
 )
 
 
+def connection_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the flags that `Given` takes."""
+    return functools.reduce(lambda function, flag: flag(function), reversed(_FLAGS), command)
+
+
+class Given(NamedTuple):
+    """The connection flags of a command; `context.server` is empty if no server is given."""
+
+    context: Context
+    name: str | None
+    timeout: float
+
+    @classmethod
+    def take(cls, options: dict[str, Any]) -> Self:
+        """Removes them from the command's options. Raises `ConfigError`."""
+        timeout = options.pop("request_timeout")
+        if not timeout:
+            raise ConfigError("--request-timeout", timeout, "more than 0 seconds")
+        files = {name: options.pop(name) for name in ("token_file", "ca_file", "cert_file", "key_file")}
+        return cls(Context(options.pop("server") or "", **files), options.pop("context"), timeout)
+
+
 def remote(command: Callable[..., None]) -> Callable[..., None]:
     """Adds the connection flags to a command and passes it a `Connection` as its first argument. KVStow's errors become
     a message on standard error and an exit code."""
 
     @functools.wraps(command)
-    def run(
-        *,
-        server: str | None,
-        context: str | None,
-        token_file: str | None,
-        ca_file: str | None,
-        cert_file: str | None,
-        key_file: str | None,
-        request_timeout: float,
-        **own: Any,
-    ) -> None:
+    def run(**options: Any) -> None:
         with reporting_failures():
-            if not request_timeout:
-                raise ConfigError("--request-timeout", request_timeout, "more than 0 seconds")
-            given = Context(server or "", token_file, ca_file, cert_file, key_file)
-            command(Connection.choose(given, context, os.environ, timeout=request_timeout), **own)
+            given = Given.take(options)
+            command(Connection.choose(given.context, given.name, os.environ, timeout=given.timeout), **options)
 
-    return functools.reduce(lambda function, flag: flag(function), reversed(_FLAGS), run)
+    return connection_flags(run)

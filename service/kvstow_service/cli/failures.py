@@ -24,6 +24,8 @@ class ExitCode(IntEnum):
     NOT_READY = 3
     NOT_FOUND = 4
     CONFLICT = 5
+    NOT_ANSWERED = 6
+    """Of several servers, some gave no answer; what the others said is printed."""
 
 
 class CommandError(KvstowError):

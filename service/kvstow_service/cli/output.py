@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
@@ -81,20 +81,16 @@ def text_of(view: Any, style: Format, show: Callable[[Any], str], *, one_line: b
 
 def plain(view: Any) -> Any:
     """The view as JSON and YAML have it, equal to the API's answer."""
-    if isinstance(view, Mapping):
-        return {name: plain(one) for name, one in view.items()}
-    return _plain(asdict(view))
-
-
-def _plain(value: Any) -> Any:
-    match value:
-        case dict():
-            return {key: _plain(inner) for key, inner in value.items()}
+    match view:
+        case Mapping():
+            return {key: plain(inner) for key, inner in view.items()}
         case list() | tuple():
-            return [_plain(inner) for inner in value]
+            return [plain(inner) for inner in view]
         case datetime():
-            return value.isoformat()
-    return value
+            return view.isoformat()
+        case _ if is_dataclass(view) and not isinstance(view, type):
+            return plain(asdict(view))
+    return view
 
 
 def table(items: Iterable[Any], columns: Sequence[Column], *, wide: bool = False) -> str:

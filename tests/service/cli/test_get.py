@@ -48,8 +48,8 @@ def test_a_table_has_titles_and_no_escapes_in_a_pipe(get: Any, noun: str, title:
 
 def test_every_rank_shows_its_host_pid_and_device(run: Any, host: Any, get: Any) -> None:
     titles, *rows = get("ranks").stdout.splitlines()
-    assert titles.split()[2:5] == ["HOST", "PID", "DEVICE"]
-    assert [row.split()[2:5] for row in rows] == [["host", "1000", "fake:0"], ["host", "1001", "fake:1"]]
+    assert titles.split()[2:7] == ["POOL", "SESSION", "HOST", "PID", "DEVICE"]
+    assert [row.split()[4:7] for row in rows] == [["host", "1000", "fake:0"], ["host", "1001", "fake:1"]]
     shown = run("describe", "rank", "1", "--server", host.url).stdout.split()
     assert shown[shown.index("device") + 1] == "fake:1"
 
