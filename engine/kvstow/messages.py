@@ -38,10 +38,12 @@ class Op:
 @dataclass(frozen=True, slots=True)
 class TierOp:
     """One transfer between slots and the store of the fleet tier: pair `i` moves slot `slots[i]` of each rank to or
-    from that rank's object of `keys[i]`. A put reads slots, a fetch writes them. Ids are those of `Op`."""
+    from that rank's object of `keys[i]`. A put reads slots, a fetch writes them. Ids are those of `Op`.
+    `fingerprint`: what the keys are of, see `ObjectName`."""
 
     op_id: int
     direction: TierDirection
+    fingerprint: str
     keys: tuple[bytes, ...]
     slots: tuple[int, ...]
 

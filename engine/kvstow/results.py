@@ -73,6 +73,7 @@ class TierSettled:
 
     op_id: int
     direction: TierDirection
+    fingerprint: str
     keys: tuple[bytes, ...]
     moved: int
     seconds: float

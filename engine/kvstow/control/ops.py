@@ -90,6 +90,7 @@ class OpsInFlight:
     def start_tier(
         self,
         direction: TierDirection,
+        fingerprint: str,
         keys: tuple[bytes, ...],
         slots: tuple[int, ...],
         ranks: Collection[int],
@@ -98,7 +99,7 @@ class OpsInFlight:
         """Start a put or a fetch with a new id, for these ranks to finish. A put holds its slots."""
         pool = self._pool
         pool.last_op_id += 1
-        op = TierOp(pool.last_op_id, direction, keys, slots)
+        op = TierOp(pool.last_op_id, direction, fingerprint, keys, slots)
         is_put = direction == "put"
         entry = OpenTierOp(
             op=op,

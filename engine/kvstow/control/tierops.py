@@ -101,6 +101,7 @@ class TierLedger:
             TierSettled(
                 op_id=op.op_id,
                 direction=op.direction,
+                fingerprint=op.fingerprint,
                 keys=op.keys,
                 moved=moved,
                 seconds=entry.seconds,

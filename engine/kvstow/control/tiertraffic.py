@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
+from typing import Literal
 
 from kvstow.control.openop import LAST_RANK
 from kvstow.control.placement import place_fetch
 from kvstow.control.session import Session
-from kvstow.messages import TierOp
+from kvstow.messages import TierDirection, TierOp
 from kvstow.results import TierSettled
+
+Place = Literal["pool", "filling", "absent"]
+"""Where a key is: visible, in a slot that is being filled, or neither."""
 
 
 class TierTraffic:
@@ -16,59 +21,76 @@ class TierTraffic:
     stores do (`Session.complete`).
 
     Every call is safe from any thread, holds the pool's lock for O(blocks given), and never waits. Keys are in prefix
-    order, root first.
+    order, root first. `most`: blocks in one transfer.
     """
 
-    def __init__(self, session: Session, *, replicated: bool = False) -> None:
+    def __init__(self, session: Session, *, most: int, replicated: bool = False) -> None:
         """`replicated`: all ranks hold the same bytes, so one object for all of them is put, by rank 0. Ranks with
         memory of their own each fetch it."""
         self._session, self._pool = session, session.pool
-        self._replicated = replicated
+        self._most, self._replicated = most, replicated
 
-    def absent(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key, whether it is neither visible nor being filled."""
+    @property
+    def capacity_slots(self) -> int:
+        with self._pool.lock:
+            return self._pool.capacity
+
+    def places(self, keys: Sequence[bytes]) -> list[Place]:
+        """Where each key is."""
         with self._pool.lock:
             namespace = self._session.namespace
             slots = namespace.keys.slots_of(keys)
-            return [slot is None and key not in namespace.pending_stores for key, slot in zip(keys, slots, strict=True)]
+            return [
+                "pool" if slot is not None else "filling" if key in namespace.pending_stores else "absent"
+                for key, slot in zip(keys, slots, strict=True)
+            ]
 
-    def begin_put(self, keys: Sequence[bytes], most: int) -> list[TierOp]:
-        """Put those of the keys that are visible, at most `most` in one transfer. Keeps them from eviction until then;
-        that counts as a use."""
+    def begin_put(self, fingerprint: str, keys: Sequence[bytes]) -> list[TierOp]:
+        """Put those of the keys that are visible. Keeps them from eviction until then; that counts as a use."""
         pool, session = self._pool, self._session
         with pool.lock:
             if session.acceptance.load_refusal(pool.clock()):
                 return []
             slots = session.namespace.keys.slots_of(keys)
             found = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
-            ranks = {LAST_RANK} if self._replicated else pool.storing_ranks
-            started: list[TierOp] = []
-            for first in range(0, len(found), most):
-                some = found[first : first + most]
-                pool.index.hold([slot for _, slot in some])
-                started.append(
-                    session.ops.start_tier(
-                        "put", tuple([key for key, _ in some]), tuple([slot for _, slot in some]), ranks, pool.clock()
-                    )
-                )
-            return started
+            pool.index.hold([slot for _, slot in found])
+            return self._start("put", fingerprint, [key for key, _ in found], [slot for _, slot in found])
 
-    def begin_fetch(self, keys: Sequence[bytes], most: int) -> list[TierOp]:
-        """Fetch the leading ones of those keys that are neither visible nor being filled, as far as slots can be had,
-        at most `most` in one transfer. Each transfer becomes visible on its own, when all ranks have finished it."""
+    def put_coldest(self, fingerprint: str, wanted_free: int, known: Collection[bytes]) -> list[TierOp]:
+        """Evict blocks until so many slots are free, and put them first: their slots are free when the put has ended.
+        Looks at no more than `wanted_free` blocks, and leaves those that are `known` to be in the store."""
         pool, session = self._pool, self._session
         with pool.lock:
-            wanted, slots = place_fetch(session, keys)
-            return [
-                session.ops.start_tier(
-                    "fetch",
-                    tuple(wanted[first : first + most]),
-                    tuple(slots[first : first + most]),
-                    pool.storing_ranks,
-                    pool.clock(),
-                )
-                for first in range(0, len(wanted), most)
-            ]
+            on_the_way = sum(len(entry.held) for entry in session.ops if entry.op.direction == "put")
+            missing = wanted_free - pool.slots.free - on_the_way
+            if missing <= 0 or session.acceptance.load_refusal(pool.clock()):
+                return []
+            key_of = pool.index.slot_keys.key_of
+            coldest = [(slot, key_of[slot]) for slot in islice(session.namespace.policy, missing)]
+            found = [(slot, key) for slot, key in coldest if key is not None and key not in known]
+            slots = [slot for slot, _ in found]
+            pool.index.hold(slots)
+            pool.remove_blocks(slots, "capacity")
+            return self._start("put", fingerprint, [key for _, key in found], slots)
+
+    def begin_fetch(self, fingerprint: str, keys: Sequence[bytes]) -> list[TierOp]:
+        """Fetch the leading ones of those keys that are neither visible nor being filled, as far as slots can be had.
+        Each transfer becomes visible on its own, when all ranks have finished it."""
+        with self._pool.lock:
+            wanted, slots = place_fetch(self._session, keys)
+            return self._start("fetch", fingerprint, wanted, slots)
+
+    def _start(
+        self, direction: TierDirection, fingerprint: str, keys: Sequence[bytes], slots: Sequence[int]
+    ) -> list[TierOp]:
+        pool = self._pool
+        ranks: Collection[int] = pool.storing_ranks
+        if direction == "put" and self._replicated:
+            ranks = {LAST_RANK}
+        now = pool.clock()
+        start = self._session.ops.start_tier
+        parts = [slice(first, first + self._most) for first in range(0, len(keys), self._most)]
+        return [start(direction, fingerprint, tuple(keys[part]), tuple(slots[part]), ranks, now) for part in parts]
 
     def cancel_fetches(self) -> int:
         """No fetch that is under way becomes visible; its slots are freed when all ranks have finished it. Returns how

@@ -45,13 +45,13 @@ class RankTransfers:
         self,
         memory: SlotMemory,
         client: TransferClient,
-        name_of: Callable[[bytes], ObjectName],
+        name_of: Callable[[str, bytes], ObjectName],
         *,
         on_news: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`client` knows the memory already, and is closed by `close`. `name_of`: this rank's object of a key.
-        `on_news` is called on a thread of this object after each completion; it must not wait."""
+        """`client` knows the memory already, and is closed by `close`. `name_of`: this rank's object of a fingerprint
+        and a key. `on_news` is called on a thread of this object after each completion; it must not wait."""
         self._memory, self._client, self._name_of = memory, client, name_of
         self._on_news, self._clock = on_news, clock
         self._state = threading.Condition()
@@ -174,7 +174,7 @@ class RankTransfers:
         for first in range(0, len(addresses), most):
             end = first + most
             yield [
-                SlotObject(self._name_of(key), address, slot_bytes)
+                SlotObject(self._name_of(op.fingerprint, key), address, slot_bytes)
                 for key, address in zip(op.keys[first:end], addresses[first:end], strict=True)
             ]
 

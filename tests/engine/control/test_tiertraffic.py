@@ -58,10 +58,10 @@ def only(started: list[TierOp]) -> TierOp:
 def test_what_one_node_puts_another_one_fetches(make_node: MakeNode) -> None:
     here, there = make_node(), make_node()
     here.store(KEYS[:4])
-    here.tier.begin_put(KEYS[:4], 2)
+    here.put(KEYS[:4], most=2)
     here.run_all()
     assert [(one.direction, one.moved) for one in here.tier.take_settled()] == [("put", 2), ("put", 2)]
-    there.tier.begin_fetch(KEYS[:4], 3)
+    there.fetch(KEYS[:4], most=3)
     there.run_all()
     assert [one.moved for one in there.tier.take_settled()] == [3, 1]
     assert there.loaded(KEYS) == 4
@@ -71,7 +71,7 @@ def test_what_one_node_puts_another_one_fetches(make_node: MakeNode) -> None:
 def test_a_fetch_is_visible_when_all_ranks_have_it(make_node: MakeNode, objects: Objects) -> None:
     node = make_node()
     in_store(objects, KEYS[:2], 3)
-    op = only(node.tier.begin_fetch(KEYS[:2], 64))
+    op = only(node.fetch(KEYS[:2]))
     node.deliver()
     for rank in (1, 0, 2):
         assert node.engine.lookup(KEYS) == 0
@@ -85,7 +85,7 @@ def test_a_short_rank_cuts_the_tail_of_a_fetch(make_node: MakeNode, objects: Obj
     node = make_node()
     in_store(objects, KEYS[:5], 3)
     del objects[KEYS[2], 1]
-    node.tier.begin_fetch(KEYS[:5], 64)
+    node.fetch(KEYS[:5])
     node.run_all()
     assert node.loaded(KEYS) == 2
     assert [one.moved for one in node.tier.take_settled()] == [2]
@@ -95,7 +95,7 @@ def test_a_short_rank_cuts_the_tail_of_a_fetch(make_node: MakeNode, objects: Obj
 def test_a_rank_that_fails_makes_a_miss_of_the_fetch(make_node: MakeNode, objects: Objects) -> None:
     node = make_node()
     in_store(objects, KEYS[:2], 3)
-    op = only(node.tier.begin_fetch(KEYS[:2], 64))
+    op = only(node.fetch(KEYS[:2]))
     node.deliver()
     node.run(0, op)
     node.run(1, op, fail=True)
@@ -110,7 +110,7 @@ def test_a_rank_that_fails_makes_a_miss_of_the_fetch(make_node: MakeNode, object
 def test_rank_0_puts_last_and_only_what_all_others_have_put(make_node: MakeNode, objects: Objects) -> None:
     node = make_node()
     node.store(KEYS[:5])
-    op = only(node.tier.begin_put(KEYS[:5], 64))
+    op = only(node.put(KEYS[:5]))
     assert [[len(one.keys) for one in node.waiting(rank)] for rank in range(3)] == [[], [5], [5]]
     node.run(2, op, most=4)
     assert node.waiting(0) == []
@@ -128,7 +128,7 @@ def test_rank_0_puts_last_and_only_what_all_others_have_put(make_node: MakeNode,
 def test_rank_0_puts_nothing_when_another_one_has_failed(make_node: MakeNode, objects: Objects, moved: int) -> None:
     node = make_node()
     node.store(KEYS[:3])
-    op = only(node.tier.begin_put(KEYS[:3], 64))
+    op = only(node.put(KEYS[:3]))
     node.deliver()
     node.run(1, op, most=moved, fail=bool(moved))
     node.run(2, op)
@@ -140,7 +140,7 @@ def test_rank_0_puts_nothing_when_another_one_has_failed(make_node: MakeNode, ob
 def test_a_put_keeps_its_blocks_from_eviction(make_node: MakeNode) -> None:
     node = make_node(slots=4, ranks=1)
     node.store(KEYS[:4])
-    op = only(node.tier.begin_put(KEYS[:4], 64))
+    op = only(node.put(KEYS[:4]))
     node.deliver()
     node.store(KEYS[4:6])
     assert node.engine.lookup(KEYS[:4]) == 4
@@ -152,7 +152,7 @@ def test_a_put_keeps_its_blocks_from_eviction(make_node: MakeNode) -> None:
 def test_blocks_that_are_purged_during_a_put_keep_their_slots(make_node: MakeNode) -> None:
     node = make_node(slots=4, ranks=1)
     node.store(KEYS[:4])
-    op = only(node.tier.begin_put(KEYS[:4], 64))
+    op = only(node.put(KEYS[:4]))
     node.deliver()
     assert isinstance(node.engine, OffloadEngine)
     node.engine.admin.purge(everything=True).run()
@@ -164,17 +164,17 @@ def test_blocks_that_are_purged_during_a_put_keep_their_slots(make_node: MakeNod
 def test_only_visible_blocks_are_put(make_node: MakeNode) -> None:
     node = make_node(ranks=1)
     node.store([KEYS[0], KEYS[2]])
-    assert only(node.tier.begin_put(KEYS[:3], 64)).keys == (KEYS[0], KEYS[2])
-    assert node.tier.begin_put(KEYS[5:], 64) == []
+    assert only(node.put(KEYS[:3])).keys == (KEYS[0], KEYS[2])
+    assert node.put(KEYS[5:]) == []
 
 
 def test_only_what_is_absent_is_fetched(make_node: MakeNode) -> None:
     node = make_node(ranks=1)
     node.store(KEYS[1:2])
-    only(node.tier.begin_fetch(KEYS[2:3], 64))
-    assert node.tier.absent(KEYS[:4]) == [True, False, False, True]
-    assert only(node.tier.begin_fetch(KEYS[:4], 64)).keys == (KEYS[0], KEYS[3])
-    assert node.tier.begin_fetch(KEYS[:4], 64) == []
+    only(node.fetch(KEYS[2:3]))
+    assert node.tier.places(KEYS[:4]) == ["absent", "pool", "filling", "absent"]
+    assert only(node.fetch(KEYS[:4])).keys == (KEYS[0], KEYS[3])
+    assert node.fetch(KEYS[:4]) == []
 
 
 def test_a_fetch_evicts_and_ends_where_no_slot_is_left(make_node: MakeNode, objects: Objects) -> None:
@@ -182,7 +182,7 @@ def test_a_fetch_evicts_and_ends_where_no_slot_is_left(make_node: MakeNode, obje
     in_store(objects, KEYS[4:], 2)
     node.store(KEYS[:4])
     lease = node.engine.acquire(KEYS[:1])
-    assert only(node.tier.begin_fetch(KEYS[4:8], 64)).keys == tuple(KEYS[4:7])
+    assert only(node.fetch(KEYS[4:8])).keys == tuple(KEYS[4:7])
     node.run_all()
     node.engine.release_lease(lease)
     assert node.loaded(KEYS[4:]) == 3
@@ -193,18 +193,18 @@ def test_nothing_is_fetched_or_put_during_a_drain(make_node: MakeNode) -> None:
     node.store(KEYS[:2])
     assert isinstance(node.engine, OffloadEngine)
     node.engine.admin.drain("all", None)
-    assert node.tier.begin_fetch(KEYS[4:], 64) == node.tier.begin_put(KEYS[:2], 64) == []
+    assert node.fetch(KEYS[4:]) == node.put(KEYS[:2]) == []
     assert slots_of(node) == {"free": 6, "cached": 2}
 
 
 def test_replicated_bytes_are_put_once_and_fetched_by_every_rank(make_node: MakeNode, objects: Objects) -> None:
     here, there = make_node(replicated=True), make_node(replicated=True)
     here.store(KEYS[:2])
-    here.tier.begin_put(KEYS[:2], 64)
+    here.put(KEYS[:2])
     assert [len(here.waiting(rank)) for rank in range(3)] == [1, 0, 0]
     here.run_all()
     assert set(objects) == {(KEYS[0], 0), (KEYS[1], 0)}
-    there.tier.begin_fetch(KEYS[:2], 64)
+    there.fetch(KEYS[:2])
     there.run_all()
     assert there.loaded(KEYS) == 2
 
@@ -212,7 +212,7 @@ def test_replicated_bytes_are_put_once_and_fetched_by_every_rank(make_node: Make
 def test_a_key_that_is_purged_during_its_fetch_stays_invisible(make_node: MakeNode, objects: Objects) -> None:
     node = make_node(ranks=1)
     in_store(objects, KEYS[:2], 1)
-    node.tier.begin_fetch(KEYS[:2], 64)
+    node.fetch(KEYS[:2])
     assert isinstance(node.engine, OffloadEngine)
     node.engine.admin.purge(keys=KEYS[:1]).run()
     node.run_all()
@@ -225,12 +225,12 @@ def test_cancelled_fetches_stay_invisible_and_free_their_slots_at_their_end(
 ) -> None:
     node = make_node(ranks=2)
     in_store(objects, KEYS, 2)
-    op = only(node.tier.begin_fetch(KEYS[:3], 64))
+    op = only(node.fetch(KEYS[:3]))
     node.deliver()
     node.run(1, op)
     assert node.tier.cancel_fetches() == 3
     assert slots_of(node) == {"free": 5, "filling": 3}
-    again = only(node.tier.begin_fetch(KEYS[:1], 64))
+    again = only(node.fetch(KEYS[:1]))
     node.run(0, op)
     assert node.engine.lookup(KEYS) == 0
     node.deliver()
@@ -243,7 +243,7 @@ def test_cancelled_fetches_stay_invisible_and_free_their_slots_at_their_end(
 def test_repeated_and_late_completions_change_nothing(make_node: MakeNode, objects: Objects) -> None:
     node = make_node(ranks=2)
     in_store(objects, KEYS, 2)
-    op = only(node.tier.begin_fetch(KEYS[:2], 64))
+    op = only(node.fetch(KEYS[:2]))
     node.deliver()
     node.run(0, op)
     node.say(0, op)
@@ -261,8 +261,8 @@ def test_a_rank_that_restarts_ends_its_transfers(make_node: MakeNode, objects: O
     node = make_node(ranks=2)
     in_store(objects, KEYS, 2)
     node.store(KEYS[:2])
-    put = only(node.tier.begin_put(KEYS[:2], 64))
-    fetch = only(node.tier.begin_fetch(KEYS[2:4], 64))
+    put = only(node.put(KEYS[:2]))
+    fetch = only(node.fetch(KEYS[2:4]))
     node.deliver()
     node.ranks[restarting].restart(8)
     node.queues[restarting].clear()
@@ -279,7 +279,7 @@ def test_a_rank_that_restarts_ends_its_transfers(make_node: MakeNode, objects: O
 def test_a_rank_that_has_restarted_gets_no_op_of_its_former_boot(make_node: MakeNode, objects: Objects) -> None:
     node = make_node(ranks=2)
     node.store(KEYS[:2])
-    node.tier.begin_put(KEYS[:2], 64)
+    node.put(KEYS[:2])
     node.ranks[1].restart(8)
     assert [node.waiting(rank) for rank in (0, 1)] == [[], []]
     assert slots_of(node) == {"free": 8}
@@ -290,7 +290,7 @@ def test_a_store_that_hangs_stops_no_load_or_store(make_node: MakeNode, clock: F
     node = make_node(slots=8, ranks=1)
     in_store(objects, KEYS, 1)
     node.store(KEYS[:2])
-    put, fetch = only(node.tier.begin_put(KEYS[:2], 64)), only(node.tier.begin_fetch(KEYS[2:4], 64))
+    put, fetch = only(node.put(KEYS[:2])), only(node.fetch(KEYS[2:4]))
     node.deliver()
     clock.advance(31.0)
     engine = node.engine
@@ -317,8 +317,8 @@ def test_tier_transfers_count_as_neither_loads_nor_stores(make_node: MakeNode, o
     engine = node.engine
     assert isinstance(engine, OffloadEngine)
     before = engine.stats()
-    node.tier.begin_put(KEYS[:2], 64)
-    node.tier.begin_fetch(KEYS[4:6], 64)
+    node.put(KEYS[:2])
+    node.fetch(KEYS[4:6])
     node.run_all()
     after = engine.stats()
     assert (after.stores, after.transfers.load, after.transfers.store) == (
@@ -337,7 +337,7 @@ def test_what_a_session_fetches_when_it_ends_waits_for_its_processes(clock: Fake
     rank = FakeRank(session, 0, {})
     rank.pin(8)
     node = TierNode(session, [rank], {})
-    only(node.tier.begin_fetch(KEYS[:2], 64))
+    only(node.fetch(KEYS[:2]))
     session.lose("test")
     pool.check_integrity()
     assert pool.index.num_quarantined == 2
@@ -382,9 +382,9 @@ class Fleet:
         elif what == "load":
             node.loaded(keys)
         elif what == "put":
-            node.tier.begin_put(keys, choose.randint(1, 4))
+            node.put(keys, most=choose.randint(1, 4))
         elif what == "fetch":
-            node.tier.begin_fetch(keys, choose.randint(1, 4))
+            node.fetch(keys, most=choose.randint(1, 4))
         elif what == "rare":
             self.rare(node, keys)
         else:
@@ -496,7 +496,7 @@ def test_a_put_of_rank_0_before_the_others_is_noticed(make_node: MakeNode, monke
     rank_0_is_first(monkeypatch)
     node = make_node()
     node.store(KEYS[:3])
-    node.tier.begin_put(KEYS[:3], 64)
+    node.put(KEYS[:3])
     with pytest.raises(AssertionError, match="before the others"):
         node.run_all()
 

@@ -23,8 +23,14 @@ class TierNode:
         self, engine: Session, ranks: Sequence[FakeRank], objects: Objects, *, replicated: bool = False
     ) -> None:
         self.engine, self.ranks, self.objects, self.replicated = engine, ranks, objects, replicated
-        self.tier = TierTraffic(engine, replicated=replicated)
+        self.tier = TierTraffic(engine, most=64, replicated=replicated)
         self.queues: dict[int, dict[int, TierOp]] = {rank.rank: {} for rank in ranks}
+
+    def put(self, keys: Sequence[bytes], *, most: int = 64) -> list[TierOp]:
+        return TierTraffic(self.engine, most=most, replicated=self.replicated).begin_put("f", keys)
+
+    def fetch(self, keys: Sequence[bytes], *, most: int = 64) -> list[TierOp]:
+        return TierTraffic(self.engine, most=most, replicated=self.replicated).begin_fetch("f", keys)
 
     def deliver(self) -> None:
         """Give the planned ops to their ranks."""

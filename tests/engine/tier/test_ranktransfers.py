@@ -20,8 +20,8 @@ SLOTS = 200
 KEYS = [number.to_bytes(4, "big") for number in range(SLOTS)]
 
 
-def name_of(key: bytes) -> ObjectName:
-    return ObjectName("f", key, 0, 1)
+def name_of(fingerprint: str, key: bytes) -> ObjectName:
+    return ObjectName(fingerprint, key, 0, 1)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def ended(transfers: RankTransfers, eventually: Eventually) -> Callable[[int], l
 
 
 def op(op_id: int, direction: TierDirection, keys: list[bytes], first_slot: int = 0) -> TierOp:
-    return TierOp(op_id, direction, tuple(keys), tuple(range(first_slot, first_slot + len(keys))))
+    return TierOp(op_id, direction, "f", tuple(keys), tuple(range(first_slot, first_slot + len(keys))))
 
 
 def fill(pool: HostPool, slot: int, value: int) -> None:

@@ -1,0 +1,364 @@
+"""The fleet tier of one session: what is looked up, fetched and put, and what a request waits for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal
+
+from kvstow.control.session import Session
+from kvstow.control.tiertraffic import TierTraffic
+from kvstow.errors import ConfigError
+from kvstow.messages import TierOp
+from kvstow.results import TierSettled
+from kvstow.tier.breaker import Breaker
+from kvstow.tier.breakeven import PROBE_BLOCKS, BreakEven, Estimate
+from kvstow.tier.lookups import LookupTable
+from kvstow.tier.lookupthread import LookupResult, LookupThread
+from kvstow.tier.objectname import ObjectName
+from kvstow.tier.store import MAX_BATCH_BYTES, MAX_BATCH_OBJECTS, LookupClient
+from kvstow.tier.tierstatus import TierCounters, TierState, TierStatus
+from kvstow.tier.writepolicy import WriteMode, WritePolicy
+
+logger = logging.getLogger("kvstow.tier")
+
+_MAX_SEEN = 8
+"""Blocks whose uses are remembered, for each slot of the pool."""
+_RESERVE = 8
+"""With `back`, one slot of so many is kept free."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """How a session uses the tier. Times are in seconds.
+
+    `deadline`: the longest that a request waits for its fetches; it never waits longer than computing the blocks would
+    take. `lookup_wait`: the longest that it waits to hear what the store has. `prefill_rate`: tokens per second, if the
+    host knows it (`BreakEven`). `replicated`: all ranks hold the same bytes.
+    """
+
+    write: WriteMode = "through"
+    deadline: float = 2.0
+    lookup_wait: float = 0.02
+    prefill_rate: float | None = None
+    replicated: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("deadline", "lookup_wait"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(name, getattr(self, name), "more than 0 seconds")
+        if self.prefill_rate is not None and not 0 < self.prefill_rate < inf:
+            raise ConfigError("prefill_rate", self.prefill_rate, "more than 0 tokens per second")
+
+
+@dataclass(slots=True)
+class TierWait:
+    """A request that may find more in the tier than in the pool. `until`: when it goes on with what there is. `ops`:
+    the fetches that it waits for."""
+
+    keys: Sequence[bytes]
+    began: float
+    until: float
+    state: Literal["asking", "fetching", "over"] = "asking"
+    ops: set[int] = field(default_factory=set)
+
+
+class FleetTier:
+    """Used by the thread of the host: it calls `step` once a step, gives what `take_plans` returns to the ranks, and
+    passes their completions to the session. No call waits for the store; each is O(blocks concerned), except `close`.
+
+    `status` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        client: LookupClient,
+        settings: TierSettings,
+        fingerprint: str | None,
+        *,
+        name: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        hint_clock: Callable[[], float] | None = None,
+        on_news: Callable[[], None] | None = None,
+    ) -> None:
+        """`fingerprint`: see `ObjectName`; None: the tier is off until `begin_epoch`. `name`: of the store. `client` is
+        closed by `close`. `hint_clock`: by which answers of the store become old, if not by `clock`. `on_news`: see
+        `LookupThread`."""
+        config = session.pool.config
+        slots = session.pool.capacity
+        self._clock, self._settings, self._name = clock, settings, name
+        self.fingerprint = fingerprint
+        most = max(1, min(MAX_BATCH_OBJECTS, MAX_BATCH_BYTES // config.slot_bytes))
+        self.traffic = TierTraffic(session, most=most, replicated=settings.replicated)
+        self._num_ranks = 1 if settings.replicated else config.num_ranks
+        self._table = LookupTable(hint_clock or clock)
+        self._lookups = LookupThread(self._table, client, on_news=on_news)
+        self._breaker = Breaker(clock)
+        self.break_even = BreakEven(config.slot_bytes, config.block_tokens, clock, settings.prefill_rate)
+        self._writes = WritePolicy(settings.write, max(most, slots // 2), _MAX_SEEN * slots, clock)
+        self._max_putting = max(most, slots // 8)
+        self._session = session
+        session.on_stored = self._note_stored
+        self._bypassed = False
+        self._putting: dict[int, int] = {}
+        """Blocks of each put under way."""
+        self._fetching: dict[int, tuple[bytes, ...]] = {}
+        self._op_of: dict[bytes, int] = {}
+        """The fetch under way that each key is part of."""
+        self._in_store: OrderedDict[bytes, None] = OrderedDict()
+        """Keys that were put or fetched not long ago."""
+        self._max_in_store = _MAX_SEEN * slots
+        self._asked = 0
+        self._last: Estimate | None = None
+        self.counters = TierCounters()
+
+    # -- requests -------------------------------------------------------------------------------------------
+
+    def look_for(self, keys: Sequence[bytes]) -> TierWait | None:
+        """A request has these keys, not all of which are in the pool. None: there is nothing to wait for."""
+        if not self._is_on() or not self._breaker.is_closed:
+            return None
+        now = self._clock()
+        wait = TierWait(keys, now, now + min(self._settings.lookup_wait, self._settings.deadline))
+        self.counters.requests += 1
+        return None if self.is_over(wait) else wait
+
+    def is_over(self, wait: TierWait) -> bool:
+        """Whether the request need not wait any longer: it looks its keys up in the pool again, and computes what is
+        not there."""
+        if wait.state == "asking":
+            self._look(wait)
+        if wait.state == "fetching" and not wait.ops & self._fetching.keys():
+            wait.state = "over"
+        if wait.state != "over" and self._clock() >= wait.until:
+            self.counters.cut_waits += 1
+            wait.state = "over"
+        if wait.state == "over":
+            self.counters.wait_seconds += self._clock() - wait.began
+            return True
+        return False
+
+    def note_used(self, keys: Sequence[bytes]) -> None:
+        """A request has found these blocks in the pool."""
+        self._writes.note_used(keys)
+
+    def _look(self, wait: TierWait) -> None:
+        """Begin to fetch, as soon as it is known what the store has."""
+        places = self.traffic.places(wait.keys)
+        absent = [key for key, place in zip(wait.keys, places, strict=True) if place == "absent"]
+        presence = dict(zip(absent, self._table.presence(absent), strict=True)) if self._is_on() else {}
+        remote: list[bytes] = []
+        run = local = 0
+        for key, place in zip(wait.keys, places, strict=True):
+            if place == "absent":
+                is_present = presence.get(key, False)
+                if is_present is None:
+                    return
+                if not is_present:
+                    break
+                remote.append(key)
+            elif place == "filling":
+                if key not in self._op_of:
+                    break
+                wait.ops.add(self._op_of[key])
+            elif not remote and not wait.ops:
+                local += 1
+            run += 1
+        self.counters.found_blocks += len(remote)
+        wait.state = "over"
+        if remote or wait.ops:
+            self._fetch(wait, remote, run - local)
+
+    def _fetch(self, wait: TierWait, remote: Sequence[bytes], saved: int) -> None:
+        """Fetch `remote`, if that pays for a request that need not compute `saved` blocks then."""
+        assert self.fingerprint is not None
+        queued = sum(map(len, self._fetching.values()))
+        estimate = self._last = self.break_even.decide(len(remote), saved, queued)
+        if not estimate.pays:
+            self.counters.declined_requests += 1
+            if self._breaker.is_closed and not self._fetching and self.break_even.wants_probe():
+                self._begin_fetch(remote[:PROBE_BLOCKS])
+            return
+        if self._breaker.is_closed:
+            wait.ops |= self._begin_fetch(remote)
+        if wait.ops:
+            wait.state = "fetching"
+            compute = inf if estimate.compute_seconds is None else estimate.compute_seconds
+            wait.until = wait.began + min(self._settings.deadline, compute)
+
+    def _begin_fetch(self, keys: Sequence[bytes]) -> set[int]:
+        assert self.fingerprint is not None
+        ops = self.traffic.begin_fetch(self.fingerprint, keys)
+        for op in ops:
+            self._fetching[op.op_id] = op.keys
+            self._op_of.update(dict.fromkeys(op.keys, op.op_id))
+        return {op.op_id for op in ops}
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Take what has ended, and start what is due: one question to the store, and puts."""
+        for result in self._lookups.take_results():
+            self._take_result(result)
+        for settled in self.traffic.take_settled():
+            self._take_settled(settled)
+        if not self._is_on():
+            return
+        assert self.fingerprint is not None
+        if self._breaker.wants_probe():
+            self._lookups.probe(self.fingerprint)
+            self._asked += 1
+        if self._breaker.is_closed:
+            self._asked += self._lookups.ask(self._name_of)
+            self._begin_puts(self.fingerprint)
+
+    def take_plans(self) -> list[tuple[int, TierOp]]:
+        """Ranks, each with an op to give to it in this step, in order."""
+        return self.traffic.take_plans()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way, and nothing waits to be put."""
+        with self._session.pool.lock:
+            has_news = bool(self._session.ops.tier.settled or self._session.ops.tier.plans)
+        return not (self._asked or self._putting or self._fetching or has_news or self._writes.has_work)
+
+    def _name_of(self, key: bytes) -> ObjectName:
+        """The object that answers for all ranks: it is put last."""
+        assert self.fingerprint is not None
+        return ObjectName(self.fingerprint, key, 0, self._num_ranks)
+
+    def _begin_puts(self, fingerprint: str) -> None:
+        room = self._max_putting - sum(self._putting.values())
+        if room <= 0:
+            return
+        if self._settings.write == "back":
+            ops = self.traffic.put_coldest(fingerprint, self.traffic.capacity_slots // _RESERVE, self._in_store)
+        else:
+            ops = self.traffic.begin_put(fingerprint, self._writes.take(room))
+        self._putting.update({op.op_id: len(op.keys) for op in ops})
+
+    def _take_result(self, result: LookupResult) -> None:
+        self._asked -= 1
+        self.counters.lookups += 1
+        self.counters.asked_blocks += result.keys
+        if result.is_probe:
+            if self._breaker.note_probe(result.error):
+                logger.info("the tier's store answers again")
+        elif result.error is not None:
+            self._note_outage(result.error)
+        else:
+            self.break_even.note_lookup(result.seconds)
+
+    def _take_settled(self, settled: TierSettled) -> None:
+        counters, moved = self.counters, settled.keys[: settled.moved]
+        if settled.direction == "put":
+            del self._putting[settled.op_id]
+            counters.put_blocks += settled.moved
+            counters.failed_put_blocks += len(settled.keys) - settled.moved
+            if settled.full:
+                self._writes.note_full()
+            elif settled.moved:
+                self._writes.note_put()
+        else:
+            for key in self._fetching.pop(settled.op_id):
+                del self._op_of[key]
+            counters.fetched_blocks += settled.moved
+            counters.failed_fetch_blocks += len(settled.keys) - settled.moved
+            self.break_even.note_fetch(settled.moved, settled.seconds)
+        if settled.fingerprint == self.fingerprint:
+            if settled.direction == "fetch":
+                self._table.note(settled.keys[settled.moved :], present=False)
+            self._table.note(moved, present=True)
+            self._in_store.update(dict.fromkeys(moved))
+            while len(self._in_store) > self._max_in_store:
+                self._in_store.popitem(last=False)
+        if settled.outage:
+            self._note_outage(settled.error or "no answer")
+        elif 2 * settled.failed > len(settled.keys):
+            if self._breaker.note_failure(f"{settled.failed} of {len(settled.keys)} objects could not be moved"):
+                self._log_opened()
+        elif settled.error is None:
+            self._breaker.note_success()
+
+    def _note_outage(self, reason: str) -> None:
+        if self._breaker.note_outage(reason):
+            self._log_opened()
+
+    def _log_opened(self) -> None:
+        logger.warning("the tier is left alone until its store answers again: %s", self._breaker.reason)
+
+    def _note_stored(self, keys: Sequence[bytes]) -> None:
+        """Called with the pool's lock held."""
+        if self.fingerprint is not None and not self._bypassed:
+            self._writes.note_stored(keys)
+
+    # -- epochs and operators -------------------------------------------------------------------------------
+
+    def _is_on(self) -> bool:
+        return self.fingerprint is not None and not self._bypassed
+
+    def reset(self) -> None:
+        """Keys mean other bytes from now on, as after new weights: put and fetch nothing until `begin_epoch`. Fetches
+        under way do not become visible. The host removes the blocks of before from the pool."""
+        self.fingerprint = None
+        self.traffic.cancel_fetches()
+        self._writes.forget()
+        self._table.forget()
+        self._in_store.clear()
+
+    def begin_epoch(self, fingerprint: str) -> None:
+        """The weights have a name again. Implies `reset`."""
+        self.reset()
+        self.fingerprint = fingerprint
+
+    def set_bypassed(self, bypassed: bool) -> None:
+        """Leave the store alone, or use it again. What is under way ends as usual."""
+        self._bypassed = bypassed
+        if bypassed:
+            self._writes.forget()
+
+    def status(self) -> TierStatus:
+        """A snapshot of what the tier does, and why."""
+        even, last = self.break_even, self._last
+        return TierStatus(
+            store=self._name,
+            state=self._state(),
+            reason=self._reason(),
+            breaker=self._breaker.state,
+            write=self._settings.write,
+            fetch_bytes_per_second=even.rate.bytes_per_second,
+            lookup_seconds=even.lookup_seconds,
+            prefill_tokens_per_second=even.prefill_rate,
+            decision=last.reason if last is not None else "no request has asked for a fetch yet",
+            putting_blocks=sum(list(self._putting.values())),
+            fetching_blocks=sum(map(len, list(self._fetching.values()))),
+            waiting_blocks=len(self._writes),
+            dropped_blocks=self._writes.dropped,
+            opened=self._breaker.opened,
+            counters=self.counters.copy(),
+        )
+
+    def _state(self) -> TierState:
+        if self.fingerprint is None:
+            return "off"
+        if self._bypassed:
+            return "bypassed"
+        return "on" if self._breaker.is_closed else "down"
+
+    def _reason(self) -> str:
+        if self.fingerprint is None:
+            return "the weights have no name, by which other nodes could know them"
+        if self._bypassed:
+            return "an operator has switched it off"
+        return self._breaker.reason
+
+    def close(self) -> None:
+        """End the lookups. What is under way on the ranks is theirs. Idempotent."""
+        self._session.on_stored = None
+        self._lookups.close()

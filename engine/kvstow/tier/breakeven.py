@@ -1,0 +1,90 @@
+"""Whether a fetch pays: its estimated time against that of computing the same blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvstow.tier.rate import TransferRate
+
+PROBE_SECONDS = 30.0
+"""Between fetches that only measure the store, while no fetch pays."""
+PROBE_BLOCKS = 8
+_ENTER, _LEAVE = 0.8, 1.0
+"""Fetches begin when they take less than this share of the time to compute, and end above the other one."""
+_WEIGHT = 0.2
+
+
+class Estimate(NamedTuple):
+    """Times are in seconds; None: not measured yet."""
+
+    fetch_seconds: float | None
+    compute_seconds: float | None
+    pays: bool
+    reason: str
+
+
+class BreakEven:
+    """Measures the store and the prefill, and decides. Not locked: one thread uses it.
+
+    With hysteresis: a store near the break-even does not go on and off with every request. While fetches do not pay
+    nothing would measure the store, so a few blocks are fetched now and then, for which no request waits.
+    """
+
+    def __init__(
+        self, slot_bytes: int, block_tokens: int | None, clock: Callable[[], float], prefill_rate: float | None = None
+    ) -> None:
+        """`prefill_rate`: tokens per second, if the host knows it; else it is measured with `note_prefill`, and until
+        then every fetch pays."""
+        self._slot_bytes, self._block_tokens, self._clock = slot_bytes, block_tokens, clock
+        self._prefill_is_known = prefill_rate is not None
+        self.prefill_rate = prefill_rate
+        self.rate = TransferRate()
+        """Of fetches, on the slowest rank."""
+        self.lookup_seconds: float | None = None
+        self.pays = True
+        self._probe_at: float | None = None
+
+    def note_fetch(self, blocks: int, seconds: float) -> None:
+        """So many blocks were fetched on every rank."""
+        self.rate.observe(blocks * self._slot_bytes, seconds)
+
+    def note_lookup(self, seconds: float) -> None:
+        known = self.lookup_seconds
+        self.lookup_seconds = seconds if known is None else (1 - _WEIGHT) * known + _WEIGHT * seconds
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """The model has computed so many tokens of a prompt."""
+        if self._prefill_is_known or tokens <= 0 or seconds <= 0:
+            return
+        measured, known = tokens / seconds, self.prefill_rate
+        self.prefill_rate = measured if known is None else 1 / ((1 - _WEIGHT) / known + _WEIGHT / measured)
+
+    def compute_seconds(self, blocks: int) -> float | None:
+        """To compute so many blocks."""
+        if self.prefill_rate is None or self._block_tokens is None:
+            return None
+        return blocks * self._block_tokens / self.prefill_rate
+
+    def decide(self, fetched: int, computed: int, queued: int) -> Estimate:
+        """Whether to fetch `fetched` blocks, behind `queued` ones, instead of computing `computed` ones."""
+        compute = self.compute_seconds(computed)
+        if compute is None:
+            return Estimate(None, None, True, "the prefill speed is not known")
+        rate = self.rate.bytes_per_second
+        if rate is None:
+            return Estimate(None, compute, False, "the store has not been measured yet")
+        fetch = (self.lookup_seconds or 0.0) + (fetched + queued) * self._slot_bytes / rate
+        self.pays = fetch < (_LEAVE if self.pays else _ENTER) * compute
+        verdict = "pays" if self.pays else "does not pay"
+        reason = f"{fetched} blocks take {fetch:.3f} s to fetch and {compute:.3f} s to compute: a fetch {verdict}"
+        return Estimate(fetch, compute, self.pays, reason)
+
+    def wants_probe(self) -> bool:
+        """Whether to measure the store now, with a fetch of `PROBE_BLOCKS` for which nothing waits. Ask when a fetch
+        does not pay."""
+        now = self._clock()
+        if self._probe_at is not None and now < self._probe_at:
+            return False
+        self._probe_at = now + PROBE_SECONDS
+        return True
