@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -12,6 +12,7 @@ import click
 
 from kvstow.config import CopyStrategy
 from kvstow.errors import ConfigError, KvstowError, ProcessEndedError, SettingError
+from kvstow.tier.writepolicy import WRITE_MODES
 from kvstow_service.cli.failures import ExitCode
 from kvstow_service.process.stop import StopRequests
 from kvstow_service.replay.place import Place
@@ -23,14 +24,20 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from kvstow.config import EngineConfig
+    from kvstow.control.fleettier import TierSettings
+    from kvstow.tier.store import TierStore
+    from kvstow.tier.writepolicy import WriteMode
     from kvstow_service.replay.launcher import AttachedResult
+    from kvstow_service.replay.offload import Offload
     from kvstow_service.replay.pace import ReplayOptions
     from kvstow_service.replay.result import ReplayResult
+    from kvstow_service.replay.router import Routing
     from kvstow_service.replay.session import Session
     from kvstow_service.replay.trace import TraceRequest
 
 _SLOT_SIZE = "256KiB"
 _POOL_SLOTS = 1000
+_PATIENCE = 60.0  # seconds
 
 
 @click.command()
@@ -60,6 +67,15 @@ _POOL_SLOTS = 1000
 @click.option("--time-scale", type=float, help="Start requests by their timestamps, this many times as fast.")
 @click.option("--concurrency", type=int, default=1, show_default=True, help="Requests in flight at once.")
 @click.option("--kv-blocks", type=int, help="Blocks of the device's KV cache. Default: what the trace needs.")
+@click.option(
+    "--tier", metavar="URL", help="Store under the pools: memory: or memory:SIZE, in this process. Default: none."
+)
+@click.option("--tier-write", help=f"What goes to the tier: {', '.join(WRITE_MODES)}. Default: through.")
+@click.option(
+    "--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes, each with a pool of its own."
+)
+@click.option("--routing", help="With --nodes: send a request to the longest prefix, or random. Default: prefix.")
+@click.option("--prefill-rate", type=float, help="Tokens per second that each node computes. Default: in no time.")
 @click.option("--no-data", is_flag=True, help="Replay the control plane only; move no bytes.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def replay(
@@ -78,6 +94,11 @@ def replay(
     time_scale: float | None,
     concurrency: int,
     kv_blocks: int | None,
+    tier: str | None,
+    tier_write: str | None,
+    nodes: int,
+    routing: str | None,
+    prefill_rate: float | None,
     no_data: bool,
     as_json: bool,
 ) -> None:
@@ -89,6 +110,10 @@ def replay(
     With --attach each engine is a process, and so is each of its ranks. They go on without the service while it is
     away, and an engine that dies is started again. Engines of equal slot size and ranks share what they store.
 
+    With --tier, blocks that are not in the pool may come from a store that all nodes share. With --nodes, one
+    dispatcher sends one request at a time, in the order of the trace, so that hit ratios repeat. With --prefill-rate, a
+    fetch has to be faster than computing the same blocks.
+
     Exit codes: 0 all loaded bytes were correct, 1 some were not, 2 bad input or not enough memory.
     """
     from kvstow.attach.connection import socket_path
@@ -96,10 +121,13 @@ def replay(
     from kvstow_service.replay.driver import blocks_needed
     from kvstow_service.replay.pace import ReplayOptions
     from kvstow_service.replay.trace import BLOCK_TOKENS, read_trace
+    from kvstow_service.tiers.opening import open_store
 
     result: ReplayResult | AttachedResult
     try:
         _check_attach(attach, engines, policy, device, no_data=no_data)
+        _check_nodes(nodes, routing, concurrency, rate, time_scale)
+        _check_tier(tier, tier_write, nodes, attach, device, no_data=no_data)
         cut = _shape(shape, slot_size)
         place = Place(cast(DeviceName, device), cut, cast(CopyStrategy, copy_strategy))  # it checks both
         config = EngineConfig(
@@ -109,12 +137,17 @@ def replay(
             policy=policy or "lru",
             block_tokens=BLOCK_TOKENS,
         )
-        options = ReplayOptions(concurrency=concurrency, rate=rate, time_scale=time_scale)
+        options = ReplayOptions(concurrency=concurrency, rate=rate, time_scale=time_scale, prefill_rate=prefill_rate)
+        store = None if tier is None else open_store(tier, "--tier")
+        settings = _tier_settings(tier_write, prefill_rate)
         path = None if attach is None else _socket(socket_path, attach)
         found = read_trace(trace, limit=requests)
         blocks = kv_blocks or blocks_needed(found, concurrency)
-        if path is None:
-            result = _run(config, options, found, blocks, None if no_data else place)
+        if nodes > 1:
+            way = cast("Routing", routing or "prefix")
+            result = _run_fleet(config, nodes, way, store, settings, options, found, blocks, place)
+        elif path is None:
+            result = _run(config, options, found, blocks, None if no_data else place, store, settings)
         else:
             wanted = 0 if pool_slots is None else pool_slots * cut.slot_bytes * ranks
             result = _run_attached(path, engines or 1, place, cut, ranks, blocks, wanted, found, options)
@@ -145,6 +178,48 @@ def _check_attach(attach: str | None, engines: int | None, policy: str | None, d
         raise SettingError("--no-data", True, "cannot be used with --attach: attached ranks move bytes")
 
 
+def _check_nodes(
+    nodes: int, routing: str | None, concurrency: int, rate: float | None, time_scale: float | None
+) -> None:
+    """Raises `SettingError` for options that contradict --nodes, or need it."""
+    if nodes == 1:
+        if routing is not None:
+            raise SettingError("--routing", routing, "needs --nodes")
+        return
+    for option, value in (("--rate", rate), ("--time-scale", time_scale)):
+        if value is not None:
+            raise SettingError(option, value, "cannot be used with --nodes: one request is served at a time")
+    if concurrency > 1:
+        raise SettingError("--concurrency", concurrency, "cannot be used with --nodes: one request is served at a time")
+
+
+def _check_tier(
+    tier: str | None, write: str | None, nodes: int, attach: str | None, device: str, *, no_data: bool
+) -> None:
+    """Raises `SettingError` for options that contradict --tier or --nodes, or need --tier."""
+    if tier is None and write is not None:
+        raise SettingError("--tier-write", write, "needs --tier")
+    option, value = ("--tier", tier) if tier is not None else ("--nodes", nodes if nodes > 1 else None)
+    if value is None:
+        return
+    if attach is not None:
+        raise SettingError("--attach", attach, f"cannot be used with {option}: the pool is the service's")
+    if no_data:
+        raise SettingError("--no-data", True, f"cannot be used with {option}: ranks move bytes")
+    if device == "jax":
+        raise SettingError("--device", device, f"cannot be used with {option}")
+
+
+def _tier_settings(write: str | None, prefill_rate: float | None) -> TierSettings:
+    """Without a prefill rate every fetch pays and is waited for, so that hit ratios do not depend on the machine."""
+    from kvstow.control.fleettier import TierSettings
+
+    mode = cast("WriteMode", write or "through")
+    if prefill_rate is None:
+        return TierSettings(write=mode, deadline=_PATIENCE, lookup_wait=_PATIENCE)
+    return TierSettings(write=mode, prefill_rate=prefill_rate)
+
+
 def _socket(parse: Callable[[str], Path], attach: str) -> Path:
     try:
         return parse(attach)
@@ -166,13 +241,16 @@ def _run(
     requests: list[TraceRequest],
     blocks: int,
     place: Place | None,
+    store: TierStore | None,
+    settings: TierSettings,
 ) -> ReplayResult:
     """`place`: None replays the control plane alone."""
     from kvstow_service.replay.driver import ReplayDriver
     from kvstow_service.replay.offload import EmbeddedOffload
     from kvstow_service.replay.session import local_session, simulated_session
+    from kvstow_service.replay.tieredoffload import fingerprint_of, tiered_offload
 
-    with StopRequests() as stops, _progress() as progress:
+    with StopRequests() as stops, _progress() as progress, ExitStack() as stack:
         replayed = progress.add_task("replaying", total=len(requests), start=False)
         session: AbstractContextManager[Session]
         if place is None:
@@ -185,20 +263,62 @@ def _run(
                 place=place,
                 stop=stops.requested,
                 on_pinned=lambda slots: progress.update(pinned, completed=slots),
+                shared=store is not None,
             )
-        with session as parts:
+        parts = stack.enter_context(session)
+        offload: Offload = EmbeddedOffload(parts.engine)
+        wait = parts.wait
+        if store is not None and place is not None:
+            fingerprint = fingerprint_of(place.shape or even_shape(config.slot_bytes), config.num_ranks)
+            tiered = stack.enter_context(tiered_offload(parts.engine, parts.ranks, store, settings, fingerprint))
+            offload, wait = tiered, tiered.wait
+        progress.start_task(replayed)
+        driver = ReplayDriver(
+            offload,
+            parts.workers,
+            parts.kv,
+            requests,
+            options,
+            kv_blocks=blocks,
+            on_request=lambda count: progress.update(replayed, completed=count),
+            wait=wait,
+        )
+        return driver.run(stops.requested)
+
+
+def _run_fleet(
+    config: EngineConfig,
+    nodes: int,
+    routing: Routing,
+    store: TierStore | None,
+    settings: TierSettings,
+    options: ReplayOptions,
+    requests: list[TraceRequest],
+    blocks: int,
+    place: Place,
+) -> ReplayResult:
+    from kvstow_service.replay.fleet import local_fleet
+
+    with StopRequests() as stops, _progress() as progress:
+        pinned = progress.add_task("pinning", total=config.capacity_slots * nodes)
+        replayed = progress.add_task("replaying", total=len(requests), start=False)
+        with local_fleet(
+            config,
+            nodes,
+            routing,
+            store,
+            settings,
+            options,
+            kv_blocks=blocks,
+            requests=requests,
+            stop=stops.requested,
+            place=place,
+            on_pinned=lambda slots: progress.update(pinned, completed=slots),
+        ) as fleet:
             progress.start_task(replayed)
-            driver = ReplayDriver(
-                EmbeddedOffload(parts.engine),
-                parts.workers,
-                parts.kv,
-                requests,
-                options,
-                kv_blocks=blocks,
-                on_request=lambda count: progress.update(replayed, completed=count),
-                wait=parts.wait,
+            return fleet.run(
+                requests, stops.requested, on_request=lambda count: progress.update(replayed, completed=count)
             )
-            return driver.run(stops.requested)
 
 
 def _run_attached(

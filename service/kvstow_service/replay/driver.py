@@ -48,6 +48,19 @@ class RankWorker(Protocol):
     def wait_completions(self, timeout: float) -> bool: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """The model has computed a request's blocks when `moment` has come."""
+
+    moment: float
+    value: None = None
+    error: None = None
+
+    @property
+    def done(self) -> bool:
+        return time.monotonic() >= self.moment
+
+
 class Position(NamedTuple):
     """How far a replay is: the numbers of the requests in flight, and of the next one to start."""
 
@@ -70,6 +83,7 @@ class _Job:
     hold: Awaited[Lease] | None = None
     go_on: Callable[[], bool] | None = None
     loaded: int = 0
+    started: float = 0.0
 
 
 @dataclass(slots=True)
@@ -122,6 +136,8 @@ class ReplayDriver:
         self._unverified: deque[tuple[int, int, float]] = deque()
         """Blocks, bytes and seconds of loads that are being verified, in order."""
         self._tally = Tally()
+        self._model_is_free = 0.0
+        """When the model has computed what it has been given."""
         self._started = self._ended = 0.0
 
     @property
@@ -217,6 +233,8 @@ class ReplayDriver:
     def _wait(self, stop: threading.Event) -> None:
         may_admit = not stop.is_set() and self._may_admit()
         timeout = max(0.0, min(_WAIT, self._seconds_to_due())) if may_admit else _WAIT
+        if (left := self._model_is_free - time.monotonic()) > 0:
+            timeout = min(timeout, left)
         if self._wait_for_news is not None:
             self._wait_for_news(timeout)
             return
@@ -241,7 +259,7 @@ class ReplayDriver:
     # The life of a request.
 
     def _start(self, number: int, request: TraceRequest) -> None:
-        job = _Job(number, request.keys(), self._free.take(len(request.hash_ids)))
+        job = _Job(number, request.keys(), self._free.take(len(request.hash_ids)), started=time.monotonic())
         self._jobs[number] = job
         self._tally.blocks += len(job.keys)
         if not number:
@@ -285,7 +303,14 @@ class ReplayDriver:
         self._plan_op(op, job)
 
     def _store(self, job: _Job) -> None:
-        """Compute what was not loaded, and store it; the engine skips what another request has stored meanwhile."""
+        """Compute what was not loaded, then store it; the engine skips what another request has stored meanwhile."""
+        now = time.monotonic()
+        seconds = self._options.prefill_seconds(len(job.keys) - job.loaded)
+        self._model_is_free = max(self._model_is_free, now) + seconds
+        self._ask(job, _Computed(self._model_is_free if seconds else now), self._computed)
+
+    def _computed(self, job: _Job, _: None) -> None:
+        self._tally.request_seconds += time.monotonic() - job.started
         keys, blocks = job.keys[job.loaded :], job.blocks[job.loaded :]
         self._kv.compute(keys, blocks)
         if keys:

@@ -10,6 +10,7 @@ from kvstow.errors import LeaseError
 from kvstow.keys import BlockKey
 from kvstow.messages import Completion, Op
 from kvstow.results import Awaited, Given, Lease, Settled, StoreGrant
+from kvstow.tier.tierstatus import TierStatus
 
 
 class PoolFigures(NamedTuple):
@@ -18,6 +19,7 @@ class PoolFigures(NamedTuple):
     slots: int
     policy: str | None = None
     evicted_blocks: int | None = None
+    tier: TierStatus | None = None
 
 
 class Offload(Protocol):
@@ -57,7 +59,7 @@ class EmbeddedOffload:
     def step(self) -> None:
         """The engine's host ticks it."""
 
-    def find(self, keys: Sequence[BlockKey]) -> Given[Lease]:
+    def find(self, keys: Sequence[BlockKey]) -> Awaited[Lease]:
         return Given(self._engine.acquire(keys))
 
     def hold(self, keys: Sequence[BlockKey]) -> Given[Lease]:

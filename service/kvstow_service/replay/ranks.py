@@ -22,6 +22,7 @@ class LocalRank:
     """One rank whose data plane lives in this process. Owns all it names."""
 
     worker: DataPlane
+    pool: HostPool
     layout: KVLayout
     kv: RankKV
 
@@ -59,6 +60,6 @@ def build_rank(rank: int, config: PoolConfig, kv_blocks: int, place: Place = ON_
         device = cache.make_device(pool)
         undo.callback(device.close)
         launcher = cast(Launcher, device) if cache.launches else None
-        local = LocalRank(DataPlane(rank, pool, device, launcher=launcher), layout, cache.kv)
+        local = LocalRank(DataPlane(rank, pool, device, launcher=launcher), pool, layout, cache.kv)
         undo.pop_all()
     return local

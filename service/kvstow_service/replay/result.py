@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvstow.keys import format_key
+from kvstow.tier.tierstatus import TierStatus
 from kvstow_service.replay.kv import Mismatch
 from kvstow_service.replay.offload import PoolFigures
 
@@ -25,7 +26,8 @@ class ReplayResult:
     stored; `mismatches`: (block, rank) pairs with any wrong byte. `dropped_stores`: blocks that found no slot, by
     reason in `drops`. `failed_loads`: blocks whose load failed and which were computed again; `failed_stores`:
     blocks that stayed unpublished. `abandoned`: requests cut off by a stop. `seconds`: wall clock.
-    `policy` and `evicted_blocks` are of the pool, and None where the node service has it.
+    `policy` and `evicted_blocks` are of the pool, and None where the node service has it. `mean_request_seconds`: from
+    the start of a request until its last block is loaded or computed. `tier`: what the fleet tier did, if there is one.
     """
 
     requests: int
@@ -51,6 +53,8 @@ class ReplayResult:
     policy: str | None
     ranks: int
     slots: int
+    mean_request_seconds: float = 0.0
+    tier: TierStatus | None = None
 
     @property
     def ok(self) -> bool:
@@ -84,6 +88,8 @@ class Tally:
     abandoned: int = 0
     first_blocks: int = 0
     first_hit_blocks: int = 0
+    request_seconds: float = 0.0
+    """From the start of each request until its last block was loaded or computed."""
 
     def add(self, other: Tally) -> None:
         """Add the figures of a replay that came after this one, or ran beside it."""
@@ -125,6 +131,8 @@ class Tally:
             policy=pool.policy,
             ranks=ranks,
             slots=pool.slots,
+            mean_request_seconds=self.request_seconds / self.requests if self.requests else 0.0,
+            tier=pool.tier,
         )
 
 

@@ -18,7 +18,7 @@ from kvstow.messages import DesiredState, RankReport
 from kvstow_service.replay.driver import RankWorker
 from kvstow_service.replay.kv import KVCache, LocalKV, NoKV
 from kvstow_service.replay.place import ON_CPU, Place
-from kvstow_service.replay.ranks import build_ranks
+from kvstow_service.replay.ranks import LocalRank, build_ranks
 from kvstow_service.replay.simulated import SimulatedWorker
 
 _POLL = 0.01
@@ -36,12 +36,13 @@ class ReportingWorker(RankWorker, Protocol):
 @dataclass(frozen=True, slots=True)
 class Session:
     """What a replay needs, with all slots usable. Owned by the context manager that gave it. `wait`: how the driver
-    waits, where the ranks need turns of its thread meanwhile."""
+    waits, where the ranks need turns of its thread meanwhile. `ranks`: those of the workers that have memory."""
 
     engine: OffloadEngine
     workers: Sequence[ReportingWorker]
     kv: KVCache
     wait: Callable[[float], None] | None = None
+    ranks: Sequence[LocalRank] = ()
 
 
 @contextmanager
@@ -63,13 +64,15 @@ def local_session(
     stop: threading.Event,
     place: Place = ON_CPU,
     on_pinned: Callable[[int], None] | None = None,
+    shared: bool = False,
 ) -> Iterator[Session]:
     """Ranks in this process. Returns when every slot is usable, so that figures repeat, or when `stop` is set.
 
-    `on_pinned` hears the number of usable slots while it waits. Raises `InsufficientMemoryError` or `PinError`
-    where the pool cannot be made, and what `make_cache` raises.
+    `on_pinned` hears the number of usable slots while it waits. `shared`: see `PoolConfig`. Raises
+    `InsufficientMemoryError` or `PinError` where the pool cannot be made, and what `make_cache` raises.
     """
-    pool = PoolConfig(slot_bytes=config.slot_bytes, pool_bytes=config.slot_bytes * config.capacity_slots)
+    pool_bytes = config.slot_bytes * config.capacity_slots
+    pool = PoolConfig(slot_bytes=config.slot_bytes, pool_bytes=pool_bytes, shared=shared)
     with ExitStack() as stack:
         engine = OffloadEngine(config)
         stack.callback(engine.close)
@@ -87,7 +90,7 @@ def local_session(
                 break
             time.sleep(_POLL)
         wait = partial(_wait, workers) if place.device == "jax" else None
-        yield Session(engine, workers, LocalKV([rank.kv for rank in ranks]), wait)
+        yield Session(engine, workers, LocalKV([rank.kv for rank in ranks]), wait, ranks)
 
 
 def _wait(workers: Sequence[DataPlane], seconds: float) -> None:
