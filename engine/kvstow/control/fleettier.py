@@ -22,7 +22,7 @@ from kvstow.tier.lookupthread import LookupResult, LookupThread
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import MAX_BATCH_BYTES, MAX_BATCH_OBJECTS, LookupClient
 from kvstow.tier.tierstatus import TierCounters, TierState, TierStatus
-from kvstow.tier.writepolicy import WriteMode, WritePolicy
+from kvstow.tier.writepolicy import WRITE_MODES, WriteMode, WritePolicy
 
 logger = logging.getLogger("kvstow.tier")
 
@@ -48,6 +48,8 @@ class TierSettings:
     replicated: bool = False
 
     def __post_init__(self) -> None:
+        if self.write not in WRITE_MODES:
+            raise ConfigError("write", self.write, " or ".join(WRITE_MODES))
         for name in ("deadline", "lookup_wait"):
             if not getattr(self, name) > 0:
                 raise ConfigError(name, getattr(self, name), "more than 0 seconds")

@@ -6,8 +6,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
-from kvstow.errors import ConfigError
-
 WriteMode = Literal["through", "selective", "back"]
 WRITE_MODES: tuple[WriteMode, ...] = get_args(WriteMode)
 
@@ -27,8 +25,6 @@ class WritePolicy:
 
     def __init__(self, mode: WriteMode, max_queued: int, max_seen: int, clock: Callable[[], float]) -> None:
         """`max_queued`: blocks that wait. `max_seen`: blocks whose uses are remembered, for `selective`."""
-        if mode not in WRITE_MODES:
-            raise ConfigError("write", mode, " or ".join(WRITE_MODES))
         self.mode = mode
         self._max_queued, self._max_seen, self._clock = max_queued, max_seen, clock
         self._noted: deque[tuple[bool, Sequence[bytes]]] = deque()

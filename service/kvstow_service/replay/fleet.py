@@ -55,7 +55,7 @@ class Fleet:
     """One dispatcher in the order of the trace, and one request at a time, so that figures repeat."""
 
     def __init__(self, nodes: Sequence[Node], routing: Routing, clock: TraceClock) -> None:
-        self._nodes, self._clock = nodes, clock
+        self.nodes, self._clock = nodes, clock
         self._router = Router(len(nodes), routing, lambda node, keys: nodes[node].session.engine.lookup(keys))
 
     def run(
@@ -70,14 +70,14 @@ class Fleet:
             if stop.is_set():
                 break
             self._clock.now = request.timestamp / 1000
-            self._nodes[self._router.node_for(request)].serve(request, stop)
+            self.nodes[self._router.node_for(request)].serve(request, stop)
             if on_request is not None:
                 on_request(number)
         total = Tally()
-        for node in self._nodes:
+        for node in self.nodes:
             total.add(node.driver.tally)
-        figures = _together([node.offload.figures() for node in self._nodes])
-        ranks = len(self._nodes[0].session.workers)
+        figures = _together([node.offload.figures() for node in self.nodes])
+        ranks = len(self.nodes[0].session.workers)
         return total.freeze(figures, seconds=time.monotonic() - started, ranks=ranks)
 
 

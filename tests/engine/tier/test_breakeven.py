@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+
+from kvstow.testing.fakes import FakeClock
+from kvstow.tier.breakeven import PROBE_SECONDS, BreakEven
+
+SLOT = 1000
+TOKENS = 10
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def even(clock: FakeClock) -> BreakEven:
+    """Computes a block in 0.1 s, so it breaks even at 10,000 bytes per second."""
+    return BreakEven(SLOT, TOKENS, clock, prefill_rate=100.0)
+
+
+def measure(even: BreakEven, bytes_per_second: float) -> None:
+    for _ in range(100):
+        even.note_fetch(1, SLOT / bytes_per_second)
+
+
+def test_a_fetch_pays_while_the_prefill_speed_is_unknown(clock: FakeClock) -> None:
+    assert BreakEven(SLOT, TOKENS, clock).decide(5, 5, 0).pays
+    assert BreakEven(SLOT, None, clock, prefill_rate=100.0).decide(5, 5, 0).pays
+
+
+def test_no_request_waits_for_a_store_that_was_not_measured(even: BreakEven) -> None:
+    estimate = even.decide(5, 5, 0)
+    assert not estimate.pays
+    assert estimate.compute_seconds == pytest.approx(0.5)
+    assert "not been measured" in estimate.reason
+
+
+def test_the_decision_compares_times(even: BreakEven) -> None:
+    measure(even, 20_000)
+    estimate = even.decide(5, 5, 0)
+    assert estimate.pays
+    assert estimate.fetch_seconds == pytest.approx(0.25)
+    assert estimate.reason == "5 blocks take 0.250 s to fetch and 0.500 s to compute: a fetch pays"
+    assert not even.decide(5, 5, queued=6).pays, "the fetch would wait for others"
+    assert even.decide(2, 5, 0).pays, "a few missing blocks make the others useful"
+    even.note_lookup(0.3)
+    assert not even.decide(5, 5, 0).pays
+
+
+def test_near_the_break_even_the_decision_stays(even: BreakEven) -> None:
+    measure(even, 11_000)
+    assert even.decide(5, 5, 0).pays
+    measure(even, 9_000)
+    assert not even.decide(5, 5, 0).pays
+    measure(even, 11_000)
+    assert not even.decide(5, 5, 0).pays, "not much quicker than computing"
+    measure(even, 13_000)
+    assert even.decide(5, 5, 0).pays
+    measure(even, 11_000)
+    assert even.decide(5, 5, 0).pays
+
+
+def test_the_prefill_speed_is_measured_unless_it_is_known(clock: FakeClock, even: BreakEven) -> None:
+    measured = BreakEven(SLOT, TOKENS, clock)
+    measured.note_prefill(50, 0.5)
+    even.note_prefill(50, 50.0)
+    for one in (measured, even):
+        assert one.compute_seconds(5) == pytest.approx(0.5)
+    measured.note_prefill(0, 0.5)
+    measured.note_prefill(100, 0.5)
+    assert 0.4 < (measured.compute_seconds(5) or 0) < 0.5
+
+
+def test_the_store_is_measured_now_and_then_while_no_fetch_pays(even: BreakEven, clock: FakeClock) -> None:
+    assert even.wants_probe()
+    assert not even.wants_probe()
+    clock.advance(PROBE_SECONDS)
+    assert even.wants_probe()

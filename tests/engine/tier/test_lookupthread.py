@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from tests.engine.conftest import Eventually
+
+from kvstow.errors import TierUnavailableError
+from kvstow.testing.fakes import FakeClock
+from kvstow.testing.tier import ControlledStore
+from kvstow.tier.lookups import LookupTable
+from kvstow.tier.lookupthread import LookupResult, LookupThread
+from kvstow.tier.objectname import ObjectName
+
+
+def name_of(key: bytes) -> ObjectName:
+    return ObjectName("f", key, 0, 2)
+
+
+@pytest.fixture
+def store() -> ControlledStore:
+    store = ControlledStore()
+    store.put(str(name_of(b"\0\0a")), b"x")
+    return store
+
+
+@pytest.fixture
+def table() -> LookupTable:
+    return LookupTable(FakeClock())
+
+
+@pytest.fixture
+def lookups(store: ControlledStore, table: LookupTable) -> Iterator[LookupThread]:
+    thread = LookupThread(table, store.open_lookups())
+    yield thread
+    store.lookups.open()
+    thread.close()
+
+
+def results(lookups: LookupThread, count: int, eventually: Eventually) -> list[LookupResult]:
+    found: list[LookupResult] = []
+
+    def have_come() -> bool:
+        found.extend(lookups.take_results())
+        return len(found) >= count
+
+    eventually(have_come)
+    return found
+
+
+KEYS = [b"\0\0a", b"\0\0b"]
+
+
+def test_the_answer_comes_on_another_thread(
+    lookups: LookupThread, table: LookupTable, store: ControlledStore, eventually: Eventually
+) -> None:
+    store.lookups.shut()
+    table.presence(KEYS)
+    assert lookups.ask(name_of)
+    assert not lookups.ask(name_of), "one question at a time"
+    store.lookups.wait_arrived(1)
+    assert table.presence(KEYS) == [None, None]
+    store.lookups.open()
+    (result,) = results(lookups, 1, eventually)
+    assert (result.is_probe, result.keys, result.error) == (False, 2, None)
+    assert table.presence(KEYS) == [True, False]
+    assert store.batches == [("exists", 2)]
+
+
+@pytest.mark.parametrize("error", [TierUnavailableError("no master"), ZeroDivisionError("defect")])
+def test_no_answer_means_that_nothing_was_found(
+    lookups: LookupThread,
+    table: LookupTable,
+    store: ControlledStore,
+    eventually: Eventually,
+    error: Exception,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store.error = error
+    table.presence(KEYS)
+    with caplog.at_level(logging.ERROR, "kvstow.tier"):
+        lookups.ask(name_of)
+        (result,) = results(lookups, 1, eventually)
+    assert str(error) in (result.error or "")
+    assert ("unexpected" in caplog.text) == isinstance(error, ZeroDivisionError)
+    assert table.presence(KEYS) == [False, False]
+    store.error = None
+    table.presence([b"\0\0c"])
+    lookups.ask(name_of)
+    assert results(lookups, 1, eventually)[0].error is None, "the thread goes on"
+
+
+def test_a_probe_asks_for_one_object(lookups: LookupThread, store: ControlledStore, eventually: Eventually) -> None:
+    lookups.probe("f")
+    (result,) = results(lookups, 1, eventually)
+    assert (result.is_probe, result.keys, result.error) == (True, 1, None)
+
+
+def test_closing_ends_the_thread_and_is_idempotent(lookups: LookupThread) -> None:
+    lookups.close()
+    lookups.close()

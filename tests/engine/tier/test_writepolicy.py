@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from kvstow.testing.fakes import FakeClock
+from kvstow.tier.writepolicy import WriteMode, WritePolicy
+
+A, B, C, D = b"a", b"b", b"c", b"d"
+
+
+def policy(mode: WriteMode, clock: FakeClock | None = None) -> WritePolicy:
+    return WritePolicy(mode, max_queued=3, max_seen=3, clock=clock or FakeClock())
+
+
+def test_through_puts_what_is_stored_once() -> None:
+    through = policy("through")
+    through.note_stored([A, B])
+    through.note_used([A])
+    through.note_stored([C])
+    assert through.has_work
+    assert through.take(2) == [A, B]
+    assert through.take(2) == [C]
+    assert not through.has_work
+
+
+def test_selective_puts_a_block_at_its_second_use() -> None:
+    selective = policy("selective")
+    selective.note_stored([A, B])
+    assert selective.take(9) == []
+    selective.note_used([A])
+    assert selective.take(9) == [A]
+    selective.note_used([A])
+    selective.note_stored([B])  # computed again
+    assert selective.take(9) == [B]
+
+
+def test_selective_remembers_so_many_blocks() -> None:
+    selective = policy("selective")
+    selective.note_stored([A, B, C, D])
+    selective.note_used([A, D])
+    assert selective.take(9) == [D]
+
+
+def test_back_puts_nothing_by_itself() -> None:
+    back = policy("back")
+    back.note_stored([A])
+    back.note_used([A])
+    assert back.take(9) == []
+    assert not back.has_work
+
+
+def test_the_oldest_block_is_dropped_for_a_new_one() -> None:
+    through = policy("through")
+    through.note_stored([A, B])
+    through.note_stored([C, D])
+    assert through.take(9) == [B, C, D]
+    assert through.dropped == 1
+
+
+def test_while_the_store_is_full_blocks_are_dropped_and_the_pauses_grow() -> None:
+    clock = FakeClock()
+    through = policy("through", clock)
+    for pause in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+        through.note_full()
+        through.note_stored([A])
+        clock.advance(pause - 0.1)
+        assert through.take(9) == []
+        clock.advance(0.1)
+        assert through.take(9) == []
+        through.note_stored([B])
+        assert through.take(9) == [B]
+    assert through.dropped == 7
+    through.note_put()
+    through.note_full()
+    clock.advance(1.0)
+    through.note_stored([C])
+    assert through.take(9) == [C]
+
+
+def test_forgotten_blocks_are_not_put() -> None:
+    modes: tuple[WriteMode, ...] = ("through", "selective")
+    for mode in modes:
+        one = policy(mode)
+        one.note_stored([A])
+        one.forget()
+        one.note_used([A])
+        assert one.take(9) == []
