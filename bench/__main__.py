@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import admin, attach, control, populate, startup, steps
+from bench import admin, attach, control, populate, startup, steps, tier
 from bench.machine import describe
 from bench.report import Table, write_section
 
 _ROOT = Path(__file__).parents[1]
-BENCHMARKS = ("control", "trace", "steps", "admin", "startup", "populate", "attach")
+BENCHMARKS = ("control", "trace", "steps", "admin", "startup", "populate", "attach", "tier")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +47,8 @@ def _run(name: str, options: argparse.Namespace) -> list[Table]:
         return startup.run(options.pools, options.repeats + 2, _say)
     if name == "attach":
         return attach.run(options.repeats, _say)
+    if name == "tier":
+        return tier.run(options.repeats, _say)
     return populate.run(options.repeats, _say)
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
 @contextmanager
-def running(name: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The module `name` as a program. Its input ends with the context, and so does the program: it is killed after an
-    error."""
+def running(name: str, *arguments: str, through: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+    """The module `name` as a program, started by the command `through` if there is one. Its input ends with the context,
+    and so does the program: it is killed after an error."""
     process = subprocess.Popen(
-        [sys.executable, "-m", name, *arguments],
+        [*through, sys.executable, "-m", name, *arguments],
         cwd=Path(__file__).parents[1],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -7,7 +7,6 @@ import mmap
 from typing import TYPE_CHECKING
 
 from kvstow_service.tiers.mooncake.childmessages import SlotPart
-from kvstow_service.tiers.mooncake.objectheader import HEADER_BYTES
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
@@ -71,20 +70,3 @@ class ChildMemory:
 
     def view(self, part: SlotPart) -> memoryview:
         return self._ranges[part.range_id].view[part.offset : part.offset + part.num_bytes]
-
-
-class HeaderPage:
-    """Registered room for the headers of one batch."""
-
-    def __init__(self, store: MooncakeDistributedStore, num_headers: int) -> None:
-        """Raises `RegistrationError`."""
-        self._page = Registered(store, -1, num_headers * HEADER_BYTES)
-
-    def address(self, index: int) -> int:
-        return self._page.address + index * HEADER_BYTES
-
-    def write(self, index: int, header: bytes) -> None:
-        self._page.view[index * HEADER_BYTES : (index + 1) * HEADER_BYTES] = header
-
-    def read(self, index: int) -> bytes:
-        return bytes(self._page.view[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from kvstow.tier.store import MAX_BATCH_OBJECTS
-from kvstow_service.tiers.mooncake.childmemory import ChildMemory, HeaderPage, RegistrationError
+from kvstow_service.tiers.mooncake.childmemory import ChildMemory, RegistrationError
 from kvstow_service.tiers.mooncake.childmessages import (
     CORRUPT,
     AddMemory,
@@ -35,7 +35,8 @@ from kvstow_service.tiers.mooncake.childmessages import (
     SlotPart,
 )
 from kvstow_service.tiers.mooncake.lane import Lane, lane_of
-from kvstow_service.tiers.mooncake.objectheader import HEADER_BYTES, find_mismatch, pack_header
+from kvstow_service.tiers.mooncake.objectbuffers import ObjectBuffers
+from kvstow_service.tiers.mooncake.objectheader import HEADER_BYTES
 
 _LOCAL_BUFFER_BYTES = 0  # for calls that copy: there are none
 
@@ -62,8 +63,8 @@ class StoreClient:
         self._config = ReplicateConfig()
         self._config.replica_num = connect.replicas
         self._memory = ChildMemory(self._store)
-        self._put_headers = HeaderPage(self._store, MAX_BATCH_OBJECTS)
-        self._get_headers = HeaderPage(self._store, MAX_BATCH_OBJECTS)
+        self._puts = ObjectBuffers(self._store, self._memory, MAX_BATCH_OBJECTS)
+        self._gets = ObjectBuffers(self._store, self._memory, MAX_BATCH_OBJECTS)
 
     def do(self, request: object, fds: Sequence[int]) -> Done | Refused:
         try:
@@ -95,33 +96,21 @@ class StoreClient:
         return ()
 
     def _put(self, objects: Sequence[SlotPart]) -> Sequence[int]:
-        names, addresses, sizes = self._buffers(objects, self._put_headers)
-        for index, part in enumerate(objects):
-            self._put_headers.write(index, pack_header(part.fingerprint, part.name, self._memory.view(part)))
-        return list(self._store.batch_put_from_multi_buffers(names, addresses, sizes, self._config))
+        names = [part.name for part in objects]
+        return list(self._store.batch_put_from_multi_buffers(names, *self._puts.fill(objects), self._config))
 
     def _get(self, objects: Sequence[SlotPart]) -> Sequence[int]:
-        names, addresses, sizes = self._buffers(objects, self._get_headers)
-        found = self._store.batch_get_into_multi_buffers(names, addresses, sizes)
+        names = [part.name for part in objects]
+        found = self._store.batch_get_into_multi_buffers(names, *self._gets.place(objects))
         return [
             code if code < 0 else self._verify(part, index, code)
             for index, (part, code) in enumerate(zip(objects, found, strict=True))
         ]
 
-    def _buffers(
-        self, objects: Sequence[SlotPart], headers: HeaderPage
-    ) -> tuple[list[str], list[list[int]], list[list[int]]]:
-        """Names, addresses and sizes: an object is a slot and its header."""
-        addresses = [[self._memory.address(part), headers.address(index)] for index, part in enumerate(objects)]
-        return [part.name for part in objects], addresses, [[part.num_bytes, HEADER_BYTES] for part in objects]
-
     def _verify(self, part: SlotPart, index: int, num_bytes: int) -> int:
         """0, or `CORRUPT` for an object that was then removed: the store would keep it, and refuse a better one."""
-        if num_bytes != part.num_bytes + HEADER_BYTES:
-            mismatch: str | None = "length"
-        else:
-            header = self._get_headers.read(index)
-            mismatch = find_mismatch(header, part.fingerprint, part.name, self._memory.view(part))
+        is_whole = num_bytes == part.num_bytes + HEADER_BYTES
+        mismatch = self._gets.take(index, part) if is_whole else "length"
         if mismatch is None:
             return 0
         code = self._store.remove(part.name, True)

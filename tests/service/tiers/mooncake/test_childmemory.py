@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from kvstow.memfd import create_memfd
-from kvstow_service.tiers.mooncake.childmemory import ChildMemory, HeaderPage, RegistrationError
+from kvstow_service.tiers.mooncake.childmemory import ChildMemory, RegistrationError
 from kvstow_service.tiers.mooncake.childmessages import SlotPart
 
 pytestmark = pytest.mark.tier
@@ -89,12 +89,3 @@ def test_memory_that_is_not_registered_is_not_mapped(memory: ChildMemory, store:
         memory.add(0, fd, BYTES, 0)
     with pytest.raises(LookupError):
         memory.address(part(0, 1))
-
-
-def test_a_page_of_headers(store: FakeStore) -> None:
-    page = HeaderPage(cast("Any", store), 4)
-    page.write(2, b"x" * 64)
-    assert page.read(2) == b"x" * 64
-    assert page.read(1) == page.read(3) == bytes(64)
-    assert page.address(2) - page.address(0) == 128
-    assert list(store.registered.values()) == [256]

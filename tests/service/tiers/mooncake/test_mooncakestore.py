@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
-from tests.engine.tier.storecontract import StoreContract
+from tests.engine.tier.storecontract import NUM_SLOTS, SLOT, TIMEOUT, Slots, StoreContract
 from tests.service.tiers.mooncake.cluster import Cluster
 
-from kvstow.tier.store import TierStore
+from kvstow.tier.objectname import ObjectName
+from kvstow.tier.store import TierStore, TransferClient
 from kvstow_service.tiers.mooncake.mooncakestore import MooncakeStore
+
+STAGED_BYTES = 128 << 10  # `objectbuffers.STAGED_BYTES`, which only a child imports
 
 pytestmark = pytest.mark.tier
 
@@ -14,3 +19,23 @@ class TestMooncakeStore(StoreContract):
     @pytest.fixture
     def tier(self, shared_cluster: Cluster) -> TierStore:
         return MooncakeStore(shared_cluster.location)
+
+    def test_small_and_large_objects_in_one_batch(
+        self, transfers: TransferClient, slots: Slots, name: Callable[..., ObjectName]
+    ) -> None:
+        """Small slots are copied in the child; large ones are moved from where they are."""
+        sizes = [STAGED_BYTES - SLOT, STAGED_BYTES, STAGED_BYTES + SLOT, SLOT, 1, STAGED_BYTES + 1]
+        firsts = [0, 3, 11, 30, 31, 33]
+        puts = [slots.object(name(at), first, size) for at, (first, size) in enumerate(zip(firsts, sizes, strict=True))]
+        assert transfers.put(puts, TIMEOUT) == ["stored"] * len(puts)
+        for at, (first, size) in enumerate(zip(firsts, sizes, strict=True)):
+            before = [slots.read(slot) for slot in range(NUM_SLOTS)]
+            assert transfers.get([slots.object(name(at), 64 + first, size)], TIMEOUT) == ["found"]
+            whole = b"".join(before)
+            end = 64 * SLOT + first * SLOT + size
+            expected = whole[: end - size] + whole[first * SLOT : first * SLOT + size] + whole[end:]
+            assert b"".join(slots.read(slot) for slot in range(NUM_SLOTS)) == expected
+        gets = [
+            slots.object(name(at), 64 + first, size) for at, (first, size) in enumerate(zip(firsts, sizes, strict=True))
+        ]
+        assert transfers.get(gets, TIMEOUT) == ["found"] * len(puts)

@@ -1,0 +1,43 @@
+"""What the processes around Mooncake's library cost: KVStow's client against a bare loop over the library."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from statistics import median
+
+from bench.machine import wait_until_quiet
+from bench.program import answer_of, running
+from bench.report import Table, verdict
+
+SLOT_BYTES = (64 << 10, 256 << 10, 1 << 20, 2 << 20)
+_MOVED_BYTES = 256 << 20
+_BAR = 0.8
+_PATIENCE_SECONDS = 8.0
+
+# Mooncake listens on all addresses, and its processes end with the benchmark.
+_ALONE = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--mount-proc", "--kill-child")
+_WITH_LOOPBACK = ("sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+
+
+def run(repeats: int, say: Callable[[str], None]) -> list[Table]:
+    missing = [name for name in ("mooncake", "xxhash") if find_spec(name) is None]
+    if missing or shutil.which("unshare") is None:
+        say(f"tier, not run: {', '.join(missing or ['unshare'])} is missing (make test-tier installs what it needs)")
+        return []
+    rows = []
+    for slot_bytes in SLOT_BYTES:
+        busy = wait_until_quiet(_PATIENCE_SECONDS)
+        say(f"tier, slots of {slot_bytes >> 10} KiB, CPUs {busy:.0%} busy")
+        arguments = (str(slot_bytes), str(_MOVED_BYTES), str(3 * repeats))
+        with running("bench.tierprogram", *arguments, through=(*_ALONE, *_WITH_LOOPBACK)) as program:
+            found = answer_of(program)
+        for call in ("put", "get"):
+            ours, bare = found["ours"][call], found["bare"][call]
+            ratio = median(mine / other for mine, other in zip(ours, bare, strict=True))
+            bar = f"{_BAR:.1f}, {verdict(ratio >= _BAR)}"
+            rates = [f"{median(rates) / 1e9:.2f} GB/s" for rates in (ours, bare)]
+            rows.append([f"{call}, {slot_bytes >> 10} KiB", *rates, f"{ratio:.2f}", bar])
+    head = ["batches of 64 slots", "KVStow", "bare loop", "one to the other, same round", "bar"]
+    return [Table("Mooncake over TCP on one machine", head, rows)]
