@@ -13,8 +13,8 @@ from typing import Any
 
 @contextmanager
 def running(name: str, *arguments: str, through: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
-    """The module `name` as a program, started by the command `through` if there is one. Its input ends with the context,
-    and so does the program: it is killed after an error."""
+    """The module `name` as a program, started by the command `through` if there is one. Its input ends with the
+    context, and so does the program: it is killed after an error."""
     process = subprocess.Popen(
         [*through, sys.executable, "-m", name, *arguments],
         cwd=Path(__file__).parents[1],
