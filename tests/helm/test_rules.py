@@ -28,6 +28,10 @@ ALERTS: dict[str, dict[str, Any]] = {
 POD = {"namespace": "ml", "pod": "vllm-0", "instance": "10.0.0.7:9595"}
 OTHER = {"namespace": "ml", "pod": "vllm-1", "instance": "10.0.0.8:9595"}
 WHERE = "ml/vllm-0 (10.0.0.7:9595)"
+POOL = {**POD, "pool": "llama-0a1b2c", "model": "org/llama"}
+SECOND = {**POD, "pool": "qwen-5d6e7f", "model": "org/qwen"}
+"""Another pool of the same node."""
+OF_POOL = f"pool llama-0a1b2c of {WHERE}"
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,14 @@ def cases() -> Iterator[Case]:
     yield from admin_down()
     yield from expiring()
     yield from not_pinned()
+    yield from starving()
+    yield from orphaned()
+    yield from keeperless()
     yield from not_ready()
     yield from failing()
     yield from stuck()
+    yield from lost()
+    yield from rejected()
     yield from errors()
     yield from saturated()
     yield from dropped()
@@ -98,24 +107,68 @@ def expiring() -> Iterator[Case]:
 
 
 def not_pinned() -> Iterator[Case]:
-    name, rank = "KvstowPoolNotPinned", {**POD, "rank": "1"}
+    name, rank = "KvstowPoolNotPinned", {**POOL, "rank": "1"}
 
-    def progress(values: str) -> tuple[tuple[str, dict[str, str], str]]:
-        return (("kvstow_pin_progress_ratio", {**rank, "pool": "host"}, values),)
+    def progress(values: str) -> tuple[tuple[str, dict[str, str], str], ...]:
+        return ("kvstow_pin_progress_ratio", {**SECOND, "rank": "1"}, "1x60"), (
+            "kvstow_pin_progress_ratio",
+            rank,
+            values,
+        )
 
-    yield Case(name, 15, progress("0.5x60"), (rank, f"Pinning has stopped at 50% on rank 1 of {WHERE}."))
+    yield Case(name, 15, progress("0.5x60"), (rank, f"Pinning has stopped at 50% on rank 1, {OF_POOL}."))
     yield Case(name, 5, progress("0.5x60"))
     yield Case(name, 15, progress("0+0.01x60"))
     yield Case(name, 15, progress("1x60"))
-    yield Case(name, 40, progress("0+0.01x20 0.2x40"), (rank, f"Pinning has stopped at 20% on rank 1 of {WHERE}."))
+    yield Case(name, 40, progress("0+0.01x20 0.2x40"), (rank, f"Pinning has stopped at 20% on rank 1, {OF_POOL}."))
+
+
+def starving() -> Iterator[Case]:
+    name, gib = "KvstowPoolStarves", 1 << 30
+
+    def pool(granted: str, due: str, attached: str) -> tuple[tuple[str, dict[str, str], str], ...]:
+        return (
+            ("kvstow_pool_granted_bytes", POOL, granted),
+            ("kvstow_pool_due_bytes", POOL, due),
+            ("kvstow_sessions", {**POOL, "state": "attached"}, attached),
+            ("kvstow_sessions", {**POOL, "state": "lost"}, "1x60"),
+            ("kvstow_pool_granted_bytes", SECOND, f"{9 * gib}x60"),
+            ("kvstow_pool_due_bytes", SECOND, f"{9 * gib}x60"),
+            ("kvstow_sessions", {**SECOND, "state": "attached"}, "1x60"),
+        )
+
+    summary = f"Pool llama-0a1b2c of {WHERE} has 1GiB of memory, less than half of its fair share."
+    yield Case(name, 15, pool(f"{gib}x60", f"{4 * gib}x60", "1x60"), (POOL, summary))
+    yield Case(name, 15, pool(f"{3 * gib}x60", f"{4 * gib}x60", "1x60"))  # a row less
+    yield Case(name, 15, pool(f"{gib}x7 {4 * gib}x60", f"{4 * gib}x60", "1x60"))  # it waited for some minutes
+    yield Case(name, 15, pool("0x60", "0x60", "1x60"))
+    yield Case(name, 15, pool(f"{gib}x60", f"{4 * gib}x60", "0x60"))  # nobody uses it
+
+
+def orphaned() -> Iterator[Case]:
+    name, key = "KvstowOrphanedMemory", "kvstow_node_orphaned_bytes"
+    summary = f"2GiB of memory of an earlier service are still taken beside {WHERE}."
+    yield Case(name, 30, ((key, POD, f"{2 << 30}x60"),), (POD, summary))
+    yield Case(name, 30, ((key, POD, f"{2 << 30}x18 0x60"),))  # engines have handed it back
+    yield Case(name, 30, ((key, POD, "0x60"),))
+
+
+def keeperless() -> Iterator[Case]:
+    name, up, restarts = "KvstowKeeperGone", "kvstow_node_keeper_up", "kvstow_node_keeper_restarts_total"
+    fires = (POD, f"The keeper of {WHERE} is gone, or ends again and again.")
+    yield Case(name, 10, ((up, POD, "0x60"), (restarts, POD, "0x60")), fires)
+    yield Case(name, 40, ((up, POD, "1x60"), (restarts, POD, "0+1x60")), fires)
+    yield Case(name, 40, ((up, POD, "1x10 0x2 1x50"), (restarts, POD, "0x12 1x50")))  # it was replaced
+    yield Case(name, 40, (("kvstow_ready", POD, "1x60"),))  # there is to be none
 
 
 def not_ready() -> Iterator[Case]:
-    name, rank = "KvstowRankNotReady", {**POD, "rank": "1"}
-    summary = f"Rank 1 of {WHERE} does not report, or cannot pin or copy."
-    yield Case(name, 10, (("kvstow_rank_ready", rank, "0x20"),), (rank, summary))
-    yield Case(name, 10, (("kvstow_rank_ready", rank, "1x8 0x10"),))  # a restart that is short enough
-    yield Case(name, 10, (("kvstow_rank_ready", rank, "1x20"),))
+    name, rank = "KvstowRankNotReady", {**POOL, "rank": "1"}
+    summary = f"Rank 1, {OF_POOL} does not report, or cannot pin or copy."
+    other = ("kvstow_rank_ready", {**SECOND, "rank": "1"}, "1x20")
+    yield Case(name, 10, (other, ("kvstow_rank_ready", rank, "0x20")), (rank, summary))
+    yield Case(name, 10, (other, ("kvstow_rank_ready", rank, "1x8 0x10")))  # a restart that is short enough
+    yield Case(name, 10, (other, ("kvstow_rank_ready", rank, "1x20")))
 
 
 def failing() -> Iterator[Case]:
@@ -129,16 +182,47 @@ def failing() -> Iterator[Case]:
         yield Case(name, 10, (("kvstow_health_check", {**POD, "check": other, "probe": "readyz"}, "0x20"),))
 
 
+def sessions(state: str, values: str) -> tuple[tuple[str, dict[str, str], str], ...]:
+    """Engines of a pool in this state; all others are attached."""
+    attached = (("kvstow_sessions", {**pool, "state": "attached"}, "3x60") for pool in (POOL, SECOND))
+    well = ("kvstow_sessions", {**SECOND, "state": state}, "0x60")
+    return *attached, well, ("kvstow_sessions", {**POOL, "state": state}, values)
+
+
 def stuck() -> Iterator[Case]:
-    name = "KvstowTransfersStuck"
-    yield Case(name, 5, (("kvstow_transfers_stuck", POD, "2x10"),), (POD, f"2 transfers of {WHERE} are stuck."))
-    yield Case(name, 5, (("kvstow_transfers_stuck", POD, "0x10"),))
+    name = "KvstowSessionStuck"
+    fires = (POOL, f"Engines that are stuck, {OF_POOL}: 2.")
+    yield Case(name, 5, sessions("stuck", "2x10"), fires)
+    yield Case(name, 5, sessions("stuck", "0x10"))
+    yield Case(name, 5, sessions("lost", "2x10"))
+
+
+def lost() -> Iterator[Case]:
+    name = "KvstowSessionLost"
+    fires = (POOL, f"Engines that are gone and have left processes behind, {OF_POOL}: 1.")
+    yield Case(name, 20, sessions("lost", "1x30"), fires)
+    yield Case(name, 20, sessions("lost", "0x8 1x5 0x30"))  # its processes have ended
+    yield Case(name, 20, sessions("lost", "0x30"))
+    yield Case(name, 20, sessions("stuck", "1x30"))
+
+
+def rejected() -> Iterator[Case]:
+    name, key = "KvstowSessionRejected", "kvstow_rejected_connections_total"
+    version, other = {**POD, "reason": "version"}, (key, {**POD, "reason": "identity"}, "7x60")
+    yield Case(
+        name,
+        40,
+        (other, (key, version, "0+2x60")),
+        (version, f"{WHERE} rejects engines (version), 20 times within 10 minutes."),
+    )
+    yield Case(name, 40, (other, (key, version, "0x20 5x40")))  # once, as at a restart
+    yield Case(name, 40, (other, (key, version, "5x60")))
 
 
 def errors() -> Iterator[Case]:
-    name, load = "KvstowTransferErrors", {**POD, "direction": "load"}
+    name, load = "KvstowTransferErrors", {**POOL, "direction": "load"}
     failed, well = {**load, "result": "error"}, {**load, "result": "ok"}
-    fires = (load, f"11 transfers (load) of {WHERE} failed within 10 minutes.")
+    fires = (load, f"11 transfers (load) of {OF_POOL} failed within 10 minutes.")
     yield Case(name, 10, (("kvstow_transfers_total", failed, "0x5 11x20"),), fires)
     yield Case(name, 40, (("kvstow_transfers_total", failed, "0x5 11x60"),))  # over half an hour ago
     yield Case(name, 10, (("kvstow_transfers_total", failed, "0x20"), ("kvstow_transfers_total", well, "0+99x20")))
@@ -148,12 +232,12 @@ def saturated() -> Iterator[Case]:
     name = "KvstowQueueSaturated"
 
     def waits(direction: str, short: str, long: str) -> tuple[tuple[str, dict[str, str], str], ...]:
-        labels = {**POD, "direction": direction}
+        labels = {**POOL, "direction": direction}
         counts = {"1.0": short, "3.0": long, "+Inf": long}
         return tuple(("kvstow_transfer_queue_wait_seconds_bucket", {**labels, "le": le}, n) for le, n in counts.items())
 
-    summary = f"One load in ten of {WHERE} waits in the queue for 2.6s or longer."
-    yield Case(name, 30, waits("load", "0+60x60", "0+120x60"), (POD, summary))
+    summary = f"One load in ten of {OF_POOL} waits in the queue for 2.6s or longer."
+    yield Case(name, 30, waits("load", "0+60x60", "0+120x60"), (POOL, summary))
     yield Case(name, 30, waits("load", "0+110x60", "0+120x60"))
     yield Case(name, 30, waits("load", "0x60", "0x60"))
     yield Case(name, 30, waits("store", "0+60x60", "0+120x60"))
@@ -161,26 +245,26 @@ def saturated() -> Iterator[Case]:
 
 def dropped() -> Iterator[Case]:
     name, key = "KvstowStoreDropsHigh", "kvstow_store_blocks_total"
-    stored = (key, {**POD, "outcome": "stored"}, "0+80x60")
-    summary = "ml/vllm-0 (10.0.0.7:9595) drops 20% of the blocks offered to it: all slots are in use."
-    yield Case(name, 30, (stored, (key, {**POD, "outcome": "dropped_cpu_full"}, "0+20x60")), (POD, summary))
-    yield Case(name, 30, (stored, (key, {**POD, "outcome": "dropped_cpu_full"}, "0+2x60")))
-    yield Case(name, 30, (stored, (key, {**POD, "outcome": "skipped_already_cached"}, "0+900x60")))
+    stored = (key, {**POOL, "outcome": "stored"}, "0+80x60")
+    summary = f"Pool llama-0a1b2c of {WHERE} drops 20% of the blocks offered to it: all slots are in use."
+    yield Case(name, 30, (stored, (key, {**POOL, "outcome": "dropped_cpu_full"}, "0+20x60")), (POOL, summary))
+    yield Case(name, 30, (stored, (key, {**POOL, "outcome": "dropped_cpu_full"}, "0+2x60")))
+    yield Case(name, 30, (stored, (key, {**POOL, "outcome": "skipped_already_cached"}, "0+900x60")))
 
 
 def collapsed() -> Iterator[Case]:
     name = "KvstowHitRatioCollapsed"
     day = 26 * 60
-    asked = ("kvstow_query_tokens_total", POD, f"0+100x{2 * day}")
-    hits = {**POD, "source": "host"}
+    asked = ("kvstow_query_tokens_total", POOL, f"0+100x{2 * day}")
+    hits = {**POOL, "source": "host"}
     # In promtool's notation, a+bxn continues from a.
     fell = ("kvstow_hit_tokens_total", hits, f"0+60x{day} {60 * day}+15x{day}")
-    summary = "The hit ratio of ml/vllm-0 (10.0.0.7:9595) has fallen to 15%, less than half of the day before."
-    yield Case(name, day + 50, (asked, fell), (POD, summary))
+    summary = f"The hit ratio of {OF_POOL} has fallen to 15%, less than half of the day before."
+    yield Case(name, day + 50, (asked, fell), (POOL, summary))
     yield Case(name, day + 50, (asked, ("kvstow_hit_tokens_total", hits, f"0+60x{day} {60 * day}+40x{day}")))
-    night = ("kvstow_query_tokens_total", POD, f"0+100x{day} {100 * day}+10x{day}")
+    night = ("kvstow_query_tokens_total", POOL, f"0+100x{day} {100 * day}+10x{day}")
     yield Case(name, day + 50, (night, ("kvstow_hit_tokens_total", hits, f"0+60x{day} {60 * day}+1x{day}")))
-    idle = ("kvstow_query_tokens_total", POD, f"0+100x{day} {100 * day}x{day}")
+    idle = ("kvstow_query_tokens_total", POOL, f"0+100x{day} {100 * day}x{day}")
     yield Case(name, day + 50, (idle, ("kvstow_hit_tokens_total", hits, f"0+60x{day} {60 * day}x{day}")))
     few = ("kvstow_hit_tokens_total", hits, f"0+5x{day} {5 * day}x{day}")
     yield Case(name, day + 50, (asked, few))  # it was not worth much before
@@ -188,16 +272,16 @@ def collapsed() -> Iterator[Case]:
 
 def thrashing() -> Iterator[Case]:
     name = "KvstowThrashing"
-    usable = ("kvstow_pool_usable_blocks", {**POD, "pool": "host"}, "1000x60")
-    evicted = ("kvstow_evicted_blocks_total", {**POD, "pool": "host", "reason": "capacity"}, "0+150x60")
-    loads = {**POD, "direction": "load"}
-    summary = f"{WHERE} evicted 1.5k blocks in 10 minutes, more than the pool has slots, and loaded few."
-    yield Case(name, 45, (usable, evicted, ("kvstow_transfer_blocks_total", loads, "0+5x60")), (POD, summary))
+    usable = ("kvstow_pool_usable_blocks", POOL, "1000x60")
+    evicted = ("kvstow_evicted_blocks_total", {**POOL, "reason": "capacity"}, "0+150x60")
+    loads = {**POOL, "direction": "load"}
+    summary = f"Pool llama-0a1b2c of {WHERE} evicted 1.5k blocks in 10 minutes, more than it has slots, and loaded few."
+    yield Case(name, 45, (usable, evicted, ("kvstow_transfer_blocks_total", loads, "0+5x60")), (POOL, summary))
     yield Case(name, 45, (usable, evicted, ("kvstow_transfer_blocks_total", loads, "0+100x60")))
-    large = ("kvstow_pool_usable_blocks", {**POD, "pool": "host"}, "9000x60")
+    large = ("kvstow_pool_usable_blocks", POOL, "9000x60")
     yield Case(name, 45, (large, evicted, ("kvstow_transfer_blocks_total", loads, "0x60")))
-    purged = ("kvstow_evicted_blocks_total", {**POD, "pool": "host", "reason": "purge"}, "0+150x60")
-    few = ("kvstow_evicted_blocks_total", {**POD, "pool": "host", "reason": "capacity"}, "0+1x60")
+    purged = ("kvstow_evicted_blocks_total", {**POOL, "reason": "purge"}, "0+150x60")
+    few = ("kvstow_evicted_blocks_total", {**POOL, "reason": "capacity"}, "0+1x60")
     yield Case(name, 45, (usable, purged, few, ("kvstow_transfer_blocks_total", loads, "0x60")))
 
 

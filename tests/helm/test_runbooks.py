@@ -138,7 +138,7 @@ def test_every_check_of_readiness_has_an_alert() -> None:
         "ranks": "KvstowRankNotReady",
         "pool": "KvstowPoolNotPinned",
         "pinned": "KvstowPoolNotPinned",
-        "transfers": "KvstowTransfersStuck",
+        "transfers": "KvstowSessionStuck",
     }
     expressions = {rule["alert"]: rule["expr"] for rule in ALERTS}
     (others,) = re.findall(r'check=~"([^"]+)"', expressions["KvstowNotReady"])
