@@ -26,13 +26,15 @@ from kvstow_api.doctor import CHECKS, NODE_CHECKS
 from kvstow_api.embeddeddirectory import EmbeddedDirectory
 from kvstow_api.metrics.collector import Collector
 from kvstow_api.requests import HttpCounters
-from kvstow_api.views import StatsView
+from kvstow_api.views import SessionsView, StatsView
 from kvstow_service import environment
 from kvstow_service.admin.adminhost import make_api_host
 from kvstow_service.admin.adminoptions import AdminOptions
 from kvstow_service.admin.sockets import AdminSockets
 from kvstow_service.admin.ticker import Ticker
 from kvstow_service.cli import app
+from kvstow_service.cli.tables import LISTS
+from kvstow_service.node.attach.attachtally import REASONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "runbooks").glob("*.md"))
@@ -72,7 +74,7 @@ def app_state() -> AppState:
 @cache
 def node_state() -> AppState:
     """Of `kvstow serve`."""
-    node = FakeNode(FakeClock())
+    node = FakeNode(FakeClock(), rejected=dict.fromkeys(REASONS, 0))
     node.attach("pool")
     ticker = Ticker(OffloadEngine(EngineConfig(slot_bytes=64, capacity_slots=4)))
     checks = {"node": lambda: None}
@@ -109,7 +111,8 @@ def flags(command: click.Command) -> Iterator[str]:
 @cache
 def known() -> frozenset[str]:
     found = {*scraped(), *flags(app), *CHECKS, *NODE_CHECKS, *get_args(RankState), *POLICIES, *FOREIGN}
-    found |= {field.name for view in (StatsView, LookupStats, FaultStats) for field in fields(view)}
+    found |= {field.name for view in (StatsView, LookupStats, FaultStats, SessionsView) for field in fields(view)}
+    found |= {column.title for columns, _ in LISTS.values() for column in columns}
     found |= {one.code for one in vars(kvstow.errors).values() if isinstance(one, type) and hasattr(one, "code")}
     found |= {value for value in vars(environment).values() if isinstance(value, str)}
     found |= {rule["labels"]["severity"] for rule in ALERTS}
