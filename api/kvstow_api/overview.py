@@ -5,19 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from kvstow.bytesize import format_size
-from kvstow.stats import SLOT_STATES, EngineStats, PendingTransfers, PoolStats, SlotState
-from kvstow.status import BypassStatus, DrainStatus, MemoryStatus, RankStatus, Readiness, TransferStatus
+from kvstow.stats import DIRECTIONS, SLOT_STATES, EngineStats, PendingTransfers, PoolStats, SlotState
+from kvstow.status import BypassStatus, DrainStatus, TransferStatus
 from kvstow_api.history import METRICS, HistoryView, NowView, lines_of
 from kvstow_api.numberformat import counted, duration, percent, rate
-from kvstow_api.poolrows import PoolRow, pool_row
+from kvstow_api.poolrows import PoolRow, bypass_trouble, pool_row
 from kvstow_api.rankrows import RankRow, rank_rows
 from kvstow_api.sessionrows import SESSION_COLUMNS, SessionRow, session_row
-from kvstow_api.views import PoolView, SessionView, StatsView
+from kvstow_api.views import PoolView, RankView, ReadinessView, SessionView, StatsView, TransfersView
 
 NUM_OLDEST = 4
 """Transfers that the overview lists."""
@@ -35,18 +35,19 @@ _R = TypeVar("_R", PoolRow, SessionRow)
 
 class Readings(NamedTuple):
     """What the overview is made of, read at about the same time. `node`: engines attach to the server; otherwise it is
-    embedded in one. `asked`: the pool that the viewer has chosen. `pool`: of the pool that `pool_to_show` names."""
+    embedded in one. `asked`: the pool that the viewer has chosen. `transfers` and `pool` are of the pool that
+    `pool_to_show` names; without one, `transfers` are of all pools."""
 
     model: str | None
     mode: str
     version: str
     node: bool
-    readiness: Readiness
-    memory: MemoryStatus
+    readiness: ReadinessView
     drain: DrainStatus
     bypass: BypassStatus
     pools: Sequence[PoolView]
     sessions: Sequence[SessionView]
+    transfers: TransfersView
     asked: str | None
     pool: PoolReadings | None
 
@@ -55,8 +56,7 @@ class PoolReadings(NamedTuple):
     """Of one pool. `stats` has all sections."""
 
     stats: EngineStats | StatsView
-    ranks: Sequence[RankStatus]
-    oldest: Iterable[TransferStatus]
+    ranks: Sequence[RankView]
     history: HistoryView
 
 
@@ -119,6 +119,8 @@ class Overview:
     is_missing: bool
     sessions: tuple[SessionRow, ...]
     ranks: tuple[RankRow, ...]
+    pending: tuple[Row, ...]
+    oldest: tuple[Row, ...]
     pool: PoolOverview | None
 
     @property
@@ -135,8 +137,6 @@ class PoolOverview:
     slots: Mapping[str, int]
     hits: Chart
     bandwidth: Chart
-    pending: tuple[Row, ...]
-    oldest: tuple[Row, ...]
     evictions: tuple[Row, ...]
     drops: tuple[Row, ...]
     block_rates: str
@@ -155,6 +155,8 @@ def overview(given: Readings) -> Overview:
     is_missing = given.asked not in (None, *names)
     selected = None if given.pool is None else pool_to_show(names, given.asked)
     sessions = [session for session in given.sessions if selected in (None, session.pool)]
+    everywhere = [direction for direction in DIRECTIONS if getattr(given.bypass, direction)]
+    told = (given.readiness.reason, bypass_trouble(everywhere))
     paused = [pool.name for pool in given.pools if pool.pinning_paused]
     if given.pool is None:
         ranks = tuple(rank for rank in rank_rows(given.readiness.ranks) if rank.trouble)
@@ -166,12 +168,14 @@ def overview(given: Readings) -> Overview:
         reason=given.readiness.reason,
         switches=tuple(switches(given.drain, given.bypass, paused, several=len(names) > 1)),
         memory=_memory(given),
-        pools=tuple(pool_row(pool, told=given.readiness.reason) for pool in given.pools),
+        pools=tuple(pool_row(pool, told=told) for pool in given.pools),
         selected=selected,
         choices=names if len(names) > 1 or is_missing else (),
         is_missing=is_missing,
         sessions=tuple(session_row(session, on_node=given.node) for session in sessions),
         ranks=ranks,
+        pending=_pending(given.transfers.pending),
+        oldest=tuple(Row(one.direction, one.state, _transfer(one, len(sessions))) for one in given.transfers.items),
         pool=None if given.pool is None else _pool_overview(given.pool),
     )
 
@@ -183,18 +187,17 @@ def select_rows(rows: Sequence[_R], most: int) -> list[_R]:
 
 
 def _memory(given: Readings) -> MemoryBar:
-    populated, target = given.memory.populated_bytes, given.memory.target_bytes
+    populated, target = given.readiness.memory.populated_bytes, given.readiness.memory.target_bytes
     size, verb = format_size(target), "populated" if given.node else "pinned"
     progress = size if populated >= target else f"{format_size(populated)} of {size} {verb}"
     if given.node:
         progress = f"{progress}, {format_size(sum(pool.granted_bytes for pool in given.pools))} in pools"
-    return MemoryBar(populated, target, progress, given.memory.failure or "")
+    return MemoryBar(populated, target, progress, given.readiness.memory.failure or "")
 
 
 def _pool_overview(given: PoolReadings) -> PoolOverview:
     stats, history = given.stats, given.history
     assert stats.pool is not None
-    assert stats.transfers is not None
     assert stats.lookups is not None
     drops = {name: count for name, count in (stats.stores or {}).items() if name.startswith(("dropped_", "failed"))}
     return PoolOverview(
@@ -202,8 +205,6 @@ def _pool_overview(given: PoolReadings) -> PoolOverview:
         slots=_slots(stats.pool),
         hits=_hits(history, stats.lookups.hit_ratio),
         bandwidth=_bandwidth(history),
-        pending=_pending(stats.transfers.pending),
-        oldest=tuple(Row(one.direction, one.state, _transfer(one)) for one in given.oldest),
         evictions=_counts(stats.evictions or {}),
         drops=_counts(drops),
         block_rates=_block_rates(history.now),
@@ -297,9 +298,10 @@ def _pending(pending: PendingTransfers) -> tuple[Row, ...]:
     )
 
 
-def _transfer(one: TransferStatus) -> str:
+def _transfer(one: TransferStatus, num_sessions: int) -> str:
+    session = f", session {one.session}" if num_sessions > 1 else ""
     request = f", request {one.request_id}" if one.request_id else ""
-    return f"{counted(one.blocks, 'block')}, {duration(one.age_seconds)}, waits for {waits_for(one)}{request}"
+    return f"{counted(one.blocks, 'block')}, {duration(one.age_seconds)}, waits for {waits_for(one)}{session}{request}"
 
 
 def waits_for(one: TransferStatus) -> str:

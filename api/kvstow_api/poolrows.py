@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 from kvstow.bytesize import format_size
+from kvstow.messages import Direction
 from kvstow_api.numberformat import blocks_per_second, percent, rate
 from kvstow_api.views import PoolView
 
@@ -49,8 +50,8 @@ class PoolRow(NamedTuple):
 assert tuple(POOL_COLUMNS) == PoolRow._fields[:-1]
 
 
-def pool_row(pool: PoolView, *, told: str = "") -> PoolRow:
-    """`told`: what is said of the whole server; a pool does not repeat it."""
+def pool_row(pool: PoolView, *, told: Collection[str] = ()) -> PoolRow:
+    """`told`: troubles that are said of the whole server; a pool does not repeat them."""
     now, pending = pool.now, pool.pending
     used = (pool.usable_slots - pool.slots.free) / pool.usable_slots if pool.usable_slots else None
     return PoolRow(
@@ -65,13 +66,21 @@ def pool_row(pool: PoolView, *, told: str = "") -> PoolRow:
         dropped=blocks_per_second(now.dropped_blocks_per_second),
         evicted=blocks_per_second(now.evicted_blocks_per_second),
         sessions=f"{pool.sessions:,}",
-        trouble="; ".join(trouble for trouble in _troubles(pool) if trouble != told),
+        trouble="; ".join(trouble for trouble in _troubles(pool) if trouble not in told),
     )
+
+
+def bypass_trouble(directions: Collection[Direction]) -> str:
+    return f"an operator bypasses {' and '.join(f'{direction}s' for direction in directions)}"
 
 
 def _troubles(pool: PoolView) -> Iterator[str]:
     if pool.state not in ("ready", "pinning"):
         yield pool.reason
+    if pool.bypassed:
+        yield bypass_trouble(pool.bypassed)
+    if pool.granted_bytes < pool.due_bytes:
+        yield f"it has {format_size(pool.granted_bytes)} of the {format_size(pool.due_bytes)} that it is due"
     slots = pool.slots
     if pool.sessions and not pool.usable_slots:
         yield "no slot is usable yet"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstow.bytesize import format_size
 from kvstow.status import RankStatus
 from kvstow_api.numberformat import duration, rate
+from kvstow_api.views import RankView
 
 _REPORTS_ARE_FRESH = 5.0  # seconds; ranks report every second
 
 
 class RankRow(NamedTuple):
-    """`progress` of pinning; `trouble` is empty if the rank is well; `place`: host, pid and device, as far as known."""
+    """`progress` of pinning; `trouble` is empty if the rank is well; `place`: host, pid and device, as far as known,
+    and the session first if there are several."""
 
     rank: int
     state: str
@@ -24,7 +26,8 @@ class RankRow(NamedTuple):
     place: str
 
 
-def rank_rows(ranks: Iterable[RankStatus], *, pinning_paused: bool = False) -> tuple[RankRow, ...]:
+def rank_rows(ranks: Sequence[RankView], *, pinning_paused: bool = False) -> tuple[RankRow, ...]:
+    several = len({rank.session for rank in ranks}) > 1
     return tuple(
         RankRow(
             rank.rank,
@@ -33,7 +36,7 @@ def rank_rows(ranks: Iterable[RankStatus], *, pinning_paused: bool = False) -> t
             rank.target_bytes,
             _progress(rank, pinning_paused),
             _trouble(rank),
-            _place(rank),
+            _place(rank, several),
         )
         for rank in ranks
     )
@@ -56,9 +59,9 @@ def _progress(rank: RankStatus, paused: bool) -> str:
     return f"{words}, {rate(speed)}, {duration(left / speed)} left"
 
 
-def _place(rank: RankStatus) -> str:
+def _place(rank: RankView, several: bool) -> str:
     process = f"pid {rank.pid}" if rank.pid is not None else None
-    return ", ".join(filter(None, (rank.host, process, rank.device)))
+    return ", ".join(filter(None, (rank.session if several else None, rank.host, process, rank.device)))
 
 
 def _trouble(rank: RankStatus) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvstow_api.numberformat import ABSENT, counted, duration
+from kvstow_api.numberformat import ABSENT, counted, duration, rate
 from kvstow_api.views import SessionView
 
 SESSION_COLUMNS: Mapping[str, str] = MappingProxyType(
@@ -17,6 +17,8 @@ SESSION_COLUMNS: Mapping[str, str] = MappingProxyType(
         "oldest": "oldest",
         "holds": "holds",
         "pool": "pool",
+        "loads": "loads",
+        "stores": "stores",
         "engine": "engine",
         "ranks": "ranks",
         "registered": "registered",
@@ -39,6 +41,8 @@ class SessionRow(NamedTuple):
     oldest: str
     holds: str
     pool: str
+    loads: str
+    stores: str
     engine: str
     ranks: str
     registered: str
@@ -60,6 +64,8 @@ def session_row(session: SessionView, *, on_node: bool) -> SessionRow:
         oldest=duration(session.oldest_seconds) if session.in_flight else ABSENT,
         holds=f"{session.leased_slots + session.quarantined_slots:,}",
         pool=session.pool,
+        loads=rate(session.now.load_bytes_per_second),
+        stores=rate(session.now.store_bytes_per_second),
         engine=session.engine or ABSENT,
         ranks=f"{len(session.ranks)}",
         registered=f"{session.registered_slots:,}",

@@ -944,6 +944,6 @@ async def test_the_page_shows_pools_and_engines(client: httpx.AsyncClient, node:
         assert name in text
     for engine in node.engines:
         assert engine.session_id in text
-    section = text.partition('<section id="engines">')[2].partition("</section>")[0]
+    section = text.partition('<section id="pools">')[2].partition("</section>")[0]
     assert ("no engine has attached yet" in section) == (not pools)
     assert ("Hit ratio" in text) == (len(pools) == 1), "figures are of one pool"

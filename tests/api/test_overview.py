@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from tests.api.test_doctor import GIB, RANK
+from tests.api.test_doctor import GIB
+from tests.api.test_doctor import RANK as OF_DOCTOR
 
 from kvstow.config import EngineConfig
 from kvstow.control.engine import OffloadEngine
-from kvstow.stats import SLOT_STATES, SlotCounts
-from kvstow.status import BypassStatus, DrainStatus, MemoryStatus, RankStatus, Readiness
+from kvstow.stats import SLOT_STATES, PendingTransfers, SlotCounts
+from kvstow.status import BypassStatus, DrainStatus, MemoryStatus
 from kvstow_api.client.decoding import decode
 from kvstow_api.history import HistoryView, NowView
 from kvstow_api.openapi import EXAMPLES
@@ -29,8 +30,17 @@ from kvstow_api.overview import (
 from kvstow_api.poolrows import pool_row
 from kvstow_api.rankrows import RankRow, rank_rows, select_ranks
 from kvstow_api.sessionrows import session_row
-from kvstow_api.views import PoolView, SessionRankView, SessionView
+from kvstow_api.views import (
+    PoolView,
+    RankView,
+    ReadinessView,
+    SessionRankView,
+    SessionView,
+    TransfersView,
+    TransferView,
+)
 
+RANK = RankView(**asdict(OF_DOCTOR), pool="a", session="s1")
 OPEN = BypassStatus(load=False, store=False, ttl_seconds_left=None)
 NO_DRAIN = DrainStatus(False, None, None, False, 0, 0)
 
@@ -68,7 +78,7 @@ def test_switches_come_with_the_command_that_undoes_them(changes: dict[str, Any]
     assert list(switches(**given)) == told
 
 
-def line_of(rank: RankStatus) -> RankRow:
+def line_of(rank: RankView) -> RankRow:
     (line,) = rank_rows([rank])
     return line
 
@@ -137,21 +147,34 @@ NOW = NowView(
 HISTORY = HistoryView(pool="host", interval_seconds=5.0, now=NOW, items=[])
 
 
+READINESS = ReadinessView(
+    state="ready",
+    reason="1 pool, 1 session",
+    usable_slots=16,
+    capacity_slots=16,
+    ranks=(),
+    pools=[],
+    memory=MemoryStatus(8 * GIB, 8 * GIB),
+)
+TRANSFER = decode(TransferView, EXAMPLES["TransferView"])
+TRANSFERS = TransfersView(pending=decode(PendingTransfers, EXAMPLES["PendingTransfers"]), items=[TRANSFER])
+
+
 def readings(pools: Sequence[PoolView], **changes: Any) -> Readings:
     """Of a node with these pools, and of the only one of them."""
     engine = OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16))
-    shown = PoolReadings(engine.stats(), (), (), HISTORY)
+    shown = PoolReadings(engine.stats(), (), HISTORY)
     given: dict[str, Any] = {
         "model": "some/model",
         "mode": "test",
         "version": "1.2.3",
         "node": True,
-        "readiness": engine.readiness(),
-        "memory": MemoryStatus(8 * GIB, 8 * GIB),
+        "readiness": READINESS,
         "drain": NO_DRAIN,
         "bypass": OPEN,
         "pools": pools,
         "sessions": [],
+        "transfers": TRANSFERS,
         "asked": None,
         "pool": shown if len(pools) == 1 else None,
     }
@@ -188,6 +211,8 @@ def test_the_row_of_a_pool_has_its_memory_on_all_ranks_and_its_figures_of_now() 
         ({}, ""),
         ({"state": "pinning", "reason": "8 of 16 slots"}, ""),
         ({"state": "degraded", "reason": "rank 1 is silent"}, "rank 1 is silent"),
+        ({"bypassed": ["load", "store"]}, "an operator bypasses loads and stores"),
+        ({"granted_bytes": GIB, "due_bytes": 4 * GIB}, "it has 1 GiB of the 4 GiB that it is due"),
         ({"usable_slots": 0, "slots": SlotCounts(0, 0, 0, 0, 0, 0)}, "no slot is usable yet"),
         ({"usable_slots": 0, "sessions": 0, "slots": SlotCounts(0, 0, 0, 0, 0, 0)}, ""),
         ({"usable_slots": 4, "slots": SlotCounts(0, 2, 0, 1, 0, 1)}, "every slot is in use, so no store finds room"),
@@ -200,7 +225,27 @@ def test_the_trouble_of_a_pool(changes: dict[str, Any], trouble: str) -> None:
 
 def test_a_pool_does_not_repeat_the_reason_of_the_server() -> None:
     pool = replace(POOL, state="degraded", reason="rank 1 is silent")
-    assert pool_row(pool, told="rank 1 is silent").trouble == ""
+    assert pool_row(pool, told=["rank 1 is silent"]).trouble == ""
+
+
+def test_a_pool_does_not_repeat_a_bypass_of_all_pools() -> None:
+    one, all_of_them = replace(POOL, bypassed=["load"]), BypassStatus(load=True, store=False, ttl_seconds_left=None)
+    assert overview(readings([one])).pools[0].trouble
+    assert not overview(readings([one], bypass=all_of_them)).pools[0].trouble
+
+
+def test_ranks_of_several_sessions_are_told_apart() -> None:
+    ranks = [replace(RANK, session=session, host="node-7", pid=1, device=None) for session in ("s1", "s2")]
+    assert [row.place for row in rank_rows(ranks)] == ["s1, node-7, pid 1", "s2, node-7, pid 1"]
+    assert [row.place for row in rank_rows(ranks[:1])] == ["node-7, pid 1"]
+
+
+def test_transfers_of_several_sessions_are_told_apart() -> None:
+    transfers = replace(TRANSFERS, items=[replace(TRANSFER, session="s7")])
+    session = replace(SESSION, pool=POOL.name)
+    two = readings([POOL], sessions=[session, session], transfers=transfers)
+    assert "session s7" in overview(two).oldest[0].note
+    assert "session" not in overview(two._replace(sessions=[session])).oldest[0].note
 
 
 def test_the_row_of_a_session_says_what_it_holds() -> None:
@@ -264,14 +309,14 @@ def test_a_selected_pool_narrows_sessions_and_ranks() -> None:
     pools = [replace(POOL, name=name) for name in ("a", "b")]
     sessions = [replace(SESSION, id=f"in-{name}", pool=name) for name in ("a", "b")]
     broken = replace(RANK, rank=1, error="no more")
-    readiness = Readiness("degraded", "rank 1", 16, 16, (RANK, broken))
+    readiness = replace(READINESS, ranks=(RANK, broken))
     given = readings(pools, sessions=sessions, readiness=readiness)
     everything = overview(given)
     assert [row.name for row in everything.sessions] == ["in-a", "in-b"]
     assert "pool" in everything.session_columns
     assert [row.rank for row in everything.ranks] == [1], "of all pools only the ranks in trouble"
     assert (everything.selected, everything.pool) == (None, None)
-    chosen = PoolReadings(OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16)).stats(), (RANK,), (), HISTORY)
+    chosen = PoolReadings(OffloadEngine(EngineConfig(slot_bytes=4096, capacity_slots=16)).stats(), (RANK,), HISTORY)
     one = overview(given._replace(asked="b", pool=chosen))
     assert [row.name for row in one.sessions] == ["in-b"]
     assert "pool" not in one.session_columns

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kvstow_api.appstate import AppState
 from kvstow_api.directory import HostedPool
-from kvstow_api.hostreadiness import host_readiness
+from kvstow_api.hostreadiness import host_readiness, rank_views
 from kvstow_api.overview import (
     NUM_OLDEST,
     Overview,
@@ -24,6 +24,7 @@ from kvstow_api.poolview import pool_views, session_views
 from kvstow_api.probe import Finding
 from kvstow_api.rankrows import RankRow, select_ranks
 from kvstow_api.sessionrows import SessionRow
+from kvstow_api.transferviews import transfers_view
 from kvstow_api.views import POOL_NAME
 
 _ROWS = 32
@@ -69,20 +70,20 @@ def read_content(app: AppState, asked: str | None = None) -> Content:
     host, directory = app.host, app.directory
     pools = directory.pools()
     chosen = pool_to_show([pool.name for pool in pools], asked)
-    readiness = host_readiness(directory)
+    shown_pools = [pool for pool in pools if chosen in (None, pool.name)]
     readings = Readings(
         model=host.settings.get("model"),
         mode=host.mode,
         version=host.version,
         node=directory.is_node,
-        readiness=readiness,
-        memory=readiness.memory,
+        readiness=host_readiness(directory),
         drain=directory.switches.drain_status,
         bypass=directory.switches.bypass,
         pools=pool_views(app),
         sessions=session_views(app),
+        transfers=transfers_view(shown_pools, NUM_OLDEST),
         asked=asked,
-        pool=next((_pool_readings(app, pool) for pool in pools if pool.name == chosen), None),
+        pool=None if chosen is None else _pool_readings(app, shown_pools[0]),
     )
     shown = overview(readings)
     return Content(
@@ -100,11 +101,9 @@ def read_content(app: AppState, asked: str | None = None) -> Content:
 
 
 def _pool_readings(app: AppState, pool: HostedPool) -> PoolReadings:
-    facade = pool.facade
     return PoolReadings(
-        stats=facade.stats(),
-        ranks=facade.readiness().ranks,
-        oldest=facade.transfers(NUM_OLDEST),
+        stats=pool.facade.stats(),
+        ranks=rank_views(app.directory, pool),
         history=app.sampler.history_of(pool.name),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -12,8 +11,7 @@ from starlette.concurrency import run_in_threadpool
 
 from kvstow.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvstow.messages import DesiredState, RankReport
-from kvstow.stats import PendingTransfers
-from kvstow.status import BypassStatus, DrainStatus
+from kvstow.status import BypassStatus, DrainStatus, TransferStatus
 from kvstow_api.appstate import App, AppState
 from kvstow_api.bodies import REPORT_SCHEMA, BypassBody, DrainBody
 from kvstow_api.directory import Switches
@@ -22,7 +20,8 @@ from kvstow_api.openapi import changing, reading
 from kvstow_api.poolchoice import choose_pool, find_pool
 from kvstow_api.queries import ReadinessQuery, SessionsQuery, StatsQuery, SwitchQuery, TransfersQuery
 from kvstow_api.strictroute import StrictRoute
-from kvstow_api.views import RanksView, RankView, ReadinessView, StatsView, TransfersView, TransferView
+from kvstow_api.transferviews import transfers_view
+from kvstow_api.views import RanksView, RankView, ReadinessView, StatsView, TransfersView
 
 router = APIRouter(prefix="/v1", tags=["engine"], route_class=StrictRoute)
 
@@ -106,33 +105,17 @@ async def list_transfers(app: App, query: Annotated[TransfersQuery, Query()]) ->
     """Loads and stores in flight, of all pools or one, the oldest first. A direction, a state or a session is searched
     among the oldest 2,000 of each pool. `pending` counts all of these pools."""
     pools = app.directory.pools() if query.pool is None else [find_pool(app.directory, query.pool)]
-    narrowed = query.direction or query.state or query.session
-    chosen = [
-        TransferView.of(item, pool.name)
-        for pool in pools
-        for item in pool.facade.transfers(_SCANNED if narrowed else query.slowest)
-        if query.direction in (None, item.direction)
-        and query.state in (None, item.state)
-        and query.session in (None, item.session)
-    ]
-    chosen.sort(key=lambda item: -item.age_seconds)
-    return TransfersView(
-        pending=_sum_of([pool.facade.stats().transfers.pending for pool in pools]), items=chosen[: query.slowest]
-    )
+    if not (query.direction or query.state or query.session):
+        return transfers_view(pools, query.slowest)
 
+    def is_wanted(item: TransferStatus) -> bool:
+        return (
+            query.direction in (None, item.direction)
+            and query.state in (None, item.state)
+            and query.session in (None, item.session)
+        )
 
-def _sum_of(pending: Sequence[PendingTransfers]) -> PendingTransfers:
-    """Of several pools."""
-    return PendingTransfers(
-        loads=sum(one.loads for one in pending),
-        stores=sum(one.stores for one in pending),
-        load_blocks=sum(one.load_blocks for one in pending),
-        store_blocks=sum(one.store_blocks for one in pending),
-        load_bytes=sum(one.load_bytes for one in pending),
-        store_bytes=sum(one.store_bytes for one in pending),
-        oldest_seconds=max((one.oldest_seconds for one in pending), default=0.0),
-        stuck=sum(one.stuck for one in pending),
-    )
+    return transfers_view(pools, query.slowest, scanned=_SCANNED, wanted=is_wanted)
 
 
 @router.get("/drain", responses=reading(404))

@@ -34,7 +34,7 @@ _LABEL, _WORDS = 12, 58
 _GAPS = 4  # between the three columns
 _NARROWEST = 10  # a bar
 _FEW = 4  # lines of rows of one kind, on a small screen
-_FIXED_LINES, _POOL_LINES = 5, 7  # without rows, ranks and transfers; of what is below the rows
+_FIXED_LINES, _POOL_LINES = 6, 6  # without rows, ranks and transfers; of what is below the rows
 _GROUPS = 7
 
 
@@ -46,8 +46,7 @@ def board(
     if shown is None:
         return Group(Text(f"kvstow: {server}", style="bold"), Text(), _lost(lost or "connecting"), Text(footer))
     room = height - _FIXED_LINES - len(shown.switches) - bool(lost) - bool(footer)
-    if shown.pool:
-        room -= _POOL_LINES + len(shown.pool.oldest)
+    room -= len(shown.oldest) + (_POOL_LINES if shown.pool else 0)
     wanted = [lines_of(shown.pools, width), lines_of(shown.sessions, width), len(shown.ranks)]
     pools, sessions, ranks = _shares(room, wanted)
     airy = room - sum(wanted) >= _GROUPS
@@ -60,7 +59,8 @@ def board(
     if shown.ranks:
         groups.append(rank_bars(shown.ranks, width, ranks))
     if shown.pool:
-        groups += [_slots(shown.pool, width), _traffic(shown.pool, width), _pending(shown.pool, width)]
+        groups += [_slots(shown.pool, width), _traffic(shown.pool, width)]
+    groups.append(_pending(shown))
     parts: list[RenderableType] = []
     for group in groups:
         parts += [Text(), group] if airy and parts else [group]
@@ -199,18 +199,21 @@ def _add_curves(grid: Table, chart: Chart, styles: Sequence[str], room: int) -> 
         grid.add_row(_label(curve.name), line, curve.now + (f"  ({chart.since_start})" if chart.since_start else ""))
 
 
-def _pending(shown: PoolOverview, width: int) -> RenderableType:
-    """What is in flight, and what was evicted."""
+def _pending(shown: Overview) -> RenderableType:
+    """What is in flight; of one pool, also what was evicted."""
     words = "   ".join(f"{row.name} {row.value}" + (f" ({row.note})" if row.note else "") for row in shown.pending)
     flight = Text(words)
     flight.highlight_words(["stuck"], "bold red")
-    counts = "   ".join(f"{row.name} {row.value}" for row in shown.evictions)
-    evictions = Text(f"{counts or 'none'}   ({shown.block_rates})")
-    oldest = _grid()
-    for one in shown.oldest:
-        oldest.add_row(one.name, Text(one.value, style=STATE_STYLES.get(one.value, "")), one.note)
-    flight_line, evictions_line = _labelled("in flight", flight), _labelled("evictions", evictions)
-    return Group(flight_line, oldest, evictions_line) if shown.oldest else Group(flight_line, evictions_line)
+    parts: list[RenderableType] = [_labelled("in flight", flight)]
+    if shown.oldest:
+        oldest = _grid()
+        for one in shown.oldest:
+            oldest.add_row(one.name, Text(one.value, style=STATE_STYLES.get(one.value, "")), one.note)
+        parts.append(oldest)
+    if shown.pool:
+        counts = "   ".join(f"{row.name} {row.value}" for row in shown.pool.evictions)
+        parts.append(_labelled("evictions", Text(f"{counts or 'none'}   ({shown.pool.block_rates})")))
+    return Group(*parts)
 
 
 def _label(text: str) -> Text:

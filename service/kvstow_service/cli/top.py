@@ -61,25 +61,25 @@ def ask(client: Client, server: str, pool: str | None = None) -> Answer:
     """`pool`: the one that is chosen. Raises `ApiError` if the server does not answer."""
     from kvstow_api.client import calls
     from kvstow_api.numberformat import duration
-    from kvstow_api.overview import Readings, overview, pool_to_show
+    from kvstow_api.overview import NUM_OLDEST, Readings, overview, pool_to_show
 
     send, info = client.send, client.send(calls.info())
-    readiness = send(calls.readiness())
     pools = send(calls.pools()).items
     shown = pool_to_show([one.name for one in pools], pool)
+    of_pool = None if shown is None else _ask_pool(client, shown)
     readings = Readings(
         model=info.settings.get("model"),
         mode=info.mode,
         version=info.version,
         node=info.node,
-        readiness=readiness,
-        memory=readiness.memory,
+        readiness=send(calls.readiness()),
         drain=send(calls.drain_status()),
         bypass=send(calls.bypass_status()),
         pools=pools,
         sessions=send(calls.sessions()).items,
+        transfers=send(calls.transfers(slowest=NUM_OLDEST, pool=None if of_pool is None else shown)),
         asked=pool,
-        pool=None if shown is None else _ask_pool(client, shown),
+        pool=of_pool,
     )
     return Answer(overview(readings), f"{server}, up {duration(info.uptime_seconds)}")
 
@@ -87,14 +87,13 @@ def ask(client: Client, server: str, pool: str | None = None) -> Answer:
 def _ask_pool(client: Client, pool: str) -> PoolReadings | None:
     """None if the pool has just been deleted. Raises `ApiError` if the server does not answer."""
     from kvstow_api.client import ApiError, calls
-    from kvstow_api.overview import NUM_OLDEST, PoolReadings
+    from kvstow_api.overview import PoolReadings
 
     send = client.send
     try:
         return PoolReadings(
             stats=send(calls.stats(pool=pool)),
-            ranks=send(calls.readiness(pool=pool)).ranks,
-            oldest=send(calls.transfers(slowest=NUM_OLDEST, pool=pool)).items,
+            ranks=send(calls.ranks(pool=pool)).items,
             history=send(calls.history(pool=pool)),
         )
     except ApiError as error:

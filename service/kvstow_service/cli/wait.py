@@ -15,8 +15,8 @@ from kvstow_service.cli.failures import CommandError, ExitCode, hint_for
 from kvstow_service.cli.valuetypes import TIME
 
 if TYPE_CHECKING:
-    from kvstow.status import Readiness
     from kvstow_api.client import ApiError, Client
+    from kvstow_api.views import ReadinessView
 
 Condition = Literal["ready", "pinned", "drained"]
 
@@ -31,7 +31,7 @@ class _Status(NamedTuple):
 
     met: bool
     words: str
-    readiness: Readiness | None = None
+    readiness: ReadinessView | None = None
     error: ApiError | None = None
 
 
@@ -161,7 +161,7 @@ def _drained(client: Client) -> _Status:
 _CHECKS = {"ready": _ready, "pinned": _pinned, "drained": _drained}
 
 
-def _state(readiness: Readiness) -> str:
+def _state(readiness: ReadinessView) -> str:
     """How many slots are usable; also the reason, if the state is not on its way to ready."""
     if not readiness.capacity_slots:
         return f"{readiness.state}: {readiness.reason}"
