@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import stat
 import subprocess
@@ -10,12 +11,13 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tests.helm.images import Buildah, pip_settings, said
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "kvstow"
@@ -104,11 +106,6 @@ def _install_crd_check(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def obtain() -> Callable[[str, Callable[[Path], None]], Path]:
-    return obtained
-
-
-@pytest.fixture(scope="session")
 def helm() -> Path:
     return obtained("helm-4.1.4", _unpack_helm) / "helm"
 
@@ -174,3 +171,56 @@ def find(template: Callable[..., list[Manifest]]) -> Callable[..., Manifest]:
         return found
 
     return one
+
+
+BASE = "docker.io/library/python:3.12-slim-bookworm"
+
+
+@pytest.fixture(scope="session")
+def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
+    if os.geteuid() != 0:
+        pytest.skip("builds images, which needs root")
+    for program in ("buildah", "debootstrap", "unshare"):
+        if shutil.which(program) is None:
+            pytest.skip(f"needs {program}: apt-get install buildah debootstrap util-linux iproute2")
+    store = tmp_path_factory.mktemp("store")
+    run = Buildah(store)
+    yield run
+    run("rm", "--all")
+    run("rmi", "--all", "--force")
+    shutil.rmtree(store, ignore_errors=True)
+
+
+def _make_base(folder: Path) -> None:
+    packages = "python3,python3-venv,ca-certificates"
+    said("debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", folder / "root")
+    said("tar", "--directory", folder / "root", "--create", "--file", folder / "base.tar", ".")
+    shutil.rmtree(folder / "root")
+
+
+@pytest.fixture(scope="session")
+def base(buildah: Buildah, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The base image; where no registry is reachable, Debian's own packages stand in for it."""
+    try:
+        buildah("pull", BASE)
+    except AssertionError:
+        folder = obtained("base-bookworm", _make_base)
+        recipe = tmp_path_factory.mktemp("base") / "Dockerfile"
+        recipe.write_text("FROM scratch\nADD base.tar /\nENV PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin\n")
+        buildah("bud", "--tag", BASE, "--file", recipe, folder)
+    return BASE
+
+
+@pytest.fixture(scope="session")
+def build(buildah: Buildah, base: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Builds a target with the package indexes and certificates that pip has on this machine."""
+    pip_config = tmp_path_factory.mktemp("pip") / "pip.conf"
+    mounts = pip_settings(pip_config)
+
+    def image(target: str) -> str:
+        name = f"kvstow-test-{target}"
+        given = ("--build-arg", "REVISION=abc123", "--tag", name, "--target", target)
+        buildah("bud", "--format", "docker", "--layers", "--pull-never", "--network", "host", *mounts, *given, ROOT)
+        return name
+
+    return image

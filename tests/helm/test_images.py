@@ -5,127 +5,33 @@ Where no registry is reachable, Debian's own packages stand in for the base imag
 
 from __future__ import annotations
 
-import configparser
 import json
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.helm.images import Buildah, Container, Mount, pip_settings
 
 import kvstow
 
 pytestmark = pytest.mark.image
 
-ROOT = Path(__file__).parents[2]
-READ_ONLY = Path(__file__).with_name("read_only.sh")
-BASE = "docker.io/library/python:3.12-slim-bookworm"
 VLLM_BASE = "docker.io/vllm/vllm-openai:v0.33.0"
 
-Buildah = Callable[..., str]
+RunReadOnly = Callable[..., tuple[int, str]]
 
 
-def said(*command: str | Path, **options: Any) -> str:
-    result: subprocess.CompletedProcess[str] = subprocess.run(
-        command, capture_output=True, text=True, check=False, **options
-    )
-    assert result.returncode == 0, f"{' '.join(map(str, command))} failed:\n{result.stdout}{result.stderr}"
-    return result.stdout
+@pytest.fixture
+def run_read_only(buildah: Buildah, tmp_path: Path) -> RunReadOnly:
+    """Runs a command in an image, with nothing but the image's environment and a temporary folder."""
+    tmp_path.chmod(0o1777)
 
-
-@pytest.fixture(scope="module")
-def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
-    """Runs buildah with a store of its own."""
-    if os.geteuid() != 0:
-        pytest.skip("builds images, which needs root")
-    for program in ("buildah", "debootstrap", "unshare"):
-        if shutil.which(program) is None:
-            pytest.skip(f"needs {program}: apt-get install buildah debootstrap util-linux iproute2")
-    store = tmp_path_factory.mktemp("store")
-    places = ("--root", store / "root", "--runroot", store / "run")
-
-    def run(*arguments: str | Path) -> str:
-        return said("buildah", *places, *arguments, env={**os.environ, "BUILDAH_ISOLATION": "chroot"})
-
-    yield run
-    run("rm", "--all")
-    run("rmi", "--all", "--force")
-    shutil.rmtree(store, ignore_errors=True)
-
-
-def _make_base(folder: Path) -> None:
-    packages = "python3,python3-venv,ca-certificates"
-    said("debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", folder / "root")
-    said("tar", "--directory", folder / "root", "--create", "--file", folder / "base.tar", ".")
-    shutil.rmtree(folder / "root")
-
-
-@pytest.fixture(scope="module")
-def base(buildah: Buildah, obtain: Callable[[str, Callable[[Path], None]], Path], tmp_path_factory: Any) -> str:
-    try:
-        buildah("pull", BASE)
-    except AssertionError:
-        folder = obtain("base-bookworm", _make_base)
-        recipe = tmp_path_factory.mktemp("base") / "Dockerfile"
-        recipe.write_text("FROM scratch\nADD base.tar /\nENV PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin\n")
-        buildah("bud", "--tag", BASE, "--file", recipe, folder)
-    return BASE
-
-
-@pytest.fixture(scope="module")
-def build(buildah: Buildah, base: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Builds a target with the package indexes and certificates that pip has on this machine."""
-    pip_config = tmp_path_factory.mktemp("pip") / "pip.conf"
-    mounts = pip_settings(pip_config)
-
-    def image(target: str) -> str:
-        name = f"kvstow-test-{target}"
-        given = ("--build-arg", "REVISION=abc123", "--tag", name, "--target", target)
-        buildah("bud", "--format", "docker", "--layers", "--pull-never", "--network", "host", *mounts, *given, ROOT)
-        return name
-
-    return image
-
-
-def pip_settings(written: Path) -> list[str]:
-    """Writes this machine's settings of pip to a file; returns the mounts that make a build use them."""
-    config = configparser.ConfigParser(interpolation=None)
-    lines = said(sys.executable, "-m", "pip", "config", "list").splitlines()
-    settings = {name.split(".", 1)[1]: value.strip("'") for name, _, value in (line.partition("=") for line in lines)}
-    config["global"] = settings
-    with written.open("w") as stream:
-        config.write(stream)
-    words = [word for value in settings.values() for word in value.split()]
-    indexes = [Path(word.removeprefix("file://")).parent for word in words if word.startswith("file://")]
-    paths = {*indexes, *(Path(word) for word in words if word.startswith("/"))}  # an index links to what lies beside it
-    shared = [f"{path}:{path}:ro" for path in sorted(paths) if path.exists()]
-    return [option for mount in (f"{written}:/etc/pip.conf:ro", *shared) for option in ("-v", mount)]
-
-
-@pytest.fixture(scope="module")
-def run_read_only(buildah: Buildah) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs a command in an image, with nothing but the image's environment."""
-
-    def run(image: str, *command: str) -> subprocess.CompletedProcess[str]:
-        container = buildah("from", "--pull-never", image).strip()
-        root = buildah("mount", container).strip()
-        variables = dict(line.split("=", 1) for line in config_of(buildah, image)["Env"])
-        isolated = ("unshare", "--mount", "--net", "--pid", "--fork", READ_ONLY, root)
-        result = subprocess.run(
-            [*isolated, *command], env=variables, capture_output=True, text=True, check=False, timeout=120
-        )
-        buildah("rm", container)
-        return result
+    def run(image: str, *command: str) -> tuple[int, str]:
+        variables = dict(line.split("=", 1) for line in buildah.config_of(image)["Env"])
+        mounts = [Mount(tmp_path, "/tmp")]
+        return Container(buildah.unpacked(image), command, variables, mounts=mounts, has_network=False).finish()
 
     return run
-
-
-def config_of(buildah: Buildah, image: str) -> dict[str, Any]:
-    return dict(json.loads(buildah("inspect", "--type", "image", image))["Docker"]["config"])
 
 
 # Starts the service, asks what its health check asks and more, and stops it as Kubernetes does.
@@ -171,17 +77,15 @@ except OSError as error:
 
 
 def test_the_service_runs_read_only_and_not_as_root(
-    build: Callable[[str], str],
-    buildah: Buildah,
-    run_read_only: Callable[..., subprocess.CompletedProcess[str]],
+    build: Callable[[str], str], buildah: Buildah, run_read_only: RunReadOnly
 ) -> None:
     image = build("service")
-    config = config_of(buildah, image)
+    config = buildah.config_of(image)
     kind, *health_check = config["Healthcheck"]["Test"]
     assert kind == "CMD"
-    result = run_read_only(image, "python", "-c", SESSION, json.dumps(health_check))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.strip() == "uid 65532 Read-only file system"
+    status, output = run_read_only(image, "python", "-c", SESSION, json.dumps(health_check))
+    assert status == 0, output
+    assert output.splitlines()[-1] == "uid 65532 Read-only file system"
     assert config["User"] == "65532:65532"
     assert config["Entrypoint"] == ["kvstow"]
     assert config["Labels"]["org.opencontainers.image.revision"] == "abc123"
@@ -189,23 +93,18 @@ def test_the_service_runs_read_only_and_not_as_root(
 
 
 def test_the_command_line_runs_without_numpy_and_web_server(
-    build: Callable[[str], str], run_read_only: Callable[..., subprocess.CompletedProcess[str]]
+    build: Callable[[str], str], run_read_only: RunReadOnly
 ) -> None:
     image = build("cli")
-    result = run_read_only(image, "kvstow", "--help")
-    assert result.returncode == 0, result.stderr
-    assert "serve" in result.stdout
+    status, output = run_read_only(image, "kvstow", "--help")
+    assert status == 0, output
+    assert "serve" in output
     absent = "import importlib.util as u; print([n for n in ('torch', 'numpy', 'fastapi', 'pip') if u.find_spec(n)])"
-    found = run_read_only(image, "/opt/kvstow/bin/python", "-c", absent)
-    assert found.stdout.strip() == "[]", found.stderr
+    assert run_read_only(image, "/opt/kvstow/bin/python", "-c", absent) == (0, "[]\n")
 
 
 def test_vllm_gets_kvstow_and_nothing_else(
-    build: Callable[[str], str],
-    buildah: Buildah,
-    run_read_only: Callable[..., subprocess.CompletedProcess[str]],
-    tmp_path: Path,
-    base: str,
+    build: Callable[[str], str], buildah: Buildah, run_read_only: RunReadOnly, tmp_path: Path, base: str
 ) -> None:
     """On a base that has uv and Python, as vLLM's has; vLLM itself is 10 GB of CUDA."""
     recipe = tmp_path / "Dockerfile"
@@ -216,11 +115,10 @@ def test_vllm_gets_kvstow_and_nothing_else(
     mounts = pip_settings(tmp_path / "pip.conf")
     buildah("bud", "--pull-never", "--network", "host", *mounts, "--tag", VLLM_BASE, "--file", recipe, tmp_path)
     image = build("vllm")
-    config = config_of(buildah, image)
+    config = buildah.config_of(image)
     assert config["User"] == "65532:65532"
     assert config["Entrypoint"] == ["vllm", "serve"]
     listed = (
         "from importlib.metadata import distributions; print({d.name for d in distributions()} & {'kvstow', 'torch'})"
     )
-    result = run_read_only(image, "python3", "-c", listed)
-    assert result.stdout.strip() == "{'kvstow'}", result.stderr
+    assert run_read_only(image, "python3", "-c", listed) == (0, "{'kvstow'}\n")

@@ -1,0 +1,133 @@
+"""Pods as the chart describes them, run with the real image: users, groups, capabilities, volumes, read-only root."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.helm.conftest import Manifest
+from tests.helm.images import Buildah
+from tests.helm.pods import Pod
+from tests.helm.processes import until
+
+pytestmark = pytest.mark.image
+
+SMALL = (
+    "image.registry=r.example.com",
+    "service.memory=64Mi",
+    "service.args={--extent-size=2MiB,--pin-pause=0}",
+    "shutdown.delaySeconds=0",
+)
+ENGINE = ("mode=engine", "engine.model=m")
+
+StartPod = Callable[..., Pod]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def start_pod(
+    template: Callable[..., list[Manifest]], build: Callable[[str], str], buildah: Buildah, tmp_path: Path
+) -> Iterator[StartPod]:
+    """The pod of a rendered release, on the one node that there is."""
+    with ExitStack() as running:
+
+        def start(name: str, *sets: str) -> Pod:
+            folder = tmp_path / name
+            folder.mkdir()
+            manifests = template(*SMALL, *sets)
+            pod = Pod(manifests, folder, node=tmp_path / "node", image=build("service"), buildah=buildah)
+            running.callback(pod.close)
+            return pod
+
+        yield start
+
+
+class Admin:
+    """The service's admin server, as the kubelet and operators see it."""
+
+    def __init__(self, pod: Pod, port: int) -> None:
+        self._pod, self._url = pod, f"http://127.0.0.1:{port}"
+
+    def wait(self, path: str) -> None:
+        until(lambda: self._answers(path), f"{path}: {self._pod.log('kvstow')}")
+
+    def _answers(self, path: str) -> bool:
+        try:
+            return httpx.get(self._url + path).is_success
+        except httpx.TransportError:
+            return False
+
+
+def replay(pod: Pod, attach: str) -> dict[str, Any]:
+    """What an engine of two ranks found that ran in vLLM's container. It compares every byte that it loads."""
+    trace = "kvstow trace generate --sessions 5 --output /tmp/trace"
+    engine = f"kvstow replay /tmp/trace --ranks 2 --slot-size 16KiB --attach {attach} --json"
+    container = pod.start("vllm", "sh", "-c", f"{trace} && {engine}")
+    status = container.process.wait(300)
+    assert status == 0, pod.log("vllm")
+    found: dict[str, Any] = json.loads(pod.log("vllm").splitlines()[-1])
+    return found
+
+
+def attach_address(manifests: list[Manifest]) -> str:
+    (config,) = (one for one in manifests if one["metadata"]["name"].endswith("-connection"))
+    extra = json.loads(config["data"]["kv-transfer-config.json"])["kv_connector_extra_config"]
+    return str(extra["attach"])
+
+
+def assert_the_cache_outlives_containers(service: Pod, engine: Pod, attach: str, port: int) -> None:
+    admin = Admin(service, port)
+    keeper, serving = service.start("kvstow-keeper"), service.start("kvstow")
+    admin.wait("/startupz")
+    admin.wait("/readyz/pinned")
+    assert replay(engine, attach)["stored_blocks"] > 100
+
+    serving.kill()
+    serving = service.start("kvstow")
+    admin.wait("/readyz/pinned")
+    assert replay(engine, attach)["block_hit_rate"] == 1
+
+    keeper.kill()
+    keeper = service.start("kvstow-keeper")
+    until(lambda: "another keeper holds everything" in service.log("kvstow"), "a keeper that holds everything")
+    assert serving.stop() == 0, service.log("kvstow")
+    serving = service.start("kvstow")
+    admin.wait("/readyz/pinned")
+    assert replay(engine, attach)["block_hit_rate"] == 1
+
+    assert serving.stop() == 0, service.log("kvstow")
+    assert keeper.stop() == 0, service.log("kvstow-keeper")
+
+
+def test_mode_node(template: Callable[..., list[Manifest]], start_pod: StartPod, tmp_path: Path) -> None:
+    port = free_port()
+    place = ("socket.folder=/var/run/inference/kvstow", "socket.group=2000")
+    node = start_pod("node", "mode=node", *place, f"admin.port={port}")
+    engine_values = (*ENGINE, "attach.node=true", *place, "pod.user=1500")
+    engine = start_pod("engine", *engine_values)
+    folder = tmp_path / "node" / "var/run/inference/kvstow"
+    assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (0, 0o755), "as the kubelet makes it"
+    for _ in range(2):  # with each pod
+        assert node.start("socket-folder").process.wait(60) == 0, node.log("socket-folder")
+        found = folder.stat()
+        assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (65532, 2000, 0o750)
+    attach = attach_address(template(*SMALL, *engine_values))
+    assert_the_cache_outlives_containers(node, engine, attach, port)
+
+
+def test_the_sidecar(template: Callable[..., list[Manifest]], start_pod: StartPod) -> None:
+    values = (*ENGINE, "sidecar=true", f"admin.port={(port := free_port())}")
+    pod = start_pod("engine", *values)
+    attach = attach_address(template(*SMALL, *values))
+    assert_the_cache_outlives_containers(pod, pod, attach, port)
