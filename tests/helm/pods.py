@@ -67,11 +67,11 @@ class Pod:
 
     def _make(self, volume: Manifest) -> Path:
         if "hostPath" in volume:
-            path = self._node / volume["hostPath"]["path"].lstrip("/")
+            path = self._node / str(volume["hostPath"]["path"]).lstrip("/")
             if volume["hostPath"]["type"] == "DirectoryOrCreate":
                 path.mkdir(mode=0o755, parents=True, exist_ok=True)
             return path
-        path = self._folder / "volumes" / volume["name"]
+        path = self._folder / "volumes" / str(volume["name"])
         path.mkdir(parents=True)
         if "secret" in volume:
             self._fill(path, volume["secret"])

@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 import pytest
-import yaml
 from click.testing import CliRunner
 from tests.helm.conftest import containers_of
 
@@ -380,21 +379,3 @@ def test_the_notes_name_the_resource_that_a_pool_in_reserved_huge_pages_needs(he
     assert "the total is 6226Mi." in notes
     assert "\n     hugepages-2Mi: 8192Mi\n" in notes
     assert "hugepages" not in notes_of(helm, CHART / "ci" / "addon-values.yaml")
-
-
-@pytest.mark.parametrize("case", ["addon", "addon-existing-pods"])
-def test_the_patch_of_the_notes_connects_a_pod(find: Find, helm: Path, case: str) -> None:
-    values = CHART / "ci" / f"{case}-values.yaml"
-    notes = notes_of(helm, values)
-    patch = yaml.safe_load(notes.split("\n---\n")[1])["spec"]["template"]
-    labels = find("Service", values=values, suffix="-admin")["spec"]["selector"]
-    assert patch.get("metadata", {"labels": labels})["labels"] == labels
-    pod = patch["spec"]
-    (container,) = pod["containers"]
-    variable, *others = container["env"]
-    assert {one["name"] for one in others} <= {"KVSTOW_SERVER", "KVSTOW_TOKEN_FILE", "KVSTOW_CA_FILE"}
-    assert f"--kv-transfer-config=$({variable['name']})" in notes
-    source = variable["valueFrom"]["configMapKeyRef"]
-    assert source["key"] in find("ConfigMap", values=values, suffix=source["name"])["data"]
-    wanted = wanted_files(find, values=values).values()
-    assert files_of(pod, container).keys() == {str(path.parent) for path in wanted}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import base64
-import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tests.helm.cluster import Cluster, serving
 from tests.helm.conftest import CHART, must_run
 
 pytestmark = pytest.mark.deploy
@@ -27,57 +25,16 @@ SECRET = {
     },
     "data": {"token": base64.b64encode(b"the-token-of-before").decode()},
 }
-KINDS = ("ConfigMap", "Secret", "Service")
-
-# All that helm asks before it renders mode addon.
-ANSWERS: dict[str, dict[str, Any]] = {
-    "/version": {"major": "1", "minor": "33", "gitVersion": "v1.33.0"},
-    "/api": {"kind": "APIVersions", "versions": ["v1"]},
-    "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
-    "/api/v1": {
-        "kind": "APIResourceList",
-        "groupVersion": "v1",
-        "resources": [
-            {
-                "name": f"{kind.lower()}s",
-                "singularName": kind.lower(),
-                "namespaced": True,
-                "kind": kind,
-                "verbs": ["get"],
-            }
-            for kind in KINDS
-        ],
-    },
-}
-MISSING = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
 
 
 @contextmanager
-def cluster(**objects: dict[str, Any]) -> Iterator[str]:
-    """The address of an API server whose namespace `kv` has these Secrets."""
-    answers = ANSWERS | {f"/api/v1/namespaces/kv/secrets/{name}": one for name, one in objects.items()}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = answers.get(self.path.partition("?")[0])
-            body = json.dumps(found or MISSING).encode()
-            self.send_response(200 if found else 404)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: helm says what it misses."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+def cluster(**secrets: dict[str, Any]) -> Iterator[str]:
+    """The address of an API server that has these Secrets."""
+    made = Cluster(has_operator=False)
+    for secret in secrets.values():
+        made.put(secret)
+    with serving(made) as server:
+        yield server
 
 
 @pytest.fixture
@@ -97,7 +54,7 @@ def tokens(helm: Path, tmp_path: Path) -> Callable[..., dict[str, str]]:
 
 
 def test_an_upgrade_keeps_the_token(tokens: Callable[..., dict[str, str]]) -> None:
-    with cluster(**{"test-kvstow-token": SECRET}) as server:
+    with cluster(token=SECRET) as server:
         assert tokens(server) == {"token": "the-token-of-before"}
         later = tokens(server, "admin.guardReading=true")
         assert later["token"] == "the-token-of-before"
@@ -105,7 +62,7 @@ def test_an_upgrade_keeps_the_token(tokens: Callable[..., dict[str, str]]) -> No
 
 
 def test_a_token_that_is_set_replaces_it(tokens: Callable[..., dict[str, str]]) -> None:
-    with cluster(**{"test-kvstow-token": SECRET}) as server:
+    with cluster(token=SECRET) as server:
         assert tokens(server, "admin.token=another-token-now") == {"token": "another-token-now"}
 
 
