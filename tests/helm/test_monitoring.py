@@ -153,6 +153,13 @@ def test_a_policy_closes_the_admin_ports_alone(find: Find) -> None:
     assert spaces == [{"kubernetes.io/metadata.name": "monitoring"}]
 
 
+@pytest.mark.parametrize("mode", [("mode=node",), ("mode=engine", "sidecar=true")])
+def test_a_policy_closes_the_one_port_of_a_node_service(find: Find, mode: tuple[str, ...]) -> None:
+    sets = (*mode, "image.registry=r.example.com", "engine.model=m", "parallel.data=3")
+    _, named = find("NetworkPolicy", "networkPolicy.enabled=true", *sets)["spec"]["ingress"]
+    assert [(one["port"], one["endPort"]) for one in named["ports"]] == [(9595, 9595)]
+
+
 def test_a_policy_lets_the_helm_test_in(find: Find) -> None:
     sets = ("networkPolicy.enabled=true", "image.registry=r.example.com")
     labels = find("Pod", *sets)["metadata"]["labels"]
