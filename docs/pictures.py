@@ -20,12 +20,16 @@ _SECONDS = 290.0  # the page shows the last five minutes
 _WIDTH = 1040
 _MEMORY_MIB, _CHUNK_MIB = 1536, 4
 _POPULATED_PART = 0.7  # at the end
-_ENGINES = ("--engines=2", "--ranks=4", "--slot-size=256KiB", "--rate=6", "--concurrency=4")
+_REPLAYS = (
+    ("--engines=2", "--ranks=2", "--slot-size=512KiB", "--rate=5", "--concurrency=3"),
+    ("--engines=1", "--ranks=1", "--slot-size=256KiB", "--rate=3", "--concurrency=2"),
+)
+"""Each has a pool of its own, as the layouts differ. The pictures show the first one."""
 
 
 def draw(folder: Path, seconds: float = _SECONDS, port: int = _PORT) -> None:
-    """Run a node service with two engines for `seconds`, in which it populates most of its memory, and write its
-    pictures into `folder`."""
+    """Run a node service with two pools and three engines for `seconds`, in which it populates most of its memory, and
+    write its pictures into `folder`."""
     pause = seconds / (_POPULATED_PART * _MEMORY_MIB / _CHUNK_MIB)
     pace = (f"--pin-chunk={_CHUNK_MIB}MiB", f"--pin-pause={pause * 1000:.0f}ms")
     memory = (f"--memory={_MEMORY_MIB}MiB", "--extent-size=64MiB")
@@ -42,14 +46,18 @@ def draw(folder: Path, seconds: float = _SECONDS, port: int = _PORT) -> None:
         start("serve", "serve", *memory, *pace, f"--port={port}", f"--attach-socket={attach}", "--shutdown-delay=0")
         kvstow = stack.enter_context(Client(url))
         until(attach.is_socket, "the socket at which engines attach")
-        start("replay", "replay", trace, f"--attach=unix:{attach}", *_ENGINES)
-        _operate(kvstow, until(lambda: _pool_with_blocks(kvstow), "the first blocks"))
+        first, second = _REPLAYS
+        start("first", "replay", trace, f"--attach=unix:{attach}", *first)
+        pool = until(lambda: _pool_with_blocks(kvstow), "the first blocks")
+        start("second", "replay", trace, f"--attach=unix:{attach}", *second)
+        _operate(kvstow, pool)
+        until(lambda: len(kvstow.send(calls.pools()).items) == len(_REPLAYS), "the second pool")
         time.sleep(seconds)
-        picture = ("top", f"--server={url}", f"--svg={folder / 'top.svg'}")
+        picture = ("top", f"--server={url}", f"--pool={pool}", f"--svg={folder / 'top.svg'}")
         subprocess.run([*KVSTOW, *picture], env=environ(), check=True)
         with Browser(Path(scratch) / "profile") as browser:
             for scheme, name in (("light", "status.png"), ("dark", "status-dark.png")):
-                _photograph(browser, url, scheme, folder / name)
+                _photograph(browser, f"{url}/?pool={pool}", scheme, folder / name)
 
 
 def _pool_with_blocks(kvstow: Client) -> str | None:

@@ -44,6 +44,7 @@ _POOL = click.Option(["--pool"], metavar="NAME", help="The pool; needed only whe
 _OF_POOL = click.Option(["--pool"], metavar="NAME", help="Only those of this pool.")
 _OF_SESSION = click.Option(["--session"], metavar="ID", help="Only those of this engine.")
 _NOUNS = (
+    _Noun("servers", "server", "The server: state, memory, what uses it.", described=False),
     _Noun("pools", "pool", "Pools: size, use, policy."),
     _Noun("sessions", "session", "Engines that use the pools: state, processes, work in flight."),
     _Noun("namespaces", "namespace", "What keys mean: model, weights, and who shares blocks."),
@@ -216,7 +217,10 @@ class _Found(NamedTuple):
 def _read(client: Client, noun: _Noun, *, limit: int | None = None, **chosen: Any) -> Any:
     """The list; of one that has pages, as many as `limit` items take."""
     from kvstow_api.client import calls
+    from kvstow_service.cli.serverlist import read_servers
 
+    if noun.name == "servers":
+        return read_servers(client)
     call: Callable[..., Any] = getattr(calls, noun.name.replace("-", "_"))
     if noun.in_pool:
         chosen["pool"] = chosen_pool(client, chosen["pool"])

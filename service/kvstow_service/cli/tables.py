@@ -8,6 +8,7 @@ from kvstow_api.numberformat import ABSENT, blocks_per_second, duration, field_t
 from kvstow_api.overview import waits_for
 from kvstow_api.views import LogLevelView, OperationView, PoolView
 from kvstow_service.cli.output import Column
+from kvstow_service.cli.serverlist import ServerRow
 
 
 def _field(title: str, name: str, *, wide: bool = False) -> Column:
@@ -43,6 +44,27 @@ def _in_flight(item: PoolView) -> str:
     words = f"{pending.loads + pending.stores:,}"
     return f"{words} ({pending.stuck:,} stuck)" if pending.stuck else words
 
+
+def _memory(item: ServerRow) -> str:
+    memory = item.memory
+    size = format_size(memory.target_bytes)
+    is_all = memory.populated_bytes >= memory.target_bytes
+    return size if is_all else f"{format_size(memory.populated_bytes)} of {size}"
+
+
+SERVERS = (
+    _field("ADDRESS", "address"),
+    _field("STATE", "state"),
+    _field("MODE", "mode"),
+    Column("MEMORY", _memory),
+    _field("POOLS", "pools"),
+    _field("SESSIONS", "sessions"),
+    _field("RANKS", "ranks"),
+    Column("UP", lambda item: duration(item.uptime_seconds)),
+    _field("VERSION", "version"),
+    _field("REASON", "reason"),
+    _field("MODEL", "model", wide=True),
+)
 
 POOLS = (
     _field("NAME", "name"),
@@ -83,8 +105,8 @@ SESSIONS = (
     _field("PID", "pid"),
     Column("RANKS", lambda item: f"{len(item.ranks)}"),
     _field("REGISTERED", "registered_slots"),
-    Column("LOADS", lambda item: rate(item.now.load_bytes_per_second)),
-    Column("STORES", lambda item: rate(item.now.store_bytes_per_second)),
+    Column("LOADS", lambda item: rate(item.now.load_bytes_per_second), wide=True),
+    Column("STORES", lambda item: rate(item.now.store_bytes_per_second), wide=True),
     Column("IN FLIGHT", lambda item: f"{item.in_flight:,}"),
     Column("OLDEST", lambda item: duration(item.oldest_seconds) if item.in_flight else ABSENT),
     Column("HOLDS", lambda item: f"{item.leased_slots + item.quarantined_slots:,}"),
@@ -182,6 +204,7 @@ def _level_left(item: LogLevelView) -> str:
 LOG_LEVELS = (_field("LOGGER", "logger"), _field("LEVEL", "level"), Column("FOR", _level_left))
 
 LISTS = {
+    "servers": (SERVERS, "address"),
     "pools": (POOLS, "name"),
     "sessions": (SESSIONS, "id"),
     "namespaces": (NAMESPACES, "name"),

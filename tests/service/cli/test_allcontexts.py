@@ -107,7 +107,7 @@ def test_one_table_has_the_rows_of_all_servers(run: Any, two: Any, arguments: tu
 
 
 @pytest.mark.parametrize(
-    "noun", ["pools", "sessions", "namespaces", "ranks", "blocks", "transfers", "operations", "log-levels"]
+    "noun", ["servers", "pools", "sessions", "namespaces", "ranks", "blocks", "transfers", "operations", "log-levels"]
 )
 def test_every_list_can_be_of_all_servers(run: Any, two: Any, noun: str) -> None:
     outcome = run(*GET, noun, "-o", "wide")
@@ -117,7 +117,8 @@ def test_every_list_can_be_of_all_servers(run: Any, two: Any, noun: str) -> None
     contexts = {row.split()[0] for row in rows}
     assert contexts == {"blocks": {"east"}, "transfers": set(), "operations": set()}.get(noun, {"east", "west"})
     document = json.loads(run(*GET, noun, "-o", "json").stdout)
-    assert document == yaml.safe_load(run(*GET, noun, "-o", "yaml").stdout) or noun in ("sessions", "ranks", "blocks")
+    as_yaml = yaml.safe_load(run(*GET, noun, "-o", "yaml").stdout)
+    assert [item.keys() for item in document["items"]] == [item.keys() for item in as_yaml["items"]]
     assert {item["context"] for item in document["items"]} == contexts
 
 

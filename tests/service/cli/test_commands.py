@@ -98,4 +98,6 @@ def test_the_script_completes_commands_nouns_and_flags(child_environ: dict[str, 
 
     assert complete("kvstow", "ev") == "plain,events\nplain,evict\n"
     assert complete("kvstow", "get", "po") == "plain,pools\n"
+    assert complete("kvstow", "--all") == "plain,--all-contexts\n"
+    assert complete("kvstow", "get", "pools", "--all") == "plain,--all-contexts\n"
     assert "plain,--dry-run" in complete("kvstow", "evict", "--d")
