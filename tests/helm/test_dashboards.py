@@ -10,13 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.api.fakenode import FakeNode
+
+from kvstow.testing.fakes import FakeClock
+from kvstow_api.app import create_app
+from kvstow_api.host import ApiHost
 
 pytestmark = pytest.mark.deploy
 
 FILES = sorted((Path(__file__).parents[2] / "helm" / "kvstow" / "dashboards").glob("*.json"))
 BOARDS: dict[str, dict[str, Any]] = {path.stem: json.loads(path.read_text()) for path in FILES}
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-ROWS = ["Health and pinning", "Hit ratio", "Bandwidth", "Latency", "Pool", "Evictions and outcomes", "Admin server"]
+ROWS = [
+    "Health and pinning",
+    "Memory of the node",
+    "Sessions",
+    "Hit ratio",
+    "Bandwidth",
+    "Latency",
+    "Pools",
+    "Evictions and outcomes",
+    "Admin server",
+]
+CHOSEN = 'cluster=~"$cluster", namespace=~"$namespace", pod=~"$pod"'
+CHOSEN_POOL = f'{CHOSEN}, pool=~"$pool", model=~"$model"'
 OWN_VARIABLES = {"__rate_interval", "__range", "__all"}  # Grafana's
 
 each_board = pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
@@ -67,15 +84,34 @@ def test_panels_have_a_number_each_and_lie_side_by_side(board: dict[str, Any]) -
 @each_board
 def test_the_variables_are_there_and_used(board: dict[str, Any]) -> None:
     variables = [variable["name"] for variable in board["templating"]["list"]]
-    assert variables == ["datasource", "cluster", "namespace", "model", "pod"]
+    assert variables == ["datasource", "cluster", "namespace", "pod", "model", "pool"]
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(board["panels"]) + json.dumps(board["templating"])))
     assert used - OWN_VARIABLES == set(variables)
 
 
+def families_of_pools() -> set[str]:
+    """Names of series that have the label `pool`."""
+    node = FakeNode(FakeClock())
+    node.attach("pool").report(pin_rate_bytes_per_second=1.0, numa_bytes={"0": 1})
+    host = ApiHost(directory=node, version="1", mode="node")
+    create_app(host)
+    samples = [sample for family in host.registry.collect() for sample in family.samples]
+    return {sample.name for sample in samples if "pool" in sample.labels}
+
+
 @each_board
 def test_every_expression_looks_at_what_is_chosen(board: dict[str, Any]) -> None:
+    of_pools = families_of_pools()
     for expression in expressions(board):
-        selectors = re.findall(r"\b(?:kvstow|process)_\w+(\{[^}]*\})?", expression)
+        selectors = re.findall(r"\b((?:kvstow|process)_\w+)(\{[^}]*\})?", expression)
         assert selectors
-        for selector in selectors:
-            assert 'cluster=~"$cluster", namespace=~"$namespace", pod=~"$pod"' in selector, expression
+        for name, selector in selectors:
+            assert (CHOSEN_POOL if name in of_pools else CHOSEN) in selector, expression
+
+
+@each_board
+def test_pools_and_models_are_offered_and_all_of_them_include_what_has_none(board: dict[str, Any]) -> None:
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    for name, chosen in (("model", CHOSEN), ("pool", f'{CHOSEN}, model=~"$model"')):
+        assert variables[name]["query"]["query"] == f"label_values(kvstow_config_info{{{chosen}}}, {name})"
+        assert variables[name]["allValue"] == ".*", "errors of the node have no pool"

@@ -27,6 +27,7 @@ VALUES = {
     "namespace": "ml",
     "model": ".*",
     "pod": "kvstow-0",
+    "pool": "host",
     "__rate_interval": "1m",
     "__range": "1h",
 }
@@ -45,8 +46,8 @@ VARIABLES = [
     if variable["type"] == "query"
 ]
 
-# Nothing to see where no kernel names a node, and where there is no TLS.
-MAY_BE_EMPTY = {"Memory by NUMA node", "Certificate expires in"}
+# Nothing to see where no kernel names a node, where there is no TLS, and of an engine to which nobody attaches.
+MAY_BE_EMPTY = {"Memory by NUMA node", "Certificate expires in", "Keeper", "Rejected engines"}
 PROMETHEUS_OWN = {"up", "ALERTS"}
 
 
