@@ -169,10 +169,13 @@ class EventView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindingView:
-    """What the check `check` found, why it matters, how to fix it, and the measured numbers behind it."""
+    """What the check `check` found, why it matters, how to fix it, and the measured numbers behind it. `pool` and
+    `session`: what it is about; null for the host."""
 
     check: str
     severity: Severity
+    pool: str | None = None
+    session: str | None = None
     what: str
     why: str
     fix: str

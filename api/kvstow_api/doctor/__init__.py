@@ -8,10 +8,19 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from kvstow_api.doctor.evidence import Evidence, NodeEvidence, NothingToMeasure
-from kvstow_api.doctor.memory import check_huge_pages, check_memlock, check_memory, check_numa, check_pinning
+from kvstow_api.doctor.memory import (
+    check_huge_pages,
+    check_memlock,
+    check_memory,
+    check_numa,
+    check_pinning,
+    check_share,
+)
 from kvstow_api.doctor.node import (
+    check_keeper,
     check_node_memory,
     check_orphaned_memory,
+    check_rejected,
     check_sessions,
     check_sharing,
     check_trust_eof,
@@ -23,50 +32,52 @@ from kvstow_api.views import DoctorView, FindingView, Severity
 
 __all__ = ["CHECKS", "NODE_CHECKS", "Evidence", "NodeEvidence", "examine"]
 
+Check = Callable[[Evidence], Iterator[FindingView]]
+
 _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
-CHECKS: Mapping[str, Callable[[Evidence], Iterator[FindingView]]] = {
+HOST_CHECKS: Mapping[str, Check] = {
     "readiness": check_readiness,
     "certificate": check_certificate,
     "token_files": check_token_files,
-    "pinning": check_pinning,
     "memory": check_memory,
     "huge_pages": check_huge_pages,
+    "clocks": check_clocks,
+    "switches": check_switches,
+}
+POOL_CHECKS: Mapping[str, Check] = {
+    "pinning": check_pinning,
     "numa": check_numa,
     "memlock": check_memlock,
-    "clocks": check_clocks,
+    "share": check_share,
     "links": check_links,
     "thrashing": check_thrashing,
     "switches": check_switches,
 }
-
-
-NODE_CHECKS: Mapping[str, Callable[[Evidence], Iterator[FindingView]]] = {
+CHECKS: Mapping[str, Check] = {**HOST_CHECKS, **POOL_CHECKS}
+NODE_CHECKS: Mapping[str, Check] = {
     "node_memory": check_node_memory,
+    "keeper": check_keeper,
     "orphaned_memory": check_orphaned_memory,
     "sessions": check_sessions,
+    "rejected": check_rejected,
     "sharing": check_sharing,
     "trust_eof": check_trust_eof,
 }
 """Only of a server that engines attach to."""
-_POOL_CHECKS = ("pinning", "numa", "memlock", "links", "thrashing")
-"""Of each pool of such a server, and not of the node."""
 
 
-def examine(evidence: Evidence, pools: Sequence[Evidence] = ()) -> DoctorView:
-    """Run all checks. `pools`: the evidence of each pool of a node, whose own is `evidence`."""
-    if evidence.node is None:
-        return _view(_run(evidence, CHECKS))
-    # memory of a node gets huge pages whatever the machine's setting is
-    of_node = {name: check for name, check in CHECKS.items() if name not in (*_POOL_CHECKS, "huge_pages")}
-    results = _run(evidence, {**of_node, **NODE_CHECKS})
+def examine(host: Evidence, pools: Sequence[Evidence]) -> DoctorView:
+    """Run all checks: those of the host with its evidence, and those of pools with that of each."""
+    results = _run(host, {**HOST_CHECKS, **NODE_CHECKS} if host.node else HOST_CHECKS)
     for pool in pools:
-        found = _run(pool, {name: CHECKS[name] for name in (*_POOL_CHECKS, "switches")})
-        results.findings.extend(replace(one, what=f"pool {pool.pool}: {one.what}") for one in found.findings)
+        found = _run(pool, POOL_CHECKS)
+        before = f"pool {pool.pool}: " if host.node else ""
+        results.findings.extend(replace(one, pool=pool.pool, what=before + one.what) for one in found.findings)
         results.made.update(found.made)
-        results.skipped.update({name: f"pool {pool.pool}: {reason}" for name, reason in found.skipped.items()})
+        results.skipped.update({name: before + reason for name, reason in found.skipped.items()})
     if not pools:
-        results.skipped.update(dict.fromkeys(_POOL_CHECKS, NO_POOL))
+        results.skipped.update(dict.fromkeys(set(POOL_CHECKS) - set(HOST_CHECKS), NO_POOL))
     return _view(results)
 
 
@@ -78,7 +89,7 @@ class _Results(NamedTuple):
     skipped: dict[str, str]
 
 
-def _run(evidence: Evidence, checks: Mapping[str, Callable[[Evidence], Iterator[FindingView]]]) -> _Results:
+def _run(evidence: Evidence, checks: Mapping[str, Check]) -> _Results:
     results = _Results([], {}, {})
     for name, check in checks.items():
         try:

@@ -10,14 +10,14 @@ from kvstow.status import BypassStatus, DrainStatus, HostedNamespace, MemoryStat
 from kvstow_api.history import SampleView
 from kvstow_api.measurements import HostMemory, OrphanedMemory
 from kvstow_api.probe import Verdict
-from kvstow_api.views import FindingView, SessionView, Severity
+from kvstow_api.views import FindingView, RankView, SessionView, Severity
 
 
 class Evidence(NamedTuple):
-    """The input of all checks. `verdict` is that of /readyz. `desired` is None for a node, and `samples` are empty: its
-    pools have them. `host` is None if the host measures nothing, `certificate_seconds_left` if the server does not use
-    TLS. `exposed_files` describes the access that other users have to each token file, by the name of its setting; None
-    if no token file is set."""
+    """The input of all checks, of a host or of one of its pools. `verdict` is that of /readyz. `desired` is None for a
+    host, and `samples` are empty: its pools have them. `host` is None if the host measures nothing,
+    `certificate_seconds_left` if the server does not use TLS. `exposed_files` describes the access that other users
+    have to each token file, by the name of its setting; None if no token file is set."""
 
     verdict: Verdict
     readiness: Readiness
@@ -32,7 +32,10 @@ class Evidence(NamedTuple):
     node: NodeEvidence | None = None
     """None where the server is embedded in an engine."""
     pool: str = ""
-    """The pool of a node whose evidence this is; empty for that of the node itself."""
+    """The pool whose evidence this is; empty for that of the host."""
+    granted_bytes: int = 0
+    due_bytes: int = 0
+    """Of a pool: see `HostedPool`."""
 
     @property
     def bytes_to_come(self) -> int:
@@ -51,11 +54,12 @@ class Evidence(NamedTuple):
 
 
 class NodeEvidence(NamedTuple):
-    """Of a server that engines attach to. `trust_eof`: see `Directory`. `orphans`: memory of node services that none
-    uses, as far as this one sees."""
+    """Of a server that engines attach to. `rejected` and `trust_eof`: see `Directory`. `orphans`: memory of node
+    services that none uses, as far as this one sees."""
 
     memory: MemoryStatus
     sessions: Sequence[SessionView]
+    rejected: Mapping[str, int]
     namespaces: Sequence[HostedNamespace]
     trust_eof: float | None
     orphans: Sequence[OrphanedMemory]
@@ -65,5 +69,17 @@ class NothingToMeasure(Exception):
     """Raised by a check that lacks evidence; the message says which."""
 
 
-def make_finding(check: str, severity: Severity, what: str, why: str, fix: str, **evidence: float) -> FindingView:
-    return FindingView(check=check, severity=severity, what=what, why=why, fix=fix, evidence=evidence)
+def make_finding(
+    check: str, severity: Severity, what: str, why: str, fix: str, session: str | None = None, /, **evidence: float
+) -> FindingView:
+    return FindingView(check=check, severity=severity, what=what, why=why, fix=fix, session=session, evidence=evidence)
+
+
+def rank_name(evidence: Evidence, rank: RankStatus) -> str:
+    """A rank, for sentences. The engines of a node have ranks of the same numbers."""
+    session = session_of(rank)
+    return f"rank {rank.rank}" if evidence.node is None or session is None else f"rank {rank.rank} of session {session}"
+
+
+def session_of(rank: RankStatus) -> str | None:
+    return rank.session if isinstance(rank, RankView) else None

@@ -20,7 +20,7 @@ _NO_BYPASS = BypassStatus(load=False, store=False, ttl_seconds_left=None)
 
 
 async def gather(app: AppState) -> tuple[Evidence, list[Evidence]]:
-    """The evidence of the host and, of a node, that of each pool."""
+    """The evidence of the host, and that of each pool."""
     host, directory = app.host, app.directory
     whole = Evidence(
         verdict=app.health.probes["readyz"].run(),
@@ -34,31 +34,29 @@ async def gather(app: AppState) -> tuple[Evidence, list[Evidence]]:
         exposed_files=app.credentials.exposures,
         host=await run_in_threadpool(host.host_memory) if host.host_memory else None,
     )
-    if not directory.is_node:
-        (pool,) = directory.pools()
-        return _of_pool(app, whole, pool), []
-    node = NodeEvidence(
-        memory=directory.memory(),
-        sessions=session_views(app),
-        namespaces=directory.namespaces(),
-        trust_eof=directory.trust_eof,
-        orphans=await run_in_threadpool(host.orphaned_memory),
-    )
-    whole = whole._replace(node=node)
-    return whole, [_of_node_pool(app, whole, pool) for pool in directory.pools()]
+    if directory.is_node:
+        node = NodeEvidence(
+            memory=directory.memory(),
+            sessions=session_views(app),
+            rejected=directory.rejected,
+            namespaces=directory.namespaces(),
+            trust_eof=directory.trust_eof,
+            orphans=await run_in_threadpool(host.orphaned_memory),
+        )
+        whole = whole._replace(node=node)
+    return whole, [_of_pool(app, whole, pool) for pool in directory.pools()]
 
 
 def _of_pool(app: AppState, whole: Evidence, pool: HostedPool) -> Evidence:
-    return whole._replace(
-        readiness=pool.facade.readiness(),
-        desired=pool.facade.desired(),
-        samples=app.sampler.history_of(pool.name).items,
-    )
-
-
-def _of_node_pool(app: AppState, whole: Evidence, pool: HostedPool) -> Evidence:
     """With what is switched off in this pool alone."""
     admin = pool.facade.admin
-    drain = _NO_DRAIN if whole.drain.active else admin.drain_status
-    bypass = _NO_BYPASS if whole.bypass.load or whole.bypass.store else admin.bypass
-    return _of_pool(app, whole, pool)._replace(pool=pool.name, drain=drain, bypass=bypass)
+    return whole._replace(
+        pool=pool.name,
+        readiness=host_readiness(app.directory, pool),
+        desired=pool.facade.desired(),
+        samples=app.sampler.history_of(pool.name).items,
+        granted_bytes=pool.granted_bytes,
+        due_bytes=pool.due_bytes,
+        drain=_NO_DRAIN if whole.drain.active else admin.drain_status,
+        bypass=_NO_BYPASS if whole.bypass.load or whole.bypass.store else admin.bypass,
+    )

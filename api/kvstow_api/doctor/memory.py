@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvstow.bytesize import format_size
-from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding
+from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding, rank_name, session_of
 from kvstow_api.views import FindingView
 
+SHARE_RATIO = 0.5
 _PIN_FIXES = {
     "memlock": "raise RLIMIT_MEMLOCK of the process, or disable locking (--no-lock)",
     "cgroup_limit": "raise the memory limit of the container or shrink the pool, then retry pinning",
@@ -25,10 +26,11 @@ def check_pinning(evidence: Evidence) -> Iterator[FindingView]:
             yield make_finding(
                 "pinning",
                 "error",
-                f"rank {rank.rank} stopped pinning at {format_size(rank.pinned_bytes)} of "
+                f"{rank_name(evidence, rank)} stopped pinning at {format_size(rank.pinned_bytes)} of "
                 f"{format_size(rank.target_bytes)}: {rank.error or rank.error_reason}",
                 "the pool has only as many usable slots as the rank with the fewest",
                 _PIN_FIXES[rank.error_reason],
+                session_of(rank),
                 rank=rank.rank,
                 pinned_bytes=rank.pinned_bytes,
                 target_bytes=rank.target_bytes,
@@ -68,6 +70,8 @@ def check_memory(evidence: Evidence) -> Iterator[FindingView]:
 
 def check_huge_pages(evidence: Evidence) -> Iterator[FindingView]:
     """Transparent huge pages switched off; pools in reserved huge pages do not need them."""
+    if evidence.node is not None:
+        raise NothingToMeasure("memory of a node gets huge pages whatever the machine's setting is")
     if evidence.host is None or not evidence.host.huge_pages:
         raise NothingToMeasure("the kernel's setting for transparent huge pages cannot be read")
     if evidence.host.huge_pages == "never":
@@ -81,6 +85,21 @@ def check_huge_pages(evidence: Evidence) -> Iterator[FindingView]:
         )
 
 
+def check_share(evidence: Evidence) -> Iterator[FindingView]:
+    """Pools with less than half of the memory that they should have."""
+    granted, due = evidence.granted_bytes, evidence.due_bytes
+    if granted < SHARE_RATIO * due:
+        yield make_finding(
+            "share",
+            "warning",
+            f"{format_size(granted)} of memory, and it should have {format_size(due)}",
+            "another pool should give memory back and has not yet: an engine uses it, or does not let go of it",
+            "see the finding of node_memory and `kvstow get sessions`: end or detach the engine that does not let go",
+            granted_bytes=granted,
+            due_bytes=due,
+        )
+
+
 def check_numa(evidence: Evidence) -> Iterator[FindingView]:
     """Pools that are not bound to the NUMA node of their device."""
     for rank in evidence.reporting:
@@ -88,9 +107,10 @@ def check_numa(evidence: Evidence) -> Iterator[FindingView]:
             yield make_finding(
                 "numa",
                 "warning",
-                f"rank {rank.rank}: {rank.notice}",
+                f"{rank_name(evidence, rank)}: {rank.notice}",
                 "copies between sockets are slower, and share one link",
                 "allow mbind (seccomp profile or CAP_SYS_NICE), or start the rank with numactl on the device's node",
+                session_of(rank),
                 rank=rank.rank,
                 pinned_bytes=rank.pinned_bytes,
             )
@@ -103,9 +123,11 @@ def check_memlock(evidence: Evidence) -> Iterator[FindingView]:
             yield make_finding(
                 "memlock",
                 "warning",
-                f"rank {rank.rank} has locked {format_size(rank.locked_bytes)} of {format_size(rank.pinned_bytes)}",
+                f"{rank_name(evidence, rank)} has locked {format_size(rank.locked_bytes)} of "
+                f"{format_size(rank.pinned_bytes)}",
                 "on a machine with swap, memory that is not locked may be swapped out",
                 "raise LimitMEMLOCK of the container runtime (CAP_IPC_LOCK helps only root), or disable swap",
+                session_of(rank),
                 rank=rank.rank,
                 locked_bytes=rank.locked_bytes,
                 pinned_bytes=rank.pinned_bytes,

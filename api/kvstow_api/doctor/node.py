@@ -12,7 +12,7 @@ from kvstow_api.views import FindingView
 
 
 def check_node_memory(evidence: Evidence) -> Iterator[FindingView]:
-    """Memory that the node could not get."""
+    """Memory that the node could not get, and memory that pools wait for."""
     memory = _node(evidence).memory
     if memory.failure:
         yield make_finding(
@@ -24,6 +24,31 @@ def check_node_memory(evidence: Evidence) -> Iterator[FindingView]:
             "raise the memory limit of the container, or lower --memory and restart the service",
             populated_bytes=memory.populated_bytes,
             target_bytes=memory.target_bytes,
+        )
+    for notice in memory.notices:
+        yield make_finding(
+            "node_memory",
+            "info",
+            notice,
+            "memory moves from one pool to another only when nobody can reach it any more",
+            "nothing, for some seconds; then check the engine that it waits for: `kvstow get sessions`",
+            recalled_bytes=memory.recalled_bytes,
+        )
+
+
+def check_keeper(evidence: Evidence) -> Iterator[FindingView]:
+    """A service whose keeper is gone."""
+    memory = _node(evidence).memory
+    if memory.keeper is None:
+        raise NothingToMeasure("the service has no keeper (--state)")
+    if memory.keeper == "gone":
+        yield make_finding(
+            "keeper",
+            "warning",
+            "the keeper is gone, and no other one can be started",
+            "memory and index would not survive a crash of the service",
+            "the log (kvstow.keeper) says why; the service tries again every second",
+            keeper_restarts=memory.keeper_restarts,
         )
 
 
@@ -54,6 +79,7 @@ def check_sessions(evidence: Evidence) -> Iterator[FindingView]:
                 f"{name} is stuck: its oldest transfer is {duration(session.oldest_seconds)} old",
                 "the engine is served without the cache, and the slots of its transfers are kept from all others",
                 f"check the engine's processes and GPUs; `kvstow detach {session.id} --kill` ends it",
+                session.id,
                 oldest_seconds=session.oldest_seconds,
                 in_flight=session.in_flight,
             )
@@ -65,9 +91,25 @@ def check_sessions(evidence: Evidence) -> Iterator[FindingView]:
                 f"{name} is lost, and {counted(session.processes, 'worker')} of it may still copy",
                 f"{counted(held, 'slot')} stay reserved until these workers have ended",
                 f"if they do not end by themselves, `kvstow detach {session.id} --kill` ends them",
+                session.id,
                 processes=session.processes,
                 held_slots=held,
             )
+
+
+def check_rejected(evidence: Evidence) -> Iterator[FindingView]:
+    """Engines that could not attach, since the service started."""
+    rejected = {reason: count for reason, count in _node(evidence).rejected.items() if count}
+    if rejected:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in rejected.items())
+        yield make_finding(
+            "rejected",
+            "info",
+            f"connections of engines were refused or ended since the service started: {reasons}",
+            "these engines serve without the cache until they can attach",
+            "if the numbers grow, the log (kvstow.attach) says who was refused, and why",
+            **{f"rejected_{reason}": count for reason, count in rejected.items()},
+        )
 
 
 def check_sharing(evidence: Evidence) -> Iterator[FindingView]:

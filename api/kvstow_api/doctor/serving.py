@@ -105,13 +105,14 @@ def check_switches(evidence: Evidence) -> Iterator[FindingView]:
             pending_transfers=evidence.drain.pending_transfers,
         )
     if evidence.desired is not None and evidence.desired.paused:
+        of_pool = f" --pool {evidence.pool}" if evidence.node else ""
         readiness = evidence.readiness
         yield make_finding(
             "switches",
             "warning" if readiness.usable_slots < readiness.capacity_slots else "info",
             "pinning is paused",
             f"the pool stays at {readiness.usable_slots} of {readiness.capacity_slots} slots",
-            "run `kvstow pinning resume` when the pause is no longer needed",
+            f"run `kvstow pinning resume{of_pool}` when the pause is no longer needed",
             usable_slots=readiness.usable_slots,
             capacity_slots=readiness.capacity_slots,
         )

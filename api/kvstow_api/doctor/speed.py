@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from kvstow.bytesize import format_size
 from kvstow.status import RankStatus
-from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding
+from kvstow_api.doctor.evidence import Evidence, NothingToMeasure, make_finding, rank_name, session_of
 from kvstow_api.views import FindingView
 
 CLOCK_SECONDS = 1.0
@@ -41,31 +41,35 @@ def check_links(evidence: Evidence) -> Iterator[FindingView]:
     if not compared:
         raise NothingToMeasure(f"fewer than 2 ranks have moved {format_size(LINK_BYTES)} in one direction")
     for direction, of_ranks in compared.items():
-        fastest = max(of_ranks.values())
-        for number, rate in of_ranks.items():
+        fastest = max(rate for _, rate in of_ranks)
+        for rank, rate in of_ranks:
             if rate < LINK_RATIO * fastest:
                 yield make_finding(
                     "links",
                     "warning",
-                    f"rank {number} {direction}s at {format_size(int(rate))}/s, "
+                    f"{rank_name(evidence, rank)} {direction}s at {format_size(int(rate))}/s, "
                     f"the fastest rank at {format_size(int(fastest))}/s",
                     "a transfer ends when its slowest rank has finished, so this rank slows all of them down",
                     "compare PCIe width and generation (nvidia-smi -q), NUMA binding, and other users of the link",
-                    rank=number,
+                    session_of(rank),
+                    rank=rank.rank,
                     bytes_per_second=rate,
                     fastest_bytes_per_second=fastest,
                 )
 
 
-def _rates(ranks: Iterable[RankStatus], direction: str) -> dict[int, float]:
-    """Bytes per busy second, of the ranks that have moved at least `LINK_BYTES`."""
-    moved = {
-        rank.rank: (rank.load_bytes_total, rank.load_busy_seconds)
-        if direction == "load"
-        else (rank.store_bytes_total, rank.store_busy_seconds)
-        for rank in ranks
-    }
-    return {rank: num_bytes / busy for rank, (num_bytes, busy) in moved.items() if num_bytes >= LINK_BYTES and busy > 0}
+def _rates(ranks: Iterable[RankStatus], direction: str) -> list[tuple[RankStatus, float]]:
+    """Bytes per busy second, of the ranks that have moved at least `LINK_BYTES`. Engines of a node have ranks of the
+    same numbers."""
+    found = []
+    for rank in ranks:
+        if direction == "load":
+            num_bytes, busy = rank.load_bytes_total, rank.load_busy_seconds
+        else:
+            num_bytes, busy = rank.store_bytes_total, rank.store_busy_seconds
+        if num_bytes >= LINK_BYTES and busy > 0:
+            found.append((rank, num_bytes / busy))
+    return found
 
 
 def check_thrashing(evidence: Evidence) -> Iterator[FindingView]:
