@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from kvstow.bytesize import format_size
 from kvstow.control.slotjournal import NamespaceLabel
 from kvstow.errors import IntegrityError, InvalidRequestError, JournalError, PinError
-from kvstow.memfd import create_memfd, require_memfd
+from kvstow.memfd import (
+    OPEN_SEALS,
+    READ_ONLY_SEALS,
+    create_memfd,
+    forbid_writing,
+    is_read_only,
+    require_memfd,
+)
 
 JOURNAL_NAME = "kvstow-journal"
 RECORD_BYTES = 64
@@ -28,7 +35,7 @@ VERSION = 1
 _MAGIC = b"KVSTOWIX"
 _HEADER = struct.Struct("<8sIIQ")  # magic, version, length of the content, sequence; then the content and its CRC-32
 _CRC = struct.Struct("<I")
-_COPY_BYTES = 256 << 10  # of each of the two copies of the header
+_COPY_BYTES = 1 << 20  # of each of the two copies of the header; takes memory as far as it is written
 _RECORDS_AT = 2 * _COPY_BYTES
 _OTHER_BYTES = 256  # of a copy, besides the content
 
@@ -74,7 +81,8 @@ class IndexJournal:
     of it; with `publish` and `clear` it may also be empty. A block counts only if its checksum is right, which covers
     the whole record and is written last.
 
-    Not locked: one thread at a time, of one process. The owner calls `close`. Never handed to clients.
+    Not locked: one thread at a time, of one process. The owner calls `close`. Clients may get it after `protect`: then
+    only this process can write it, and the next one that opens it writes to a copy.
     """
 
     max_key_bytes = MAX_KEY_BYTES
@@ -94,7 +102,7 @@ class IndexJournal:
     @classmethod
     def create(cls, max_slots: int, content: Mapping[str, Any]) -> Self:
         """An empty journal. `content` is stored as JSON. Raises `PinError`."""
-        fd = create_memfd(JOURNAL_NAME, _file_bytes(max_slots))
+        fd = create_memfd(JOURNAL_NAME, _file_bytes(max_slots), seals=OPEN_SEALS)
         journal = cls(fd, max_slots)
         try:
             journal._salt = np.uint64(int.from_bytes(os.urandom(8), "little"))
@@ -106,15 +114,19 @@ class IndexJournal:
 
     @classmethod
     def open(cls, fd: int) -> Self:
-        """The journal of an earlier service; takes over `fd`. Raises `ForeignMemoryError` or `JournalError`, and then
-        the caller still owns `fd`. The caller compares `content` with its pool and calls `recover`."""
+        """The journal of an earlier service; takes over `fd`. One that is protected is copied: 30 ms for a million
+        slots. Raises `ForeignMemoryError`, `JournalError` or `PinError`, and then the caller still owns `fd`. The caller
+        compares `content` with its pool and calls `recover`."""
         num_bytes = os.fstat(fd).st_size
-        require_memfd(fd, JOURNAL_NAME, num_bytes)
-        with mmap.mmap(fd, num_bytes) as memory:
+        is_protected = is_read_only(fd)
+        require_memfd(fd, JOURNAL_NAME, num_bytes, seals=READ_ONLY_SEALS if is_protected else OPEN_SEALS)
+        with mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as memory:
             sequence, found = _read_content(memory)
         if num_bytes != _file_bytes(found["max_slots"]):
             raise JournalError(f"the journal has {num_bytes} bytes, not those of {found['max_slots']} slots")
-        journal = cls(fd, found["max_slots"])
+        journal = cls(_copy_of(fd, num_bytes) if is_protected else fd, found["max_slots"])
+        if is_protected:
+            os.close(fd)
         journal._salt, journal._sequence = np.uint64(found["salt"]), sequence
         journal._content = found["content"]
         return journal
@@ -128,6 +140,10 @@ class IndexJournal:
     def resident_bytes(self) -> int:
         """The memory that the journal takes now."""
         return os.fstat(self.fd).st_blocks * 512
+
+    def protect(self) -> None:
+        """From now on this object alone can write the journal, whoever else gets it. Raises `PinError`."""
+        forbid_writing(self.fd)
 
     def write_content(self, content: Mapping[str, Any]) -> None:
         """Replace the content. Of two copies, the older one is overwritten, so there is always a whole one. Raises
@@ -282,6 +298,21 @@ class IndexJournal:
             sums ^= sums >> _SHIFT
         sums[sums == 0] = 1
         return sums
+
+
+def _copy_of(fd: int, num_bytes: int) -> int:
+    """Memory of the same content, which takes as much."""
+    copy = create_memfd(JOURNAL_NAME, num_bytes, seals=OPEN_SEALS)
+    try:
+        end: int = 0
+        while (start := _seek(fd, end, os.SEEK_DATA)) is not None:
+            end = os.lseek(fd, start, os.SEEK_HOLE)
+            for at in range(start, end, _COPY_BYTES):
+                os.pwrite(copy, os.pread(fd, min(_COPY_BYTES, end - at), at), at)
+    except OSError as error:
+        os.close(copy)
+        raise PinError("out_of_memory", f"memory for a copy of the journal: {error.strerror}") from error
+    return copy
 
 
 def _seek(fd: int, offset: int, whence: int) -> int | None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import signal
@@ -257,7 +258,7 @@ def test_a_record_counts_in_its_own_slot_of_its_own_journal_only(journal: IndexJ
 
 
 def records_at() -> int:
-    return 2 * (256 << 10)
+    return 2 << 20
 
 
 def test_a_changed_byte_makes_a_record_empty(journal: IndexJournal) -> None:
@@ -321,14 +322,14 @@ def test_a_crash_while_the_content_is_written_leaves_the_one_before(journal: Ind
     there = os.pread(journal.fd, records_at(), 0)
     journal.write_content({"number": 2})
     new = os.pread(journal.fd, records_at(), 0)
-    at = next(place for place in range(len(new)) if new[place] != there[place]) // (256 << 10) * (256 << 10)
+    at = next(place for place in range(len(new)) if new[place] != there[place]) // (1 << 20) * (1 << 20)
     os.pwrite(journal.fd, new[: at + written] + there[at + written :], 0)
     assert reopen_content(journal) in ({"number": 1}, {"number": 2} if written == 100 else {"number": 1})
 
 
 def test_content_that_is_too_long_is_refused(journal: IndexJournal) -> None:
-    with pytest.raises(JournalError, match="256 KiB"):
-        journal.write_content({"x": "y" * (256 << 10)})
+    with pytest.raises(JournalError, match="1 MiB"):
+        journal.write_content({"x": "y" * (1 << 20)})
     assert reopen_content(journal) == CONTENT
 
 
@@ -351,6 +352,26 @@ def test_a_header_that_is_not_whole_is_refused(journal: IndexJournal) -> None:
     with pytest.raises(JournalError, match="no whole header"):
         IndexJournal.open(fd)
     os.close(fd)
+
+
+def test_a_protected_journal_is_written_by_its_writer_alone_and_copied_by_the_next(journal: IndexJournal) -> None:
+    journal.protect()
+    with pytest.raises(PermissionError):
+        mmap.mmap(journal.fd, records_at())
+    with pytest.raises(PermissionError):
+        os.pwrite(journal.fd, b"x", 0)
+    journal.reserve(0, SLOTS)
+    journal.begin([0, 1], 1)
+    journal.publish([0], 1, [b"key"])
+    journal.write_content({"number": 1})
+    again = reopen(journal)
+    found = again.recover()
+    assert (found.blocks, found.filling, again.content) == ({1: {b"key": 0}}, {1: [1]}, {"number": 1})
+    again.begin([2], 5)
+    again.clear([0])
+    assert recover(journal) == found, "the next one writes to a copy"
+    assert recover(again).filling == {1: [1], 5: [2]}
+    again.close()
 
 
 def test_memory_of_others_is_no_journal() -> None:
