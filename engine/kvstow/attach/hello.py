@@ -19,7 +19,8 @@ class Hello:
     The scheduler half brings both identities and gets a token, which each worker brings. `wanted_bytes`: memory that
     the engine would like on this node, over all ranks; 0 for all that there is. `settled_tokens`: sessions that this
     process was in and whose copies have all ended in it, so that the service need not wait for its end. A worker whose
-    own token is among them joins no session: it has stopped, and gets no answer.
+    own token is among them joins no session: it has stopped, and gets no answer. `held_extents`: of sessions before,
+    which the worker is about to hand back.
     """
 
     KIND: ClassVar[Kind] = Kind.HELLO
@@ -38,6 +39,7 @@ class Hello:
     device: str = ""
     numa_node: int | None = None
     settled_tokens: tuple[str, ...] = ()
+    held_extents: int = 0
 
     @property
     def is_farewell(self) -> bool:
@@ -85,6 +87,7 @@ class Hello:
             device=value.text("device", ""),
             numa_node=value.optional_whole("numa_node"),
             settled_tokens=value.texts("settled_tokens"),
+            held_extents=value.whole("held_extents", 0),
         )
 
 
@@ -125,7 +128,7 @@ class Welcome:
 
 
 TRANSIENT_REFUSALS: Final = frozenset(
-    {"draining", "no_descriptors", "too_many_clients", "too_many_lost", "too_many_strangers", "unknown_token"}
+    {"adopting", "draining", "no_descriptors", "too_many_clients", "too_many_lost", "too_many_strangers", "unknown_token"}
 )
 """Reasons that may be gone in a moment: a client tries again soon."""
 

@@ -71,6 +71,9 @@ class Kind(IntEnum):
     LET_GO = 54
     HAND_BACK = 55
     TAKEN_BACK = 56
+    DEPOSIT = 57
+    DROP = 58
+    RETURN = 59
 
 
 class Rule(NamedTuple):
@@ -116,6 +119,9 @@ RULES: Final[dict[int, Rule]] = {
     Kind.LET_GO: Rule(_WORKER),
     Kind.HAND_BACK: Rule(_WORKER, takes_fds=True),
     Kind.TAKEN_BACK: Rule(_SERVICE),
+    Kind.DEPOSIT: Rule(_SERVICE, takes_fds=True),
+    Kind.DROP: Rule(_SERVICE),
+    Kind.RETURN: Rule(_WORKER, takes_fds=True),
 }
 
 

@@ -34,6 +34,7 @@ IDLE_SECONDS = 60.0
 """Without a session to join, until a ticket comes."""
 FAULT_SECONDS = 1.0
 
+_MAX_SETTLED = 16
 _NO_TICKET = SessionTicket(0, "")
 
 logger = logging.getLogger("kvstow.attach")
@@ -48,7 +49,8 @@ class AttachedWorker:
 
     A session ends with its connection. What was submitted until then ends as usual, and the memory stays mapped. With
     the next ticket the worker refuses ops of the old session, waits for its copies to end, tells the service so, and
-    offers it the memory that is mapped. What the service does not take back goes before anything new is mapped.
+    offers it the memory that is mapped. What the service does not take back goes before anything new is mapped. It holds
+    descriptors for the service besides (`Deposits`), which it returns to the next one.
 
     No call waits but `close`, and none raises because the service is absent. Thread-safe. No error ends the thread: it
     is logged, counted in `faults`, and ends the session.
@@ -84,7 +86,8 @@ class AttachedWorker:
         self._was_attached = self._is_over = False
         """Whether the session of `_ticket` was reached, and whether it has ended."""
         self._settled: tuple[str, ...] = ()
-        """Tokens of sessions whose copies have ended here; the service has not heard of that yet."""
+        """Tokens of the newest sessions whose copies have ended here. They are said in each session: a service that has
+        heard them may be killed before it has taken note."""
         self._stopping = False
         self._ended: bool | None = None
         self._closing = threading.Lock()
@@ -142,6 +145,7 @@ class AttachedWorker:
         self._gate.shut()
         ended = self._plane.close(timeout)
         self._connection.close(*([Detach("the worker has stopped")] if ended else []))
+        self._calls.deposits.close()
         if ended and self._was_attached:
             self._say_settled()
         with self._waking:
@@ -231,7 +235,7 @@ class AttachedWorker:
         if not self._gate.is_quiet():
             return False
         if self._was_attached:
-            self._settled += (self._ticket.token,)
+            self._settled = (*self._settled, self._ticket.token)[-_MAX_SETTLED:]
             self._pool.begin_session()
         self._ticket = self._newest
         self._was_attached = self._is_over = False
@@ -249,11 +253,11 @@ class AttachedWorker:
             device=self._plane.report().device or "",
             numa_node=self._numa_node,
             settled_tokens=self._settled,
+            held_extents=len(self._pool.held_extents()),
         )
 
     def _begin_session(self, welcome: Welcome) -> None:
         self._was_attached = True
-        self._settled = ()
         self._calls.begin_session()
         self._gate.open(self._ticket.number)
 

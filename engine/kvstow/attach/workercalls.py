@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import AttachConnection, Call
+from kvstow.attach.deposits import DepositedDescriptors, Deposits, DroppedDescriptors, ReturnedDescriptors
 from kvstow.attach.extentcalls import (
     AdoptedExtents,
     Desired,
@@ -37,7 +38,7 @@ logger = logging.getLogger("kvstow.attach")
 class WorkerCalls:
     """Used by the worker's thread alone, but for `is_changed`.
 
-    Orders that matter: what is mapped from an earlier session is offered first, and what the service says of memory
+    Orders that matter: what is held from an earlier session is returned and offered first, and what the service says of memory
     waits until it has answered. That slots are not used any more, and the state that the rank has applied, is said
     before it lets go of their extents.
     """
@@ -50,6 +51,7 @@ class WorkerCalls:
         self.problem: str | None = None
         """Why memory that was granted is missing, as a sentence."""
         self._connection, self._plane, self._pool, self._clock = connection, plane, pool, clock
+        self.deposits = Deposits()
         self._offers: list[Call] | None = None
         """Of memory of an earlier session: None before they were made."""
         self._is_settled = False
@@ -84,6 +86,9 @@ class WorkerCalls:
         if frame.kind == Kind.DESIRED:
             self._plane.apply(Desired.unpack(frame.payload).desired)
             return
+        if frame.kind in (Kind.DEPOSIT, Kind.DROP) and (self._has_ended or self._is_settled):
+            self._take_deposits(frame)
+            return
         if self._has_ended:
             close_fds(frame.fds)
             if frame.kind == Kind.REVOKED:
@@ -101,6 +106,19 @@ class WorkerCalls:
             self._pool.revoke(RevokedExtents.unpack(frame.payload).extent_ids)
         else:
             close_fds(frame.fds)
+
+    def _take_deposits(self, frame: Frame) -> None:
+        if frame.kind == Kind.DROP:
+            self.deposits.drop(DroppedDescriptors.unpack(frame.payload).names)
+            return
+        try:
+            word = DepositedDescriptors.unpack(frame.payload)
+            if len(word.names) != len(frame.fds):
+                raise AttachError(f"{len(word.names)} descriptors by name came with {len(frame.fds)}")
+        except AttachError:
+            close_fds(frame.fds)
+            raise
+        self.deposits.put(word.names, frame.fds, replaces=word.replaces)
 
     def _let_go(self, extent_ids: Sequence[int]) -> None:
         """The session has ended: there may be none in which the service could ask for them again."""
@@ -132,6 +150,8 @@ class WorkerCalls:
 
     def _offer(self) -> list[Call]:
         held = list(self._pool.held_extents())
+        if held and self.deposits.held:
+            self._connection.tell(ReturnedDescriptors(tuple(self.deposits.held)), list(self.deposits.held.values()))
         calls = []
         for start in range(0, len(held), MAX_FDS):
             part = held[start : start + MAX_FDS]

@@ -98,6 +98,8 @@ class IndexJournal:
         self._sequence = 0
         self._order = 0
         self._content: dict[str, Any] = {}
+        self.is_protected = False
+        """Whether others may have it."""
 
     @classmethod
     def create(cls, max_slots: int, content: Mapping[str, Any]) -> Self:
@@ -131,6 +133,16 @@ class IndexJournal:
         journal._content = found["content"]
         return journal
 
+    @staticmethod
+    def look(fd: int) -> Mapping[str, Any]:
+        """The content of a journal that is protected, from whoever it comes; the caller keeps `fd`. Raises
+        `ForeignMemoryError` or `JournalError`."""
+        num_bytes = os.fstat(fd).st_size
+        require_memfd(fd, JOURNAL_NAME, num_bytes, seals=READ_ONLY_SEALS)
+        with mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as memory:
+            content: Mapping[str, Any] = _read_content(memory)[1]["content"]
+        return content
+
     @property
     def content(self) -> Mapping[str, Any]:
         """What the caller last wrote here: the pool's identity, layout and namespaces."""
@@ -144,6 +156,7 @@ class IndexJournal:
     def protect(self) -> None:
         """From now on this object alone can write the journal, whoever else gets it. Raises `PinError`."""
         forbid_writing(self.fd)
+        self.is_protected = True
 
     def write_content(self, content: Mapping[str, Any]) -> None:
         """Replace the content. Of two copies, the older one is overwritten, so there is always a whole one. Raises

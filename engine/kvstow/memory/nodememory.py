@@ -76,6 +76,14 @@ class _Label:
         )
 
 
+def identity_of(text: str, pool: str) -> MemfdIdentity:
+    """Of the extent of which `described` has said this. Raises `ValueError` or `TypeError` unless it is in the pool."""
+    label = _Label.from_text(0, text)
+    if label.place is None or label.place.pool != pool:
+        raise ValueError(f"an extent is not in pool {pool}")
+    return label.identity
+
+
 class NodeMemory:
     """The extents of a `MemoryBudget`, populated in the background, and at the keeper.
 
@@ -113,7 +121,7 @@ class NodeMemory:
         for step in steps:
             self._carry_out(step, changed)
         self._create_missing(changed)
-        self._keep(changed & self._extents.keys())
+        self.keep(changed & self._extents.keys())
         return steps
 
     def restore(self, kept: Mapping[str, Kept]) -> list[int]:
@@ -135,13 +143,22 @@ class NodeMemory:
 
     def keep_all(self) -> None:
         """Give a new keeper everything."""
-        self._keep(self._extents.keys())
+        self.keep(self._extents.keys())
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Give the keeper these extents."""
+        if numbers:
+            self.keeper.put({f"{NAME_PREFIX}{number}": self._described(number) for number in sorted(numbers)})
+
+    def described(self, number: int) -> str:
+        """What a restarted service has to know of this extent, which there is."""
+        return self._described(number)[1]
 
     def retry(self) -> None:
         """Try again what memory was refused for."""
         changed: set[int] = set()
         self._create_missing(changed)
-        self._keep(changed)
+        self.keep(changed)
         self.populator.retry()
 
     def extent(self, number: int) -> Extent | None:
@@ -233,10 +250,6 @@ class NodeMemory:
             extent.row = label.place.row
         self.populator.add(extent)
         return number
-
-    def _keep(self, numbers: Collection[int]) -> None:
-        if numbers:
-            self.keeper.put({f"{NAME_PREFIX}{number}": self._described(number) for number in sorted(numbers)})
 
     def _described(self, number: int) -> tuple[int, str]:
         extent = self._extents[number]

@@ -19,6 +19,7 @@ from kvstow.memory.limits import MemoryLimits, limits_of
 from kvstow.memory.nodememory import NodeMemory
 from kvstow.memory.numa import memory_nodes
 from kvstow.memory.populator import Populator
+from kvstow_service.node.adoption import Adoption
 from kvstow_service.node.attach.attachserver import AttachServer
 from kvstow_service.node.attach.attachsocket import AttachSocket
 from kvstow_service.node.attach.attachtally import REASONS
@@ -133,6 +134,7 @@ class Node:
         self._running.callback(self.server.close)
         self._running.callback(self.memory.close)  # before the server, which sends what it has left
         if self._keeper is not None:
+            self.host.adopt = Adoption(self._keeper, self.memory, self.host, self.server).begin
             NodeRecovery(self._keeper, self.memory, self.host, self.server).run()
         self._has_started = True
         self.populator.start()

@@ -37,6 +37,7 @@ from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool, PoolSet
 from kvstow_service.node.pools.nodesession import NodeSession
 from kvstow_service.node.pools.sharing import sharing_off
 from kvstow_service.node.pools.uniquenames import unique_name
+from kvstow_service.node.survival.handover import JOURNAL, Handover
 from kvstow_service.node.survival.poolrecord import PoolRecord
 from kvstow_service.node.survival.workerrecord import WorkerRecord
 
@@ -75,7 +76,14 @@ class NodeHost:
         self.kept_extents = 0
         """That engines have handed back, and that they have again."""
         self.given_up_extents = 0
-        """That engines have handed back, and that this service has not from a keeper."""
+        """That engines have offered, and that this service has not from a keeper."""
+        self.adopt: Callable[[NodePool, Handover, Sequence[str]], object] | None = None
+        """Takes over a handover, whose pool was never used, and the sessions of that pool, on the attach server's
+        thread; calls `end_adoption`. None where no memory outlives a service."""
+        self._handovers: dict[str, Handover] = {}
+        """By pool: what its engines have handed back so far."""
+        self._adopting: dict[PoolIdentity, bool] = {}
+        """Whether it is under way, or has failed; then nothing is tried again."""
         self._pools: dict[str, NodePool] = {}
         self._sessions: dict[str, NodeSession] = {}
 
@@ -110,6 +118,8 @@ class NodeHost:
 
     def _forget(self, pool: NodePool) -> None:
         del self._pools[pool.name]
+        if (handover := self._handovers.pop(pool.name, None)) is not None:
+            handover.close()
         with pool.lock:
             pool.closed = True
         self._memory.remove_pool(pool)
@@ -129,17 +139,20 @@ class NodeHost:
             pool.tick()
 
     def close(self) -> None:
-        """Nothing is served from now on."""
+        """Nothing is served from now on. After the threads have ended; idempotent."""
+        for handover in self._handovers.values():
+            handover.close()
         for pool in self.pools():
             with pool.lock:
                 pool.closed = True
 
-    # -- an earlier life: before any thread has started -----------------------------------------------------
+    # -- an earlier life: before an engine knows of it ------------------------------------------------------
 
     def restore_pool(self, record: PoolRecord, known: Mapping[str, KnownNamespace]) -> NodePool:
         pool = NodePool(record.name, record.identity, record.model, self._settings, clock=self._clock)
         pool.known.update(known)
-        self._pools[pool.name] = pool
+        with self._lock:
+            self._pools[pool.name] = pool
         self.switches.apply_to(pool.facade.admin)
         return pool
 
@@ -152,13 +165,16 @@ class NodeHost:
         control = pool.find_session(record.number)
         peer = record.peer(None)
         session = NodeSession(record.session_id, hello, peer, _NoLink(record.session_id), pool, namespace, control)
-        self._sessions[record.session_id] = session
-        pool.num_sessions += 1
+        with self._lock:
+            self._sessions[record.session_id] = session
+            pool.num_sessions += 1
 
     # -- attaching: on the attach server's thread, like all below -------------------------------------------
 
     def open_session(self, session_id: str, hello: Hello, peer: Peer, link: SessionLink) -> SessionGrant:
         identity, namespace = self._identities(hello, peer)
+        if self._adopting.get(identity):
+            raise AttachRefusedError("adopting", "the service takes up the memory of the one before it: try again soon")
         pool = self._enter_pool(identity, namespace.model)
         try:
             session, reasons = self._enter_namespace(session_id, hello, peer, link, pool, namespace)
@@ -174,8 +190,31 @@ class NodeHost:
         except OSError as error:
             raise AttachRefusedError("no_descriptors", f"the node service has too few: {error.strerror}") from error
         session.workers[hello.rank] = hello
-        if session.is_complete:  # only now the devices' NUMA nodes are known
-            self._memory.start_session(session)
+        if hello.held_extents and session.pool.may_be_adopted:
+            session.awaited_extents[hello.rank] = hello.held_extents
+        self._start_if_ready(session)
+
+    def _start_if_ready(self, session: NodeSession) -> None:
+        """Once all ranks are there, as only then the devices' NUMA nodes are known, and have handed back what they
+        have of the service before."""
+        if not session.is_complete or session.awaited_extents:
+            return
+        pool = session.pool
+        handover = self._handovers.pop(pool.name, None)
+        may_be_adopted, pool.may_be_adopted = pool.may_be_adopted, False
+        if handover is not None and may_be_adopted and self.adopt is not None:
+            self._adopting[pool.identity] = True
+            self.adopt(pool, handover, [one.session_id for one in self._sessions.values() if one.pool is pool])
+            return
+        self._memory.start_session(session)
+
+    def end_adoption(self, identity: PoolIdentity, *, is_adopted: bool) -> None:
+        """Engines of this layout may come back: to the pool that was adopted, or to a new one, which takes up nothing
+        of the service before."""
+        if is_adopted:
+            del self._adopting[identity]
+        else:
+            self._adopting[identity] = False
 
     def _identities(self, hello: Hello, peer: Peer) -> tuple[PoolIdentity, NamespaceIdentity]:
         """What the kernel says of the user counts, not the hello."""
@@ -195,6 +234,7 @@ class NodeHost:
         owner = SHARED_OWNER if identity.uid is None else identity.uid
         self._memory.require_room(pool.layout(owner, self._memory.extent_bytes))
         pool.num_sessions = 1
+        pool.may_be_adopted = self.adopt is not None and identity not in self._adopting
         with self._lock:  # no other thread adds pools
             self._pools[name] = pool
             self._memory.add_pool(pool, owner)
@@ -277,18 +317,28 @@ class NodeHost:
         self._memory.release(session.client(rank), extent_ids)
 
     def take_back(self, session_id: str, rank: int, extents: Sequence[ExtentBytes], fds: Sequence[int]) -> list[int]:
-        """Keeps what this service has from the keeper, and grants it again. Other memory is given up: nobody knows who
-        else may still write it."""
+        """Keeps what this service has from a keeper, and grants it again. If the pool has no memory yet, and the worker
+        has returned the journal of the service before, all is kept until the pool is adopted: see `Adoption`. Other
+        memory is given up: nobody knows who else may still write it."""
         session = self._sessions[session_id]
-        try:
-            kept = [
-                extent.extent_id
-                for extent, fd in zip(extents, fds, strict=False)
-                if self._memory.has_placed(session.pool, rank, extent.extent_id, fd)
-            ]
-        finally:
-            close_fds(fds)
-        self.kept_extents += len(kept)
+        handover = self._handovers.get(session.pool.name)
+        if handover is not None and session.pool.may_be_adopted:
+            handover.put_extents(fds)
+            kept = [extent.extent_id for extent in extents]
+        else:
+            try:
+                kept = [
+                    extent.extent_id
+                    for extent, fd in zip(extents, fds, strict=False)
+                    if self._memory.has_placed(session.pool, rank, fd)
+                ]
+            finally:
+                close_fds(fds)
+            self.kept_extents += len(kept)
+        if session.awaited_extents.get(rank, 0) > len(fds):
+            session.awaited_extents[rank] -= len(fds)
+        elif session.awaited_extents.pop(rank, None) is not None:
+            self._start_if_ready(session)
         if len(kept) < len(fds):
             self.given_up_extents += len(fds) - len(kept)
             logger.info(
@@ -297,6 +347,13 @@ class NodeHost:
                 len(fds) - len(kept),
             )
         return kept
+
+    def take_returned(self, session_id: str, names: Sequence[str], fds: Sequence[int]) -> None:
+        pool = self._sessions[session_id].pool
+        if not pool.may_be_adopted or (JOURNAL not in names and pool.name not in self._handovers):
+            close_fds(fds)
+            return
+        self._handovers.setdefault(pool.name, Handover()).put_deposits(names, fds)
 
     def follow_pool(self, pool: NodePool) -> None:
         """The pool has become smaller: see `NodeSession.follow_pool`."""

@@ -1,4 +1,4 @@
-"""Recovery of a node: a service takes up what the one before has left with the keeper."""
+"""Recovery of a node: a service takes up what the one before has left with the keeper, or with engines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import select
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from kvstow.attach.identity import NamespaceIdentity
@@ -20,7 +21,7 @@ from kvstow_service.node.attach.attachserver import AttachServer
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import KnownNamespace, NodePool
-from kvstow_service.node.pools.noderecords import JOURNAL_PREFIX, WORKER_PREFIX
+from kvstow_service.node.survival.handover import JOURNAL_PREFIX, WORKER_PREFIX
 from kvstow_service.node.survival.keepermessages import Held
 from kvstow_service.node.survival.poolrecord import PoolRecord
 from kvstow_service.node.survival.survivingmemory import SurvivingMemory
@@ -37,7 +38,7 @@ class _Worker(NamedTuple):
 
 
 class NodeRecovery:
-    """Used once, by `run`, before any thread of the node has started."""
+    """Used once: by `run`, before any thread of the node has started, or by `adopt`."""
 
     def __init__(self, keeper: SurvivingMemory, memory: MemoryThread, host: NodeHost, server: AttachServer) -> None:
         self._keeper, self._memory, self._host, self._server = keeper, memory, host, server
@@ -50,16 +51,43 @@ class NodeRecovery:
         begun = time.monotonic()
         kept = self._keeper.take_all()
         self._take(kept, JOURNAL_PREFIX, self._take_journal)
-        self._memory.restore_extents({name: held for name, held in kept.items() if name.startswith(EXTENT_PREFIX)})
+        self._take_extents(kept)
         self._take(kept, WORKER_PREFIX, self._take_worker)
         self._drop({name: held for name, held in kept.items() if not name.startswith(_KNOWN)}, "nothing is known of it")
         self._memory.run_pending()
         num_blocks = sum(self._recover_pool(*found) for found in self._pools.values())
-        self._restore_sessions()
+        self._memory.keep_journals([pool for pool, _ in self._pools.values()])
+        self._restore_sessions(lambda restore: restore())
         if self._pools:
             seconds = time.monotonic() - begun
             logger.info("%d blocks in %d pools were recovered in %.2f s", num_blocks, len(self._pools), seconds)
         return num_blocks
+
+    def adopt(self, kept: dict[str, Held], later: Callable[[Callable[[], object]], object]) -> bool:
+        """Take up a pool that engines have handed back, while the node runs: on the thread of its memory. Takes over
+        the descriptors. The sessions of before are restored when what `later` gets is called, on the attach server's
+        thread. Returns whether there is such a pool now."""
+        begun = time.monotonic()
+        self._take(kept, JOURNAL_PREFIX, self._take_journal)
+        if not self._pools:
+            for name, held in kept.items():
+                if not name.startswith(JOURNAL_PREFIX):
+                    os.close(held.fd)
+            return False
+        extents = self._take_extents(kept)
+        self._take(kept, WORKER_PREFIX, self._take_worker)
+        self._memory.settle_restored()
+        num_blocks = sum(self._recover_pool(*found) for found in self._pools.values())
+        pools = [pool for pool, _ in self._pools.values()]
+        self._memory.keep_restored([worker.record for worker in self._workers], extents, pools)
+        self._restore_sessions(later)
+        seconds = time.monotonic() - begun
+        logger.info("%d blocks that engines have handed back were recovered in %.2f s", num_blocks, seconds)
+        return True
+
+    def _take_extents(self, kept: dict[str, Held]) -> list[int]:
+        extents = {name: held for name, held in kept.items() if name.startswith(EXTENT_PREFIX)}
+        return self._memory.restore_extents(extents, self._pools)
 
     def _take(self, kept: dict[str, Held], prefix: str, take: Callable[[Held], None]) -> None:
         for name, held in kept.items():
@@ -76,12 +104,22 @@ class NodeRecovery:
             os.close(held.fd)
 
     def _take_journal(self, held: Held) -> None:
-        journal = IndexJournal.open(held.fd)
-        record = PoolRecord.from_json(journal.content["pool"])
-        known = {label.name: known for label in journal.namespaces().values() if (known := _known(label))}
+        fd = os.dup(held.fd)
+        try:
+            journal = IndexJournal.open(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        try:
+            record = PoolRecord.from_json(journal.content["pool"])
+            known = {label.name: known for label in journal.namespaces().values() if (known := _known(label))}
+        except BaseException:
+            journal.close()
+            raise
         pool = self._host.restore_pool(record, known)
         self._memory.restore_pool(pool, record, journal)
         self._pools[pool.name] = (pool, journal)
+        os.close(held.fd)
 
     def _take_worker(self, held: Held) -> None:
         record = WorkerRecord.from_text(held.info)
@@ -108,7 +146,7 @@ class NodeRecovery:
             [EarlierSession(number, names[number], frozenset(clients)) for number, clients in earlier.items()],
         )
 
-    def _restore_sessions(self) -> None:
+    def _restore_sessions(self, later: Callable[[Callable[[], object]], object]) -> None:
         sessions: dict[str, list[_Worker]] = {}
         for worker in self._workers:
             sessions.setdefault(worker.record.session_id, []).append(worker)
@@ -116,7 +154,7 @@ class NodeRecovery:
             record = workers[0].record
             self._host.restore_session(record)
             peers = [(one.hello(), one.peer(None if pidfd is None else os.dup(pidfd))) for one, pidfd in workers]
-            self._server.restore_session(session_id, record.token, peers)
+            later(partial(self._server.restore_session, session_id, record.token_digest, peers))
 
 
 _KNOWN = (EXTENT_PREFIX, JOURNAL_PREFIX, WORKER_PREFIX)

@@ -15,6 +15,7 @@ from kvstow.attach import calls, eventcalls, extentcalls, hello
 from kvstow.attach.calls import Completions, Found, Hold, Lookup, SettledOp, SettledOps, StoreBegun
 from kvstow.attach.connection import Message
 from kvstow.attach.eventcalls import BlockChange
+from kvstow.attach.deposits import DepositedDescriptors, DroppedDescriptors, ReturnedDescriptors
 from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents
 from kvstow.attach.hello import Hello, Refused, Welcome
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
@@ -73,6 +74,10 @@ MESSAGES: list[Any] = [
     extentcalls.ReleasedExtents((1,)),
     extentcalls.HandedBackExtents((ExtentBytes(1, 1 << 30),)),
     extentcalls.AdoptedExtents(()),
+    DepositedDescriptors(("journal", "worker-a/0"), True),
+    DepositedDescriptors((), False),
+    DroppedDescriptors(("worker-a/0",)),
+    ReturnedDescriptors(("journal",)),
     extentcalls.Report(RankReport.without_pool(1, "boot", "starting", 4096, error="later")),
     extentcalls.Desired(DesiredState("engine", 100, paused=True, number=4)),
     extentcalls.Detach("done"),

@@ -165,6 +165,11 @@ class FakeHost:
             os.close(fd)
         return kept
 
+    def take_returned(self, session_id: str, names: Sequence[str], fds: Sequence[int]) -> None:
+        self.events.append(("returned", *names))
+        for fd in fds:
+            os.close(fd)
+
     def session_lost(self, session_id: str, reason: str) -> None:
         session = self._session(session_id)
         session.lost = True

@@ -26,8 +26,11 @@ from kvstow.attach.calls import (
     SettledOps,
     StoreBegun,
 )
-from kvstow.attach.connection import AttachConnection, Message
+from kvstow.attach.connection import AttachConnection, Call, Message
+from kvstow.attach.deposits import DepositedDescriptors, Deposits, DroppedDescriptors, ReturnedDescriptors
 from kvstow.attach.extentcalls import (
+    ExtentBytes,
+    HandedBackExtents,
     ExtentGrant,
     ExtentSlots,
     GrantedExtents,
@@ -77,7 +80,9 @@ class RawWorker:
         boot: str = "boot",
         settled_tokens: tuple[str, ...] = (),
         slot_bytes: int = SLOT_BYTES,
+        heir_of: RawWorker | None = None,
     ) -> None:
+        """`heir_of`: this process has its memory still, and says so."""
         hello = Hello(
             role="worker",
             engine="raw",
@@ -86,11 +91,14 @@ class RawWorker:
             token=token,
             rank=rank,
             settled_tokens=settled_tokens,
+            held_extents=0 if heir_of is None else len(heir_of.fds),
         )
         self.rank, self.boot, self.slot_bytes = rank, boot, slot_bytes
         self.connection = AttachConnection(path, lambda: hello, accepts_fds=True)
         self.grants: dict[int, ExtentGrant] = {}
         self.maps: dict[int, mmap.mmap] = {}
+        self.fds: dict[int, int] = {}
+        self.deposits = Deposits()
         self.populated: dict[int, int] = {}
         self.registered: dict[int, int] = {}
         self.revoked: list[int] = []
@@ -107,7 +115,12 @@ class RawWorker:
                     self.grants[grant.extent_id] = grant
                     self.maps[grant.extent_id] = mmap.mmap(fd, grant.num_bytes)
                     self.populated[grant.extent_id] = grant.populated_bytes
-                    os.close(fd)
+                    self.fds[grant.extent_id] = fd
+            elif frame.kind == Kind.DEPOSIT:
+                word = DepositedDescriptors.unpack(frame.payload)
+                self.deposits.put(word.names, frame.fds, replaces=word.replaces)
+            elif frame.kind == Kind.DROP:
+                self.deposits.drop(DroppedDescriptors.unpack(frame.payload).names)
             elif frame.kind == Kind.POPULATED:
                 self.populated |= dict(PopulatedExtents.unpack(frame.payload).extents)
             elif frame.kind == Kind.REVOKED:
@@ -135,6 +148,7 @@ class RawWorker:
     def let_go(self) -> None:
         for extent_id in self.revoked:
             self.maps.pop(extent_id).close()
+            os.close(self.fds.pop(extent_id))
             del self.grants[extent_id], self.populated[extent_id]
             self.registered.pop(extent_id, None)
         self.connection.tell(ReleasedExtents(tuple(self.revoked)))
@@ -176,13 +190,31 @@ class RawWorker:
         self.connection.close()
         for memory in self.maps.values():
             memory.close()
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds.clear()
+        self.deposits.close()
+
+    def hand_back(self, old: RawWorker) -> Call:
+        """What the worker before this one, of the same process, has of another service."""
+        held = old.deposits.held
+        self.connection.tell(ReturnedDescriptors(tuple(held)), list(held.values()))
+        extents = tuple(ExtentBytes(extent_id, old.grants[extent_id].num_bytes) for extent_id in old.fds)
+        return self.connection.call(HandedBackExtents(extents), list(old.fds.values()))
 
 
 class RawEngine:
     """An attached engine. Each call steps all connections until it has its result."""
 
-    def __init__(self, path: Path, hello: Hello = HELLO, settled_tokens: tuple[str, ...] = ()) -> None:
-        """`settled_tokens`: of sessions in which this process has no copies under way any more."""
+    def __init__(
+        self,
+        path: Path,
+        hello: Hello = HELLO,
+        settled_tokens: tuple[str, ...] = (),
+        heir_of: RawEngine | None = None,
+    ) -> None:
+        """`settled_tokens`: of sessions in which this process has no copies under way any more. `heir_of`: this process
+        has the memory of that engine still, and is going to hand it back."""
         self.path = path
         self.settled: dict[int, str] = {}
         self.scheduler = AttachConnection(path, lambda: hello)
@@ -192,7 +224,14 @@ class RawEngine:
         self.welcome = self.scheduler.welcome
         assert hello.pool is not None
         self.workers = [
-            RawWorker(path, self.welcome.token, rank, settled_tokens=settled_tokens, slot_bytes=slot_bytes)
+            RawWorker(
+                path,
+                self.welcome.token,
+                rank,
+                settled_tokens=settled_tokens,
+                slot_bytes=slot_bytes,
+                heir_of=None if heir_of is None else heir_of.workers[rank],
+            )
             for rank, slot_bytes in enumerate(hello.pool.slot_bytes)
         ]
         self.wait_for(lambda: all(worker.connection.state == "attached" for worker in self.workers))

@@ -12,6 +12,7 @@ from tests.service.node.fakehost import FakeSession
 
 from kvstow.attach.peer import Peer
 from kvstow_service.node.attach.sessionhost import SessionLink
+from kvstow_service.node.attach.sessiontable import digest_of
 
 TOKEN = "a token of the service before"
 
@@ -34,7 +35,7 @@ def restore(node: Node, *peers: Peer) -> None:
     """A session with these workers; starts the server."""
     node.host.sessions["before"] = FakeSession(cast(SessionLink, None), 1000, len(peers), lost=True)
     workers = [(replace(WORKER, rank=rank), peer) for rank, peer in enumerate(peers)]
-    node.server.restore_session("before", TOKEN, workers)
+    node.server.restore_session("before", digest_of(TOKEN), workers)
     node.server.start()
 
 
@@ -76,6 +77,20 @@ def test_other_processes_cannot_settle_it(node: Node) -> None:
     node.attach_worker(scheduler, 0, settled_tokens=(TOKEN,))
     quiet(node)
     assert ends(node) == []
+
+
+def test_a_worker_whose_pidfd_nobody_has_settles_it_by_its_token(make_node: MakeNode) -> None:
+    node = make_node(start=False)
+    restore(node, Peer(0, 1000, 1000, None))
+    node.process()
+    scheduler = node.attach()
+    node.process(uid=1000)
+    node.attach_worker(scheduler, 1, settled_tokens=(TOKEN,))
+    quiet(node)
+    assert ends(node) == [], "it is of another rank"
+    node.attach_worker(scheduler, 0, settled_tokens=("another", TOKEN))
+    node.wait_for_event("over")
+    assert ends(node) == [("let go", "before", 0), ("over", "before")]
 
 
 def test_nobody_joins_it(node: Node, processes: list[FakeProcess]) -> None:

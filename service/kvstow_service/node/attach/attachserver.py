@@ -94,10 +94,16 @@ class AttachServer:
         self._acceptor.start()
         self._thread.start()
 
-    def restore_session(self, session_id: str, token: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
+    def restore_session(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
         """A lost session of the service before, with its workers that may still reach memory: `SessionHost` hears of
-        their end. Before `start`. Takes over the peers."""
-        self._life.restore(session_id, token, workers)
+        their end. Before `start`, or on the server's thread. Takes over the peers."""
+        self._life.restore(session_id, token_digest, workers)
+
+    def end_session(self, session_id: str, reason: str) -> None:
+        """End the connections of a session, if there is such a session, in the order of the calls of `post`."""
+        session = self._life.table.get(session_id)
+        if session is not None:
+            self.post(partial(self._life.lose, session, reason, expected=True))
 
     def close(self) -> None:
         """Idempotent; not from the server's own thread."""

@@ -8,6 +8,7 @@ from typing import Final
 from kvstow.attach.calls import BeginLoad, BeginStore, Completions, CountLookup, Lookup, Refresh, Release, Reset
 from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import Message
+from kvstow.attach.deposits import ReturnedDescriptors
 from kvstow.attach.eventcalls import ReadEvents
 from kvstow.attach.extentcalls import (
     AdoptedExtents,
@@ -102,6 +103,17 @@ def _take_back(host: SessionHost, member: Member, frame: Frame) -> Message:
     return AdoptedExtents(tuple(kept))
 
 
+def _take_returned(host: SessionHost, member: Member, frame: Frame) -> None:
+    try:
+        names = ReturnedDescriptors.unpack(frame.payload).names
+        if len(names) != len(frame.fds):
+            raise ProtocolError("fds_missing", f"{len(names)} names came with {len(frame.fds)} file descriptors")
+    except ProtocolError:
+        close_fds(frame.fds)
+        raise
+    host.take_returned(member.session.session_id, names, frame.fds)
+
+
 def _rank_of(member: Member) -> int:
     assert member.rank is not None, "the kinds of workers come from workers"
     return member.rank
@@ -121,4 +133,5 @@ _CALLS: Final[dict[int, Callable[[SessionHost, Member, Frame], Message | None]]]
     Kind.REGISTERED: _registered,
     Kind.LET_GO: _released,
     Kind.HAND_BACK: _take_back,
+    Kind.RETURN: _take_returned,
 }

@@ -93,6 +93,10 @@ class SessionHost(Protocol):
         """A worker hands back the memory of the service before this one; returns the ids of the extents that are kept.
         The host owns the descriptors, also if it raises; it verifies each and closes what it does not keep."""
 
+    def take_returned(self, session_id: str, names: Sequence[str], fds: Sequence[int]) -> None:
+        """A worker returns what the service before this one has deposited with it, before it hands back memory. The
+        host owns the descriptors, also if it raises."""
+
     def session_lost(self, session_id: str, reason: str) -> None:
         """A connection of the session has ended: its leases and its filling slots go into quarantine, and no call of it
         follows. Its processes may still read and write their slots."""

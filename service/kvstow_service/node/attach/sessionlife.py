@@ -126,13 +126,20 @@ class SessionLife:
         if session is None or session.state != "lost":
             return
         for member in session.members:
-            if member.rank == hello.rank and member.is_awaited and member.peer.is_same_process(peer):
+            if member.rank == hello.rank and member.is_awaited and self._is_same(member, peer):
                 self.process_ended(member)
 
-    def restore(self, session_id: str, token: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
+    def _is_same(self, member: Member, peer: Peer) -> bool:
+        """Whether the peer is the member's process. Of a member of the service before whose pidfd nobody has, only its
+        process has the session's token."""
+        if member.peer.pidfd is None and self._trust_eof is None:
+            return member.peer.uid == peer.uid
+        return member.peer.is_same_process(peer)
+
+    def restore(self, session_id: str, token_digest: str, workers: Sequence[tuple[Hello, Peer]]) -> None:
         """A session of the service before: lost, with the workers that may still reach memory. The host knows it.
-        Owns the peers. Before the first client."""
-        session = Session(session_id, token, *workers[0])
+        Owns the peers. Before a client that may name it."""
+        session = Session(session_id, "", *workers[0], token_digest=token_digest)
         session.state = "lost"
         self.table.add(session)
         for hello, peer in workers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -13,6 +14,11 @@ from kvstow.errors import AttachRefusedError
 SessionState = Literal["attached", "lost", "over"]
 
 _ID_BYTES, _TOKEN_BYTES = 8, 16
+
+
+def digest_of(token: str) -> str:
+    """Tells tokens apart and opens nothing."""
+    return hashlib.sha256(token.encode()).hexdigest()
 
 
 class Member:
@@ -40,9 +46,11 @@ class Member:
 class Session:
     """One engine incarnation: the connection of its scheduler half and one for the worker of each rank."""
 
-    def __init__(self, session_id: str, token: str, hello: Hello, peer: Peer) -> None:
+    def __init__(self, session_id: str, token: str, hello: Hello, peer: Peer, *, token_digest: str = "") -> None:
+        """`token_digest`: of a session of the service before, whose token this one does not know."""
         self.session_id = session_id
         self.token = token
+        self.token_digest = token_digest or digest_of(token)
         self.hello = hello
         self.uid = peer.uid
         self.state: SessionState = "attached"
@@ -91,6 +99,7 @@ class SessionTable:
     def __init__(self) -> None:
         self._by_id: dict[str, Session] = {}
         self._by_token: dict[str, Session] = {}
+        """By the digest of the token."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -102,7 +111,7 @@ class SessionTable:
         return self._by_id.get(session_id)
 
     def of_token(self, token: str) -> Session | None:
-        return self._by_token.get(token)
+        return self._by_token.get(digest_of(token))
 
     def new_session(self, hello: Hello, peer: Peer) -> Session:
         """A session that `add` has yet to make known."""
@@ -110,16 +119,16 @@ class SessionTable:
 
     def add(self, session: Session) -> None:
         self._by_id[session.session_id] = session
-        self._by_token[session.token] = session
+        self._by_token[session.token_digest] = session
 
     def remove(self, session: Session) -> None:
         session.state = "over"
         self._by_id.pop(session.session_id, None)
-        self._by_token.pop(session.token, None)
+        self._by_token.pop(session.token_digest, None)
 
     def session_to_join(self, hello: Hello, peer: Peer) -> Session:
         """The session of a worker. Raises `AttachRefusedError` if it may not join it."""
-        session = self._by_token.get(hello.token)
+        session = self.of_token(hello.token)
         if session is None or session.state != "attached":
             raise AttachRefusedError(
                 "unknown_token", "no attached session has this token: wait for the one of the scheduler half's session"

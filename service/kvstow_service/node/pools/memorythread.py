@@ -6,10 +6,12 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+from kvstow.attach.connection import Message
+from kvstow.attach.deposits import DepositedDescriptors, DroppedDescriptors
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
 from kvstow.bytesize import format_size
@@ -22,6 +24,7 @@ from kvstow_service.node.pools.nodepool import NodePool
 from kvstow_service.node.pools.noderecords import NodeRecords
 from kvstow_service.node.pools.nodesession import NodeSession
 from kvstow_service.node.pools.poolmemory import PoolMemory, PoolWorker, Post
+from kvstow_service.node.survival.handover import WORKER_PREFIX
 from kvstow_service.node.survival.keepermessages import Held
 from kvstow_service.node.survival.poolrecord import PoolRecord
 from kvstow_service.node.survival.survivingmemory import SurvivingMemory
@@ -74,8 +77,8 @@ class MemoryThread:
         self._stopping = False
         self._records: NodeRecords | None = None
         self._keeper: SurvivingMemory | None = None
-        self._placed: dict[int, tuple[str, int, MemfdIdentity]] = {}
-        """Pool, rank and identity of the extents in rows that were not recalled. Replaced as a whole."""
+        self._placed: dict[MemfdIdentity, tuple[str, int]] = {}
+        """Pool and rank of the extents in rows that were not recalled. Replaced as a whole."""
         self._claims: dict[str, set[str]] = {}
         """By pool: the sessions of an earlier service that may come back for its memory."""
         self._thread = threading.Thread(target=self._run, name="kvstow-memory", daemon=True)
@@ -115,11 +118,12 @@ class MemoryThread:
         self._enter_pool(pool, record.owner, record.extent_bytes)
         self._records.restore_pool(pool, journal)
 
-    def restore_extents(self, kept: Mapping[str, Held]) -> None:
-        """After the pools. Takes over the descriptors."""
-        self.memory.restore(kept)
-        for found in self._pools.values():
-            found.restore()
+    def restore_extents(self, kept: Mapping[str, Held], pools: Iterable[str]) -> list[int]:
+        """After the pools, which have had none. Takes over the descriptors; returns the numbers of the extents."""
+        restored = self.memory.restore(kept)
+        for name in pools:
+            self._pools[name].restore()
+        return restored
 
     def restore_worker(self, record: WorkerRecord, pidfd: int) -> None:
         """One that may have mapped all memory of its rank. Until engines have attached again, it asks for memory in the
@@ -132,6 +136,31 @@ class MemoryThread:
         self._budget.attach(record.pool, record.session_id, record.wanted_slots)
         self._claims.setdefault(record.pool, set()).add(record.session_id)
         self._pools[record.pool].want()
+
+    @property
+    def next_extent(self) -> int:
+        """Of the extents that are restored next: the number of the first."""
+        return self._budget.next_extent
+
+    def settle_restored(self) -> None:
+        """After the extents and workers of an earlier service: their pools use them."""
+        self._must_decide = True
+        self._guarded(self.memory.apply)
+        for found in list(self._pools.values()):
+            self._guarded(partial(self._follow, found))
+
+    def keep_restored(self, workers: Sequence[WorkerRecord], extents: Sequence[int], pools: Sequence[NodePool]) -> None:
+        """Give the keeper what engines have handed back: the journals last, as nothing is recovered without one."""
+        assert self._records is not None
+        self._records.keep_workers(workers)
+        self.memory.keep(extents)
+        self.keep_journals(pools)
+
+    def keep_journals(self, pools: Sequence[NodePool]) -> None:
+        """The pools were recovered: their journals, which are copies, take the place of those at the keeper."""
+        assert self._records is not None
+        for pool in pools:
+            self._records.keep_journal(pool)
 
     # -- for any thread -------------------------------------------------------------------------------------
 
@@ -153,9 +182,9 @@ class MemoryThread:
                 f"{format_size(self.total_bytes)}: give it more with --memory",
             )
 
-    def has_placed(self, pool: NodePool, rank: int, extent: int, fd: int) -> bool:
-        """Whether this descriptor is that extent, which the rank has in the pool."""
-        return self._placed.get(extent) == (pool.name, rank, identify_memfd(fd))
+    def has_placed(self, pool: NodePool, rank: int, fd: int) -> bool:
+        """Whether this descriptor is an extent that the rank has in the pool."""
+        return self._placed.get(identify_memfd(fd)) == (pool.name, rank)
 
     def add_pool(self, pool: NodePool, owner: int) -> None:
         self._do(partial(self._add_pool, pool, owner))
@@ -206,6 +235,10 @@ class MemoryThread:
         self._do(self._revoke_all)
         self._do(then)
 
+    def run(self, action: Callable[[], object]) -> None:
+        """Call this on the thread, in the order of the calls."""
+        self._do(action)
+
     def look_again(self) -> None:
         """Something that memory may have waited for has changed."""
         self._wake.set()
@@ -233,7 +266,7 @@ class MemoryThread:
         self._budget.add_pool(pool.name, pool.layout(owner, extent_bytes))
         self._budget.want(pool.name, 0)  # until all workers of an engine are there
         on_smaller = partial(self._on_smaller, pool)
-        self._pools[pool.name] = PoolMemory(pool, self.memory, self._post, on_smaller)
+        self._pools[pool.name] = PoolMemory(pool, self.memory, self._post, on_smaller, self._deposit)
 
     def _remove_pool(self, pool: NodePool) -> None:
         self._budget.remove_pool(pool.name)
@@ -247,13 +280,39 @@ class MemoryThread:
     def _add_worker(self, session: NodeSession, rank: int, record: WorkerRecord | None, pidfd: int) -> None:
         if record is not None and self._records is not None:
             self._records.add_worker(record, pidfd)
+            if record.has_pidfd:
+                self._tell_peers(record.pool, DepositedDescriptors((f"{WORKER_PREFIX}{record.client}",), False), [pidfd])
         worker = PoolWorker(session, rank)
         self._pools[session.pool.name].workers[worker.client] = worker
 
     def _end_client(self, client: str) -> None:
         self._budget.record_death(client)
         if self._records is not None:
-            self._records.remove_worker(client)
+            pool = self._records.remove_worker(client)
+            if pool is not None:
+                self._tell_peers(pool, DroppedDescriptors((f"{WORKER_PREFIX}{client}",)))
+
+    def _deposit(self, worker: PoolWorker) -> None:
+        """Give the worker what the next service needs if the keeper is killed, too."""
+        if self._records is None:
+            return
+        worker.has_deposits = True
+        held = self._records.deposits(worker.session.pool.name, worker.client)
+        self._tell(worker, DepositedDescriptors(tuple(held), True), list(held.values()))
+
+    def _tell_peers(self, pool: str, message: Message, fds: Sequence[int] = ()) -> None:
+        """Bring up to date what the pool's workers hold."""
+        found = self._pools.get(pool)
+        for worker in () if found is None else found.workers.values():
+            if worker.has_deposits:
+                self._tell(worker, message, fds)
+
+    @staticmethod
+    def _tell(worker: PoolWorker, message: Message, fds: Sequence[int]) -> None:
+        try:
+            worker.session.link.push(message, rank=worker.rank, fds=fds)
+        except OSError as error:  # the next service waits for the word of a worker that nobody has a pidfd of
+            logger.warning("worker %s holds less for the next service: %s", worker.client, error.strerror or error)
 
     def _end_claims(self, pool: str) -> None:
         for session_id in self._claims.pop(pool, ()):
@@ -266,7 +325,8 @@ class MemoryThread:
 
     def _revoke_all(self) -> None:
         self._has_revoked_all = True
-        for found in self._pools.values():
+        for name, found in self._pools.items():
+            self._tell_peers(name, DepositedDescriptors((), True))
             found.revoke_all()
 
     def _lose_session(self, session: NodeSession) -> None:
@@ -315,6 +375,7 @@ class MemoryThread:
             if self._must_decide:
                 self._must_decide = False
                 self._guarded(self.memory.apply)
+                self._guarded(self._note_extents)
             for pool in list(self._pools.values()):
                 self._guarded(partial(self._follow, pool))
             if not self._must_decide:
@@ -323,13 +384,23 @@ class MemoryThread:
             self._placed = dict(self._places())
         self._show_figures()
 
-    def _places(self) -> Iterator[tuple[int, tuple[str, int, MemfdIdentity]]]:
+    def _note_extents(self) -> None:
+        """For the next service, before a worker gets them."""
+        if self._records is None:
+            return
+        for name in self._pools:
+            rows = self._budget.rows(name).values()
+            numbers = [number for row in rows if not row.recalled for number in row.extents]
+            there = [self.memory.described(number) for number in numbers if self.memory.extent(number) is not None]
+            self._records.set_extents(name, there)
+
+    def _places(self) -> Iterator[tuple[MemfdIdentity, tuple[str, int]]]:
         for name in self._pools:
             for row in self._budget.rows(name).values():
                 for rank, number in enumerate(row.extents):
                     extent = self.memory.extent(number)
                     if extent is not None and not row.recalled:
-                        yield number, (name, rank, extent.identity)
+                        yield extent.identity, (name, rank)
 
     def _follow(self, found: PoolMemory) -> None:
         if self._has_revoked_all:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
@@ -13,7 +13,7 @@ from kvstow.control.indexjournal import IndexJournal
 from kvstow.control.poolfacade import PoolFacade
 from kvstow.control.sharedpool import SharedPool
 from kvstow.control.slotjournal import NamespaceLabel
-from kvstow.errors import AttachRefusedError, ConfigError, ConflictError
+from kvstow.errors import AttachRefusedError, ConfigError, ConflictError, JournalError
 from kvstow.memory.rows import PoolLayout, RankLayout
 from kvstow.status import HostedNamespace
 from kvstow_service.node.pools.uniquenames import unique_name
@@ -67,6 +67,9 @@ class NodePool(SharedPool):
         self.granted_bytes = self.due_bytes = 0
         """What it has of the node's memory, and what it should have: its fair share, or what it has use for. Set by the
         thread of the memory."""
+        self.may_be_adopted = False
+        """It has had no memory yet: that of the service before may take its place. Used by the attach server's
+        thread."""
 
     def begin_journal(self, journal: IndexJournal) -> None:
         """From now on the pool records what its slots hold. Before it has slots; the journal stays the caller's. One of
@@ -75,6 +78,19 @@ class NodePool(SharedPool):
             self.journal = journal
             if any(self.index.namespaces):
                 self.journal_namespaces()
+
+    def write_roster(self, roster: Mapping[str, Sequence[str]]) -> None:
+        """Note in the journal which extents and workers there are. Raises `JournalError` if that is too much, and then
+        nothing of it is there any more."""
+        with self.lock:
+            journal = self.journal
+            if isinstance(journal, IndexJournal):
+                content = {key: value for key, value in journal.content.items() if key != "roster"}
+                try:
+                    journal.write_content({**content, "roster": roster})
+                except JournalError:
+                    journal.write_content(content)
+                    raise
 
     def end_journal(self) -> None:
         """Before the journal is closed."""

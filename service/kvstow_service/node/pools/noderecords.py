@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.errors import JournalError, PinError
 from kvstow.memory.nodememory import ExtentKeeper
 from kvstow_service.node.pools.nodepool import NodePool
+from kvstow_service.node.survival.handover import JOURNAL, JOURNAL_PREFIX, SERVICE, WORKER_PREFIX
 from kvstow_service.node.survival.poolrecord import PoolRecord
 from kvstow_service.node.survival.workerrecord import WorkerRecord
 
-JOURNAL_PREFIX, WORKER_PREFIX = "journal-", "worker-"
+MAX_PEERS = 200
+"""Workers of a pool whose pidfds each of them holds."""
 
 logger = logging.getLogger("kvstow.node")
 
 
-class NodeRecords:
-    """Journals and pidfds, here and at the keeper. Used by the thread of the node's memory.
+class _Worker(NamedTuple):
+    record: WorkerRecord
+    pidfd: int
 
-    Orders that matter: a pool has its journal before it has slots, and a worker is known to the keeper before it gets
-    a descriptor.
+
+class NodeRecords:
+    """Journals and pidfds, here, at the keeper, and with the workers of each pool. Used by the thread of the node's
+    memory.
+
+    Orders that matter: a pool has its journal before it has slots, and a worker is known to the keeper, and to the
+    journal, before it gets a descriptor.
     """
 
     def __init__(self, keeper: ExtentKeeper, most_bytes: int) -> None:
@@ -31,7 +41,10 @@ class NodeRecords:
         self._keeper = keeper
         self._most_bytes = most_bytes
         self._journals: dict[str, IndexJournal] = {}
-        self._pidfds: dict[str, int] = {}
+        self._workers: dict[str, _Worker] = {}
+        self._extents: dict[str, Sequence[str]] = {}
+        self._pools: dict[str, NodePool] = {}
+        self._service = os.pidfd_open(os.getpid())
 
     def add_pool(self, pool: NodePool, owner: int, extent_bytes: int) -> None:
         """Begin its journal. Without memory for it, the pool has none."""
@@ -44,45 +57,98 @@ class NodeRecords:
             logger.warning("%s", self.problems[pool.name])
             return
         self.restore_pool(pool, journal)
-        self._keeper.put({f"{JOURNAL_PREFIX}{pool.name}": (journal.fd, "")})
+        self.keep_journal(pool)
 
     def restore_pool(self, pool: NodePool, journal: IndexJournal) -> None:
-        """Take over the journal of an earlier service, which the keeper has."""
-        self._journals[pool.name] = journal
+        """Take over the journal of an earlier service. `keep_journal` comes after the pool was recovered."""
+        self._journals[pool.name], self._pools[pool.name] = journal, pool
         pool.begin_journal(journal)
+
+    def keep_journal(self, pool: NodePool) -> None:
+        """Give the keeper the pool's journal, in place of the one that it may have. From now on it may be given to
+        workers, too."""
+        journal = self._journals[pool.name]
+        try:
+            journal.protect()
+        except PinError as error:
+            logger.warning("pool %s would not survive a pod that is replaced: %s", pool.name, error)
+        self._keeper.put({f"{JOURNAL_PREFIX}{pool.name}": (journal.fd, "")})
+        self._write_roster(pool.name)
 
     def remove_pool(self, pool: NodePool) -> None:
         """Nobody finds the pool any more, and it has no memory."""
         self.problems.pop(pool.name, None)
+        self._extents.pop(pool.name, None)
+        self._pools.pop(pool.name, None)
         journal = self._journals.pop(pool.name, None)
         if journal is not None:
             pool.end_journal()
             self._keeper.drop([f"{JOURNAL_PREFIX}{pool.name}"])
             journal.close()
 
+    def set_extents(self, pool: str, extents: Sequence[str]) -> None:
+        """What the next service has to know of the extents in the pool's rows, before a worker gets them."""
+        if self._extents.get(pool, []) != extents:
+            self._extents[pool] = extents
+            self._write_roster(pool)
+
     def add_worker(self, record: WorkerRecord, pidfd: int) -> None:
         """Takes over the pidfd, or what stands for it."""
         self.restore_worker(record, pidfd)
         self._keeper.put({f"{WORKER_PREFIX}{record.client}": (pidfd, record.to_text())})
+        self._write_roster(record.pool)
 
     def restore_worker(self, record: WorkerRecord, pidfd: int) -> None:
         """One that the keeper has. Takes over the pidfd."""
-        self._pidfds[record.client] = pidfd
+        self._workers[record.client] = _Worker(record, pidfd)
 
-    def remove_worker(self, client: str) -> None:
-        """It can reach no memory any more."""
-        pidfd = self._pidfds.pop(client, None)
-        if pidfd is not None:
+    def keep_workers(self, records: Sequence[WorkerRecord]) -> None:
+        """Give the keeper these, which were restored from others."""
+        workers = {record.client: self._workers[record.client] for record in records if record.client in self._workers}
+        self._keeper.put(
+            {f"{WORKER_PREFIX}{client}": (one.pidfd, one.record.to_text()) for client, one in workers.items()}
+        )
+
+    def remove_worker(self, client: str) -> str | None:
+        """It can reach no memory any more. Returns its pool; None if it is not known."""
+        worker = self._workers.pop(client, None)
+        if worker is not None:
             self._keeper.drop([f"{WORKER_PREFIX}{client}"])
-            os.close(pidfd)
+            os.close(worker.pidfd)
+            self._write_roster(worker.record.pool)
+        return None if worker is None else worker.record.pool
+
+    def deposits(self, pool: str, client: str) -> dict[str, int]:
+        """What a worker of the pool holds for the next service, by name; nothing if the index would not survive. The
+        descriptors stay this object's."""
+        journal = self._journals.get(pool)
+        if journal is None or not journal.is_protected or pool in self.problems:
+            return {}
+        others = [one for one in self._workers.values() if one.record.pool == pool and one.record.client != client]
+        pidfds = {f"{WORKER_PREFIX}{one.record.client}": one.pidfd for one in others if one.record.has_pidfd}
+        return {JOURNAL: journal.fd, SERVICE: self._service, **dict(list(pidfds.items())[-MAX_PEERS:])}
+
+    def _write_roster(self, name: str) -> None:
+        """Which extents and workers the journal's blocks depend on: with a worker's first extent comes a roster that
+        names it."""
+        if name not in self._journals:
+            return
+        workers = [one.record.to_text() for one in self._workers.values() if one.record.pool == name]
+        try:
+            self._pools[name].write_roster({"extents": self._extents.get(name, ()), "workers": workers})
+        except JournalError as error:
+            logger.warning("pool %s would not survive a pod that is replaced: %s", name, error)
 
     def close(self, pools: list[NodePool]) -> None:
-        """The keeper has everything still."""
+        """The keeper has everything still. Idempotent."""
         for pool in pools:
             pool.end_journal()
         for journal in self._journals.values():
             journal.close()
-        for pidfd in self._pidfds.values():
-            os.close(pidfd)
+        for worker in self._workers.values():
+            os.close(worker.pidfd)
         self._journals.clear()
-        self._pidfds.clear()
+        self._workers.clear()
+        if self._service >= 0:
+            os.close(self._service)
+            self._service = -1

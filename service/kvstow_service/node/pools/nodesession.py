@@ -68,6 +68,8 @@ class NodeSession:
         self.ranks = [RankMemory() for _ in range(pool.config.num_ranks)]
         self.workers: dict[int, Hello] = {}
         """The hellos of the workers that have attached, by rank."""
+        self.awaited_extents: dict[int, int] = {}
+        """By rank: of the service before, and not handed back yet."""
         self._began = pool.clock()
 
     def client(self, rank: int) -> str:

@@ -27,12 +27,14 @@ logger = logging.getLogger("kvstow.node")
 class PoolWorker:
     """A worker as far as it gets memory. `rows`: the extent that it has of each row, by the row's number."""
 
-    __slots__ = ("client", "rank", "rows", "session")
+    __slots__ = ("client", "has_deposits", "rank", "rows", "session")
 
     def __init__(self, session: NodeSession, rank: int) -> None:
         self.session, self.rank = session, rank
         self.client = session.client(rank)
         self.rows: dict[int, int] = {}
+        self.has_deposits = False
+        """What it was sent for the next service is kept up to date."""
 
 
 class PoolMemory:
@@ -45,8 +47,16 @@ class PoolMemory:
     sent; workers are asked to let go of a row only when none of its slots is in use any more.
     """
 
-    def __init__(self, pool: NodePool, memory: NodeMemory, post: Post, on_smaller: Callable[[], object]) -> None:
-        """`on_smaller`: called with `post` when the pool has lost slots."""
+    def __init__(
+        self,
+        pool: NodePool,
+        memory: NodeMemory,
+        post: Post,
+        on_smaller: Callable[[], object],
+        deposit: Callable[[PoolWorker], object],
+    ) -> None:
+        """`on_smaller`: called with `post` when the pool has lost slots. `deposit`: called before a worker's first
+        extent."""
         self.pool = pool
         self.workers: dict[str, PoolWorker] = {}
         self.notice: str | None = None
@@ -56,7 +66,7 @@ class PoolMemory:
         self.waits = False
         """There is something to try again soon."""
         self._memory, self._budget, self._post = memory, memory.budget, post
-        self._on_smaller = on_smaller
+        self._on_smaller, self._deposit = on_smaller, deposit
         self._held: dict[int, tuple[int, ...]] = {}
         """The extents of the rows that the pool holds, by the row's number."""
         self._sweep: Sweep | None = None
@@ -200,6 +210,8 @@ class PoolMemory:
             session.control.map_memory(worker.client)
         except ConflictError:
             return False  # it has just been lost
+        if not worker.has_deposits:
+            self._deposit(worker)
         for grant in grants:
             self._budget.record_mapping(worker.client, grant.extent_id)
         stride = self._budget.layout(self.pool.name).ranks[worker.rank].slot_stride

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from kvstow.attach.hello import Hello
 from kvstow.attach.jsonobject import parse_object
 from kvstow.attach.peer import Peer
+from kvstow_service.node.attach.sessiontable import digest_of
 
 _MAX_TEXT = 200
 _PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
@@ -19,11 +20,11 @@ _PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
     """`number`: the session's in its pool, whose journal names it; `client`: the worker's name in the books of memory.
-    `has_pidfd`: whether the descriptor beside this text tells of the process's end."""
+    `token_digest`: of the token of its session, which is for the engine alone. `has_pidfd`: whether the descriptor beside this text tells of the process's end."""
 
     session_id: str
     client: str
-    token: str
+    token_digest: str
     number: int
     pool: str
     namespace: str
@@ -47,7 +48,7 @@ class WorkerRecord:
         return cls(
             session_id=value.text("session_id"),
             client=value.text("client"),
-            token=value.text("token"),
+            token_digest=value.text("token_digest"),
             number=value.whole("number"),
             pool=value.text("pool"),
             namespace=value.text("namespace"),
@@ -78,7 +79,7 @@ class WorkerRecord:
         return cls(
             session_id=session_id,
             client=client,
-            token=hello.token,
+            token_digest=digest_of(hello.token),
             number=number,
             pool=pool,
             namespace=namespace,
@@ -93,6 +94,9 @@ class WorkerRecord:
             has_pidfd=peer.pidfd is not None,
         )
 
+    def without_pidfd(self) -> Self:
+        return replace(self, has_pidfd=False)
+
     def hello(self) -> Hello:
         """As far as it is known."""
         return Hello(
@@ -100,7 +104,6 @@ class WorkerRecord:
             engine=self.engine,
             host=self.host,
             pid=self.pid,
-            token=self.token,
             rank=self.rank,
             device=self.device,
         )

@@ -1,0 +1,109 @@
+"""What the engines of one pool hand back when the service was killed together with its keeper: they are the keeper."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvstow.attach.channel import close_fds
+from kvstow.attach.identity import PoolIdentity
+from kvstow.attach.jsonobject import JsonObject
+from kvstow.control.indexjournal import IndexJournal
+from kvstow.errors import JournalError
+from kvstow.memfd import MemfdIdentity, identify_memfd
+from kvstow.memory.nodememory import NAME_PREFIX as EXTENT_PREFIX
+from kvstow.memory.nodememory import identity_of
+from kvstow_service.node.survival.keepermessages import Held
+from kvstow_service.node.survival.poolrecord import PoolRecord
+from kvstow_service.node.survival.workerrecord import WorkerRecord
+
+JOURNAL, SERVICE = "journal", "service"
+JOURNAL_PREFIX, WORKER_PREFIX = "journal-", "worker-"
+
+_MAX_DESCRIPTORS = 16_384
+_SERVICE_SECONDS = 5.0
+
+
+class Handover:
+    """Owns descriptors until `take`, or `close`. Used by one thread at a time.
+
+    The journal says which extents and which workers there are. It is memory that only the service before could write,
+    so no word of an engine is needed for that: a worker whose pidfd nobody has handed over counts as alive.
+    """
+
+    def __init__(self) -> None:
+        self._deposits: dict[str, int] = {}
+        self._extents: dict[MemfdIdentity, int] = {}
+
+    @property
+    def has_journal(self) -> bool:
+        return JOURNAL in self._deposits
+
+    @property
+    def num_extents(self) -> int:
+        return len(self._extents)
+
+    def put_deposits(self, names: Sequence[str], fds: Sequence[int]) -> None:
+        """Takes over the descriptors. Of equal names, the first one counts."""
+        for name, fd in zip(names, fds, strict=True):
+            self._put(self._deposits, name, fd)
+
+    def put_extents(self, fds: Sequence[int]) -> None:
+        """Takes over the descriptors."""
+        for fd in fds:
+            self._put(self._extents, identify_memfd(fd), fd)
+
+    def _put(self, held: dict[Any, int], key: object, fd: int) -> None:
+        if key in held or len(self._deposits) + len(self._extents) >= _MAX_DESCRIPTORS:
+            os.close(fd)
+        else:
+            held[key] = fd
+
+    def take(self, identity: PoolIdentity, first_extent: int) -> dict[str, Held]:
+        """All that belongs to the pool, as a keeper would have it; the caller owns the descriptors. The extents are
+        numbered from `first_extent` on. Raises `KvstowError`, and takes nothing, if it is not that of such a pool, or
+        if the service before is still there after 5 s."""
+        service = self._deposits.get(SERVICE)
+        if service is None or not select.select([service], [], [], _SERVICE_SECONDS)[0]:
+            raise JournalError("the service before is still there, or nobody can see whether it is")
+        content = IndexJournal.look(self._deposits[JOURNAL])
+        record = PoolRecord.from_json(content["pool"])
+        if record.identity != identity:
+            raise JournalError(f"the journal is that of pool {record.name}, whose engines have another layout")
+        roster = JsonObject(content["roster"], "roster of a pool")
+        extents = _extents(record.name, roster.texts("extents"))
+        workers = [WorkerRecord.from_text(text) for text in roster.texts("workers")]
+        if any(worker.pool != record.name for worker in workers):
+            raise JournalError(f"the journal of pool {record.name} names workers of another pool")
+        kept = {f"{JOURNAL_PREFIX}{record.name}": Held(self._deposits.pop(JOURNAL), "")}
+        there = [(text, self._extents.pop(key)) for key, text in extents.items() if key in self._extents]
+        kept |= {f"{EXTENT_PREFIX}{number}": Held(fd, text) for number, (text, fd) in enumerate(there, first_extent)}
+        try:
+            kept |= {f"{WORKER_PREFIX}{worker.client}": self._held(worker) for worker in workers}
+        except OSError:
+            close_fds([held.fd for held in kept.values()])
+            raise
+        self.close()
+        return kept
+
+    def _held(self, worker: WorkerRecord) -> Held:
+        pidfd = self._deposits.pop(f"{WORKER_PREFIX}{worker.client}", None) if worker.has_pidfd else None
+        if pidfd is None:
+            return Held(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), worker.without_pidfd().to_text())
+        return Held(pidfd, worker.to_text())
+
+    def close(self) -> None:
+        """Idempotent."""
+        close_fds([*self._deposits.values(), *self._extents.values()])
+        self._deposits.clear()
+        self._extents.clear()
+
+
+def _extents(pool: str, texts: Sequence[str]) -> Mapping[MemfdIdentity, str]:
+    """By identity: what the service before has noted of the extents in the pool's rows."""
+    try:
+        return {identity_of(text, pool): text for text in texts}
+    except (ValueError, TypeError) as error:
+        raise JournalError(f"the journal of pool {pool} has a roster that cannot be read: {error}") from error
