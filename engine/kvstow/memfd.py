@@ -33,9 +33,7 @@ class MemfdIdentity(NamedTuple):
     num_bytes: int
 
 
-def create_memfd(
-    name: str, num_bytes: int, *, reserved_huge_pages: bool = False, seals: int = SEALS
-) -> int:
+def create_memfd(name: str, num_bytes: int, *, reserved_huge_pages: bool = False, seals: int = SEALS) -> int:
     """A memfd of `num_bytes` that takes no memory yet: sealed, for this uid only, closed in programs that this process
     starts. The caller closes it. Raises `PinError`."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING

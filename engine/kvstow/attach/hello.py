@@ -128,7 +128,15 @@ class Welcome:
 
 
 TRANSIENT_REFUSALS: Final = frozenset(
-    {"adopting", "draining", "no_descriptors", "too_many_clients", "too_many_lost", "too_many_strangers", "unknown_token"}
+    {
+        "adopting",
+        "draining",
+        "no_descriptors",
+        "too_many_clients",
+        "too_many_lost",
+        "too_many_strangers",
+        "unknown_token",
+    }
 )
 """Reasons that may be gone in a moment: a client tries again soon."""
 

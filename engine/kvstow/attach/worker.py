@@ -49,8 +49,8 @@ class AttachedWorker:
 
     A session ends with its connection. What was submitted until then ends as usual, and the memory stays mapped. With
     the next ticket the worker refuses ops of the old session, waits for its copies to end, tells the service so, and
-    offers it the memory that is mapped. What the service does not take back goes before anything new is mapped. It holds
-    descriptors for the service besides (`Deposits`), which it returns to the next one.
+    offers it the memory that is mapped. What the service does not take back goes before anything new is mapped. What
+    it holds for the next service (`Deposits`) it returns to that.
 
     No call waits but `close`, and none raises because the service is absent. Thread-safe. No error ends the thread: it
     is logged, counted in `faults`, and ends the session.

@@ -38,9 +38,9 @@ logger = logging.getLogger("kvstow.attach")
 class WorkerCalls:
     """Used by the worker's thread alone, but for `is_changed`.
 
-    Orders that matter: what is held from an earlier session is returned and offered first, and what the service says of memory
-    waits until it has answered. That slots are not used any more, and the state that the rank has applied, is said
-    before it lets go of their extents.
+    Orders that matter: what is held from an earlier session is returned and offered first, and what the service says of
+    memory waits until it has answered. That slots are not used any more, and the state that the rank has applied, is
+    said before it lets go of their extents.
     """
 
     def __init__(

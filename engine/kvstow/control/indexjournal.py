@@ -116,9 +116,9 @@ class IndexJournal:
 
     @classmethod
     def open(cls, fd: int) -> Self:
-        """The journal of an earlier service; takes over `fd`. One that is protected is copied: 30 ms for a million
-        slots. Raises `ForeignMemoryError`, `JournalError` or `PinError`, and then the caller still owns `fd`. The caller
-        compares `content` with its pool and calls `recover`."""
+        """The journal of an earlier service; takes over `fd`. One that is protected is copied: 70 ms for a million
+        slots. Raises `ForeignMemoryError`, `JournalError` or `PinError`, and then the caller still owns `fd`. The
+        caller compares `content` with its pool and calls `recover`."""
         num_bytes = os.fstat(fd).st_size
         is_protected = is_read_only(fd)
         require_memfd(fd, JOURNAL_NAME, num_bytes, seals=READ_ONLY_SEALS if is_protected else OPEN_SEALS)

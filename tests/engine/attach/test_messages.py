@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kvstow.attach import calls, eventcalls, extentcalls, hello
 from kvstow.attach.calls import Completions, Found, Hold, Lookup, SettledOp, SettledOps, StoreBegun
 from kvstow.attach.connection import Message
-from kvstow.attach.eventcalls import BlockChange
 from kvstow.attach.deposits import DepositedDescriptors, DroppedDescriptors, ReturnedDescriptors
+from kvstow.attach.eventcalls import BlockChange
 from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents
 from kvstow.attach.hello import Hello, Refused, Welcome
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity

@@ -30,10 +30,10 @@ from kvstow.attach.connection import AttachConnection, Call, Message
 from kvstow.attach.deposits import DepositedDescriptors, Deposits, DroppedDescriptors, ReturnedDescriptors
 from kvstow.attach.extentcalls import (
     ExtentBytes,
-    HandedBackExtents,
     ExtentGrant,
     ExtentSlots,
     GrantedExtents,
+    HandedBackExtents,
     PopulatedExtents,
     RegisteredExtents,
     ReleasedExtents,

@@ -1,7 +1,7 @@
 """An engine of two ranks that stores and loads at random, over services that come and go, and verifies what it loads.
 
-`python restartclient.py SOCKET SEED`. For each line that it reads it prints what it has done; with the line `load only` it
-stores no more. It ends with its input.
+`python restartclient.py SOCKET SEED`. For each line that it reads it prints what it has done; after `load only`
+it stores no more. It ends with its input.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from tests.service.node.survival.test_survival import end_keeper
 from kvstow.attach.calls import Hold
 from kvstow.attach.extentcalls import AdoptedExtents
 from kvstow.control.indexjournal import IndexJournal
+from kvstow.memfd import identify_memfd
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import identity_of
-from kvstow.memfd import identify_memfd
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.noderecovery import NodeRecovery
 from kvstow_service.node.pools.nodepool import NodePool

@@ -11,8 +11,8 @@ from tests.service.node.conftest import WORKER, FakeProcess, MakeNode, Node, wai
 from tests.service.node.fakehost import FakeSession
 
 from kvstow.attach.peer import Peer
+from kvstow.attach.ticket import digest_of
 from kvstow_service.node.attach.sessionhost import SessionLink
-from kvstow_service.node.attach.sessiontable import digest_of
 
 TOKEN = "a token of the service before"
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from kvstow.attach.hello import Hello
 from kvstow.attach.peer import Peer
+from kvstow.attach.ticket import digest_of
 from kvstow.errors import AttachRefusedError
 
 SessionState = Literal["attached", "lost", "over"]
 
 _ID_BYTES, _TOKEN_BYTES = 8, 16
-
-
-def digest_of(token: str) -> str:
-    """Tells tokens apart and opens nothing."""
-    return hashlib.sha256(token.encode()).hexdigest()
 
 
 class Member:

@@ -281,7 +281,9 @@ class MemoryThread:
         if record is not None and self._records is not None:
             self._records.add_worker(record, pidfd)
             if record.has_pidfd:
-                self._tell_peers(record.pool, DepositedDescriptors((f"{WORKER_PREFIX}{record.client}",), False), [pidfd])
+                self._tell_peers(
+                    record.pool, DepositedDescriptors((f"{WORKER_PREFIX}{record.client}",), False), [pidfd]
+                )
         worker = PoolWorker(session, rank)
         self._pools[session.pool.name].workers[worker.client] = worker
 

@@ -11,7 +11,7 @@ from typing import Self
 from kvstow.attach.hello import Hello
 from kvstow.attach.jsonobject import parse_object
 from kvstow.attach.peer import Peer
-from kvstow_service.node.attach.sessiontable import digest_of
+from kvstow.attach.ticket import digest_of
 
 _MAX_TEXT = 200
 _PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
@@ -20,7 +20,8 @@ _PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
     """`number`: the session's in its pool, whose journal names it; `client`: the worker's name in the books of memory.
-    `token_digest`: of the token of its session, which is for the engine alone. `has_pidfd`: whether the descriptor beside this text tells of the process's end."""
+    `token_digest`: of its session's token, which is for the engine alone. `has_pidfd`: whether the descriptor beside
+    this text tells of the process's end."""
 
     session_id: str
     client: str
