@@ -1,7 +1,7 @@
 # Three images, selected with --target:
 #
 #   vllm      vLLM with KVStow. Installs nothing else: vLLM has everything that KVStow imports.
-#   service   the node service, `kvstow serve`. It needs no GPU, no torch and no CUDA.
+#   service   the node service, `kvstow serve`, and its keeper, `kvstow keeper`. It needs no GPU, no torch and no CUDA.
 #   cli       the command line only, without numpy and web server: for jobs and `helm test`.
 #
 # docker build --target service --build-arg REVISION="$(git rev-parse HEAD)" --tag kvstow:0.1.0 .

@@ -12,6 +12,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+GET = """
+import sys, urllib.error, urllib.request
+try:
+    answer = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(sys.argv[1], timeout=10)
+    print(answer.status, answer.read().decode())
+except urllib.error.HTTPError as error:
+    print(error.code, error.read().decode())
+except OSError:
+    print("0 ")
+"""
 CONTAINER = Path(__file__).with_name("container.sh")
 
 
@@ -81,7 +91,7 @@ KVSTOW_USER = Identity()
 
 
 class Container:
-    """A process with a pid namespace and a mount namespace of its own, on a root file system that is read-only."""
+    """A process with pid, network and mount namespaces of its own, on a root file system that is read-only."""
 
     def __init__(
         self,
@@ -91,13 +101,23 @@ class Container:
         *,
         mounts: Iterable[Mount] = (),
         identity: Identity = KVSTOW_USER,
-        has_network: bool = True,
         output: Any = subprocess.PIPE,
     ) -> None:
-        namespaces = ["unshare", "--mount", "--pid", "--fork", *([] if has_network else ["--net"])]
         volumes = [word for one in mounts for word in ("ro" if one.read_only else "rw", str(one.source), one.target)]
         self.process = subprocess.Popen(
-            [*namespaces, str(CONTAINER), str(root), *volumes, "--", *identity.command(), *command],
+            [
+                "unshare",
+                "--mount",
+                "--net",
+                "--pid",
+                "--fork",
+                str(CONTAINER),
+                str(root),
+                *volumes,
+                "--",
+                *identity.command(),
+                *command,
+            ],
             env={"PATH": os.environ["PATH"], **environ},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -119,9 +139,21 @@ class Container:
         self._signal(signal.SIGKILL)
         self.process.communicate()
 
+    def get(self, url: str) -> tuple[int, str]:
+        """Status and body of the answer to a request in its network; 0 while there is none."""
+        if (pid := self._first()) is None:
+            return 0, ""
+        network = ("nsenter", "--net", "--target", str(pid))
+        status, _, body = said(*network, sys.executable, "-c", GET, url).partition(" ")
+        return int(status), body
+
     def _signal(self, number: int) -> None:
-        """To process 1 of its namespace: the one child of `unshare`, which passes no signals on."""
+        if (pid := self._first()) is not None:
+            os.kill(pid, number)
+
+    def _first(self) -> int | None:
+        """Process 1 of its namespace: the one child of `unshare`, which passes no signals on."""
         if self.process.poll() is not None:
-            return
-        for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            os.kill(int(child), number)
+            return None
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0]) if children else None

@@ -29,7 +29,7 @@ def run_read_only(buildah: Buildah, tmp_path: Path) -> RunReadOnly:
     def run(image: str, *command: str) -> tuple[int, str]:
         variables = dict(line.split("=", 1) for line in buildah.config_of(image)["Env"])
         mounts = [Mount(tmp_path, "/tmp")]
-        return Container(buildah.unpacked(image), command, variables, mounts=mounts, has_network=False).finish()
+        return Container(buildah.unpacked(image), command, variables, mounts=mounts).finish()
 
     return run
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from tests.helm.conftest import Manifest
-from tests.helm.images import Buildah
+from tests.helm.images import Buildah, Container
 from tests.helm.pods import Pod
 from tests.helm.processes import until
 
@@ -27,12 +25,6 @@ SMALL = (
 ENGINE = ("mode=engine", "engine.model=m")
 
 StartPod = Callable[..., Pod]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -54,19 +46,23 @@ def start_pod(
 
 
 class Admin:
-    """The service's admin server, as the kubelet and operators see it."""
+    """The service's admin server, as the kubelet sees it: in the pod's network, which nobody else is in."""
 
-    def __init__(self, pod: Pod, port: int) -> None:
-        self._pod, self._url = pod, f"http://127.0.0.1:{port}"
+    def __init__(self, pod: Pod, container: Container) -> None:
+        self._pod, self._container = pod, container
 
     def wait(self, path: str) -> None:
-        until(lambda: self._answers(path), f"{path}: {self._pod.log('kvstow')}")
+        until(lambda: self._ask(path)[0] == 200, f"{path} of\n{self._pod.log('kvstow')}")
 
-    def _answers(self, path: str) -> bool:
-        try:
-            return httpx.get(self._url + path).is_success
-        except httpx.TransportError:
-            return False
+    def num_blocks(self) -> int:
+        status, answer = self._ask("/v1/pools")
+        assert status == 200, answer
+        return sum(pool["slots"]["cached"] for pool in json.loads(answer)["items"])
+
+    def _ask(self, path: str) -> tuple[int, str]:
+        """Status and text; 0 while nobody listens."""
+        assert self._container.process.poll() is None, self._pod.log("kvstow")
+        return self._container.get(f"http://127.0.0.1:9595{path}")
 
 
 def replay(pod: Pod, attach: str) -> dict[str, Any]:
@@ -77,7 +73,13 @@ def replay(pod: Pod, attach: str) -> dict[str, Any]:
     status = container.process.wait(300)
     assert status == 0, pod.log("vllm")
     found: dict[str, Any] = json.loads(pod.log("vllm").splitlines()[-1])
+    assert (found["mismatches"], found["failed_loads"]) == (0, 0)
     return found
+
+
+def loads_all(pod: Pod, attach: str) -> bool:
+    """An engine that attaches late begins without the cache."""
+    return bool(replay(pod, attach)["block_hit_rate"] == 1)
 
 
 def attach_address(manifests: list[Manifest]) -> str:
@@ -86,34 +88,40 @@ def attach_address(manifests: list[Manifest]) -> str:
     return str(extra["attach"])
 
 
-def assert_the_cache_outlives_containers(service: Pod, engine: Pod, attach: str, port: int) -> None:
-    admin = Admin(service, port)
-    keeper, serving = service.start("kvstow-keeper"), service.start("kvstow")
-    admin.wait("/startupz")
-    admin.wait("/readyz/pinned")
-    assert replay(engine, attach)["stored_blocks"] > 100
+def assert_the_cache_outlives_containers(service: Pod, engine: Pod, attach: str) -> None:
+    def start() -> tuple[Container, Admin]:
+        container = service.start("kvstow")
+        admin = Admin(service, container)
+        admin.wait("/startupz")
+        admin.wait("/readyz/pinned")
+        return container, admin
+
+    keeper = service.start("kvstow-keeper")
+    serving, admin = start()
+    until(lambda: replay(engine, attach)["stored_blocks"] > 100, "an engine that stores")
+    before = admin.num_blocks()
+    assert before > 100
 
     serving.kill()
-    serving = service.start("kvstow")
-    admin.wait("/readyz/pinned")
-    assert replay(engine, attach)["block_hit_rate"] == 1
+    serving, admin = start()
+    assert admin.num_blocks() == before
+    until(lambda: loads_all(engine, attach), "an engine that loads")
 
     keeper.kill()
     keeper = service.start("kvstow-keeper")
     until(lambda: "another keeper holds everything" in service.log("kvstow"), "a keeper that holds everything")
     assert serving.stop() == 0, service.log("kvstow")
-    serving = service.start("kvstow")
-    admin.wait("/readyz/pinned")
-    assert replay(engine, attach)["block_hit_rate"] == 1
+    serving, admin = start()
+    assert admin.num_blocks() == before
+    until(lambda: loads_all(engine, attach), "an engine that loads")
 
     assert serving.stop() == 0, service.log("kvstow")
     assert keeper.stop() == 0, service.log("kvstow-keeper")
 
 
 def test_mode_node(template: Callable[..., list[Manifest]], start_pod: StartPod, tmp_path: Path) -> None:
-    port = free_port()
     place = ("socket.folder=/var/run/inference/kvstow", "socket.group=2000")
-    node = start_pod("node", "mode=node", *place, f"admin.port={port}")
+    node = start_pod("node", "mode=node", *place)
     engine_values = (*ENGINE, "attach.node=true", *place, "pod.user=1500")
     engine = start_pod("engine", *engine_values)
     folder = tmp_path / "node" / "var/run/inference/kvstow"
@@ -122,12 +130,10 @@ def test_mode_node(template: Callable[..., list[Manifest]], start_pod: StartPod,
         assert node.start("socket-folder").process.wait(60) == 0, node.log("socket-folder")
         found = folder.stat()
         assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (65532, 2000, 0o750)
-    attach = attach_address(template(*SMALL, *engine_values))
-    assert_the_cache_outlives_containers(node, engine, attach, port)
+    assert_the_cache_outlives_containers(node, engine, attach_address(template(*SMALL, *engine_values)))
 
 
 def test_the_sidecar(template: Callable[..., list[Manifest]], start_pod: StartPod) -> None:
-    values = (*ENGINE, "sidecar=true", f"admin.port={(port := free_port())}")
+    values = (*ENGINE, "sidecar=true")
     pod = start_pod("engine", *values)
-    attach = attach_address(template(*SMALL, *values))
-    assert_the_cache_outlives_containers(pod, pod, attach, port)
+    assert_the_cache_outlives_containers(pod, pod, attach_address(template(*SMALL, *values)))
