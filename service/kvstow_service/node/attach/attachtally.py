@@ -14,7 +14,17 @@ from kvstow_api.limitedlog import LimitedLog
 logger = logging.getLogger("kvstow.attach")
 
 REASONS = (
-    *("hello_timeout", "identity", "memory", "no_descriptors", "no_pidfd", "peer_ended", "rank", "sharing_off"),
+    *(
+        "adopting",
+        "hello_timeout",
+        "identity",
+        "memory",
+        "no_descriptors",
+        "no_pidfd",
+        "peer_ended",
+        "rank",
+        "sharing_off",
+    ),
     *("too_many_clients", "too_many_lost", "too_many_strangers", "uid", "unknown_token", "version"),
     *("fds_missing", "fds_unannounced", "internal", "malformed", "no_hello", "slow_reader", "too_long", "too_many_fds"),
     "unexpected",
