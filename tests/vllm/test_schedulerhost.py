@@ -155,11 +155,11 @@ def test_only_ranks_of_other_nodes_are_sent_an_address(
     assert bool(admins[0].arguments["node_host"]) == bool(address)
 
 
-@pytest.mark.parametrize(("lazy", "blocks"), [(False, None), (True, 2 * (63 + 32))])
+@pytest.mark.parametrize(("lazy", "blocks"), [(False, None), (True, 2 * (62 + 31 + 2 * 8))])
 def test_lazy_stores_are_two_steps_ahead_of_eviction(
     monkeypatch: pytest.MonkeyPatch, lazy: bool, blocks: int | None
 ) -> None:
-    """1,000 tokens a step are at most 63 blocks of 16 and 32 of 32."""
+    """1,000 tokens of 8 requests are in at most 62 + 8 new blocks of 16, and 31 + 8 of 32."""
     made: list[int | None] = []
     monkeypatch.setattr(schedulerhost, "SchedulerSide", lambda *_, lazy_blocks, **__: made.append(lazy_blocks))
     groups = KVGroups((KVGroup(0, 16, 1), KVGroup(1, 32, 2)), 32)

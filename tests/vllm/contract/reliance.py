@@ -58,7 +58,7 @@ FIELDS: dict[tuple[str, str], str] = {
     ("vllm.config.parallel", "ParallelConfig"): """data_parallel_index decode_context_parallel_size
         distributed_executor_backend local_world_size pipeline_parallel_size prefill_context_parallel_size rank
         tensor_parallel_size use_ray world_size""",
-    ("vllm.config.scheduler", "SchedulerConfig"): "async_scheduling max_num_batched_tokens",
+    ("vllm.config.scheduler", "SchedulerConfig"): "async_scheduling max_num_batched_tokens max_num_seqs",
     ("vllm.v1.kv_cache_interface", "KVCacheConfig"): "kv_cache_groups num_blocks",
     ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): "kv_cache_spec layer_names",
     ("vllm.v1.kv_cache_interface", "FullAttentionSpec"): "block_size",

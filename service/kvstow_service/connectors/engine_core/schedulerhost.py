@@ -178,8 +178,11 @@ class SchedulerHost(ABC):
 
     @property
     def _blocks_per_step(self) -> int:
-        """How many blocks one step can take from the GPU's free queue, or complete."""
-        return sum(-(-self._process.max_batched_tokens // group.block_tokens) for group in self._groups.groups)
+        """How many blocks one step can take from the GPU's free queue, or complete: those of all its tokens, and one
+        for each request, whose tokens may begin in the middle of a block. Not those that loads take."""
+        process = self._process
+        full = sum(process.max_batched_tokens // group.block_tokens for group in self._groups.groups)
+        return full + process.max_requests * len(self._groups.groups)
 
     @property
     def _step_blocks(self) -> int:

@@ -17,9 +17,9 @@ class VLLMProcess:
     """One vLLM engine, as seen from one of its processes. Sizes in tokens.
 
     `engine_id` is the same in all processes of the engine, and in no other engine. `rank` counts the workers of the
-    engine, over all its nodes; 0 in the scheduler's process. `frees_late`: vLLM hands a freed block out only after
-    every step in flight has ended, so a load never writes a block that an older step still writes. `replicated`: all
-    ranks have the same KV (MLA).
+    engine, over all its nodes; 0 in the scheduler's process. `max_requests`: those of one step. `frees_late`: vLLM
+    hands a freed block out only after every step in flight has ended, so a load never writes a block that an older step
+    still writes. `replicated`: all ranks have the same KV (MLA).
     """
 
     engine_id: str
@@ -30,6 +30,7 @@ class VLLMProcess:
     data_parallel_index: int
     context_parallel: int
     max_batched_tokens: int
+    max_requests: int
     frees_late: bool
     recomputes: bool
     replicated: bool = False
@@ -62,6 +63,7 @@ class VLLMProcess:
             data_parallel_index=parallel.data_parallel_index,
             context_parallel=parallel.decode_context_parallel_size,
             max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+            max_requests=config.scheduler_config.max_num_seqs,
             frees_late=overlaps and engine_transfer.is_kv_consumer and not writes_late,
             recomputes=engine_transfer.kv_load_failure_policy == "recompute",
             replicated=_is_replicated(parallel, kv_cache_config),

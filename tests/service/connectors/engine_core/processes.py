@@ -17,6 +17,7 @@ def make_process(**changes: Any) -> VLLMProcess:
         "data_parallel_index": 0,
         "context_parallel": 1,
         "max_batched_tokens": 2048,
+        "max_requests": 8,
         "frees_late": False,
         "recomputes": True,
     }

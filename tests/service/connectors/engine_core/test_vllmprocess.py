@@ -34,7 +34,7 @@ def make_config(**changes: Any) -> SimpleNamespace:
             pipeline_parallel_size=1,
         ),
         model_config=SimpleNamespace(served_model_name="model", model="/path/of/the/model"),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, async_scheduling=True),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=8, async_scheduling=True),
         speculative_config=None,
         instance_id="process",
     )
@@ -73,6 +73,7 @@ def test_a_process_is_read_from_the_configuration() -> None:
         data_parallel_index=3,
         context_parallel=1,
         max_batched_tokens=2048,
+        max_requests=8,
         frees_late=True,
         recomputes=True,
     )
