@@ -15,6 +15,10 @@ JAX := jax==0.10.2 jaxlib==0.10.2
 JAX_VENV := .venv-jax
 JAX_BIN := $(JAX_VENV)/bin
 
+# tpu-inference and the vLLM and JAX that it is made for.
+TPU_VENV := .venv-tpu
+TPU_BIN := $(TPU_VENV)/bin
+
 # Without a GPU use the CPU build of torch, a tenth of the size. It is installed first and separately, so that an unreachable
 # index costs one attempt and a warning, and not one for each dependency.
 CPU_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu
@@ -25,9 +29,10 @@ PIP_FLAGS := --disable-pip-version-check --quiet
 PIP_INSTALL = $(BIN)/python -m pip install $(PIP_FLAGS)
 VLLM_INSTALL = $(VLLM_BIN)/python -m pip install $(PIP_FLAGS)
 JAX_INSTALL = $(JAX_BIN)/python -m pip install $(PIP_FLAGS)
+TPU_INSTALL = $(TPU_BIN)/python -m pip install $(PIP_FLAGS) --no-deps
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test soak test-vllm test-jax test-tier test-deploy test-image chromium test-browser pictures pins lint fmt bench clean
+.PHONY: help venv venv-vllm demo test soak test-vllm test-jax test-tpu test-tier test-deploy test-image chromium test-browser pictures pins lint fmt bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +75,13 @@ $(JAX_VENV)/.test: pyproject.toml
 	$(JAX_INSTALL) -e '.[jax,cli]' 'pytest>=8,<10'
 	@touch $@
 
+$(TPU_VENV)/.test: pyproject.toml tests/tpu/requirements.txt
+	$(PYTHON) -m venv $(TPU_VENV)
+	$(TPU_INSTALL) --retries 1 --timeout 20 $(CPU_INDEX) "$(TORCH)"
+	$(TPU_INSTALL) -r tests/tpu/requirements.txt
+	$(TPU_INSTALL) -e .
+	@touch $@
+
 $(VENV)/.deploy: $(VENV)/.dev pyproject.toml
 	$(PIP_INSTALL) -e '.[deploy]'
 	@touch $@
@@ -88,7 +100,7 @@ demo: $(VENV)/.run ## Run the service on a generated trace and verify every load
 	$(BIN)/python -m kvstow_service.demo
 
 test: lint ## Lint, type-check and run all tests that need only Python
-	$(BIN)/python -m pytest -m "not gpu and not vllm and not jax and not deploy and not image and not browser and not tier" --cov --cov-report=term
+	$(BIN)/python -m pytest -m "not gpu and not vllm and not jax and not tpu and not deploy and not image and not browser and not tier" --cov --cov-report=term
 
 soak: $(VENV)/.dev ## Run the long forms of the tests, such as 100 rounds of killed services
 	$(BIN)/python -m pytest -m soak -s -o faulthandler_timeout=3600
@@ -108,6 +120,10 @@ test-jax: $(JAX_VENV)/.test ## Run the tests of the JAX device, on the CPU
 test-tier: $(VENV)/.tier ## Run the tests of the fleet tier with a real Mooncake; installs libibverbs1 with apt if it is missing
 	unshare --user --map-root-user --net --pid --fork --mount-proc --kill-child \
 		sh -c 'ip link set lo up && exec "$$@"' sh $(BIN)/python -m pytest -m tier tests/service/tiers
+
+# Python 3.11, which the versions of tests/tpu/requirements.txt are for. Warnings come from vLLM and tpu-inference.
+test-tpu: $(TPU_VENV)/.test ## Run the tests of the connector in a real tpu-inference, on the CPU
+	$(TPU_BIN)/python -m pytest -m tpu -W default tests/tpu
 
 test-deploy: $(VENV)/.deploy ## Run the tests of the Helm chart; fetches helm, promtool and more into build/tools
 	$(BIN)/python -m pytest -m deploy tests/helm
@@ -146,5 +162,5 @@ bench: $(VENV)/.dev ## Run the benchmarks
 	$(BIN)/python -m bench
 
 clean: ## Remove the environments and all build and cache files
-	rm -rf $(VENV) $(VLLM_VENV) $(JAX_VENV) build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(JAX_VENV) $(TPU_VENV) build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -127,6 +127,11 @@ class JaxDevice:
                 self._stopped = CopyError("the data plane was closed before the host launched the op")
                 self._stores.stop(self._stopped)
 
+    def follow_host(self) -> None:
+        """The calling thread is the host's from now on."""
+        with self._launching:
+            self._host = threading.get_ident()
+
     # The copy thread.
 
     def launch_store(self, op_id: int, blocks: Sequence[int], slots: Sequence[int], after: Fence | None) -> StoreTicket:

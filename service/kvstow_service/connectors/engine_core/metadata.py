@@ -17,7 +17,7 @@ from kvstow.attach.ticket import SessionTicket
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.admin.agent import AdminAddress
 from kvstow_service.connectors.engine_core.stepplan import PlannedStep
-from kvstow_service.connectors.engine_core.workerside import BootCompletions, RankSession
+from kvstow_service.connectors.engine_core.workerside import BootCompletions, LoadId, RankSession
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,13 @@ class KVStowMetadata(KVConnectorMetadata):
 
 class RankUpdate(NamedTuple):
     """What a rank sends after a step. `hello` comes with the first update, `report` while the rank's agent does not
-    reach the admin server; `session` when it has changed."""
+    reach the admin server; `session` when it has changed; `ended_loads` where vLLM does not count the ranks itself."""
 
     completions: tuple[BootCompletions, ...] = ()
     hello: RankHello | None = None
     report: RankReport | None = None
     session: RankSession | None = None
+    ended_loads: tuple[LoadId, ...] = ()
 
 
 @dataclass

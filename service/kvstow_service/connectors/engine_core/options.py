@@ -35,7 +35,7 @@ def misuse(key: str, value: object, sentence: str) -> SettingError:
     return SettingError(_PREFIX + key, value, sentence)
 
 
-def _size(key: str, value: Any) -> int:
+def size(key: str, value: Any) -> int:
     if not isinstance(value, int | str) or (size := parse_size(value, key)) < 1:
         raise ConfigError(key, value, "a size of 1 byte or more, such as 60000000000 or 60GB")
     return size
@@ -147,9 +147,9 @@ class ConnectorOptions:
     could share no blocks with others of its model.
     """
 
-    cpu_bytes_to_use: Annotated[int, _size] = DEFAULT_BYTES
-    cpu_bytes_to_use_per_rank: Annotated[int | None, _size] = None
-    max_bytes: Annotated[int | None, _size] = None
+    cpu_bytes_to_use: Annotated[int, size] = DEFAULT_BYTES
+    cpu_bytes_to_use_per_rank: Annotated[int | None, size] = None
+    max_bytes: Annotated[int | None, size] = None
     lazy_offload: Annotated[bool, _flag] = False
     async_register_cache: Annotated[bool, _flag] = True
     policy: Annotated[str, _choice(*POLICIES)] = "lru"
@@ -157,7 +157,7 @@ class ConnectorOptions:
     copy_strategy: Annotated[CopyStrategy, _choice(*COPY_STRATEGIES)] = "auto"
     lock: Annotated[bool, _flag] = True
     huge_pages: Annotated[HugePages, _choice(*HUGE_PAGES)] = "advised"
-    pin_chunk: Annotated[int | None, _size] = None
+    pin_chunk: Annotated[int | None, size] = None
     pin_pause: Annotated[float | None, _seconds] = None
     pin_latency_target: Annotated[float | None, _positive_seconds] = None
     admin_host: Annotated[str, _text] = "127.0.0.1"

@@ -63,7 +63,8 @@ class SchedulerHost(ABC):
         self._hellos: dict[int, RankHello] = {}
         self._desired: dict[int, DesiredState] = {}  # answers to what ranks have reported with their steps
         self._has_failed = False
-        self._num_ranks = process.num_ranks
+        self.num_ranks = process.num_ranks
+        """0 until a rank has said it, where vLLM's configuration does not."""
 
     # What hosts differ in.
 
@@ -102,7 +103,7 @@ class SchedulerHost(ABC):
 
     def add_rank(self, hello: RankHello) -> None:
         self._hellos.setdefault(hello.rank, hello)
-        self._num_ranks = hello.num_ranks or self._num_ranks
+        self.num_ranks = hello.num_ranks or self.num_ranks
         self._make_when_known()
 
     def ask(self, what: str, call: Callable[[Offload], T], otherwise: T) -> T:
@@ -153,11 +154,11 @@ class SchedulerHost(ABC):
             logger.exception("some GPU blocks stay referenced until vLLM restarts")
 
     def _make_when_known(self) -> None:
-        if self.offload is not None or self._pool is None or len(self._hellos) < max(1, self._num_ranks):
+        if self.offload is not None or self._pool is None or len(self._hellos) < max(1, self.num_ranks):
             return
         if self._has_failed:  # the same error, at every step
             return
-        self.offload = self._make_offload(self._pool, [self._hellos[rank] for rank in range(self._num_ranks)])
+        self.offload = self._make_offload(self._pool, [self._hellos[rank] for rank in range(self.num_ranks)])
 
     def _make_side(
         self, control: ControlPlane, pool: BlockPool, stats: StatsFeed, events: EventFeed | None

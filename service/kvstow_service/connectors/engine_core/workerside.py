@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from kvstow_service.connectors.engine_core.rankplane import RankDataPlane
 
 
+class LoadId(NamedTuple):
+    """A load. A request has at most one in a step."""
+
+    request_id: str
+    step: int
+
+
 class FinishedLoads(NamedTuple):
     """Requests whose loads have ended on this rank. `failed` is a part of `done`; `bad_blocks` are theirs."""
 
@@ -39,8 +46,12 @@ class RankSession(NamedTuple):
 
 
 class _Load(NamedTuple):
-    request_id: str
+    load: LoadId
     blocks: tuple[int, ...]
+
+    @property
+    def request_id(self) -> str:
+        return self.load.request_id
 
 
 class WorkerSide:
@@ -58,6 +69,8 @@ class WorkerSide:
         self.rank, self.plane = rank, plane
         self.fence: Callable[[], Fence | None] = lambda: None
         """Names all work given to the compute stream so far; None where that is always done."""
+        self.ended_loads: tuple[LoadId, ...] = ()
+        """What the last `take_finished_loads` has returned, load by load."""
         self._loads_wait = loads_wait
         self._step = 0
         self._loading: dict[int, _Load] = {}  # by op
@@ -73,9 +86,11 @@ class WorkerSide:
             return
         self._step = step.number
         self.plane.begin_step()
-        self._failed += [_Load(request_id, blocks) for request_id, blocks in step.lost_loads.items()]
+        self._failed += [
+            _Load(LoadId(request_id, step.number), blocks) for request_id, blocks in step.lost_loads.items()
+        ]
         for op, request_id in zip(step.loads.ops, step.load_requests, strict=True):
-            self._loading[op.op_id] = _Load(request_id, op.blocks)
+            self._loading[op.op_id] = _Load(LoadId(request_id, step.number), op.blocks)
         if not (step.stores.ops or step.loads.ops):
             return
         if step.boots and step.boots[self.rank] != self.plane.boot_id:
@@ -100,6 +115,7 @@ class WorkerSide:
         self._collect()
         done, failed = self._done, self._failed
         self._done, self._failed = [], []
+        self.ended_loads = tuple([load.load for load in (*done, *failed)])
         return FinishedLoads(
             {load.request_id for load in (*done, *failed)},
             {load.request_id for load in failed},

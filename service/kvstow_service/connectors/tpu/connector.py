@@ -1,0 +1,128 @@
+"""TPUOffloadConnector: KVStow in tpu-inference.
+
+A rank is a host process with all its devices, whatever the tensor parallelism. tpu-inference hands over its model
+runner instead of tensors, and carries no handshake: ranks say hello with their first step. A step calls
+`bind_connector_metadata` before it takes the KV cache from the runner; stores gather then what older steps have
+computed, and loads whose bytes have arrived are written.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import vllm
+
+from kvstow_service.connectors.engine_core.blocknews import EmbeddedBlocks
+from kvstow_service.connectors.engine_core.connector import OffloadConnector
+from kvstow_service.connectors.engine_core.kvevents import event_feed
+from kvstow_service.connectors.engine_core.kvgroups import KVGroups
+from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, KVStowWorkerMetadata, RankUpdate
+from kvstow_service.connectors.engine_core.schedulerhost import EmbeddedSchedulerHost, SchedulerHost
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
+from kvstow_service.connectors.tpu.endedloads import EndedLoads
+from kvstow_service.connectors.tpu.support import TPUOptions, require_kept, require_supported
+
+if TYPE_CHECKING:
+    from kvstow_service.connectors.engine_core.workerhost import WorkerHost
+    from kvstow_service.connectors.tpu.runnercell import Runner
+    from kvstow_service.connectors.tpu.runnerhost import RunnerHost
+
+logger = logging.getLogger("kvstow.vllm")
+
+
+class TPUOffloadConnector(OffloadConnector):
+    """The worker's half starts with `register_runner`, the scheduler's when all hosts have made a step."""
+
+    _rank: RunnerHost
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        require_supported(vllm_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._bad_blocks: set[int] = set()
+        self._ended = EndedLoads()
+
+    def _read_options(self, extra: Any) -> TPUOptions:
+        return TPUOptions.parse(extra)
+
+    def _make_host(
+        self, options: Any, process: VLLMProcess, groups: KVGroups, vllm_config: Any, kv_cache_config: Any
+    ) -> SchedulerHost:
+        require_kept(groups)
+        if self._fails_requests:
+            logger.warning(
+                "a failed load of this model (several KV groups or a window) is not computed: the first such request "
+                "waits until it is aborted, and loads are bypassed from then on"
+            )
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        return EmbeddedSchedulerHost(
+            options,
+            replace(process, num_ranks=0),  # the ranks say how many they are
+            groups,
+            build={"vllm": vllm.__version__, "tpu-inference": version("tpu-inference"), "jax": version("jax")},
+            make_events=lambda engine: event_feed(vllm_config, EmbeddedBlocks(engine), specs),
+        )
+
+    def _make_rank(self, options: Any, process: VLLMProcess, vllm_config: Any, kv_cache_config: Any) -> WorkerHost[Any]:
+        import jax
+
+        from kvstow_service.connectors.tpu.runnerhost import RunnerHost
+
+        host = replace(process, rank=jax.process_index(), num_ranks=jax.process_count(), ranks_per_node=1)
+        return RunnerHost(options, host, kv_cache_config.num_blocks)
+
+    # -- both halves ----------------------------------------------------------------------------------------
+
+    def get_finished_count(self) -> int | None:
+        """Of workers, by which vLLM knows that a load has ended. No worker says so: `update_connector_output` does."""
+        return 1
+
+    # -- worker ---------------------------------------------------------------------------------------------
+
+    def register_runner(self, runner: Runner) -> None:
+        self._rank.register(runner)
+
+    def _begin_step(self, metadata: KVStowMetadata) -> None:
+        self._rank.begin_turn()
+        super()._begin_step(metadata)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self._bad_blocks = self._rank.side.take_finished_loads().bad_blocks
+        return None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._fails_requests else self._bad_blocks
+
+    def build_connector_worker_meta(self) -> KVStowWorkerMetadata | None:
+        side, metadata = self._rank.side, super().build_connector_worker_meta()
+        if not side.ended_loads:
+            return metadata
+        metadata = metadata or KVStowWorkerMetadata()
+        metadata.updates.setdefault(side.rank, []).append(RankUpdate(ended_loads=side.ended_loads))
+        return metadata
+
+    # -- scheduler ------------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVStowMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        if metadata.plan is not None:
+            self._ended.expect(metadata.plan)
+        return metadata
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        metadata = connector_output.kv_connector_worker_meta
+        if not isinstance(metadata, KVStowWorkerMetadata):
+            return
+        for rank, updates in metadata.updates.items():
+            for update in updates:
+                self._ended.add(rank, update.ended_loads, self._host.num_ranks)
+        if ended := self._ended.take_ended():
+            if self._fails_requests:
+                nothing, all_ended = set[str](), ended
+                ended = self._host.ask(
+                    "loads that have ended", lambda offload: offload.side.failed_loads.continuing(all_ended), nothing
+                )
+            connector_output.finished_recving = {*(connector_output.finished_recving or ()), *ended}

@@ -1,0 +1,97 @@
+"""The worker's half on a host of TPUs: one data plane for all devices of the process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from kvstow.dataplane import DataPlane
+from kvstow.devices.jax import JaxDevice, JaxOptions, ShardedKV
+from kvstow.memory.hostpool import HostPool
+from kvstow.memory.mlock import cpu_registrar
+from kvstow_service.connectors.engine_core.hostmemory import rank_pool_config
+from kvstow_service.connectors.engine_core.rankplane import RankDataPlane
+from kvstow_service.connectors.engine_core.vllmprocess import VLLMProcess
+from kvstow_service.connectors.engine_core.workerhost import PoolWorkerHost
+from kvstow_service.connectors.tpu.runnercell import Runner, RunnerCell, has_cache, read_cache
+from kvstow_service.connectors.tpu.support import TPUOptions
+
+logger = logging.getLogger("kvstow.vllm")
+
+
+class RunnerHost(PoolWorkerHost[ShardedKV]):
+    """`register` takes the model runner. The rank has no data plane while the runner has no KV cache: tpu-inference
+    frees and makes it anew when weights change, and tells no connector. The blocks of old weights go with it."""
+
+    def __init__(self, options: TPUOptions, process: VLLMProcess, num_blocks: int) -> None:
+        """Raises `InsufficientMemoryError`."""
+        super().__init__(options, process)
+        self._in_flight, self._num_blocks = options.bytes_in_flight, num_blocks
+        self._device: JaxDevice | None = None
+        self._thread = 0
+        self._is_suspended = False
+
+    def register(self, kv_cache: Runner) -> None:
+        super().register(kv_cache)
+        manager = kv_cache.kv_cache_manager
+        manager.delete_kv_cache = _before(manager.delete_kv_cache, self.suspend)
+        manager.reinitialize_kv_cache = _after(manager.reinitialize_kv_cache, self.resume)
+
+    def suspend(self) -> None:
+        self._is_suspended = True
+        super().suspend()
+
+    def resume(self) -> None:
+        self._is_suspended = False
+        super().resume()
+
+    def begin_turn(self) -> None:
+        """Between two steps of the runner, on their thread, which need not be the one that has registered it: launch
+        what has become possible. Never raises."""
+        if self._kv_cache is None:
+            return
+        if not self._is_suspended and not has_cache(self._kv_cache):
+            logger.warning("rank %d: the KV cache was deleted; its blocks in host memory go with it", self.side.rank)
+            self.suspend()
+        elif self._is_suspended and has_cache(self._kv_cache):
+            self.resume()
+        if self._device is not None and self._thread != threading.get_ident():
+            self._thread = threading.get_ident()
+            self._device.follow_host()
+        self.side.plane.drive()
+
+    def _read_geometry(self, kv_cache: Runner) -> ShardedKV:
+        return read_cache(kv_cache, self._num_blocks)
+
+    def _make_plane(self, geometry: ShardedKV) -> RankDataPlane:
+        pool_bytes = self._options.bytes_of_rank(self._process.num_ranks)
+        config = rank_pool_config(self._options, geometry.layout.slot_bytes, pool_bytes, self._max_bytes)
+        with ExitStack() as undo:
+            pool = HostPool(config, cpu_registrar(config))
+            undo.callback(pool.close)
+            device = JaxDevice(pool, RunnerCell(self._kv_cache), JaxOptions(bytes_in_flight=self._in_flight))
+            undo.callback(device.close)
+            plane = DataPlane(self._process.rank, pool, device, launcher=device, reports=self._sender)
+            undo.pop_all()
+        self._device, self._thread = device, threading.get_ident()
+        return plane
+
+
+def _before(call: Callable[..., Any], first: Callable[[], None]) -> Callable[..., Any]:
+    def both(*arguments: Any, **named: Any) -> Any:
+        first()
+        return call(*arguments, **named)
+
+    return both
+
+
+def _after(call: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+    def both(*arguments: Any, **named: Any) -> Any:
+        result = call(*arguments, **named)
+        then()
+        return result
+
+    return both
