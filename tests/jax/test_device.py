@@ -221,6 +221,26 @@ def test_another_thread_may_not_launch(make_rank: MakeRank) -> None:
     assert rank.cell.peek() is before
 
 
+def test_a_host_that_has_changed_its_thread_launches_there(make_rank: MakeRank) -> None:
+    """Ray registers the KV cache on one thread, and makes steps on another."""
+    rank = make_rank()
+    before = rank.blocks([3])
+
+    def work() -> None:
+        rank.device.follow_host()
+        rank.done(rank.store([3], [3]))
+        rank.overwrite([3])
+        rank.done(rank.load([3], [3]))
+
+    other = threading.Thread(target=work, name="other")
+    other.start()
+    other.join()
+    rank.put([3], before)
+    assert rank.wrong_elements() == 0
+    with pytest.raises(CopyError, match="MainThread may not launch programs"):
+        rank.plane.drive()
+
+
 def test_the_copy_thread_launches_no_program(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[str, str]] = []
     for name in ("gather", "scatter"):
