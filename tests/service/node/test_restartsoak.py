@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -55,9 +56,13 @@ class Client:
 class Soak:
     """Rounds, each of which ends with a killed service."""
 
-    def __init__(self, folder: Path, environ: dict[str, str], seed: int) -> None:
+    def __init__(
+        self, folder: Path, environ: dict[str, str], seed: int, eventually: Any, *, with_keeper: bool = False
+    ) -> None:
+        """`with_keeper`: it is killed at once with each service, so that the engines hand everything back."""
+        self.with_keeper = with_keeper
         self.socket, self.state = folder / "node" / "attach.sock", folder / "state"
-        self.environ = environ
+        self.environ, self.eventually = environ, eventually
         self.chance = random.Random(seed)
         self.node = self.start()
         self.clients = [self.attach() for _ in range(2)]
@@ -81,6 +86,9 @@ class Soak:
             time.sleep(2.5 * self.chance.random())
             self.wait_for_keeper()
         self.node.kill()
+        if self.with_keeper:
+            self.next_pod()
+            return
         if self.chance.random() < 0.2:
             self.replace_client()
         self.node = self.start()
@@ -88,6 +96,16 @@ class Soak:
         assert (self.node.first["problems"], self.node.first["faults"]) == ([], 0)
         assert self.node.first["allocated"] == EXTENTS * EXTENT_BYTES
         assert self.memory_bytes() <= 1.02 * EXTENTS * EXTENT_BYTES, "there is never a second pool"
+
+    def next_pod(self) -> None:
+        end_keeper(self.state, signal.SIGKILL)
+        self.node = self.start()
+        assert self.node.first["pools"] == {}
+        before = sum(client.show()["loads"] for client in self.clients)
+        self.eventually(lambda: sum(client.show()["loads"] for client in self.clients) > before + 20)
+        self.eventually(lambda: self.node.show()["allocated"] == EXTENTS * EXTENT_BYTES)
+        shown = self.node.show()
+        assert (shown["problems"], shown["faults"]) == ([], 0)
 
     def memory_bytes(self) -> int:
         """Of all extents that the node, its keepers and the engines keep alive."""
@@ -137,6 +155,10 @@ class Soak:
             KeeperClient.look(self.state)
         mine = {self.node.process.pid, *self.keepers, *(client.process.pid for client in self.clients)}
         assert not [one for one in find_orphaned_memory(()) if one.pid in mine]
+        if not self.with_keeper:
+            self.check_descriptors()
+
+    def check_descriptors(self) -> None:
         most_workers = 2 * 3 * restartclient.RANKS
         assert max(self.descriptors) <= min(self.descriptors) + 2 * most_workers, "they follow the number of workers"
 
@@ -147,8 +169,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     end_keeper(tmp_path / "state")
 
 
-def run(folder: Path, environ: dict[str, str], rounds: int, eventually: Any) -> Soak:
-    soak = Soak(folder, environ, seed=rounds)
+def run(folder: Path, environ: dict[str, str], rounds: int, eventually: Any, **options: Any) -> Soak:
+    soak = Soak(folder, environ, rounds, eventually, **options)
     try:
         for _ in range(rounds):
             soak.round()
@@ -166,6 +188,12 @@ def run(folder: Path, environ: dict[str, str], rounds: int, eventually: Any) -> 
 
 def test_rounds_of_killed_services(folder: Path, child_environ: dict[str, str], eventually: Any) -> None:
     run(folder, child_environ, 6, eventually)
+
+
+def test_rounds_of_services_that_are_killed_with_their_keepers(
+    folder: Path, child_environ: dict[str, str], eventually: Any
+) -> None:
+    run(folder, child_environ, 4, eventually, with_keeper=True)
 
 
 @pytest.mark.soak
