@@ -28,6 +28,8 @@ logger = logging.getLogger("kvstow.tier")
 
 _MAX_SEEN = 8
 """Blocks whose uses are remembered, for each slot of the pool."""
+_LEAST_SEEN = 1 << 16
+"""The same, for a small pool: 10 MB."""
 _RESERVE = 8
 """With `back`, one slot of so many is kept free."""
 
@@ -102,7 +104,8 @@ class FleetTier:
         self._lookups = LookupThread(self._table, client, on_news=on_news)
         self._breaker = Breaker(clock)
         self.break_even = BreakEven(config.slot_bytes, config.block_tokens, clock, settings.prefill_rate)
-        self._writes = WritePolicy(settings.write, max(most, slots // 2), _MAX_SEEN * slots, clock)
+        self._max_in_store = max(_LEAST_SEEN, _MAX_SEEN * slots)
+        self._writes = WritePolicy(settings.write, max(most, slots), self._max_in_store, clock)
         self._max_putting = max(most, slots // 8)
         self._session = session
         session.on_stored = self._note_stored
@@ -114,7 +117,6 @@ class FleetTier:
         """The fetch under way that each key is part of."""
         self._in_store: OrderedDict[bytes, None] = OrderedDict()
         """Keys that were put or fetched not long ago."""
-        self._max_in_store = _MAX_SEEN * slots
         self._asked = 0
         self._last: Estimate | None = None
         self.counters = TierCounters()
@@ -225,10 +227,11 @@ class FleetTier:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way, and nothing waits to be put."""
+        """Whether nothing is under way, and nothing waits to be put that can be put now."""
         with self._session.pool.lock:
             has_news = bool(self._session.ops.tier.settled or self._session.ops.tier.plans)
-        return not (self._asked or self._putting or self._fetching or has_news or self._writes.has_work)
+        has_puts = self._is_on() and self._breaker.is_closed and self._writes.has_work
+        return not (self._asked or self._putting or self._fetching or has_news or has_puts)
 
     def _name_of(self, key: bytes) -> ObjectName:
         """The object that answers for all ranks: it is put last."""

@@ -68,7 +68,7 @@ _PATIENCE = 60.0  # seconds
 @click.option("--concurrency", type=int, default=1, show_default=True, help="Requests in flight at once.")
 @click.option("--kv-blocks", type=int, help="Blocks of the device's KV cache. Default: what the trace needs.")
 @click.option(
-    "--tier", metavar="URL", help="Store under the pools: memory: or memory:SIZE, in this process. Default: none."
+    "--tier", metavar="URL", help="Store under the pools: mooncake://MASTER:PORT, or memory: in this process."
 )
 @click.option("--tier-write", help=f"What goes to the tier: {', '.join(WRITE_MODES)}. Default: through.")
 @click.option(
@@ -121,7 +121,7 @@ def replay(
     from kvstow_service.replay.driver import blocks_needed
     from kvstow_service.replay.pace import ReplayOptions
     from kvstow_service.replay.trace import BLOCK_TOKENS, read_trace
-    from kvstow_service.tiers.opening import open_store
+    from kvstow_service.tiers.stores import open_store
 
     result: ReplayResult | AttachedResult
     try:
@@ -138,7 +138,7 @@ def replay(
             block_tokens=BLOCK_TOKENS,
         )
         options = ReplayOptions(concurrency=concurrency, rate=rate, time_scale=time_scale, prefill_rate=prefill_rate)
-        store = None if tier is None else open_store(tier, "--tier")
+        store = None if tier is None else open_store(tier)
         settings = _tier_settings(tier_write, prefill_rate)
         path = None if attach is None else _socket(socket_path, attach)
         found = read_trace(trace, limit=requests)
@@ -269,8 +269,9 @@ def _run(
         offload: Offload = EmbeddedOffload(parts.engine)
         wait = parts.wait
         if store is not None and place is not None:
-            fingerprint = fingerprint_of(place.shape or even_shape(config.slot_bytes), config.num_ranks)
-            tiered = stack.enter_context(tiered_offload(parts.engine, parts.ranks, store, settings, fingerprint))
+            name = fingerprint_of(place.shape or even_shape(config.slot_bytes), config.num_ranks)
+            stop = stops.requested
+            tiered = stack.enter_context(tiered_offload(parts.engine, parts.ranks, store, settings, name, stop=stop))
             offload, wait = tiered, tiered.wait
         progress.start_task(replayed)
         driver = ReplayDriver(

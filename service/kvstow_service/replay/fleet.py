@@ -131,7 +131,9 @@ def local_fleet(
             wait = session.wait
             if store is not None:
                 tiered = stack.enter_context(
-                    tiered_offload(session.engine, session.ranks, store, settings, fingerprint, hint_clock=clock)
+                    tiered_offload(
+                        session.engine, session.ranks, store, settings, fingerprint, stop=stop, hint_clock=clock
+                    )
                 )
                 offload, wait = tiered, tiered.wait
             served: list[TraceRequest] = []

@@ -14,7 +14,7 @@ from kvstow.keys import BlockKey
 from kvstow.results import Awaited, Given, Lease
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.ranktransfers import RankTransfers
-from kvstow.tier.store import TierStore
+from kvstow.tier.store import LookupClient, TierStore, TransferClient
 from kvstow_service.replay.driver import RankWorker
 from kvstow_service.replay.offload import EmbeddedOffload, PoolFigures
 from kvstow_service.replay.ranks import LocalRank
@@ -23,6 +23,8 @@ from kvstow_service.replay.trace import BLOCK_TOKENS
 
 _CONTENT = "blake2b-1"
 """Changes with `kvstow_service.replay.pattern`."""
+_CONNECT_SECONDS = 30.0
+_POLL = 0.01
 _TURN = 0.0005  # how often the copies are looked at while the tier is waited for
 
 
@@ -120,15 +122,19 @@ def tiered_offload(
     settings: TierSettings,
     fingerprint: str,
     *,
+    stop: threading.Event,
     hint_clock: Callable[[], float] | None = None,
 ) -> Iterator[TieredOffload]:
-    """The engine, whose `ranks` are in this process, with blocks in `store`. At the end nothing touches their memory
-    any more. `hint_clock`: see `FleetTier`."""
+    """The engine, whose `ranks` are in this process, with blocks in `store`. Returns when the store is connected, so
+    that figures repeat; when `stop` is set; or after 30 s. At the end nothing touches the ranks' memory any more.
+    `hint_clock`: see `FleetTier`."""
     news = threading.Event()
+    clients: list[TransferClient | LookupClient] = []
     with ExitStack() as stack:
         transfers: list[RankTransfers] = []
         for number, rank in enumerate(ranks):
             client = store.open_transfers(number)
+            clients.append(client)
             undo = stack.enter_context(ExitStack())
             undo.callback(client.close)
             client.add_memory(rank.pool.memory_range)
@@ -136,9 +142,11 @@ def tiered_offload(
             undo.pop_all()
             stack.callback(moving.close)
             transfers.append(moving)
+        lookups = store.open_lookups()
+        clients.append(lookups)
         tier = FleetTier(
             engine,
-            store.open_lookups(),
+            lookups,
             settings,
             fingerprint,
             name=store.name,
@@ -148,6 +156,10 @@ def tiered_offload(
         stack.callback(tier.close)
         offload = TieredOffload(engine, tier, transfers, [rank.worker for rank in ranks])
         offload.news = news
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        while any(client.health().state == "connecting" for client in clients):
+            if time.monotonic() >= deadline or stop.wait(_POLL):
+                break
         yield offload
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from kvstow.bytesize import parse_size
 from kvstow.errors import ConfigError
+from kvstow.tier.memorystore import MemoryStore
 from kvstow.tier.store import TierStore
 from kvstow_service.tiers.mooncake import location as mooncake
 from kvstow_service.tiers.mooncake.mooncakestore import MooncakeStore
 
+_MEMORY = "memory:"
+
 
 def open_store(url: str) -> TierStore:
-    """Waits for nothing: whether the store is there shows in the health of its clients. Raises `ConfigError`, or
-    `MissingPackageError` if the store's library is not installed."""
+    """`memory:`, with a size or without limit, is a store in this process, for replays. Waits for nothing: whether the
+    store is there shows in the health of its clients. Raises `ConfigError`, or `MissingPackageError` if the store's
+    library is not installed."""
+    if url.startswith(_MEMORY):
+        size = url.removeprefix(_MEMORY)
+        return MemoryStore(parse_size(size, "tier") if size else None)
     scheme = url.partition("://")[0]
     if scheme == mooncake.SCHEME:
         return MooncakeStore(mooncake.MooncakeLocation.parse(url))
-    raise ConfigError("tier", url, mooncake.FORM)
+    raise ConfigError("tier", url, f"{mooncake.FORM}; memory: or memory:SIZE for replays")

@@ -264,6 +264,9 @@ def test_an_outage_leaves_the_store_alone_until_it_answers_a_probe(node: TieredN
     assert (node.fleet.status().state, node.fleet.status().breaker) == ("down", "open")
     assert node.fleet.look_for(KEYS[3:]) is None
     node.store(KEYS[6:8])
+    node.run_all()
+    node.fleet.step()
+    assert node.fleet.is_idle, "what waits to be put has to wait"
     asked = len(node.store_of_names.batches)
     for _ in range(3):
         clock.advance(1.6)

@@ -1,0 +1,115 @@
+"""Replays of several nodes over a real Mooncake: hit rates, and what is killed in the middle of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Event
+
+import pytest
+from tests.service.tiers.mooncake.cluster import Cluster
+
+from kvstow.config import EngineConfig
+from kvstow.control.fleettier import TierSettings
+from kvstow.stats import SlotCounts
+from kvstow_service.replay.driver import blocks_needed
+from kvstow_service.replay.fleet import Fleet, local_fleet
+from kvstow_service.replay.generate import TraceShape, generate_trace
+from kvstow_service.replay.pace import ReplayOptions
+from kvstow_service.replay.place import Place
+from kvstow_service.replay.result import ReplayResult
+from kvstow_service.replay.shapes import even_shape
+from kvstow_service.replay.trace import TraceRequest, read_trace
+from kvstow_service.tiers.mooncake.mooncakestore import MooncakeStore
+
+pytestmark = pytest.mark.tier
+
+PRODUCTION = Path(__file__).parents[4].parent / "shared" / "data" / "conversation_trace.jsonl"
+
+
+def replay(
+    requests: Sequence[TraceRequest],
+    cluster: Cluster,
+    settings: TierSettings,
+    *,
+    nodes: int,
+    slots: int,
+    slot_bytes: int,
+    ranks: int = 1,
+    on_request: Callable[[Fleet, int], None] = lambda fleet, number: None,
+) -> ReplayResult:
+    config = EngineConfig(slot_bytes=slot_bytes, capacity_slots=slots, num_ranks=ranks, block_tokens=512)
+    with local_fleet(
+        config,
+        nodes,
+        "prefix",
+        MooncakeStore(cluster.location),
+        settings,
+        ReplayOptions(),
+        kv_blocks=blocks_needed(requests, 1),
+        requests=requests,
+        stop=Event(),
+        place=Place("cpu", even_shape(slot_bytes), "auto"),
+    ) as fleet:
+        result = fleet.run(requests, Event(), lambda number: on_request(fleet, number))
+        for node in fleet.nodes:
+            node.session.engine.check_integrity()
+            counts = node.session.engine.stats().pool.slots
+            assert counts == SlotCounts(counts.free, 0, counts.cached, 0, 0, 0), "slots have leaked"
+    assert result.mismatches == 0
+    assert result.verified_bytes == result.loaded_bytes
+    assert (result.requests, result.failed_loads, result.failed_stores) == (len(requests), 0, 0)
+    return result
+
+
+@pytest.mark.skipif(not PRODUCTION.exists(), reason="the production trace is not beside the checkout")
+def test_the_hit_rate_of_the_production_trace_is_the_simulated_one(make_cluster: Callable[..., Cluster]) -> None:
+    requests = read_trace(str(PRODUCTION), limit=300)
+    seen: set[int] = set()
+    hits = 0
+    for request in requests:  # what any node has stored is found by all
+        hits += next((at for at, one in enumerate(request.hash_ids) if one not in seen), len(request.hash_ids))
+        seen.update(request.hash_ids)
+    patient = TierSettings(deadline=60.0, lookup_wait=60.0)
+    result = replay(requests, make_cluster(2 << 30), patient, nodes=4, slots=500, slot_bytes=64 << 10)
+    assert abs(result.hit_blocks - hits) <= 0.005 * result.blocks
+
+
+def children() -> list[int]:
+    """The processes that this one has started to talk to Mooncake."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        found += [int(pid) for pid in (task / "children").read_text().split()]
+    return [pid for pid in found if b"storechild" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def kill_children(cluster: Cluster) -> None:
+    for pid in children():
+        os.kill(pid, signal.SIGKILL)
+
+
+FAULTS: dict[str, Callable[[Cluster], None]] = {
+    "the master is killed": lambda cluster: cluster.kill(cluster.master),
+    "the provider is killed": lambda cluster: cluster.kill(cluster.provider),
+    "the master hangs": lambda cluster: cluster.kill(cluster.master, signal.SIGSTOP),
+    "our processes are killed": kill_children,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_middle_costs_hits_and_nothing_else(make_cluster: Callable[..., Cluster], fault: str) -> None:
+    requests = list(generate_trace(TraceShape(sessions=12)))[:60]
+    cluster = make_cluster()
+    fetched: dict[int, int] = {}
+
+    def hurt(fleet: Fleet, number: int) -> None:
+        figures = [node.offload.figures().tier for node in fleet.nodes]
+        fetched[number] = sum(one.counters.fetched_blocks for one in figures if one is not None)
+        if number == len(requests) // 2:
+            assert fetched[number], "nothing was fetched before the fault"
+            FAULTS[fault](cluster)
+
+    settings = TierSettings(deadline=2.0, lookup_wait=2.0)
+    replay(requests, cluster, settings, nodes=2, slots=40, slot_bytes=64 << 10, ranks=2, on_request=hurt)
