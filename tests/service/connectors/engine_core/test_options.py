@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,26 @@ def test_an_attached_engine_asks_for_all_memory_unless_told_otherwise() -> None:
     options = ConnectorOptions.parse(given)
     assert (options.attach, options.cpu_bytes_to_use) == (Path("/a.sock"), 1 << 30)
     assert (options.weights_id, options.attach_require_sharing) == ("v1", True)
+
+
+MEANT_FOR_ATTACHED = {
+    *("attach", "weights_id", "attach_require_sharing", "cpu_bytes_to_use", "lazy_offload", "copy_strategy", "lock"),
+    *("pin_chunk", "pin_pause", "pin_latency_target", "async_register_cache"),
+}
+
+
+def test_every_other_option_is_refused_beside_attach() -> None:
+    values: dict[str, Any] = {
+        "transfer_timeout": "1m",
+        "admin_port": 1,
+        "policy": "arc",
+        "huge_pages": "reserved",
+        "readiness_require": ["pool"],
+        "allowed_hosts": ["host"],
+    }
+    for key in {each.name for each in fields(ConnectorOptions)} - MEANT_FOR_ATTACHED:
+        with pytest.raises(ConfigError, match=f"{key}.* has no effect beside attach"):
+            ConnectorOptions.parse({"attach": ATTACH, key: values.get(key, "1")})
 
 
 @pytest.mark.parametrize("key", ["weights_id", "attach_require_sharing"])
