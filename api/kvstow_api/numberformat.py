@@ -78,7 +78,7 @@ def field_text(name: str, value: object) -> str:
             return moment(value)
         case int() | float():
             return _number(name, value)
-        case list():
+        case list() | tuple():
             return ", ".join(field_text(name, item) for item in value) or ABSENT
     return str(value) or ABSENT
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.service.node.rawengine import SLOT_BYTES, RawEngine, key_of
 from kvstow.memory.limits import MemoryLimits
 from kvstow_api.app import create_app
 from kvstow_api.host import ApiHost
+from kvstow_service.node.attach.attachtally import REASONS
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.nodedirectory import NodeDirectory
 
@@ -107,3 +109,43 @@ async def test_a_drain_reaches_an_engine_that_attaches_later(client: httpx.Async
         assert (drain["active"], drain["mode"]) == (True, "stop_stores")
     finally:
         engine.close()
+
+
+async def test_who_cannot_attach_is_counted(client: httpx.AsyncClient, node: Node, eventually: Any) -> None:
+    rejected = (await client.get("/v1/sessions")).json()["rejected"]
+    assert set(rejected) == set(REASONS)
+    assert not any(rejected.values())
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(node.settings.attach_socket))
+        stranger.sendall(b"\xff" * 64)
+        eventually(lambda: sum(node.rejected.values()) == 1)
+    rejected = (await client.get("/v1/sessions")).json()["rejected"]
+    (reason,) = [reason for reason, count in rejected.items() if count]
+    metrics = (await client.get("/metrics")).text
+    assert f'kvstow_rejected_connections_total{{reason="{reason}"}} 1' in metrics
+    assert metrics.count("kvstow_rejected_connections_total{") == len(REASONS), (
+        "each reason has its series from the start"
+    )
+
+
+async def test_the_memory_of_a_node_is_exported(
+    client: httpx.AsyncClient, engine: RawEngine, node: Node, eventually: Any
+) -> None:
+    engine.store_all(KEYS)
+    (hosted,) = node.host.pools()
+    eventually(lambda: hosted.granted_bytes == hosted.due_bytes == 4 * EXTENT)  # the row in use, and the next one
+    (pool,) = (await client.get("/v1/pools")).json()["items"]
+    assert (pool["granted_bytes"], pool["due_bytes"]) == (4 * EXTENT, 4 * EXTENT)
+    labels = f'pool="{pool["name"]}",model="org/Model-1"'
+    used = len(KEYS) * 2 * SLOT_BYTES
+    expected = {
+        f"kvstow_pool_granted_bytes{{{labels}}}": 4 * EXTENT,
+        f"kvstow_pool_due_bytes{{{labels}}}": 4 * EXTENT,
+        "kvstow_node_granted_bytes": 4 * EXTENT,
+        "kvstow_node_used_bytes": used,
+        "kvstow_node_memory_notices": 0,
+        f'kvstow_sessions{{{labels},state="attached"}}': 1,
+    }
+    series = dict(line.rsplit(" ", 1) for line in (await client.get("/metrics")).text.splitlines() if line[0] != "#")
+    assert {name: float(series[name]) for name in expected} == expected
+    assert "kvstow_node_keeper_up" not in series

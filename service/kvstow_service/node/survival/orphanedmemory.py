@@ -51,15 +51,26 @@ class OrphanedMemory:
 
 def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc")) -> list[OrphanedMemory]:
     """Processes with extents that none of the processes `in_use` has: the running services, which hold all of theirs.
-    As far as this process may look into others, and sees them: in a container, usually the container's own."""
+    As far as this process may look into others, and sees them: in a container, usually the container's own.
+
+    Looks twice if it finds any: an extent that a service makes meanwhile may be seen at its keeper alone.
+    """
+    suspects = {extent for extents in _unused(in_use, proc).values() for extent in extents}
+    if not suspects:
+        return []
+    found = []
+    for pid, extents in sorted(_unused(in_use, proc).items()):
+        sizes = [num_bytes for extent, num_bytes in extents.items() if extent in suspects]
+        if sizes:
+            found.append(OrphanedMemory(pid, _command(proc / str(pid)), len(sizes), sum(sizes)))
+    return found
+
+
+def _unused(in_use: Collection[int], proc: Path) -> dict[int, _Extents]:
+    """By process: its extents that none of the processes `in_use` has."""
     by_pid = {int(path.name): extents_of(path) for path in proc.iterdir() if path.name.isdigit()}
     used = {extent for pid in in_use for extent in by_pid.get(pid, ())}
-    found = []
-    for pid, extents in sorted(by_pid.items()):
-        orphaned = {extent: num_bytes for extent, num_bytes in extents.items() if extent not in used}
-        if orphaned:
-            found.append(OrphanedMemory(pid, _command(proc / str(pid)), len(orphaned), sum(orphaned.values())))
-    return found
+    return {pid: {one: size for one, size in extents.items() if one not in used} for pid, extents in by_pid.items()}
 
 
 def running_services(*, proc: Path = Path("/proc")) -> list[int]:

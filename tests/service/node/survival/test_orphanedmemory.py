@@ -12,6 +12,7 @@ import pytest
 from tests.service.node.survival.test_survival import end_keeper
 
 from kvstow.memory.extents import Extent
+from kvstow_service.node.survival import orphanedmemory
 from kvstow_service.node.survival.keeperclient import KeeperClient
 from kvstow_service.node.survival.keepermessages import Held
 from kvstow_service.node.survival.orphanedmemory import OrphanedMemory, find_orphaned_memory, running_services
@@ -96,3 +97,22 @@ def test_other_services_of_the_machine_are_known_by_their_command_lines(tmp_path
     (tmp_path / "5").mkdir()  # it has ended
     (tmp_path / "meminfo").write_text("")
     assert running_services(proc=tmp_path) == sorted({1, 2, 6, os.getpid()})
+
+
+def test_an_extent_that_a_service_makes_during_the_look_is_no_orphan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, keeper = 1, 2
+    for pid in (service, keeper):
+        (tmp_path / str(pid)).mkdir()
+    looks: list[str] = []
+
+    def look(process: Path) -> dict[tuple[int, int], int]:
+        """The first look comes to the service before it has the extent, and to its keeper afterwards."""
+        looks.append(process.name)
+        return {} if process.name == str(service) and looks.count(process.name) == 1 else {(0, 7): 4096}
+
+    monkeypatch.setattr(orphanedmemory, "extents_of", look)
+    assert find_orphaned_memory([service], proc=tmp_path) == []
+    assert looks.count(str(keeper)) == 2
+    assert [one.num_bytes for one in find_orphaned_memory([], proc=tmp_path)] == [4096, 4096]
