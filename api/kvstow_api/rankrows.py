@@ -11,6 +11,7 @@ from kvstow_api.numberformat import duration, rate
 from kvstow_api.views import RankView
 
 _REPORTS_ARE_FRESH = 5.0  # seconds; ranks report every second
+_SHORTEST_WAIT = 1.0  # seconds
 
 
 class RankRow(NamedTuple):
@@ -54,8 +55,8 @@ def _progress(rank: RankStatus, paused: bool) -> str:
     if left <= 0:
         return size
     words, speed = f"{format_size(rank.pinned_bytes)} of {size}", rank.pin_rate_bytes_per_second
-    if not speed or paused or rank.state != "pinning":
-        return words
+    if not speed or paused or rank.state != "pinning" or left / speed < _SHORTEST_WAIT:
+        return words  # a rank of a node waits for memory that is being populated, and then pins it in no time
     return f"{words}, {rate(speed)}, {duration(left / speed)} left"
 
 

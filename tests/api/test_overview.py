@@ -92,6 +92,7 @@ def line_of(rank: RankView) -> RankRow:
             {"pinned_bytes": 2 * GIB, "state": "pinning", "pin_rate_bytes_per_second": GIB / 2},
             "2 GiB of 8 GiB, 512 MiB/s, 12 s left",
         ),
+        ({"pinned_bytes": 2 * GIB, "state": "pinning", "pin_rate_bytes_per_second": 12.0 * GIB}, "2 GiB of 8 GiB"),
         ({"pinned_bytes": 2 * GIB, "state": "degraded", "pin_rate_bytes_per_second": GIB / 2}, "2 GiB of 8 GiB"),
     ],
 )
