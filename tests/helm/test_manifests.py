@@ -49,6 +49,10 @@ def attaches_to_node(values: Path) -> bool:
     return bool(yaml.safe_load(values.read_text()).get("attach", {}).get("node"))
 
 
+def test_the_oldest_version_that_is_tested_is_the_oldest_that_the_chart_takes() -> None:
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"] == f">={KUBERNETES[0]}.0-0"
+
+
 def test_each_mode_has_values_to_test() -> None:
     modes = {yaml.safe_load(path.read_text()).get("mode", "addon") for path in CASES}
     assert modes == {"addon", "engine", "node"}
