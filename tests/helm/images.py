@@ -132,7 +132,7 @@ class Container:
     def stop(self) -> int:
         """Send SIGTERM to its process 1, as the kubelet does; returns the exit status."""
         self._signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
     def kill(self) -> None:
         """With all its processes; idempotent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -88,22 +89,23 @@ def attach_address(manifests: list[Manifest]) -> str:
     return str(extra["attach"])
 
 
-def assert_the_cache_outlives_containers(service: Pod, engine: Pod, attach: str) -> None:
-    def start() -> tuple[Container, Admin]:
-        container = service.start("kvstow")
-        admin = Admin(service, container)
-        admin.wait("/startupz")
-        admin.wait("/readyz/pinned")
-        return container, admin
+def start_service(pod: Pod) -> tuple[Container, Admin]:
+    container = pod.start("kvstow")
+    admin = Admin(pod, container)
+    admin.wait("/startupz")
+    admin.wait("/readyz/pinned")
+    return container, admin
 
+
+def assert_the_cache_outlives_containers(service: Pod, engine: Pod, attach: str) -> None:
     keeper = service.start("kvstow-keeper")
-    serving, admin = start()
+    serving, admin = start_service(service)
     until(lambda: replay(engine, attach)["stored_blocks"] > 100, "an engine that stores")
     before = admin.num_blocks()
     assert before > 100
 
     serving.kill()
-    serving, admin = start()
+    serving, admin = start_service(service)
     assert admin.num_blocks() == before
     until(lambda: loads_all(engine, attach), "an engine that loads")
 
@@ -111,12 +113,16 @@ def assert_the_cache_outlives_containers(service: Pod, engine: Pod, attach: str)
     keeper = service.start("kvstow-keeper")
     until(lambda: "another keeper holds everything" in service.log("kvstow"), "a keeper that holds everything")
     assert serving.stop() == 0, service.log("kvstow")
-    serving, admin = start()
+    serving, admin = start_service(service)
     assert admin.num_blocks() == before
     until(lambda: loads_all(engine, attach), "an engine that loads")
 
     assert serving.stop() == 0, service.log("kvstow")
     assert keeper.stop() == 0, service.log("kvstow-keeper")
+
+
+def make_socket_folder(pod: Pod) -> None:
+    assert pod.start("socket-folder").process.wait(120) == 0, pod.log("socket-folder")
 
 
 def test_mode_node(template: Callable[..., list[Manifest]], start_pod: StartPod, tmp_path: Path) -> None:
@@ -127,10 +133,38 @@ def test_mode_node(template: Callable[..., list[Manifest]], start_pod: StartPod,
     folder = tmp_path / "node" / "var/run/inference/kvstow"
     assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (0, 0o755), "as the kubelet makes it"
     for _ in range(2):  # with each pod
-        assert node.start("socket-folder").process.wait(60) == 0, node.log("socket-folder")
+        make_socket_folder(node)
         found = folder.stat()
         assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (65532, 2000, 0o750)
     assert_the_cache_outlives_containers(node, engine, attach_address(template(*SMALL, *engine_values)))
+
+
+def test_a_pod_of_mode_node_that_is_replaced_gets_the_cache_from_the_engines(
+    template: Callable[..., list[Manifest]], start_pod: StartPod
+) -> None:
+    """As in an upgrade: service and keeper end, and neither is there when the next pod starts."""
+    engine_values = (*ENGINE, "attach.node=true")
+    attach = attach_address(template(*SMALL, *engine_values))
+    before = start_pod("before", "mode=node")
+    make_socket_folder(before)
+    keeper = before.start("kvstow-keeper")
+    serving, admin = start_service(before)
+    trace = "kvstow trace generate --sessions 5000 --output /tmp/trace"
+    replay = f"kvstow replay /tmp/trace --ranks 2 --slot-size 16KiB --attach {attach} --rate 10"
+    start_pod("engine", *engine_values).start("vllm", "sh", "-c", f"{trace} && {replay}")
+    until(lambda: admin.num_blocks() > 200, "an engine that stores")
+    assert serving.stop() == 0, before.log("kvstow")
+    assert keeper.stop() == 0, before.log("kvstow-keeper")
+
+    after = start_pod("after", "mode=node")
+    make_socket_folder(after)
+    after.start("kvstow-keeper")
+    start_service(after)
+    said = re.compile(r"(\d+) blocks that engines have handed back were recovered")
+    until(lambda: said.search(after.log("kvstow")), "blocks that are handed back")
+    found = said.search(after.log("kvstow"))
+    assert found is not None
+    assert int(found[1]) > 100
 
 
 def test_the_sidecar(template: Callable[..., list[Manifest]], start_pod: StartPod) -> None:
