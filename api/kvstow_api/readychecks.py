@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvstow.bytesize import format_size
 from kvstow.status import RankStatus
 from kvstow_api.host import ApiHost
 from kvstow_api.hostreadiness import live_sessions
@@ -102,7 +103,8 @@ class NodeChecks:
         memory = self._directory.memory()
         if memory.populated_bytes >= memory.target_bytes:
             return None
-        return f"{memory.populated_bytes} of {memory.target_bytes} bytes of memory are populated"
+        sizes = f"{format_size(memory.populated_bytes)} of {format_size(memory.target_bytes)}"
+        return f"{sizes} of memory are populated"
 
     def _ranks_failure(self) -> str | None:
         found = []

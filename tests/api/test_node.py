@@ -410,7 +410,7 @@ async def test_required_checks_fail_readyz(launch: Any, node: FakeNode) -> None:
     node.memory_status = MemoryStatus(2, 1)
     text = (await client.get("/readyz")).text
     assert f"[-]pool failed: no slot is usable yet in pool {NAMES[0]}" in text
-    assert "[-]pinned failed: 1 of 2 bytes of memory are populated" in text
+    assert "[-]pinned failed: 1 B of 2 B of memory are populated" in text
 
 
 async def test_records_that_are_wrong_fail_readyz(client: httpx.AsyncClient, node: FakeNode) -> None:
