@@ -169,6 +169,9 @@ class JaxRank:
         self.plane.close(0)
 
     def _random(self, shape: tuple[int, ...]) -> np.ndarray:
+        if jnp.issubdtype(self.dtype, jnp.floating):
+            floats: np.ndarray = self.generator.standard_normal(shape).astype(self.dtype)
+            return floats
         num_bytes = math.prod(shape) * self.dtype.itemsize
         values: np.ndarray = self.generator.integers(0, 256, num_bytes, np.uint8).view(self.dtype)
         return values.reshape(shape)

@@ -1,0 +1,140 @@
+"""Slots under the real control plane and the JAX device: who gets one, and when it may be written again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.jax.rank import JaxRank
+
+from kvstow.config import EngineConfig
+from kvstow.control import placement
+from kvstow.control.engine import OffloadEngine
+from kvstow.control.ops import OpsInFlight
+from kvstow.devices.jax.stores import GatheredPiece
+from kvstow.messages import Completion, StepPlan
+from kvstow.results import StoreGrant
+
+pytestmark = pytest.mark.jax
+
+
+class Host:
+    """A scheduler and its only rank."""
+
+    def __init__(self, rank: JaxRank) -> None:
+        self.rank = rank
+        self.engine = OffloadEngine(EngineConfig(slot_bytes=rank.slot_bytes, capacity_slots=rank.num_slots))
+        for _ in range(2):  # the second report says that the desired state is applied
+            rank.plane.apply(self.engine.report(rank.plane.report()))
+
+    def store(self, keys: list[bytes], blocks: list[int]) -> StoreGrant:
+        grant = self.engine.begin_store(keys, blocks)
+        if grant.op is not None:
+            self.rank.plane.submit(StepPlan((grant.op,)))
+        return grant
+
+    def turn(self) -> None:
+        self.rank.plane.drive()
+        self.engine.complete(0, self.rank.plane.boot_id, self.rank.plane.take_completions())
+
+    def settle(self) -> None:
+        self.rank.wait_until(lambda: not self.engine.open_transfers, self.turn)
+
+    def load(self, key: bytes, block: int) -> None:
+        lease = self.engine.lease([key])
+        assert lease is not None
+        self.rank.plane.submit(StepPlan((self.engine.begin_load(lease, [block]),)))
+        self.settle()
+
+
+@contextmanager
+def queued_saves() -> Iterator[None]:
+    """What was gathered has not arrived in host memory yet."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GatheredPiece, "has_arrived", lambda self: False)
+        yield
+
+
+def duplicates_get_one_slot(make_rank: Callable[..., JaxRank]) -> None:
+    host = Host(make_rank(num_slots=4))
+    grant = host.store([b"a", b"b", b"a"], [0, 1, 2])
+    assert grant.op is not None
+    assert len(grant.op.slots) == 2
+    host.settle()
+    host.engine.check_integrity()
+    host.engine.admin.purge(everything=True).run()
+    assert host.engine.stats().pool.slots.free == 4
+    host.engine.check_integrity()
+
+
+def a_queued_save_keeps_its_slot(make_rank: Callable[..., JaxRank]) -> None:
+    rank = make_rank(num_slots=1)
+    host = Host(rank)
+    contents = rank.blocks([1])
+    with queued_saves():
+        host.store([b"first"], [0])
+        rank.wait_until(lambda: host.engine.take_settled(), host.turn)  # the block may be overwritten
+        assert host.store([b"second"], [1]).op is None
+    host.settle()
+    assert host.store([b"second"], [1]).op is not None
+    host.settle()
+    host.load(b"second", 5)
+    rank.put([5], contents)
+    assert rank.wrong_elements() == 0
+    assert not host.engine.contains([b"first"])[0]
+
+
+def test_duplicates_in_a_batch_are_not_allocated_twice(make_rank: Callable[..., JaxRank]) -> None:
+    duplicates_get_one_slot(make_rank)
+
+
+def test_a_slot_is_not_rewritten_while_its_last_save_is_queued(make_rank: Callable[..., JaxRank]) -> None:
+    a_queued_save_keeps_its_slot(make_rank)
+
+
+def duplicates_allocated_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(placement, "_select", lambda namespace, keys, outcomes: (list(range(len(keys))), []))
+
+
+def saves_end_when_their_blocks_are_read(patch: pytest.MonkeyPatch) -> None:
+    accept = OpsInFlight._accept
+
+    def end_early(self: OpsInFlight, entry: Any, rank: int, completion: Completion) -> None:
+        mark = "done" if completion.mark == "source_free" else completion.mark
+        accept(self, entry, rank, Completion(completion.op_id, mark))
+
+    patch.setattr(OpsInFlight, "_accept", end_early)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "scenario"),
+    [
+        (duplicates_allocated_twice, duplicates_get_one_slot),
+        (saves_end_when_their_blocks_are_read, a_queued_save_keeps_its_slot),
+    ],
+)
+def test_taking_out_a_safeguard_is_noticed(
+    mutant: Callable[[pytest.MonkeyPatch], None],
+    scenario: Callable[[Any], None],
+    make_rank: Callable[..., JaxRank],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        scenario(make_rank)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_floats_of_fewer_bits_survive_a_store_and_a_load(make_rank: Callable[..., JaxRank], dtype: str) -> None:
+    """As in the KV caches of TPUs. Finite ones: XLA for the CPU rewrites the payload of a NaN."""
+    rank = make_rank(dtype=np.dtype(dtype))
+    for round_number in range(3):
+        before = rank.blocks([1, 2, 3])
+        rank.done(rank.store([1, 2, 3], [4, 5, 6]))
+        rank.overwrite([1, 2, 3])
+        rank.done(rank.load([7, 3 + round_number], [5, 6]))
+        rank.put([7, 3 + round_number], [layer[1:] for layer in before])
+        assert rank.wrong_elements() == 0
