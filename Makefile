@@ -87,9 +87,9 @@ $(VENV)/.deploy: $(VENV)/.dev pyproject.toml
 	@touch $@
 
 $(VENV)/.tier: $(VENV)/.dev pyproject.toml
-	command -v ip && ldconfig -p | grep -q libibverbs.so.1 || \
-		(apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 iproute2)
-	$(PIP_INSTALL) -e '.[dev,mooncake]'
+	command -v ip >/dev/null && command -v redis-server >/dev/null && ldconfig -p | grep -q libibverbs.so.1 || (apt-get update -qq && \
+		apt-get install -y -qq --no-install-recommends libibverbs1 iproute2 redis-server)
+	$(PIP_INSTALL) -e '.[dev,mooncake,redis]'
 	@touch $@
 
 venv: $(VENV)/.dev ## Create .venv for development
@@ -117,7 +117,7 @@ test-jax: $(JAX_VENV)/.test ## Run the tests of the JAX device, on the CPU
 
 # Mooncake's data ports listen on all addresses, so its tests have a network of their own. When they end, for whatever
 # reason, the kernel ends all processes of their namespace.
-test-tier: $(VENV)/.tier ## Run the tests of the fleet tier with a real Mooncake; installs libibverbs1 with apt if it is missing
+test-tier: $(VENV)/.tier ## Run the tests of the fleet tier with a real Mooncake and Redis; installs what they need with apt if it is missing
 	unshare --user --map-root-user --net --pid --fork --mount-proc --kill-child \
 		sh -c 'ip link set lo up && exec "$$@"' sh $(BIN)/python -m pytest -m tier tests/service/tiers
 

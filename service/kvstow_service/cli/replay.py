@@ -68,7 +68,9 @@ _PATIENCE = 60.0  # seconds
 @click.option("--concurrency", type=int, default=1, show_default=True, help="Requests in flight at once.")
 @click.option("--kv-blocks", type=int, help="Blocks of the device's KV cache. Default: what the trace needs.")
 @click.option(
-    "--tier", metavar="URL", help="Store under the pools: mooncake://MASTER:PORT, or memory: in this process."
+    "--tier",
+    metavar="URL",
+    help="Store under the pools: mooncake://MASTER:PORT, redis://HOST:PORT, or memory: in this process.",
 )
 @click.option("--tier-write", help=f"What goes to the tier: {', '.join(WRITE_MODES)}. Default: through.")
 @click.option(

@@ -6,8 +6,10 @@ from kvstow.bytesize import parse_size
 from kvstow.errors import ConfigError
 from kvstow.tier.memorystore import MemoryStore
 from kvstow.tier.store import TierStore
+from kvstow_service.tiers import redislocation
 from kvstow_service.tiers.mooncake import location as mooncake
 from kvstow_service.tiers.mooncake.mooncakestore import MooncakeStore
+from kvstow_service.tiers.redisstore import RedisStore
 
 _MEMORY = "memory:"
 
@@ -22,4 +24,6 @@ def open_store(url: str) -> TierStore:
     scheme = url.partition("://")[0]
     if scheme == mooncake.SCHEME:
         return MooncakeStore(mooncake.MooncakeLocation.parse(url))
-    raise ConfigError("tier", url, f"{mooncake.FORM}; memory: or memory:SIZE for replays")
+    if scheme in redislocation.SCHEMES:
+        return RedisStore(redislocation.RedisLocation.parse(url))
+    raise ConfigError("tier", url, f"{mooncake.FORM}; {redislocation.FORM}; memory: or memory:SIZE for replays")

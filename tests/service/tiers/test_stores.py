@@ -20,3 +20,12 @@ def test_a_url_names_a_store() -> None:
 def test_another_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="mooncake://MASTER:PORT"):
         open_store(url)
+
+
+def test_redis_with_and_without_tls() -> None:
+    for url in ("redis://127.0.0.1:6379", "rediss://127.0.0.1:6379"):
+        if find_spec("redis") is None:
+            with pytest.raises(MissingPackageError, match=r"pip install 'kvstow\[redis\]'"):
+                open_store(url)
+        else:
+            assert open_store(url).name == "redis"

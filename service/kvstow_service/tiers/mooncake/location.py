@@ -50,10 +50,10 @@ class MooncakeLocation:
                 raise ConfigError(f"tier option {name}", value, "each option once")
             options[name] = value
         endpoints = tuple(_endpoint(text, url) for text in parts.netloc.split(","))
-        is_ha = _one_of("ha", options.get("ha", "none"), ("none", "etcd")) == "etcd"
+        is_ha = _one_of("tier option ha", options.get("ha", "none"), ("none", "etcd")) == "etcd"
         if len(endpoints) > 1 and not is_ha:
             raise ConfigError("tier", url, "one master; several endpoints are etcd's, with ?ha=etcd")
-        protocol = _one_of("protocol", options.get("protocol", "tcp"), _PROTOCOLS)
+        protocol = _one_of("tier option protocol", options.get("protocol", "tcp"), _PROTOCOLS)
         if options.get("devices") and protocol != "rdma":
             raise ConfigError("tier option devices", options["devices"], "RDMA devices, with protocol=rdma")
         return cls(
@@ -95,7 +95,7 @@ def _endpoint(text: str, url: str) -> str:
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
-        raise ConfigError(f"tier option {name}", value, ", ".join(allowed))
+        raise ConfigError(name, value, ", ".join(allowed))
     return value
 
 

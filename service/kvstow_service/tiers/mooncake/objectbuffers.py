@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstow_service.tiers.mooncake.childmemory import ChildMemory, Registered
 from kvstow_service.tiers.mooncake.childmessages import SlotPart
-from kvstow_service.tiers.mooncake.objectheader import HEADER_BYTES, find_mismatch, pack_header
+from kvstow_service.tiers.objectheader import HEADER_BYTES, find_mismatch, pack_header
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore

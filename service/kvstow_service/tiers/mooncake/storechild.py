@@ -36,7 +36,7 @@ from kvstow_service.tiers.mooncake.childmessages import (
 )
 from kvstow_service.tiers.mooncake.lane import Lane, lane_of
 from kvstow_service.tiers.mooncake.objectbuffers import ObjectBuffers
-from kvstow_service.tiers.mooncake.objectheader import HEADER_BYTES
+from kvstow_service.tiers.objectheader import HEADER_BYTES
 
 _LOCAL_BUFFER_BYTES = 0  # for calls that copy: there are none
 

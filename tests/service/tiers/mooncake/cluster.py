@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -15,6 +18,8 @@ from kvstow_service.tiers.mooncake.location import MooncakeLocation
 LEASE_SECONDS = 0.5
 CLIENT_TTL_SECONDS = 3
 """After it, the master forgets the objects of a provider that has gone."""
+_START_SECONDS = 60.0
+_ATTEMPTS = 3
 
 _PROVIDER = """
 import sys
@@ -34,8 +39,12 @@ class Cluster:
         self._log = log.open("ab")
         self._port, self._segment_bytes = next(_ports), segment_bytes
         self._processes: list[subprocess.Popen[Any]] = []
-        self.master = self.start_master()
-        self.provider = self.start_provider()
+        try:
+            self.master = self.start_master()
+            self.provider = self.start_provider()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def url(self) -> str:
@@ -55,27 +64,45 @@ class Cluster:
             f"--default_kv_lease_ttl={int(1000 * LEASE_SECONDS)}",
             f"--client_ttl={CLIENT_TTL_SECONDS}",
         )
+        deadline = time.monotonic() + _START_SECONDS
+        while not self._is_listening():
+            assert time.monotonic() < deadline, "the master does not listen"
+            time.sleep(0.01)
         return self.master
 
     def start_provider(self) -> subprocess.Popen[Any]:
-        """Waits until its memory is in the store."""
-        self.provider = self._start(
-            sys.executable,
-            "-c",
-            _PROVIDER,
-            str(self._segment_bytes),
-            f"127.0.0.1:{self._port}",
-            stdout=subprocess.PIPE,
-        )
-        assert self.provider.stdout is not None
-        code = self.provider.stdout.readline()
-        assert code == b"0\n", code
-        return self.provider
+        """Waits until its memory is in the store. Mooncake picks its ports at random, so an attempt may fail."""
+        for _ in range(_ATTEMPTS):
+            self.provider = self._start(
+                sys.executable,
+                "-c",
+                _PROVIDER,
+                str(self._segment_bytes),
+                f"127.0.0.1:{self._port}",
+                stdout=subprocess.PIPE,
+            )
+            assert self.provider.stdout is not None
+            code = self.provider.stdout.readline()
+            if code == b"0\n":
+                return self.provider
+            self.kill(self.provider)
+        raise AssertionError(f"no provider could be started, the last one answered {code!r}: {self._log.name}")
 
-    def kill(self, process: subprocess.Popen[Any], sign: int = signal.SIGKILL) -> None:
-        process.send_signal(sign)
-        if sign == signal.SIGKILL:
-            process.wait()
+    def _is_listening(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self._port)) == 0
+
+    def kill(self, process: subprocess.Popen[Any]) -> None:
+        process.kill()
+        process.wait()
+
+    def stop(self, process: subprocess.Popen[Any]) -> None:
+        """Returns when all its threads have stopped."""
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
+    def resume(self, process: subprocess.Popen[Any]) -> None:
+        process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         for process in self._processes:

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import pytest
 from tests.service.tiers.mooncake.cluster import Cluster
 
-# They import what only the child process does.
-collect_ignore = [] if find_spec("xxhash") else ["test_childmemory.py", "test_objectheader.py"]
+# It imports what only the child process does.
+collect_ignore = [] if find_spec("xxhash") else ["test_childmemory.py"]
 
 
 @pytest.fixture(scope="session")

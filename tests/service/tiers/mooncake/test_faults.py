@@ -113,11 +113,11 @@ def test_a_get_that_hangs_is_ended_and_its_process_is_gone_when_the_call_ends(cl
     assert node.exists(1) == [True]
     transfers, lookups = pid_of(node.transfers), pid_of(node.lookups)
     node.blank()
-    cluster.kill(cluster.provider, signal.SIGSTOP)
+    cluster.stop(cluster.provider)
     with pytest.raises(TierTimeoutError):
         node.get(*range(16), timeout=SHORT)
     assert not is_there(transfers)
-    cluster.kill(cluster.provider, signal.SIGCONT)
+    cluster.resume(cluster.provider)
     node.blank()
     blank = node.targets()
     assert node.exists(1) == [True]
@@ -134,11 +134,11 @@ def test_a_get_that_hangs_is_ended_and_its_process_is_gone_when_the_call_ends(cl
 def test_a_put_that_hangs_is_ended_and_publishes_nothing_wrong(cluster: Cluster, node: Node) -> None:
     assert node.put(0) == ["stored"]
     transfers = pid_of(node.transfers)
-    cluster.kill(cluster.provider, signal.SIGSTOP)
+    cluster.stop(cluster.provider)
     with pytest.raises(TierTimeoutError):
         node.put(*range(1, 17), timeout=SHORT)
     assert not is_there(transfers)
-    cluster.kill(cluster.provider, signal.SIGCONT)
+    cluster.resume(cluster.provider)
     for number in range(1, 17):
         node.slots.fill(number, 0xEE)  # other blocks now
     node.blank()
@@ -153,7 +153,7 @@ def test_a_process_of_ours_that_is_killed_during_a_get_is_replaced(
 ) -> None:
     assert node.put(*range(16)) == ["stored"] * 16
     transfers = pid_of(node.transfers)
-    cluster.kill(cluster.provider, signal.SIGSTOP)
+    cluster.stop(cluster.provider)
     outcome: list[object] = []
 
     def get() -> None:
@@ -168,7 +168,7 @@ def test_a_process_of_ours_that_is_killed_during_a_get_is_replaced(
     os.kill(transfers, signal.SIGKILL)
     thread.join(TIMEOUT)
     assert outcome == [(TierUnavailableError, False)]
-    cluster.kill(cluster.provider, signal.SIGCONT)
+    cluster.resume(cluster.provider)
     assert node.get(*range(16)) == ["found"] * 16
     assert all(node.is_right(number) for number in range(16))
     assert pid_of(node.transfers) != transfers
@@ -229,7 +229,7 @@ def test_a_master_that_hangs(cluster: Cluster, node: Node, eventually: Eventuall
     assert node.put(1) == ["stored"]
     assert node.exists(1) == [True]
     pids = {pid_of(node.transfers), pid_of(node.lookups)}
-    cluster.kill(cluster.master, signal.SIGSTOP)
+    cluster.stop(cluster.master)
     for call in (node.put, node.exists):
         with pytest.raises(TierTimeoutError):
             call(1, timeout=SHORT)
@@ -238,7 +238,7 @@ def test_a_master_that_hangs(cluster: Cluster, node: Node, eventually: Eventuall
     with pytest.raises(TierUnavailableError):
         node.exists(1, timeout=SHORT)  # no process is connected
     assert node.transfers.health().state == "connecting"
-    cluster.kill(cluster.master, signal.SIGCONT)
+    cluster.resume(cluster.master)
     eventually(lambda: stored(node, 2), "it answers again", seconds=90)
     node.blank()
     assert node.get(2) == ["found"]
@@ -326,7 +326,7 @@ def test_memory_that_was_removed_is_mapped_no_more(node: Node) -> None:
 def test_closing_ends_a_call_that_hangs(cluster: Cluster, node: Node, eventually: Eventually) -> None:
     assert node.put(1) == ["stored"]
     pid = pid_of(node.transfers)
-    cluster.kill(cluster.provider, signal.SIGSTOP)
+    cluster.stop(cluster.provider)
     errors: list[Exception] = []
 
     def get() -> None:

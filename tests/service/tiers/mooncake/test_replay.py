@@ -93,7 +93,7 @@ def kill_children(cluster: Cluster) -> None:
 FAULTS: dict[str, Callable[[Cluster], None]] = {
     "the master is killed": lambda cluster: cluster.kill(cluster.master),
     "the provider is killed": lambda cluster: cluster.kill(cluster.provider),
-    "the master hangs": lambda cluster: cluster.kill(cluster.master, signal.SIGSTOP),
+    "the master hangs": lambda cluster: cluster.stop(cluster.master),
     "our processes are killed": kill_children,
 }
 

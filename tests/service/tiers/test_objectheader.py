@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstow_service.tiers.mooncake.objectheader import HEADER_BYTES, find_mismatch, pack_header
+from kvstow_service.tiers.objectheader import HEADER_BYTES, find_mismatch, pack_header
 
 pytestmark = pytest.mark.tier
 

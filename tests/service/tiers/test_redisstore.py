@@ -1,0 +1,291 @@
+"""Over Debian's redis-server: plain, and with TLS and an access list."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.engine.tier.storecontract import SLOT, TIMEOUT, Slots, StoreContract
+from tests.service.conftest import Eventually
+
+from kvstow.errors import TierTimeoutError, TierUnavailableError
+from kvstow.keys import make_key
+from kvstow.tier.objectname import ObjectName
+from kvstow.tier.store import SlotObject, TierStore
+from kvstow_service.tiers.redislocation import RedisLocation
+from kvstow_service.tiers.redisstore import RedisStore, RedisTransfers
+
+if TYPE_CHECKING:
+    import redis
+
+pytestmark = [
+    pytest.mark.tier,
+    pytest.mark.skipif(
+        find_spec("redis") is None or shutil.which("redis-server") is None,
+        reason="redis-py or redis-server is not installed: make test-tier",
+    ),
+]
+
+SHORT = 1.0
+PASSWORD = "correct horse"
+_ports = count(46_379)
+
+ACCESS_LIST = f"""
+user default off
+user kvstow on >{PASSWORD.replace(" ", "_")} ~kvs1:* +set +get +exists +unlink +scan
+user reader on >{PASSWORD.replace(" ", "_")} ~kvs1:* +get +exists
+"""
+
+
+class Server:
+    """Starts at once, without files of its own."""
+
+    def __init__(self, folder: Path, *options: str, tls_folder: Path | None = None) -> None:
+        self.port = next(_ports)
+        self._log = (folder / "log").open("ab")
+        ports = ["--port", str(self.port)]
+        if tls_folder is not None:
+            files = {"cert": "server.pem", "key": "server.key", "ca-cert": "ca.pem"}
+            named = (text for name, file in files.items() for text in (f"--tls-{name}-file", str(tls_folder / file)))
+            ports = ["--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no", *named]
+        self.process = subprocess.Popen(
+            ["redis-server", "--bind", "127.0.0.1", *ports, "--save", "", "--appendonly", "no", *options],
+            cwd=folder,
+            stdout=self._log,
+            stderr=self._log,
+        )
+
+    def is_listening(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def stop(self) -> None:
+        """Returns when all its threads have stopped."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._log.close()
+
+
+@pytest.fixture
+def serve(tmp_path_factory: pytest.TempPathFactory, eventually: Eventually) -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(*options: str, tls_folder: Path | None = None) -> Server:
+        servers.append(Server(tmp_path_factory.mktemp("redis"), *options, tls_folder=tls_folder))
+        eventually(servers[-1].is_listening, "redis-server")
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+class TestRedisStore(StoreContract):
+    @pytest.fixture
+    def tier(self, serve: Callable[..., Server]) -> TierStore:
+        return RedisStore(RedisLocation("127.0.0.1", serve().port))
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_text(PASSWORD.replace(" ", "_"))
+    return path
+
+
+@pytest.fixture
+def tls_folder(tmp_path: Path) -> Path:
+    import trustme
+
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    certificate = authority.issue_cert("127.0.0.1")
+    certificate.cert_chain_pems[0].write_to_path(tmp_path / "server.pem")
+    certificate.private_key_pem.write_to_path(tmp_path / "server.key")
+    return tmp_path
+
+
+class TestRedisStoreWithTls(StoreContract):
+    @pytest.fixture
+    def tier(self, serve: Callable[..., Server], tls_folder: Path, secret: Path) -> TierStore:
+        users = tls_folder / "users.acl"
+        users.write_text(ACCESS_LIST.strip() + "\n")
+        port = serve("--aclfile", str(users), tls_folder=tls_folder).port
+        return RedisStore(RedisLocation("127.0.0.1", port, "kvstow", secret, True, tls_folder / "ca.pem"))
+
+
+def name(number: int) -> ObjectName:
+    return ObjectName("f", make_key(0, number.to_bytes(32, "big")), 0, 1)
+
+
+@pytest.fixture
+def slots() -> Iterator[Slots]:
+    slots = Slots()
+    yield slots
+    slots.close()
+
+
+@pytest.fixture
+def opened(slots: Slots) -> Iterator[Callable[..., RedisTransfers]]:
+    clients: list[RedisTransfers] = []
+
+    def open_transfers(server: Server, user: str | None = None, secret: Path | None = None) -> RedisTransfers:
+        clients.append(RedisStore(RedisLocation("127.0.0.1", server.port, user, secret)).open_transfers(0))
+        clients[-1].add_memory(slots.range)
+        return clients[-1]
+
+    yield open_transfers
+    for client in clients:
+        client.close()
+
+
+def objects(slots: Slots, *numbers: int, first: int = 0) -> list[SlotObject]:
+    return [slots.object(name(number), first + number) for number in numbers]
+
+
+def raw(server: Server) -> redis.Redis:
+    import redis
+
+    return redis.Redis("127.0.0.1", server.port)
+
+
+@pytest.mark.parametrize("way", ["slot", "header", "other", "short", "long"])
+def test_an_object_with_other_bytes_is_never_found(
+    serve: Callable[..., Server], opened: Callable[..., RedisTransfers], slots: Slots, way: str
+) -> None:
+    server = serve()
+    client = opened(server)
+    assert client.put(objects(slots, 1, 2, 3), TIMEOUT) == ["stored"] * 3
+    with raw(server) as store:
+        data = bytearray(store.get(str(name(3 if way == "other" else 2))) or b"")
+        if way == "slot":
+            data[-1] ^= 1
+        elif way == "header":
+            data[0] ^= 1
+        elif way == "short":
+            del data[-1:]
+        elif way == "long":
+            data += b"x"
+        store.set(str(name(2)), bytes(data))
+        slots.fill(66, 0xEE)
+        assert client.get(objects(slots, 1, 2, 3, first=64), TIMEOUT) == ["found", "corrupt", "found"]
+        assert slots.read(66) == b"\xee" * SLOT
+        assert not store.exists(str(name(2)))  # it does not stay
+    assert client.stats().corrupt_objects == 1
+    assert client.put(objects(slots, 2), TIMEOUT) == ["stored"]
+    assert client.get(objects(slots, 2, first=64), TIMEOUT) == ["found"]
+
+
+def test_a_store_without_room(
+    serve: Callable[..., Server], opened: Callable[..., RedisTransfers], slots: Slots
+) -> None:
+    client = opened(serve("--maxmemory", "3mb", "--maxmemory-policy", "noeviction"))
+    numbers = range(64)
+    puts = [slots.object(name(number), 0, 64 * SLOT) for number in numbers]
+    statuses = client.put(puts, TIMEOUT)
+    assert set(statuses) == {"stored", "full"}
+    gets = [slots.object(name(number), 64, 64 * SLOT) for number in numbers]
+    assert client.get(gets, TIMEOUT) == ["found" if status == "stored" else "missing" for status in statuses]
+
+
+def test_a_server_that_hangs_and_comes_back(
+    serve: Callable[..., Server], opened: Callable[..., RedisTransfers], slots: Slots
+) -> None:
+    server = serve()
+    client = opened(server)
+    assert client.put(objects(slots, 1), TIMEOUT) == ["stored"]
+    assert client.get(objects(slots, 1, first=64), TIMEOUT) == ["found"]
+    server.stop()
+    slots.fill(65, 0xEE)
+    with pytest.raises(TierTimeoutError):
+        client.get(objects(slots, 1, first=64), SHORT)
+    with pytest.raises(TierTimeoutError):
+        client.put(objects(slots, 2), SHORT)
+    assert client.health().state == "connecting"
+    assert "did not answer" in client.health().reason
+    server.process.send_signal(signal.SIGCONT)
+    assert client.put(objects(slots, 3), TIMEOUT) == ["stored"]
+    assert slots.read(65) == b"\xee" * SLOT  # nothing came late
+    assert client.get(objects(slots, 1, 3, first=64), TIMEOUT) == ["found", "found"]
+    assert (client.stats().timeouts, client.stats().restarts) == (2, 2)
+
+
+def test_a_server_that_is_killed(
+    serve: Callable[..., Server], opened: Callable[..., RedisTransfers], slots: Slots
+) -> None:
+    server = serve()
+    client = opened(server)
+    assert client.put(objects(slots, 1), TIMEOUT) == ["stored"]
+    server.close()
+    for call in (client.put, client.get):
+        with pytest.raises(TierUnavailableError):
+            call(objects(slots, 1), TIMEOUT)
+    assert client.health().state == "connecting"
+
+
+def test_closing_ends_a_call_that_hangs(
+    serve: Callable[..., Server], opened: Callable[..., RedisTransfers], slots: Slots, eventually: Eventually
+) -> None:
+    server = serve()
+    client = opened(server)
+    assert client.get(objects(slots, 1), TIMEOUT) == ["missing"]
+    server.stop()
+    errors: list[Exception] = []
+
+    def get() -> None:
+        try:
+            client.get(objects(slots, 1), 10 * TIMEOUT)
+        except TierUnavailableError as error:
+            errors.append(error)
+
+    thread = Thread(target=get)
+    thread.start()
+    eventually(client.is_in_use, "the call")
+    client.close()
+    thread.join(TIMEOUT)
+    assert len(errors) == 1
+
+
+def test_an_access_list_decides(
+    serve: Callable[..., Server], opened: Callable[..., RedisTransfers], slots: Slots, secret: Path, tmp_path: Path
+) -> None:
+    users = tmp_path / "users.acl"
+    users.write_text(ACCESS_LIST.strip() + "\n")
+    server = serve("--aclfile", str(users))
+    assert opened(server, "kvstow", secret).put(objects(slots, 1), TIMEOUT) == ["stored"]
+    reader = opened(server, "reader", secret)
+    assert reader.get(objects(slots, 1, first=64), TIMEOUT) == ["found"]
+    with pytest.raises(TierUnavailableError, match="permissions"):
+        reader.put(objects(slots, 2), TIMEOUT)
+    for client in (opened(server), opened(server, "stranger", secret)):
+        with pytest.raises(TierUnavailableError):
+            client.get(objects(slots, 1, first=64), TIMEOUT)
+
+
+def test_a_server_without_tls_is_not_trusted(
+    serve: Callable[..., Server], tls_folder: Path, tmp_path_factory: pytest.TempPathFactory, slots: Slots
+) -> None:
+    """Nor is one whose certificate another authority has signed."""
+    import trustme
+
+    other = tmp_path_factory.mktemp("other") / "ca.pem"
+    trustme.CA().cert_pem.write_to_path(other)
+    for server in (serve(), serve(tls_folder=tls_folder)):
+        lookups = RedisStore(RedisLocation("127.0.0.1", server.port, is_tls=True, ca_file=other)).open_lookups()
+        with pytest.raises(TierUnavailableError):
+            lookups.exists([name(1)], TIMEOUT)
+        lookups.close()
