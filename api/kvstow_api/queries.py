@@ -97,6 +97,7 @@ class PageQuery(Query):
 
 class BlocksQuery(PageQuery):
     state: Annotated[BlockState | None, Field(description="Only blocks in this state")] = None
+    namespace: Annotated[str | None, Field(description="Only blocks of this namespace of the pool")] = None
 
 
 class OperationsQuery(PageQuery):

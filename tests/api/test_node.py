@@ -264,6 +264,23 @@ async def test_what_names_one_pool_says_which(client: httpx.AsyncClient, node: F
     assert block["namespace"] == f"{name}-keys"
 
 
+async def test_blocks_of_one_namespace_are_listed(client: httpx.AsyncClient, node: FakeNode) -> None:
+    engine = node.attach(NAMES[0])
+    engine.store(KEYS[:3])
+    fresh = engine.control.reset()
+    engine.store(KEYS[2:])
+    path, former = f"/v1/pools/{NAMES[0]}/blocks", f"{NAMES[0]}-keys"
+    everything = (await get(client, path))["items"]
+    assert len(everything) == 5
+    for namespace, keys in ((former, KEYS[:3]), (fresh, KEYS[2:]), ("unknown", [])):
+        items = (await get(client, f"{path}?namespace={namespace}"))["items"]
+        assert [(one["key"], one["namespace"]) for one in items] == [(key.hex(), namespace) for key in keys]
+    first = await get(client, f"{path}?namespace={fresh}&page_size=1")
+    assert [one["key"] for one in first["items"]] == [KEYS[2].hex()]
+    rest = await get(client, f"{path}?namespace={fresh}&page_token={first['next_page_token']}")
+    assert [one["key"] for one in rest["items"]] == [KEYS[3].hex()]
+
+
 async def test_rejected_engines_are_counted_by_reason(client: httpx.AsyncClient, node: FakeNode) -> None:
     node.rejected["identity"] = 2
     assert (await get(client, "/v1/sessions"))["rejected"] == {"identity": 2, "version": 0}

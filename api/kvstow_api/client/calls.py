@@ -243,11 +243,13 @@ def resume_pinning(*, pool: str = POOL_NAME) -> Call[PoolView]:
 def blocks(
     *,
     state: BlockState | None = None,
+    namespace: str | None = None,
     page_size: int | None = None,
     page_token: str | None = None,
     pool: str = POOL_NAME,
 ) -> Call[BlocksView]:
-    return get(f"{_path_of(pool)}/blocks", BlocksView, state=state, page_size=page_size, page_token=page_token)
+    given = {"state": state, "namespace": namespace, "page_size": page_size, "page_token": page_token}
+    return get(f"{_path_of(pool)}/blocks", BlocksView, **given)
 
 
 def block(key: str, *, pool: str = POOL_NAME) -> Call[BlockStatus]:

@@ -48,7 +48,7 @@ BlockKey = Annotated[Key, Path(description="The whole key, as hex", examples=["0
 Wait = Annotated[WorkQuery, Query()]
 
 _MAX_SLICES = 16  # slices of slots searched for one page: bounds the cost of a sparse pool
-_MAX_BLOCKS = 4096  # blocks searched for one page of a state: some ms
+_MAX_BLOCKS = 4096  # blocks searched for one page of a state or a namespace: some ms
 
 
 @router.get("/pools", responses=reading())
@@ -215,8 +215,12 @@ def _page(facade: PoolFacade, query: BlocksQuery) -> BlockPage:
     for _ in range(_MAX_SLICES):
         if slot is None or len(found) >= size or num_searched >= _MAX_BLOCKS:
             break
-        page = facade.blocks(slot, SLICE_SLOTS if query.state else size - len(found))
-        found += [block for block in page.blocks if query.state in (None, block.state)]
+        page = facade.blocks(slot, SLICE_SLOTS if query.state or query.namespace else size - len(found))
+        found += [
+            block
+            for block in page.blocks
+            if query.state in (None, block.state) and query.namespace in (None, block.namespace)
+        ]
         num_searched += len(page.blocks)
         slot = page.next_slot
     if len(found) > size:

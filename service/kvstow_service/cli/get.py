@@ -42,6 +42,7 @@ class _Noun(NamedTuple):
 _LIMIT = click.Option(["--limit"], type=click.IntRange(1), default=100, show_default=True, help="At most this many.")
 _POOL = click.Option(["--pool"], metavar="NAME", help="The pool; needed only where the server has several.")
 _OF_POOL = click.Option(["--pool"], metavar="NAME", help="Only those of this pool.")
+_OF_NAMESPACE = click.Option(["--namespace"], metavar="NAME", help="Only those of this namespace.")
 _OF_SESSION = click.Option(["--session"], metavar="ID", help="Only those of this engine.")
 _NOUNS = (
     _Noun("servers", "server", "The server: state, memory, what uses it.", described=False),
@@ -49,7 +50,7 @@ _NOUNS = (
     _Noun("sessions", "session", "Engines that use the pools: state, processes, work in flight."),
     _Noun("namespaces", "namespace", "What keys mean: model, weights, and who shares blocks."),
     _Noun("ranks", "rank", "Ranks: process, device, state, pinned memory.", (_OF_POOL, _OF_SESSION)),
-    _Noun("blocks", "block", "Blocks in a pool.", (_LIMIT, _POOL), in_pool=True),
+    _Noun("blocks", "block", "Blocks in a pool.", (_LIMIT, _POOL, _OF_NAMESPACE), in_pool=True),
     _Noun(
         "transfers",
         "transfer",

@@ -125,6 +125,15 @@ def test_lists_are_those_of_all_pools_or_of_one_engine(ask: OneOf, node: FakeNod
     assert all(name in words for name in (*NAMES, "s1", "s2", "s3"))
 
 
+def test_blocks_of_one_namespace_are_listed(ask: OneOf, node: FakeNode) -> None:
+    engine = node.attach(NAMES[0])
+    engine.store(KEYS[:1])
+    namespace = engine.control.reset()
+    engine.store(KEYS[1:2])
+    assert ask("get", "blocks", "-o", "name").stdout.split() == [KEYS[0].hex(), KEYS[1].hex()]
+    assert ask("get", "blocks", "--namespace", namespace, "-o", "name").stdout.split() == [KEYS[1].hex()]
+
+
 def test_a_rank_is_described_by_its_engine(ask: OneOf, node: FakeNode) -> None:
     for _ in range(2):
         node.attach(NAMES[0])
