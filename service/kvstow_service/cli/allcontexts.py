@@ -36,7 +36,7 @@ all_contexts_flag = click.option(
     is_flag=True,
     expose_value=False,
     callback=_note,
-    help="Ask the servers of all contexts at once (`kvstow context list`).",
+    help="For get and doctor: ask the servers of all contexts (`kvstow context list`) at once.",
 )
 """Before the command or after it."""
 

@@ -46,7 +46,7 @@ _OF_NAMESPACE = click.Option(["--namespace"], metavar="NAME", help="Only those o
 _OF_SESSION = click.Option(["--session"], metavar="ID", help="Only those of this engine.")
 _NOUNS = (
     _Noun("servers", "server", "The server: state, memory, what uses it.", described=False),
-    _Noun("pools", "pool", "Pools: size, use, policy."),
+    _Noun("pools", "pool", "Pools: state, memory, use, traffic."),
     _Noun("sessions", "session", "Engines that use the pools: state, processes, work in flight."),
     _Noun("namespaces", "namespace", "What keys mean: model, weights, and who shares blocks."),
     _Noun("ranks", "rank", "Ranks: process, device, state, pinned memory.", (_OF_POOL, _OF_SESSION)),

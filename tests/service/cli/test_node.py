@@ -246,3 +246,30 @@ def test_waiting_for_pinned_is_waiting_for_the_nodes_memory(ask: OneOf, node: Fa
     assert outcome.exit_code == 3
     assert "1 MiB of 4 MiB of memory are populated" in outcome.stderr
     assert ask("wait", "--timeout", "0").exit_code == 0, "a node is ready before it is populated"
+
+
+def test_top_of_a_pool_shows_its_engines_alone(ask: OneOf, node: FakeNode) -> None:
+    for name in NAMES:
+        node.attach(name).store(KEYS)
+    everything = ask("top").stdout
+    assert all(name in everything for name in (*NAMES, "s1", "s2", "s3"))
+    assert "hit ratio" not in everything
+    one = ask("top", "--pool", NAMES[1]).stdout
+    assert f"▸ {NAMES[1]}" in one
+    assert "hit ratio" in one
+    assert "s2" in one
+    assert not any(session in one for session in ("s1", "s3"))
+    assert ask("top", "--pool", "unknown").exit_code == 4
+
+
+def test_top_says_what_is_wrong_with_an_engine_and_how_to_end_it(ask: OneOf, node: FakeNode) -> None:
+    for _ in range(60):
+        node.attach(NAMES[0])
+    node.engines[40].begin_store(KEYS)
+    node.engines[40].control.lose("its connection has ended")
+    lines = ask("top").stdout.splitlines()
+    row = next(number for number, line in enumerate(lines) if line.startswith("s41 "))
+    assert "lost" in lines[row]
+    assert "kvstow detach s41 --kill" in " ".join(lines[row + 1 : row + 3])
+    assert any(line.startswith("and ") and line.endswith(" more sessions") for line in lines)
+    assert len(lines) <= 60
