@@ -100,6 +100,14 @@ def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or waits for whoever inherited it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def stored(node: Node, *numbers: int) -> bool:
     """For a store that may not be back yet."""
     try:
@@ -342,6 +350,35 @@ def test_closing_ends_a_call_that_hangs(cluster: Cluster, node: Node, eventually
     thread.join(TIMEOUT)
     assert len(errors) == 1
     assert not is_there(pid)
+
+
+# Opens a client, and says which process is its own: argv = URL
+_HOST = """
+import sys, time
+from kvstow_service.tiers.stores import open_store
+client = open_store(sys.argv[1]).open_transfers(0)
+while client.channel.pid is None:
+    time.sleep(0.01)
+print(client.channel.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_of_ours_ends_with_the_process_that_started_it(
+    shared_cluster: Cluster, child_environ: dict[str, str], eventually: Eventually
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOST, shared_cluster.url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=child_environ,
+    ) as host:
+        assert host.stdout is not None
+        child = int(host.stdout.readline())
+        assert is_there(child)
+        host.kill()
+    eventually(lambda: has_ended(child), "the end of the process")
 
 
 def test_a_store_that_is_not_there(eventually: Eventually) -> None:
