@@ -135,17 +135,20 @@ class FleetTier:
     def is_over(self, wait: TierWait) -> bool:
         """Whether the request need not wait any longer: it looks its keys up in the pool again, and computes what is
         not there."""
+        if wait.state == "over":
+            return True
         if wait.state == "asking":
             self._look(wait)
         if wait.state == "fetching" and not wait.ops & self._fetching.keys():
             wait.state = "over"
-        if wait.state != "over" and self._clock() >= wait.until:
+        now = self._clock()
+        if wait.state != "over" and now >= wait.until:
             self.counters.cut_waits += 1
             wait.state = "over"
-        if wait.state == "over":
-            self.counters.wait_seconds += self._clock() - wait.began
-            return True
-        return False
+        if wait.state != "over":
+            return False
+        self.counters.wait_seconds += now - wait.began
+        return True
 
     def note_used(self, keys: Sequence[bytes]) -> None:
         """A request has found these blocks in the pool."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
-from kvstow.tier.rate import TransferRate
+from kvstow.tier.rate import RecentRate
 
-PROBE_SECONDS = 30.0
-"""Between fetches that only measure the store, while no fetch pays."""
-PROBE_BLOCKS = 8
+FIRST_PROBE_SECONDS, PROBE_SECONDS = 1.0, 30.0
+"""Between fetches that only measure the store, while no fetch pays: at first, and at most. Each time is twice the one
+before."""
+PROBE_BLOCKS = 16
 _ENTER, _LEAVE = 0.8, 1.0
 """Fetches begin when they take less than this share of the time to compute, and end above the other one."""
 _WEIGHT = 0.2
@@ -39,11 +41,12 @@ class BreakEven:
         self._slot_bytes, self._block_tokens, self._clock = slot_bytes, block_tokens, clock
         self._prefill_is_known = prefill_rate is not None
         self.prefill_rate = prefill_rate
-        self.rate = TransferRate()
+        self.rate = RecentRate()
         """Of fetches, on the slowest rank."""
         self.lookup_seconds: float | None = None
         self.pays = True
-        self._probe_at: float | None = None
+        self._probe_at = -inf
+        self._probe_pause = FIRST_PROBE_SECONDS
 
     def note_fetch(self, blocks: int, seconds: float) -> None:
         """So many blocks were fetched on every rank."""
@@ -76,6 +79,8 @@ class BreakEven:
             return Estimate(None, compute, False, "the store has not been measured yet")
         fetch = (self.lookup_seconds or 0.0) + (fetched + queued) * self._slot_bytes / rate
         self.pays = fetch < (_LEAVE if self.pays else _ENTER) * compute
+        if self.pays:
+            self._probe_pause = FIRST_PROBE_SECONDS
         verdict = "pays" if self.pays else "does not pay"
         reason = f"{fetched} blocks take {fetch:.3f} s to fetch and {compute:.3f} s to compute: a fetch {verdict}"
         return Estimate(fetch, compute, self.pays, reason)
@@ -84,7 +89,8 @@ class BreakEven:
         """Whether to measure the store now, with a fetch of `PROBE_BLOCKS` for which nothing waits. Ask when a fetch
         does not pay."""
         now = self._clock()
-        if self._probe_at is not None and now < self._probe_at:
+        if now < self._probe_at:
             return False
-        self._probe_at = now + PROBE_SECONDS
+        self._probe_at = now + self._probe_pause
+        self._probe_pause = min(PROBE_SECONDS, 2 * self._probe_pause)
         return True

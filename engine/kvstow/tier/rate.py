@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import accumulate
+
+_RECENT = 9
 _WEIGHT = 0.2
 """Of the newest measurement."""
 _FIRST_GUESS = 50e6
@@ -9,6 +13,29 @@ _FIRST_GUESS = 50e6
 _BASE_TIMEOUT = 0.5
 _SLOWER = 4.0
 """A call may be so many times slower than the average."""
+
+
+class RecentRate:
+    """Bytes per second, as the median of the last calls, each weighted with its bytes: one slow call among quick ones
+    says nothing, and nor do small calls, whose time is mostly latency. Not locked."""
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[float, int]] = deque(maxlen=_RECENT)
+        self.bytes_per_second: float | None = None
+        """None before the first measurement."""
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """A call has moved so many bytes."""
+        if num_bytes > 0 and seconds > 0:
+            self._calls.append((num_bytes / seconds, num_bytes))
+            self.bytes_per_second = self._median()
+
+    def _median(self) -> float:
+        """Half of the bytes were moved at this rate or a lower one."""
+        slowest_first = sorted(self._calls)
+        up_to = accumulate(num_bytes for _, num_bytes in slowest_first)
+        half = sum(num_bytes for _, num_bytes in slowest_first) / 2
+        return next(rate for (rate, _), so_far in zip(slowest_first, up_to, strict=True) if so_far >= half)
 
 
 class TransferRate:

@@ -69,20 +69,26 @@ class TieredOffload(EmbeddedOffload):
 
     def step(self) -> None:
         """Take what the tier has done, and give the ranks what is to be done."""
+        self._advance()
+
+    def _advance(self) -> bool:
+        """`step`; whether anything has come that a request may wait for."""
+        has_news = self.news.is_set()
         self.news.clear()
-        self.tier.step()
-        for rank, op in self.tier.take_plans():
-            self._transfers[rank].submit(op)
         for rank, (transfers, worker) in enumerate(zip(self._transfers, self._workers, strict=True)):
             completions = transfers.take_completions()
             if completions:
                 self._engine.complete(rank, worker.boot_id, completions)
-                self.news.set()
+        self.tier.step()
+        for rank, op in self.tier.take_plans():
+            self._transfers[rank].submit(op)
+        return has_news
 
     def wait(self, seconds: float) -> None:
         """Wait until a rank or the tier has news."""
         deadline = time.monotonic() + seconds
-        self.step()
+        if self._advance():
+            return
         while not self.news.wait(_TURN):
             if any(worker.wait_completions(0.0) for worker in self._workers) or time.monotonic() >= deadline:
                 return

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvstow.testing.fakes import FakeClock
-from kvstow.tier.breakeven import PROBE_SECONDS, BreakEven
+from kvstow.tier.breakeven import BreakEven
 
 SLOT = 1000
 TOKENS = 10
@@ -75,6 +75,23 @@ def test_the_prefill_speed_is_measured_unless_it_is_known(clock: FakeClock, even
 
 def test_the_store_is_measured_now_and_then_while_no_fetch_pays(even: BreakEven, clock: FakeClock) -> None:
     assert even.wants_probe()
-    assert not even.wants_probe()
-    clock.advance(PROBE_SECONDS)
+    for pause in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+        clock.advance(pause - 0.1)
+        assert not even.wants_probe()
+        clock.advance(0.1)
+        assert even.wants_probe()
+    measure(even, 20_000)
+    assert even.decide(5, 5, 0).pays
+    clock.advance(30.0)
     assert even.wants_probe()
+    clock.advance(1.0)
+    assert even.wants_probe(), "the pauses begin anew"
+
+
+def test_one_slow_call_changes_no_decision(even: BreakEven) -> None:
+    measure(even, 20_000)
+    for _ in range(4):
+        even.note_fetch(1, 1000.0)
+        assert even.decide(5, 5, 0).pays
+    even.note_fetch(1, 1000.0)
+    assert not even.decide(5, 5, 0).pays
