@@ -165,8 +165,10 @@ def test_another_process_that_may_still_write_keeps_its_slots_until_it_is_dead(p
     pod.replace()
     engine = pod.hand_back(**pod.settled)
     engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))
-    pod.eventually(lambda: len(pod.node.host.sessions()) == 2, "the session that has spoken is over")
     assert (pod.quarantined(), pod.is_waiting()) == (1, True)
+    engine.store_all([key_of(2000)])
+    assert (pod.quarantined(), pod.is_waiting()) == (1, True)
+    assert len(pod.node.host.sessions()) == 2, "the session that has spoken is over"
     other.kill()
     pod.eventually(lambda: (pod.quarantined(), pod.is_waiting()) == (0, False))
 
@@ -181,8 +183,10 @@ def test_a_worker_whose_pidfd_nobody_has_never_counts_as_dead(pod: Pod) -> None:
     pod.replace()
     engine = pod.hand_back(**pod.settled)
     engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))
-    pod.eventually(lambda: len(pod.node.host.sessions()) == 2, "the session that has spoken is over")
     assert (pod.quarantined(), pod.is_waiting()) == (1, True)
+    engine.store_all([key_of(2000)])
+    assert (pod.quarantined(), pod.is_waiting()) == (1, True)
+    assert len(pod.node.host.sessions()) == 2, "the session that has spoken is over"
 
 
 def is_given_up(pod: Pod) -> bool:
