@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from tests.engine.conftest import Eventually, MakePool
@@ -122,17 +123,27 @@ def test_a_put_ends_at_the_first_object_that_is_not_stored(
 
 
 def test_an_op_ends_when_the_store_has_given_its_slots_back(
-    transfers: RankTransfers, pool: HostPool, store: ControlledStore, ended: Ended, eventually: Eventually
+    transfers: RankTransfers, pool: HostPool, store: ControlledStore, ended: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    held: list[int] = []
+    hold = pool.hold
+
+    @contextmanager
+    def watched(end_slot: int) -> Iterator[None]:
+        with hold(end_slot):
+            held.append(end_slot)
+            yield
+            held.remove(end_slot)
+
+    monkeypatch.setattr(pool, "hold", watched)
     store.gets.shut()
     transfers.submit(op(1, "fetch", KEYS[:3], SLOTS - 3))
     store.gets.wait_arrived(1)
     assert transfers.take_completions() == []
-    pool.set_target(1)
-    assert pool.status().resident_bytes == SLOTS * SLOT, "the memory stays until then"
+    assert held == [SLOTS], "their memory stays in place meanwhile"
     store.gets.open()
     assert [one.moved for one in ended(1)] == [0]
-    eventually(lambda: pool.status().resident_bytes == 4 * SLOT)
+    assert held == []
 
 
 def test_a_fetch_does_not_wait_for_puts(transfers: RankTransfers, store: ControlledStore, ended: Ended) -> None:
