@@ -102,8 +102,9 @@ demo: $(VENV)/.run ## Run the service on a generated trace and verify every load
 test: lint ## Lint, type-check and run all tests that need only Python
 	$(BIN)/python -m pytest -m "not gpu and not vllm and not jax and not tpu and not deploy and not image and not browser and not tier" --cov --cov-report=term
 
-soak: $(VENV)/.dev ## Run the long forms of the tests, such as 100 rounds of killed services
+soak: $(VENV)/.dev $(VLLM_VENV)/.test ## Run the long forms of the tests, such as 100 rounds of killed services
 	$(BIN)/python -m pytest -m soak -s -o faulthandler_timeout=3600
+	HF_HUB_OFFLINE=1 $(VLLM_BIN)/python -m pytest -m "vllm and soak" -s -W default -o faulthandler_timeout=3600 tests/vllm
 
 # Warnings come from vLLM, so they are no errors here.
 test-vllm: $(VLLM_VENV)/.test ## Run the tests of the connector in a real vLLM, on the CPU

@@ -108,7 +108,9 @@ def main(options: Mapping[str, Any]) -> None:
         say("ready")
         while True:
             while not select.select([commands], [], [], _IDLE_SECONDS)[0]:
+                signal.alarm(SECONDS)  # from the last step or command on, not from the start
                 engine.llm.llm_engine.step()
+            signal.alarm(SECONDS)
             line = sys.stdin.readline()
             if not line:
                 return
