@@ -286,6 +286,15 @@ class RawEngine:
 
             self.wait_for(store_missing)
 
+    def store_until_found(self, keys: Sequence[bytes]) -> None:
+        """Until all of them are there at once: while the pool grows, the last ones may take the slots of the first."""
+
+        def store_missing() -> bool:
+            self.store_all(keys)
+            return self.lookup(keys, Hold.NOTHING).leading == len(keys)
+
+        self.wait_for(store_missing)
+
     def lookup(self, keys: Sequence[bytes], hold: Hold = Hold.LEADING) -> Found:
         return self.ask(Lookup(keys, hold), Found)
 

@@ -48,7 +48,7 @@ class Pod:
         stack.callback(end_keeper, self.state)
         stack.callback(self.first.kill)
         self.engine = self.attach()
-        self.engine.store_all(KEYS)
+        self.engine.store_until_found(KEYS)
         self.node: Node
 
     def attach(self, **options: Any) -> RawEngine:

@@ -109,7 +109,7 @@ def pool_of(shown: dict[str, Any]) -> dict[str, Any]:
 def test_every_block_is_found_again_and_has_its_bytes(start_node: StartNode, attach: Attach) -> None:
     node = start_node()
     engine = attach()
-    engine.store_all(KEYS)
+    engine.store_until_found(KEYS)
     node.kill()
     again = start_node()
     assert pool_of(again.first)["blocks"] == len(KEYS)
@@ -123,7 +123,7 @@ def test_every_block_is_found_again_and_has_its_bytes(start_node: StartNode, att
 def test_what_a_session_was_writing_waits_until_it_has_spoken(start_node: StartNode, attach: Attach) -> None:
     node = start_node()
     engine = attach()
-    engine.store_all(KEYS)
+    engine.store_until_found(KEYS)
     begun = engine.begin_store([key_of(1000), key_of(1001)])
     assert len(begun.slots) == 2
     node.kill()
@@ -212,7 +212,7 @@ def test_killed_again_and_again(start_node: StartNode, attach: Attach, eventuall
         descriptors.append(node.first["descriptors"])
         engine = attach(*tokens)
         engine.wait_for(partial(has_loaded, engine, KEYS[: 10 * number]))
-        engine.store_all(KEYS[: 10 * (number + 1)])
+        engine.store_until_found(KEYS[: 10 * (number + 1)])
         engine.begin_store([key_of(2000 + number)])
         tokens = (engine.welcome.token,)
         assert node.show()["allocated"] == 8 * EXTENT_BYTES
@@ -221,7 +221,7 @@ def test_killed_again_and_again(start_node: StartNode, attach: Attach, eventuall
 
 def test_sigterm_gives_everything_back(start_node: StartNode, attach: Attach, state: Path) -> None:
     node = start_node()
-    attach().store_all(KEYS)
+    attach().store_until_found(KEYS)
     assert KeeperClient.look(state).infos
     assert node.stop() == 0
     with pytest.raises(KeeperError):
@@ -232,7 +232,7 @@ def test_sigterm_gives_everything_back(start_node: StartNode, attach: Attach, st
 def test_sigterm_with_keep_on_stop_keeps_everything(start_node: StartNode, attach: Attach, state: Path) -> None:
     node = start_node(8, "keep")
     engine = attach()
-    engine.store_all(KEYS)
+    engine.store_until_found(KEYS)
     assert node.stop() == 0
     assert KeeperClient.look(state).infos
     again = start_node()
@@ -248,7 +248,7 @@ def test_the_keeper_is_killed_beside_a_service(
 ) -> None:
     node = start_node()
     engine = attach()
-    engine.store_all(KEYS)
+    engine.store_until_found(KEYS)
     os.kill(KeeperClient.look(state).pid, 9)
 
     def is_kept() -> bool:
