@@ -129,7 +129,7 @@ def test_invalid_options_are_exit_code_2_with_a_reason(trace: str, arguments: tu
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--tier", "redis://host"), "tier is 'redis://host'; allowed: mooncake://MASTER:PORT"),
+        (("--tier", "s3://bucket"), "tier is 's3://bucket'; allowed: mooncake://MASTER:PORT"),
         (("--tier", "memory:lots"), "tier is 'lots'"),
         (("--tier", "memory:", "--tier-write", "around"), "write is 'around'; allowed: through or selective or back"),
         (("--tier", "memory:", "--device", "jax"), "--device jax cannot be used with --tier"),
