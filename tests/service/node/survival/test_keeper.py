@@ -8,9 +8,10 @@ import os
 import random
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -425,14 +426,16 @@ def test_without_a_descriptor_left_a_connection_is_turned_away_at_once(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_another_uid_is_turned_away(running: Running, tmp_path: Path, folder: Path) -> None:
+def test_another_uid_is_turned_away(clock: FakeClock) -> None:
     code = "import socket; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect({!r}); "
     code += 's.send(b\'KVK1\' + b\'{{"do":"list","start":0}}\'); print(len(s.recv(9)))'
-    opened = [*reversed(folder.relative_to("/").parents), folder.relative_to("/")]
-    before = {path: (Path("/") / path).stat().st_mode for path in opened}
-    try:
-        for path in opened:
-            (Path("/") / path).chmod(before[path] | 0o011)
+    with ExitStack() as stack:
+        outer = Path(stack.enter_context(tempfile.TemporaryDirectory()))  # others may not enter the folders of pytest
+        folder = statefolder.require_state_folder(outer / "state")
+        running = Running(folder, clock)
+        stack.callback(running.close)
+        for path in (outer, folder):
+            path.chmod(0o711)
         (folder / statefolder.SOCKET).chmod(0o666)
         result = subprocess.run(
             ["/usr/bin/env", "python3", "-I", "-S", "-c", code.format(str(folder / statefolder.SOCKET))],
@@ -441,13 +444,10 @@ def test_another_uid_is_turned_away(running: Running, tmp_path: Path, folder: Pa
             capture_output=True,
             text=True,
         )
-    finally:
-        for path, mode in before.items():
-            (Path("/") / path).chmod(mode)
-    if "No such file" in result.stderr and "python3" in result.stderr:
-        pytest.skip("no Python for other uids")
-    assert result.stdout.strip() == "0" or "Reset" in result.stderr or "Broken" in result.stderr, result.stderr
-    assert running.keeper._refused == 1
+        if "No such file" in result.stderr and "python3" in result.stderr:
+            pytest.skip("no Python for other uids")
+        assert result.stdout.strip() == "0" or "Reset" in result.stderr or "Broken" in result.stderr, result.stderr
+        assert running.keeper._refused == 1
 
 
 def test_its_socket_and_folder_are_for_its_uid_only(client: KeeperClient, folder: Path) -> None:
