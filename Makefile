@@ -124,7 +124,7 @@ test-tier: $(VENV)/.tier ## Run the tests of the fleet tier with a real Mooncake
 
 # Python 3.11, which the versions of tests/tpu/requirements.txt are for. Warnings come from vLLM and tpu-inference.
 test-tpu: $(TPU_VENV)/.test ## Run the tests of the connector in a real tpu-inference, on the CPU
-	$(TPU_BIN)/python -m pytest -m tpu -W default tests/tpu
+	$(TPU_BIN)/python -m pytest -m tpu -W default -o faulthandler_timeout=600 tests/tpu
 
 test-deploy: $(VENV)/.deploy ## Run the tests of the Helm chart; fetches helm, promtool and more into build/tools
 	$(BIN)/python -m pytest -m deploy tests/helm

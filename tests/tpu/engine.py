@@ -93,6 +93,7 @@ class Engine:
 
     def forget_gpu(self) -> None:
         """What follows can hit host memory alone."""
+        self.settle()  # stores under way hold their blocks
         assert self.llm.reset_prefix_cache()
 
     @property
@@ -109,10 +110,13 @@ class Engine:
         scheduler.update_from_output(output, self.core.model_executor.execute_model(output))
 
     def settle(self) -> None:
-        """Make steps until no transfer is under way."""
+        """Make steps until all that is complete was stored, and no transfer is under way."""
+        self.step()
         self.step_until(lambda: not self.offload.open_transfers)
 
     def wait_ready(self) -> None:
+        """Wait until the scheduler's half knows the rank as it is now, with its whole pool."""
+        self.step_until(lambda: self.offload.boot_ids() == (self.side.plane.boot_id,))
         self.step_until(lambda: self.offload.stats().pool.usable_slots == SLOTS)
 
     def step_until(self, condition: Callable[[], bool]) -> None:

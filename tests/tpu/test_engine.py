@@ -94,7 +94,6 @@ def test_a_request_whose_load_fails_is_computed(engine: Engine, monkeypatch: pyt
 
     asked = prompts(2, seed=4)
     first = engine.ask(asked)
-    engine.settle()
     engine.forget_gpu()
     failed = engine.failed_loads
     calls = []
@@ -143,7 +142,6 @@ def test_a_kv_cache_that_is_made_anew_loses_its_blocks_in_host_memory(engine: En
     engine.wait_ready()
     engine.forget_gpu()
     engine.ask(asked)
-    engine.settle()
     engine.forget_gpu()
     assert engine.ask(asked) == first
     assert engine.loaded_blocks > loaded
