@@ -1,7 +1,7 @@
 """The programs that read blocks from the KV arrays of one device, and write blocks to them.
 
 A program is compiled for a number of blocks (a bucket). Smaller ops are padded: a padded gather reads a block twice, a
-padded scatter has indices beyond the last block, which XLA drops. So a device has at most 16 programs, all compiled
+padded scatter has indices beyond the last block, which are dropped. So a device has at most 16 programs, all compiled
 before the first op. They run on one device and exchange nothing with others, so hosts may launch them in any order.
 """
 
@@ -72,7 +72,9 @@ class DevicePrograms:
         self._gathers[bucket] = _GATHER.lower(shards, indices, packed=self._packed).compile()
 
     def _compile_scatter(self, bucket: int) -> None:
-        self._scatters[bucket] = _SCATTER.lower(*self._arguments(bucket), packed=self._packed).compile()
+        row_by_row = self.device.platform == "cpu"
+        lowered = _SCATTER.lower(*self._arguments(bucket), packed=self._packed, row_by_row=row_by_row)
+        self._scatters[bucket] = lowered.compile()
 
     def _arguments(self, bucket: int) -> tuple[list[jax.ShapeDtypeStruct], ...]:
         def argument(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
@@ -110,18 +112,35 @@ def _gather(shards: list[jax.Array], indices: jax.Array, *, packed: bool) -> lis
 
 
 def _scatter(
-    shards: list[jax.Array], indices: jax.Array, columns: list[jax.Array], *, packed: bool
+    shards: list[jax.Array], indices: jax.Array, columns: list[jax.Array], *, packed: bool, row_by_row: bool
 ) -> tuple[list[jax.Array], jax.Array]:
+    """`row_by_row`: for XLA on the CPU, which scatters pages of 64 KiB at 3 % of the speed of a loop of copies."""
     if packed:
         ends = accumulate((math.prod(shard.shape[1:]) for shard in shards), initial=0)
         columns = [columns[0][:, start:end] for start, end in pairwise(ends)]
+    write = _write_rows if row_by_row else _write_at_once
     written = [
-        shard.at[indices].set(column.reshape(len(indices), *shard.shape[1:]), mode="drop")
+        write(shard, indices, column.reshape(len(indices), *shard.shape[1:]))
         for shard, column in zip(shards, columns, strict=True)
     ]
     return written, jnp.stack([shard[(0,) * shard.ndim] for shard in written])
 
 
+def _write_at_once(shard: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    return shard.at[indices].set(rows, mode="drop")
+
+
+def _write_rows(shard: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """Padding is at the end of `indices`."""
+
+    def write(row: jax.Array, shard: jax.Array) -> jax.Array:
+        page = jax.lax.dynamic_index_in_dim(rows, row, keepdims=True)
+        return jax.lax.dynamic_update_slice_in_dim(shard, page, indices[row], axis=0)
+
+    count = jnp.sum(indices < shard.shape[0])
+    return jax.lax.fori_loop(0, count, write, shard)
+
+
 # One object each: the devices share what JAX has traced.
 _GATHER = jax.jit(_gather, static_argnames="packed")
-_SCATTER = jax.jit(_scatter, static_argnames="packed", donate_argnums=0)
+_SCATTER = jax.jit(_scatter, static_argnames=("packed", "row_by_row"), donate_argnums=0)
