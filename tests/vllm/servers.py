@@ -1,0 +1,103 @@
+"""vLLM's OpenAI server with KVStow, as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tests.vllm.engines import BLOCK, Answer, Prompt, Setup, eventually, transfer_config
+
+START_SECONDS = 300.0
+STEP_SECONDS = 120.0
+
+
+class Server:
+    """A running server; `admin` talks to the admin server in its engine's process, if there is one."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, admin: Path, log: Path) -> None:
+        self.process, self._log = process, log
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=STEP_SECONDS)
+        transport = httpx.HTTPTransport(uds=str(admin))
+        self.admin = httpx.Client(base_url="http://kvstow", transport=transport, timeout=STEP_SECONDS)
+
+    def close(self) -> None:
+        self.client.close()
+        self.admin.close()
+
+    def is_up(self, client: httpx.Client, path: str) -> bool:
+        assert self.process.poll() is None, self._log.read_text()[-8000:]
+        with suppress(httpx.TransportError):
+            return client.get(path).status_code == 200
+        return False
+
+    def ask(self, tokens: Prompt, engine: int | None = None) -> Answer:
+        """`engine`: which of several data-parallel engines answers."""
+        body = {
+            "model": "tiny",
+            "prompt": list(tokens),
+            "max_tokens": 24,
+            "temperature": 0,
+            "logprobs": 5,
+            "ignore_eos": True,
+            "return_tokens_as_token_ids": True,
+        }
+        headers = {} if engine is None else {"X-data-parallel-rank": str(engine)}
+        answer = self.client.post("/v1/completions", json=body, headers=headers).raise_for_status().json()
+        logprobs = answer["choices"][0]["logprobs"]
+        details = answer["usage"]["prompt_tokens_details"] or {"cached_tokens": 0}
+        return Answer(
+            tuple(map(_token, logprobs["tokens"])),
+            tuple({_token(name): value for name, value in each.items()} for each in logprobs["top_logprobs"]),
+            details["cached_tokens"],
+        )
+
+    def forget_gpu(self) -> None:
+        """Empty the GPU's prefix cache, and only that; it says no while stores read its blocks."""
+
+        def is_reset() -> bool:
+            return self.client.post("/reset_prefix_cache").raise_for_status().json()["success"] is True
+
+        eventually(is_reset, "a reset", STEP_SECONDS)
+
+    def stats(self, section: str) -> dict[str, Any]:
+        return dict(self.admin.get("/v1/stats", params={"section": section}).raise_for_status().json()[section])
+
+
+def _token(name: str) -> int:
+    return int(name.removeprefix("token_id:"))
+
+
+@contextmanager
+def running_server(setup: Setup, folder: Path, *options: str) -> Iterator[Server]:
+    """Returns while it starts. Its log and sockets are in `folder`."""
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = folder / "log"
+    environ = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
+        *("--model", str(setup.model), "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
+        *("--block-size", str(BLOCK), "--max-model-len", "1024", "--max-num-seqs", "8"),
+        *("--num-gpu-blocks-override", "96", "--gpu-memory-utilization", "0.1", "--enable-prompt-tokens-details"),
+        *("--kv-transfer-config", json.dumps(transfer_config(setup, folder / "admin")), *options),
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT)
+    server = Server(process, port, folder / "admin", log)
+    try:
+        yield server
+    finally:
+        server.close()
+        process.send_signal(signal.SIGTERM)
+        process.wait(STEP_SECONDS)
