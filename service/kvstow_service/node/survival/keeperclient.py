@@ -78,15 +78,19 @@ class KeeperClient:
 
     @classmethod
     def start(cls, folder: Path, keep_timeout: float, *, timeout: float = 5.0) -> KeeperClient:
-        """To the keeper that is there, or to a new one, which outlives this process and its process group."""
+        """To the keeper that is there, or to a new one, which outlives this process and its process group. Raises
+        `KeeperError`, also if the machine has no process or descriptor left."""
         statefolder.require_state_folder(folder)
-        cls._make_keeper(folder, keep_timeout)
 
         def replace_ended() -> None:
             if not statefolder.is_locked(folder):  # the keeper that was there was about to end
                 cls._make_keeper(folder, keep_timeout)
 
-        return cls._wait(folder, timeout, replace_ended)
+        try:
+            cls._make_keeper(folder, keep_timeout)
+            return cls._wait(folder, timeout, replace_ended)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise KeeperError(f"the keeper does not start: {error}") from error
 
     @staticmethod
     def _make_keeper(folder: Path, keep_timeout: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import select
@@ -107,13 +108,18 @@ def test_a_keeper_that_is_killed_beside_the_service_loses_nothing(folder: Path) 
     os.close(fd)
 
 
-def test_without_a_keeper_the_service_goes_on_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(folder: Path, keep_timeout: float) -> KeeperClient:
-        raise KeeperError("the keeper does not start: no processes left")
+@pytest.mark.parametrize(
+    "error", [BlockingIOError(errno.EAGAIN, "no processes left"), subprocess.TimeoutExpired("no processes left", 10)]
+)
+def test_without_a_keeper_the_service_goes_on_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: object, **options: object) -> None:
+        raise error
 
     memory = SurvivingMemory(folder, 600)
     with monkeypatch.context() as patch:
-        patch.setattr(KeeperClient, "start", refuse)
+        patch.setattr(subprocess, "run", refuse)
         end_keeper(folder, signal.SIGKILL)
         memory.check()
         fd = os.memfd_create("kvstow-extent")
