@@ -1,6 +1,6 @@
-"""Adoption: a running service takes up a pool of the one before it, which its engines have handed back.
+"""Adoption: a running service takes over a pool of the previous service, which the pool's engines have handed back.
 
-That is for services that were killed together with their keeper, as when a pod is replaced.
+This happens when service and keeper were killed together, as when a pod is replaced.
 """
 
 from __future__ import annotations
@@ -15,39 +15,40 @@ from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.noderecovery import NodeRecovery
 from kvstow_service.node.pools.memorythread import MemoryThread
 from kvstow_service.node.pools.nodepool import NodePool
-from kvstow_service.node.survival.handover import Handover
+from kvstow_service.node.survival.handover import JOURNAL_PREFIX, Handover
 from kvstow_service.node.survival.keepermessages import Held
 from kvstow_service.node.survival.survivingmemory import SurvivingMemory
 
 logger = logging.getLogger("kvstow.node")
 
-_REASON = "its engine has memory of the service before, which this one takes up: attach again"
+_REASON = "the service takes over the memory that this engine has handed back: attach again"
 
 
 class Adoption:
-    """Replaces a pool that has had no memory by the one of the service before.
+    """Replaces a new pool, which has no memory yet, with the pool of the previous service.
 
-    The engines' sessions end first, and engines of the pool's layout are refused until it is over; then they find their
-    blocks as after a restart with a keeper. Begun on the attach server's thread, carried out on that of the memory,
-    which may wait; the sessions of the service before are known to the attach server before an engine comes back.
+    The sessions of the new pool end first, and engines of its layout are refused until the adoption has ended. Then
+    they attach again and find their blocks, as after a restart with a keeper. An adoption begins on the attach server's
+    thread. The memory thread, which may wait, carries it out. The attach server gets the sessions of the previous
+    service before any engine can attach again.
     """
 
     def __init__(self, keeper: SurvivingMemory, memory: MemoryThread, host: NodeHost, server: AttachServer) -> None:
         self._keeper, self._memory, self._host, self._server = keeper, memory, host, server
 
     def begin(self, pool: NodePool, handover: Handover, session_ids: Sequence[str]) -> None:
-        """On the attach server's thread. Takes over the handover."""
+        """On the attach server's thread. Owns the handover from now on."""
         for session_id in session_ids:
             self._server.end_session(session_id, _REASON)
         self._server.post(lambda: self._replace(pool, handover))
 
     def _replace(self, pool: NodePool, handover: Handover) -> None:
-        """The sessions have ended, and nobody has had memory of the pool."""
+        """On the attach server's thread. The sessions have ended, and none of them had memory."""
         self._host.drop_if_unused(pool)
         self._memory.run(lambda: self._carry_out(pool, handover))
 
     def _carry_out(self, pool: NodePool, handover: Handover) -> None:
-        """On the thread of the memory."""
+        """On the memory thread."""
         then: list[Callable[[], object]] = []
         num_extents, is_adopted = handover.num_extents, False
         try:
@@ -66,9 +67,10 @@ class Adoption:
             self._server.post(end)
 
     def _adopt(self, kept: dict[str, Held], then: list[Callable[[], object]]) -> bool:
-        if self._host.find_pool(next(iter(kept)).partition("-")[2]) is not None:
+        (name,) = (key.removeprefix(JOURNAL_PREFIX) for key in kept if key.startswith(JOURNAL_PREFIX))
+        if self._host.find_pool(name) is not None:
             for held in kept.values():
                 os.close(held.fd)
-            logger.warning("a pool that engines have handed back has the name of another one: it is given up")
+            logger.warning("pool %s, which engines have handed back, is given up: another pool has its name", name)
             return False
         return NodeRecovery(self._keeper, self._memory, self._host, self._server).adopt(kept, then.append)

@@ -74,16 +74,16 @@ class NodeHost:
         self._clock = clock
         self._lock = Lock()
         self.kept_extents = 0
-        """That engines have handed back, and that they have again."""
+        """Extents that engines have handed back, and that were granted to them again."""
         self.given_up_extents = 0
-        """That engines have offered, and that this service has not from a keeper."""
+        """Extents that engines have handed back, and that belong to no pool of this service."""
         self.adopt: Callable[[NodePool, Handover, Sequence[str]], object] | None = None
-        """Takes over a handover, whose pool was never used, and the sessions of that pool, on the attach server's
-        thread; calls `end_adoption`. None where no memory outlives a service."""
+        """Begins the adoption of a handover, for a pool that has no memory yet and its sessions, on the attach server's
+        thread. Calls `end_adoption` in the end. None without a state folder."""
         self._handovers: dict[str, Handover] = {}
         """By pool: what its engines have handed back so far."""
         self._adopting: dict[PoolIdentity, bool] = {}
-        """Whether it is under way, or has failed; then nothing is tried again."""
+        """True while an adoption runs. False if it has failed: pools of this layout are not adopted again."""
         self._pools: dict[str, NodePool] = {}
         self._sessions: dict[str, NodeSession] = {}
 
@@ -209,8 +209,7 @@ class NodeHost:
         self._memory.start_session(session)
 
     def end_adoption(self, identity: PoolIdentity, *, is_adopted: bool) -> None:
-        """Engines of this layout may come back: to the pool that was adopted, or to a new one, which takes up nothing
-        of the service before."""
+        """Engines of this layout may attach again: to the adopted pool or, if that has failed, to a new pool."""
         if is_adopted:
             del self._adopting[identity]
         else:
@@ -317,9 +316,9 @@ class NodeHost:
         self._memory.release(session.client(rank), extent_ids)
 
     def take_back(self, session_id: str, rank: int, extents: Sequence[ExtentBytes], fds: Sequence[int]) -> list[int]:
-        """Keeps what this service has from a keeper, and grants it again. If the pool has no memory yet, and the worker
-        has returned the journal of the service before, all is kept until the pool is adopted: see `Adoption`. Other
-        memory is given up: nobody knows who else may still write it."""
+        """Grants again the extents that the pool already has. If the pool has no memory yet, and one of its workers has
+        returned the journal of the previous service, all extents are kept until the pool is adopted: see `Adoption`.
+        Other memory is given up: nobody knows who else may still write to it."""
         session = self._sessions[session_id]
         handover = self._handovers.get(session.pool.name)
         if handover is not None and session.pool.may_be_adopted:

@@ -1,4 +1,4 @@
-"""What the engines of one pool hand back when the service was killed together with its keeper: they are the keeper."""
+"""What the engines of a pool hand back to a new service when the previous one was killed together with its keeper."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _SERVICE_SECONDS = 5.0
 
 
 class Handover:
-    """Owns descriptors until `take`, or `close`. Used by one thread at a time.
+    """Owns the descriptors until `take` or `close`. Used by one thread at a time.
 
-    The journal says which extents and which workers there are. It is memory that only the service before could write,
-    so no word of an engine is needed for that: a worker whose pidfd nobody has handed over counts as alive.
+    The journal names all extents and workers. Only the previous service could write to it, so nothing depends on what
+    an engine says. A worker whose pidfd nobody has handed over counts as alive.
     """
 
     def __init__(self) -> None:
@@ -62,12 +62,12 @@ class Handover:
             held[key] = fd
 
     def take(self, identity: PoolIdentity, first_extent: int) -> dict[str, Held]:
-        """All that belongs to the pool, as a keeper would have it; the caller owns the descriptors. The extents are
-        numbered from `first_extent` on. Raises `KvstowError`, and takes nothing, if it is not that of such a pool, or
-        if the service before is still there after 5 s."""
+        """Everything that belongs to the pool, named as at a keeper. The caller owns the descriptors. The extents are
+        numbered from `first_extent` on. Waits up to 5 s for the end of the previous service. Raises `KvstowError`, and
+        takes nothing, if it has not ended by then, or if the journal is that of another layout."""
         service = self._deposits.get(SERVICE)
         if service is None or not select.select([service], [], [], _SERVICE_SECONDS)[0]:
-            raise JournalError("the service before is still there, or nobody can see whether it is")
+            raise JournalError("the previous service still runs, or its end cannot be seen")
         content = IndexJournal.look(self._deposits[JOURNAL])
         record = PoolRecord.from_json(content["pool"])
         if record.identity != identity:
@@ -102,7 +102,7 @@ class Handover:
 
 
 def _extents(pool: str, texts: Sequence[str]) -> Mapping[MemfdIdentity, str]:
-    """By identity: what the service before has noted of the extents in the pool's rows."""
+    """By identity: how the previous service has described the extents in the pool's rows."""
     try:
         return {identity_of(text, pool): text for text in texts}
     except (ValueError, TypeError) as error:
