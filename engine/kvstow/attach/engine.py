@@ -37,7 +37,7 @@ from kvstow.attach.extentcalls import Detach
 from kvstow.attach.frames import Frame
 from kvstow.attach.hello import Hello, Welcome
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
-from kvstow.attach.kinds import RULES, Kind
+from kvstow.attach.kinds import Kind
 from kvstow.attach.openops import OpenOps
 from kvstow.attach.ticket import SessionTicket, count_of, number_of, unique_id
 from kvstow.errors import AttachError, DisconnectedError, ProtocolError
@@ -272,8 +272,7 @@ class AttachedEngine:
     @property
     def has_events(self) -> bool:
         """Whether the service of this session is one that can be asked for events."""
-        welcome = self._connection.welcome
-        return welcome is not None and welcome.version >= RULES[Kind.READ_EVENTS].since
+        return self._connection.knows(Kind.READ_EVENTS)
 
     def read_events(self, after: int = 0) -> Answer[EventPage]:
         """Ask what was stored in the session's namespace, by any engine, and removed from it, after the cursor of an

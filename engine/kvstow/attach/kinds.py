@@ -119,9 +119,9 @@ RULES: Final[dict[int, Rule]] = {
     Kind.LET_GO: Rule(_WORKER),
     Kind.HAND_BACK: Rule(_WORKER, takes_fds=True),
     Kind.TAKEN_BACK: Rule(_SERVICE),
-    Kind.DEPOSIT: Rule(_SERVICE, takes_fds=True),
-    Kind.DROP: Rule(_SERVICE),
-    Kind.RETURN: Rule(_WORKER, takes_fds=True),
+    Kind.DEPOSIT: Rule(_SERVICE, since=2, takes_fds=True),
+    Kind.DROP: Rule(_SERVICE, since=2),
+    Kind.RETURN: Rule(_WORKER, since=2, takes_fds=True),
 }
 
 

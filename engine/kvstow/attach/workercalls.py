@@ -150,7 +150,7 @@ class WorkerCalls:
 
     def _offer(self) -> list[Call]:
         held = list(self._pool.held_extents())
-        if held and self.deposits.held:
+        if held and self.deposits.held and self._connection.knows(Kind.RETURN):
             self._connection.tell(ReturnedDescriptors(tuple(self.deposits.held)), list(self.deposits.held.values()))
         calls = []
         for start in range(0, len(held), MAX_FDS):

@@ -1,14 +1,24 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from kvstow.attach.connection import Call
-from kvstow.attach.extentcalls import Desired, ExtentSlots, RegisteredExtents, ReleasedExtents, Report, RevokedExtents
+from kvstow.attach.deposits import ReturnedDescriptors
+from kvstow.attach.extentcalls import (
+    Desired,
+    ExtentSlots,
+    HandedBackExtents,
+    RegisteredExtents,
+    ReleasedExtents,
+    Report,
+    RevokedExtents,
+)
 from kvstow.attach.frames import Frame
-from kvstow.attach.kinds import Kind
+from kvstow.attach.kinds import RULES, VERSIONS, Kind
 from kvstow.attach.workercalls import GAP_SECONDS, REPORT_SECONDS, WorkerCalls
 from kvstow.errors import AttachError
 from kvstow.memory.mappedpool import HeldExtent
@@ -22,8 +32,12 @@ class Wire:
     def __init__(self) -> None:
         self.said: list[Any] = []
         self.calls: list[Call] = []
+        self.version = VERSIONS.newest
 
-    def tell(self, message: Any) -> bool:
+    def knows(self, kind: Kind) -> bool:
+        return RULES[kind].since <= self.version
+
+    def tell(self, message: Any, fds: Sequence[int] = ()) -> bool:
         self.said.append(message)
         return True
 
@@ -161,6 +175,20 @@ def test_an_answer_of_another_kind_ends_the_session(calls: WorkerCalls, wire: Wi
     wire.calls[-1].resolve(Frame(Kind.FOUND, 1, b""))
     with pytest.raises(AttachError):
         calls.advance()
+
+
+@pytest.mark.parametrize(("version", "said"), [(1, []), (2, [ReturnedDescriptors])])
+def test_what_is_held_for_the_next_service_is_returned_before_memory_if_that_service_knows_it(
+    calls: WorkerCalls, rank: Rank, wire: Wire, version: int, said: list[type]
+) -> None:
+    read_end, write_end = os.pipe()
+    calls.deposits.put(["journal", "worker-a/0"], [read_end, write_end], replaces=True)
+    rank.held, wire.version = [1], version
+    calls.begin_session()
+    calls.advance()
+    assert [type(message) for message in wire.taken()] == [*said, HandedBackExtents]
+    assert len(calls.deposits.held) == 2
+    calls.deposits.close()
 
 
 REVOKED = Frame(Kind.REVOKED, 0, RevokedExtents((2,)).pack())

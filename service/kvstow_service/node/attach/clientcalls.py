@@ -11,7 +11,7 @@ from kvstow.attach.channel import close_fds
 from kvstow.attach.connection import Message
 from kvstow.attach.frames import MAX_PAYLOAD_BYTES, Frame
 from kvstow.attach.hello import CallError, Hello, Refused
-from kvstow.attach.kinds import Kind, refusal_of
+from kvstow.attach.kinds import RULES, Kind, refusal_of
 from kvstow.attach.peer import Peer
 from kvstow.errors import AttachRefusedError, DisconnectedError, KvstowError, ProtocolError
 from kvstow_service.node.attach.attachtally import AttachTally
@@ -180,10 +180,10 @@ class ClientCalls:
     # -- sending unasked ------------------------------------------------------------------------------------
 
     def push(self, session: Session, message: Message, rank: int | None, fds: Sequence[int]) -> None:
-        """On the server's thread: send a message to a member, if it is connected."""
+        """On the server's thread: send a message to a member, if it is connected and its version has this kind."""
         member = session.member_of(rank)
         client = None if member is None else self._connected.get(member)
-        if member is None or client is None or client.has_detached:
+        if member is None or client is None or client.has_detached or RULES[message.KIND].since > client.version:
             return
         if fds:
             member.has_memory = True

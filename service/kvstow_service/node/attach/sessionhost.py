@@ -40,8 +40,9 @@ class SessionLink(Protocol):
 
     def push(self, message: Message, *, rank: int | None = None, fds: Sequence[int] = ()) -> None:
         """Send a message to the worker of `rank`, or to the scheduler half. Messages to one of them arrive in the order
-        of the calls. Dropped if it is not connected. The caller keeps its descriptors. A worker to which descriptors
-        are sent holds memory from then on: see `SessionHost.worker_let_go`."""
+        of the calls. Dropped if it is not connected, or speaks a version without this kind. The caller keeps its
+        descriptors. A worker to which descriptors are sent holds memory from then on: see
+        `SessionHost.worker_let_go`."""
 
 
 class SessionHost(Protocol):

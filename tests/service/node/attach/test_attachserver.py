@@ -35,8 +35,9 @@ from kvstow.attach.calls import (
     SettledOps,
     StoreBegun,
 )
-from kvstow.attach.channel import Channel
+from kvstow.attach.channel import Channel, close_fds
 from kvstow.attach.connection import AttachConnection, Message
+from kvstow.attach.deposits import DepositedDescriptors, DroppedDescriptors
 from kvstow.attach.extentcalls import (
     AdoptedExtents,
     Desired,
@@ -48,7 +49,9 @@ from kvstow.attach.extentcalls import (
     RegisteredExtents,
     ReleasedExtents,
     Report,
+    RevokedExtents,
 )
+from kvstow.attach.frames import Frame
 from kvstow.attach.hello import Refused
 from kvstow.attach.kinds import VERSIONS, Kind, VersionRange
 from kvstow.errors import AttachRefusedError, CallFailedError, DisconnectedError
@@ -235,6 +238,25 @@ def test_two_neighbouring_versions_are_spoken(make_node: MakeNode, theirs: tuple
     welcome = node.attach(replace(HELLO, versions=VersionRange(*theirs))).welcome
     assert welcome is not None
     assert welcome.version == chosen
+
+
+@pytest.mark.parametrize(("newest", "kinds"), [(1, [Kind.REVOKED]), (2, [Kind.DEPOSIT, Kind.DROP, Kind.REVOKED])])
+def test_a_worker_is_sent_only_what_its_version_knows(node: Node, newest: int, kinds: list[Kind]) -> None:
+    scheduler = node.attach()
+    worker = node.attach_worker(scheduler, versions=VersionRange(1, newest))
+    (session,) = node.host.sessions.values()
+    read_end, write_end = os.pipe()
+    session.link.push(DepositedDescriptors(("journal",), True), rank=0, fds=(read_end,))
+    os.close(read_end)
+    os.close(write_end)
+    session.link.push(DroppedDescriptors(("journal",)), rank=0)
+    session.link.push(RevokedExtents((5,)), rank=0)
+    seen: list[Frame] = []
+    wait_until(lambda: seen and seen[-1].kind == Kind.REVOKED, lambda: seen.extend(worker.poll(0.01)))
+    for frame in seen:
+        close_fds(frame.fds)
+    assert [frame.kind for frame in seen] == kinds
+    assert worker.state == "attached"
 
 
 def test_the_host_may_refuse(node: Node) -> None:
