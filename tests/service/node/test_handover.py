@@ -178,9 +178,9 @@ def test_a_worker_whose_pidfd_nobody_has_never_counts_as_dead(pod: Pod) -> None:
     pod.engine.wait_for(lambda: len(pod.engine.workers[0].deposits.held) == 2 + 3)
     for worker in pod.engine.workers:
         worker.deposits.drop([name for name in worker.deposits.held if name.startswith("worker-")])
+    pod.replace()
     other.kill()
     other.wait()
-    pod.replace()
     engine = pod.hand_back(**pod.settled)
     engine.wait_for(lambda: engine.load(KEYS) == len(KEYS))
     assert (pod.quarantined(), pod.is_waiting()) == (1, True)
