@@ -21,15 +21,17 @@ from tests.service.node.survival.test_survival import end_keeper
 from kvstow.attach.calls import Hold
 from kvstow.attach.extentcalls import AdoptedExtents
 from kvstow.control.indexjournal import IndexJournal
+from kvstow.errors import JournalError
 from kvstow.memfd import identify_memfd
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import identity_of
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.noderecovery import NodeRecovery
-from kvstow_service.node.pools.nodepool import NodePool
+from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
 from kvstow_service.node.survival import handover
 from kvstow_service.node.survival.handover import Handover
 from kvstow_service.node.survival.keeperclient import KeeperClient
+from kvstow_service.node.survival.poolrecord import PoolRecord
 
 pytestmark = pytest.mark.process
 
@@ -248,6 +250,28 @@ def test_with_its_first_extent_a_worker_has_a_roster_that_names_it_and_the_exten
         assert not any(engine.welcome.token in text for text in roster["workers"]), "it is the engine's secret"
     noted = {identity_of(text, pod.engine.welcome.pool) for text in roster["extents"]}
     assert noted >= {identify_memfd(fd) for worker in second.workers for fd in worker.fds.values()}
+
+
+def test_a_roster_that_does_not_fit_leaves_none() -> None:
+    """The roster before it would name too few workers, and the next service would believe it."""
+    pool = NodePool("pool", POOL, "model", PoolSettings())
+    record = PoolRecord("pool", "model", os.getuid(), POOL, EXTENT_BYTES)
+    journal = IndexJournal.create(100, {"pool": record.to_json()})
+    pool.begin_journal(journal)
+    pool.write_roster({"extents": ["1"], "workers": ["first"]})
+    journal.protect()
+    assert IndexJournal.look(journal.fd)["roster"]["workers"] == ["first"]
+    with pytest.raises(JournalError, match="allowed: 1 MiB"):
+        pool.write_roster({"extents": ["1"], "workers": ["first", "x" * (1 << 20)]})
+    assert "roster" not in IndexJournal.look(journal.fd)
+    handed_back = Handover()
+    ended = os.open(os.devnull, os.O_RDONLY)  # always readable, as the pidfd of a process that has ended
+    handed_back.put_deposits(["journal", "service"], [os.dup(journal.fd), ended])
+    with pytest.raises(JournalError, match="names no workers and extents"):
+        handed_back.take(POOL, 0)
+    handed_back.close()
+    pool.end_journal()
+    journal.close()
 
 
 def test_a_worker_holds_the_pidfds_of_those_that_have_mapped_the_memory(pod: Pod) -> None:

@@ -72,6 +72,8 @@ class Handover:
         record = PoolRecord.from_json(content["pool"])
         if record.identity != identity:
             raise JournalError(f"the journal is that of pool {record.name}, whose engines have another layout")
+        if "roster" not in content:
+            raise JournalError(f"the journal of pool {record.name} names no workers and extents")
         roster = JsonObject(content["roster"], "roster of a pool")
         extents = _extents(record.name, roster.texts("extents"))
         workers = [WorkerRecord.from_text(text) for text in roster.texts("workers")]
