@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, Protocol, Self, TypeVar
 from kvstow.attach.channel import Channel, close_fds
 from kvstow.attach.frames import Frame, encode_header
 from kvstow.attach.hello import TRANSIENT_REFUSALS, CallError, Hello, Refused, Welcome
-from kvstow.attach.kinds import RULES, Kind, refusal_of
+from kvstow.attach.kinds import Kind, refusal_of
 from kvstow.errors import (
     AttachError,
     AttachRefusedError,
@@ -141,11 +141,6 @@ class AttachConnection:
         """The reason of the last attempt's refusal in snake case; None if it was not refused."""
 
     # -- talking --------------------------------------------------------------------------------------------
-
-    def knows(self, kind: Kind) -> bool:
-        """Whether the session's protocol has this kind of message: the service may be older. False without a session.
-        Ask before a kind that not every version has."""
-        return self.welcome is not None and self.welcome.version >= RULES[kind].since
 
     def call(self, message: Message, fds: Sequence[int] = ()) -> Call:
         """Send a request that the service answers. Never waits; without a session the call has failed already. The

@@ -272,7 +272,8 @@ class AttachedEngine:
     @property
     def has_events(self) -> bool:
         """Whether the service of this session is one that can be asked for events."""
-        return self._connection.knows(Kind.READ_EVENTS)
+        welcome = self._connection.welcome
+        return welcome is not None and welcome.knows(Kind.READ_EVENTS)
 
     def read_events(self, after: int = 0) -> Answer[EventPage]:
         """Ask what was stored in the session's namespace, by any engine, and removed from it, after the cursor of an

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, Self, cast
 
 from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
 from kvstow.attach.jsonobject import JsonObject, parse_object
-from kvstow.attach.kinds import VERSIONS, Kind, Role, VersionRange
+from kvstow.attach.kinds import RULES, VERSIONS, Kind, Role, VersionRange
 from kvstow.errors import InvalidRequestError, ProtocolError
 
 
@@ -105,6 +105,10 @@ class Welcome:
     pool: str = ""
     namespace: str = ""
     sharing_off: tuple[str, ...] = field(default=())
+
+    def knows(self, kind: Kind) -> bool:
+        """Whether the session's version has this kind of frame: the service may be older than this client."""
+        return self.version >= RULES[kind].since
 
     def pack(self) -> bytes:
         return _dump(vars(self))

@@ -149,8 +149,8 @@ class WorkerCalls:
             self._pool.keep(kept)
 
     def _offer(self) -> list[Call]:
-        held = list(self._pool.held_extents())
-        if held and self.deposits.held and self._connection.knows(Kind.RETURN):
+        held, welcome = list(self._pool.held_extents()), self._connection.welcome
+        if held and self.deposits.held and welcome is not None and welcome.knows(Kind.RETURN):
             self._connection.tell(ReturnedDescriptors(tuple(self.deposits.held)), list(self.deposits.held.values()))
         calls = []
         for start in range(0, len(held), MAX_FDS):

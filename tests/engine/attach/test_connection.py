@@ -6,7 +6,6 @@ import os
 import select
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,20 +138,6 @@ def test_it_attaches_and_calls(client: Client, service: FakeService) -> None:
     assert call.answer(Found) == Found(7, ((0, 1),))
     (pushed,) = connection.poll()
     assert pushed.kind == Kind.SETTLED
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_what_the_service_knows_is_a_matter_of_its_version(client: Client, service: FakeService, version: int) -> None:
-    connection = client.connection
-    assert not connection.knows(Kind.LOOKUP)
-    connection.poll()
-    service.accept()
-    service.send(replace(WELCOME, version=version))
-    connection.poll()
-    assert connection.knows(Kind.LOOKUP)
-    assert connection.knows(Kind.RETURN) == connection.knows(Kind.READ_EVENTS) == (version == 2)
-    connection.disconnect("the test is over")
-    assert not connection.knows(Kind.LOOKUP)
 
 
 def test_a_call_that_is_not_answered_in_time_is_answered_later(client: Client, service: FakeService) -> None:

@@ -219,6 +219,13 @@ def test_the_current_version_and_the_one_before_it_are_spoken() -> None:
     assert max(rule.since for rule in RULES.values()) <= VERSIONS.newest
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_client_asks_the_welcome_what_an_older_service_knows(version: int) -> None:
+    welcome = Welcome(version=version, session_id="s1", service="node")
+    assert welcome.knows(Kind.LOOKUP)
+    assert welcome.knows(Kind.RETURN) == welcome.knows(Kind.READ_EVENTS) == (version == 2)
+
+
 def test_a_kind_comes_only_from_its_senders_and_from_its_version_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal_of(Kind.LOOKUP, "scheduler", 1) is None
     assert refusal_of(Kind.LOOKUP, "worker", 1) == "LOOKUP does not come from a worker"

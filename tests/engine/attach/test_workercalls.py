@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from kvstow.attach.extentcalls import (
     RevokedExtents,
 )
 from kvstow.attach.frames import Frame
-from kvstow.attach.kinds import RULES, VERSIONS, Kind
+from kvstow.attach.hello import Welcome
+from kvstow.attach.kinds import VERSIONS, Kind
 from kvstow.attach.workercalls import GAP_SECONDS, REPORT_SECONDS, WorkerCalls
 from kvstow.errors import AttachError
 from kvstow.memory.mappedpool import HeldExtent
@@ -32,10 +34,7 @@ class Wire:
     def __init__(self) -> None:
         self.said: list[Any] = []
         self.calls: list[Call] = []
-        self.version = VERSIONS.newest
-
-    def knows(self, kind: Kind) -> bool:
-        return RULES[kind].since <= self.version
+        self.welcome = Welcome(version=VERSIONS.newest, session_id="s1", service="test")
 
     def tell(self, message: Any, fds: Sequence[int] = ()) -> bool:
         self.said.append(message)
@@ -183,7 +182,7 @@ def test_what_is_held_for_the_next_service_is_returned_before_memory_if_that_ser
 ) -> None:
     read_end, write_end = os.pipe()
     calls.deposits.put(["journal", "worker-a/0"], [read_end, write_end], replaces=True)
-    rank.held, wire.version = [1], version
+    rank.held, wire.welcome = [1], replace(wire.welcome, version=version)
     calls.begin_session()
     calls.advance()
     assert [type(message) for message in wire.taken()] == [*said, HandedBackExtents]
