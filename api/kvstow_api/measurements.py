@@ -22,7 +22,8 @@ class HostMemory(NamedTuple):
 
 
 class OrphanedMemory(NamedTuple):
-    """Memory of a node service that is taken although no service uses it. `words` say who has it and what to do."""
+    """Memory of a node service that is taken although no service uses it. `words` say who has it and what to do.
+    `num_bytes`: without what was counted for another process."""
 
     words: str
     num_bytes: int

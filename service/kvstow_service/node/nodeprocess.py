@@ -165,7 +165,7 @@ def public_settings(settings: Settings) -> dict[str, Any]:
 
 def _orphaned_memory() -> list[OrphanedMemory]:
     """What no service on this machine uses, as far as this one sees."""
-    return [OrphanedMemory(one.sentence, one.num_bytes) for one in find_orphaned_memory(running_services())]
+    return [OrphanedMemory(one.sentence, one.added_bytes) for one in find_orphaned_memory(running_services())]
 
 
 def _announce(settings: Settings, plan: _Plan, sockets: AdminSockets) -> None:

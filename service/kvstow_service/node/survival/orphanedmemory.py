@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvstow.bytesize import format_size
 from kvstow.memory.extents import EXTENT_NAME
+from kvstow_api.numberformat import counted
 from kvstow_service.node.survival.keeper import PROCESS_NAME
 
 _LINK = f"/memfd:{EXTENT_NAME} (deleted)"
@@ -23,12 +24,14 @@ _Extents = dict[tuple[int, int], int]
 @dataclass(frozen=True, slots=True)
 class OrphanedMemory:
     """A process that keeps extents alive. `num_bytes`: what they take, without those that the process has only mapped,
-    whose size is not shown."""
+    whose size is not shown. `added_bytes`: without those of processes before it in the list, so that the sum is right.
+    """
 
     pid: int
     command: str
     num_extents: int
     num_bytes: int
+    added_bytes: int
 
     @property
     def is_keeper(self) -> bool:
@@ -37,7 +40,7 @@ class OrphanedMemory:
     @property
     def sentence(self) -> str:
         """What it is, and what to do."""
-        extents = f"{self.num_extents} extents" + (f" ({format_size(self.num_bytes)})" if self.num_bytes else "")
+        extents = counted(self.num_extents, "extent") + (f" ({format_size(self.num_bytes)})" if self.num_bytes else "")
         if self.is_keeper:
             return (
                 f"the keeper with pid {self.pid} holds {extents} and no service is connected to it; it ends after "
@@ -59,10 +62,14 @@ def find_orphaned_memory(in_use: Collection[int], *, proc: Path = Path("/proc"))
     if not suspects:
         return []
     found = []
+    before: _Extents = {}
     for pid, extents in sorted(_unused(in_use, proc).items()):
-        sizes = [num_bytes for extent, num_bytes in extents.items() if extent in suspects]
+        sizes = {extent: num_bytes for extent, num_bytes in extents.items() if extent in suspects}
         if sizes:
-            found.append(OrphanedMemory(pid, _command(proc / str(pid)), len(sizes), sum(sizes)))
+            added = sum(num_bytes for extent, num_bytes in sizes.items() if not before.get(extent))
+            before |= {extent: num_bytes for extent, num_bytes in sizes.items() if num_bytes}
+            command = _command(proc / str(pid))
+            found.append(OrphanedMemory(pid, command, len(sizes), sum(sizes.values()), added))
     return found
 
 

@@ -59,7 +59,7 @@ def test_a_keeper_without_a_service_is_named(tmp_path: Path, extent: Extent) -> 
         orphan = found(os.getpid())[pid]
         assert (orphan.num_extents, orphan.num_bytes, orphan.is_keeper) == (1, 4096, True)
         assert orphan.sentence == (
-            f"the keeper with pid {pid} holds 1 extents (4 KiB) and no service is connected to it; it ends after "
+            f"the keeper with pid {pid} holds 1 extent (4 KiB) and no service is connected to it; it ends after "
             f"--keep-timeout, or at once with: kill {pid}"
         )
     finally:
@@ -78,7 +78,7 @@ def test_an_engine_that_has_mapped_it_only_is_named(extent: Extent) -> None:
         extent.close()
         orphan = found(os.getpid())[engine.pid]
         assert (orphan.num_extents, orphan.num_bytes) == (1, 0)
-        assert "holds 1 extents of a service that is gone" in orphan.sentence
+        assert "holds 1 extent of a service that is gone" in orphan.sentence
         engine.communicate()
     assert engine.pid not in found()
 
@@ -116,3 +116,13 @@ def test_an_extent_that_a_service_makes_during_the_look_is_no_orphan(
     assert find_orphaned_memory([service], proc=tmp_path) == []
     assert looks.count(str(keeper)) == 2
     assert [one.num_bytes for one in find_orphaned_memory([], proc=tmp_path)] == [4096, 4096]
+
+
+def test_an_extent_that_several_processes_have_is_added_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extents = {"1": {(0, 7): 0}, "2": {(0, 7): 4096, (0, 8): 4096}, "3": {(0, 8): 4096}}  # the first has only mapped it
+    for pid in extents:
+        (tmp_path / pid).mkdir()
+    monkeypatch.setattr(orphanedmemory, "extents_of", lambda process: extents[process.name])
+    orphans = find_orphaned_memory([], proc=tmp_path)
+    assert [one.num_bytes for one in orphans] == [0, 8192, 4096]
+    assert [one.added_bytes for one in orphans] == [0, 8192, 0]
