@@ -217,6 +217,7 @@ class FleetTier:
         if not self._is_on():
             return
         assert self.fingerprint is not None
+        self._writes.sort_out()  # also while nothing is put: what waits stays bounded
         if self._breaker.wants_probe():
             self._lookups.probe(self.fingerprint)
             self._asked += 1

@@ -43,8 +43,8 @@ class Gate:
 
 class ControlledStore(MemoryStore):
     """A `MemoryStore` whose calls wait at a gate, and fail, as the test says. `error`: what each call raises.
-    `put_status` and `get_status`: what becomes of an object, by its name, instead of what would. `batches` has the
-    number of objects of each call."""
+    `put_status` and `get_status`: what becomes of an object, by its name, instead of what would. `max_answers`: a
+    lookup gets no more answers than that. `batches` has the number of objects of each call."""
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         super().__init__(capacity_bytes)
@@ -52,6 +52,7 @@ class ControlledStore(MemoryStore):
         self.error: Exception | None = None
         self.put_status: Callable[[ObjectName], PutStatus | None] = lambda name: None
         self.get_status: Callable[[ObjectName], GetStatus | None] = lambda name: None
+        self.max_answers: int | None = None
         self.batches: list[tuple[str, int]] = []
 
     def open_transfers(self, rank: int) -> ControlledTransfers:
@@ -94,4 +95,4 @@ class ControlledLookups(MemoryLookups):
         store.lookups.pass_through()
         if store.error is not None:
             raise store.error
-        return super().exists(names, timeout)
+        return super().exists(names, timeout)[: store.max_answers]

@@ -100,7 +100,10 @@ class LookupThread:
         error: str | None = None
         found = [False] * len(names)
         try:
-            found = self._client.exists(names, self._timeout)
+            answer = self._client.exists(names, self._timeout)
+            if len(answer) != len(names):
+                raise ValueError(f"the store gave {len(answer)} answers for {len(names)} objects")
+            found = answer
         except TierUnavailableError as outage:
             error = str(outage)
         except Exception as defect:

@@ -41,11 +41,12 @@ class WritePolicy:
     @property
     def has_work(self) -> bool:
         """Whether anything waits to be put, or may have to be."""
-        return bool(self._queue or (self._noted and self.mode != "back"))
+        return bool(self._queue or self._noted)
 
     def note_stored(self, keys: Sequence[bytes]) -> None:
         """These blocks have just become visible in the pool."""
-        self._noted.append((True, keys))
+        if self.mode != "back":
+            self._noted.append((True, keys))
 
     def note_used(self, keys: Sequence[bytes]) -> None:
         """A request has found these blocks in the pool."""
@@ -65,26 +66,27 @@ class WritePolicy:
 
     def take(self, count: int) -> list[bytes]:
         """Up to `count` blocks to put now."""
-        self._sort_out()
+        self.sort_out()
         if self._clock() < self._paused_until:
             self.dropped += len(self._queue)
             self._queue.clear()
             return []
         return [self._queue.popitem(last=False)[0] for _ in range(min(count, len(self._queue)))]
 
-    def forget(self) -> None:
-        """Nothing that was noted until now is to be put."""
-        self._noted.clear()
-        self._queue.clear()
-        self._uses.clear()
-
-    def _sort_out(self) -> None:
+    def sort_out(self) -> None:
+        """Queue what was noted, within the bounds of the queue. Call it in each step in which nothing is taken."""
         while self._noted:
             is_store, keys = self._noted.popleft()
             if self.mode == "through" and is_store:
                 self._enqueue(keys)
             elif self.mode == "selective":
                 self._enqueue([key for key in keys if self._use(key) == 2])
+
+    def forget(self) -> None:
+        """Nothing that was noted until now is to be put."""
+        self._noted.clear()
+        self._queue.clear()
+        self._uses.clear()
 
     def _use(self, key: bytes) -> int:
         uses = self._uses[key] = self._uses.get(key, 0) + 1

@@ -269,6 +269,7 @@ def test_an_outage_leaves_the_store_alone_until_it_answers_a_probe(node: TieredN
     node.run_all()
     node.fleet.step()
     assert node.fleet.is_idle, "what waits to be put has to wait"
+    assert node.fleet.status().waiting_blocks == 2, "in the queue, which is bounded"
     asked = len(node.store_of_names.batches)
     for _ in range(3):
         clock.advance(1.6)

@@ -91,6 +91,19 @@ def test_no_answer_means_that_nothing_was_found(
     assert results(lookups, 1, eventually)[0].error is None, "the thread goes on"
 
 
+def test_too_few_answers_are_none(
+    lookups: LookupThread, table: LookupTable, store: ControlledStore, eventually: Eventually
+) -> None:
+    store.max_answers = 1
+    table.presence(KEYS)
+    lookups.ask(name_of)
+    (result,) = results(lookups, 1, eventually)
+    assert "1 answers for 2 objects" in (result.error or "")
+    assert table.presence(KEYS) == [False, False]
+    lookups.probe("f")
+    assert results(lookups, 1, eventually)[0].error is None, "the thread goes on"
+
+
 def test_a_probe_asks_for_one_object(lookups: LookupThread, store: ControlledStore, eventually: Eventually) -> None:
     lookups.probe("f")
     (result,) = results(lookups, 1, eventually)

@@ -43,6 +43,7 @@ def test_back_puts_nothing_by_itself() -> None:
     back = policy("back")
     back.note_stored([A])
     back.note_used([A])
+    assert not back.has_work, "nobody would take it"
     assert back.take(9) == []
     assert not back.has_work
 
@@ -53,6 +54,16 @@ def test_the_oldest_block_is_dropped_for_a_new_one() -> None:
     through.note_stored([C, D])
     assert through.take(9) == [B, C, D]
     assert through.dropped == 1
+
+
+def test_what_is_noted_while_nothing_is_taken_is_bounded() -> None:
+    through = policy("through")
+    for number in range(5):
+        through.note_stored([bytes([number])])
+        through.sort_out()
+    assert len(through) == 3
+    assert through.dropped == 2
+    assert through.take(9) == [b"\2", b"\3", b"\4"]
 
 
 def test_while_the_store_is_full_blocks_are_dropped_and_the_pauses_grow() -> None:
