@@ -46,7 +46,7 @@ def host_readiness(directory: Directory, pool: HostedPool | None = None) -> Read
 
 
 def _node_state(directory: Directory, pools: list[tuple[str, EngineState, str]]) -> tuple[EngineState, str]:
-    """A node serves whatever a single pool does; its memory grows beside it."""
+    """A node serves other pools while one is starting or pinning, so only a degraded or stopped pool counts."""
     drain, memory = directory.switches.drain_status, directory.memory()
     if drain.active:
         return "draining", f"an operator drains the node (mode {drain.mode})"

@@ -66,8 +66,8 @@ class EmbeddedChecks:
 
 
 class NodeChecks:
-    """Of a node: what one engine does fails no probe, because the others are served all the same. So the checks of
-    sessions and pools are informational, but for what only a restart of the service repairs."""
+    """Of a node. A fault of one engine fails no probe, because the service still serves the others: checks of sessions
+    are informational. A fault that only a restart of the service repairs does fail one."""
 
     def __init__(self, host: ApiHost) -> None:
         self._host, self._directory = host, host.directory

@@ -10,7 +10,7 @@ from kvstow_api.views import FindingView
 
 SHARE_RATIO = 0.5
 _PIN_FIXES = {
-    "memlock": "raise RLIMIT_MEMLOCK of the process, or disable locking (--no-lock)",
+    "memlock": "raise RLIMIT_MEMLOCK of the process, or set lock to false in kv_connector_extra_config",
     "cgroup_limit": "raise the memory limit of the container or shrink the pool, then retry pinning",
     "out_of_memory": "free memory on the machine or shrink the pool, then retry pinning",
     "hugepages": "reserve more 2 MiB pages on the node (sysctl vm.nr_hugepages) and for the pod (hugepages-2Mi), or "

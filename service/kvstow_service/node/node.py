@@ -44,11 +44,11 @@ class NodeSettings:
     """Sizes are in bytes, times in seconds.
 
     `memory_bytes`: the budget over all pools and ranks, a multiple of 2 MiB, as is `extent_bytes`. `attach_group`: the
-    group that may write to the socket, besides the service's user. `populate_chunk_bytes` are populated at once, then
-    others have the machine for `populate_pause`. `trust_eof`: processes whose end cannot be seen count as ended so long
-    after their connection; None refuses them. `state`: the folder of the keeper, with which everything survives a crash
-    of this process; None for no keeper. It holds the memory for `keep_timeout` without a service; None: others start
-    the keeper, and this process waits for it. `keep_on_stop`: leave the memory with it in `close`, too.
+    group that may write to the socket, besides the service's user. `populate_chunk_bytes` are populated at a time,
+    with pauses of `populate_pause`. `trust_eof`: a process whose end cannot be seen counts as ended this long after its
+    connection; None refuses such processes. `state`: the folder of the keeper, with which everything survives a crash
+    of this process; None for no keeper. `keep_timeout`: how long the keeper holds the memory without a service; None if
+    others start the keeper. `keep_on_stop`: leave the memory with the keeper in `close`, too.
     """
 
     memory_bytes: int

@@ -65,8 +65,8 @@ class NodeRecovery:
 
     def adopt(self, kept: dict[str, Held], later: Callable[[Callable[[], object]], object]) -> bool:
         """Take up a pool that engines have handed back, while the node runs: on the thread of its memory. Takes over
-        the descriptors. The sessions of before are restored when what `later` gets is called, on the attach server's
-        thread. Returns whether there is such a pool now."""
+        the descriptors. The previous service's sessions are restored by the calls that `later` gets, on the attach
+        server's thread. Returns whether there is such a pool now."""
         begun = time.monotonic()
         self._take(kept, JOURNAL_PREFIX, self._take_journal)
         if not self._pools:

@@ -96,7 +96,7 @@ class Keeper:
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self.ended: str | None = None
-        """Why the keeper has ended: "timeout" or "end". None for ever if it stays."""
+        """Why the keeper has ended: "timeout" or "end". Always None with `stays`."""
 
     def step(self, timeout: float | None = None) -> bool:
         """Wait for requests and answer them, for at most `timeout` seconds. False once the keeper has ended."""
