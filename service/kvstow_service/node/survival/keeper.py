@@ -160,10 +160,13 @@ class Keeper:
     def _turn_away(self) -> None:
         """No descriptor is left for the connection, and it would be reported again and again."""
         self._refused += 1
-        os.close(self._spare)
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
         with suppress(OSError):
             self._listener.accept()[0].close()
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        with suppress(OSError):  # if the machine has none, either: what is held matters more
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _disconnect(self, connection: _Connection) -> None:
         fd = connection.socket.fileno()

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import select
 import socket
 import subprocess
 import tempfile
@@ -494,3 +495,35 @@ def test_wrong_arguments_are_answered_by_how_it_is_used(capsys: pytest.CaptureFi
     for arguments in ([], ["x"], ["x", "y"], ["x", "-1"], ["x", "1", "--fork"]):
         assert keeper_module.main(arguments) == 2
     assert "STATE_FOLDER" in capsys.readouterr().err
+
+
+class _Full(socket.socket):
+    """A listener of a process that can have no more descriptors."""
+
+    is_full = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.is_full:
+            raise OSError(errno.ENFILE, "too many open files in system")
+        return super().accept()
+
+
+def test_it_goes_on_when_the_machine_has_no_descriptor_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENFILE, "too many open files in system")
+
+    listener = _Full(fileno=statefolder.listen(folder).detach())
+    listener.setblocking(False)
+    keeper = Keeper(listener, KEEP_TIMEOUT)
+    with statefolder.connect(folder, 5.0), monkeypatch.context() as patch:
+        listener.is_full = True
+        patch.setattr(os, "open", refuse)
+        for _ in range(2):
+            assert keeper.step(0)
+    listener.is_full = False
+    with statefolder.connect(folder, 5.0) as peer:
+        send(peer, {"do": "list", "start": 0}, [])
+        for _ in range(10):  # it accepts both peers, and answers
+            assert keeper.step(0)
+        assert select.select([peer], [], [], 0)[0]
+    keeper.close()
