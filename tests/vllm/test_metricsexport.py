@@ -175,6 +175,7 @@ def test_counters_exist_before_their_first_increment(host: Host, prom: Any, regi
     assert registry.get_sample_value(f"{PREFIX}load_bytes_total", LABELS) == 0
 
 
+@pytest.mark.usefixtures("own_log")
 def test_another_connector_keeps_the_names_that_it_has_registered(
     host: Host, prom: Any, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -71,8 +71,9 @@ class JaxDevice:
     """Moves blocks between the KV arrays in `cell` and `pool`; protocols in `kvstow.devices.base`. It is also the
     `Launcher` of its data plane.
 
-    Made by the host's thread, the one that launches the host's steps: only this thread may launch programs. The pool is
-    borrowed, its slots laid out as `ShardedKV.layout` says. No memory of it is handed to JAX.
+    Made by the host's thread, the one that launches the host's steps: only this thread may launch programs, until
+    another one has called `follow_host`. The pool is borrowed, its slots laid out as `ShardedKV.layout` says. No memory
+    of it is handed to JAX.
 
     `_launching` keeps `close` from overtaking a launch.
     """
@@ -192,8 +193,8 @@ class JaxDevice:
     def _require_host(self) -> None:
         if threading.get_ident() != self._host:
             raise CopyError(
-                f"thread {threading.current_thread().name} may not launch programs; only the thread that has made the "
-                "device may, because programs must be launched in the order of the host's own"
+                f"thread {threading.current_thread().name} may not launch programs; only the thread of the host's "
+                "steps may (see `follow_host`), because programs must be launched in the order of the host's own"
             )
 
 

@@ -52,7 +52,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if groups.has_states and options.lazy_offload:
             raise misuse("lazy_offload", None, "does not work with recurrent layers")
-        self._fails_requests = not groups.is_plain  # and not blocks
+        self._fails_requests = not groups.is_plain  # vLLM understands bad blocks of plain models alone
         self._has_sent_hello = False
         if role == KVConnectorRole.SCHEDULER:
             self._half = self._host = self._make_host(options, process, groups, vllm_config, kv_cache_config)

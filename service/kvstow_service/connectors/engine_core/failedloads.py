@@ -1,4 +1,4 @@
-"""Failed loads that vLLM cannot handle. Only versions before 0.30 need this module."""
+"""Failed loads that the engine cannot handle. Only vLLM before 0.30 and tpu-inference need this module."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ logger = logging.getLogger("kvstow.vllm")
 class FailedLoads:
     """Sends a request whose load failed back to the tokens that it had before. Used by the scheduler's thread.
 
-    Before 0.30 vLLM accepts bad blocks only, and only of models with one KV group. Where that group has a window, vLLM
-    would go on from the first bad block with nothing in the window before it. A request that had nothing on the GPU, or
-    has lost its window, cannot go on: it is held back until it is aborted, as it would read wrong bytes. To keep it the
-    only one, loads are bypassed from then on.
+    Before 0.30 vLLM accepts bad blocks only, and only of models with one KV group. In tpu-inference KVStow reports no
+    more than that. Where that group has a window, vLLM would go on from the first bad block with nothing in the window
+    before it. A request that had nothing on the GPU, or has lost its window, cannot go on: it is held back until it is
+    aborted, as it would read wrong bytes. To keep it the only one, loads are bypassed from then on.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class FailedLoads:
         self._stranded |= stuck
         end = self._control.bypass_loads()
         logger.error(
-            "requests %s wait until they are aborted: their loads failed, and vLLM before 0.30 cannot compute them if "
-            "the model has several KV groups or a window; loads are bypassed until %s",
+            "requests %s wait until they are aborted: their loads failed, and this engine cannot compute them if the "
+            "model has several KV groups or a window; loads are bypassed until %s",
             ", ".join(sorted(stuck)),
             end,
         )

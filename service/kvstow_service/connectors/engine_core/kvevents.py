@@ -22,7 +22,7 @@ from kvstow.results import Awaited
 from kvstow_service.connectors.engine_core.blocknews import BlockSource
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("kvstow.vllm")
 
 MEDIUM, LOCALITY = "CPU", "LOCAL"
 MAX_PLANNED = 65_536

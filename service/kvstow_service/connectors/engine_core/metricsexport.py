@@ -23,7 +23,7 @@ from kvstow_service.connectors.engine_core.offloadmetrics import FAMILY, PREFIX,
 
 _PERIOD = 0.1  # seconds
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("kvstow.vllm")
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Self, get_type_hints
 
 from kvstow.attach.connection import socket_path
 from kvstow.bytesize import parse_size
@@ -175,7 +175,7 @@ class ConnectorOptions:
     allowed_hosts: Annotated[tuple[str, ...], parse_host_names] = ()
 
     @classmethod
-    def parse(cls, extra: Mapping[str, Any] | None) -> ConnectorOptions:
+    def parse(cls, extra: Mapping[str, Any] | None) -> Self:
         """Raises `ConfigError` for an unknown key, a value out of range, or two that contradict each other."""
         parsers = {name: hint.__metadata__[0] for name, hint in get_type_hints(cls, include_extras=True).items()}
         given: dict[str, Any] = {}

@@ -22,9 +22,8 @@ class Step(Protocol):
 
 class PlannedStep(NamedTuple):
     """The ops of one step. `boots[rank]`: the boot that they are for, or none (`ControlPlane.boot_ids`).
-    `load_requests[i]`: the request of
-    `loads.ops[i]`. `lost_loads`: requests whose load has become impossible, though vLLM waits for it, with the
-    GPU blocks that stay unwritten."""
+    `load_requests[i]`: the request of `loads.ops[i]`. `lost_loads`: requests whose load has become impossible, though
+    vLLM waits for it, with the GPU blocks that stay unwritten."""
 
     number: int
     boots: tuple[str | None, ...]

@@ -1,5 +1,5 @@
 """KVStow in tpu-inference: name `TPUOffloadConnector` as `kv_connector` and this package as `kv_connector_module_path`.
-tpu-inference accepts no other name.
+tpu-inference accepts four names only, and this is one of them.
 
 The class is imported on first access, because most of the package works without vLLM.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from kvstow.errors import ConfigError
 from kvstow_service.connectors.engine_core.kvgroups import KVGroups
@@ -26,13 +26,11 @@ class TPUOptions(ConnectorOptions):
     bytes_in_flight: Annotated[int, size] = 512 << 20
 
     @classmethod
-    def parse(cls, extra: Mapping[str, Any] | None) -> TPUOptions:
+    def parse(cls, extra: Mapping[str, Any] | None) -> Self:
         for key, why in _OF_TENSORS.items():
             if (extra or {}).get(key) is not None:
                 raise misuse(key, None, why)
-        options = super(TPUOptions, cls).parse(extra)
-        assert isinstance(options, TPUOptions)
-        return options
+        return super(TPUOptions, cls).parse(extra)  # `super()` fails: with slots, the class is made anew
 
 
 def require_supported(config: Any) -> None:
@@ -59,5 +57,7 @@ def require_supported(config: Any) -> None:
 
 def require_kept(groups: KVGroups) -> None:
     """Raises `ConfigError` for KV groups that are no plain arrays in tpu-inference."""
-    if groups.has_states or groups.num_scratch:
+    if groups.has_states:
         raise ConfigError("the model's KV cache", "recurrent states", "attention layers only, on TPUs")
+    if groups.num_scratch:
+        raise ConfigError("the model's KV cache", "scratch groups", "attention layers without them, on TPUs")

@@ -23,7 +23,7 @@ REFUSALS: Final = TRANSIENT_REFUSALS | {
     "uid",
     "version",
 }
-"""Why the service refuses engines. Another reason, of a newer service, counts as `other`."""
+"""Why the service refuses engines at the hello. Any other reason counts as `other`."""
 
 _UNSHARED: Final = ("hashes_not_reproducible", "lora_names_not_unique", "weights_unknown")
 

@@ -52,14 +52,12 @@ def test_another_platform_is_told_which_connector_is_its_own() -> None:
         require_supported(SimpleNamespace(parallel_config=None))
 
 
-def test_recurrent_states_are_refused() -> None:
+def test_recurrent_states_and_scratch_groups_are_refused() -> None:
     require_kept(KVGroups((KVGroup(0, 16, 1),), 16))
-    for groups in (
-        KVGroups((KVGroup(0, 16, 1), KVGroup(1, 16, 1, is_state=True)), 16),
-        KVGroups((KVGroup(0, 16, 1),), 16, num_scratch=1),
-    ):
-        with pytest.raises(ConfigError, match="attention layers only, on TPUs"):
-            require_kept(groups)
+    with pytest.raises(ConfigError, match="is 'recurrent states'; allowed: attention layers only, on TPUs"):
+        require_kept(KVGroups((KVGroup(0, 16, 1), KVGroup(1, 16, 1, is_state=True)), 16))
+    with pytest.raises(ConfigError, match="is 'scratch groups'; allowed: attention layers without them, on TPUs"):
+        require_kept(KVGroups((KVGroup(0, 16, 1),), 16, num_scratch=1))
 
 
 @pytest.mark.parametrize("key", ["attach", "weights_id", "attach_require_sharing", "copy_strategy"])
