@@ -130,8 +130,8 @@ class SessionLife:
                 self.process_ended(member)
 
     def _is_same(self, member: Member, peer: Peer) -> bool:
-        """Whether the peer is the member's process. Of a member of the service before whose pidfd nobody has, only its
-        process has the session's token."""
+        """Whether the peer is the member's process. If nobody has the pidfd of a worker of the previous service, the
+        session's token identifies it: only its own process has that."""
         if member.peer.pidfd is None and self._trust_eof is None:
             return member.peer.uid == peer.uid
         return member.peer.is_same_process(peer)
@@ -152,8 +152,8 @@ class SessionLife:
                 self._trust_later(member)
             else:
                 logger.warning(
-                    "session %s: nobody can see when %s ends, so its memory stays in use: start the service with "
-                    "--trust-eof, as the one before was",
+                    "session %s: the service cannot see when %s ends, so its memory stays in use until that process "
+                    "attaches again; if the process has ended, restart the service with --trust-eof",
                     *(session_id, described(member)),
                 )
 
