@@ -240,6 +240,10 @@ class ChildChannel:
             except OSError as error:
                 with self._changed:
                     self._problem = f"no process can be started: {error}"
+            except Exception as error:
+                _log.exception("Mooncake, %s: unexpected error", self._purpose)
+                with self._changed:
+                    self._problem = repr(error)
             self._pause()
 
     def _host(self, child: Child) -> None:
@@ -249,18 +253,28 @@ class ChildChannel:
             self._starts += 1
             self._starting = child
             is_closed = self._is_closed
-        if not is_closed and self._connect(child):
-            _log.info("Mooncake, %s: process %d is connected", self._purpose, child.pid)
+        try:
+            if not is_closed and self._connect(child):
+                _log.info("Mooncake, %s: process %d is connected", self._purpose, child.pid)
+                self._watch(child)
+        finally:
+            child.kill()
+            with self._changed:
+                self._starting = None
+                self._changed.wait_for(lambda: self._users == 0)
+            child.close()
+        if not self._is_closed:
+            _log.warning("Mooncake, %s: %s", self._purpose, self._problem)
+
+    def _watch(self, child: Child) -> None:
+        """Returns when the child has ended."""
         with self._changed:
             self._starting = None
             while self._child is child and not child.has_ended():
                 self._changed.wait(_LOOK_SECONDS)
-            if self._child is child:
-                self._child, self._problem = None, f"process {child.pid} ended: {child.describe_end()}"
-            self._changed.wait_for(lambda: self._users == 0)
-        if not self._is_closed:
-            _log.warning("Mooncake, %s: %s", self._purpose, self._problem)
-        child.close()
+            nobody_has_noticed = self._child is child
+        if nobody_has_noticed:
+            self._end(child, "ended")
 
     def _connect(self, child: Child) -> bool:
         """Whether the child is connected and has all memory."""

@@ -20,6 +20,7 @@ from kvstow_service.tiers.mooncake.lane import Lane, make_lane
 
 _MODULE = "kvstow_service.tiers.mooncake.storechild"
 _LAST_LINES = 3
+_LAST_LINES_SECONDS = 1.0  # if another process has inherited the pipe, it stays open
 
 # What an operator has set stays.
 _SETTINGS = {
@@ -95,13 +96,13 @@ class ChildProcess:
         """Kill the process and let go of its lanes, which no thread may use any more. Idempotent."""
         self.kill()
         self._close_lanes()
-        self._reader.join()
+        self._reader.join(_LAST_LINES_SECONDS)
 
     def describe_end(self) -> str:
         """How the process has ended, and what it said last. Only after `kill`, or once `has_ended`."""
         status = self._process.returncode
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        self._reader.join()
+        self._reader.join(_LAST_LINES_SECONDS)
         return "; ".join([how, *self._last_lines])
 
     def _close_lanes(self) -> None:

@@ -203,6 +203,23 @@ def test_pauses_double_until_a_call_succeeds() -> None:
     assert [pause_after(starts) for starts in (0, 1, 2, 3, 4, 100)] == [0.0, 0.0, 0.5, 1.0, 2.0, 15.0]
 
 
+def test_an_unexpected_error_ends_the_process_and_another_one_starts(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(message: Connect, timeout: float) -> None:
+        raise ZeroDivisionError("defect")
+
+    def prepare(child: FakeChild) -> None:
+        if not stage.children:
+            child.connect = fail  # type: ignore[method-assign]
+
+    stage.prepare = prepare
+    stage.open()
+    assert stage.call().result(SECONDS) == (7,)
+    assert [child.is_closed for child in stage.children] == [True, False]
+    assert "unexpected" in caplog.text
+
+
 def test_closing_ends_calls(stage: Stage, eventually: Eventually) -> None:
     stage.prepare = lambda child: setattr(child, "hangs", True)
     channel = stage.open()
