@@ -13,6 +13,8 @@ _FIRST_GUESS = 50e6
 _BASE_TIMEOUT = 0.5
 _SLOWER = 4.0
 """A call may be so many times slower than the average."""
+_LONGEST_TIMEOUT = 30.0
+"""A few small calls, whose time is latency, must not give a large one minutes."""
 
 
 class RecentRate:
@@ -57,4 +59,5 @@ class TransferRate:
 
     def timeout(self, num_bytes: int) -> float:
         """Seconds after which a call that moves so many bytes is given up."""
-        return _BASE_TIMEOUT + _SLOWER * num_bytes / (self.bytes_per_second or _FIRST_GUESS)
+        seconds = _BASE_TIMEOUT + _SLOWER * num_bytes / (self.bytes_per_second or _FIRST_GUESS)
+        return min(_LONGEST_TIMEOUT, seconds)

@@ -133,8 +133,8 @@ class LookupClient(Protocol):
 
 
 class TierStore(Protocol):
-    """A store that nodes share. Opening a client waits for nothing: it connects in the background, and connects again
-    after an outage. `name` labels metrics, such as `mooncake`."""
+    """A store that nodes share. Opening a client waits for nothing: it connects in the background or with the first
+    call, and connects again after an outage. `name` labels metrics, such as `mooncake`."""
 
     @property
     def name(self) -> str: ...

@@ -68,8 +68,8 @@ class _Lane:
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._is_closed = False
-        self.problem = "it has not been asked yet"
-        """Why there is no connection; empty if there is one."""
+        self.problem = ""
+        """Why the last call failed; empty if it did not, or if there was none."""
         self.connects = self.timeouts = 0
 
     @contextmanager
@@ -153,7 +153,8 @@ class _Call:
 
 
 class _Client:
-    """What both clients are: a lane for each kind of call, and counters."""
+    """What both clients are: a lane for each kind of call, and counters. They count as connected until a call fails:
+    nobody is to wait for a connection that the first call makes."""
 
     def __init__(self, location: RedisLocation, num_lanes: int) -> None:
         self._lanes = [_Lane(location) for _ in range(num_lanes)]
@@ -164,9 +165,8 @@ class _Client:
     def health(self) -> ClientHealth:
         if self._is_closed:
             return ClientHealth("closed", "it was closed")
-        if any(not lane.problem for lane in self._lanes):
-            return ClientHealth("connected")
-        return ClientHealth("connecting", self._lanes[0].problem)
+        problem = next((lane.problem for lane in self._lanes if lane.problem), "")
+        return ClientHealth("connecting", problem) if problem else ClientHealth("connected")
 
     def stats(self) -> ClientStats:
         return replace(

@@ -41,3 +41,4 @@ def test_a_call_may_take_four_times_the_average_and_half_a_second() -> None:
     assert rate.timeout(50_000_000) == 4.5
     rate.observe(100, 1.0)
     assert rate.timeout(100) == 4.5
+    assert rate.timeout(100_000) == 30.0

@@ -202,6 +202,18 @@ def test_a_store_without_room(
     assert client.get(gets, TIMEOUT) == ["found" if status == "stored" else "missing" for status in statuses]
 
 
+def test_nobody_waits_for_a_connection_that_the_first_call_makes(
+    serve: Callable[..., Server], opened: Callable[..., RedisTransfers], slots: Slots
+) -> None:
+    server = serve()
+    client = opened(server)
+    assert client.health().state == "connected"
+    server.close()
+    with pytest.raises(TierUnavailableError):
+        client.put(objects(slots, 1), TIMEOUT)
+    assert client.health().state == "connecting"
+
+
 def test_a_server_that_hangs_and_comes_back(
     serve: Callable[..., Server], opened: Callable[..., RedisTransfers], slots: Slots
 ) -> None:

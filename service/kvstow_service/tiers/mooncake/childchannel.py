@@ -240,7 +240,7 @@ class ChildChannel:
             except OSError as error:
                 with self._changed:
                     self._problem = f"no process can be started: {error}"
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - no call would ever have a process again
                 _log.exception("Mooncake, %s: unexpected error", self._purpose)
                 with self._changed:
                     self._problem = repr(error)

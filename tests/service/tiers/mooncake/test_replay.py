@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
@@ -106,10 +107,18 @@ def test_the_hit_rate_of_the_production_trace_is_the_simulated_one(make_cluster:
 
 def children() -> list[int]:
     """The processes that this one has started to talk to Mooncake."""
-    found = []
+    found: list[str] = []
     for task in Path("/proc/self/task").iterdir():
-        found += [int(pid) for pid in (task / "children").read_text().split()]
-    return [pid for pid in found if b"storechild" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            found += (task / "children").read_text().split()
+    return [int(pid) for pid in found if talks_to_mooncake(pid)]
+
+
+def talks_to_mooncake(pid: str) -> bool:
+    try:
+        return b"storechild" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def kill_children(cluster: Cluster) -> None:
