@@ -45,6 +45,22 @@ FORBIDDEN = {
     "engine/kvstow/devices/jax": {"torch", "cuda"},
     "api/kvstow_api": {"kvstow_service", "vllm", "torch", "kvstow.memory", "kvstow.devices", "kvstow.testing"},
     "service/kvstow_service": {"kvstow.testing"},
+    "service/kvstow_service/connectors/engine_core": {
+        "torch",
+        "cuda",
+        "kvstow.devices.cuda",
+        "kvstow.devices.jax",
+        "kvstow_service.connectors.vllm",
+        "kvstow_service.connectors.tpu",
+    },
+    "service/kvstow_service/connectors/vllm": {"kvstow.devices.jax", "kvstow_service.connectors.tpu"},
+    "service/kvstow_service/connectors/tpu": {
+        "torch",
+        "cuda",
+        "kvstow.devices.cpu",
+        "kvstow.devices.cuda",
+        "kvstow_service.connectors.vllm",
+    },
     **{
         f"service/kvstow_service/{room}": {f"kvstow_service.{other}" for other in others.split()}
         for room, others in {
@@ -88,8 +104,11 @@ def test_jax_is_imported_by_its_device_and_its_hosts_alone() -> None:
     own = ROOT / "engine" / "kvstow" / "devices" / "jax"
     sources = [path for folder in ("engine", "api", "service") for path in (ROOT / folder).rglob("*.py")]
     users = {path for path in sources if {"jax", "jaxlib"} & {name.split(".")[0] for name in imports_of(path)}}
-    hosts = {"jaxcache.py", "connector.py", "runnercell.py"}  # of a replay, and of tpu-inference
-    assert {path.name for path in users if path.parent != own} == hosts
+    assert {path.relative_to(ROOT).as_posix() for path in users if path.parent != own} == {
+        "service/kvstow_service/replay/jaxcache.py",
+        "service/kvstow_service/connectors/tpu/connector.py",
+        "service/kvstow_service/connectors/tpu/runnercell.py",
+    }
 
 
 def test_mooncake_is_imported_by_a_child_process_alone() -> None:
