@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 
-from kvstow.errors import KvstowError
 from kvstow_service.node.attach.attachserver import AttachServer
 from kvstow_service.node.nodehost import NodeHost
 from kvstow_service.node.noderecovery import NodeRecovery
@@ -33,8 +32,18 @@ class Adoption:
     service before any engine can attach again.
     """
 
-    def __init__(self, keeper: SurvivingMemory, memory: MemoryThread, host: NodeHost, server: AttachServer) -> None:
+    def __init__(
+        self,
+        keeper: SurvivingMemory,
+        memory: MemoryThread,
+        host: NodeHost,
+        server: AttachServer,
+        on_failure: Callable[[str], object],
+    ) -> None:
+        """`on_failure` is called if the service must end: a pool was taken over in part, so slots that processes of the
+        previous service still use may count as free. Its engines stay refused."""
         self._keeper, self._memory, self._host, self._server = keeper, memory, host, server
+        self._on_failure = on_failure
 
     def begin(self, pool: NodePool, handover: Handover, session_ids: Sequence[str]) -> None:
         """On the attach server's thread. Owns the handover from now on."""
@@ -50,27 +59,31 @@ class Adoption:
     def _carry_out(self, pool: NodePool, handover: Handover) -> None:
         """On the memory thread."""
         then: list[Callable[[], object]] = []
+        recovery = NodeRecovery(self._keeper, self._memory, self._host, self._server)
         num_extents, is_adopted = handover.num_extents, False
         try:
             kept = handover.take(pool.identity, self._memory.next_extent)
-            is_adopted = self._adopt(kept, then)
-        except (KvstowError, OSError, ValueError, KeyError, TypeError) as error:
+            is_adopted = self._adopt(recovery, kept, then)
+        except Exception as error:
+            if recovery.has_begun:
+                self._on_failure(f"a pool that engines have handed back was taken over in part only: {error!r}")
+                raise
             logger.warning("%d extents that engines have handed back are given up: %s", num_extents, error)
         finally:
             handover.close()
 
-            def end() -> None:
-                for restore in then:
-                    restore()
-                self._host.end_adoption(pool.identity, is_adopted=is_adopted)
+        def end() -> None:
+            for restore in then:
+                restore()
+            self._host.end_adoption(pool.identity, is_adopted=is_adopted)
 
-            self._server.post(end)
+        self._server.post(end)
 
-    def _adopt(self, kept: dict[str, Held], then: list[Callable[[], object]]) -> bool:
+    def _adopt(self, recovery: NodeRecovery, kept: dict[str, Held], then: list[Callable[[], object]]) -> bool:
         (name,) = (key.removeprefix(JOURNAL_PREFIX) for key in kept if key.startswith(JOURNAL_PREFIX))
         if self._host.find_pool(name) is not None:
             for held in kept.values():
                 os.close(held.fd)
             logger.warning("pool %s, which engines have handed back, is given up: another pool has its name", name)
             return False
-        return NodeRecovery(self._keeper, self._memory, self._host, self._server).adopt(kept, then.append)
+        return recovery.adopt(kept, then.append)

@@ -82,7 +82,7 @@ class Node:
         on_failure: Callable[[str], object] = lambda reason: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_failure` is called with a sentence when a thread has ended by a defect.
+        """`on_failure` is called with a sentence when the service must end, as when a thread has ended by a defect.
         Raises `ConfigError`, or `PinError` when there is no address space."""
         self.settings = settings
         self._on_failure = on_failure
@@ -134,7 +134,7 @@ class Node:
         self._running.callback(self.server.close)
         self._running.callback(self.memory.close)  # before the server, which sends what it has left
         if self._keeper is not None:
-            self.host.adopt = Adoption(self._keeper, self.memory, self.host, self.server).begin
+            self.host.adopt = Adoption(self._keeper, self.memory, self.host, self.server, self._on_failure).begin
             NodeRecovery(self._keeper, self.memory, self.host, self.server).run()
         self._has_started = True
         self.populator.start()

@@ -45,6 +45,11 @@ class NodeRecovery:
         self._pools: dict[str, tuple[NodePool, IndexJournal]] = {}
         self._workers: list[_Worker] = []
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a pool that was taken up, at least in part."""
+        return bool(self._pools)
+
     def run(self) -> int:
         """Returns the number of blocks. What cannot be used is dropped, with a line in the log. 2 s for a million
         blocks. Raises `KeeperError`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -19,12 +20,14 @@ from tests.service.node.rawengine import HELLO, POOL, RawEngine, key_of
 from tests.service.node.survival.test_survival import end_keeper
 
 from kvstow.attach.calls import Hold
+from kvstow.attach.connection import AttachConnection
 from kvstow.attach.extentcalls import AdoptedExtents
 from kvstow.control.indexjournal import IndexJournal
 from kvstow.errors import JournalError
 from kvstow.memfd import identify_memfd
 from kvstow.memory.limits import MemoryLimits
 from kvstow.memory.nodememory import identity_of
+from kvstow_service.node import noderecovery
 from kvstow_service.node.node import Node, NodeSettings
 from kvstow_service.node.noderecovery import NodeRecovery
 from kvstow_service.node.pools.nodepool import NodePool, PoolSettings
@@ -82,7 +85,8 @@ class Pod:
             populate_pause=0,
             state=self.state,
         )
-        self.node = Node(settings, limits=limits)
+        self.failures: list[str] = []
+        self.node = Node(settings, limits=limits, on_failure=self.failures.append)
         self.stack.callback(self.node.close)
         self.node.start()
         return self.node
@@ -200,6 +204,29 @@ def is_given_up(pod: Pod) -> bool:
     heir.store_all(KEYS[:2])
     given_up = sum(len(worker.fds) for worker in pod.engine.workers)
     return pod.node.host.given_up_extents == given_up and found(heir) == 2
+
+
+def test_a_pool_that_is_taken_over_in_part_ends_the_service_and_gets_no_engine(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    pod.replace()
+    monkeypatch.setattr(noderecovery, "recover", fail)
+    heir = pod.attach(heir_of=pod.engine, **pod.settled)
+    for worker, old in zip(heir.workers, pod.engine.workers, strict=True):
+        worker.hand_back(old)
+    heir.wait_for(lambda: pod.failures)
+    assert "taken over in part" in pod.failures[0]
+    fresh = AttachConnection(pod.socket, lambda: HELLO)
+    pod.stack.callback(fresh.close)
+
+    def is_refused() -> bool:
+        fresh.poll(0.01)
+        return fresh.refusal == "adopting"
+
+    pod.eventually(is_refused)
 
 
 def test_nothing_is_taken_while_the_service_before_is_alive(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
