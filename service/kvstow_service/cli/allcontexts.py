@@ -111,15 +111,15 @@ class AllContexts:
 
     @classmethod
     def choose(cls, given: Given, environ: Mapping[str, str]) -> Self:
-        """The contexts of the user's file. Raises `ConfigError` if there are none, and for flags that are about one
-        server: each context has its own."""
+        """The contexts of the user's file. Raises `click.UsageError` if there are none, `ConfigError` for flags that
+        are about one server: each context has its own."""
         for name, value in {"context": given.name, **asdict(given.context)}.items():
             if value:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(flag, value, "nothing with --all-contexts: each context has its own")
         file = ContextFile.read(environ)
         if not file.contexts:
-            raise ConfigError("--all-contexts", str(file.path), "at least one context; `kvstow context set` adds one")
+            raise click.UsageError(f"--all-contexts: {file.path} has no contexts; `kvstow context set` adds one")
         return cls(file.contexts, given.timeout)
 
     def ask(self, question: Callable[[Client], T]) -> Answers[T]:

@@ -79,7 +79,8 @@ def _lines(lines: Sequence[Line], now: NowView, unit: Unit) -> Iterator[str]:
 
 
 def _words(now: float | None, points: Sequence[float], unit: Unit) -> str:
-    return f"now {_figure(now, unit)}  highest {_figure(max(points), unit)}"
+    highest = max(points) if now is None else max(now, *points)
+    return f"now {_figure(now, unit)}  highest {_figure(highest, unit)}"
 
 
 def _figure(value: float | None, unit: Unit) -> str:
