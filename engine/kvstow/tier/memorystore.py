@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from threading import Lock
 
 from kvstow.errors import TierUnavailableError
@@ -18,6 +17,8 @@ from kvstow.tier.store import (
     PutStatus,
     SlotObject,
     check_batch,
+    count_gets,
+    count_puts,
 )
 
 
@@ -121,25 +122,14 @@ class MemoryTransfers(_MemoryClient):
         self._require_open()
         check_batch(objects, self._ranges)
         statuses = [self._store.put(str(one.name), ctypes.string_at(one.address, one.num_bytes)) for one in objects]
-        stored = [one for one, status in zip(objects, statuses, strict=True) if status == "stored"]
-        self._stats = replace(
-            self._stats,
-            put_objects=self._stats.put_objects + len(stored),
-            put_bytes=self._stats.put_bytes + sum(one.num_bytes for one in stored),
-        )
+        self._stats = self._stats.plus(**count_puts(objects, statuses))
         return statuses
 
     def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
         self._require_open()
         check_batch(objects, self._ranges)
         statuses = [self._get(one) for one in objects]
-        found = [one for one, status in zip(objects, statuses, strict=True) if status == "found"]
-        self._stats = replace(
-            self._stats,
-            get_objects=self._stats.get_objects + len(found),
-            get_bytes=self._stats.get_bytes + sum(one.num_bytes for one in found),
-            corrupt_objects=self._stats.corrupt_objects + statuses.count("corrupt"),
-        )
+        self._stats = self._stats.plus(**count_gets(objects, statuses))
         return statuses
 
     def _get(self, one: SlotObject) -> GetStatus:

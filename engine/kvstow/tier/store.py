@@ -26,7 +26,7 @@ defect of the caller; nothing has been touched then.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
 from kvstow.errors import InvalidRequestError
@@ -85,6 +85,10 @@ class ClientStats:
     timeouts: int = 0
     restarts: int = 0
 
+    def plus(self, **more: int) -> ClientStats:
+        """With so much more in these fields."""
+        return replace(self, **{name: getattr(self, name) + by for name, by in more.items()})
+
 
 class TransferClient(Protocol):
     """Moves objects between the store and the memory of one rank."""
@@ -142,6 +146,22 @@ class TierStore(Protocol):
     def open_transfers(self, rank: int) -> TransferClient: ...
 
     def open_lookups(self) -> LookupClient: ...
+
+
+def count_puts(objects: Sequence[SlotObject], statuses: Sequence[PutStatus]) -> dict[str, int]:
+    """What a put adds to fields of `ClientStats`."""
+    stored = [one for one, status in zip(objects, statuses, strict=True) if status == "stored"]
+    return {"put_objects": len(stored), "put_bytes": sum(one.num_bytes for one in stored)}
+
+
+def count_gets(objects: Sequence[SlotObject], statuses: Sequence[GetStatus]) -> dict[str, int]:
+    """What a get adds to fields of `ClientStats`."""
+    found = [one for one, status in zip(objects, statuses, strict=True) if status == "found"]
+    return {
+        "get_objects": len(found),
+        "get_bytes": sum(one.num_bytes for one in found),
+        "corrupt_objects": statuses.count("corrupt"),
+    }
 
 
 def check_batch(objects: Sequence[SlotObject], ranges: Sequence[MemoryRange]) -> None:

@@ -23,6 +23,8 @@ from kvstow.tier.store import (
     PutStatus,
     SlotObject,
     check_batch,
+    count_gets,
+    count_puts,
 )
 from kvstow_service.tiers.redislocation import RedisLocation
 
@@ -186,8 +188,7 @@ class _Client:
 
     def _count(self, **more: int) -> None:
         with self._counting:
-            fields = {name: getattr(self._counts, name) + by for name, by in more.items()}
-            self._counts = replace(self._counts, **fields)
+            self._counts = self._counts.plus(**more)
 
 
 class RedisTransfers(_Client):
@@ -224,8 +225,7 @@ class RedisTransfers(_Client):
                         statuses.append("stored")  # None: it was there
         if statuses and set(statuses) == {"failed"}:
             raise TierUnavailableError(f"Redis refuses to store: {refused}")
-        stored = [one for one, status in zip(objects, statuses, strict=True) if status == "stored"]
-        self._count(put_objects=len(stored), put_bytes=sum(one.num_bytes for one in stored))
+        self._count(**count_puts(objects, statuses))
         return statuses
 
     def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
@@ -243,8 +243,7 @@ class RedisTransfers(_Client):
                 list(call.ask([("UNLINK", *wrong)]))
         if statuses and set(statuses) == {"failed"}:
             raise TierUnavailableError(f"Redis refuses to answer: {refused}")
-        found = [one for one, status in zip(objects, statuses, strict=True) if status == "found"]
-        self._count(get_objects=len(found), get_bytes=sum(one.num_bytes for one in found), corrupt_objects=len(wrong))
+        self._count(**count_gets(objects, statuses))
         return statuses
 
 

@@ -3,84 +3,28 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 
 import pytest
+from tests.service.replay.fleetreplay import PATIENT, SLOT_BYTES, hits_of_an_endless_tier, replay
 
-from kvstow.config import EngineConfig
-from kvstow.control.fleettier import TierSettings
 from kvstow.errors import ConfigError, TierTimeoutError
-from kvstow.stats import SlotCounts
 from kvstow.testing.tier import ControlledStore
 from kvstow.tier.memorystore import MemoryStore
 from kvstow.tier.objectname import ObjectName
-from kvstow.tier.store import GetStatus, PutStatus, TierStore
+from kvstow.tier.store import GetStatus, PutStatus
 from kvstow.tier.writepolicy import WriteMode
-from kvstow_service.replay.driver import blocks_needed
-from kvstow_service.replay.fleet import local_fleet
-from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.place import Place
-from kvstow_service.replay.result import ReplayResult
 from kvstow_service.replay.router import Router, Routing
-from kvstow_service.replay.shapes import even_shape
 from kvstow_service.replay.trace import TraceRequest, read_trace
 
 MOONCAKE = Path(__file__).parents[3].parent / "shared" / "data" / "conversation_trace.jsonl"
-SLOT = 512
-PATIENT = TierSettings(deadline=60.0, lookup_wait=60.0)
-
-
-def replay(
-    requests: Sequence[TraceRequest],
-    store: TierStore | None,
-    settings: TierSettings = PATIENT,
-    *,
-    nodes: int = 3,
-    slots: int = 60,
-    ranks: int = 1,
-    routing: Routing = "prefix",
-) -> ReplayResult:
-    config = EngineConfig(slot_bytes=SLOT, capacity_slots=slots, num_ranks=ranks, block_tokens=512)
-    with local_fleet(
-        config,
-        nodes,
-        routing,
-        store,
-        settings,
-        ReplayOptions(),
-        kv_blocks=blocks_needed(requests, 1),
-        requests=requests,
-        stop=Event(),
-        place=Place("cpu", even_shape(SLOT), "auto"),
-    ) as fleet:
-        result = fleet.run(requests, Event())
-        for node in fleet.nodes:
-            node.session.engine.check_integrity()
-            counts = node.session.engine.stats().pool.slots
-            assert counts == SlotCounts(counts.free, 0, counts.cached, 0, 0, 0), "slots have leaked"
-    assert result.mismatches == 0
-    assert result.verified_bytes == result.loaded_bytes
-    assert result.requests == len(requests)
-    return result
 
 
 @pytest.fixture
 def requests(conversations: list[TraceRequest]) -> list[TraceRequest]:
     """Far enough apart that no node remembers what the store did not have before."""
     return [one._replace(timestamp=10_000.0 * at) for at, one in enumerate(conversations[:100])]
-
-
-def hits_of_an_endless_tier(requests: Sequence[TraceRequest]) -> int:
-    """Each request finds the leading run of what any earlier one had, on whatever node that was."""
-    seen: set[int] = set()
-    hits = 0
-    for request in requests:
-        hits += next((at for at, one in enumerate(request.hash_ids) if one not in seen), len(request.hash_ids))
-        seen.update(request.hash_ids)
-    return hits
 
 
 @pytest.mark.parametrize("routing", ["prefix", "random"])
@@ -118,7 +62,7 @@ def test_less_is_written_with_the_other_policies(requests: list[TraceRequest], w
 
 
 def test_a_small_tier_forgets(requests: list[TraceRequest]) -> None:
-    small = replay(requests, MemoryStore(100 * SLOT))
+    small = replay(requests, MemoryStore(100 * SLOT_BYTES))
     alone = replay(requests, None)
     assert alone.hit_blocks < small.hit_blocks < hits_of_an_endless_tier(requests)
 

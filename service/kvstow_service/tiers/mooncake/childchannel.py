@@ -106,7 +106,7 @@ class ChildChannel:
     def count(self, **more: int) -> None:
         """Add to fields of `stats`."""
         with self._changed:
-            self._stats = replace(self._stats, **{name: getattr(self._stats, name) + by for name, by in more.items()})
+            self._stats = self._stats.plus(**more)
 
     def stats(self) -> ClientStats:
         return self._stats
@@ -209,7 +209,7 @@ class ChildChannel:
         with self._changed:
             if self._child is child:
                 self._child, self._problem = None, problem
-            self._stats = replace(self._stats, timeouts=self._stats.timeouts + timeouts)
+            self._stats = self._stats.plus(timeouts=timeouts)
             self._changed.notify_all()
         return problem
 

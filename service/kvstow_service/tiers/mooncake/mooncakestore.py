@@ -18,6 +18,8 @@ from kvstow.tier.store import (
     PutStatus,
     SlotObject,
     check_batch,
+    count_gets,
+    count_puts,
 )
 from kvstow_service.tiers.mooncake.childchannel import CONTROL, ChildChannel
 from kvstow_service.tiers.mooncake.childmessages import Connect, Delete, Exists, Get, Purge, Put, SlotPart
@@ -83,19 +85,13 @@ class MooncakeTransfers(_Client):
     def put(self, objects: Sequence[SlotObject], timeout: float) -> list[PutStatus]:
         codes = self._move(_PUTS, Put(self._parts(objects)), timeout)
         statuses = [put_status(code) for code in codes]
-        stored = [one for one, status in zip(objects, statuses, strict=True) if status == "stored"]
-        self.channel.count(put_objects=len(stored), put_bytes=sum(one.num_bytes for one in stored))
+        self.channel.count(**count_puts(objects, statuses))
         return statuses
 
     def get(self, objects: Sequence[SlotObject], timeout: float) -> list[GetStatus]:
         codes = self._move(_GETS, Get(self._parts(objects)), timeout)
         statuses = [get_status(code) for code in codes]
-        found = [one for one, status in zip(objects, statuses, strict=True) if status == "found"]
-        self.channel.count(
-            get_objects=len(found),
-            get_bytes=sum(one.num_bytes for one in found),
-            corrupt_objects=statuses.count("corrupt"),
-        )
+        self.channel.count(**count_gets(objects, statuses))
         return statuses
 
     def _move(self, lane: str, request: Put | Get, timeout: float) -> tuple[int, ...]:

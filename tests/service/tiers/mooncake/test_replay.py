@@ -7,24 +7,17 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Event
 
 import pytest
+from tests.service.replay.fleetreplay import hits_of_an_endless_tier, replay
 from tests.service.tiers.mooncake.cluster import Cluster
 
-from kvstow.config import EngineConfig
 from kvstow.control.fleettier import TierSettings
-from kvstow.stats import SlotCounts
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import GetStatus, PutStatus, SlotObject
-from kvstow_service.replay.driver import blocks_needed
-from kvstow_service.replay.fleet import Fleet, local_fleet
+from kvstow_service.replay.fleet import Fleet
 from kvstow_service.replay.generate import TraceShape, generate_trace
-from kvstow_service.replay.pace import ReplayOptions
-from kvstow_service.replay.place import Place
-from kvstow_service.replay.result import ReplayResult
-from kvstow_service.replay.shapes import even_shape
-from kvstow_service.replay.trace import TraceRequest, read_trace
+from kvstow_service.replay.trace import read_trace
 from kvstow_service.tiers.mooncake.mooncakestore import MooncakeLookups, MooncakeStore, MooncakeTransfers
 
 pytestmark = pytest.mark.tier
@@ -56,53 +49,12 @@ class PatientStore(MooncakeStore):
         return PatientLookups(super().open_lookups().channel)
 
 
-def replay(
-    requests: Sequence[TraceRequest],
-    store: MooncakeStore,
-    settings: TierSettings,
-    *,
-    nodes: int,
-    slots: int,
-    slot_bytes: int,
-    ranks: int = 1,
-    on_request: Callable[[Fleet, int], None] = lambda fleet, number: None,
-) -> ReplayResult:
-    config = EngineConfig(slot_bytes=slot_bytes, capacity_slots=slots, num_ranks=ranks, block_tokens=512)
-    with local_fleet(
-        config,
-        nodes,
-        "prefix",
-        store,
-        settings,
-        ReplayOptions(),
-        kv_blocks=blocks_needed(requests, 1),
-        requests=requests,
-        stop=Event(),
-        place=Place("cpu", even_shape(slot_bytes), "auto"),
-    ) as fleet:
-        result = fleet.run(requests, Event(), lambda number: on_request(fleet, number))
-        for node in fleet.nodes:
-            node.session.engine.check_integrity()
-            counts = node.session.engine.stats().pool.slots
-            assert counts == SlotCounts(counts.free, 0, counts.cached, 0, 0, 0), "slots have leaked"
-    assert result.mismatches == 0
-    assert result.verified_bytes == result.loaded_bytes
-    assert (result.requests, result.failed_loads, result.failed_stores) == (len(requests), 0, 0)
-    return result
-
-
 @pytest.mark.skipif(not PRODUCTION.exists(), reason="the production trace is not beside the checkout")
 def test_the_hit_rate_of_the_production_trace_is_the_simulated_one(make_cluster: Callable[..., Cluster]) -> None:
     requests = read_trace(str(PRODUCTION), limit=300)
-    seen: set[int] = set()
-    hits = 0
-    for request in requests:  # what any node has stored is found by all
-        hits += next((at for at, one in enumerate(request.hash_ids) if one not in seen), len(request.hash_ids))
-        seen.update(request.hash_ids)
-    patient = TierSettings(deadline=60.0, lookup_wait=60.0)
     store = PatientStore(make_cluster(2 << 30).location)
-    result = replay(requests, store, patient, nodes=4, slots=500, slot_bytes=64 << 10)
-    assert abs(result.hit_blocks - hits) <= 0.005 * result.blocks
+    result = replay(requests, store, nodes=4, slots=500, slot_bytes=64 << 10)
+    assert abs(result.hit_blocks - hits_of_an_endless_tier(requests)) <= 0.005 * result.blocks
 
 
 def children() -> list[int]:
