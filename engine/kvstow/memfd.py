@@ -58,8 +58,8 @@ def create_memfd(name: str, num_bytes: int, *, reserved_huge_pages: bool = False
 
 
 def forbid_writing(fd: int) -> None:
-    """From now on nobody can write to the memfd, punch holes into it, or map it to write, whoever has it: only mappings
-    that are there go on writing. For memory without F_SEAL_SEAL; needs Linux 5.1. Raises `PinError`."""
+    """From now on no process can write to the memfd, punch holes into it, or map it for writing. Existing mappings stay
+    writable. For memory without F_SEAL_SEAL; needs Linux 5.1. Raises `PinError`."""
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
     except OSError as error:

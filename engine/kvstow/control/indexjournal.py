@@ -135,7 +135,7 @@ class IndexJournal:
 
     @staticmethod
     def look(fd: int) -> Mapping[str, Any]:
-        """The content of a journal that is protected, from whoever it comes; the caller keeps `fd`. Raises
+        """The content of a protected journal. `fd` may come from any process; the caller keeps it. Raises
         `ForeignMemoryError` or `JournalError`."""
         num_bytes = os.fstat(fd).st_size
         require_memfd(fd, JOURNAL_NAME, num_bytes, seals=READ_ONLY_SEALS)
@@ -154,7 +154,7 @@ class IndexJournal:
         return os.fstat(self.fd).st_blocks * 512
 
     def protect(self) -> None:
-        """From now on this object alone can write the journal, whoever else gets it. Raises `PinError`."""
+        """From now on only this object can write to the journal, even if others have the memfd. Raises `PinError`."""
         forbid_writing(self.fd)
         self.is_protected = True
 

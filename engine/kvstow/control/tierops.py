@@ -1,8 +1,8 @@
 """Puts and fetches: ops whose other end is the store of the fleet tier.
 
-A put holds its slots as a load does. Its object of rank 0 is written after those of all other ranks, so that whoever
-finds that one object may expect the others. A fetch fills its slots as a store does: no key is visible before every
-rank holds its bytes, and what a rank did not get is a miss on all of them, with all that follows it.
+A put holds its slots as a load does. Rank 0 writes its object when all other ranks have ended their puts, so a look-up
+that finds rank 0's object may expect the others. A fetch fills its slots as a store does: no key is visible before
+every rank holds its bytes, and what a rank did not get is a miss on all of them, with all that follows it.
 """
 
 from __future__ import annotations

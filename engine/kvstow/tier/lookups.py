@@ -63,7 +63,7 @@ class LookupTable:
             return Question(self._epoch, keys)
 
     def answer(self, question: Question, found: Sequence[bool]) -> None:
-        """The store's answer; whoever could not ask it says that nothing was found."""
+        """The store's answer. If the store could not be asked, the caller passes that nothing was found."""
         with self._lock:
             if question.epoch == self._epoch:
                 self._asked.clear()

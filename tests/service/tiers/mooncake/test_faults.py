@@ -101,7 +101,7 @@ def is_there(pid: int) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or waits for whoever inherited it."""
+    """Whether a process has ended, also if its parent has not reaped it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
