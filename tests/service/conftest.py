@@ -34,7 +34,7 @@ def process_state() -> Iterator[None]:
 
 @pytest.fixture
 def child_environ() -> dict[str, str]:
-    """For processes that find the same modules as the tests, and no settings of whoever runs them."""
+    """For processes that find the same modules as the tests, and none of the settings of the user who runs them."""
     ours = {key: value for key, value in os.environ.items() if not key.startswith("KVSTOW_")}
     return {**ours, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 

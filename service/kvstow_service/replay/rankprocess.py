@@ -18,8 +18,9 @@ from kvstow.errors import KvstowError
 from kvstow.memory.mappedpool import MappedPool
 from kvstow.memory.pinning import PopulateOnly
 from kvstow.messages import StepPlan
+from kvstow_service.replay.cachemaker import make_cache
 from kvstow_service.replay.child import parent_pipe
-from kvstow_service.replay.rankcache import RankCache, make_cache
+from kvstow_service.replay.rankcache import RankCache
 from kvstow_service.replay.remoteranks import (
     Check,
     Checked,

@@ -11,9 +11,9 @@ from kvstow.dataplane import DataPlane
 from kvstow.devices.base import Launcher
 from kvstow.layout import KVLayout
 from kvstow.memory.hostpool import HostPool
+from kvstow_service.replay.cachemaker import make_cache
 from kvstow_service.replay.kv import RankKV
 from kvstow_service.replay.place import ON_CPU, Place
-from kvstow_service.replay.rankcache import make_cache
 from kvstow_service.replay.shapes import even_shape
 
 
