@@ -11,8 +11,9 @@ import jax
 import pytest
 from tests.engine.control.mutants import first_rank_decides
 from tests.jax import test_device
+from tests.jax.cluster import Cluster, Scheduler
 from tests.jax.rank import JaxRank
-from tests.jax.test_processes import STEPS, Cluster, Scheduler, make_cluster
+from tests.jax.test_processes import STEPS, make_cluster
 
 from kvstow.devices.jax.device import JaxDevice
 from kvstow.devices.jax.loadbuffers import PlainBuffer

@@ -1,0 +1,366 @@
+"""Stores and loads of the JAX device as parts of what one large copy reaches, and how long its programs compile.
+
+    python -m bench.jax [copies settings start] [--gib 1] [--out DIR]
+
+On whatever JAX runs on: CUDA, or the CPU, where the limit is `np.copyto` of the same bytes. Blocks are 2 MiB in 32
+layers. "copies": through the pool, from the submission until the host knows that all is done, and the way of
+tpu-inference's own offload, one `device_put` a block. "settings": the same by size of pieces and number of threads.
+"start": the programs of the device compiled in a new process, without and with a compilation cache. Each part runs in a
+process of its own. Writes `jax-PART.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from bench.report import Table, verdict
+
+PARTS = ("copies", "settings", "start")
+LAYERS, PAGE = 32, (16, 16, 128)  # of 2 bytes: 64 KiB
+BLOCK_BYTES = 2 << 20
+BAR, GOAL, UPSTREAM_BAR = 0.5, 0.6, 5.0
+COLD_BAR, WARM_BAR = 20.0, 2.0  # seconds
+
+_ROOT = Path(__file__).parents[1]
+_REPEATS = 7
+_PATIENCE = 60.0  # seconds
+_UPSTREAM_BLOCKS = 64
+
+
+class Bench:
+    """A KV cache on all devices of this process, and pools for its blocks."""
+
+    def __init__(self, num_bytes: int, dtype: str) -> None:
+        import jax
+        import numpy as np
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+        from kvstow.devices.jax import ArrayCell, ShardedKV
+
+        self.jax, self.np = jax, np
+        self.num_blocks = max(8, num_bytes // BLOCK_BYTES)
+        self.num_bytes = self.num_blocks * BLOCK_BYTES
+        self.devices = jax.devices()
+        mesh = Mesh(np.array(self.devices), ("model",))
+        sharding = NamedSharding(mesh, PartitionSpec(None, None, "model"))
+        shape = (self.num_blocks + self.num_blocks // 4, *PAGE)
+        width = np.dtype(dtype).itemsize
+        if width == 1:
+            shape = (*shape[:-1], 2 * shape[-1])
+        made = jax.jit(
+            lambda: [jax.numpy.full(shape, layer, dtype) for layer in range(LAYERS)], out_shardings=[sharding] * LAYERS
+        )
+        self.cell = ArrayCell(jax.block_until_ready(made()))
+        self.kv = ShardedKV.of(self.cell.peek())
+        assert self.kv.layout.slot_bytes == BLOCK_BYTES
+        chance = np.random.default_rng(0)
+        self.blocks = tuple(chance.permutation(shape[0])[: self.num_blocks].tolist())
+        self.slots = tuple(chance.permutation(self.num_blocks).tolist())
+        self._ids = count(1)
+
+    @contextmanager
+    def plane(self, **options: Any) -> Iterator[tuple[Any, Any]]:
+        """A data plane whose pool is populated, and its device."""
+        from kvstow.config import PoolConfig
+        from kvstow.dataplane import DataPlane
+        from kvstow.devices.jax import JaxDevice, JaxOptions
+        from kvstow.memory.hostpool import HostPool
+        from kvstow.memory.pinning import PopulateOnly
+
+        pool = HostPool(PoolConfig(BLOCK_BYTES, self.num_bytes, pause=0.0), PopulateOnly())
+        try:
+            device = JaxDevice(pool, self.cell, JaxOptions(**options))
+        except BaseException:
+            pool.close()
+            raise
+        if device.notice:
+            print(device.notice, flush=True)
+        plane = DataPlane(0, pool, device, launcher=device)
+        try:
+            plane.start()
+            deadline = time.monotonic() + _PATIENCE
+            while pool.pinned_slots < self.num_blocks:
+                assert time.monotonic() < deadline, pool.status()
+                threading.Event().wait(0.01)
+            yield plane, device
+        finally:
+            plane.close()
+
+    def seconds(self, plane: Any, direction: Any, num_blocks: int) -> float:
+        """Of one op."""
+        from kvstow.messages import Op, StepPlan
+
+        op = Op(next(self._ids), direction, self.blocks[:num_blocks], self.slots[:num_blocks])
+        started = time.perf_counter()
+        plane.submit(StepPlan((op,)))
+        while True:
+            plane.drive()
+            for completion in plane.take_completions():
+                if completion.mark == "failed":
+                    raise RuntimeError(completion.error)
+                if completion.mark == "done":
+                    return time.perf_counter() - started
+            plane.wait_completions(0.2e-3)
+
+    def rate(self, plane: Any, direction: Any, num_blocks: int, repeats: int = _REPEATS) -> float:
+        """Bytes a second; the median."""
+        self.seconds(plane, direction, num_blocks)
+        taken = [self.seconds(plane, direction, num_blocks) for _ in range(repeats)]
+        return num_blocks * BLOCK_BYTES / statistics.median(taken)
+
+    def limits(self) -> dict[str, float]:
+        """Bytes a second of one large copy, by direction."""
+        if self.devices[0].platform == "gpu":
+            return _link(self.num_bytes)
+        source, target = (self.np.ones(self.num_bytes, self.np.uint8) for _ in range(2))
+        rate = _rate(lambda: self.np.copyto(target, source), self.num_bytes)
+        return {"store": rate, "load": rate}
+
+    def upstream(self) -> dict[str, float]:
+        """As tpu-inference does it: one program cuts the blocks out, then one `device_put` for each, and back."""
+        jax, np = self.jax, self.np
+        device = self.devices[0]
+        here = jax.sharding.SingleDeviceSharding(device)
+        pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        shards = self.kv.split(self.cell.peek())[0]
+        number = min(_UPSTREAM_BLOCKS, self.num_blocks)
+        blocks = np.array(self.blocks[:number], np.int32)
+
+        def cut(shards: Any, blocks: Any) -> Any:
+            stacked = jax.numpy.stack([shard[blocks] for shard in shards], axis=1)
+            return [jax.lax.optimization_barrier(stacked[block]) for block in range(number)]
+
+        cut_out = jax.jit(cut)
+        saved: list[Any] = []
+
+        def save() -> None:
+            saved[:] = [jax.device_put(block, pinned) for block in cut_out(shards, blocks)]
+            jax.block_until_ready(saved)
+
+        def load() -> None:
+            jax.block_until_ready([jax.device_put(block, here) for block in saved])
+
+        moved = number * BLOCK_BYTES // len(self.devices)
+        return {"store": _rate(save, moved), "load": _rate(load, moved)}
+
+    def pieces(self, plane: Any, device: Any) -> dict[str, float]:
+        """What a store is made of, each piece by itself: gathers with their way to pinned memory, and the copies from
+        there to the pool by number of threads."""
+        from kvstow.devices.jax.rangecopier import Range, RangeCopier
+
+        jax, np = self.jax, self.np
+        chosen = list(self.blocks[: min(self.num_blocks, 8 * device._most)])
+
+        def gather() -> list[Any]:
+            gathered = device.gather(chosen)
+            pieces = list(gathered.launched)
+            assert not gathered.unlaunched
+            jax.block_until_ready([piece.arriving for piece in pieces])
+            return pieces
+
+        found = {"gather and its way to the host": _rate(gather, len(chosen) * BLOCK_BYTES)}
+        columns = [np.ascontiguousarray(c) for piece in gather() for part in piece.arriving for c in part]
+        ranges, target = [], plane.pool.address
+        for column in columns:
+            for row in range(len(column)):
+                size = column.itemsize * column.shape[1]
+                ranges.append(Range(target, column.ctypes.data + row * size, size))
+                target += size
+        ranges = [one for one in ranges if one.target + one.num_bytes <= plane.pool.address + self.num_bytes]
+        moved = sum(one.num_bytes for one in ranges)
+        for threads in (1, 2, 3, 4, 6, 8):
+            if threads <= 2 * (os.cpu_count() or 1):
+                copier = RangeCopier(threads)
+                found[f"host to pool, {threads} threads"] = _rate(partial(copier.copy, ranges), moved)
+                copier.close()
+        return found
+
+
+def _rate(copy: Callable[[], object], num_bytes: int) -> float:
+    copy()
+    taken = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        copy()
+        taken.append(time.perf_counter() - started)
+    return num_bytes / statistics.median(taken)
+
+
+def _link(num_bytes: int) -> dict[str, float]:
+    """Of the first GPU, between memory of the driver's own."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+
+    def call(name: str, *arguments: Any) -> None:
+        status = getattr(cuda, name)(*arguments)
+        if status:
+            raise RuntimeError(f"{name} failed: {status}")
+
+    context, device, host = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_void_p()
+    size = ctypes.c_size_t(num_bytes)
+    call("cuInit", 0)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+    call("cuCtxPushCurrent_v2", context)
+    call("cuMemAlloc_v2", ctypes.byref(device), size)
+    call("cuMemHostAlloc", ctypes.byref(host), size, 0)
+    rates = {
+        "store": _rate(lambda: call("cuMemcpyDtoH_v2", host, device, size), num_bytes),
+        "load": _rate(lambda: call("cuMemcpyHtoD_v2", device, host, size), num_bytes),
+    }
+    call("cuMemFreeHost", host)
+    call("cuMemFree_v2", device)
+    call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+    return rates
+
+
+def copies(num_bytes: int, dtype: str) -> dict[str, Any]:
+    bench = Bench(num_bytes, dtype)
+    limits = bench.limits()
+    sizes = sorted({1, 16, 64, bench.num_blocks})
+    rates: list[dict[str, Any]] = []
+    with bench.plane() as (plane, device):
+        first = {way: bench.seconds(plane, way, bench.num_blocks) for way in ("store", "load")}
+        for number in sizes:
+            rates += [
+                {"blocks": number, "way": way, "rate": bench.rate(plane, way, number)} for way in ("store", "load")
+            ]
+        pieces = bench.pieces(plane, device)
+    limits_after = bench.limits()
+    return {
+        "devices": [str(device) for device in bench.devices],
+        "dtype": dtype,
+        "limits": limits,
+        "limits_after": limits_after,
+        "first_op_seconds": first,
+        "rates": rates,
+        "pieces": pieces,
+        "upstream": bench.upstream(),
+    }
+
+
+def settings(num_bytes: int, dtype: str) -> dict[str, Any]:
+    bench = Bench(num_bytes, dtype)
+    limits, found = bench.limits(), []
+    for piece_mib, threads in ((32, 4), (16, 4), (64, 4), (32, 2), (32, 6), (32, 8), (64, 8), (8, 4)):
+        if threads > 2 * (os.cpu_count() or 1):
+            continue
+        with bench.plane(piece_bytes=piece_mib << 20, copy_threads=threads) as (plane, _):
+            rates = {way: bench.rate(plane, way, bench.num_blocks, 5) for way in ("store", "load")}
+        found.append({"piece_mib": piece_mib, "threads": threads, **rates})
+    return {"limits": limits, "settings": found}
+
+
+def compile_programs(dtype: str) -> float:
+    """Seconds."""
+    bench = Bench(1 << 28, dtype)
+    from kvstow.devices.jax.device import _compiled
+    from kvstow.devices.jax.programs import buckets_up_to
+
+    started = time.perf_counter()
+    _compiled(bench.kv, buckets_up_to(128), packed=bench.devices[0].platform != "cpu")
+    return time.perf_counter() - started
+
+
+def start(dtype: str) -> dict[str, Any]:
+    """All 16 programs of each device."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        kept = {
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+        }
+        for name, environment in (("cold", kept), ("warm", kept)):
+            command = [sys.executable, "-m", "bench.jax", "compile", "--dtype", dtype]
+            process = subprocess.run(command, env=os.environ | environment, check=True, capture_output=True, text=True)
+            found[name] = json.loads(process.stdout.splitlines()[-1])
+    return found
+
+
+def tables(part: str, found: dict[str, Any]) -> list[Table]:
+    if part == "start":
+        bars = {"cold": COLD_BAR, "warm": WARM_BAR}
+        rows = [
+            [name, f"{found[name]:.1f} s", f"{bar:.0f} s, {verdict(found[name] <= bar)}"] for name, bar in bars.items()
+        ]
+        return [Table("The 16 programs of each device", ["compilation cache", "compiled in", "bar"], rows)]
+    limits = found["limits"]
+    if part == "settings":
+        rows = [
+            [f"{one['piece_mib']} MiB", f"{one['threads']}", *(_share(one[way], limits[way]) for way in limits)]
+            for one in found["settings"]
+        ]
+        return [Table("By setting, GB/s and part of the limit", ["pieces", "threads", "store", "load"], rows)]
+    most = max(one["blocks"] for one in found["rates"])
+    rows = [
+        [f"{one['way']}, {one['blocks']} blocks", _share(one["rate"], limits[one["way"]]), _bar(one, most, limits)]
+        for one in found["rates"]
+    ]
+    store = next(one["rate"] for one in found["rates"] if (one["way"], one["blocks"]) == ("store", most))
+    ratio = store / found["upstream"]["store"]
+    rows += [[f"limit, {way}", f"{rate / 1e9:.1f}", ""] for way, rate in limits.items()]
+    rows += [
+        [f"a device_put for each block, {way}", f"{rate / 1e9:.1f}", ""] for way, rate in found["upstream"].items()
+    ]
+    rows += [["store, to one device_put for each block", f"{ratio:.1f} x", f"5 x, {verdict(ratio >= UPSTREAM_BAR)}"]]
+    rows += [[name, f"{rate / 1e9:.1f}", ""] for name, rate in found["pieces"].items()]
+    rows += [[f"first {way}", f"{1e3 * seconds:.0f} ms", ""] for way, seconds in found["first_op_seconds"].items()]
+    return [Table(f"{', '.join(found['devices'])}, {found['dtype']}", ["", "GB/s, part of the limit", "bar"], rows)]
+
+
+def _share(rate: float, limit: float) -> str:
+    return f"{rate / 1e9:.1f}, {rate / limit:.2f}"
+
+
+def _bar(one: dict[str, Any], most: int, limits: dict[str, float]) -> str:
+    share = one["rate"] / limits[one["way"]]
+    return f"{BAR}, {verdict(share >= BAR)}; goal {GOAL}, {verdict(share >= GOAL)}" if one["blocks"] == most else ""
+
+
+def measure(part: str, num_bytes: int, dtype: str) -> dict[str, Any]:
+    if part == "start":
+        return start(dtype)
+    return {"copies": copies, "settings": settings}[part](num_bytes, dtype)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, "compile", []], help="default: copies, settings, start")
+    parser.add_argument("--gib", type=float, default=1.0, help="bytes of the largest op")
+    parser.add_argument("--dtype", default="uint16")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")), metavar="DIR")
+    options = parser.parse_args(argv)
+    if options.parts == ["compile"]:
+        print(compile_programs(options.dtype))
+        return 0
+    if len(options.parts) == 1:
+        (part,) = options.parts
+        found = measure(part, int(options.gib * (1 << 30)), options.dtype)
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / f"jax-{part}.json").write_text(json.dumps(found, indent=1))
+        for table in tables(part, found):
+            print(f"{table.to_markdown()}\n", flush=True)
+        return 0
+    paths = [*(str(_ROOT / name) for name in ("engine", "")), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    shared = ["--gib", f"{options.gib}", "--dtype", options.dtype, "--out", f"{options.out}"]
+    commands = [[sys.executable, "-m", "bench.jax", part, *shared] for part in options.parts or PARTS]
+    return max(subprocess.run(command, env=environment, check=False).returncode for command in commands)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
