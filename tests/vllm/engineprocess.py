@@ -11,9 +11,11 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tests.vllm.engines import SECONDS, Answer, Engine, Prompt, Setup, running
+
+from kvstow.tier.fingerprint import fingerprint
 
 _IDLE_SECONDS = 0.005
 
@@ -67,6 +69,11 @@ class EngineProcess:
         """One of vLLM's own."""
         self._write("metric", name)
         return float(self._read())
+
+    def fingerprint(self) -> str | None:
+        """What other nodes know its blocks by."""
+        self._write("fingerprint")
+        return cast(str | None, self._read())
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
@@ -123,8 +130,16 @@ def _ask(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> Any:
     return [(answer.tokens, [list(each.items()) for each in answer.logprobs], answer.cached) for answer in answers]
 
 
+def fingerprint_of(engine: Engine) -> str | None:
+    """Of an attached engine, whose scheduler is in this process."""
+    host = engine.connector._host
+    hellos = [host._hellos[rank] for rank in sorted(host._hellos)]
+    return fingerprint(host._pool_identity(hellos), host._namespace_identity(), host._fleet_weights).value
+
+
 _COMMANDS: dict[str, Any] = {
     "ask": _ask,
+    "fingerprint": fingerprint_of,
     "forget_gpu": lambda engine: engine.forget_gpu(),
     "metric": lambda engine, name: engine.counter(name),
 }

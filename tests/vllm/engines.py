@@ -260,23 +260,22 @@ def _llm(setup: Setup, socket: Path) -> Any:
     from vllm import LLM
 
     torch.set_num_threads(1)
-    return LLM(
-        model=str(setup.model),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
-        block_size=BLOCK,
-        max_model_len=1024,
-        max_num_seqs=8,
-        max_num_batched_tokens=setup.step_tokens,
-        num_gpu_blocks_override=setup.gpu_blocks,
-        gpu_memory_utilization=0.1,
-        tensor_parallel_size=setup.tp,
-        seed=0,
-        disable_log_stats=False,
-        kv_transfer_config=None if setup.extra is None else transfer_config(setup, socket),
-        **setup.settings,
-    )
+    settings: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "block_size": BLOCK,
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": setup.step_tokens,
+        "num_gpu_blocks_override": setup.gpu_blocks,
+        "gpu_memory_utilization": 0.1,
+        "tensor_parallel_size": setup.tp,
+        "seed": 0,
+        "disable_log_stats": False,
+        "kv_transfer_config": None if setup.extra is None else transfer_config(setup, socket),
+    }
+    return LLM(model=str(setup.model), **(settings | dict(setup.settings)))
 
 
 def transfer_config(setup: Setup, socket: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from kvstow.attach.engine import AttachedEngine
 from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.ticket import SessionTicket
 from kvstow.config import EngineConfig
+from kvstow.errors import ConfigError
 from kvstow.testing.fakes import FakeClock
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import KVStowMetadata, RankHello, RankUpdate
@@ -232,6 +233,12 @@ def test_a_rank_that_sleeps_has_no_session_and_joins_the_next_one_when_it_wakes(
     plane = worker.side.plane
     assert isinstance(plane, AttachedPlane)
     assert plane._ticket.number == 2
+
+
+def test_ranks_on_two_nodes_cannot_attach(bench: Bench) -> None:
+    hellos = [RankHello(rank, PAGE, 0, f"node-{rank}", 0, (RegionIdentity("0", PAGE),)) for rank in range(2)]
+    with pytest.raises(ConfigError, match="attach"):
+        bench.host._make_offload(FakeBlockPool(8), hellos)
 
 
 def test_an_identity_that_cannot_be_found_leaves_vllm_alone(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.vllm.harness.setup import Setup, make_geometry, make_vllm_config
 
-from kvstow.attach.identity import NamespaceIdentity, PoolIdentity, RegionIdentity
-from kvstow.errors import ConfigError
+from kvstow.attach.identity import FleetWeights, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow_service.connectors.engine_core.kvgroups import kv_groups
 from kvstow_service.connectors.engine_core.metadata import RankHello
-from kvstow_service.connectors.vllm import attachidentity
+from kvstow_service.connectors.vllm import attachidentity, weightsid
 
 pytestmark = pytest.mark.vllm
 
@@ -129,6 +129,78 @@ def test_unknown_weights_are_shared_with_nobody(config: Any) -> None:
     assert attachidentity.namespace_identity(config, 16, None).unshared.startswith("weights_unknown: ")
 
 
+def test_scales_of_the_first_requests_are_shared_with_nobody(config: Any) -> None:
+    other_scales(config)
+    assert namespace(config).unshared.startswith("kv_scales_not_fixed: ")
+
+
+def drafter(model: str) -> Any:
+    return SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace(model=model, revision=None))
+
+
+def write_weights(folder: Path, content: str) -> str:
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_text(content)
+    return str(folder)
+
+
+def test_weights_have_one_name_in_the_fleet_wherever_they_lie(config: Any, tmp_path: Path) -> None:
+    names = set()
+    for place, content in (("a", "weights"), ("b", "weights"), ("c", "other weights")):
+        config.model_config.model = write_weights(tmp_path / place / "model", content)
+        names.add(attachidentity.fleet_weights(config, None))
+    assert len(names) == 2
+    assert attachidentity.fleet_weights(config, "v1") == FleetWeights("configured v1 of model")
+
+
+def test_a_drafter_is_named_as_well(config: Any, tmp_path: Path) -> None:
+    config.model_config.model = write_weights(tmp_path / "model", "weights")
+    alone = attachidentity.fleet_weights(config, "v1").weights_id
+    found = {alone}
+    for place, content in (("a", "draft"), ("b", "draft"), ("c", "other draft")):
+        config.speculative_config = drafter(write_weights(tmp_path / place, content))
+        named = attachidentity.fleet_weights(config, "v1").weights_id
+        assert named.startswith(f"{alone} and files ")
+        found.add(named)
+    assert len(found) == 3
+    config.speculative_config = drafter(config.model_config.model)  # the model drafts with its own weights
+    assert attachidentity.fleet_weights(config, "v1").weights_id == alone
+    assert dict(namespace(config).value_settings)["drafter_weights"] == "v1"
+    config.speculative_config = drafter("s3://bucket/drafter")
+    for reason in (attachidentity.fleet_weights(config, "v1").reason, namespace(config).unshared):
+        assert reason.startswith("weights_unknown: nothing identifies the weights of s3://bucket/drafter; take")
+
+
+def test_weights_without_a_name_in_the_fleet_have_a_reason(config: Any, tmp_path: Path) -> None:
+    config.model_config.model = "s3://bucket/model"
+    assert attachidentity.fleet_weights(config, None).reason.startswith("weights_unknown: ")
+    config.model_config.model = write_weights(tmp_path / "model", "weights")
+    config.load_config = SimpleNamespace(load_format="dummy")
+    assert "dummy" in attachidentity.fleet_weights(config, None).reason
+    assert attachidentity.fleet_weights(config, "v1").weights_id
+    config.load_config = SimpleNamespace(load_format="auto")
+    assert attachidentity.fleet_weights(config, None).weights_id
+    config.lora_config = SimpleNamespace()
+    assert attachidentity.fleet_weights(config, "v1").reason.startswith("adapters_not_named: ")
+
+
+def test_weights_that_cannot_be_read_have_a_reason(config: Any, tmp_path: Path) -> None:
+    config.model_config.model = write_weights(tmp_path / "model", "weights")
+
+    def fail(path: Path) -> str:
+        raise OSError("input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weightsid, "digest_of_weights", fail)
+        assert "input/output error" in attachidentity.fleet_weights(config, None).reason
+
+
+def test_dummy_weights_are_others_than_those_of_the_files(config: Any) -> None:
+    here = namespace(config)
+    config.load_config = SimpleNamespace(load_format="dummy")
+    assert namespace(config) != here
+
+
 def pool(setup: Setup, *hellos: RankHello, replicated: bool = False) -> PoolIdentity:
     config = make_vllm_config(setup, "kvstow_service.connectors.vllm", {})
     geometry = make_geometry(setup, config)
@@ -154,8 +226,3 @@ def test_each_layout_is_another_pool() -> None:
     ]
     assert len({each.digest for each in pools}) == len(pools)
     assert pool(Setup("another name", blocks=99), hello()) == pools[0], "the number of GPU blocks does not matter"
-
-
-def test_ranks_on_two_nodes_cannot_attach() -> None:
-    with pytest.raises(ConfigError, match="attach"):
-        pool(Setup("two", ranks=2), hello(), hello(1, node="elsewhere"))

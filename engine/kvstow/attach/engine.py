@@ -36,7 +36,7 @@ from kvstow.attach.eventcalls import EventPage, ReadEvents
 from kvstow.attach.extentcalls import Detach
 from kvstow.attach.frames import Frame
 from kvstow.attach.hello import Hello, Welcome
-from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
+from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.kinds import Kind
 from kvstow.attach.openops import OpenOps
 from kvstow.attach.ticket import SessionTicket, count_of, number_of, unique_id
@@ -93,6 +93,7 @@ class AttachedEngine:
         engine: str,
         pool: PoolIdentity,
         namespace: NamespaceIdentity,
+        fleet_weights: FleetWeights = UNNAMED_WEIGHTS,
         engine_version: str = "",
         wanted_bytes: int = 0,
         require_sharing: bool = False,
@@ -110,6 +111,7 @@ class AttachedEngine:
             pid=os.getpid(),
             pool=pool,
             namespace=namespace,
+            fleet_weights=fleet_weights,
             wanted_bytes=wanted_bytes,
             require_sharing=require_sharing,
         )

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Self, cast
 
-from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
+from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.jsonobject import JsonObject, parse_object
 from kvstow.attach.kinds import RULES, VERSIONS, Kind, Role, VersionRange
 from kvstow.errors import InvalidRequestError, ProtocolError
@@ -16,8 +16,9 @@ from kvstow.errors import InvalidRequestError, ProtocolError
 class Hello:
     """What a process says of itself. `pid` and `host` are for display: the kernel says who it is.
 
-    The scheduler half brings both identities and gets a token, which each worker brings. `wanted_bytes`: memory that
-    the engine would like on this node, over all ranks; 0 for all that there is. `settled_tokens`: sessions that this
+    The scheduler half brings both identities and gets a token, which each worker brings. `fleet_weights` names its
+    weights to other nodes; engines older than the fleet tier do not say. `wanted_bytes`: memory that the engine would
+    like on this node, over all ranks; 0 for all that there is. `settled_tokens`: sessions that this
     process was in and whose copies have all ended in it, so that the service need not wait for its end. A worker whose
     own token is among them joins no session: it has stopped, and gets no answer. `held_extents`: of sessions before,
     which the worker is about to hand back.
@@ -32,6 +33,7 @@ class Hello:
     engine_version: str = ""
     pool: PoolIdentity | None = None
     namespace: NamespaceIdentity | None = None
+    fleet_weights: FleetWeights = UNNAMED_WEIGHTS
     wanted_bytes: int = 0
     require_sharing: bool = False
     token: str = ""
@@ -49,6 +51,7 @@ class Hello:
     def pack(self) -> bytes:
         value = {name: shown for name, shown in vars(self).items() if shown is not None}
         value["versions"] = list(self.versions)
+        value["fleet_weights"] = self.fleet_weights._asdict()
         for name, identity in (("pool", self.pool), ("namespace", self.namespace)):
             if identity is not None:
                 value[name] = identity.to_json()
@@ -69,6 +72,7 @@ class Hello:
         if len(versions) != 2:
             raise InvalidRequestError(f"hello.versions is {list(versions)}; allowed: the oldest and the newest version")
         pool, namespace = value.optional_child("pool"), value.optional_child("namespace")
+        weights = value.optional_child("fleet_weights")
         if role == "scheduler" and (pool is None or namespace is None):
             raise InvalidRequestError("hello of a scheduler needs hello.pool and hello.namespace")
         return cls(
@@ -80,6 +84,7 @@ class Hello:
             engine_version=value.text("engine_version", ""),
             pool=None if pool is None else PoolIdentity.from_json(pool),
             namespace=None if namespace is None else NamespaceIdentity.from_json(namespace),
+            fleet_weights=UNNAMED_WEIGHTS if weights is None else FleetWeights.from_json(weights),
             wanted_bytes=value.whole("wanted_bytes", 0),
             require_sharing=value.flag("require_sharing", False),
             token=value.text("token", ""),

@@ -12,12 +12,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Final, NamedTuple, Self
 
 from kvstow.attach.jsonobject import JsonObject
 
 SLOT_FORMAT = 1
 """How KVStow places pages in a slot (`KVLayout.offsets`)."""
+DRAFTER_WEIGHTS: Final = "drafter_weights"
+"""The setting of `NamespaceIdentity.value_settings` that names a drafter's weights on this node."""
 _NAME_DIGITS = 6
 _MAX_SLUG = 40
 
@@ -165,6 +167,23 @@ class NamespaceIdentity(Identity):
             epoch=value.whole("epoch", 0),
             unshared=value.text("unshared", ""),
         )
+
+
+class FleetWeights(NamedTuple):
+    """What names an engine's weights, the drafter's included, on every node; an empty `weights_id` with the reason, as
+    a sentence, if nothing does. It is no part of an identity: a node knows its own weights by stricter signs."""
+
+    weights_id: str = ""
+    reason: str = ""
+
+    @classmethod
+    def from_json(cls, value: JsonObject) -> Self:
+        """Raises `InvalidRequestError` that names the field."""
+        return cls(value.text("weights_id", ""), value.text("reason", ""))
+
+
+UNNAMED_WEIGHTS: Final = FleetWeights()
+"""Of an engine that does not say."""
 
 
 def slug(text: str) -> str:

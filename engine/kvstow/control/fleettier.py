@@ -26,6 +26,8 @@ from kvstow.tier.writepolicy import WRITE_MODES, WriteMode, WritePolicy
 
 logger = logging.getLogger("kvstow.tier")
 
+NO_NAME = "the weights have no name, by which other nodes could know them"
+"""Why a tier is off, unless the host knows more."""
 _MAX_SEEN = 8
 """Blocks whose uses are remembered, for each slot of the pool."""
 _LEAST_SEEN = 1 << 16
@@ -85,18 +87,20 @@ class FleetTier:
         settings: TierSettings,
         fingerprint: str | None,
         *,
+        off_reason: str = NO_NAME,
         name: str = "",
         clock: Callable[[], float] = time.monotonic,
         hint_clock: Callable[[], float] | None = None,
         on_news: Callable[[], None] | None = None,
     ) -> None:
-        """`fingerprint`: see `ObjectName`; None: the tier is off until `begin_epoch`. `name`: of the store. `client` is
-        closed by `close`. `hint_clock`: by which answers of the store become old, if not by `clock`. `on_news`: see
-        `LookupThread`."""
+        """`fingerprint`: see `ObjectName`; None: the tier is off until `begin_epoch`, for the `off_reason`
+        (`kvstow.tier.fingerprint` gives one of them). `name`: of the store. `client` is closed by `close`.
+        `hint_clock`: by which answers of the store become old, if not by `clock`. `on_news`: see `LookupThread`."""
         config = session.pool.config
         slots = session.pool.capacity
         self._clock, self._settings, self._name = clock, settings, name
         self.fingerprint = fingerprint
+        self._off_reason = off_reason
         most = max(1, min(MAX_BATCH_OBJECTS, MAX_BATCH_BYTES // config.slot_bytes))
         self.traffic = TierTraffic(session, most=most, replicated=settings.replicated)
         self._num_ranks = 1 if settings.replicated else config.num_ranks
@@ -312,10 +316,12 @@ class FleetTier:
     def _is_on(self) -> bool:
         return self.fingerprint is not None and not self._bypassed
 
-    def reset(self) -> None:
+    def reset(self, reason: str = NO_NAME) -> None:
         """Keys mean other bytes from now on, as after new weights: put and fetch nothing until `begin_epoch`. Fetches
-        under way do not become visible. The host removes the blocks of before from the pool."""
+        under way do not become visible. The host removes the blocks of before from the pool. `reason`: what operators
+        read until then."""
         self.fingerprint = None
+        self._off_reason = reason
         self.traffic.cancel_fetches()
         self._writes.forget()
         self._table.forget()
@@ -362,7 +368,7 @@ class FleetTier:
 
     def _reason(self) -> str:
         if self.fingerprint is None:
-            return "the weights have no name, by which other nodes could know them"
+            return self._off_reason
         if self._bypassed:
             return "an operator has switched it off"
         return self._breaker.reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from kvstow.attach.deposits import DepositedDescriptors, DroppedDescriptors, Ret
 from kvstow.attach.eventcalls import BlockChange
 from kvstow.attach.extentcalls import ExtentBytes, ExtentGrant, ExtentSlots, GrantedExtents
 from kvstow.attach.hello import Hello, Refused, Welcome
-from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
+from kvstow.attach.identity import FleetWeights, GroupIdentity, NamespaceIdentity, PoolIdentity, RegionIdentity
 from kvstow.attach.kinds import RULES, VERSIONS, Kind, VersionRange, refusal_of
 from kvstow.attach.payloads import pack_keys, pack_u32s
 from kvstow.errors import AttachRefusedError, ProtocolError
@@ -43,7 +44,14 @@ NAMESPACE = NamespaceIdentity(
     epoch=3,
 )
 HELLO = Hello(
-    role="scheduler", engine="vllm", host="node-1", pid=17, pool=POOL, namespace=NAMESPACE, wanted_bytes=1 << 40
+    role="scheduler",
+    engine="vllm",
+    host="node-1",
+    pid=17,
+    pool=POOL,
+    namespace=NAMESPACE,
+    fleet_weights=FleetWeights("commit 0e9e39f2", "no reason"),
+    wanted_bytes=1 << 40,
 )
 
 MESSAGES: list[Any] = [
@@ -92,6 +100,15 @@ MESSAGES: list[Any] = [
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_comes_back_as_it_was_sent(message: Message) -> None:
     assert type(message).unpack(message.pack()) == message
+
+
+def test_engines_that_do_not_name_their_weights_to_other_nodes_attach_as_well() -> None:
+    """As those do that are older than the fleet tier."""
+    value = json.loads(HELLO.pack())
+    del value["fleet_weights"]
+    older = Hello.unpack(json.dumps(value).encode())
+    assert older == replace(HELLO, fleet_weights=FleetWeights())
+    assert older.namespace == HELLO.namespace
 
 
 def test_every_kind_has_a_message_and_a_rule() -> None:

@@ -367,13 +367,14 @@ def epoch_scenario(node: TieredNode) -> None:
     wait = node.look(KEYS[:3])
     assert not node.fleet.is_over(wait)
     node.store(KEYS[6:8])
-    node.fleet.reset()
+    node.fleet.reset("new weights")
     node.offload.admin.purge(everything=True).run()
     node.run_all()
     node.fleet.step()
     assert node.fleet.is_over(wait)
     assert node.engine.lookup(KEYS) == 0, "a fetch from before the new weights is visible"
-    assert node.fleet.status().state == "off"
+    status = node.fleet.status()
+    assert (status.state, status.reason) == ("off", "new weights")
     node.store(KEYS[8:10])
     node.fleet.step()
     assert node.ops("put") == [], "a block of weights without a name was put"
@@ -395,11 +396,20 @@ def test_a_fresh_epoch_neither_puts_nor_fetches_until_its_weights_have_a_name(no
 
 
 def epochs_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FleetTier, "reset", lambda self: None)
+    patch.setattr(FleetTier, "reset", lambda self, reason="": None)
 
 
 def fetches_outlive_a_reset(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TierTraffic, "cancel_fetches", lambda self: 0)
+
+
+def test_a_tier_that_was_never_on_says_why(node: TieredNode) -> None:
+    off = FleetTier(
+        node.offload, ControlledStore().open_lookups(), TierSettings(), None, off_reason="hashes are random"
+    )
+    assert (off.status().state, off.status().reason) == ("off", "hashes are random")
+    assert off.look_for(KEYS) is None
+    off.close()
 
 
 def test_a_reset_stops_fetches_under_way(node: TieredNode) -> None:

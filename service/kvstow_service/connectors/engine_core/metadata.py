@@ -24,7 +24,8 @@ from kvstow_service.connectors.engine_core.workerside import BootCompletions, Lo
 class RankHello(KVConnectorHandshakeMetadata):
     """A rank introduces itself. `max_slots`: how many slots its address space has room for. `node`: where it runs
     (`this_node`). `node_bytes`: memory available to the pools of all ranks there together. `num_ranks`: how many the
-    engine has; 0 leaves that to vLLM's configuration. An attached rank says what its slots consist of: `regions`."""
+    engine has; 0 leaves that to vLLM's configuration. `regions`: what its slots consist of, where the KV cache is torch
+    tensors."""
 
     rank: int
     slot_bytes: int

@@ -9,9 +9,10 @@ from functools import partial
 
 import kvstow
 from kvstow.attach.engine import AttachedEngine
-from kvstow.attach.identity import NamespaceIdentity, PoolIdentity
+from kvstow.attach.identity import UNNAMED_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity
 from kvstow.attach.ticket import SessionTicket
 from kvstow.bytesize import format_size
+from kvstow.errors import ConfigError
 from kvstow.messages import DesiredState, RankReport
 from kvstow_service.connectors.engine_core.blocknews import BlockSource
 from kvstow_service.connectors.engine_core.gpublocks import BlockPool
@@ -50,6 +51,7 @@ class AttachedSchedulerHost(SchedulerHost):
         version: str,
         pool_identity: Callable[[list[RankHello]], PoolIdentity],
         namespace_identity: Callable[[], NamespaceIdentity],
+        fleet_weights: FleetWeights = UNNAMED_WEIGHTS,
         make_events: Callable[[BlockSource], EventFeed | None] = lambda source: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -57,6 +59,7 @@ class AttachedSchedulerHost(SchedulerHost):
         super().__init__(options, process, groups)
         self._version, self._clock = version, clock
         self._pool_identity, self._namespace_identity = pool_identity, namespace_identity
+        self._fleet_weights = fleet_weights
         self._make_events = make_events
         self._control: AttachedControl | None = None
         self._blocks: AttachedBlocks | None = None
@@ -106,6 +109,9 @@ class AttachedSchedulerHost(SchedulerHost):
                 logger.error("rank %d has no data plane, so this engine does not attach", hello.rank)
                 self._has_failed = True
                 return None
+        if len({hello.node for hello in hellos}) > 1:
+            allowed = "none where an engine's ranks are on several nodes: each has a service of its own"
+            raise ConfigError("kv_connector_extra_config: attach", "set", allowed)
         identity = self._pool_identity(hellos)
         slot_bytes = sum(identity.slot_bytes)
         control = AttachedControl(partial(self._make_engine, identity), max(identity.slot_bytes))
@@ -135,6 +141,7 @@ class AttachedSchedulerHost(SchedulerHost):
             engine_version=f"vllm {self._version}",
             pool=identity,
             namespace=namespace,
+            fleet_weights=self._fleet_weights,
             wanted_bytes=self._options.cpu_bytes_to_use,
             require_sharing=self._options.attach_require_sharing,
             step_wait=STEP_WAIT_SECONDS,

@@ -1,4 +1,4 @@
-"""What a vLLM engine says of itself to the node service: whose memory it can share, and whose blocks."""
+"""What a vLLM engine says of itself: whose memory it can share, and whose blocks on its node and on others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
-from kvstow.attach.identity import GroupIdentity, NamespaceIdentity, PoolIdentity
-from kvstow.errors import ConfigError
+from kvstow.attach.identity import DRAFTER_WEIGHTS, FleetWeights, GroupIdentity, NamespaceIdentity, PoolIdentity
 from kvstow_service.connectors.engine_core.kvgroups import KVGroup, KVGroups
 from kvstow_service.connectors.engine_core.metadata import RankHello
 from kvstow_service.connectors.vllm.weightsid import Weights, identify_weights
@@ -32,10 +31,7 @@ _LONG_ROPES = {"longrope", "su", "dynamic"}
 def pool_identity(
     config: Any, kv_cache_config: Any, groups: KVGroups, hellos: Sequence[RankHello], *, replicated: bool
 ) -> PoolIdentity:
-    """`hellos` of all ranks, in order. Raises `ConfigError` if they are on several nodes."""
-    if len({hello.node for hello in hellos}) > 1:
-        allowed = "none where an engine's ranks are on several nodes: each has a service of its own"
-        raise ConfigError("kv_connector_extra_config: attach", "set", allowed)
+    """`hellos` of all ranks, in order."""
     parallel = config.parallel_config
     first, *others = hellos
     layers = {index: group.layer_names for index, group in enumerate(kv_cache_config.kv_cache_groups)}
@@ -57,7 +53,9 @@ def namespace_identity(config: Any, hash_tokens: int, weights_id: str | None) ->
     """vLLM must have initialized its block hashes. `weights_id`: as configured."""
     model = config.model_config
     weights = _weights(model, weights_id)
-    probe, unshared = hash_probe(config.cache_config.prefix_caching_hash_algo, hash_tokens), _unshared(config, weights)
+    drafter = _drafter_weights(config, weights_id)
+    probe = hash_probe(config.cache_config.prefix_caching_hash_algo, hash_tokens)
+    unshared = _unshared(config, weights, drafter)
     if unshared:
         probe = f"{probe}-{secrets.token_hex(8)}"
     return NamespaceIdentity(
@@ -65,9 +63,33 @@ def namespace_identity(config: Any, hash_tokens: int, weights_id: str | None) ->
         weights_id=weights.weights_id or "unknown",
         weights_source=weights.source,
         hash_probe=probe,
-        value_settings=tuple(_value_settings(config).items()),
+        value_settings=tuple(_value_settings(config, drafter).items()),
         unshared=unshared,
     )
+
+
+def fleet_weights(config: Any, weights_id: str | None) -> FleetWeights:
+    """What names this engine's weights on every node. `weights_id`: as configured. Reads samples of a model that is a
+    folder (`digest_of_weights`), and of a drafter that is one."""
+    if config.lora_config is not None:
+        reason = "adapters_not_named: LoRA is on, and the path of an adapter means another file on another node"
+        return FleetWeights(reason=reason)
+    names = []
+    try:
+        for weights in (_weights(config.model_config, weights_id), _drafter_weights(config, weights_id)):
+            if weights is None:
+                continue
+            if weights.source != "configured" and _are_dummies(config):
+                return FleetWeights(reason="weights_unknown: load_format is dummy; set weights_id")
+            name = weights.fleet_id()
+            if not name:
+                return FleetWeights(reason=_unknown(weights, config))
+            names.append(name)
+    except OSError as error:
+        return FleetWeights(
+            reason=f"weights_unknown: the files of the weights cannot be read ({error}); set weights_id"
+        )
+    return FleetWeights(" and ".join(dict.fromkeys(names)))
 
 
 def hash_probe(algorithm: str, hash_tokens: int) -> str:
@@ -83,7 +105,7 @@ def hash_probe(algorithm: str, hash_tokens: int) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()[:32]
 
 
-def _unshared(config: Any, weights: Weights) -> str:
+def _unshared(config: Any, weights: Weights, drafter: Weights | None) -> str:
     """Why no other engine may share this one's blocks; empty if they may."""
     if not _are_reproducible(config.cache_config.prefix_caching_hash_algo):
         return (
@@ -92,9 +114,25 @@ def _unshared(config: Any, weights: Weights) -> str:
         )
     if config.lora_config is not None and not _tags_extra_keys():
         return "lora_names_not_unique: this vLLM hashes the name of a LoRA adapter alone; vLLM 0.32 hashes its path too"
-    if not weights.weights_id:
-        return f"weights_unknown: nothing identifies the weights of {weights.model}; set weights_id"
+    for one in (weights, drafter):
+        if one is not None and not one.weights_id:
+            return _unknown(one, config)
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        return (
+            "kv_scales_not_fixed: calculate_kv_scales takes the scales of the KV cache from the first requests of each "
+            "engine; use a model that comes with scales"
+        )
     return ""
+
+
+def _unknown(weights: Weights, config: Any) -> str:
+    is_drafter = weights.model != config.model_config.model
+    remedy = "take the drafter from a folder or the cache of the Hugging Face Hub" if is_drafter else "set weights_id"
+    return f"weights_unknown: nothing identifies the weights of {weights.model}; {remedy}"
+
+
+def _are_dummies(config: Any) -> bool:
+    return str(getattr(getattr(config, "load_config", None), "load_format", "")) == "dummy"
 
 
 def _are_reproducible(algorithm: str) -> bool:
@@ -112,6 +150,14 @@ def _weights(model: Any, configured: str | None) -> Weights:
     return identify_weights(model.model, getattr(model, "revision", None), configured, _find_cached)
 
 
+def _drafter_weights(config: Any, configured: str | None) -> Weights | None:
+    """vLLM names the model itself as the drafter where that has no weights of its own. `configured`: the model's."""
+    drafter = getattr(config.speculative_config, "draft_model_config", None)
+    if drafter is None:
+        return None
+    return _weights(drafter, configured if drafter.model == config.model_config.model else None)
+
+
 def _find_cached(repository: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache  # type: ignore[import-not-found, unused-ignore]
 
@@ -123,7 +169,7 @@ def _find_cached(repository: str, revision: str | None) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _value_settings(config: Any) -> dict[str, str]:
+def _value_settings(config: Any, drafter_weights: Weights | None) -> dict[str, str]:
     """Settings on which the values in the KV cache depend."""
     model, cache, drafter = config.model_config, config.cache_config, config.speculative_config
     described: Mapping[str, Any] = model.hf_config.to_dict()
@@ -133,12 +179,14 @@ def _value_settings(config: Any) -> dict[str, str]:
         "quantization": str(model.quantization),
         "calculate_kv_scales": str(getattr(cache, "calculate_kv_scales", False)),
     }
+    if _are_dummies(config):
+        settings["load_format"] = "dummy"
     if _LONG_ROPES & {kind for rope in _ropes(described) for kind in (rope.get("rope_type"), rope.get("type"))}:
         settings["max_model_len"] = str(model.max_model_len)
     if drafter is not None:
         settings["drafter"] = str(drafter.method)
-        if (draft := getattr(drafter, "draft_model_config", None)) is not None:
-            settings["drafter_weights"] = _weights(draft, None).weights_id or secrets.token_hex(8)
+        if drafter_weights is not None:
+            settings[DRAFTER_WEIGHTS] = drafter_weights.weights_id or "unknown"
     return settings
 
 

@@ -128,5 +128,6 @@ def _scheduler_host(
             vllm_config, kv_cache_config, groups, hellos, replicated=process.replicated
         ),
         namespace_identity=lambda: attachidentity.namespace_identity(vllm_config, hash_tokens, options.weights_id),
+        fleet_weights=attachidentity.fleet_weights(vllm_config, options.weights_id),
         make_events=lambda source: event_feed(vllm_config, source, specs),
     )

@@ -8,19 +8,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstow.tier.fingerprint import named_weights
+from kvstow_service.connectors.vllm.weightsdigest import WEIGHTS, digest_of_weights
+
 _SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".index.json")
 
 FindCached = Callable[[str, str | None], Path | None]
 """Where a file of a repository, at a revision, lies in the local cache of the Hugging Face Hub."""
 
 
 class Weights(NamedTuple):
-    """`weights_id` is empty if nothing identifies them. `source`: `configured`, `snapshot`, `files` or `unknown`."""
+    """`weights_id` is empty if nothing identifies them. `source`: `configured`, `snapshot`, `files` or `unknown`.
+    `path`: of `files`."""
 
     model: str
     weights_id: str
     source: str
+    path: Path | None = None
+
+    def fleet_id(self) -> str:
+        """What names them on every node; empty if nothing does. Reads samples of `files` (`digest_of_weights`), and
+        raises `OSError`."""
+        match self.source:
+            case "configured":
+                return named_weights(self.weights_id, self.model).weights_id
+            case "snapshot":
+                return f"commit {self.weights_id}"
+            case "files":
+                assert self.path is not None
+                digest = digest_of_weights(self.path)
+                return f"files {digest}" if digest else ""
+        return ""
 
 
 def identify_weights(model: str, revision: str | None, configured: str | None, find_cached: FindCached) -> Weights:
@@ -35,14 +53,14 @@ def identify_weights(model: str, revision: str | None, configured: str | None, f
     if snapshot is not None:
         return Weights(name, snapshot["commit"], "snapshot")
     if path.exists() and (digest := _digest_of_files(path)) is not None:
-        return Weights(name, digest, "files")
+        return Weights(name, digest, "files", path)
     return Weights(name, "", "unknown")
 
 
 def _digest_of_files(path: Path) -> str | None:
     """None without weight files."""
     files = [path] if path.is_file() else sorted(path.iterdir())
-    weights = [file for file in files if file.name.endswith(_WEIGHTS)]
+    weights = [file for file in files if file.name.endswith(WEIGHTS)]
     if not weights:
         return None
     digest = hashlib.sha256()

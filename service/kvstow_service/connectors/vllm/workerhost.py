@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,13 @@ class _TensorHost(WorkerHost[KVGeometry]):
     def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int) -> None:
         super().__init__(options, process)
         self._num_blocks = num_blocks
+        self._regions: tuple[RegionIdentity, ...] = ()
 
     def _read_geometry(self, kv_cache: Mapping[str, Any]) -> KVGeometry:
-        return kv_geometry(kv_cache, self._num_blocks)
+        geometry = kv_geometry(kv_cache, self._num_blocks)
+        pairs = zip(geometry.layout.regions, geometry.contents, strict=True)
+        self._regions = tuple([RegionIdentity(region.name, region.page_bytes, content) for region, content in pairs])
+        return geometry
 
     def _fence_of(self, kv_cache: Mapping[str, Any]) -> Callable[[], Fence | None]:
         return fence_of(kv_cache)
@@ -44,6 +49,9 @@ class EmbeddedWorkerHost(_TensorHost, PoolWorkerHost[KVGeometry]):
         pool_bytes = self._options.bytes_of_rank(self._process.num_ranks)
         return build_plane(self._process.rank, pool_bytes, self._max_bytes, self._options, geometry, self._sender)
 
+    def _make_hello(self, slot_bytes: int) -> RankHello:
+        return replace(super()._make_hello(slot_bytes), regions=self._regions)
+
 
 class AttachedWorkerHost(_TensorHost):
     """With memory of the node service."""
@@ -51,7 +59,6 @@ class AttachedWorkerHost(_TensorHost):
     def __init__(self, options: ConnectorOptions, process: VLLMProcess, num_blocks: int, socket: Path) -> None:
         super().__init__(options, process, num_blocks)
         self._socket = socket
-        self._regions: tuple[RegionIdentity, ...] = ()
         self._told = RankSession()
         self._tell_at = 0.0
 
@@ -74,8 +81,6 @@ class AttachedWorkerHost(_TensorHost):
         return None, session
 
     def _make_plane(self, geometry: KVGeometry) -> RankDataPlane:
-        pairs = zip(geometry.layout.regions, geometry.contents, strict=True)
-        self._regions = tuple([RegionIdentity(region.name, region.page_bytes, content) for region, content in pairs])
         return build_attached_plane(
             self._process.rank,
             self._socket,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,26 @@ def test_a_snapshot_is_its_commit_however_it_is_named(tmp_path: Path) -> None:
 
 def test_what_is_configured_comes_first(folder: Path) -> None:
     assert identify_weights(str(folder), None, "v7", not_cached) == Weights(str(folder), "v7", "configured")
+
+
+def test_in_the_fleet_the_same_weights_have_the_same_id_where_files_differ(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere" / "model"
+    shutil.copytree(folder, copy)
+    here, there = identify(folder), identify(copy)
+    assert here.weights_id != there.weights_id
+    assert here.fleet_id() == there.fleet_id()
+    (copy / "model.safetensors").write_text("trained")
+    assert here.fleet_id() != identify(copy).fleet_id()
+
+
+def test_in_the_fleet_names_of_different_kinds_never_meet(folder: Path, tmp_path: Path) -> None:
+    digest = identify(folder).fleet_id().removeprefix("files ")
+    place = tmp_path / "models--org--model" / "snapshots" / COMMIT
+    place.mkdir(parents=True)
+    assert identify(place).fleet_id() == f"commit {COMMIT}"
+    named = [identify_weights(str(folder), None, name, not_cached).fleet_id() for name in (digest, COMMIT)]
+    assert named == [f"configured {digest} of model", f"configured {COMMIT} of model"]
+    assert Weights("m", "", "unknown").fleet_id() == ""
 
 
 def test_what_nothing_identifies_has_no_id(tmp_path: Path) -> None:

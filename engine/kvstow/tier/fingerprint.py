@@ -1,0 +1,51 @@
+"""What an engine's blocks are, on every node: nodes whose engines have the same fingerprint exchange blocks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvstow.attach.identity import DRAFTER_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity, slug
+
+_DIGITS = 32
+
+
+class Fingerprint(NamedTuple):
+    """`value`: see `ObjectName`; None, with the reason as a sentence, if other nodes cannot know these blocks."""
+
+    value: str | None
+    reason: str = ""
+
+
+def fingerprint(pool: PoolIdentity, namespace: NamespaceIdentity, weights: FleetWeights) -> Fingerprint:
+    """`weights` stands for what `namespace` says of them, as that holds on its own node alone: the model's path, the
+    digest of its files' times, and the same of a drafter. The user of a pool does not count either.
+
+    The host minds epochs: a session that has been reset has no fingerprint until its new weights are named, and then
+    one with these.
+    """
+    if namespace.unshared:
+        return Fingerprint(None, namespace.unshared)
+    if namespace.epoch:
+        return Fingerprint(None, "weights_changed: the engine has new weights, which nothing names yet; name them")
+    if namespace.adapters:
+        return Fingerprint(None, "adapters_not_named: the path of a LoRA adapter means another file on another node")
+    if not weights.weights_id:
+        return Fingerprint(None, weights.reason or "weights_unknown: this engine does not name its weights; update it")
+    settings = tuple([(name, value) for name, value in namespace.value_settings if name != DRAFTER_WEIGHTS])
+    parts = {
+        "fingerprint": 1,
+        "weights": weights.weights_id,
+        "pool": replace(pool, uid=None).to_json(),
+        "namespace": replace(namespace, model="", weights_id="", weights_source="", value_settings=settings).to_json(),
+    }
+    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return Fingerprint(hashlib.sha256(canonical).hexdigest()[:_DIGITS])
+
+
+def named_weights(weights_id: str, model: str) -> FleetWeights:
+    """What a user calls by this name on all nodes. `model`: `NamespaceIdentity.model`, of which the last part counts: a
+    name such as `v2` is soon given to two models, and a path differs from node to node."""
+    return FleetWeights(f"configured {weights_id} of {slug(model)}")

@@ -1,0 +1,105 @@
+"""A digest of a model's weights that is the same on every node: of its configuration, and of samples of its files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".index.json")
+"""How the names of weight files end."""
+_SETTINGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
+SAMPLE_BYTES = 64 << 10
+_MOST, _FEWEST, _OF_ALL_FILES = 32, 4, 512
+_MAX_HEADER = 100_000_000
+"""The limit of the safetensors format."""
+
+
+class _Span(NamedTuple):
+    start: int
+    end: int
+
+
+def digest_of_weights(path: Path) -> str | None:
+    """`path`: the model's folder, or its single file. None without weight files. Raises `OSError`.
+
+    Names, sizes, settings and the headers of safetensors files count as a whole. Of their other bytes samples of 64 KiB
+    do, at places that depend on the sizes alone: evenly spread from a file's start to its end, and as many tensors, of
+    which one has its first bytes sampled, one its last. At most 4 MiB of a file are read, and no more than 64 MiB of
+    128 files together; above, 512 KiB of each.
+    """
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    weights = [file for file in files if file.name.endswith(WEIGHTS) and file.is_file()]
+    if not weights:
+        return None
+    digest = hashlib.sha256()
+    most = min(_MOST, max(_FEWEST, _OF_ALL_FILES // len(weights)))
+    for file in files:
+        if file in weights:
+            name = "" if file == path else file.name
+            digest.update(_digest_of_file(file, name, most))
+        elif file.name in _SETTINGS:
+            settings = file.read_bytes()
+            digest.update(f"{file.name} {len(settings)}\n".encode() + hashlib.sha256(settings).digest())
+    return digest.hexdigest()[:40]
+
+
+def _digest_of_file(path: Path, name: str, most: int) -> bytes:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(f"{name} {size}\n".encode())
+        tensors: list[_Span] = []
+        if path.name.endswith(".safetensors"):
+            header = _header(file, size)
+            digest.update(header)
+            tensors = _tensors(header, size)
+        for start, end in _merged([*_spread([_Span(0, size)] * most), *_spread(_chosen(tensors, most))]):
+            file.seek(start)
+            digest.update(file.read(end - start))
+    return digest.digest()
+
+
+def _header(file: BinaryIO, size: int) -> bytes:
+    """Of a safetensors file: what it holds and where; empty if it is none."""
+    length = int.from_bytes(file.read(8), "little")
+    return file.read(length) if 0 < length <= min(size, _MAX_HEADER) else b""
+
+
+def _tensors(header: bytes, size: int) -> list[_Span]:
+    """Where the tensors lie in the file, in order."""
+    try:
+        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        first = 8 + len(header)
+        spans = [_Span(*(first + int(offset) for offset in entry["data_offsets"])) for entry in entries]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
+    return sorted(span for span in spans if first <= span.start < span.end <= size)
+
+
+def _chosen(spans: Sequence[_Span], most: int) -> list[_Span]:
+    """So many of them, the first and the last included."""
+    if len(spans) <= most:
+        return list(spans)
+    return [spans[number * (len(spans) - 1) // (most - 1)] for number in range(most)]
+
+
+def _spread(spans: Sequence[_Span]) -> Iterator[_Span]:
+    """A sample of each: of the first one at its start, of the last one at its end, and of the others in between."""
+    for number, span in enumerate(spans):
+        room = max(0, span.end - span.start - SAMPLE_BYTES)
+        start = span.start + room * number // max(1, len(spans) - 1)
+        yield _Span(start, min(span.end, start + SAMPLE_BYTES))
+
+
+def _merged(spans: Sequence[_Span]) -> list[_Span]:
+    """In order, and no byte twice."""
+    found: list[_Span] = []
+    top = 0
+    for span in sorted(spans):
+        if span.end > top:
+            found.append(_Span(max(span.start, top), span.end))
+            top = span.end
+    return found
