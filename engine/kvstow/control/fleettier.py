@@ -15,11 +15,13 @@ from kvstow.control.tiertraffic import TierTraffic
 from kvstow.errors import ConfigError
 from kvstow.messages import TierOp
 from kvstow.results import TierSettled
+from kvstow.tier.autowrite import AutoWrite
 from kvstow.tier.breaker import Breaker
 from kvstow.tier.breakeven import PROBE_BLOCKS, BreakEven, Estimate
 from kvstow.tier.lookups import LookupTable
 from kvstow.tier.lookupthread import LookupResult, LookupThread
 from kvstow.tier.objectname import ObjectName
+from kvstow.tier.putpace import PutPace
 from kvstow.tier.store import MAX_BATCH_BYTES, MAX_BATCH_OBJECTS, LookupClient
 from kvstow.tier.tierstatus import TierCounters, TierState, TierStatus
 from kvstow.tier.writepolicy import WRITE_MODES, WriteMode, WritePolicy
@@ -45,7 +47,7 @@ class TierSettings:
     host knows it (`BreakEven`). `replicated`: all ranks hold the same bytes.
     """
 
-    write: WriteMode = "through"
+    write: WriteMode = "auto"
     deadline: float = 2.0
     lookup_wait: float = 0.02
     prefill_rate: float | None = None
@@ -109,7 +111,17 @@ class FleetTier:
         self._breaker = Breaker(clock)
         self.break_even = BreakEven(config.slot_bytes, config.block_tokens, clock, settings.prefill_rate)
         self._max_in_store = max(_LEAST_SEEN, _MAX_SEEN * slots)
-        self._writes = WritePolicy(settings.write, max(most, slots), self._max_in_store, clock)
+        block_bytes = config.slot_bytes * self._num_ranks
+        capacity = client.capacity
+        pace = None if capacity is None else capacity.put_bytes_per_second
+        self._writes = WritePolicy(
+            settings.write,
+            max(most, slots),
+            self._max_in_store,
+            clock,
+            auto=AutoWrite(None if capacity is None else capacity.num_bytes, block_bytes, clock),
+            pace=PutPace(inf if pace is None else pace / block_bytes, clock),
+        )
         self._max_putting = max(most, slots // 8)
         self._session = session
         session.on_stored = self._note_stored
@@ -251,7 +263,9 @@ class FleetTier:
         if room <= 0:
             return
         if self._settings.write == "back":
-            ops = self.traffic.put_coldest(fingerprint, self.traffic.capacity_slots // _RESERVE, self._in_store)
+            wanted, room = self.traffic.capacity_slots // _RESERVE, self._writes.allowed(room)
+            ops = self.traffic.put_coldest(fingerprint, wanted, self._in_store, most=room)
+            self._writes.note_taken(sum(len(op.keys) for op in ops))
         else:
             ops = self.traffic.begin_put(fingerprint, self._writes.take(room))
         self._putting.update({op.op_id: len(op.keys) for op in ops})
@@ -347,6 +361,7 @@ class FleetTier:
             reason=self._reason(),
             breaker=self._breaker.state,
             write=self._settings.write,
+            write_decision=self._writes.decision,
             fetch_bytes_per_second=even.rate.bytes_per_second,
             lookup_seconds=even.lookup_seconds,
             prefill_tokens_per_second=even.prefill_rate,

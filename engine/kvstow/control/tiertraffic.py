@@ -56,13 +56,13 @@ class TierTraffic:
             pool.index.hold([slot for _, slot in found])
             return self._start("put", fingerprint, [key for key, _ in found], [slot for _, slot in found])
 
-    def put_coldest(self, fingerprint: str, wanted_free: int, known: Collection[bytes]) -> list[TierOp]:
+    def put_coldest(self, fingerprint: str, wanted_free: int, known: Collection[bytes], *, most: int) -> list[TierOp]:
         """Evict blocks until so many slots are free, and put them first: their slots are free when the put has ended.
-        Looks at no more than `wanted_free` blocks, and leaves those that are `known` to be in the store."""
+        Looks at no more than `most` blocks, and leaves those that are `known` to be in the store."""
         pool, session = self._pool, self._session
         with pool.lock:
             on_the_way = sum(len(entry.held) for entry in session.ops if entry.op.direction == "put")
-            missing = wanted_free - pool.slots.free - on_the_way
+            missing = min(most, wanted_free - pool.slots.free - on_the_way)
             if missing <= 0 or session.acceptance.load_refusal(pool.clock()):
                 return []
             key_of = pool.index.slot_keys.key_of

@@ -16,6 +16,7 @@ from kvstow.tier.store import (
     MemoryRange,
     PutStatus,
     SlotObject,
+    StoreCapacity,
     check_batch,
     count_gets,
     count_puts,
@@ -30,6 +31,7 @@ class MemoryStore:
     def __init__(self, capacity_bytes: int | None = None) -> None:
         """`capacity_bytes`: None for no limit. What is larger than the whole store is never stored."""
         self._capacity = capacity_bytes
+        self.capacity = None if capacity_bytes is None else StoreCapacity(capacity_bytes)
         self._lock = Lock()
         self._objects: OrderedDict[str, bytes] = OrderedDict()
         self._num_bytes = 0
@@ -144,6 +146,10 @@ class MemoryTransfers(_MemoryClient):
 
 class MemoryLookups(_MemoryClient):
     """The `LookupClient` of a `MemoryStore`."""
+
+    @property
+    def capacity(self) -> StoreCapacity | None:
+        return self._store.capacity
 
     def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
         self._require_open()

@@ -63,6 +63,14 @@ class SlotObject(NamedTuple):
     num_bytes: int
 
 
+class StoreCapacity(NamedTuple):
+    """What a store holds, for this node alone if several share it. `put_bytes_per_second`: what it can take for long
+    without refusing any; None: no limit."""
+
+    num_bytes: int
+    put_bytes_per_second: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ClientHealth:
     """`state`: `connected`, `connecting` (not yet, or again), `failed` (until someone acts) or `closed`; `reason` is a
@@ -117,7 +125,10 @@ class TransferClient(Protocol):
 
 
 class LookupClient(Protocol):
-    """Asks about objects, and removes them. Has no memory of any rank."""
+    """Asks about objects, and removes them. Has no memory of any rank. `capacity`: of the store; None: not known."""
+
+    @property
+    def capacity(self) -> StoreCapacity | None: ...
 
     def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:
         """Which objects the store has now. A hint: it may be gone when it is fetched."""

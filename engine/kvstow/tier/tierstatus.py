@@ -36,7 +36,8 @@ class TierCounters:
 @dataclass(frozen=True, slots=True)
 class TierStatus:
     """`state`: `on`, `off` (with the reason), `bypassed` by an operator, or `down`: the breaker is not closed.
-    `decision`: the last one about a fetch, in words. `waiting_blocks` are to be put; `dropped_blocks` were to be, and
+    `decision`: the last one about a fetch, in words. `write`: the mode that was set; `write_decision`: which blocks are
+    put, and why, in words. `waiting_blocks` are to be put; `dropped_blocks` were to be, and
     too many waited or the store was full."""
 
     store: str
@@ -44,6 +45,7 @@ class TierStatus:
     reason: str
     breaker: BreakerState
     write: WriteMode
+    write_decision: str
     fetch_bytes_per_second: float | None
     lookup_seconds: float | None
     prefill_tokens_per_second: float | None

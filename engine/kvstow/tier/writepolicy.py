@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Literal, get_args
 
-WriteMode = Literal["through", "selective", "back"]
+from kvstow.tier.autowrite import AutoWrite
+from kvstow.tier.putpace import PutPace
+
+WriteMode = Literal["auto", "through", "selective", "back"]
 WRITE_MODES: tuple[WriteMode, ...] = get_args(WriteMode)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
@@ -17,15 +21,29 @@ class WritePolicy:
     from any thread.
 
     `through`: every block, when it is stored. `selective`: a block from its second use on, whether it was found or
-    computed again. `back`: a block that is about to be evicted, which the owner of the pool has to find.
+    computed again. `back`: a block that is about to be evicted, which the owner of the pool has to find. `auto`:
+    `through` where the store is large enough for that, else `selective`.
 
     The queue is bounded: the oldest block is dropped for a new one. While a store is full, blocks are dropped, for 1 s
     at first and 30 s at most.
     """
 
-    def __init__(self, mode: WriteMode, max_queued: int, max_seen: int, clock: Callable[[], float]) -> None:
-        """`max_queued`: blocks that wait. `max_seen`: blocks whose uses are remembered, for `selective`."""
-        self.mode = mode
+    def __init__(
+        self,
+        mode: WriteMode,
+        max_queued: int,
+        max_seen: int,
+        clock: Callable[[], float],
+        *,
+        auto: AutoWrite | None = None,
+        pace: PutPace | None = None,
+    ) -> None:
+        """`max_queued`: blocks that wait. `max_seen`: blocks whose uses are remembered, for `selective`. `auto`: who
+        decides with the mode `auto`. `pace`: None for no limit."""
+        self._auto = (auto or AutoWrite(None, 1, clock)) if mode == "auto" else None
+        self.mode: WriteMode = mode if self._auto is None else self._auto.mode
+        """Never `auto`."""
+        self._pace = pace or PutPace(inf, clock)
         self._max_queued, self._max_seen, self._clock = max_queued, max_seen, clock
         self._noted: deque[tuple[bool, Sequence[bytes]]] = deque()
         self._queue: OrderedDict[bytes, None] = OrderedDict()
@@ -37,6 +55,11 @@ class WritePolicy:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    @property
+    def decision(self) -> str:
+        """Why blocks are put as they are, in words."""
+        return f"{self.mode}, as it was set" if self._auto is None else self._auto.reason
 
     @property
     def has_work(self) -> bool:
@@ -64,6 +87,14 @@ class WritePolicy:
         """The store has taken what it was given."""
         self._pause = 0.0
 
+    def allowed(self, count: int) -> int:
+        """How many of `count` blocks the store may be given now."""
+        return 0 if self._clock() < self._paused_until else int(min(count, self._pace.allowed))
+
+    def note_taken(self, count: int) -> None:
+        """So many blocks, which were allowed, are put now. `take` does this by itself."""
+        self._pace.spend(count)
+
     def take(self, count: int) -> list[bytes]:
         """Up to `count` blocks to put now."""
         self.sort_out()
@@ -71,12 +102,19 @@ class WritePolicy:
             self.dropped += len(self._queue)
             self._queue.clear()
             return []
-        return [self._queue.popitem(last=False)[0] for _ in range(min(count, len(self._queue)))]
+        count = self.allowed(min(count, len(self._queue)))
+        self.note_taken(count)
+        return [self._queue.popitem(last=False)[0] for _ in range(count)]
 
     def sort_out(self) -> None:
         """Queue what was noted, within the bounds of the queue. Call it in each step in which nothing is taken."""
+        if self._auto is not None:
+            self._auto.note_new(0)
+            self.mode = self._auto.mode
         while self._noted:
             is_store, keys = self._noted.popleft()
+            if is_store and self._auto is not None:
+                self._auto.note_new(len(keys))
             if self.mode == "through" and is_store:
                 self._enqueue(keys)
             elif self.mode == "selective":

@@ -22,6 +22,7 @@ from kvstow.tier.store import (
     MemoryRange,
     PutStatus,
     SlotObject,
+    StoreCapacity,
     check_batch,
     count_gets,
     count_puts,
@@ -252,6 +253,7 @@ class RedisLookups(_Client):
 
     def __init__(self, location: RedisLocation) -> None:
         super().__init__(location, 2)
+        self.capacity = None if location.capacity is None else StoreCapacity(location.capacity)
         self._exists, self._removals = self._lanes
 
     def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:

@@ -20,6 +20,7 @@ from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks
 from kvstow.testing.tier import ControlledStore
 from kvstow.tier.objectname import ObjectName
+from kvstow.tier.store import StoreCapacity
 from kvstow.tier.writepolicy import WriteMode
 
 KEYS = [bytes([0, 0, number]) for number in range(12)]
@@ -30,10 +31,17 @@ RANKS = 2
 class TieredNode(TierNode):
     """A node whose requests wait for the tier. The store answers look-ups with what ranks have put."""
 
-    def __init__(self, engine: OffloadEngine, clock: FakeClock, settings: TierSettings, eventually: Eventually) -> None:
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        clock: FakeClock,
+        settings: TierSettings,
+        eventually: Eventually,
+        store: ControlledStore | None = None,
+    ) -> None:
         super().__init__(engine, make_ranks(engine), {})
         self.offload, self.clock, self.eventually = engine, clock, eventually
-        self.store_of_names = ControlledStore()
+        self.store_of_names = store or ControlledStore()
         self.fleet = FleetTier(engine, self.store_of_names.open_lookups(), settings, "f", name="fake", clock=clock)
         self.tier = self.fleet.traffic
 
@@ -361,6 +369,54 @@ def test_a_full_store_gets_nothing_for_a_while(node: TieredNode, clock: FakeCloc
     assert node.fleet.status().dropped_blocks == 2
 
 
+def test_a_full_store_is_no_reason_to_evict(make_node: MakeNode, clock: FakeClock) -> None:
+    node = make_node(slots=16, write="back")
+    node.fleet._writes.note_full()
+    for chain in range(4):
+        node.store([bytes([1, 1, chain, at]) for at in range(4)])
+    node.fleet.step()
+    assert node.ops("put") == []
+    assert node.offload.stats().pool.slots.cached == 16
+    clock.advance(1.0)
+    node.fleet.step()
+    assert len(node.ops("put")) == 1
+
+
+def test_what_the_store_holds_decides_what_is_put_and_how_quickly(
+    make_engine: MakeEngine, clock: FakeClock, eventually: Eventually
+) -> None:
+    store, engine = ControlledStore(), make_engine(12, RANKS)
+    block_bytes = RANKS * engine.pool.config.slot_bytes
+    store.capacity = StoreCapacity(60 * block_bytes, put_bytes_per_second=3.0 * block_bytes)
+    node = TieredNode(engine, clock, TierSettings(), eventually, store)
+    try:
+        node.store(KEYS[:5])
+        node.fleet.step()
+        assert [len(op.keys) for op in node.ops("put")] == [3]
+        node.run_all()
+        assert not node.fleet.is_idle
+        clock.advance(1.0)
+        node.fleet.step()
+        assert [len(op.keys) for op in node.ops("put")] == [2]
+        node.run_all()
+        assert node.fleet.status().write_decision == "all blocks are put: new blocks are being counted"
+        clock.advance(59.0)
+        node.fleet.step()
+        assert node.fleet.status().write_decision.startswith(
+            "all blocks are put: the store holds the new blocks of 720"
+        )
+        node.store(KEYS[5:12])
+        clock.advance(30.0)
+        node.fleet.step()
+        node.run_all()
+        clock.advance(30.0)
+        node.fleet.step()
+        assert node.fleet.status().write_decision.startswith("blocks are put at their second use: the store holds the")
+        assert node.fleet.status().write == "auto"
+    finally:
+        node.fleet.close()
+
+
 def epoch_scenario(node: TieredNode) -> None:
     """The weights change while a fetch is under way, and something waits to be put."""
     node.add(KEYS[:3])
@@ -449,7 +505,7 @@ def test_an_operator_can_switch_it_off_and_on(node: TieredNode) -> None:
         ({"deadline": 0.0}, "deadline is 0.0; allowed: more than 0 seconds"),
         ({"lookup_wait": -1.0}, "lookup_wait is -1.0"),
         ({"prefill_rate": 0.0}, "prefill_rate is 0.0; allowed: more than 0 tokens per second"),
-        ({"write": "around"}, "write is 'around'; allowed: through or selective or back"),
+        ({"write": "around"}, "write is 'around'; allowed: auto or through or selective or back"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from kvstow.testing.fakes import FakeClock
+from kvstow.tier.autowrite import AutoWrite
+from kvstow.tier.putpace import PutPace
 from kvstow.tier.writepolicy import WriteMode, WritePolicy
 
 A, B, C, D = b"a", b"b", b"c", b"d"
@@ -94,3 +96,44 @@ def test_forgotten_blocks_are_not_put() -> None:
         one.forget()
         one.note_used([A])
         assert one.take(9) == []
+
+
+def test_what_may_not_be_put_yet_waits_and_the_oldest_is_dropped() -> None:
+    clock = FakeClock()
+    paced = WritePolicy("through", max_queued=3, max_seen=3, clock=clock, pace=PutPace(2.0, clock))
+    paced.note_stored([A, B, C])
+    assert paced.take(9) == [A, B]
+    assert paced.take(9) == []
+    paced.note_stored([D])
+    assert paced.has_work
+    clock.advance(0.5)
+    assert paced.take(9) == [C]
+    paced.note_stored([A, B, C])
+    clock.advance(60.0)
+    assert paced.take(9) == [A, B], "no more at once than in a second"
+    assert paced.dropped == 1
+
+
+def test_auto_puts_all_blocks_until_the_store_is_too_small_for_them() -> None:
+    clock = FakeClock()
+    auto = WritePolicy("auto", 10_000, 10_000, clock, auto=AutoWrite(1_000, 1, clock))
+    assert auto.mode == "through"
+    auto.note_stored([A])
+    assert auto.take(9) == [A]
+    auto.note_stored([number.to_bytes(2, "big") for number in range(1_000)])
+    auto.sort_out()
+    clock.advance(60.0)
+    auto.sort_out()
+    assert auto.mode == "selective"
+    assert "the store holds the new blocks of 60 s" in auto.decision
+    auto.take(10_000)
+    auto.note_stored([B])
+    assert auto.take(9) == []
+    auto.note_used([B])
+    assert auto.take(9) == [B]
+
+
+def test_a_mode_that_was_set_stays() -> None:
+    assert policy("back").decision == "back, as it was set"
+    assert policy("auto").mode == "through"
+    assert "does not say how much it holds" in policy("auto").decision

@@ -17,6 +17,7 @@ from kvstow.tier.store import (
     MemoryRange,
     PutStatus,
     SlotObject,
+    StoreCapacity,
     check_batch,
     count_gets,
     count_puts,
@@ -29,6 +30,8 @@ from kvstow_service.tiers.mooncake.statuscodes import INVALID_PARAMS, get_status
 
 _NAMES_IN_MESSAGE = 500  # of 250 bytes at most
 _PUTS, _GETS, _EXISTS, _REMOVALS = "puts", "gets", "exists", "removals"
+_PACE = 0.04
+"""Of its memory, in a second: it evicts in passes of 5 %, and a tenth at once is refused."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +52,9 @@ class MooncakeStore:
         return MooncakeTransfers(self._channel(f"transfers of rank {rank}", _PUTS, _GETS))
 
     def open_lookups(self) -> MooncakeLookups:
-        return MooncakeLookups(self._channel("look-ups", _EXISTS, _REMOVALS))
+        share = self._location.capacity
+        capacity = None if share is None else StoreCapacity(share, _PACE * share)
+        return MooncakeLookups(self._channel("look-ups", _EXISTS, _REMOVALS), capacity)
 
     def _channel(self, purpose: str, *lanes: str) -> ChildChannel:
         return ChildChannel(purpose, lambda: ChildProcess((CONTROL, *lanes)), self._connect_message)
@@ -114,8 +119,9 @@ class MooncakeTransfers(_Client):
 class MooncakeLookups(_Client):
     """See `kvstow.tier.store.LookupClient`."""
 
-    def __init__(self, channel: ChildChannel) -> None:
+    def __init__(self, channel: ChildChannel, capacity: StoreCapacity | None) -> None:
         super().__init__(channel)
+        self.capacity = capacity
         self._removing = threading.Lock()
 
     def exists(self, names: Sequence[ObjectName], timeout: float) -> list[bool]:

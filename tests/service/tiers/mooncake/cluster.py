@@ -16,6 +16,9 @@ from typing import Any
 from kvstow_service.tiers.mooncake.location import MooncakeLocation
 
 LEASE_SECONDS = 0.5
+WATERMARK = 0.85
+"""Of the memory, above which the master evicts. Its allocator rounds sizes up, those of slots with headers by up to an
+eighth, and counts them without that. So with its default of 0.9 the memory may be used up before it evicts."""
 CLIENT_TTL_SECONDS = 3
 """After it, the master forgets the objects of a provider that has gone."""
 _START_SECONDS = 60.0
@@ -63,6 +66,7 @@ class Cluster:
             f"--metrics_port={self._port + 1}",
             f"--default_kv_lease_ttl={int(1000 * LEASE_SECONDS)}",
             f"--client_ttl={CLIENT_TTL_SECONDS}",
+            f"--eviction_high_watermark_ratio={WATERMARK}",
         )
         deadline = time.monotonic() + _START_SECONDS
         while not self._is_listening():
