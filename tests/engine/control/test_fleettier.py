@@ -387,7 +387,7 @@ def test_what_the_store_holds_decides_what_is_put_and_how_quickly(
 ) -> None:
     store, engine = ControlledStore(), make_engine(12, RANKS)
     block_bytes = RANKS * engine.pool.config.slot_bytes
-    store.capacity = StoreCapacity(60 * block_bytes, put_bytes_per_second=3.0 * block_bytes)
+    store.capacity = StoreCapacity(50 * block_bytes, put_bytes_per_second=3.0 * block_bytes)
     node = TieredNode(engine, clock, TierSettings(), eventually, store)
     try:
         node.store(KEYS[:5])
@@ -403,7 +403,7 @@ def test_what_the_store_holds_decides_what_is_put_and_how_quickly(
         clock.advance(59.0)
         node.fleet.step()
         assert node.fleet.status().write_decision.startswith(
-            "all blocks are put: the store holds the new blocks of 720"
+            "all blocks are put: the store holds the new blocks of 600 s"
         )
         node.store(KEYS[5:12])
         clock.advance(30.0)

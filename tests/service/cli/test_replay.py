@@ -131,7 +131,10 @@ def test_invalid_options_are_exit_code_2_with_a_reason(trace: str, arguments: tu
     [
         (("--tier", "s3://bucket"), "tier is 's3://bucket'; allowed: mooncake://MASTER:PORT"),
         (("--tier", "memory:lots"), "tier is 'lots'"),
-        (("--tier", "memory:", "--tier-write", "around"), "write is 'around'; allowed: through or selective or back"),
+        (
+            ("--tier", "memory:", "--tier-write", "around"),
+            "write is 'around'; allowed: auto or through or selective or back",
+        ),
         (("--tier", "memory:", "--device", "jax"), "--device jax cannot be used with --tier"),
         (("--tier", "memory:", "--attach", "unix:/a"), "--attach unix:/a cannot be used with --tier"),
         (("--nodes", "2", "--routing", "nearest"), "routing is 'nearest'; allowed: prefix or random"),

@@ -38,9 +38,10 @@ _ports: Iterator[int] = count(50_051, 2)  # in the namespace of `make test-tier`
 class Cluster:
     """Starts at once; `close` ends all of it."""
 
-    def __init__(self, log: Path, segment_bytes: int = 1 << 30) -> None:
+    def __init__(self, log: Path, segment_bytes: int = 1 << 30, *, watermark: float = WATERMARK) -> None:
         self._log = log.open("ab")
         self._port, self._segment_bytes = next(_ports), segment_bytes
+        self._watermark = watermark
         self._processes: list[subprocess.Popen[Any]] = []
         try:
             self.master = self.start_master()
@@ -66,7 +67,7 @@ class Cluster:
             f"--metrics_port={self._port + 1}",
             f"--default_kv_lease_ttl={int(1000 * LEASE_SECONDS)}",
             f"--client_ttl={CLIENT_TTL_SECONDS}",
-            f"--eviction_high_watermark_ratio={WATERMARK}",
+            f"--eviction_high_watermark_ratio={self._watermark}",
         )
         deadline = time.monotonic() + _START_SECONDS
         while not self._is_listening():

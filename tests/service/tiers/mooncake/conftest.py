@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 from tests.service.tiers.mooncake.cluster import Cluster
@@ -42,8 +43,8 @@ def shared_cluster(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def make_cluster(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
     clusters: list[Cluster] = []
 
-    def make(segment_bytes: int = 1 << 30) -> Cluster:
-        clusters.append(Cluster(tmp_path_factory.mktemp("mooncake") / "log", segment_bytes))
+    def make(segment_bytes: int = 1 << 30, **options: Any) -> Cluster:
+        clusters.append(Cluster(tmp_path_factory.mktemp("mooncake") / "log", segment_bytes, **options))
         return clusters[-1]
 
     yield make

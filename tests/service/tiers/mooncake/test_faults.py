@@ -254,7 +254,7 @@ def test_a_master_that_hangs(cluster: Cluster, node: Node, eventually: Eventuall
 
 
 def test_a_store_without_room(make_cluster: Callable[..., Cluster]) -> None:
-    node = Node(make_cluster(16 << 20).location)
+    node = Node(make_cluster(16 << 20, watermark=0.95).location)  # so that it evicts only what does not fit
     large = FIRST_TARGET * SLOT  # 64 of them are twice what the store has
     try:
         names = [node.name(number) for number in range(64)]
