@@ -18,6 +18,7 @@ from kvstow.results import TierSettled
 from kvstow.tier.autowrite import AutoWrite
 from kvstow.tier.breaker import Breaker
 from kvstow.tier.breakeven import PROBE_BLOCKS, BreakEven, Estimate
+from kvstow.tier.fingerprint import WEIGHTS_CHANGED
 from kvstow.tier.lookups import LookupTable
 from kvstow.tier.lookupthread import LookupResult, LookupThread
 from kvstow.tier.objectname import ObjectName
@@ -330,7 +331,7 @@ class FleetTier:
     def _is_on(self) -> bool:
         return self.fingerprint is not None and not self._bypassed
 
-    def reset(self, reason: str = NO_NAME) -> None:
+    def reset(self, reason: str = WEIGHTS_CHANGED) -> None:
         """Keys mean other bytes from now on, as after new weights: put and fetch nothing until `begin_epoch`. Fetches
         under way do not become visible. The host removes the blocks of before from the pool. `reason`: what operators
         read until then."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvstow.attach.identity import DRAFTER_WEIGHTS, FleetWeights, NamespaceIdentity, PoolIdentity, slug
 
+WEIGHTS_CHANGED: Final = "weights_changed: the engine has new weights, which have no name yet"
+"""Why a session has no fingerprint after it was reset."""
 _DIGITS = 32
 
 
@@ -29,7 +31,7 @@ def fingerprint(pool: PoolIdentity, namespace: NamespaceIdentity, weights: Fleet
     if namespace.unshared:
         return Fingerprint(None, namespace.unshared)
     if namespace.epoch:
-        return Fingerprint(None, "weights_changed: the engine has new weights, which nothing names yet; name them")
+        return Fingerprint(None, WEIGHTS_CHANGED)
     if namespace.adapters:
         return Fingerprint(None, "adapters_not_named: the path of a LoRA adapter means another file on another node")
     if not weights.weights_id:

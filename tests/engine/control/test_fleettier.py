@@ -19,6 +19,7 @@ from kvstow.messages import TierCompletion, TierOp
 from kvstow.testing.fakes import FakeClock
 from kvstow.testing.rank import make_ranks
 from kvstow.testing.tier import ControlledStore
+from kvstow.tier.fingerprint import WEIGHTS_CHANGED
 from kvstow.tier.objectname import ObjectName
 from kvstow.tier.store import StoreCapacity
 from kvstow.tier.writepolicy import WriteMode
@@ -423,14 +424,16 @@ def epoch_scenario(node: TieredNode) -> None:
     wait = node.look(KEYS[:3])
     assert not node.fleet.is_over(wait)
     node.store(KEYS[6:8])
-    node.fleet.reset("new weights")
+    node.fleet.reset()
     node.offload.admin.purge(everything=True).run()
     node.run_all()
     node.fleet.step()
     assert node.fleet.is_over(wait)
     assert node.engine.lookup(KEYS) == 0, "a fetch from before the new weights is visible"
     status = node.fleet.status()
-    assert (status.state, status.reason) == ("off", "new weights")
+    assert (status.state, status.reason) == ("off", WEIGHTS_CHANGED)
+    node.fleet.reset("they are being loaded")
+    assert node.fleet.status().reason == "they are being loaded"
     node.store(KEYS[8:10])
     node.fleet.step()
     assert node.ops("put") == [], "a block of weights without a name was put"

@@ -344,6 +344,7 @@ def test_the_state_says_why_there_is_no_host_cache(caplog: pytest.LogCaptureFixt
         (("not shared with pool p: x", "hashes_not_reproducible: set PYTHONHASHSEED"), "hashes_not_reproducible"),
         (("lora_names_not_unique: x",), "lora_names_not_unique"),
         (("weights_unknown: x",), "weights_unknown"),
+        (("kv_scales_not_fixed: x",), "kv_scales_not_fixed"),
     ],
 )
 def test_the_word_for_what_is_not_shared(sentences: tuple[str, ...], word: str) -> None:
