@@ -1,4 +1,5 @@
-"""`python3 -m bench.vllm NAME [--help]`: one of start, hits, verify, decode, pinning, throughput."""
+"""`python3 -m bench.vllm NAME [--help]`: one of start, hits, verify, decode, pinning, throughput,
+restart, rotation."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-NAMES = ("start", "hits", "verify", "decode", "pinning", "throughput")
+NAMES = ("start", "hits", "verify", "decode", "pinning", "throughput", "restart", "rotation")
 
 _ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {
@@ -17,6 +18,7 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # results go to stdout
     "VLLM_NO_USAGE_STATS": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other way starts CUDA, and processes are forked later
+    "PYTHONHASHSEED": "0",  # engines that are to share blocks need equal hashes; vLLM reads it
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # would be compiled at first use
 }
 
@@ -31,7 +33,7 @@ def main() -> int:
     paths = [str(_ROOT / folder) for folder in ("engine", "api", "service", "")]
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH", "")]))
-    if name == "verify" and has_gpu():
+    if name in ("verify", "rotation") and has_gpu():
         os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # read when vLLM is imported
     import_module("fastapi")  # `vllm serve` has it in its engine's process, too
     program = import_module(f"bench.vllm.{name}")

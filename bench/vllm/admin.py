@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 import urllib.request
@@ -18,12 +19,28 @@ def ask(port: int, path: str) -> Any:
 
 def change(port: int, path: str, body: dict[str, Any]) -> Any:
     """PATCH. Raises `OSError` if nothing answers or the server refuses."""
-    headers = {"content-type": "application/merge-patch+json"}
+    return _send(port, "PATCH", path, body, "application/merge-patch+json")
+
+
+def purge(port: int, pool: str) -> Any:
+    """All blocks of a pool. Raises `OSError` if nothing answers or the server refuses."""
+    return _send(port, "POST", f"/v1/pools/{pool}/purge", {"all": True}, "application/json")
+
+
+def _send(port: int, method: str, path: str, body: dict[str, Any], kind: str) -> Any:
+    headers = {"content-type": kind}
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}", method="PATCH", data=json.dumps(body).encode(), headers=headers
+        f"http://127.0.0.1:{port}{path}", method=method, data=json.dumps(body).encode(), headers=headers
     )
     with urllib.request.urlopen(request, timeout=5) as answer:
         return json.load(answer)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def wait_until_pinned(port: int, patience: float) -> float:

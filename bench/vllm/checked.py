@@ -2,6 +2,7 @@
 
 Equal answers show that vLLM computed the same; this shows that the bytes are the same, whatever kernels round.
 A fingerprint is taken of every block on the compute stream: before its store begins, and after its load has ended.
+Engines with the same folder share fingerprints by slot, as engines that are attached to one service share slots.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvstow.messages import Op
 from kvstow_service.connectors.vllm.connector import KVStowConnector
 from kvstow_service.connectors.vllm.kvgeometry import kv_geometry
 
-FOLDER = "KVSTOW_BENCH_CHECKS"
-"""Environment variable: where each rank writes `RANK.json`, every second."""
+FOLDER = "BENCH_VLLM_CHECKS"
+"""Environment variable: where each process of a rank writes `RANK-PID.json`, every second."""
+
+_SLOTS = 1 << 22  # at most
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Loaded blocks over all ranks: checked ones, and those with other bytes. `told_apart`: neighbours in a load whose
-    fingerprints differ; else equal ones would prove nothing."""
+    """Loaded blocks over all ranks and engines: checked ones, and those with other bytes. `told_apart`: neighbours in a
+    load whose fingerprints differ; else equal ones would prove nothing."""
 
     blocks: int
     wrong: int
@@ -40,20 +44,26 @@ def read_checks(folder: Path) -> Checks:
 
 
 class CheckedKVStowConnector(KVStowConnector):
-    """As `KVStowConnector`. What it adds runs in the order of the compute stream, and waits for the device once a
-    second."""
+    """As `KVStowConnector`. What it adds runs in the order of the compute stream, and waits for the device in steps
+    with stores.
+
+    The fingerprints of an op are written, or read, when it begins: later the slots may belong to another engine, as the
+    service frees those of a lost session as soon as the copies have ended.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
         self._seen = 0
-        self._loads: dict[int, Op] = {}
+        self._loads: dict[int, tuple[Op, torch.Tensor]] = {}
         self._written_at = 0.0
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        hello = self._rank.hello
-        assert hello is not None
+        path = Path(os.environ[FOLDER]) / f"{self._rank.side.rank}.fingerprints"
+        with path.open("ab") as file:
+            file.truncate(8 * _SLOTS)  # sparse
+        self._stored = np.memmap(path, np.int64, "r+")
         self._tensors = kv_geometry(kv_caches, self._num_blocks).tensors
         device = self._tensors[0].device
         generator = torch.Generator().manual_seed(0)
@@ -61,7 +71,6 @@ class CheckedKVStowConnector(KVStowConnector):
             torch.randint(-(1 << 62), 1 << 62, (tensor.shape[1] // 8,), generator=generator).to(device)
             for tensor in self._tensors
         ]
-        self._stored = torch.zeros(hello.max_slots, dtype=torch.int64, device=device)
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)  # as the fields of `Checks`
 
     def _begin_step(self, metadata: Any) -> None:
@@ -69,8 +78,9 @@ class CheckedKVStowConnector(KVStowConnector):
         if plan is not None and plan.number != self._seen:
             self._seen = plan.number
             for op in plan.stores.ops:
-                self._stored[self._indices(op.slots)] = self._fingerprints(op.blocks)
-            self._loads |= {op.op_id: op for op in plan.loads.ops}
+                self._stored[list(op.slots)] = self._fingerprints(op.blocks).cpu().numpy()
+            for op in plan.loads.ops:
+                self._loads[op.op_id] = op, torch.from_numpy(self._stored[list(op.slots)])
         super()._begin_step(metadata)
 
     def build_connector_worker_meta(self) -> Any:
@@ -78,13 +88,14 @@ class CheckedKVStowConnector(KVStowConnector):
         for update in (update for rank in (metadata.updates.values() if metadata else ()) for update in rank):
             for _, completions in update.completions:
                 for completion in completions:
-                    op = self._loads.pop(completion.op_id, None)
-                    if op is not None and completion.mark == "done":
-                        self._check(op)
+                    load = self._loads.pop(completion.op_id, None)
+                    if load is not None and completion.mark == "done":
+                        self._check(*load)
         return metadata
 
-    def _check(self, op: Op) -> None:
-        expected, found = self._stored[self._indices(op.slots)], self._fingerprints(op.blocks)
+    def _check(self, op: Op, stored: torch.Tensor) -> None:
+        expected = stored.to(self._counts.device)
+        found = self._fingerprints(op.blocks)
         told_apart = (expected[1:] != found[:-1]).sum()
         self._counts += torch.stack([torch.ones_like(found).sum(), (expected != found).sum(), told_apart])
         if time.monotonic() > self._written_at + 1:
@@ -92,8 +103,7 @@ class CheckedKVStowConnector(KVStowConnector):
             self._write()
 
     def _write(self) -> None:
-        side = self._rank.side
-        path = Path(os.environ[FOLDER]) / f"{side.rank}.json"
+        path = Path(os.environ[FOLDER]) / f"{self._rank.side.rank}-{os.getpid()}.json"
         counts = dict(zip(("blocks", "wrong", "told_apart"), self._counts.tolist(), strict=True))
         path.with_suffix(".new").write_text(json.dumps(counts))
         path.with_suffix(".new").replace(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,27 +11,36 @@ from typing import Any, Literal
 
 from vllm import LLM
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
+
+from bench.vllm import admin
+from bench.vllm.node import Node
 
 Graphs = Literal["none", "decode", "full"]
 GRAPHS: tuple[Graphs, ...] = ("none", "decode", "full")
 
 GIB = 1 << 30
-CONNECTORS = ("none", "simple", "offloading", "kvstow")
+_ALL = 0.9  # of a small pool: whole slots in whole pages of 2 MiB
+CONNECTORS = ("none", "simple", "offloading", "kvstow", "attached", "absent")
+"""kvstow is embedded; attached has the memory of a node service, and absent looks for one that is not there. Any other
+connector is named by the JSON that `--kv-transfer-config` takes."""
 
 _KVSTOW = {
     "kvstow": ("KVStowConnector", "kvstow_service.connectors.vllm"),
+    "attached": ("KVStowConnector", "kvstow_service.connectors.vllm"),
+    "absent": ("KVStowConnector", "kvstow_service.connectors.vllm"),
     "checked": ("CheckedKVStowConnector", "bench.vllm.checked"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One engine. `connector`: one of `CONNECTORS`, or checked (`bench.vllm.checked`). `pool_bytes`: host memory over
-    all ranks. `ranks`: tensor parallel, in each of `stages` (pipeline). `gpu_blocks` bounds the GPU's own cache; None:
-    what fits.
+    """One engine. `connector`: one of `CONNECTORS`, checked (`bench.vllm.checked`), or JSON. `node`: what KVStow
+    attaches to; None: it is embedded. `pool_bytes`: host memory over all ranks. `ranks`: tensor parallel, in each of
+    `stages` (pipeline). `gpu_blocks` bounds the GPU's own cache; None: what fits.
 
     `graphs`: none (eager), decode (full graphs of decode steps, nothing compiled) or full (vLLM's default).
     `invariant`: beside `VLLM_BATCH_INVARIANT`, no kernel of vLLM's own for norms: in 0.26 the one that adds and
@@ -53,15 +62,38 @@ class Setup:
     gpu_share: float = 0.6
     invariant: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
+    node: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """`seconds` until the engine could take requests; `port`: that of KVStow's admin server."""
+    """`seconds` until the engine could take requests; `port`: that of KVStow's admin server, if it has one."""
 
     engine: Any
     seconds: float
     port: int | None
+
+
+def rank_pool() -> Any:
+    """KVStow's pool in the worker of this process."""
+    plane = get_kv_transfer_group()._rank.side.plane
+    return getattr(plane, "_plane", plane).pool  # an attached one is around another
+
+
+def wait_until_usable(started: Started, setup: Setup, patience: float) -> float | None:
+    """Until all of KVStow's pool is pinned; seconds, or None for other connectors. Raises `TimeoutError`. An attached
+    engine makes steps meanwhile: it learns of its session in steps alone."""
+    if started.port is not None:
+        return admin.wait_until_pinned(started.port, patience)
+    if setup.connector != "attached":
+        return None
+    began = time.perf_counter()
+    while rank_pool().status().pinned_bytes < _ALL * setup.pool_bytes or rank_pool().status().state == "pinning":
+        if time.perf_counter() - began > patience:
+            raise TimeoutError(f"the pool was not registered within {patience:g} s: {rank_pool().status()}")
+        started.engine.llm_engine.step()
+        time.sleep(0.001)
+    return time.perf_counter() - began
 
 
 def block_tokens() -> int:
@@ -125,24 +157,25 @@ def _compilation(setup: Setup) -> dict[str, Any]:
 
 
 def _transfer(setup: Setup) -> dict[str, Any] | None:
-    extra = {"cpu_bytes_to_use": setup.pool_bytes}
+    extra: dict[str, Any] = {"cpu_bytes_to_use": setup.pool_bytes}
     if setup.connector == "none":
         return None
+    if setup.connector.startswith("{"):
+        transfer: dict[str, Any] = {"kv_role": "kv_both", "kv_connector_extra_config": {}}
+        transfer |= json.loads(setup.connector)
+        return transfer
     if setup.connector in _KVSTOW:
         name, module = _KVSTOW[setup.connector]
+        if setup.node is not None:
+            extra |= {"attach": f"unix://{setup.node.socket}"}
+        else:
+            extra |= {"admin_port": admin.free_port()}
         return {
             "kv_connector": name,
             "kv_connector_module_path": module,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"admin_port": _free_port(), **extra, **setup.extra},
+            "kv_connector_extra_config": {**extra, **setup.extra},
         }
     names = {"simple": "SimpleCPUOffloadConnector", "offloading": "OffloadingConnector"}
     return {"kv_connector": names[setup.connector], "kv_role": "kv_both", "kv_connector_extra_config": extra}
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -4,7 +4,8 @@
 
 Prompts of 16,000 tokens, 16 sessions over a GPU cache that holds 4, random weights: times, not answers, are measured,
 but answers after a hit are compared with the first ones. The floor of a hit is the time with the prefix on the GPU plus
-the bytes over the link. Writes `hits.jsonl` and `hits.md`.
+the bytes over the link. A hit of KVStow is split at what its connector sees (`bench.vllm.hitsplit`). Writes
+`hits.jsonl` and `hits.md`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from vllm import LLM, SamplingParams
 from bench.report import Table, verdict
 from bench.vllm import admin
 from bench.vllm.captures import Captures, observe_captures
-from bench.vllm.engines import GIB, Setup, block_tokens, start_llm
+from bench.vllm.engines import GIB, Setup, block_tokens, start_llm, wait_until_usable
+from bench.vllm.hitsplit import HitLog, Split, observe_hits
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.process import run
 from bench.vllm.registration import observe_registration
@@ -66,7 +68,8 @@ class Hits:
     `cold8`: nothing known; `hit`: in host memory only; `on_gpu`: on the GPU; `burst`: all at once, the median of three.
     `cached`: the fewest tokens that a hit found. `same`: sessions whose eight tokens did not change.
     `registration_seconds`: of the start, in which vLLM waited for the connector.
-    `pinned_seconds`: from the start until KVStow's pool was pinned; nothing is asked before.
+    `pinned_seconds`: from the start until KVStow's pool was pinned; nothing is asked before. `bursts`: the three.
+    `split`: of the hits, KVStow's alone.
     """
 
     start_seconds: float
@@ -77,6 +80,8 @@ class Hits:
     hit_least: float | None = None
     hit8: float | None = None
     burst: float | None = None
+    bursts: list[float] | None = None
+    split: Split | None = None
     cached: int | None = None
     same: int | None = None
     sessions: int = 0
@@ -108,7 +113,7 @@ def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
         observed = stack.enter_context(observe_captures()) if setup.graphs != "none" else None
         started = start_llm(setup)
         captures, registration = observed() if observed else None, waited()
-    pinned = admin.wait_until_pinned(started.port, _PINNING) if started.port else None
+    pinned = wait_until_usable(started, setup, _PINNING)
     client, chance = _Client(started.engine, vocabulary), random.Random(0)
     number = sessions.few if setup.connector == "none" else sessions.number
     prompts = [client.prompt(chance, sessions.tokens) for _ in range(number)]
@@ -120,9 +125,11 @@ def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
         on_gpu = client.ms_on_gpu(prompts)
         return Hits(started.seconds, registration, cold8, on_gpu, sessions=number, captures=captures)
     client.drain(chance)
-    hits = [client.ask(prompt) for prompt in prompts]
+    with observe_hits() as log:
+        hits = [client.ask(prompt, log=log) for prompt in prompts]
     again = [client.ask(prompt, 8) for prompt in prompts]
     on_gpu = client.ms_on_gpu(prompts[: sessions.few])
+    bursts = [client.ms_of_all(prompts) for _ in range(_BURSTS)]
     return Hits(
         started.seconds,
         registration,
@@ -131,7 +138,9 @@ def measure(setup: Setup, sessions: Sessions, vocabulary: int) -> Hits:
         hit=_ms(answer.seconds for answer in hits),
         hit_least=min(answer.seconds for answer in hits) * 1e3,
         hit8=_ms(answer.seconds for answer in again),
-        burst=statistics.median(client.ms_of_all(prompts) for _ in range(_BURSTS)),
+        burst=statistics.median(bursts),
+        bursts=bursts,
+        split=log.split(),
         cached=min(answer.cached for answer in hits),
         same=sum(first.tokens == second.tokens for first, second in zip(cold, again, strict=True)),
         sessions=number,
@@ -159,10 +168,14 @@ class _Client:
     def prompt(self, chance: random.Random, tokens: int) -> list[int]:
         return [chance.randrange(10, self._vocabulary) for _ in range(tokens)]
 
-    def ask(self, prompt: list[int], tokens: int = 1) -> _Answer:
+    def ask(self, prompt: list[int], tokens: int = 1, log: HitLog | None = None) -> _Answer:
+        if log is not None:
+            log.begin()
         began = time.perf_counter()
         (output,) = self._generate([prompt], tokens)
         seconds = time.perf_counter() - began
+        if log is not None:
+            log.end()
         return _Answer(seconds, tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0)
 
     def ms_of_all(self, prompts: list[list[int]]) -> float:
@@ -206,8 +219,8 @@ def table(shape: str, prompt_bytes: int, link: Link | None, runs: Sequence[tuple
         floor = on_gpu + on_link
         title += f", {on_link:.1f} ms on the link, floor {floor:.1f} ms"
     head = ["connector", "start", f"bar +{START_BAR} s", "on the GPU, ms", "hit, ms", f"of the floor, bar {BAR:.2f}"]
-    rows = [[name, *_cells(hits, start, floor, judged=name == "kvstow")] for name, hits in runs]
-    return Table(title, [*head, "least, ms", "all at once, ms", "same answers"], rows)
+    rows = [[name, *_cells(hits, start, floor, judged=name in ("kvstow", "attached"))] for name, hits in runs]
+    return Table(title, [*head, "least, ms", "all at once, ms", "same answers", "beside copy and compute, ms"], rows)
 
 
 def _cells(hits: Hits, start: float | None, floor: float | None, *, judged: bool) -> list[str]:
@@ -220,9 +233,10 @@ def _cells(hits: Hits, start: float | None, floor: float | None, *, judged: bool
         share += f", {verdict(hits.hit <= BAR * floor)}" if judged else ""
     first = [f"{hits.start_seconds:.2f} s", later, f"{hits.on_gpu:.1f}"]
     if hits.hit is None or hits.hit_least is None or hits.burst is None:
-        return [*first, "", "", "", "", ""]
+        return [*first, "", "", "", "", "", ""]
     same = f"{hits.same}/{hits.sessions}"
-    return [*first, f"{hits.hit:.1f}", share, f"{hits.hit_least:.1f}", f"{hits.burst:.0f}", same]
+    beside = "" if hits.split is None else f"{hits.split.beside:.2f}"
+    return [*first, f"{hits.hit:.1f}", share, f"{hits.hit_least:.1f}", f"{hits.burst:.0f}", same, beside]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,7 +7,8 @@ and continued every 16 steps: a shared machine changes its speed within seconds,
 can be compared. Then the pool shrinks again; that is one turn. `first` is the time to the first token of 16,000 unknown
 ones, with pinning paused and not. `steady` and `idle` pin `--warm` GiB without a pause, beside a decoded request and
 without one. With `--cold` the first process has a pool of that size from the start, in memory that the machine may
-never have used. Writes `pinning.jsonl` and `pinning.md`.
+never have used. With `--attached` the pool is memory of a node service, which each process registers once:
+`--cold` GiB, in pages of 2 MiB (huge) or 4 KiB (small); nothing is resized. Writes `pinning.jsonl` and `pinning.md`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,14 +28,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from vllm import SamplingParams
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from bench.report import Table, verdict
 from bench.vllm import admin
-from bench.vllm.engines import GIB, Setup, start_llm
+from bench.vllm.engines import GIB, Setup, rank_pool, start_llm
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.process import run
-from bench.vllm.results import add_common, add_engine, open_results
+from bench.vllm.results import add_common, add_engine, enter_node, open_results
 
 P50_BAR, P99_BAR, FIRST_BAR = 1.05, 2.0, 1.02  # times; ms; times
 STEADY_BAR, IDLE_BAR = 30.0, 5.0  # seconds for 40 GiB
@@ -84,7 +85,7 @@ class Pinning:
 
     start_seconds: float
     cold: Turn | None
-    all_turns: Turn
+    all_turns: Turn | None
     turns: list[Turn]
     first_pinning: list[float]
     first_paused: list[float]
@@ -122,7 +123,7 @@ def measure(setup: Setup, load: Load, vocabulary: int, plan: Plan, *, cold_bytes
     for _ in range(plan.turns):
         decode.resize(started.port, small + plan.num_bytes, paused=True)
         first_paused.append(decode.first_token())
-        _pool().set_paused(False)
+        rank_pool().set_paused(False)
         first_pinning.append(decode.first_token())
         decode.resize(started.port, small)
     steady = idle = None
@@ -132,16 +133,27 @@ def measure(setup: Setup, load: Load, vocabulary: int, plan: Plan, *, cold_bytes
         decode.resize(started.port, small)
         began = time.perf_counter()
         admin.change(started.port, "/v1/pools/host", {"capacity_bytes": small + plan.warm_bytes})
-        while not decode.is_at(small + plan.warm_bytes) or _pool().status().state == "pinning":
+        while not decode.is_at(small + plan.warm_bytes) or rank_pool().status().state == "pinning":
             time.sleep(0.001)
         idle = time.perf_counter() - began
     turns = [_turn([growth]) for growth in growths]
     return Pinning(started.seconds, cold, _turn(growths), turns, first_pinning, first_paused, steady, idle)
 
 
-def _pool() -> Any:
-    """The pool of the worker in this process."""
-    return get_kv_transfer_group()._rank.side.plane.pool
+def measure_attached(setup: Setup, load: Load, vocabulary: int) -> Pinning:
+    """Registers the memory of `setup.node`, once."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    started = start_llm(setup)
+    pool = rank_pool()
+    pool.set_paused(True)
+    pool.set_paused = lambda paused: None  # the service says that nothing is paused when the session begins
+    decode, deadline = _Decode(started.engine, load, vocabulary), time.perf_counter() + _RESIZE_SECONDS
+    while not pool.status().target_slots:  # it learns of its session in steps
+        if time.perf_counter() > deadline:
+            raise TimeoutError(f"no memory was granted within {_RESIZE_SECONDS:g} s")
+        decode.settle()
+    del pool.set_paused
+    return Pinning(started.seconds, _turn([decode.growth()]), None, [], [], [], None, None)
 
 
 class _Decode:
@@ -152,7 +164,7 @@ class _Decode:
 
     def growth(self) -> _Growth:
         """Decode until the pool is pinned, with pinning paused in every second window of steps, the first one too."""
-        pool, pinned, seconds = _pool(), 0, 0.0
+        pool, pinned, seconds = rank_pool(), 0, 0.0
         window = _Window(0.0, 0)
         deadline = time.perf_counter() + _GROWTH_SECONDS
 
@@ -186,7 +198,7 @@ class _Decode:
         deadline = time.perf_counter() + _RESIZE_SECONDS
         while not self._follows(num_bytes):
             if time.perf_counter() > deadline:
-                raise TimeoutError(f"the pool did not follow a resize to {num_bytes} bytes: {_pool().status()}")
+                raise TimeoutError(f"the pool did not follow a resize to {num_bytes} bytes: {rank_pool().status()}")
             self.settle()
             idle_until = time.perf_counter() + _IDLE_SECONDS
             while not self._follows(num_bytes) and time.perf_counter() < idle_until:
@@ -198,20 +210,20 @@ class _Decode:
 
     def is_at(self, num_bytes: int) -> bool:
         """Whether a resize has reached the rank."""
-        pool = _pool()
+        pool = rank_pool()
         missing = abs(pool.status().target_bytes - num_bytes)
         return bool(missing <= pool.slot_bytes)
 
     def _follows(self, num_bytes: int) -> bool:
-        status = _pool().status()
+        status = rank_pool().status()
         is_under_way = status.state == "pinning" or status.resident_bytes <= num_bytes + _CHUNK_BYTES
         return bool(self.is_at(num_bytes) and is_under_way)
 
     def until_pinned(self) -> float:
         """Decode until the pool is pinned; seconds."""
         began = time.perf_counter()
-        while _pool().status().state == "pinning":
-            self.request(self._load.prompt, self._load.most, lambda steps: _pool().status().state == "pinning")
+        while rank_pool().status().state == "pinning":
+            self.request(self._load.prompt, self._load.most, lambda steps: rank_pool().status().state == "pinning")
         return time.perf_counter() - began
 
     def first_token(self) -> float:
@@ -307,6 +319,8 @@ def _cells(turn: Turn) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
+    if options.attached and not options.cold:
+        _parser().error("--attached needs --cold, the size of the node service's memory")
     results, load = open_results("pinning", options), TINY if options.tiny else FULL
     scale = GIB // 16 if options.tiny else GIB
     plan = Plan(int(options.gib * scale), options.turns, int(options.warm * scale))
@@ -326,15 +340,29 @@ def main(argv: Sequence[str]) -> int:
                 extra={"max_bytes": small + max(plan.num_bytes, plan.warm_bytes, cold_bytes), **options.extra},
             )
             for process in range(options.processes):
-                cold = cold_bytes * (process == 0)
-                one = replace(setup, pool_bytes=small + cold)
-                once = partial(run, _TIMEOUT, measure, one, load, SHAPES[shape].vocabulary, plan, cold_bytes=cold)
-                labels = {"shape": shape, "graphs": options.graphs, "process": process}
+                once = partial(
+                    _once, setup, load, SHAPES[shape].vocabulary, plan, cold_bytes, process, options.attached
+                )
+                labels = {"shape": shape, "graphs": options.graphs, "process": process, "attached": options.attached}
                 measured = results.attempt("pinning", once, **labels)
                 if measured is not None:
-                    runs.append((f"{shape}, graphs {options.graphs}, process {process + 1}", measured))
+                    memory = f", attached, {options.attached} pages" if options.attached else ""
+                    runs.append((f"{shape}, graphs {options.graphs}, process {process + 1}{memory}", measured))
     results.show(table(runs))
     return 0
+
+
+def _once(
+    setup: Setup, load: Load, vocabulary: int, plan: Plan, cold_bytes: int, process: int, attached: str | None
+) -> Pinning:
+    if attached is not None:
+        with ExitStack() as stack:
+            node = enter_node(stack, cold_bytes, small_pages=attached == "small").node
+            one = replace(setup, connector="attached", node=node, pool_bytes=cold_bytes, extra={})
+            return run(_TIMEOUT, measure_attached, one, load, vocabulary)
+    cold = cold_bytes * (process == 0)
+    one = replace(setup, pool_bytes=setup.pool_bytes + cold)
+    return run(_TIMEOUT, measure, one, load, vocabulary, plan, cold_bytes=cold)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -350,4 +378,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--processes", type=int, default=3, help="of each shape")
     parser.add_argument("--warm", type=float, default=0.0, metavar="GIB", help="pinned once more, steadily and idly")
     parser.add_argument("--cold", type=float, default=0.0, metavar="GIB", help="pool of the first process at its start")
+    parser.add_argument("--attached", choices=["huge", "small"], help="register memory of a node service instead")
     return parser

@@ -54,6 +54,11 @@ class Measurement(Generic[R]):
         result: R = value
         return result
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its result is there, or its process has died."""
+        return self._receiver.poll() or not self._process.is_alive()
+
     def kill(self) -> None:
         """With all that it has started; idempotent."""
         with suppress(ProcessLookupError):

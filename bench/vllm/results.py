@@ -6,14 +6,15 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.report import Table
 from bench.vllm.engines import CONNECTORS, GRAPHS, Graphs, Setup
 from bench.vllm.model import SHAPES
+from bench.vllm.node import Node, NodeService
 from bench.vllm.process import MeasurementError, run
 
 _ERROR = 3000  # characters, the last ones
@@ -52,11 +53,17 @@ class Results:
         """What `measure(setup, *args)` returns for each of the connectors of `options`, in turn and each in a process
         of its own; those that fail are left out."""
         runs = []
-        for turn, connector in enumerate(options.connectors):
-            once = partial(run, timeout, measure, replace(plain, connector=connector), *args)
-            measured = self.attempt(kind, once, **labels, connector=connector, turn=turn, graphs=options.graphs)
-            if measured is not None:
-                runs.append((connector, measured))
+        with ExitStack() as stack:
+            nodes = _Nodes(stack, plain.pool_bytes)
+            for turn, connector in enumerate(options.connectors):
+
+                def once(connector: str = connector) -> Any:
+                    return run(timeout, measure, replace(plain, connector=connector, node=nodes.of(connector)), *args)
+
+                name = name_of(connector)
+                measured = self.attempt(kind, once, **labels, connector=name, turn=turn, graphs=options.graphs)
+                if measured is not None:
+                    runs.append((name, measured))
         return runs
 
     def show(self, table: Table) -> None:
@@ -64,6 +71,57 @@ class Results:
         print(f"{text}\n", flush=True)
         with self.path.with_suffix(".md").open("a") as file:
             file.write(text + "\n\n")
+
+
+class _Nodes:
+    """What the engines of a comparison attach to: one service with an empty pool for each, or none at all."""
+
+    def __init__(self, stack: ExitStack, num_bytes: int) -> None:
+        self._stack, self._num_bytes = stack, num_bytes
+        self._service: NodeService | None = None
+
+    def of(self, connector: str) -> Node | None:
+        """Raises `MeasurementError`."""
+        if connector == "absent":
+            return Node(Path("/nonexistent/attach.sock"), 0)
+        if connector != "attached":
+            return None
+        if self._service is None:
+            self._service = enter_node(self._stack, self._num_bytes)
+        try:
+            self._service.forget()
+        except (OSError, RuntimeError) as error:  # `TimeoutError` is an `OSError`
+            raise MeasurementError(str(error)) from error
+        return self._service.node
+
+
+def enter_node(stack: ExitStack, num_bytes: int, *, small_pages: bool = False) -> NodeService:
+    """A service for as long as `stack` lasts. Raises `MeasurementError`."""
+    try:
+        return stack.enter_context(NodeService(num_bytes, small_pages=small_pages))
+    except (OSError, RuntimeError) as error:  # `TimeoutError` is an `OSError`
+        raise MeasurementError(str(error)) from error
+
+
+def name_of(connector: str) -> str:
+    """Of one of `CONNECTORS`, or of one that is given as JSON."""
+    return str(json.loads(connector)["kv_connector"]) if connector.startswith("{") else connector
+
+
+def connector(text: str) -> str:
+    """The type of an option: one of `CONNECTORS`, or JSON."""
+    if text not in CONNECTORS:
+        try:
+            name_of(text)
+        except (ValueError, KeyError, TypeError):
+            pass
+        else:
+            if text.startswith("{"):
+                return text
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(CONNECTORS)}, nor JSON as --kv-transfer-config takes it"
+        )
+    return text
 
 
 def open_results(name: str, options: argparse.Namespace) -> Results:
@@ -98,9 +156,11 @@ def add_engines(parser: argparse.ArgumentParser, default: list[str], *, pool: fl
     parser.add_argument(
         "--connectors",
         nargs="+",
-        choices=CONNECTORS,
+        type=connector,
+        metavar="NAME",
         default=default,
-        help=f"in this order, each time in a new process; default: {' '.join(default)}",
+        help=f"in this order, each time in a new process: {', '.join(CONNECTORS)}, or JSON as "
+        f"--kv-transfer-config takes it; attached starts a node service; default: {' '.join(default)}",
     )
     parser.add_argument("--pool", type=float, default=pool, metavar="GIB", help="host memory")
     add_engine(parser, graphs=graphs)

@@ -21,7 +21,7 @@ from vllm import SamplingParams
 
 from bench.report import Table, verdict
 from bench.vllm import admin
-from bench.vllm.engines import GIB, Setup, start_llm
+from bench.vllm.engines import GIB, Setup, start_llm, wait_until_usable
 from bench.vllm.model import SHAPES, write_model
 from bench.vllm.results import add_engines, make_parser, open_results
 
@@ -53,8 +53,7 @@ class Throughput:
 
 def measure(setup: Setup, size: Round, rounds: int, vocabulary: int) -> Throughput:
     started = start_llm(setup)
-    if started.port:
-        admin.wait_until_pinned(started.port, _PINNING)
+    wait_until_usable(started, setup, _PINNING)
     params = SamplingParams(max_tokens=size.answer_tokens, temperature=0, detokenize=False, ignore_eos=True)
     chance = random.Random(0)
 

@@ -1,0 +1,358 @@
+"""Two engines on one pool under verified load, while each of them and the node service are killed in rotation.
+
+    python3 -m bench.vllm rotation [--seconds 480] [--every 30] [--out DIR]
+
+Both engines ask random ones of a set of prompts, some tokens of each answer, without a pause, on the same GPU. Tokens
+and log-probabilities are compared with those of an engine without a connector, bit by bit (vLLM's batch-invariant
+mode), and the bytes of every loaded block with those that either engine has stored (`bench.vllm.checked`). The GPU's
+own caches hold a part of the prompts, and so does the pool. Every `--every` seconds SIGKILL ends engine a, then engine
+b, then the service, which are started again at once; a keeper has the service's memory meanwhile. `nvidia-smi` is asked
+each time. Without a GPU log-probabilities differ by rounding, and only tokens count. Writes `rotation.jsonl`. The exit
+status is 1 if an answer or a block differs, a request fails that was not one of a killed engine, no block was loaded,
+slots are lost, or the service is seen on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.platforms import current_platform
+
+from bench.vllm.checked import FOLDER, Checks, read_checks
+from bench.vllm.engines import Setup, block_tokens, start_llm
+from bench.vllm.model import SHAPES, Shape, write_model
+from bench.vllm.node import NodeService, device_processes
+from bench.vllm.process import Measurement, MeasurementError, run
+from bench.vllm.results import make_parser, open_results
+
+_STARTING = 240.0  # seconds
+_ENDING = 60.0
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Prompts: `systems` beginnings, with `questions` after each; sizes in tokens. `at_once`: requests of a round."""
+
+    systems: int = 24
+    questions: int = 16
+    system_tokens: tuple[int, int] = (256, 1536)
+    question_tokens: tuple[int, int] = (32, 640)
+    answer_tokens: int = 48
+    at_once: int = 24
+
+    @property
+    def max_tokens(self) -> int:
+        return self.system_tokens[1] + self.question_tokens[1] + self.answer_tokens
+
+    def prompts(self, vocabulary: int) -> list[Prompt]:
+        chance = random.Random(0)
+
+        def text(sizes: tuple[int, int]) -> Prompt:
+            return tuple(chance.randrange(10, vocabulary) for _ in range(chance.randint(*sizes)))
+
+        systems = [text(self.system_tokens) for _ in range(self.systems)]
+        return [system + text(self.question_tokens) for system in systems for _ in range(self.questions)]
+
+
+FULL = Load()
+TINY = Load(systems=3, questions=3, system_tokens=(64, 128), question_tokens=(16, 64), answer_tokens=8, at_once=3)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Of one prompt: the tokens of the longest answer, and the log-probability of each."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of the requests of one engine over all of its processes. `differing`: answers with other tokens; `logprobs`:
+    others with another log-probability. `cached_tokens`: of the prompts, those that were not computed."""
+
+    requests: int = 0
+    differing: int = 0
+    logprobs: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """`kills`: of each. `failures`: what ended other than by a kill, as text. `recovered_seconds`: from each kill until
+    both engines were attached and had answered again. `service_on_gpu`: how often `nvidia-smi` listed the service;
+    `engines_on_gpu`: how often it listed any process, else that says nothing. `stuck_slots`: of the pool at the end."""
+
+    seconds: float
+    kills: dict[str, int]
+    tallies: dict[str, Tally]
+    failures: list[str]
+    checks: Checks
+    recovered_seconds: dict[str, list[float]]
+    service_on_gpu: int
+    engines_on_gpu: int
+    stuck_slots: int
+
+    @property
+    def problems(self) -> list[str]:
+        tallies = self.tallies.values()
+        found = {
+            "an answer differs": any(tally.differing for tally in tallies),
+            "a log-probability differs": current_platform.is_cuda() and any(tally.logprobs for tally in tallies),
+            "an engine was hardly asked": not all(tally.requests for tally in tallies),
+            "a loaded block is wrong": self.checks.wrong > 0,
+            "no block was loaded": not self.checks.blocks,
+            "a request or an engine has failed": bool(self.failures),
+            "slots are stuck": self.stuck_slots > 0,
+            "the service was on the GPU": self.service_on_gpu > 0,
+            "not everything was killed": not all(self.kills.values()),
+        }
+        return [problem for problem, is_found in found.items() if is_found]
+
+
+def expect(setup: Setup, load: Load, prompts: Sequence[Prompt]) -> list[Expected]:
+    """The longest answer to each prompt, without a connector."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    outputs = _generate(start_llm(setup).engine, prompts, [load.answer_tokens] * len(prompts))
+    return [_answer(output) for output in outputs]
+
+
+def serve(
+    setup: Setup, load: Load, prompts: Sequence[Prompt], expected: Sequence[Expected], seed: str, tally: Path
+) -> None:
+    """Ask without a pause, until there is a file beside `tally` that ends in `.stop`. A line of `tally` for each
+    round."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    engine, chance = start_llm(setup).engine, random.Random(f"{seed} {os.getpid()}")
+    stop = tally.with_suffix(".stop")
+    while not stop.exists():
+        numbers = chance.sample(range(len(prompts)), load.at_once)
+        lengths = [chance.randint(1, load.answer_tokens) for _ in numbers]
+        outputs = _generate(engine, [prompts[number] for number in numbers], lengths)
+        counted = Tally()
+        for number, length, output in zip(numbers, lengths, outputs, strict=True):
+            answer, wanted = _answer(output), expected[number]
+            is_same = answer.tokens == wanted.tokens[:length]
+            counted.requests += 1
+            counted.differing += not is_same
+            counted.logprobs += is_same and answer.logprobs != wanted.logprobs[:length]
+            counted.prompt_tokens += len(prompts[number])
+            counted.cached_tokens += output.num_cached_tokens or 0
+        with tally.open("a") as file:
+            file.write(json.dumps(asdict(counted)) + "\n")
+    for _ in range(50):  # steps in which stores end
+        engine.llm_engine.step()
+        time.sleep(0.01)
+
+
+def _generate(engine: Any, prompts: Sequence[Prompt], lengths: Sequence[int]) -> list[Any]:
+    params = [
+        SamplingParams(max_tokens=length, temperature=0, logprobs=0, detokenize=False, ignore_eos=True)
+        for length in lengths
+    ]
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs: list[Any] = engine.generate(inputs, params, use_tqdm=False)
+    for output, length in zip(outputs, lengths, strict=True):
+        if len(output.outputs[0].token_ids) != length:
+            raise RuntimeError(f"a request ended with {output.outputs[0].finish_reason!r}")
+    return outputs
+
+
+def _answer(output: Any) -> Expected:
+    (completion,) = output.outputs
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return Expected(list(completion.token_ids), [position[token].logprob for token, position in pairs])
+
+
+@dataclass(slots=True)
+class _Engine:
+    """One of both, in a process that is started again when it was killed. `arguments`: those of `serve`."""
+
+    name: str
+    folder: Path
+    arguments: tuple[Setup, Load, Sequence[Prompt], Sequence[Expected]]
+    failures: list[str] = field(default_factory=list)
+    _process: Measurement[None] | None = None
+
+    @property
+    def tally(self) -> Path:
+        return self.folder / f"{self.name}.tally"
+
+    def start(self) -> None:
+        setup, load, prompts, expected = self.arguments
+        self._process = Measurement(serve, setup, load, prompts, expected, self.name, self.tally)
+
+    def kill(self) -> None:
+        self.check()
+        if self._process is not None:
+            self._process.kill()
+        self._process = None
+
+    def check(self) -> None:
+        """Note why it has ended by itself, and start it again."""
+        if self._process is not None and self._process.is_over:
+            self._end(0.0)
+            self.start()
+
+    def stop(self) -> None:
+        self.tally.with_suffix(".stop").touch()
+        self._end(_ENDING)
+
+    def count(self) -> Tally:
+        """The last line may be half of one."""
+        lines = self.tally.read_text().split("\n")[:-1] if self.tally.exists() else []
+        rounds = [json.loads(line) for line in lines]
+        return Tally(**{name: sum(one[name] for one in rounds) for name in asdict(Tally())})
+
+    def _end(self, patience: float) -> None:
+        process, self._process = self._process, None
+        try:
+            if process is not None:
+                process.result(patience)
+        except MeasurementError as error:
+            self.failures.append(f"{self.name}: {str(error)[-2000:]}")
+
+
+class _Rotation:
+    def __init__(self, service: NodeService, engines: Sequence[_Engine], checks: Path) -> None:
+        self._service, self._engines, self._checks = service, engines, checks
+        self._failures: list[str] = []
+        self._on_gpu = self._listed = 0
+        names = [*(engine.name for engine in engines), "service"]
+        self._kills = dict.fromkeys(names, 0)
+        self._recovered: dict[str, list[float]] = {name: [] for name in names}
+
+    def run(self, seconds: float, every: float) -> Rotation:
+        for engine in self._engines:
+            engine.start()
+        self._recover(_STARTING)
+        began = time.monotonic()
+        rounds = 0
+        while (now := time.monotonic()) < began + seconds:
+            kill_at = began + rounds * every
+            if now < kill_at:
+                self._watch()
+                time.sleep(0.2)
+                continue
+            rounds += 1
+            self._kill(tuple(self._kills)[(rounds - 1) % len(self._kills)])
+        took = time.monotonic() - began
+        for engine in self._engines:
+            engine.stop()
+        stuck = self._stuck_slots()
+        return Rotation(
+            seconds=took,
+            kills=self._kills,
+            tallies={engine.name: engine.count() for engine in self._engines},
+            failures=[*self._failures, *(failure for engine in self._engines for failure in engine.failures)],
+            checks=read_checks(self._checks),
+            recovered_seconds=self._recovered,
+            service_on_gpu=self._on_gpu,
+            engines_on_gpu=self._listed,
+            stuck_slots=stuck,
+        )
+
+    def _kill(self, name: str) -> None:
+        listed = device_processes()
+        self._on_gpu += self._service.pid in listed
+        self._listed += bool(listed)
+        began = time.monotonic()
+        if name == "service":
+            self._service.kill()
+            self._service.start()
+        else:
+            engine = next(engine for engine in self._engines if engine.name == name)
+            engine.kill()
+            engine.start()
+        self._kills[name] += 1
+        if self._recover(_STARTING):
+            self._recovered[name].append(time.monotonic() - began)
+        print(f"{name} was killed, recovered after {time.monotonic() - began:.1f} s", flush=True)
+
+    def _recover(self, patience: float) -> bool:
+        """Both engines are attached, and have answered."""
+        before = [engine.count().requests for engine in self._engines]
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            self._watch()
+            answered = [engine.count().requests > count for engine, count in zip(self._engines, before, strict=True)]
+            if all(answered) and self._service.count_attached() == len(self._engines):
+                return True
+            time.sleep(0.1)
+        self._failures.append(f"both engines were not attached and answering again within {patience:g} s")
+        return False
+
+    def _watch(self) -> None:
+        for engine in self._engines:
+            engine.check()
+
+    def _stuck_slots(self) -> int:
+        """Slots that no block of a living session has, after all sessions have ended."""
+        deadline = time.monotonic() + _ENDING
+        while self._service.sessions() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        states = ("leased", "filling", "quarantined")
+        return sum(pool["slots"][state] for pool in self._service.pools() for state in states)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    results = open_results("rotation", options)
+    load, shape = TINY if options.tiny else FULL, SHAPES["tiny" if options.tiny else "small"]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        checks = folder / "checks"
+        checks.mkdir()
+        os.environ[FOLDER] = str(checks)
+        run(_STARTING, write_model, folder / "model", shape, weights=True)
+        prompts = load.prompts(shape.vocabulary)
+        plain = _setup(folder / "model", load, shape, prompts)
+        expected = run(_STARTING, expect, plain, load, prompts)
+        service = stack.enter_context(NodeService(plain.pool_bytes, keeps=True))
+        setup = replace(plain, connector="checked", node=service.node, extra={"weights_id": "rotation"})
+        engines = [_Engine(name, folder, (setup, load, prompts, expected)) for name in ("engine-a", "engine-b")]
+        for engine in engines:
+            stack.callback(engine.kill)
+        found = _Rotation(service, engines, checks).run(options.seconds, options.every)
+    results.add("rotation", **asdict(found), problems=found.problems)
+    print("; ".join(found.problems) or "every answer and every block is right, and no other request failed", flush=True)
+    return 1 if found.problems else 0
+
+
+def _setup(model: Path, load: Load, shape: Shape, prompts: Sequence[Prompt]) -> Setup:
+    """The GPU's cache of each engine holds a fifth of the prompts, the pool two thirds."""
+    tokens = sum(map(len, prompts))
+    element = 2 if current_platform.is_cuda() else 4
+    return Setup(
+        model,
+        "none",
+        pool_bytes=max(tokens * 2 // 3 * shape.token_bytes(element), 32 << 20),
+        max_tokens=load.max_tokens,
+        gpu_blocks=max(tokens // 5, load.max_tokens * 4) // block_tokens(),
+        batch_tokens=4096,
+        batch_requests=load.at_once,
+        weights=True,
+        gpu_share=0.2,
+        invariant=True,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("rotation", __doc__)
+    parser.add_argument("--seconds", type=float, default=480.0, help="of load, from both engines' first answers on")
+    parser.add_argument("--every", type=float, default=30.0, metavar="SECONDS", help="from one kill to the next")
+    return parser
