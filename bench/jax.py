@@ -186,7 +186,7 @@ class Bench:
         for threads in (1, 2, 3, 4, 6, 8):
             if threads <= 2 * (os.cpu_count() or 1):
                 copier = RangeCopier(threads)
-                found[f"host to pool, {threads} threads"] = _rate(partial(copier.copy, ranges), moved)
+                found[f"host to pool, {threads} threads"] = _rate(partial(_copy_all, copier, ranges), moved)
                 copier.close()
         return found
 
@@ -199,6 +199,10 @@ def _rate(copy: Callable[[], object], num_bytes: int) -> float:
         copy()
         taken.append(time.perf_counter() - started)
     return num_bytes / statistics.median(taken)
+
+
+def _copy_all(copier: Any, ranges: Any) -> None:
+    copier.start(ranges).result()
 
 
 def _link(num_bytes: int) -> dict[str, float]:
@@ -230,14 +234,15 @@ def _link(num_bytes: int) -> dict[str, float]:
 def copies(num_bytes: int, dtype: str) -> dict[str, Any]:
     bench = Bench(num_bytes, dtype)
     limits = bench.limits()
+    print(limits, flush=True)
     sizes = sorted({1, 16, 64, bench.num_blocks})
     rates: list[dict[str, Any]] = []
     with bench.plane() as (plane, device):
         first = {way: bench.seconds(plane, way, bench.num_blocks) for way in ("store", "load")}
         for number in sizes:
-            rates += [
-                {"blocks": number, "way": way, "rate": bench.rate(plane, way, number)} for way in ("store", "load")
-            ]
+            for way in ("store", "load"):
+                rates.append({"blocks": number, "way": way, "rate": bench.rate(plane, way, number)})
+                print(rates[-1], flush=True)
         pieces = bench.pieces(plane, device)
     limits_after = bench.limits()
     return {
@@ -261,6 +266,7 @@ def settings(num_bytes: int, dtype: str) -> dict[str, Any]:
         with bench.plane(piece_bytes=piece_mib << 20, copy_threads=threads) as (plane, _):
             rates = {way: bench.rate(plane, way, bench.num_blocks, 5) for way in ("store", "load")}
         found.append({"piece_mib": piece_mib, "threads": threads, **rates})
+        print(found[-1], flush=True)
     return {"limits": limits, "settings": found}
 
 

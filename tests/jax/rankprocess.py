@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from tests.jax.rank import JaxRank
 
 from kvstow.devices.jax.programs import DevicePrograms
+from kvstow.devices.jax.rangecopier import CopyJob
 from kvstow.messages import Completion, DesiredState, Op, RankReport, StepPlan
 
 
@@ -86,13 +87,13 @@ class RankProcess:
 
     def _gate(self) -> None:
         copier = self.rank.device._copier
-        original = copier.copy
+        original = copier.start
 
-        def copy(ranges: Any) -> None:
+        def start(ranges: Any) -> CopyJob:
             self.may_copy.wait(60)
-            original(ranges)
+            return original(ranges)
 
-        copier.copy = copy  # type: ignore[method-assign]
+        copier.start = start  # type: ignore[method-assign]
 
     def step(self, step: Step) -> Outcome:
         rank = self.rank

@@ -17,6 +17,7 @@ from tests.jax.rank import DEADLINE, JaxRank, mesh
 from kvstow.devices.jax import ArrayCell, JaxDevice, JaxOptions, ShardedKV
 from kvstow.devices.jax.loads import Loads
 from kvstow.devices.jax.programs import DevicePrograms, buckets_up_to
+from kvstow.devices.jax.rangecopier import CopyJob
 from kvstow.devices.jax.stores import Gather
 from kvstow.errors import ConfigError, CopyError
 from kvstow.messages import Op, StepPlan
@@ -513,13 +514,51 @@ def test_a_program_that_fails_on_the_device_ends_the_data_plane(
 
 def test_bytes_that_do_not_arrive_fail_their_store(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = make_rank()
-    monkeypatch.setattr(rank.device._stores._copier, "copy", lambda _: 1 // 0)
+    monkeypatch.setattr(rank.device._stores._copier, "start", lambda _: 1 // 0)
     assert "ZeroDivisionError" in rank.failure(rank.store([1], [1]))
     assert "ZeroDivisionError" in rank.failure(rank.load([1], [1]))
     monkeypatch.undo()
     rank.done(rank.store([1], [1]))
     rank.done(rank.load([1], [1]))
     assert rank.wrong_elements() == 0
+
+
+class HeldJob(CopyJob):
+    """Of a copier that is slow: nothing is copied, and it ends when it is told to."""
+
+    ended = False
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ended
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_an_op_that_fails_has_ended_only_when_no_thread_uses_its_slots(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    rank = make_rank()
+    rank.done(rank.store(range(8), range(8)))
+    jobs: list[HeldJob] = []
+
+    def start(_: Any) -> HeldJob:
+        if jobs:
+            raise RuntimeError("injected")
+        jobs.append(HeldJob())
+        return jobs[0]
+
+    copier = rank.device._copier
+    original = copier.start
+    monkeypatch.setattr(copier, "start", start)
+    op = rank.submit(direction, range(8), range(8))  # two pieces
+    other = rank.store([9], [9])
+    assert "injected" in rank.failure(other)  # after the second piece of the op
+    assert rank.marks(op) in ([], ["source_free"])
+    monkeypatch.setattr(copier, "start", original)
+    rank.done(rank.store([10], [10]))
+    assert rank.marks(op) in ([], ["source_free"])
+    jobs[0].ended = True
+    assert "injected" in rank.failure(op)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_a_request_whose_load_fails_is_computed(engine: Engine, monkeypatch: pyt
         calls.append(ranges)
         raise OSError("no copy today")
 
-    monkeypatch.setattr(RangeCopier, "copy", fail)
+    monkeypatch.setattr(RangeCopier, "start", fail)
     assert engine.ask(asked) == first
     monkeypatch.undo()
     assert calls

@@ -27,7 +27,7 @@ from kvstow.memory.slotpool import SlotPool
 HostMemory = Literal["auto", "plain", "pinned"]
 HOST_MEMORY: tuple[HostMemory, ...] = get_args(HostMemory)
 _LOAD_BUFFERS = 4  # of the largest size: one is filled, one is on the link, and the others wait for the host
-_ADVANCE_SECONDS = 2e-3  # copying for longer delays the polls
+_ADVANCE_SECONDS = 2e-3  # small pieces are copied within; longer would delay the polls
 
 logger = logging.getLogger("kvstow.jax")
 
@@ -157,7 +157,7 @@ class JaxDevice:
         return ticket
 
     def advance(self) -> None:
-        """Also copies pieces, for 2 ms and the one that has begun by then. Raises if the KV cache is lost."""
+        """Raises if the KV cache is lost. Ends after 2 ms, also if there is more to do."""
         if self._stopped is not None:
             self._loads.fail_unlaunched(self._stopped)
         until = time.perf_counter() + _ADVANCE_SECONDS
@@ -166,9 +166,9 @@ class JaxDevice:
 
     def close(self) -> None:
         self.stop()
+        self._copier.close()
         self._loads.close()
         self._stores.close()
-        self._copier.close()
 
     def _check_blocks(self, blocks: Sequence[int]) -> None:
         if blocks and not 0 <= min(blocks) <= max(blocks) < self._num_blocks:

@@ -18,7 +18,7 @@ from kvstow.devices.jax.cell import KVCell
 from kvstow.devices.jax.inflight import BytesInFlight, Held
 from kvstow.devices.jax.loadbuffers import LoadBuffer
 from kvstow.devices.jax.programs import DevicePrograms
-from kvstow.devices.jax.rangecopier import Range, RangeCopier
+from kvstow.devices.jax.rangecopier import CopyJob, Range, RangeCopier
 from kvstow.devices.jax.shards import ShardedKV, Shards
 from kvstow.errors import CopyError
 
@@ -33,15 +33,17 @@ class LoadTicket:
         starts = range(0, len(blocks), most)
         self.unstaged = deque((blocks[start : start + most], slots[start : start + most]) for start in starts)
         self.num_pieces = len(self.unstaged)
-        self.num_launched = self.num_written = 0
+        self.num_filling = self.num_launched = self.num_written = 0
         self.error: BaseException | None = None
         self.seconds = 0.0
         self.began: float | None = None
 
     @property
     def has_ended(self) -> bool:
-        """A load that failed has ended when no program writes its blocks any more."""
-        return self.num_written == (self.num_pieces if self.error is None else self.num_launched)
+        """A load that failed has ended when nothing reads its slots, and no program writes its blocks any more."""
+        if self.error is None:
+            return self.num_written == self.num_pieces
+        return not self.num_filling and self.num_written == self.num_launched
 
     def fail(self, error: BaseException) -> None:
         """Keeps the first error."""
@@ -54,13 +56,12 @@ class LoadTicket:
 
 
 class LoadPiece:
-    """Some blocks of a load, in buffers and then in arrays of each device. `witnesses`: of the programs that were
-    launched."""
+    """Some blocks of a load: a job fills the buffers, then they are in arrays of each device. `witnesses`: of the
+    programs that were launched."""
 
-    def __init__(
-        self, ticket: LoadTicket, blocks: Sequence[int], buffers: Buffers, arrays: list[list[jax.Array]], held: Held
-    ) -> None:
-        self.ticket, self.blocks, self.buffers, self.arrays = ticket, blocks, buffers, arrays
+    def __init__(self, ticket: LoadTicket, blocks: Sequence[int], buffers: Buffers, job: CopyJob, held: Held) -> None:
+        self.ticket, self.blocks, self.buffers, self.job = ticket, blocks, buffers, job
+        self.arrays: list[list[jax.Array]] = []
         self.witnesses: list[jax.Array] = []
         self._held = held
 
@@ -88,6 +89,7 @@ class Loads:
         self._in_flight, self._copier = in_flight, copier
         self._buffers = list(buffers)  # free ones
         self._tickets: list[LoadTicket] = []
+        self._filling: deque[LoadPiece] = deque()
         self._uploading: deque[LoadPiece] = deque()
         self._staged: deque[LoadPiece] = deque()
         self._launched: deque[LoadPiece] = deque()
@@ -109,16 +111,19 @@ class Loads:
         self._tickets.append(ticket)
 
     def advance(self) -> bool:
-        """Stage one piece; False if there is none, or no memory for it. Raises if the KV cache is lost."""
+        """Begin to stage one piece, and move on those under way; False if there is nothing to do, or no memory for it.
+        Raises if the KV cache is lost."""
         self._end_written()
         if self.lost is not None:
             raise self.lost
+        filled = bool(self._filling) and self._filling[0].job.has_ended
+        while self._filling and self._filling[0].job.has_ended:
+            self._begin_upload(self._filling.popleft())
         while self._uploading and self._uploading[0].is_uploaded():
             self._end_upload(self._uploading.popleft())
         self._tickets = [ticket for ticket in self._tickets if not ticket.has_ended]
-        return next(
-            (self._stage(ticket) for ticket in self._tickets if ticket.unstaged and ticket.error is None), False
-        )
+        unstaged = (ticket for ticket in self._tickets if ticket.unstaged and ticket.error is None)
+        return next(map(self._stage, unstaged), False) or filled
 
     def fail_unlaunched(self, error: BaseException) -> None:
         """The host launches nothing more."""
@@ -127,11 +132,12 @@ class Loads:
                 ticket.fail(error)
 
     def close(self) -> None:
-        """Wait for the programs and transfers under way: they use the buffers and write the blocks."""
+        """Wait for the programs and transfers under way: they use the buffers and write the blocks. The copier has been
+        closed: nothing reads the pool's slots."""
         for piece in (*self._uploading, *self._staged, *self._launched):
             for arrays in (*piece.arrays, piece.witnesses):
                 _wait(arrays)
-        for pieces in (self._uploading, self._staged, self._launched):
+        for pieces in (self._filling, self._uploading, self._staged, self._launched):
             pieces.clear()
         self._tickets.clear()
         self._buffers.clear()
@@ -149,23 +155,37 @@ class Loads:
         ticket.began = ticket.began or time.perf_counter()
         self._buffers.remove(buffers)
         try:
-            self._fill(buffers, slots)
-            arrays = [buffer.upload() for buffer in buffers]
+            job = self._copier.start(self._ranges(buffers, slots))
         except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
             ticket.fail(error)
             self._free(buffers)
             return True
-        self._uploading.append(LoadPiece(ticket, blocks, buffers, arrays, held))
+        ticket.num_filling += 1
+        self._filling.append(LoadPiece(ticket, blocks, buffers, job, held))
         return True
 
-    def _fill(self, buffers: Buffers, slots: Sequence[int]) -> None:
+    def _begin_upload(self, piece: LoadPiece) -> None:
+        piece.ticket.num_filling -= 1
+        try:
+            piece.job.result()
+            if piece.ticket.error is None:
+                piece.arrays = [buffer.upload() for buffer in piece.buffers]
+        except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
+            piece.ticket.fail(error)
+        if piece.ticket.error is None:
+            self._uploading.append(piece)
+        else:
+            _wait([array for arrays in piece.arrays for array in arrays])
+            self._free(piece.buffers)
+
+    def _ranges(self, buffers: Buffers, slots: Sequence[int]) -> list[Range]:
         ranges: list[Range] = []
         for device, buffer in enumerate(buffers):
             sources = [slot + device * self._kv.part_bytes for slot in slots]
             for target, size in zip(buffer.addresses, buffer.row_bytes, strict=True):
                 ranges += [Range(target + row * size, source, size) for row, source in enumerate(sources)]
                 sources = [source + size for source in sources]
-        self._copier.copy(ranges)
+        return ranges
 
     def _end_upload(self, piece: LoadPiece) -> None:
         piece.ticket.seconds = time.perf_counter() - (piece.ticket.began or 0.0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import pairwise
 from typing import NamedTuple
 
 _SHARE_BYTES = 1 << 20  # less is copied sooner than another thread wakes up
@@ -18,29 +19,45 @@ class Range(NamedTuple):
     num_bytes: int
 
 
+class CopyJob:
+    """Ranges that are being copied."""
+
+    def __init__(self, shares: Sequence[Future[None]] = ()) -> None:
+        self._shares = shares
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no thread uses the memory any more."""
+        return all(share.done() for share in self._shares)
+
+    def result(self) -> None:
+        """Wait for the end. Raises what a copy has raised."""
+        wait(self._shares)
+        for share in self._shares:
+            share.result()
+
+
 class RangeCopier:
-    """Owns its threads. Used by one thread at a time."""
+    """Owns its threads. A thread that has done its share of a job begins with the next job."""
 
     def __init__(self, num_threads: int) -> None:
-        """`num_threads` includes the caller's."""
         self._num_threads = num_threads
-        self._helpers = ThreadPoolExecutor(num_threads - 1, "kvstow-memcpy") if num_threads > 1 else None
+        self._threads = ThreadPoolExecutor(num_threads, "kvstow-memcpy")
 
-    def copy(self, ranges: Sequence[Range]) -> None:
-        """Copy all ranges and return. The caller guarantees that the memory is there, and that targets are disjoint."""
+    def start(self, ranges: Sequence[Range]) -> CopyJob:
+        """Begin to copy all ranges; few bytes are copied at once. The caller guarantees that the memory stays until the
+        job has ended, and that targets are disjoint."""
         num_bytes = sum(one.num_bytes for one in ranges)
+        if num_bytes <= _SHARE_BYTES:
+            _copy(ranges)
+            return CopyJob()
         shares = max(1, min(self._num_threads, num_bytes // _SHARE_BYTES, len(ranges)))
-        parts = [ranges[share * len(ranges) // shares : (share + 1) * len(ranges) // shares] for share in range(shares)]
-        jobs = [self._helpers.submit(_copy, part) for part in parts[1:]] if self._helpers is not None else []
-        try:
-            _copy(parts[0])
-        finally:
-            for job in jobs:
-                job.result()
+        bounds = [share * len(ranges) // shares for share in range(shares + 1)]
+        return CopyJob([self._threads.submit(_copy, ranges[start:end]) for start, end in pairwise(bounds)])
 
     def close(self) -> None:
-        if self._helpers is not None:
-            self._helpers.shutdown()
+        """Wait for all jobs."""
+        self._threads.shutdown()
 
 
 def _copy(ranges: Sequence[Range]) -> None:

@@ -20,10 +20,12 @@ from kvstow.devices.base import TicketState
 from kvstow.devices.jax.cell import KVCell
 from kvstow.devices.jax.inflight import BytesInFlight, Held
 from kvstow.devices.jax.programs import DevicePrograms, bucket_of
-from kvstow.devices.jax.rangecopier import Range, RangeCopier
+from kvstow.devices.jax.rangecopier import CopyJob, Range, RangeCopier
 from kvstow.devices.jax.shards import ShardedKV
 
 Columns = Sequence[jax.Array]
+
+_COPYING = 2  # pieces: the threads begin the next before one has ended, and loads wait behind two at most
 
 
 class GatheredPiece:
@@ -33,6 +35,9 @@ class GatheredPiece:
     def __init__(self, num_blocks: int, gathered: list[Columns], arriving: list[Columns], held: Held) -> None:
         self.num_blocks = num_blocks
         self.arriving = arriving
+        self.job = CopyJob()
+        self.host: list[np.ndarray] = []
+        """What the job copies."""
         self._gathered: list[Columns] | None = gathered
         self._held = held
 
@@ -65,7 +70,8 @@ class StoreTicket:
 
     def __init__(self, gather: Gather, slots: Sequence[int]) -> None:
         self.gather, self.slots = gather, slots
-        self.num_copied = 0
+        self.copying: deque[GatheredPiece] = deque()
+        self.num_started = self.num_copied = 0
         self.seconds = 0.0
         self.began: float | None = None
         """When the first piece was gathered."""
@@ -76,13 +82,12 @@ class StoreTicket:
 
     @property
     def has_ended(self) -> bool:
-        return self.error is not None or self.num_copied == len(self.slots)
+        """A store that failed has ended when nothing writes its slots any more."""
+        return not self.copying and (self.error is not None or self.num_copied == len(self.slots))
 
     def poll(self) -> TicketState:
-        if self.error is not None:
-            return TicketState.FAILED
-        if self.num_copied == len(self.slots):
-            return TicketState.DONE
+        if self.has_ended:
+            return TicketState.DONE if self.error is None else TicketState.FAILED
         return TicketState.PENDING if self.gather.unlaunched else TicketState.SOURCE_FREE
 
 
@@ -138,12 +143,14 @@ class Stores:
         self._tickets.append(ticket)
 
     def advance(self) -> bool:
-        """Copy one piece that has arrived to the pool; False if there is none."""
+        """Begin to copy one piece that has arrived to the pool, and notice copies that have ended; False if there is
+        nothing."""
         self._tickets = [ticket for ticket in self._tickets if not ticket.has_ended]
-        return any(self._advance(ticket) for ticket in self._tickets)
+        ended = sum(map(self._end_copies, self._tickets))
+        return any(map(self._begin_copy, self._tickets)) or bool(ended)
 
     def close(self) -> None:
-        """Nothing reads the pool's slots or writes them between two calls of `advance`."""
+        """The copier has been closed: nothing writes the pool's slots."""
         self._tickets.clear()
 
     def _launch_piece(self, gather: Gather) -> bool:
@@ -169,34 +176,47 @@ class Stores:
         gather.unlaunched.popleft()
         return True
 
-    def _advance(self, ticket: StoreTicket) -> bool:
-        if not ticket.gather.launched:
+    def _begin_copy(self, ticket: StoreTicket) -> bool:
+        if ticket.error is not None or not ticket.gather.launched:
             return False
         piece = ticket.gather.launched[0]
         if ticket.began is None and piece.is_gathered():
             ticket.began = time.perf_counter()
-        if not piece.has_arrived():
+        if not piece.has_arrived() or sum(len(one.copying) for one in self._tickets) >= _COPYING:
             return False
+        slots = ticket.slots[ticket.num_started : ticket.num_started + piece.num_blocks]
         try:
-            self._copy(piece, ticket.slots[ticket.num_copied :])
+            piece.job = self._copier.start(self._ranges(piece, slots))
         except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
             ticket.gather.error = error.with_traceback(None)
             return True
+        ticket.copying.append(piece)
         ticket.gather.launched.popleft()
-        ticket.num_copied += piece.num_blocks
-        ticket.seconds = time.perf_counter() - (ticket.began or 0.0)
+        ticket.num_started += piece.num_blocks
         return True
 
-    def _copy(self, piece: GatheredPiece, slots: Sequence[int]) -> None:
+    def _end_copies(self, ticket: StoreTicket) -> bool:
+        ended = False
+        while ticket.copying and ticket.copying[0].job.has_ended:
+            piece, ended = ticket.copying.popleft(), True
+            try:
+                piece.job.result()
+            except Exception as error:  # noqa: BLE001 - the failure of one op, in its ticket
+                ticket.gather.error = ticket.gather.error or error.with_traceback(None)
+            ticket.num_copied += piece.num_blocks
+            ticket.seconds = time.perf_counter() - (ticket.began or 0.0)
+        return ended
+
+    def _ranges(self, piece: GatheredPiece, slots: Sequence[int]) -> list[Range]:
         ranges: list[Range] = []
-        arrived = [[np.ascontiguousarray(column) for column in columns] for columns in piece.arriving]
-        for device, columns in enumerate(arrived):
-            targets = [slot + device * self._kv.part_bytes for slot in slots[: piece.num_blocks]]
-            for column in columns:
+        for device, columns in enumerate(piece.arriving):
+            targets = [slot + device * self._kv.part_bytes for slot in slots]
+            for column in map(np.ascontiguousarray, columns):
+                piece.host.append(column)
                 source, size = column.ctypes.data, column.itemsize * column.shape[1]
                 ranges += [Range(target, source + row * size, size) for row, target in enumerate(targets)]
                 targets = [target + size for target in targets]
-        self._copier.copy(ranges)
+        return ranges
 
 
 def _are_ready(by_device: Sequence[Columns]) -> bool:
