@@ -142,16 +142,17 @@ def measure(engine: _Engine, service: NodeService | None, folder: Path) -> Succe
     """Raises `MeasurementError`."""
     ready = folder / f"ready-{time.monotonic_ns()}"
     first = Measurement(engine.store, ready)
-    deadline = time.monotonic() + _TIMEOUT
-    while not ready.exists():
-        if first.is_over:
-            first.result(0.0)
-        if time.monotonic() > deadline:
-            first.kill()
-            raise MeasurementError(f"the first engine has not answered within {_TIMEOUT:g} s")
-        time.sleep(0.05)
-    killed_at = time.perf_counter()
-    first.kill()
+    try:
+        deadline = time.monotonic() + _TIMEOUT
+        while not ready.exists():
+            if first.is_over:
+                first.result(0.0)
+            if time.monotonic() > deadline:
+                raise MeasurementError(f"the first engine has not answered within {_TIMEOUT:g} s")
+            time.sleep(0.05)
+    finally:
+        killed_at = time.perf_counter()
+        first.kill()
     return Measurement(engine.succeed, killed_at, 0 if service is None else service.pid).result(_TIMEOUT)
 
 
